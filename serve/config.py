@@ -1,0 +1,217 @@
+"""Every knob of the server: read once, checked once, never changed. What the machine decides is ``engine.executor.ModelFacts``."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from serve.errors import ConfigError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICES = ("auto", "cpu", "cuda")
+
+
+def _require(condition: bool, name: str, value: object, rule: str) -> None:
+    if not condition:
+        raise ConfigError(f"{name} is {value!r}; it must {rule}")
+
+
+def _require_positive(name: str, value: float) -> None:
+    _require(math.isfinite(value) and value > 0, name, value, "be greater than 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """Which checkpoint is served, and how its weights lie on the devices."""
+
+    path: str
+    """Folder of a checkpoint that ``checkpoint.open_checkpoint`` recognises."""
+
+    name: str = ""
+    """Name clients see; empty means the last part of ``path``."""
+
+    tensor_parallel_size: int = 1
+    """Ranks that share every layer. It must divide the model's query heads and key/value heads."""
+
+    dtype: str = "auto"
+    """Type of weights, activations and cache: ``auto`` is the checkpoint's own."""
+
+    device: str = "auto"
+    """``auto`` is cuda where there is one, else cpu."""
+
+    max_model_len: int | None = None
+    """Positions (prompt and output) a sequence may have; ``None`` is the model's own limit."""
+
+    def __post_init__(self) -> None:
+        _require(bool(self.path), "model.path", self.path, "name a checkpoint folder")
+        _require(self.tensor_parallel_size >= 1, "model.tensor_parallel_size", self.tensor_parallel_size, "be at least 1")
+        _require(self.dtype in DTYPES, "model.dtype", self.dtype, f"be one of {', '.join(DTYPES)}")
+        _require(self.device in DEVICES, "model.device", self.device, f"be one of {', '.join(DEVICES)}")
+        _require(
+            self.max_model_len is None or self.max_model_len >= 2,
+            "model.max_model_len", self.max_model_len, "be at least 2",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheConfig:
+    """How much memory the KV cache takes, and how it is cut."""
+
+    block_tokens: int = 16
+    """Positions per block. Larger blocks mean shorter tables and more waste at the end of each sequence."""
+
+    kv_cache_gib: float | None = None
+    """GiB of KV cache per rank; ``None`` lets the rank choose from its free memory."""
+
+    memory_fraction: float = 0.90
+    """On a GPU without ``kv_cache_gib``: share of its memory this rank may use in all, weights included."""
+
+    prefix_caching: bool = True
+    """Whether requests may reuse the KV blocks of an equal prompt prefix with the same ``cache_salt``."""
+
+    def __post_init__(self) -> None:
+        _require(1 <= self.block_tokens <= 1024, "cache.block_tokens", self.block_tokens, "lie between 1 and 1024")
+        _require(
+            self.kv_cache_gib is None or (math.isfinite(self.kv_cache_gib) and self.kv_cache_gib > 0),
+            "cache.kv_cache_gib", self.kv_cache_gib, "be greater than 0",
+        )
+        _require(0.0 < self.memory_fraction < 1.0, "cache.memory_fraction", self.memory_fraction, "lie between 0 and 1, both excluded")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerConfig:
+    """How much one step does."""
+
+    max_num_seqs: int = 256
+    """Sequences running at once."""
+
+    max_step_tokens: int = 512
+    """Positions computed in one step, all sequences together: the token budget that chunks long prompts."""
+
+    def __post_init__(self) -> None:
+        _require(self.max_num_seqs >= 1, "scheduler.max_num_seqs", self.max_num_seqs, "be at least 1")
+        _require(self.max_step_tokens >= 1, "scheduler.max_step_tokens", self.max_step_tokens, "be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdmissionConfig:
+    """What is refused before it costs anything."""
+
+    max_queued_requests: int = 1024
+    """Requests waiting for their first step; one more gets RESOURCE_EXHAUSTED."""
+
+    max_queued_tokens: int = 1_000_000
+    """Prompt tokens of all waiting requests together."""
+
+    max_num_sequences: int = 64
+    """``num_sequences`` of one request."""
+
+    max_logprobs: int = 20
+    """``logprobs`` and ``prompt_logprobs`` of one request."""
+
+    max_stop_strings: int = 16
+    max_stop_string_bytes: int = 256
+    max_stop_ids: int = 64
+    max_logit_bias: int = 1024
+    """Entries of ``logit_bias``."""
+
+    max_id_list: int = 65_536
+    """Entries of ``allowed_ids`` and of ``banned_ids``."""
+
+    max_prompt_bytes: int = 4 * 1024 * 1024
+    """UTF-8 bytes of a text prompt, checked before it is tokenised."""
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            _require(getattr(self, name) >= 1, f"admission.{name}", getattr(self, name), "be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RpcConfig:
+    """Where the server listens, and what it accepts."""
+
+    host: str = "127.0.0.1"
+    """Loopback unless asked otherwise."""
+
+    port: int = 50051
+    """0 picks a free port; the start-up line says which."""
+
+    metrics_port: int = 9400
+    """Prometheus, on the same host; 0 picks a free port."""
+
+    admin_address: str = "auto"
+    """``auto``: the Admin service shares the port on a loopback host and is off elsewhere. ``off``, ``host:port`` or
+    ``unix:/path`` say otherwise."""
+
+    reflection: str = "auto"
+    """``auto`` is on for a loopback host, off elsewhere; or ``on``, ``off``."""
+
+    insecure_public: bool = False
+    """Must be set to bind a host that is not loopback: there is no TLS or token in front of it."""
+
+    max_message_bytes: int = 8 * 1024 * 1024
+    """Largest request message; larger ones are refused by gRPC before they are decoded."""
+
+    drain_seconds: float = 30.0
+    """After SIGTERM, time for calls in flight to finish."""
+
+    stream_buffer_events: int = 1024
+    """Events held for a client that reads slowly; when the buffer stays full the call ends with RESOURCE_EXHAUSTED."""
+
+    slow_reader_seconds: float = 10.0
+    """How long a stream's buffer may stay full."""
+
+    def __post_init__(self) -> None:
+        for name in ("port", "metrics_port"):
+            _require(0 <= getattr(self, name) <= 65535, f"rpc.{name}", getattr(self, name), "lie between 0 and 65535")
+        _require(self.reflection in ("auto", "on", "off"), "rpc.reflection", self.reflection, "be auto, on or off")
+        _require(self.max_message_bytes >= 1024, "rpc.max_message_bytes", self.max_message_bytes, "be at least 1024")
+        _require(self.stream_buffer_events >= 16, "rpc.stream_buffer_events", self.stream_buffer_events, "be at least 16")
+        _require(
+            math.isfinite(self.drain_seconds) and self.drain_seconds >= 0,
+            "rpc.drain_seconds", self.drain_seconds, "be 0 or more",
+        )
+        _require_positive("rpc.slow_reader_seconds", self.slow_reader_seconds)
+        _require(
+            self.is_loopback or self.insecure_public, "rpc.host", self.host,
+            "be a loopback address unless rpc.insecure_public is set: the port carries no TLS and no token",
+        )
+
+    @property
+    def is_loopback(self) -> bool:
+        return self.host in ("localhost", "::1", "[::1]") or self.host.startswith("127.") or self.host.startswith("unix:")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SupervisorConfig:
+    """How the ranks' lives are watched."""
+
+    start_timeout_seconds: float = 1800.0
+    """From spawning the ranks to all of them ready."""
+
+    heartbeat_timeout_seconds: float = 6.0
+    """A rank silent for longer is frozen: all ranks are killed and started again."""
+
+    step_timeout_seconds: float = 120.0
+    """A step that takes longer means a rank hangs, though its heartbeat may go on."""
+
+    max_restarts_in_a_row: int = 5
+    """Restarts without a successful step in between; after that the server exits 1."""
+
+    def __post_init__(self) -> None:
+        _require_positive("supervisor.start_timeout_seconds", self.start_timeout_seconds)
+        _require_positive("supervisor.heartbeat_timeout_seconds", self.heartbeat_timeout_seconds)
+        _require_positive("supervisor.step_timeout_seconds", self.step_timeout_seconds)
+        _require(self.max_restarts_in_a_row >= 0, "supervisor.max_restarts_in_a_row", self.max_restarts_in_a_row, "be 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerConfig:
+    """The whole configuration, as ``--print-config`` shows it."""
+
+    model: ModelConfig
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
+    rpc: RpcConfig = field(default_factory=RpcConfig)
+    supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)

@@ -1,0 +1,45 @@
+"""The seam below the engine: something that carries out a step plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from serve.engine.plan import StepPlan, StepResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What the ranks say once the model is loaded: facts the machine and the checkpoint decide, not the configuration."""
+
+    family: str
+    """transformers' ``model_type``, for example ``gpt_neox``."""
+    vocab_size: int
+    max_model_len: int
+    """Positions a sequence may have: the smaller of the model's limit and the configured one."""
+    eos_ids: tuple[int, ...]
+    dtype: str
+    device: str
+    num_blocks: int
+    """KV blocks in the pool; the same on every rank."""
+    block_tokens: int
+    num_parameters: int
+    checkpoint_step: int | None
+    load_seconds: tuple[tuple[str, float], ...] = ()
+    """(phase, seconds), for the ``model_load_seconds`` metric: ``import``, ``build``, ``weights``, ``cache``."""
+
+
+class ExecutorDied(Exception):
+    """The ranks cannot go on: one died, froze or broke the protocol. Not recoverable on this executor."""
+
+
+class Executor(Protocol):
+    """Carries out plans, one at a time, in order. Blocking; called by the engine thread alone."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Compute one step.
+
+        Raises:
+            ExecutorDied: the step's results are lost and no further call can succeed.
+        """
+        ...

@@ -1,0 +1,100 @@
+"""What crosses the seam between the scheduler and the ranks: a step's work going down, its results coming up.
+
+The ranks keep, per live sequence, its token ids and its block table; a plan carries only what is new. A sequence appears
+first in ``StepPlan.starts``, then in spans, and is forgotten when ``StepPlan.dropped`` names it (finished, aborted or
+preempted). ``dropped`` is applied before ``starts``. A preempted sequence that is resumed starts again under the same id.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from serve.types import BlockId, SamplingParams, SequenceId, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """A sequence the ranks do not know yet."""
+
+    sequence: SequenceId
+    index: int
+    """Which of the request's ``num_sequences``; part of the sampling seed."""
+    token_ids: tuple[int, ...]
+    """Everything known so far: the prompt, then what was generated before a preemption."""
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    min_new_tokens: int = 0
+    end_ids: tuple[int, ...] = ()
+    """EOS and stop ids; not sampled before ``min_new_tokens`` tokens were generated."""
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    """When set, every span row p with p + 1 < num_prompt_tokens yields the logprob of token p + 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Positions ``[start, start + count)`` of one sequence, computed in this step.
+
+    The sequence's KV blocks, old ones and ``new_blocks`` in order, cover ``[0, start + count)``.
+    """
+
+    sequence: SequenceId
+    start: int
+    count: int
+    new_tokens: tuple[int, ...] = ()
+    """Ids to append to what the ranks know (the token sampled in the last step), before the span is computed."""
+    new_blocks: tuple[BlockId, ...] = ()
+    """Block ids to append to the sequence's table; for a new sequence, its whole table, prefix-cache hits included."""
+    sample: bool = False
+    """True when the span ends at the last known token, so that its last row gives the next one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """One step, the same for every rank. A plan without spans only tells the ranks what to forget."""
+
+    step: int
+    starts: tuple[Start, ...] = ()
+    spans: tuple[Span, ...] = ()
+    dropped: tuple[SequenceId, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(span.count for span in self.spans)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """The token chosen after one span's last row."""
+
+    sequence: SequenceId
+    token_id: int
+    logprob: TokenLogprob | None = None
+    """Set when the sequence asked for logprobs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptLogprobs:
+    """Logprobs of prompt tokens ``[first, first + len(logprobs))`` of one sequence."""
+
+    sequence: SequenceId
+    first: int
+    logprobs: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceFault:
+    """One sequence could not be sampled (non-finite logits, no token allowed); the rest of the step is good."""
+
+    sequence: SequenceId
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """Rank 0's answer: for each span with ``sample``, exactly one of ``sampled`` and ``faults`` names its sequence."""
+
+    step: int
+    sampled: tuple[Sampled, ...] = ()
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    faults: tuple[SequenceFault, ...] = ()

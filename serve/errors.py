@@ -1,0 +1,132 @@
+"""Every error the server tells anyone about.
+
+ServeError
+├── RequestError                what a caller did or met; mapped to a gRPC status in serve/rpc/status.py
+│   ├── InvalidRequest          a field breaks a rule; names field and rule            INVALID_ARGUMENT
+│   ├── NotFound                no such model or request                               NOT_FOUND
+│   ├── DuplicateRequest        a live request has this id                             ALREADY_EXISTS
+│   ├── QueueFull               queue limits reached; retry later                      RESOURCE_EXHAUSTED
+│   ├── SlowReader              the client did not read its stream in time             RESOURCE_EXHAUSTED
+│   ├── DeadlineExpired         the call's deadline passed, queued or running          DEADLINE_EXCEEDED
+│   ├── RequestAborted          cancelled by the client or by Admin.Abort              CANCELLED
+│   ├── FeatureOff              this model or server cannot do it (no chat template)   FAILED_PRECONDITION
+│   ├── NotAuthenticated        missing or wrong token                                 UNAUTHENTICATED
+│   ├── Unavailable             loading, draining or engine down; retry                UNAVAILABLE
+│   │   ├── Loading
+│   │   ├── Draining
+│   │   └── EngineDown
+│   └── RequestBroke            this request alone failed inside the engine            INTERNAL
+└── StartError                  the server cannot start; exit code in ``exit_code``
+    ├── ConfigError             bad option, file or model: exit 2
+    └── RankStartError          a rank failed to load: exit 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class ServeError(Exception):
+    """Root of the tree. The message is written for the person who reads it and never holds prompts or paths of the host."""
+
+
+class RequestError(ServeError):
+    """A request cannot go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One broken rule of one field, as google.rpc.BadRequest wants it."""
+
+    field: str
+    """Dotted path in the request message, for example ``sampling.top_p``."""
+    rule: str
+    """A sentence that states the value and the rule."""
+
+
+class InvalidRequest(RequestError):
+    """One or more fields break their rules; retrying cannot help."""
+
+    def __init__(self, violations: Sequence[Violation]) -> None:
+        assert violations, "an InvalidRequest must say what is wrong"
+        self.violations = tuple(violations)
+        super().__init__("; ".join(f"{v.field}: {v.rule}" for v in self.violations))
+
+    @classmethod
+    def of(cls, field: str, rule: str) -> InvalidRequest:
+        return cls([Violation(field, rule)])
+
+
+class NotFound(RequestError):
+    """There is no such model or request."""
+
+
+class DuplicateRequest(RequestError):
+    """A request with this id is still alive."""
+
+
+class QueueFull(RequestError):
+    """The queue is at its limit."""
+
+    def __init__(self, message: str, *, reason: str, retry_after_seconds: float) -> None:
+        super().__init__(message)
+        self.reason = reason
+        """``requests`` or ``tokens``: the limit that was met; a label value of ``tessera_rejections_total``."""
+        self.retry_after_seconds = retry_after_seconds
+
+
+class SlowReader(RequestError):
+    """The client let its stream's buffer stay full."""
+
+
+class DeadlineExpired(RequestError):
+    """The call's deadline passed."""
+
+
+class RequestAborted(RequestError):
+    """Cancelled: by the client, by a lost connection, or by Admin.Abort."""
+
+
+class FeatureOff(RequestError):
+    """The loaded model or the server's options do not provide this."""
+
+
+class NotAuthenticated(RequestError):
+    """The call carries no valid token."""
+
+
+class Unavailable(RequestError):
+    """Not now; the same request may work in a moment."""
+
+
+class Loading(Unavailable):
+    """The model is not loaded yet."""
+
+
+class Draining(Unavailable):
+    """The server is going away."""
+
+
+class EngineDown(Unavailable):
+    """A rank died or froze; the supervisor is bringing the engine back."""
+
+
+class RequestBroke(RequestError):
+    """This request failed inside the engine (non-finite logits, for example); others are not affected."""
+
+
+class StartError(ServeError):
+    """The server cannot start."""
+
+    exit_code = 1
+
+
+class ConfigError(StartError):
+    """An option, a configuration file or the model folder is at fault."""
+
+    exit_code = 2
+
+
+class RankStartError(StartError):
+    """A rank failed before it was ready."""
