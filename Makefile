@@ -1,0 +1,78 @@
+# Every target sets up what it needs by itself. `make help` lists them.
+#
+# PYTHON chooses the interpreter the virtual environment is made with (3.11 or newer).
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+INSTALL_LOG := $(VENV)/install.log
+
+# Tests and checks reach no model hub, whatever the user's environment says.
+export HF_HUB_OFFLINE := 1
+
+MAKEFLAGS += --no-print-directory
+.NOTPARALLEL:
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check lint types imports proto proto-check bench test-gpu bench-gpu clean distclean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## make .venv with the versions of constraints.txt
+
+# The stamp is touched only after pip succeeded, so an interrupted installation is taken up again.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	    echo "tessera needs Python 3.11 or newer; '$(PYTHON)' is not. Say which one to use: make PYTHON=/path/to/python3.11" >&2; exit 2; }
+	@echo "Setting up $(VENV): the versions of constraints.txt, about 1.5 GB. Two to five minutes the first time, never again."
+	@$(PYTHON) -m venv $(VENV) || { \
+	    echo "could not make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	@start=$$(date +%s); \
+	$(PY) -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]' >$(INSTALL_LOG) 2>&1 || { \
+	    tail -n 25 $(INSTALL_LOG) >&2; echo "pip failed; its whole output is in $(INSTALL_LOG)" >&2; exit 1; }; \
+	echo "$(VENV) is ready after $$(( $$(date +%s) - start )) s."
+	@touch $(STAMP)
+
+demo: $(STAMP) ## train a small GPT, keep it as shards, serve it on two ranks, stream from it
+	@$(PY) -m examples.demo
+
+test: $(STAMP) ## every test that needs no GPU
+	@$(PY) -m pytest -q -m "not gpu"
+
+check: lint types imports proto-check test ## what continuous integration runs
+
+lint: $(STAMP) ## ruff: rules and format
+	@$(PY) -m ruff check -q .
+	@$(PY) -m ruff format -q --check .
+	@echo "lint: clean"
+
+types: $(STAMP) ## mypy strict on the torch-free packages
+	@$(PY) -m mypy --no-error-summary
+	@echo "types: clean"
+
+imports: $(STAMP) ## who may import whom
+	@$(VENV)/bin/lint-imports >$(VENV)/imports.log 2>&1 || { cat $(VENV)/imports.log >&2; exit 1; }
+	@echo "imports: every contract kept"
+
+proto: $(STAMP) ## generate serve/v1 from protos/
+	@$(PY) protos/generate.py
+
+proto-check: $(STAMP) ## prove that serve/v1 is what protos/ generates
+	@$(PY) protos/generate.py --check
+
+bench: $(STAMP) ## tokens per second beside transformers, on this machine's CPU
+	@$(PY) -m benchmarks.serving
+
+test-gpu: $(STAMP) ## the tests that need a CUDA device
+	@$(PY) -m pytest -q -m gpu
+
+bench-gpu: $(STAMP) ## the same benchmark on a CUDA device
+	@$(PY) -m benchmarks.serving --device cuda
+
+clean: ## remove caches, build output and the demo's run folder
+	@rm -rf build dist demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	@find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
+
+distclean: clean ## as clean, and the virtual environment
+	@rm -rf $(VENV) tessera.egg-info
