@@ -1,0 +1,120 @@
+"""What Tessera must know of each architecture: where tensor parallelism cuts it, and how its attention is reached.
+
+The model definitions are transformers'. One row of ``FAMILIES`` per ``model_type``; a new family is a new row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from transformers import PretrainedConfig
+
+from serve.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One architecture's facts.
+
+    ``column`` and ``row`` name linear layers by the end of their module path. A column-parallel layer keeps some of its
+    output features on each rank, a row-parallel one some of its input features; the ranks' sums meet after the row-parallel one.
+    """
+
+    name: str
+    column: tuple[str, ...]
+    row: tuple[str, ...]
+    fused_thirds: tuple[str, ...] = ()
+    """Column-parallel layers whose output rows are [all q | all k | all v]: each third is cut by itself."""
+    conv1d: bool = False
+    """Linear layers are transformers' ``Conv1D``: stored as [in, out]."""
+    attention: str = "self_attn"
+    """End of the path of each layer's attention module."""
+    replaces_attn: bool = False
+    """The module computes attention in its own ``_attn`` and does not go through transformers' attention interface."""
+    scaled: bool = True
+    """With ``replaces_attn``: whether scores are divided by the square root of the head size."""
+
+
+_SEPARATE_QKV: Final = ("q_proj", "k_proj", "v_proj")
+
+FAMILIES: Final[Mapping[str, Family]] = {
+    family.name: family
+    for family in (
+        # Rows of query_key_value are [head, (q, k, v), head_dim]: a plain cut by heads keeps each head's triple together.
+        Family(name="gpt_neox", column=("query_key_value", "dense_h_to_4h"), row=("attention.dense", "dense_4h_to_h"), attention="attention"),
+        Family(
+            name="gpt2", column=("attn.c_attn", "mlp.c_fc"), row=("attn.c_proj", "mlp.c_proj"), fused_thirds=("attn.c_attn",),
+            conv1d=True, attention="attn",
+        ),
+        Family(
+            name="gptj", column=(*_SEPARATE_QKV, "mlp.fc_in"), row=("out_proj", "mlp.fc_out"), attention="attn",
+            replaces_attn=True,
+        ),
+        Family(
+            name="gpt_neo", column=(*_SEPARATE_QKV, "mlp.c_fc"), row=("out_proj", "mlp.c_proj"), attention="attn.attention",
+            replaces_attn=True, scaled=False,
+        ),
+        Family(name="opt", column=(*_SEPARATE_QKV, "fc1"), row=("out_proj", "fc2")),
+        Family(name="llama", column=(*_SEPARATE_QKV, "gate_proj", "up_proj"), row=("o_proj", "down_proj")),
+        Family(name="mistral", column=(*_SEPARATE_QKV, "gate_proj", "up_proj"), row=("o_proj", "down_proj")),
+        Family(name="qwen2", column=(*_SEPARATE_QKV, "gate_proj", "up_proj"), row=("o_proj", "down_proj")),
+        Family(name="phi", column=(*_SEPARATE_QKV, "mlp.fc1"), row=("self_attn.dense", "mlp.fc2")),
+    )
+}  # fmt: skip
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """The family of a checkpoint's ``config.json``.
+
+    Raises:
+        ConfigError: the architecture is not one that Tessera serves.
+    """
+    model_type = config.get("model_type")
+    if model_type not in FAMILIES:
+        raise ConfigError(f"config.json: model_type is {model_type!r}; Tessera serves {', '.join(sorted(FAMILIES))}")
+    return FAMILIES[str(model_type)]
+
+
+def key_value_heads(config: PretrainedConfig) -> int:
+    """Key/value heads of the whole model; families without grouped queries have as many as query heads."""
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+
+
+def head_dim(config: PretrainedConfig) -> int:
+    """Features of one head."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def attention_window(config: PretrainedConfig, layer: int) -> int:
+    """Positions a GPT-Neo layer sees, itself included; 0 for all. Other families pass their window with each call."""
+    kinds = getattr(config, "attention_layers", None)
+    return int(config.window_size) if kinds is not None and kinds[layer] == "local" else 0
+
+
+def check_tensor_parallel(config: PretrainedConfig, size: int) -> None:
+    """Refuse a tensor-parallel size that would split a head.
+
+    Raises:
+        ConfigError: names the sizes that work.
+    """
+    query, shared = int(config.num_attention_heads), key_value_heads(config)
+    allowed = [n for n in range(1, query + 1) if query % n == 0 and shared % n == 0]
+    if size not in allowed:
+        raise ConfigError(
+            f"model.tensor_parallel_size is {size}; it must divide the model's {query} query heads and {shared} key/value "
+            f"heads: {', '.join(map(str, allowed))}"
+        )
+
+
+def check_rope(config: PretrainedConfig) -> None:
+    """Refuse rotary embeddings whose angles depend on the longest sequence of the batch.
+
+    Raises:
+        ConfigError: one request's output would change with its neighbours'.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    kind = rope.get("rope_type", "default")
+    if kind in ("dynamic", "longrope"):
+        raise ConfigError(f"config.json: rope_type is {kind!r}, whose angles depend on the longest sequence of a batch; it is not served")

@@ -1,0 +1,216 @@
+"""From a checkpoint to a model in memory: built on the ``meta`` device, then filled with this rank's slices and nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from checkpoint import Checkpoint, CheckpointError
+from serve.errors import ConfigError
+from serve.model.attention import INTERFACE_NAME
+from serve.model.families import Family, check_rope, family_of
+
+DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Indices ``[begin, end)`` of one dimension."""
+
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardOf:
+    """What part of a whole tensor a rank holds: some pieces of one dimension, in order, and all of the others."""
+
+    full_shape: tuple[int, ...]
+    dim: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        width = sum(piece.end - piece.begin for piece in self.pieces)
+        return (*self.full_shape[: self.dim], width, *self.full_shape[self.dim + 1 :])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blueprint:
+    """A model that holds no memory yet, and what the checkpoint must have for it."""
+
+    model: PreTrainedModel
+    family: Family
+    dtype: torch.dtype
+    transposed: frozenset[str]
+    """Parameters that the checkpoint stores as [in, out]."""
+    num_parameters: int
+
+
+def read_config(checkpoint: Checkpoint) -> tuple[Family, PretrainedConfig]:
+    """The architecture of a checkpoint, as transformers' configuration.
+
+    Raises:
+        ConfigError: not a family that Tessera serves, or values that its configuration refuses.
+    """
+    family = family_of(checkpoint.config)
+    try:
+        config = CONFIG_MAPPING[family.name].from_dict(dict(checkpoint.config))
+    except Exception as error:  # transformers raises many kinds; all of them mean that config.json is wrong
+        raise ConfigError(f"config.json: {error}") from error
+    check_rope(config)
+    return family, config
+
+
+def choose_dtype(checkpoint: Checkpoint, wanted: str) -> torch.dtype:
+    """``auto`` is what config.json names, else what most of the weights are stored in."""
+    if wanted != "auto":
+        return DTYPES[wanted]
+    named = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
+    if named in DTYPES:
+        return DTYPES[str(named)]
+    sizes: dict[torch.dtype, int] = {}
+    for info in checkpoint.tensors.values():
+        sizes[info.dtype] = sizes.get(info.dtype, 0) + math.prod(info.shape)
+    stored = max(sizes, key=lambda dtype: sizes[dtype])
+    return stored if stored in DTYPES.values() else torch.float32
+
+
+def build_on_meta(checkpoint: Checkpoint, family: Family, config: PretrainedConfig, dtype: torch.dtype) -> Blueprint:
+    """Build the model without memory and hold the checkpoint's tensors against it.
+
+    Raises:
+        ConfigError: config.json describes no possible model, or the tensors are not those of the model it describes.
+    """
+    try:
+        with torch.device("meta"):
+            # Eager first: GPT-J and GPT-Neo know no other name while they are built.
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager").eval()
+    except Exception as error:
+        raise ConfigError(f"config.json describes no model that can be built: {error}") from error
+    model.config._attn_implementation = INTERFACE_NAME
+    transposed = _linear_from_conv1d(model) if family.conv1d else frozenset()
+    parameters = dict(model.named_parameters())
+    expected = {name: _stored_shape(name, tuple(p.shape), transposed) for name, p in parameters.items()}
+    aliases = {
+        name: owner
+        for owner, parameter in parameters.items()
+        for name, other in model.named_parameters(remove_duplicate=False)
+        if other is parameter and name != owner
+    }
+    try:
+        checkpoint.check_tensors(expected, tied=aliases)
+        checkpoint.check_tokenizer(model.get_input_embeddings().weight.shape[0])
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    count = sum(p.numel() for p in parameters.values())
+    return Blueprint(model=model, family=family, dtype=dtype, transposed=transposed, num_parameters=count)
+
+
+def _stored_shape(name: str, shape: tuple[int, ...], transposed: frozenset[str]) -> tuple[int, ...]:
+    return shape[::-1] if name in transposed else shape
+
+
+def _linear_from_conv1d(model: nn.Module) -> frozenset[str]:
+    """Put ``nn.Linear`` in the place of each ``Conv1D``; returns the weights whose stored form is transposed."""
+    transposed = set()
+    for path, parent in list(model.named_modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, Conv1D):
+                inputs, outputs = child.weight.shape
+                linear = nn.Linear(inputs, outputs, device="meta", dtype=child.weight.dtype)
+                setattr(parent, name, linear)
+                transposed.add(f"{path}.{name}.weight")
+    return frozenset(transposed)
+
+
+class SliceReader:
+    """Reads this rank's part of each parameter, in the model's type, onto its device."""
+
+    def __init__(self, checkpoint: Checkpoint, blueprint: Blueprint, shards: Mapping[str, ShardOf], device: torch.device) -> None:
+        self._checkpoint = checkpoint
+        self._blueprint = blueprint
+        self._shards = shards
+        self._device = device
+
+    def read(self, name: str) -> Tensor:
+        """The tensor as the model wants it; [out, in] for weights that are stored transposed."""
+        transposed = name in self._blueprint.transposed
+        shard = self._shards.get(name)
+        if shard is None:
+            tensor = self._read(name, None)
+            return tensor.t().contiguous() if transposed else tensor
+        # A dimension of the model's [out, in] is the other one of a stored [in, out].
+        dim = 1 - shard.dim if transposed else shard.dim
+        parts = [self._read(name, (*[slice(None)] * dim, slice(piece.begin, piece.end))) for piece in shard.pieces]
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
+        return whole.t().contiguous() if transposed else whole
+
+    def _read(self, name: str, index: tuple[slice, ...] | None) -> Tensor:
+        try:
+            return self._checkpoint.read(self._checkpoint.resolve(name), index, dtype=self._blueprint.dtype, device=self._device)
+        except CheckpointError as error:
+            raise ConfigError(str(error)) from error
+
+
+def fill(model: PreTrainedModel, reader: SliceReader, device: torch.device, on_linear: Callable[[nn.Module, Tensor, Tensor | None], bool]) -> None:
+    """Give every parameter and buffer of a model on ``meta`` its memory and its values.
+
+    ``on_linear`` is offered each linear layer's weight and bias as soon as they are read; where it returns True it has taken
+    them over (packed them, say) and the module keeps no plain weight. Two modules that shared a parameter share it again.
+    """
+    filled: dict[int, nn.Parameter] = {}
+    shared = _shared_parameters(model)
+    for path, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        tensors = {}
+        for name, parameter in own.items():
+            known = filled.get(id(parameter))
+            tensors[name] = known.data if known is not None else reader.read(f"{path}.{name}")
+        is_linear = own.get("weight") is not None and own["weight"].ndim == 2 and not _is_embedding(module)
+        taken = is_linear and on_linear(module, tensors["weight"], tensors.get("bias"))
+        for name, parameter in own.items():
+            if taken and id(parameter) not in shared:
+                setattr(module, name, None)
+                continue
+            fresh = filled.get(id(parameter))
+            if fresh is None:
+                fresh = filled[id(parameter)] = nn.Parameter(tensors[name], requires_grad=False)
+            setattr(module, name, fresh)
+    _fill_buffers(model, device)
+
+
+def _shared_parameters(model: nn.Module) -> frozenset[int]:
+    counts: dict[int, int] = {}
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        counts[id(parameter)] = counts.get(id(parameter), 0) + 1
+    return frozenset(key for key, count in counts.items() if count > 1)
+
+
+def _is_embedding(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding) or type(module).__name__ == "VocabParallelEmbedding"
+
+
+def _fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
+    """Compute the buffers that no checkpoint stores (rotary frequencies, sinusoids), by transformers' own initialisers."""
+    for module in model.modules():
+        missing = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
+        if not missing:
+            continue
+        if "bias" in missing:  # GPT-Neo's mask of all positions by all positions: our attention has no use for it
+            module._buffers["bias"] = None
+            continue
+        fresh: Any = None
+        for name in missing:
+            fresh = torch.empty_like(module._buffers[name], device=device)
+            module._buffers[name] = fresh
+        model._init_weights(module)

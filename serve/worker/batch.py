@@ -1,0 +1,110 @@
+"""What a rank knows of the live sequences, and how a step plan becomes tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from serve.engine.plan import Span, Start, StepPlan
+from serve.model.attention import StepLayout
+
+
+@dataclass(slots=True)
+class SequenceState:
+    """One live sequence on this rank: the token ids and blocks that plans have told of so far."""
+
+    start: Start
+    token_ids: list[int]
+    blocks: list[int] = field(default_factory=list)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.start.num_prompt_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """A step's tensors.  T tokens, all spans one after the other."""
+
+    input_ids: Tensor
+    """int64 [1, T]"""
+    position_ids: Tensor
+    """int64 [1, T]"""
+    layout: StepLayout
+    sample_rows: tuple[int, ...]
+    """Rows of [0, T) whose next token is wanted, in the order of ``sampled``."""
+    sampled: tuple[SequenceState, ...]
+    prompt_rows: tuple[tuple[SequenceState, int, int, int], ...]
+    """(sequence, first row, first position, rows): prompt positions whose successor's logprob is wanted."""
+
+
+class SequenceTable:
+    """The live sequences; follows the plans exactly as ``serve.engine.plan`` states them."""
+
+    def __init__(self, block_tokens: int, device: torch.device) -> None:
+        self._block_tokens = block_tokens
+        self._device = device
+        self._sequences: dict[int, SequenceState] = {}
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def apply(self, plan: StepPlan) -> Batch | None:
+        """Forget, learn and extend what the plan says; the step's tensors, or ``None`` when it computes nothing."""
+        for dropped in plan.dropped:
+            del self._sequences[dropped]
+        for start in plan.starts:
+            self._sequences[start.sequence] = SequenceState(start, list(start.token_ids))
+        for span in plan.spans:
+            state = self._sequences[span.sequence]
+            state.token_ids.extend(span.new_tokens)
+            state.blocks.extend(span.new_blocks)
+        return self._batch(plan.spans) if plan.spans else None
+
+    def _batch(self, spans: tuple[Span, ...]) -> Batch:
+        states = [self._sequences[span.sequence] for span in spans]
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        starts = [0]
+        size = self._block_tokens
+        for span, state in zip(spans, states, strict=True):
+            end = span.start + span.count
+            ids.extend(state.token_ids[span.start : end])
+            positions.extend(range(span.start, end))
+            slots.extend(state.blocks[p // size] * size + p % size for p in range(span.start, end))
+            starts.append(starts[-1] + span.count)
+        width = max(len(state.blocks) for state in states)
+        tables = [state.blocks + [0] * (width - len(state.blocks)) for state in states]
+        layout = StepLayout(
+            slots=self._tensor(slots, torch.int64),
+            positions=self._tensor(positions, torch.int32),
+            query_starts=tuple(starts),
+            context_lengths=tuple(span.start + span.count for span in spans),
+            block_tables=self._tensor(tables, torch.int32),
+        )
+        sampling = [(starts[i + 1] - 1, states[i]) for i, span in enumerate(spans) if span.sample]
+        return Batch(
+            input_ids=self._tensor([ids], torch.int64),
+            position_ids=self._tensor([positions], torch.int64),
+            layout=layout,
+            sample_rows=tuple(row for row, _ in sampling),
+            sampled=tuple(state for _, state in sampling),
+            prompt_rows=tuple(_prompt_rows(spans, states, starts)),
+        )
+
+    def _tensor(self, values: list[int] | list[list[int]], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self._device)
+
+
+def _prompt_rows(spans: tuple[Span, ...], states: list[SequenceState], starts: list[int]) -> list[tuple[SequenceState, int, int, int]]:
+    rows = []
+    for i, (span, state) in enumerate(zip(spans, states, strict=True)):
+        if state.start.prompt_logprobs is None:
+            continue
+        count = min(span.start + span.count, state.start.num_prompt_tokens - 1) - span.start
+        if count > 0:
+            rows.append((state, starts[i], span.start, count))
+    return rows

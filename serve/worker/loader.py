@@ -1,0 +1,189 @@
+"""Makes one rank's model: built, cut, filled with its slices, its linear layers packed, its attention paged."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from checkpoint import CheckpointError, open_checkpoint
+from serve.config import ServerConfig
+from serve.engine.executor import ModelFacts
+from serve.errors import ConfigError
+from serve.model.attention import Backend, CpuKernelBackend, PagedAttention, StepState, TorchBackend, attach, register_interface
+from serve.model.families import Family, attention_window, check_tensor_parallel, head_dim, key_value_heads
+from serve.model.kernels.build import KernelUnavailable
+from serve.model.linear import Matmul, can_pack, pack, plain
+from serve.model.load import ShardOf, SliceReader, build_on_meta, choose_dtype, fill, read_config
+from serve.worker.kv_cache import allocate, block_bytes, choose_num_blocks
+from serve.worker.parallel import Ranks, is_row_parallel, shard, vocabulary_widths
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankModel:
+    """One rank's model, ready to run steps."""
+
+    body: nn.Module
+    """transformers' base model: ids and positions to last hidden states."""
+    head: nn.Module
+    """Hidden states [R, hidden] to this rank's logits [R, vocabulary columns]."""
+    head_widths: tuple[int, ...]
+    """Vocabulary columns of each rank."""
+    state: StepState
+    facts: ModelFacts
+    device: torch.device
+
+
+class Stopwatch:
+    """Seconds by phase of the load."""
+
+    def __init__(self, earlier: tuple[tuple[str, float], ...] = ()) -> None:
+        self.phases: list[tuple[str, float]] = list(earlier)
+        self._since = time.monotonic()
+
+    def lap(self, phase: str) -> None:
+        now = time.monotonic()
+        self.phases.append((phase, now - self._since))
+        self._since = now
+
+
+def load_rank(config: ServerConfig, device: torch.device, join: Callable[[], Ranks], watch: Stopwatch) -> tuple[RankModel, Ranks]:
+    """Load this rank's part of the configured checkpoint.
+
+    ``join`` is called after everything that one rank can find wrong by itself has been checked, so that a bad checkpoint is
+    refused without waiting for the others.
+
+    Raises:
+        ConfigError: the checkpoint, the family or the tensor-parallel size is at fault.
+    """
+    try:
+        checkpoint = open_checkpoint(config.model.path)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+    with checkpoint:
+        family, model_config = read_config(checkpoint)
+        size = config.model.tensor_parallel_size
+        check_tensor_parallel(model_config, size)
+        dtype = choose_dtype(checkpoint, config.model.dtype)
+        if device.type == "cpu" and dtype == torch.float16:
+            raise ConfigError("model.dtype is float16; on the CPU choose float32 or bfloat16")
+        layers, heads, width = int(model_config.num_hidden_layers), key_value_heads(model_config), head_dim(model_config)
+        max_model_len = _max_model_len(config, model_config)
+        blueprint = build_on_meta(checkpoint, family, model_config, dtype)
+        vocab_size = int(blueprint.model.get_input_embeddings().weight.shape[0])
+        ranks = join()
+        shards: dict[str, ShardOf] = dict(shard(blueprint.model, family, ranks)) if size > 1 else {}
+        watch.lap("build")
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        fill(blueprint.model, SliceReader(checkpoint, blueprint, shards, device), device, _linear_installer(device, dtype, ranks))
+        watch.lap("weights")
+        step = checkpoint.step
+
+    model = blueprint.model
+    per_block = block_bytes(
+        layers=layers, kv_heads=heads // size, head_dim=width, block_tokens=config.cache.block_tokens, dtype=dtype
+    )
+    num_blocks = ranks.smallest(
+        choose_num_blocks(
+            cache=config.cache, scheduler=config.scheduler, max_model_len=max_model_len, bytes_per_block=per_block,
+            device=device, local_ranks=size,
+        )
+    )  # fmt: skip
+    state = _page_attention(model, family, model_config, config, num_blocks, heads // size, dtype, device)
+    watch.lap("cache")
+    facts = ModelFacts(
+        family=family.name, vocab_size=vocab_size, max_model_len=min(max_model_len, num_blocks * config.cache.block_tokens),
+        eos_ids=_eos_ids(checkpoint.generation_config, checkpoint.config), dtype=str(dtype).removeprefix("torch."),
+        device=device.type, num_blocks=num_blocks, block_tokens=config.cache.block_tokens,
+        num_parameters=blueprint.num_parameters, checkpoint_step=step, load_seconds=tuple(watch.phases),
+    )  # fmt: skip
+    head = model.get_output_embeddings()
+    rank_model = RankModel(
+        body=model.base_model, head=head, head_widths=vocabulary_widths(vocab_size, size), state=state, facts=facts, device=device
+    )
+    return rank_model, ranks
+
+
+def _max_model_len(config: ServerConfig, model_config: PretrainedConfig) -> int:
+    limit = int(model_config.max_position_embeddings)
+    wanted = config.model.max_model_len
+    if wanted is not None and wanted > limit:
+        raise ConfigError(f"model.max_model_len is {wanted}; the model has {limit} positions")
+    return wanted or limit
+
+
+def _eos_ids(*sources: object) -> tuple[int, ...]:
+    """EOS ids of generation_config.json, else of config.json."""
+    for source in sources:
+        found = source.get("eos_token_id") if hasattr(source, "get") else None
+        if found is not None:
+            return tuple(found) if isinstance(found, list) else (int(found),)
+    return ()
+
+
+def _linear_installer(device: torch.device, dtype: torch.dtype, ranks: Ranks) -> Callable[[nn.Module, Tensor, Tensor | None], bool]:
+    """What is done with each linear layer's weight once it is read: pack it where that is faster, and sum row-parallel products."""
+    packing = can_pack(device, dtype)
+
+    def install(module: nn.Module, weight_OI: Tensor, bias_O: Tensor | None) -> bool:
+        summed = ranks.size > 1 and is_row_parallel(module)
+        if not packing and ranks.size == 1:
+            return False
+        make = pack if packing else plain
+        matmul: Matmul = make(weight_OI, None if summed else bias_O)
+        module.forward = _summed(matmul, bias_O, ranks) if summed else matmul  # type: ignore[method-assign]
+        return True
+
+    return install
+
+
+def _summed(matmul: Matmul, bias_O: Tensor | None, ranks: Ranks) -> Matmul:
+    def forward(x: Tensor) -> Tensor:
+        out = ranks.sum_(matmul(x))
+        return out if bias_O is None else out.add_(bias_O)
+
+    return forward
+
+
+def _choose_backend(device: torch.device, dtype: torch.dtype) -> Backend:
+    if device.type == "cpu" and dtype in (torch.float32, torch.bfloat16):
+        try:
+            return CpuKernelBackend()
+        except KernelUnavailable as reason:
+            _LOG.warning("attention runs in plain torch, slower: %s", reason)
+    return TorchBackend()
+
+
+def _page_attention(
+    model: PreTrainedModel, family: Family, model_config: PretrainedConfig, config: ServerConfig, num_blocks: int, kv_heads: int,
+    dtype: torch.dtype, device: torch.device,
+) -> StepState:  # fmt: skip
+    """Allocate the cache and put paged attention into every layer."""
+    register_interface()
+    width = head_dim(model_config)
+    caches = allocate(
+        layers=int(model_config.num_hidden_layers), num_blocks=num_blocks, kv_heads=kv_heads, head_dim=width,
+        block_tokens=config.cache.block_tokens, dtype=dtype, device=device,
+    )  # fmt: skip
+    state = StepState()
+    backend = _choose_backend(device, dtype)
+    modules = [module for name, module in model.named_modules() if _is_attention(name, family)]
+    assert len(modules) == len(caches), f"{family.name}: {len(modules)} attention modules, {len(caches)} layers"
+    for layer, (module, cache) in enumerate(zip(modules, caches, strict=True)):
+        attention = PagedAttention(cache, state, backend, attention_window(model_config, layer))
+        attach(module, attention, replace_attn=family.replaces_attn, scale=width**-0.5 if family.scaled else 1.0)
+    return state
+
+
+def _is_attention(name: str, family: Family) -> bool:
+    """Whether a module path is ``…layers.<number>.<family.attention>``."""
+    head, found, _ = name.rpartition("." + family.attention)
+    return bool(found) and name.endswith("." + family.attention) and head.rpartition(".")[2].isdigit()

@@ -1,0 +1,172 @@
+"""Tensor parallelism by DeepSpeed's AutoTP layers, on models that hold no memory yet. The only deepspeed import of ``serve``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from serve.errors import ConfigError
+from serve.model.families import Family
+from serve.model.load import Piece, ShardOf
+
+
+class Ranks:
+    """This rank's place among the tensor-parallel ranks, and what they exchange."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """Sum over the ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def gather_columns(self, tensor_RV: Tensor, widths: tuple[int, ...]) -> Tensor | None:
+        """Rank 0 gets the ranks' columns side by side, [R, sum of widths]; the others get ``None``."""
+        if self.size == 1:
+            return tensor_RV
+        widest = max(widths)
+        # gloo wants equal shapes; the odd vocabulary's narrower shards travel with padding.
+        padded = nn.functional.pad(tensor_RV, (0, widest - tensor_RV.shape[1])).contiguous()
+        parts = [torch.empty_like(padded) for _ in widths] if self.rank == 0 else None
+        dist.gather(padded, parts, dst=0)
+        return torch.cat([part[:, :w] for part, w in zip(parts, widths, strict=True)], dim=1) if parts else None
+
+    def smallest(self, value: int) -> int:
+        """The smallest of the ranks' values, on every rank."""
+        if self.size == 1:
+            return value
+        tensor = torch.tensor(value, dtype=torch.int64)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self._control_group())
+        return int(tensor)
+
+    def _control_group(self) -> Any:
+        """Small integers travel over gloo, whatever carries the activations."""
+        if dist.get_backend() == "gloo":
+            return None
+        return dist.new_group(backend="gloo")
+
+    def close(self) -> None:
+        if self.size > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def join_ranks(rank: int, size: int, device: torch.device, rendezvous: Path, timeout_seconds: float) -> Ranks:
+    """Meet the other ranks through a file in a private folder: no port is opened for it.
+
+    The environment must hold LOCAL_RANK and DS_ACCELERATOR, which DeepSpeed reads.
+    """
+    if size == 1:
+        return Ranks(rank, size)
+    dist.init_process_group(
+        "gloo" if device.type == "cpu" else "nccl",
+        init_method=f"file://{rendezvous}", rank=rank, world_size=size, timeout=timedelta(seconds=timeout_seconds),
+    )  # fmt: skip
+    _start_deepspeed_communication()
+    return Ranks(rank, size)
+
+
+def _start_deepspeed_communication() -> None:
+    """Let DeepSpeed's layers use the process group that exists already.
+
+    Its shared-memory all-reduce stays off: its segments in /dev/shm outlive a killed rank, a frozen peer makes it spin for
+    ever, and it has to be compiled first.
+    """
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    import deepspeed
+    from deepspeed.ops import __compatible_ops__
+
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    __compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
+
+
+def shard(model: PreTrainedModel, family: Family, ranks: Ranks) -> Mapping[str, ShardOf]:
+    """Replace the layers of a model on the ``meta`` device by DeepSpeed's sharded ones, still on ``meta``.
+
+    Head and input embedding are cut along the vocabulary, so that no rank holds the largest tensors whole.
+
+    Returns:
+        For each parameter name of the sharded model that a rank holds in part: which pieces of the whole are its own.
+
+    Raises:
+        ConfigError: the model cannot be cut like this.
+    """
+    from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
+    from deepspeed.module_inject.auto_tp import AutoTP
+    from deepspeed.module_inject.autotp_config import AutoTPConfig, PartitionType, TPLayerSpec
+    from deepspeed.module_inject.layers import VocabParallelEmbedding
+
+    def spec(names: tuple[str, ...], kind: PartitionType, **options: Any) -> TPLayerSpec:
+        return TPLayerSpec(patterns=[rf".*\b{name.replace('.', chr(92) + '.')}\.weight$" for name in names], partition_type=kind, **options)
+
+    thirds = family.fused_thirds
+    plain_columns = tuple(name for name in family.column if name not in thirds)
+    specs = [spec(plain_columns, PartitionType.COLUMN), spec(family.row, PartitionType.ROW)]
+    if thirds:
+        specs.insert(0, spec(thirds, PartitionType.COLUMN, shape=(3, -1), partition_dim=0))
+    world = dist.group.WORLD
+    try:
+        auto = AutoTP(
+            model, (), "", None, None, None, keep_module_on_host=True,
+            partition_config=AutoTPConfig(tp_size=ranks.size, layer_specs=specs, use_default_specs=False),
+            vocab_parallel_lm_head=True, model_config=model.config, tp_grain_size=1, training_mode=False,
+        )  # fmt: skip
+        auto.set_tensor_parallel_config(ranks.size, world)
+        auto.update_linear_policies()
+        auto._replace_module(model)
+        embedding = model.get_input_embeddings()
+        if isinstance(embedding, nn.Embedding):  # not tied to the head, so AutoTP left it whole
+            model.set_input_embeddings(VocabParallelEmbedding(embedding, world, name="input_embedding"))
+    except (AssertionError, NotImplementedError, ValueError) as error:
+        raise ConfigError(f"model.tensor_parallel_size is {ranks.size}; this model cannot be cut so: {error}") from error
+    _use_local_widths(model, family)
+    return {
+        name: _pieces(getattr(parameter, DS_AUTOTP_UC_META), ranks.rank)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if hasattr(parameter, DS_AUTOTP_UC_META)
+    }
+
+
+def _use_local_widths(model: PreTrainedModel, family: Family) -> None:
+    """GPT-2 splits its fused projection by an attribute that AutoTP does not know of."""
+    for name, module in model.named_modules():
+        if family.fused_thirds and name.endswith(family.attention) and hasattr(module, "split_size"):
+            module.split_size = module.c_attn.weight.shape[0] // 3
+
+
+def _pieces(meta: Mapping[str, Any], rank: int) -> ShardOf:
+    """Read DeepSpeed's own description of a shard (``DS_AUTOTP_UC_META``)."""
+    full_shape = tuple(int(n) for n in meta["original_shape"])
+    if meta["replicated"] or meta["partition_dim"] is None:
+        return ShardOf(full_shape=full_shape, dim=0, pieces=(Piece(0, full_shape[0]),))
+    if meta["sub_param_sizes"]:
+        pieces, offset = [], 0
+        for size, widths in zip(meta["sub_param_sizes"], meta["sub_param_shard_widths"], strict=True):
+            begin = offset + sum(widths[:rank])
+            pieces.append(Piece(begin, begin + widths[rank]))
+            offset += size
+        return ShardOf(full_shape=full_shape, dim=int(meta["partition_dim"]), pieces=tuple(pieces))
+    sizes = meta["partition_sizes"]
+    begin = sum(sizes[:rank])
+    return ShardOf(full_shape=full_shape, dim=int(meta["partition_dim"]), pieces=(Piece(begin, begin + sizes[rank]),))
+
+
+def vocabulary_widths(vocab_size: int, size: int) -> tuple[int, ...]:
+    """Rows of the head on each rank: DeepSpeed's own rule with a grain of one, the first ranks take the remainder."""
+    return tuple(vocab_size // size + (rank < vocab_size % size) for rank in range(size))
+
+
+def is_row_parallel(module: nn.Module) -> bool:
+    """Whether a layer's products must be summed over the ranks before its bias is added."""
+    return any(kind.__name__ == "LinearAllreduce" for kind in type(module).__mro__)

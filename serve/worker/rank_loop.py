@@ -1,0 +1,124 @@
+"""The program of one rank: load, say so, then one plan after another until the other end closes.
+
+Started as ``python -m serve.worker.rank_loop RANK STEP_FD PULSE_FD RENDEZVOUS`` with two inherited sockets: one carries the
+configuration and the plans down and the results up, the other carries a heartbeat up.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Final
+
+import msgpack
+
+from serve.config import ServerConfig
+from serve.errors import ConfigError, StartError
+from serve.worker import wire
+
+PULSE_SECONDS: Final = 0.25
+_PR_SET_PDEATHSIG: Final = 1
+
+READY, FAILED = "ready", "failed"
+
+
+def main(arguments: list[str]) -> int:
+    """Run one rank; returns when the server closes its end."""
+    began = time.monotonic()
+    rank, step_fd, pulse_fd, rendezvous = int(arguments[0]), int(arguments[1]), int(arguments[2]), Path(arguments[3])
+    _die_with_parent()
+    faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the server decides when ranks stop
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format=f"rank {rank} %(levelname)s %(message)s")
+    steps, pulse = socket.socket(fileno=step_fd), socket.socket(fileno=pulse_fd)
+    threading.Thread(target=_beat, args=(pulse,), daemon=True, name="pulse").start()
+    try:
+        config: ServerConfig = wire.decode_record(wire.receive(steps), ServerConfig)
+        runner = _load(config, rank, rendezvous, steps, began)
+        if runner is not None:
+            _serve(runner, steps)
+    except wire.ConnectionLost:
+        pass  # the server is gone; so is the work
+    # Threads of communication libraries may hold on to a peer that is dead already: leave without asking them.
+    logging.shutdown()
+    os._exit(0)
+
+
+def _load(config: ServerConfig, rank: int, rendezvous: Path, steps: socket.socket, began: float):  # type: ignore[no-untyped-def]
+    """Load the model and report; ``None`` when that failed and was reported."""
+    try:
+        import torch
+
+        from serve.worker.loader import Stopwatch, load_rank
+        from serve.worker.parallel import join_ranks
+        from serve.worker.runner import Runner
+
+        device = _device(config.model.device, rank)
+        size = config.model.tensor_parallel_size
+        torch.set_grad_enabled(False)
+        model, ranks = load_rank(
+            config, device, lambda: join_ranks(rank, size, device, rendezvous, config.supervisor.start_timeout_seconds),
+            Stopwatch((("import", time.monotonic() - began),)),
+        )  # fmt: skip
+        runner = Runner(model, ranks)
+    except StartError as error:
+        wire.send(steps, msgpack.packb([FAILED, "config" if isinstance(error, ConfigError) else "rank", str(error)]))
+        return None
+    except Exception as error:
+        traceback.print_exc()
+        wire.send(steps, msgpack.packb([FAILED, "rank", f"{type(error).__name__}: {error}"]))
+        return None
+    wire.send(steps, msgpack.packb([READY, wire.encode_record(model.facts)]))
+    return runner
+
+
+def _serve(runner, steps: socket.socket) -> None:  # type: ignore[no-untyped-def]
+    while True:
+        plan = wire.decode_plan(wire.receive(steps))
+        result = runner.execute(plan)
+        if result is not None:
+            wire.send(steps, wire.encode_result(result))
+
+
+def _device(wanted: str, rank: int):  # type: ignore[no-untyped-def]
+    import torch
+
+    available = torch.cuda.is_available()
+    if wanted == "cuda" and not available:
+        raise ConfigError("model.device is cuda; torch finds no CUDA device here")
+    if wanted == "cpu" or not available:
+        return torch.device("cpu")
+    if rank >= torch.cuda.device_count():
+        raise ConfigError(f"model.tensor_parallel_size asks for rank {rank}; there are {torch.cuda.device_count()} CUDA devices")
+    return torch.device("cuda", rank)
+
+
+def _beat(pulse: socket.socket) -> None:
+    """Say that this process is alive; a frozen one falls silent."""
+    try:
+        while True:
+            pulse.send(b".")
+            time.sleep(PULSE_SECONDS)
+    except OSError:
+        os._exit(0)  # nobody listens any more
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel to kill this process when the thread that started it ends, whatever this process is doing then."""
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,125 @@
+"""Both attention back ends against attention written out from its definition."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from serve.model.attention import Backend, CpuKernelBackend, LayerCache, StepLayout, TorchBackend
+from serve.model.kernels.build import KernelUnavailable
+from serve.worker.kv_cache import allocate
+
+
+@pytest.fixture(params=["torch", "kernel"])
+def backend(request: pytest.FixtureRequest) -> Backend:
+    if request.param == "torch":
+        return TorchBackend()
+    try:
+        return CpuKernelBackend()
+    except KernelUnavailable as reason:
+        pytest.skip(f"no CPU kernel here: {reason}")
+
+
+class _Sequence:
+    """A sequence with all of its queries, keys and values, of which a prefix is in the cache already."""
+
+    def __init__(self, length: int, new: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+        self.length, self.new = length, new
+        self.query = torch.randn(length, heads, head_dim).to(dtype)
+        self.key = torch.randn(length, kv_heads, head_dim).to(dtype)
+        self.value = torch.randn(length, kv_heads, head_dim).to(dtype)
+        self.blocks: list[int] = []
+
+    def expected(self, scale: float, window: int) -> Tensor:
+        """Outputs of the last ``new`` positions, from the definition, in float64."""
+        group = self.query.shape[1] // self.key.shape[1]
+        key = self.key.double().repeat_interleave(group, dim=1)
+        value = self.value.double().repeat_interleave(group, dim=1)
+        out = []
+        for position in range(self.length - self.new, self.length):
+            first = max(0, position - window + 1) if window else 0
+            scores = torch.einsum("hd,khd->hk", self.query[position].double(), key[first : position + 1]) * scale
+            out.append(torch.einsum("hk,khd->hd", scores.softmax(dim=1), value[first : position + 1]))
+        return torch.stack(out)
+
+
+def _lay_out(sequences: list[_Sequence], block_tokens: int, num_blocks: int) -> StepLayout:
+    free = list(range(num_blocks))
+    random.shuffle(free)
+    slots, positions, starts = [], [], [0]
+    for sequence in sequences:
+        sequence.blocks = [free.pop() for _ in range(-(-sequence.length // block_tokens))]
+        new = range(sequence.length - sequence.new, sequence.length)
+        slots += [sequence.blocks[p // block_tokens] * block_tokens + p % block_tokens for p in new]
+        positions += list(new)
+        starts.append(starts[-1] + sequence.new)
+    width = max(len(s.blocks) for s in sequences)
+    return StepLayout(
+        slots=torch.tensor(slots), positions=torch.tensor(positions, dtype=torch.int32), query_starts=tuple(starts),
+        context_lengths=tuple(s.length for s in sequences),
+        block_tables=torch.tensor([s.blocks + [0] * (width - len(s.blocks)) for s in sequences], dtype=torch.int32),
+    )  # fmt: skip
+
+
+def _poison(cache: LayerCache) -> None:
+    """What a freed block may hold: values that would show in any sum they enter."""
+    cache.keys.fill_(math.nan)
+    cache.values.fill_(math.nan)
+
+
+def _fill_history(sequence: _Sequence, cache: LayerCache, block_tokens: int) -> None:
+    for position in range(sequence.length - sequence.new):
+        block, offset = sequence.blocks[position // block_tokens], position % block_tokens
+        cache.keys[block, :, :, offset] = sequence.key[position]
+        cache.values[block, :, offset] = sequence.value[position]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block_tokens"), [(4, 4, 16, 16), (8, 2, 64, 16), (6, 6, 64, 16), (4, 1, 20, 8), (3, 3, 96, 16), (32, 1, 32, 16)])
+@pytest.mark.parametrize("window", [0, 21])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_over_blocks_is_attention(
+    backend: Backend, heads: int, kv_heads: int, head_dim: int, block_tokens: int, window: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(heads * head_dim)
+    random.seed(3)
+    shape = (heads, kv_heads, head_dim, dtype)
+    sequences = [_Sequence(*lengths, *shape) for lengths in [(1, 1), (16, 16), (17, 1), (70, 33), (100, 1), (48, 48), (33, 2)]]
+    num_blocks = 80
+    [cache] = allocate(
+        layers=1, num_blocks=num_blocks, kv_heads=kv_heads, head_dim=head_dim, block_tokens=block_tokens, dtype=dtype,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    _poison(cache)
+    layout = _lay_out(sequences, block_tokens, num_blocks)
+    for sequence in sequences:
+        _fill_history(sequence, cache, block_tokens)
+    new = [torch.cat([getattr(s, name)[s.length - s.new :] for s in sequences]) for name in ("query", "key", "value")]
+    scale = head_dim**-0.5
+
+    backend.store(new[1], new[2], cache, layout)
+    out = backend.attend(new[0], cache, layout, scale, window)
+
+    expected = torch.cat([s.expected(scale, window) for s in sequences])
+    tolerance = 3e-6 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_strided_inputs_are_read_where_they_lie(backend: Backend) -> None:
+    torch.manual_seed(0)
+    random.seed(0)
+    heads, head_dim = 4, 32
+    sequence = _Sequence(20, 20, heads, heads, head_dim, torch.float32)
+    [cache] = allocate(layers=1, num_blocks=4, kv_heads=heads, head_dim=head_dim, block_tokens=16, dtype=torch.float32, device=torch.device("cpu"))
+    layout = _lay_out([sequence], 16, 4)
+    # As GPT-NeoX hands them over: chunks of one fused [T, H, 3 * D] tensor, heads before tokens.
+    fused = torch.cat([sequence.query, sequence.key, sequence.value], dim=2).transpose(0, 1)
+    query, key, value = (part.transpose(0, 1) for part in fused.chunk(3, dim=-1))
+
+    backend.store(key, value, cache, layout)
+    out = backend.attend(query, cache, layout, 0.2, 0)
+
+    torch.testing.assert_close(out.double(), sequence.expected(0.2, 0), rtol=3e-6, atol=3e-6)

@@ -1,0 +1,85 @@
+"""Tiny models of every family with random seeded weights, saved as transformers saves them."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+FAMILIES = ("gpt_neox", "gpt2", "gptj", "gpt_neo", "opt", "llama", "mistral", "qwen2", "phi")
+VOCABULARY = 509
+"""Odd, so that a vocabulary cut over two ranks is uneven."""
+
+_COMMON: dict[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
+_LLAMA = {
+    "hidden_size": 64, "intermediate_size": 120, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}  # fmt: skip
+SMALL: dict[str, dict[str, Any]] = {
+    "gpt_neox": {
+        "hidden_size": 64, "intermediate_size": 168, "num_hidden_layers": 3, "num_attention_heads": 4, "rotary_pct": 0.25,
+        "max_position_embeddings": 512,
+    },
+    "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512},
+    "gptj": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512, "rotary_dim": 8, "tie_word_embeddings": False},
+    "gpt_neo": {
+        "hidden_size": 64, "num_layers": 4, "num_heads": 4, "attention_types": [[["global", "local"], 2]], "window_size": 24,
+        "max_position_embeddings": 512,
+    },
+    "opt": {
+        "hidden_size": 64, "ffn_dim": 160, "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 512,
+        "word_embed_proj_dim": 64,
+    },
+    "llama": _LLAMA,
+    "mistral": {**_LLAMA, "sliding_window": 40},
+    "qwen2": _LLAMA,
+    "phi": {
+        "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4, "partial_rotary_factor": 0.5,
+        "max_position_embeddings": 512,
+    },
+}  # fmt: skip
+
+
+def build(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A small model in fp32; weights and biases are spread wide enough that greedy choices are well apart."""
+    options = {**_COMMON, **SMALL[family], **changes}
+    if family == "opt":
+        options["pad_token_id"] = 1
+    config = CONFIG_MAPPING[family](**options)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 and "norm" not in name and "ln_" not in name:
+                parameter.normal_(0.0, 0.1)
+            elif parameter.ndim == 2:
+                parameter.normal_(0.0, 0.12)
+    return model
+
+
+@cache
+def tokenizer(vocabulary: int = VOCABULARY) -> Tokenizer:
+    """A byte-level BPE over a little text; id 0 is ``<|endoftext|>``."""
+    text = ["def read_config(path):\n    return open(path).read()\n", "the quick brown fox jumps over the lazy dog. " * 3, "naïve café 日本語 🙂"]
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.train_from_iterator(
+        text,
+        trainers.BpeTrainer(
+            vocab_size=vocabulary, special_tokens=["<|endoftext|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        ),
+    )
+    return bpe
+
+
+def save(family: str, folder: Path, *, seed: int = 0, with_tokenizer: bool = True, max_shard_size: str = "5GB", **changes: Any) -> Path:
+    """Save ``build``'s model into a folder, and a tokenizer beside it."""
+    build(family, seed, **changes).save_pretrained(folder, max_shard_size=max_shard_size)
+    if with_tokenizer:
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer(), eos_token="<|endoftext|>", bos_token="<|endoftext|>").save_pretrained(folder)
+    return folder
