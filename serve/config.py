@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from pathlib import PurePath
 
 from serve.errors import ConfigError
 
@@ -51,6 +52,11 @@ class ModelConfig:
             self.max_model_len is None or self.max_model_len >= 2,
             "model.max_model_len", self.max_model_len, "be at least 2",
         )
+
+    @property
+    def served_name(self) -> str:
+        """The name clients see."""
+        return self.name or PurePath(self.path).name or self.path
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

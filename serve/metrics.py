@@ -1,0 +1,301 @@
+"""The Prometheus series of the server. Fed with values; knows neither engine nor gRPC.
+
+Every label set exists from the start, so that ``rate()`` works from the first event on. Counters are monotone for the life
+of the process, whatever happens to the engine.
+"""
+
+from __future__ import annotations
+
+import platform
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+    start_http_server,
+)
+
+from serve.engine.executor import ModelFacts
+from serve.engine.stats import EngineStats
+from serve.errors import (
+    ConfigError,
+    DeadlineExpired,
+    Draining,
+    EngineDown,
+    Loading,
+    QueueFull,
+    RequestAborted,
+    ServeError,
+    SlowReader,
+    Unavailable,
+)
+from serve.types import FinishReason
+
+METHODS: Final = (
+    "Generate", "GenerateStream", "GenerateBatch", "Score",
+    "Tokenize", "Detokenize", "RenderChat",
+    "GetModel", "ListModels",
+    "Abort", "Drain", "Reload", "FlushPrefixCache", "GetLoad",
+)  # fmt: skip
+"""Values of the label ``method``; anything else counts as ``_OTHER``."""
+
+CODES: Final = (
+    "OK", "CANCELLED", "UNKNOWN", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "NOT_FOUND", "ALREADY_EXISTS", "PERMISSION_DENIED",
+    "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "ABORTED", "OUT_OF_RANGE", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE",
+    "DATA_LOSS", "UNAUTHENTICATED",
+)  # fmt: skip
+"""gRPC's status codes, values of the label ``code``."""
+
+OTHER: Final = "_OTHER"
+END_OF_ERROR: Final[dict[type[ServeError], str]] = {
+    RequestAborted: "cancelled",
+    DeadlineExpired: "deadline",
+    SlowReader: "slow_reader",
+    Draining: "draining",
+    EngineDown: "engine_down",
+}
+"""How ``request_finished_total`` names an end by error; every other error is ``broke``."""
+
+END_REASONS: Final = (*(reason.value for reason in FinishReason), *END_OF_ERROR.values(), "broke")
+REJECTION_REASONS: Final = ("requests", "tokens", "loading", "draining", "engine_down")
+LOAD_PHASES: Final = ("import", "build", "weights", "cache")
+
+SECONDS: Final = (
+    0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75,
+    1.0, 1.5, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0, 1280.0, 2560.0,
+)  # fmt: skip
+STEP_TOKENS: Final = tuple(float(2**exponent) for exponent in range(15))
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsEndpoint:
+    """A running HTTP endpoint that serves ``/metrics``."""
+
+    address: str
+    """``host:port`` as bound."""
+    _server: WSGIServer
+    _thread: threading.Thread
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.address}/metrics"
+
+    def close(self) -> None:
+        """Stop listening and wait for the endpoint's thread."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class Metrics:
+    """Owns the registry and every series in it. May be called from any thread."""
+
+    def __init__(self, *, version: str, num_ranks: int) -> None:
+        """Make all series, at zero.
+
+        Args:
+            version: of the package, for ``build_info``.
+            num_ranks: how many values the label ``rank`` has.
+        """
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        PlatformCollector(registry=self.registry)
+        self._make_request_series()
+        self._make_engine_series()
+        self._make_rank_series(num_ranks)
+        info = self._gauge("build_info", "Always 1; what is running.", "version", "python")
+        info.labels(version, platform.python_version()).set(1)
+        self._model_info = self._gauge(
+            "model_info", "1 for the model being served.",
+            "model", "family", "dtype", "device", "tensor_parallel_size", "max_model_len", "num_parameters", "checkpoint_step",
+        )  # fmt: skip
+        self._last_stats: EngineStats | None = None
+
+    def _make_request_series(self) -> None:
+        self._requests = self._counter("requests", "Calls that ended, by RPC method and gRPC status code.", "method", "code")
+        for method in (*METHODS, OTHER):
+            for code in CODES:
+                self._requests.labels(method, code)
+        self._finished = self._counter(
+            "request_finished", "Accepted requests that ended, by the reason of their last sequence.", "reason"
+        )
+        self._rejections = self._counter("rejections", "Generation requests refused for want of room or service.", "reason")
+        _make_all(self._finished, END_REASONS)
+        _make_all(self._rejections, REJECTION_REASONS)
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests whose prompt became ready.")
+        self._generation_tokens = self._counter("generation_tokens", "Tokens generated, as in the usage of each sequence.")
+        self._first_token = self._histogram("time_to_first_token_seconds", "From a request's arrival to its first token.")
+        self._inter_token = self._histogram("inter_token_latency_seconds", "Between two tokens of one sequence.")
+        self._latency = self._histogram("e2e_request_latency_seconds", "From arrival to the end, if not by an error.")
+        self._queue_time = self._histogram("request_queue_time_seconds", "From arrival to the first step, likewise.")
+
+    def _make_engine_series(self) -> None:
+        self._running = self._gauge("num_requests_running", "Requests with a sequence in the running batch.")
+        self._waiting = self._gauge("num_requests_waiting", "Live requests with none.")
+        self._queued_tokens = self._gauge("queued_prompt_tokens", "Prompt tokens of the waiting requests.")
+        self._blocks_used = self._gauge("kv_blocks_used", "KV blocks that live sequences hold.")
+        self._blocks_cached = self._gauge("kv_blocks_cached", "KV blocks nobody holds, kept for reuse by equal prefixes.")
+        self._blocks_total = self._gauge("kv_blocks_total", "KV blocks in the pool.")
+        self._preemptions = self._counter("preemptions", "Sequences preempted to make room.")
+        self._cache_queries = self._counter("prefix_cache_queries", "Tokens looked up in the prefix cache.")
+        self._cache_hits = self._counter("prefix_cache_hits", "Tokens found in the prefix cache.")
+        self._step_seconds = self._histogram("step_seconds", "Duration of one engine step.")
+        self._step_tokens = self._histogram("step_tokens", "Positions computed in one engine step.", STEP_TOKENS)
+        self._engine_up = self._gauge("engine_up", "1 while the engine takes requests.")
+        self._restarts = self._counter("engine_restarts", "Times the supervisor started the ranks again.")
+        self._loop_lag = self._gauge("event_loop_lag_seconds", "How late the event loop's last wake-up was.")
+        self._load_seconds = self._gauge("model_load_seconds", "Duration of each phase of the last model load.", "phase")
+        _make_all(self._load_seconds, LOAD_PHASES)
+
+    def _make_rank_series(self, num_ranks: int) -> None:
+        up = self._gauge("rank_up", "1 while the rank's process is alive and answers.", "rank")
+        age = self._gauge("rank_heartbeat_age_seconds", "Since the rank was last heard of.", "rank")
+        self._rank_up = [up.labels(str(rank)) for rank in range(num_ranks)]
+        self._rank_age = [age.labels(str(rank)) for rank in range(num_ranks)]
+
+    def _counter(self, name: str, help_: str, *labels: str) -> Counter:
+        return Counter(f"tessera_{name}", help_, labels, registry=self.registry)
+
+    def _gauge(self, name: str, help_: str, *labels: str) -> Gauge:
+        return Gauge(f"tessera_{name}", help_, labels, registry=self.registry)
+
+    def _histogram(self, name: str, help_: str, buckets: Sequence[float] = SECONDS) -> Histogram:
+        return Histogram(f"tessera_{name}", help_, registry=self.registry, buckets=buckets)
+
+    # Calls and requests.
+
+    def request_ended(self, method: str, code: str) -> None:
+        """Count one finished call.
+
+        Args:
+            method: the RPC's name, ``Generate`` or ``/serve.v1.Inference/Generate``.
+            code: the name of its gRPC status, for example ``OK``.
+        """
+        name = method.rpartition("/")[2]
+        self._requests.labels(name if name in METHODS else OTHER, code if code in CODES else "UNKNOWN").inc()
+
+    def rejected(self, error: ServeError) -> None:
+        """Count a generation request that was refused; an error that is not about room or service is no rejection."""
+        if isinstance(error, QueueFull):
+            self._rejections.labels(error.reason).inc()
+        elif isinstance(error, Unavailable):
+            reason = "loading" if isinstance(error, Loading) else "draining" if isinstance(error, Draining) else "engine_down"
+            self._rejections.labels(reason).inc()
+
+    def prompt_computed(self, tokens: int) -> None:
+        self._prompt_tokens.inc(tokens)
+
+    def tokens_generated(self, count: int) -> None:
+        self._generation_tokens.inc(count)
+
+    def first_token(self, seconds: float) -> None:
+        self._first_token.observe(seconds)
+
+    def next_token(self, seconds: float) -> None:
+        self._inter_token.observe(seconds)
+
+    def finished(self, reason: FinishReason, *, queue_seconds: float, total_seconds: float) -> None:
+        """Count a request that ended by itself."""
+        self._finished.labels(reason.value).inc()
+        self._queue_time.observe(queue_seconds)
+        self._latency.observe(total_seconds)
+
+    def failed(self, error: Exception) -> None:
+        """Count an accepted request that ended with an error."""
+        names = (END_OF_ERROR[kind] for kind in type(error).__mro__ if kind in END_OF_ERROR)
+        self._finished.labels(next(names, "broke")).inc()
+
+    # The engine and its ranks.
+
+    def engine_started(self, stats: EngineStats, facts: ModelFacts, *, model: str) -> None:
+        """A new engine on new ranks takes over: its totals count from ``stats`` on."""
+        self._last_stats = stats
+        self._set_gauges(stats)
+        for gauge in (self._engine_up, *self._rank_up):
+            gauge.set(1)
+        for phase, seconds in facts.load_seconds:
+            self._load_seconds.labels(phase).set(seconds)
+        self._model_info.clear()
+        self._model_info.labels(
+            model, facts.family, facts.dtype, facts.device, str(len(self._rank_up)), str(facts.max_model_len),
+            str(facts.num_parameters), "" if facts.checkpoint_step is None else str(facts.checkpoint_step),
+        ).set(1)  # fmt: skip
+
+    def engine_stopped(self) -> None:
+        """The engine is gone, and everything it held and its ranks with it."""
+        held = (self._running, self._waiting, self._queued_tokens, self._blocks_used, self._blocks_cached)
+        for gauge in (self._engine_up, *self._rank_up, *held):
+            gauge.set(0)
+
+    def engine_restarted(self) -> None:
+        self._restarts.inc()
+
+    def engine_advanced(self, stats: EngineStats) -> None:
+        """Take over the engine's figures after it did something."""
+        last = self._last_stats
+        assert last is not None, "engine_started comes first"
+        self._last_stats = stats
+        self._set_gauges(stats)
+        _add(self._preemptions, stats.preemptions - last.preemptions)
+        _add(self._cache_queries, stats.prefix_cache_queries - last.prefix_cache_queries)
+        _add(self._cache_hits, stats.prefix_cache_hits - last.prefix_cache_hits)
+        if stats.steps > last.steps and stats.last_step is not None and stats.last_step.tokens:
+            self._step_seconds.observe(stats.last_step.seconds)
+            self._step_tokens.observe(stats.last_step.tokens)
+
+    def heartbeat_ages(self, ages_seconds: Sequence[float]) -> None:
+        """How long ago each rank was heard of, in rank order."""
+        for gauge, age in zip(self._rank_age, ages_seconds, strict=True):
+            gauge.set(age)
+
+    def event_loop_lag(self, seconds: float) -> None:
+        self._loop_lag.set(seconds)
+
+    def _set_gauges(self, stats: EngineStats) -> None:
+        self._running.set(stats.num_running)
+        self._waiting.set(stats.num_waiting)
+        self._queued_tokens.set(stats.queued_tokens)
+        self._blocks_used.set(stats.kv_blocks_used)
+        self._blocks_cached.set(stats.kv_blocks_cached)
+        self._blocks_total.set(stats.kv_blocks_total)
+
+    # Reading.
+
+    def exposition(self) -> str:
+        """Everything in Prometheus' text format."""
+        return generate_latest(self.registry).decode()
+
+    def listen(self, host: str, port: int) -> MetricsEndpoint:
+        """Serve the registry over HTTP on a thread of its own.
+
+        Raises:
+            ConfigError: the address cannot be bound.
+        """
+        bare_host = "127.0.0.1" if host.startswith("unix:") else host.strip("[]")
+        try:
+            server, thread = start_http_server(port, bare_host, self.registry)
+        except OSError as error:
+            raise ConfigError(f"rpc.metrics_port: cannot listen on {bare_host}:{port}: {error.strerror or error}") from error
+        shown = f"[{bare_host}]" if ":" in bare_host else bare_host
+        return MetricsEndpoint(f"{shown}:{server.server_port}", server, thread)
+
+
+def _make_all(family: Any, values: Sequence[str]) -> None:
+    for value in values:
+        family.labels(value)
+
+
+def _add(counter: Counter, amount: int) -> None:
+    if amount:
+        counter.inc(amount)

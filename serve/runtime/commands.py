@@ -1,0 +1,50 @@
+"""What the event loop asks of the engine thread. Values, except for the stream that answers come back through."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from serve.errors import RequestError
+from serve.runtime.stream import Stream
+from serve.types import Generation, RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """Take this request; its events go to ``stream``."""
+
+    generation: Generation
+    stream: Stream
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Nobody reads ``stream`` any more: free what its request holds."""
+
+    stream: Stream
+    error: RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """End the live request of this id; its stream hears of it."""
+
+    request_id: RequestId
+    error: RequestError
+    found: Future[bool]
+
+
+@dataclass(frozen=True, slots=True)
+class FlushPrefixCache:
+    """Forget every cached block that nobody holds."""
+
+    num_dropped: Future[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """Look around: something changed that is not in the queue."""
+
+
+Command = Add | Drop | Abort | FlushPrefixCache | Wake

@@ -1,0 +1,204 @@
+"""The engine's side of the bridge between one thread that computes and an event loop that talks to clients.
+
+In: commands through a thread-safe queue. Out: the events of a step, all in one call. Nothing here waits for a client.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from serve.engine.engine import Engine
+from serve.engine.stats import EngineStats
+from serve.errors import RequestBroke, RequestError, ServeError
+from serve.metrics import Metrics
+from serve.runtime.commands import Abort, Add, Command, Drop, FlushPrefixCache, Wake
+from serve.runtime.ledger import Ledger
+from serve.runtime.stream import Stream
+from serve.types import Event, RequestFailed, RequestId, SequenceFinished
+
+Delivery = tuple[Stream, Event]
+T = TypeVar("T")
+
+STALLED_WAIT_SECONDS = 0.05
+"""How long to wait for a command when the engine has work but none that can be done now."""
+
+_log = logging.getLogger(__name__)
+
+
+class EngineThread:
+    """Owns the engine while it runs, and knows which stream each live request answers to.
+
+    One thread, the supervisor's, calls ``run`` and ``fail``; ``send``, ``stats`` and the
+    ``step_started_seconds`` are for any thread.
+
+    Always true between two iterations: every request that is alive in the engine has a route,
+    and its last event removes the route.
+    """
+
+    def __init__(self, *, deliver: Callable[[list[Delivery]], None], metrics: Metrics, clock: Callable[[], float]) -> None:
+        """Make a bridge with no engine yet.
+
+        Args:
+            deliver: hands a step's events to the event loop; must not block.
+            metrics: told of every accepted request and every step.
+            clock: monotonic seconds.
+        """
+        self._deliver = deliver
+        self._metrics = metrics
+        self._clock = clock
+        self._ledger = Ledger(metrics, clock)
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._routes: dict[RequestId, Stream] = {}
+        self._outbox: list[Delivery] = []
+        self.stats: EngineStats | None = None
+        """The engine's latest figures; ``None`` before the first engine runs."""
+        self.step_started_seconds: float | None = None
+        """When the step in progress began; ``None`` between steps."""
+
+    def send(self, command: Command) -> None:
+        """Queue a command. Any thread."""
+        self._commands.put(command)
+
+    @property
+    def backlog(self) -> int:
+        """Commands the engine thread has not looked at yet. Any thread."""
+        return self._commands.qsize()
+
+    def run(self, engine: Engine, should_leave: Callable[[], bool]) -> None:
+        """Serve with ``engine`` until ``should_leave``, which is asked between steps; send ``Wake`` to have it asked now.
+
+        Raises:
+            ExecutorDied: the ranks are lost; call ``fail`` next.
+            Exception: a defect of the engine; treat it the same way.
+        """
+        self.stats = engine.stats()
+        while True:
+            self._take_commands(engine)
+            if should_leave():
+                return
+            if engine.has_work:
+                self._step(engine)
+            self.stats = engine.stats()
+            self._metrics.engine_advanced(self.stats)
+            self._publish()
+
+    def fail(self, engine: Engine | None, error: RequestError) -> None:
+        """End every live request and refuse every queued command with ``error``; the engine is not used again."""
+        if engine is not None:
+            try:
+                self._collect(engine.fail_all(error))
+            except Exception:
+                _log.exception("the engine could not end its requests in order; they are ended without it")
+        for request_id in tuple(self._routes):
+            self._collect((RequestFailed(request_id=request_id, error=error),))
+        while True:
+            try:
+                self._refuse(self._commands.get_nowait(), error)
+            except queue.Empty:
+                break
+        self._publish()
+
+    def _step(self, engine: Engine) -> None:
+        steps_before = engine.stats().steps
+        self.step_started_seconds = self._clock()
+        try:
+            events = engine.step()
+        finally:
+            self.step_started_seconds = None
+        self._collect(events)
+        if not events and engine.stats().steps == steps_before and engine.has_work:
+            self._wait(engine, STALLED_WAIT_SECONDS)
+
+    def _take_commands(self, engine: Engine) -> None:
+        """Obey everything in the queue; with nothing else to do, wait for the first command."""
+        if not engine.has_work and not self._outbox:
+            self._wait(engine, None)
+        for _ in range(self._commands.qsize()):
+            self._obey(engine, self._commands.get())
+
+    def _wait(self, engine: Engine, at_most_seconds: float | None) -> None:
+        deadline = engine.next_deadline_seconds
+        if deadline is not None:
+            until_deadline = max(0.0, deadline - self._clock())
+            at_most_seconds = until_deadline if at_most_seconds is None else min(at_most_seconds, until_deadline)
+        try:
+            self._obey(engine, self._commands.get(timeout=at_most_seconds))
+        except queue.Empty:
+            return
+
+    def _obey(self, engine: Engine, command: Command) -> None:
+        match command:
+            case Add():
+                self._add(engine, command)
+            case Drop(stream=stream, error=error):
+                if self._routes.get(stream.request_id) is stream:
+                    self._abort(engine, stream.request_id, error)
+            case Abort(request_id=request_id, error=error, found=found):
+                _answer(found, self._abort(engine, request_id, error))
+            case FlushPrefixCache(num_dropped=num_dropped):
+                _answer(num_dropped, engine.flush_prefix_cache())
+            case Wake():
+                pass
+
+    def _add(self, engine: Engine, command: Add) -> None:
+        if command.stream.ended:  # given up while it waited in the queue
+            return
+        request_id = command.generation.request_id
+        try:
+            engine.add(command.generation)
+        except ServeError as error:
+            self._metrics.rejected(error)
+            self._outbox.append((command.stream, RequestFailed(request_id=request_id, error=error)))
+        except Exception:
+            _log.exception("the engine could not take request %s", request_id)
+            broke = RequestBroke("the engine could not take this request")
+            self._outbox.append((command.stream, RequestFailed(request_id=request_id, error=broke)))
+        else:
+            self._routes[request_id] = command.stream
+            self._ledger.accepted(command.generation)
+
+    def _abort(self, engine: Engine, request_id: RequestId, error: RequestError) -> bool:
+        found = engine.abort(request_id, error)
+        if found:
+            # At once, not with the next step: the id may be used again by the next command.
+            self._collect(engine.drain_events())
+        return found
+
+    def _collect(self, events: tuple[Event, ...]) -> None:
+        for event in events:
+            self._ledger.saw(event)
+            stream = self._routes.get(event.request_id)
+            if stream is None:
+                continue
+            self._outbox.append((stream, event))
+            if isinstance(event, RequestFailed) or (isinstance(event, SequenceFinished) and event.request_done):
+                del self._routes[event.request_id]
+
+    def _publish(self) -> None:
+        if self._outbox:
+            outbox, self._outbox = self._outbox, []
+            self._deliver(outbox)
+
+    def _refuse(self, command: Command, error: RequestError) -> None:
+        match command:
+            case Add(stream=stream):
+                if not stream.ended:
+                    self._metrics.rejected(error)
+                    self._outbox.append((stream, RequestFailed(request_id=stream.request_id, error=error)))
+            case Abort(found=found):
+                _answer(found, False)
+            case FlushPrefixCache(num_dropped=num_dropped):
+                if num_dropped.set_running_or_notify_cancel():
+                    num_dropped.set_exception(error)
+            case Drop() | Wake():
+                pass
+
+
+def _answer(future: Future[T], value: T) -> None:
+    """Set a result unless the asker has given up."""
+    if future.set_running_or_notify_cancel():
+        future.set_result(value)

@@ -1,0 +1,78 @@
+"""Turns the events of requests into request metrics: each accepted request is counted once, however it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from serve.metrics import Metrics
+from serve.types import Event, Generation, PromptReady, RequestFailed, RequestId, SequenceFinished, TokensOut
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What has been seen of one request."""
+
+    arrival_seconds: float
+    has_first_token: bool = False
+    num_tokens: dict[int, int] = field(default_factory=dict)
+    """Tokens counted so far, by sequence index."""
+    last_token_seconds: dict[int, float] = field(default_factory=dict)
+    """Time of the newest token, by sequence index."""
+
+
+class Ledger:
+    """Owns the tallies of the requests that are alive in the engine. Called by the engine thread alone."""
+
+    def __init__(self, metrics: Metrics, clock: Callable[[], float]) -> None:
+        self._metrics = metrics
+        self._clock = clock
+        self._tallies: dict[RequestId, _Tally] = {}
+
+    def accepted(self, generation: Generation) -> None:
+        """The engine took the request."""
+        self._tallies[generation.request_id] = _Tally(generation.arrival_seconds)
+
+    def saw(self, event: Event) -> None:
+        """Count ``event``. Called before the event can reach the client, so that no client is ahead of the counters."""
+        tally = self._tallies.get(event.request_id)
+        if tally is None:
+            return
+        if isinstance(event, TokensOut):
+            self._count_tokens(tally, event)
+        elif isinstance(event, PromptReady):
+            self._metrics.prompt_computed(event.prompt_tokens)
+        elif isinstance(event, SequenceFinished):
+            self._end_sequence(tally, event)
+        else:
+            assert isinstance(event, RequestFailed)
+            self._metrics.failed(event.error)
+            del self._tallies[event.request_id]
+
+    def _count_tokens(self, tally: _Tally, event: TokensOut) -> None:
+        now = self._clock()
+        count = len(event.token_ids)
+        tally.num_tokens[event.index] = tally.num_tokens.get(event.index, 0) + count
+        if count:
+            self._metrics.tokens_generated(count)
+        if not tally.has_first_token:
+            tally.has_first_token = True
+            self._metrics.first_token(max(0.0, now - tally.arrival_seconds))
+        last = tally.last_token_seconds.get(event.index)
+        if last is not None:
+            self._metrics.next_token(now - last)
+        tally.last_token_seconds[event.index] = now
+
+    def _end_sequence(self, tally: _Tally, event: SequenceFinished) -> None:
+        # A stop id or EOS is generated but not delivered: usage knows of it, the deltas do not.
+        unseen = event.usage.completion_tokens - tally.num_tokens.get(event.index, 0)
+        if unseen > 0:
+            self._metrics.tokens_generated(unseen)
+        if event.usage.completion_tokens and not tally.has_first_token:
+            tally.has_first_token = True
+            self._metrics.first_token(event.timings.first_token_seconds)
+        if event.request_done:
+            self._metrics.finished(
+                event.reason, queue_seconds=event.timings.queue_seconds, total_seconds=event.timings.total_seconds
+            )
+            del self._tallies[event.request_id]

@@ -1,0 +1,264 @@
+"""The life of the ranks: start, serve, notice death, end what was in flight, start again."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from serve.config import SupervisorConfig
+from serve.engine.engine import Engine
+from serve.engine.executor import Executor, ExecutorDied, ModelFacts
+from serve.engine.plan import StepPlan, StepResult
+from serve.errors import Draining, EngineDown, RankStartError, StartError
+from serve.metrics import Metrics
+from serve.runtime.commands import Wake
+from serve.runtime.engine_thread import EngineThread
+
+POLL_SECONDS = 0.05
+FIRST_BACKOFF_SECONDS = 0.5
+LONGEST_BACKOFF_SECONDS = 30.0
+LEAVE_SECONDS = 2.0
+"""How long a step in progress may go on once the server stops."""
+START_GRACE_SECONDS = 10.0
+"""The ranks' own start deadline comes first: it knows more about what went wrong."""
+
+_log = logging.getLogger(__name__)
+
+
+class RankGroup(Protocol):
+    """All ranks of one model, from their birth to their death. Started once, closed once, never used again."""
+
+    def start(self) -> ModelFacts:
+        """Spawn the ranks and load the model. Blocks.
+
+        The thread that calls this outlives the ranks: Linux ties a child's parent-death signal to the thread that made it.
+
+        Raises:
+            ConfigError: the model or an option is at fault.
+            RankStartError: a rank failed, or ``close`` was called meanwhile.
+        """
+        ...
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """See ``serve.engine.executor.Executor``."""
+        ...
+
+    def heartbeat_ages(self) -> tuple[float, ...]:
+        """Seconds since each rank was last heard of. Any thread."""
+        ...
+
+    def dead_rank(self) -> str | None:
+        """A sentence, if a rank's process is gone or silent for too long. Cheap; any thread."""
+        ...
+
+    def close(self) -> None:
+        """Kill what lives, reap it, free everything. Idempotent; any thread; a blocked ``execute`` raises ``ExecutorDied``."""
+        ...
+
+
+class LifeListener(Protocol):
+    """Hears of the engine's life. Called on the supervisor's threads; must not block."""
+
+    def engine_up(self, facts: ModelFacts) -> None: ...
+
+    def engine_down(self, error: EngineDown) -> None: ...
+
+    def gave_up(self, error: StartError) -> None:
+        """The server cannot go on."""
+        ...
+
+
+@dataclass(slots=True)
+class _Life:
+    """One group of ranks and what was found out about it."""
+
+    group: RankGroup
+    started_seconds: float
+    serving: bool = False
+    cause: str | None = None
+    """Why it must end; set once, by whoever finds out first."""
+
+
+class Supervisor:
+    """Owns the two threads around the engine: one that lives its lives, one that watches them.
+
+    The first thread spawns the ranks, builds an engine on them and runs it; when they die it
+    ends what was in flight with ``EngineDown`` and begins again, later each time. The second
+    looks every 50 ms whether a rank is dead, silent, or stuck in a step, also while nobody
+    asks for anything.
+    """
+
+    def __init__(
+        self,
+        config: SupervisorConfig,
+        *,
+        make_group: Callable[[], RankGroup],
+        make_engine: Callable[[ModelFacts, Executor], Engine],
+        bridge: EngineThread,
+        listener: LifeListener,
+        metrics: Metrics,
+        model: str,
+        clock: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._make_group = make_group
+        self._make_engine = make_engine
+        self._bridge = bridge
+        self._listener = listener
+        self._metrics = metrics
+        self._model = model
+        self._clock = clock
+        self._stop = threading.Event()
+        self._lock = threading.Lock()  # guards _life and every _Life.cause
+        self._life: _Life | None = None
+        self._worker = threading.Thread(target=self._live, name="tessera-engine", daemon=True)
+        self._watcher = threading.Thread(target=self._watch, name="tessera-watch", daemon=True)
+
+    def start(self) -> None:
+        """Begin the first life; returns at once."""
+        self._worker.start()
+        self._watcher.start()
+
+    def stop(self) -> None:
+        """End for good: requests still alive end with ``Draining``, the ranks are killed. Blocks for a few seconds at most."""
+        self._stop.set()
+        self._bridge.send(Wake())
+        with self._lock:
+            life = self._life
+        if life is not None and life.serving:
+            self._join(self._worker, LEAVE_SECONDS)
+        while self._worker.is_alive():
+            if life is not None:
+                life.group.close()
+            self._join(self._worker, POLL_SECONDS)
+        self._join(self._watcher, None)
+
+    # The thread that lives the lives.
+
+    def _live(self) -> None:
+        failures = 0
+        served = False
+        while (life := self._begin()) is not None:
+            error, did_work = self._live_once(life)
+            served = served or life.serving
+            if self._stop.is_set():
+                break
+            if not served:
+                self._listener.gave_up(error)
+                break
+            failures = 1 if did_work else failures + 1
+            if failures > self._config.max_restarts_in_a_row:
+                fatal = RankStartError(f"the engine failed {failures} times without completing a step; at last: {error}")
+                self._listener.gave_up(fatal)
+                break
+            _log.warning("restarting the engine in %.1f s (%s)", _backoff_seconds(failures), error)
+            self._metrics.engine_restarted()
+            self._stop.wait(_backoff_seconds(failures))
+        self._bridge.fail(None, Draining("the server is stopping"))
+
+    def _begin(self) -> _Life | None:
+        """Make the next group, unless the server stops."""
+        with self._lock:
+            if self._stop.is_set():
+                return None
+            self._life = _Life(self._make_group(), self._clock())
+            return self._life
+
+    def _live_once(self, life: _Life) -> tuple[StartError, bool]:
+        """Start the ranks, serve, and clear up. Returns why it ended and whether a step succeeded."""
+        engine: Engine | None = None
+        error: StartError = RankStartError("the engine stopped")
+        try:
+            facts = life.group.start()
+            engine = self._make_engine(facts, life.group)
+            self._announce(life, engine, facts)
+            self._bridge.run(engine, should_leave=lambda: self._stop.is_set() or life.cause is not None)
+        except StartError as start_error:
+            error = start_error
+        except ExecutorDied as death:
+            self._condemn(life, str(death) or "the ranks died")
+        except Exception as defect:
+            if not self._stop.is_set() and life.cause is None:
+                _log.exception("the engine broke")
+            self._condemn(life, f"{type(defect).__name__} in the engine")
+        if life.cause is not None:
+            error = RankStartError(life.cause)
+        did_work = engine is not None and self._bridge.stats is not None and self._bridge.stats.steps > 0
+        self._end(life, engine)
+        return error, did_work
+
+    def _announce(self, life: _Life, engine: Engine, facts: ModelFacts) -> None:
+        self._metrics.engine_started(engine.stats(), facts, model=self._model)
+        self._metrics.heartbeat_ages(life.group.heartbeat_ages())
+        life.serving = True
+        _log.info(
+            "engine up: family=%s dtype=%s device=%s kv_blocks=%d loaded in %.1f s",
+            facts.family, facts.dtype, facts.device, facts.num_blocks, self._clock() - life.started_seconds,
+        )  # fmt: skip
+        self._listener.engine_up(facts)
+
+    def _end(self, life: _Life, engine: Engine | None) -> None:
+        """Tell the clients first, then kill what is left of the ranks: the killing may take a moment."""
+        self._metrics.engine_stopped()
+        self._bridge.fail(engine, Draining("the server is stopping") if self._stop.is_set() else _engine_down())
+        try:
+            life.group.close()
+        except Exception:
+            _log.exception("the ranks could not be cleared up in order")
+
+    def _condemn(self, life: _Life, cause: str) -> None:
+        """This life is over: say so, once."""
+        with self._lock:
+            if life.cause is not None or self._stop.is_set():
+                return
+            life.cause = cause
+        _log.error("engine down: %s", cause)
+        self._listener.engine_down(_engine_down())
+
+    # The thread that watches.
+
+    def _watch(self) -> None:
+        while not self._stop.wait(POLL_SECONDS):
+            life = self._life
+            if life is None or life.cause is not None:
+                continue
+            cause = self._find_cause(life)
+            if cause is not None:
+                self._condemn(life, cause)
+                life.group.close()
+                self._bridge.send(Wake())
+
+    def _find_cause(self, life: _Life) -> str | None:
+        """What is wrong with this life, if anything is."""
+        now = self._clock()
+        if not life.serving:
+            limit = self._config.start_timeout_seconds
+            overdue = now - life.started_seconds > limit + START_GRACE_SECONDS
+            return f"the ranks were not ready within {limit:g} s" if overdue else None
+        try:
+            self._metrics.heartbeat_ages(life.group.heartbeat_ages())
+            cause = life.group.dead_rank()
+        except Exception as defect:
+            _log.exception("the ranks cannot be watched")
+            return f"{type(defect).__name__} while watching the ranks"
+        step_started = self._bridge.step_started_seconds
+        if cause is None and step_started is not None and now - step_started > self._config.step_timeout_seconds:
+            return f"a step took longer than {self._config.step_timeout_seconds:g} s"
+        return cause
+
+    @staticmethod
+    def _join(thread: threading.Thread, timeout_seconds: float | None) -> None:
+        if thread.ident is not None:  # never started: nothing to wait for
+            thread.join(timeout_seconds)
+
+
+def _engine_down() -> EngineDown:
+    return EngineDown("a rank died or froze; the engine is being restarted, try again in a moment")
+
+
+def _backoff_seconds(failures: int) -> float:
+    """The first restart comes at once, each later one after twice the wait."""
+    return 0.0 if failures <= 1 else min(LONGEST_BACKOFF_SECONDS, FIRST_BACKOFF_SECONDS * 2.0 ** (failures - 2))
