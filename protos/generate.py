@@ -8,7 +8,6 @@ use the one in ``constraints.txt``.
 from __future__ import annotations
 
 import argparse
-import filecmp
 import shutil
 import sys
 import tempfile
@@ -46,7 +45,7 @@ def _run(arguments: list[str]) -> None:
 def differing(fresh_root: Path, fresh: list[Path]) -> list[Path]:
     """Modules that are missing, stale or left over in the repository."""
     committed = {path.relative_to(REPOSITORY) for path in (REPOSITORY / PACKAGE).glob("*_pb2*.py*")}
-    stale = [
+    stale = [path for path in fresh if path in committed and (fresh_root / path).read_bytes() != (REPOSITORY / path).read_bytes()]
         path for path in fresh if path in committed and not filecmp.cmp(fresh_root / path, REPOSITORY / path, shallow=False)
     ]
     return sorted({*stale, *(set(fresh) ^ committed)})
