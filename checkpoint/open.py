@@ -1,0 +1,244 @@
+"""Opens a checkpoint: recognises what lies in a folder, refuses what cannot be trusted, and reads slices of its tensors."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any, Literal, Self
+
+import torch
+
+from checkpoint import names
+from checkpoint.agreement import check_tensors
+from checkpoint.errors import CheckpointError
+from checkpoint.folder import Folder, check_config
+from checkpoint.latest import is_root, resolve_latest
+from checkpoint.layout import DTYPE_NAMES, TensorInfo
+from checkpoint.manifest import MANIFEST, Manifest, check_hashes, check_sizes, load_manifest
+from checkpoint.readers.hf import Weights, open_weights
+from checkpoint.slices import read_slice
+from checkpoint.vocabulary import tokenizer_vocab_size
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+def open_checkpoint(path: str | Path, *, verify: Literal["structure", "sha256"] = "structure") -> Checkpoint:
+    """Open a checkpoint for reading.
+
+    Args:
+        path: a Hugging Face folder, one step's folder, or the root above step folders, whose latest whole one is taken.
+        verify: ``structure`` proves that every file has its size and every tensor its place, reading headers only;
+            ``sha256`` also reads every byte and compares it with the manifest, which must be there.
+
+    Raises:
+        CheckpointError: a file is missing, broken or not to be trusted; it names the file and the rule.
+    """
+    if verify not in ("structure", "sha256"):
+        raise ValueError(f"verify is {verify!r}; it must be 'structure' or 'sha256'")
+    path = Path(path)
+    if not path.is_dir():
+        raise CheckpointError(str(path), "is not a folder" if path.exists() else "there is no such folder")
+    if is_root(path):
+        path = resolve_latest(path)
+    folder = Folder(path)
+    manifest = load_manifest(folder)
+    if manifest is not None:
+        check_sizes(folder, manifest)
+    if verify == "sha256":
+        if manifest is None:
+            raise CheckpointError(MANIFEST, "is missing, so there is nothing to compare the files' sha256 with")
+        check_hashes(folder, manifest)
+    config = folder.read_object("config.json")
+    check_config(config)
+    generation = folder.read_object("generation_config.json") if folder.has("generation_config.json") else {}
+    weights = open_weights(folder)
+    checkpoint = Checkpoint(folder, config, generation, manifest, weights)
+    if manifest is not None:
+        try:
+            _check_table(manifest, checkpoint.tensors)
+        except CheckpointError:
+            checkpoint.close()
+            raise
+    return checkpoint
+
+
+def _check_table(manifest: Manifest, tensors: Mapping[str, TensorInfo]) -> None:
+    """The manifest's tensors are those of the files."""
+    for name, info in tensors.items():
+        entry = manifest.tensors.get(name)
+        if entry is None or info.file not in manifest.files:
+            raise CheckpointError(info.file, f"holds tensor {name!r}, which {MANIFEST} does not list")
+        if (entry.dtype, entry.shape, entry.file) != (DTYPE_NAMES[info.dtype], info.shape, info.file):
+            raise CheckpointError(info.file, f"tensor {name!r} has another dtype, shape or file than {MANIFEST} says")
+    for name, entry in manifest.tensors.items():
+        if name not in tensors:
+            raise CheckpointError(entry.file, f"does not hold tensor {name!r}, which {MANIFEST} lists")
+
+
+class Checkpoint:
+    """One checkpoint, open for reading; it never changes.
+
+    Owns the descriptors of the weights files until ``close``, which waits for nobody: a read that is under way ends first.
+    Any number of threads may read at once. Nothing of the tensors is kept in memory.
+    """
+
+    path: Path
+    """The folder itself, links resolved."""
+    config: Mapping[str, Any]
+    """``config.json``."""
+    generation_config: Mapping[str, Any]
+    """``generation_config.json``; empty if there is none."""
+    tensors: Mapping[str, TensorInfo]
+    """Every stored tensor, by its stored name."""
+    manifest: Manifest | None
+    """``None`` for folders that Tessera did not write."""
+
+    def __init__(
+        self,
+        folder: Folder,
+        config: dict[str, Any],
+        generation_config: dict[str, Any],
+        manifest: Manifest | None,
+        weights: Weights,
+    ) -> None:
+        self.path = folder.path
+        self.config = MappingProxyType(config)
+        self.generation_config = MappingProxyType(generation_config)
+        self.manifest = manifest
+        self.tensors = MappingProxyType(
+            {name: TensorInfo(name, e.dtype, e.shape, file) for name, (file, e) in weights.places.items()}
+        )
+        self._folder = folder
+        self._weights = weights
+        self._lock = threading.Lock()
+        self._readers = 0
+        self._closed = False
+        self._bytes_read = 0
+
+    @property
+    def step(self) -> int | None:
+        """Optimizer steps taken, by the manifest."""
+        return None if self.manifest is None else self.manifest.step
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of tensors read from the files so far."""
+        return self._bytes_read
+
+    @property
+    def tokenizer_vocab_size(self) -> int | None:
+        """One more than the tokenizer's largest id, added tokens included; ``None`` if there is no tokenizer.
+
+        Raises:
+            CheckpointError: the tokenizer's file is broken. It is read when first asked for.
+        """
+        return None if self._tokenizer is None else self._tokenizer[1]
+
+    @cached_property
+    def _tokenizer(self) -> tuple[str, int] | None:
+        return tokenizer_vocab_size(self._folder)
+
+    def resolve(self, name: str, tied: Mapping[str, str] = _NOTHING) -> str:
+        """The stored name of the model's tensor ``name``.
+
+        Args:
+            tied: alias to owner; where the tensor itself is absent, one that it is tied to answers for it.
+
+        Raises:
+            CheckpointError: the checkpoint has no such tensor.
+        """
+        stored = names.find_tied(name, self.tensors, tied)
+        if stored is None:
+            raise CheckpointError(self._weights.table, f"has no tensor {name!r}")
+        return stored
+
+    def read(
+        self,
+        name: str,
+        index: tuple[slice, ...] | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        device: str | torch.device = "cpu",
+    ) -> torch.Tensor:
+        """Read ``tensor[index]``, and no byte besides, into a new contiguous tensor.
+
+        Args:
+            name: the model's name or the stored one; see ``resolve``.
+            index: slices of step 1, at most one for each dimension; dimensions without one are taken whole.
+            dtype: a floating-point dtype to cast to; ``None`` keeps the stored one.
+
+        Raises:
+            CheckpointError: no such tensor; an integer tensor asked for as floating point; the file cannot be read.
+            ValueError: ``index`` or ``dtype`` is not as described, or the checkpoint is closed.
+        """
+        info = self.tensors[self.resolve(name)]
+        if dtype is not None and dtype != info.dtype:
+            if not dtype.is_floating_point:
+                raise ValueError(f"dtype is {dtype}; tensors are cast to floating point only")
+            if not info.dtype.is_floating_point:
+                raise CheckpointError(info.file, f"tensor {info.name!r} holds {info.dtype}; weights must be floating point")
+        file, extent = self._weights.places[info.name]
+        with self._reading():
+            out = read_slice(self._weights.files[file], file, extent, index, dtype=dtype, device=device)
+        with self._lock:
+            self._bytes_read += out.numel() * extent.dtype.itemsize
+        return out
+
+    def check_tensors(self, expected: Mapping[str, tuple[int, ...]], *, tied: Mapping[str, str] = _NOTHING) -> None:
+        """Refuse weights that are not those of the model that ``config.json`` describes.
+
+        Args:
+            expected: every tensor the model has, by the model's names, and its whole shape as stored.
+            tied: alias to owner. One of them may be absent; where both are stored they must be equal, which reads them.
+
+        Raises:
+            CheckpointError: a tensor is missing, unexpected, of another shape, or not floating point, or tied ones differ.
+        """
+        check_tensors(self, expected, tied, self._weights)
+
+    def check_tokenizer(self, rows: int) -> None:
+        """Refuse a tokenizer with ids beyond the ``rows`` of the embedding.
+
+        Raises:
+            CheckpointError: that, or a broken tokenizer file.
+        """
+        if self._tokenizer is not None and self._tokenizer[1] > rows:
+            file, size = self._tokenizer
+            raise CheckpointError(file, f"has ids up to {size - 1}; the embedding has {rows} rows, for ids up to {rows - 1}")
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Keeps the descriptors open while a read is under way, so that none is closed and used again under it."""
+        with self._lock:
+            if self._closed:
+                raise ValueError(f"the checkpoint {self.path} is closed")
+            self._readers += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._readers -= 1
+                last = self._closed and self._readers == 0
+            if last:
+                self._weights.close()
+
+    def close(self) -> None:
+        """Give the files back; reading after this is an error. May be called again."""
+        with self._lock:
+            last = not self._closed and self._readers == 0
+            self._closed = True
+        if last:
+            self._weights.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({str(self.path)!r}, model_type={self.config['model_type']!r}, {len(self.tensors)} tensors)"

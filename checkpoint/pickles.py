@@ -1,0 +1,210 @@
+"""A restricted unpickler: reads the table of tensors that ``torch.save`` writes, and can do nothing else.
+
+``torch.load`` is never called. Three walls stand one behind the other:
+
+1. the byte code is walked first, without running it, and only the operations that a table of tensors needs are let through;
+2. a global is looked up in ``_ALLOWED`` and nowhere else: no module is imported and no attribute fetched by name;
+3. what the table yields are inert stand-ins of this module, not the classes that the pickle names.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import pickletools
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+
+from checkpoint.errors import CheckpointError
+from checkpoint.layout import zero_size_rule
+
+MAX_PICKLE_BYTES = 64 << 20
+"""A table takes about 200 bytes a tensor."""
+
+
+# The stand-ins are named tuples: the pickle machine's BUILD operation, which sets attributes, has no hold on them.
+
+
+class StoredTensor(NamedTuple):
+    """One tensor as the table describes it: a view into one of the archive's storages."""
+
+    storage_key: str
+    dtype: torch.dtype
+    storage_items: int
+    """Elements of the whole storage."""
+    first_item: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class _StorageType(NamedTuple):
+    dtype: torch.dtype
+
+
+class _Storage(NamedTuple):
+    key: str
+    dtype: torch.dtype
+    num_items: int
+
+
+class _Table(dict[Any, Any]):
+    """Stands in for ``OrderedDict``; drops the attributes (``_metadata``) that modules hang on it."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: object) -> None:
+        pass
+
+
+class _Maker:
+    """A callable without a dictionary, so that a pickle can neither change it nor reach a function's insides through it."""
+
+    __slots__ = ("_make",)
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        object.__setattr__(self, "_make", make)
+
+    def __call__(self, *args: Any) -> Any:
+        return self._make(*args)
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise pickle.UnpicklingError("the table tries to change what builds it")
+
+
+class _Refused(Exception):
+    """A rule of the table's content is broken."""
+
+
+def _count(value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise _Refused(f"the table has {value!r} where a count must stand")
+    return value
+
+
+def _counts(value: object) -> tuple[int, ...]:
+    if not isinstance(value, tuple):
+        raise _Refused(f"the table has {value!r} where a tuple of counts must stand")
+    return tuple(_count(item) for item in value)
+
+
+def _rebuild_tensor(storage: object, first_item: object, shape: object, strides: object, *_: object) -> StoredTensor:
+    """Stand-in of ``torch._utils._rebuild_tensor_v2``; gradients, hooks and metadata are not wanted."""
+    if not isinstance(storage, _Storage):
+        raise _Refused("a tensor of the table has no storage")
+    made = StoredTensor(storage.key, storage.dtype, storage.num_items, _count(first_item), _counts(shape), _counts(strides))
+    if len(made.shape) != len(made.strides):
+        raise _Refused(f"a tensor of the table has shape {made.shape} and strides {made.strides}")
+    return made
+
+
+def _rebuild_parameter(data: object, *_: object) -> StoredTensor:
+    """Stand-in of ``torch._utils._rebuild_parameter``."""
+    if not isinstance(data, StoredTensor):
+        raise _Refused("a parameter of the table holds no tensor")
+    return data
+
+
+def _make_table(*args: object) -> _Table:
+    """Stand-in of ``OrderedDict()``, which pickles empty and fills it after."""
+    if args and args != ([],):
+        raise _Refused("an OrderedDict of the table is built from arguments")
+    return _Table()
+
+
+_STORAGES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+}
+
+_ALLOWED: dict[tuple[str, str], Any] = {
+    ("collections", "OrderedDict"): _Maker(_make_table),
+    ("torch._utils", "_rebuild_tensor_v2"): _Maker(_rebuild_tensor),
+    ("torch._utils", "_rebuild_parameter"): _Maker(_rebuild_parameter),
+    ("torch", "Size"): _Maker(_counts),
+    **{("torch", name): _StorageType(dtype) for name, dtype in _STORAGES.items()},
+    **{("torch", str(dtype).removeprefix("torch.")): dtype for dtype in _STORAGES.values()},
+}
+
+_OPERATION_NAMES = """
+    PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT BINUNICODE SHORT_BINUNICODE
+    EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST APPEND APPENDS EMPTY_DICT SETITEM SETITEMS
+    BINGET LONG_BINGET BINPUT LONG_BINPUT MEMOIZE GLOBAL STACK_GLOBAL REDUCE BUILD BINPERSID
+"""
+_OPERATIONS = frozenset(_OPERATION_NAMES.split())
+"""Every operation of the pickle machine that a table of tensors needs; none that imports, instantiates or extends."""
+
+
+class _TableUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return _ALLOWED[module, name]
+        except KeyError:
+            raise _Refused(f"the pickle names {module}.{name}; only tables of tensors are read, so this is refused") from None
+
+    def persistent_load(self, pid: Any) -> _Storage:
+        if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage":
+            raise _Refused("the pickle refers to something that is not a storage")
+        _, kind, key, _, num_items = pid
+        if not isinstance(kind, _StorageType) or not isinstance(key, str):
+            raise _Refused("the pickle has a storage of unknown type")
+        return _Storage(key, kind.dtype, _count(num_items))
+
+
+def read_table(data: bytes, file: str) -> dict[str, StoredTensor]:
+    """Turn the bytes of ``data.pkl`` into names and places of tensors, running nothing of the pickle's choice.
+
+    Raises:
+        CheckpointError: the pickle does or holds something other than a flat table of tensors; what it is, is named.
+    """
+    try:
+        _check_operations(data)
+        table = _TableUnpickler(io.BytesIO(data)).load()
+        return _check_table(table)
+    except _Refused as error:
+        raise CheckpointError(file, str(error)) from None
+    except Exception as error:  # The machine raises nearly anything on broken input, and broken is all it can be.
+        raise CheckpointError(file, f"its data.pkl is not a readable table of tensors: {error}") from error
+
+
+def _check_operations(data: bytes) -> None:
+    """Walk the byte code without running it. It has no jumps, so what is seen here is what would run."""
+    end = 0
+    for number, (operation, argument, position) in enumerate(pickletools.genops(data)):
+        if operation.name not in _OPERATIONS:
+            raise _Refused(f"the pickle uses the operation {operation.name}, which no table of tensors needs")
+        # Memo slots are numbered as they are made; a far number would make the machine allocate up to there.
+        if operation.name in ("BINPUT", "LONG_BINPUT") and int(argument) > number:
+            raise _Refused(f"the pickle uses memo slot {argument} at operation {number}")
+        end = (position or 0) + 1
+    if end != len(data):
+        raise _Refused("the pickle has bytes after its end")
+
+
+def _check_table(table: object) -> dict[str, StoredTensor]:
+    """A flat dictionary from names to tensors that lie inside their storages."""
+    if not isinstance(table, dict):
+        raise _Refused(f"holds {type(table).__name__}, not a table of tensors")
+    for name, tensor in table.items():
+        if not isinstance(name, str):
+            raise _Refused(f"the table has the key {name!r}, which is not a name")
+        if not isinstance(tensor, StoredTensor):
+            raise _Refused(f"entry {name!r} is {type(tensor).__name__}, not a tensor; only flat tables of tensors are read")
+        if 0 in tensor.shape:
+            raise _Refused(zero_size_rule(name, tensor.shape))
+        if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.strides, strict=True)):
+            raise _Refused(f"tensor {name!r} repeats its elements (stride 0); save it after .contiguous()")
+        last = tensor.first_item + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))
+        if last >= tensor.storage_items or math.prod(tensor.shape) > tensor.storage_items:
+            raise _Refused(f"tensor {name!r} reaches element {last} of a storage of {tensor.storage_items}")
+    return table

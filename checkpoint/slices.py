@@ -1,0 +1,175 @@
+"""Answers the one question of every reader: this slice of this tensor, in this dtype, on this device.
+
+Files are read with positioned reads and never mapped: the pages of a mapped file count as the process's resident memory, and a
+rank must stay near the size of its own slices. Exactly the bytes of the slice are read, one read for each stretch that is
+contiguous in the file, straight into the result where dtype, device and order allow, else through a buffer of ``CHUNK_BYTES``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from checkpoint.errors import CheckpointError
+from checkpoint.layout import Extent
+
+CHUNK_BYTES = 16 << 20
+"""Size of the buffer for casts, copies to a device and changes of order. The cast's own scratch is at most four times this."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Region:
+    """Elements of a file at fixed strides, longest stride first."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset_bytes: int
+    item_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        total = self.item_bytes
+        for size in self.shape:
+            total *= size
+        return total
+
+    def narrow(self, start: int, stop: int) -> _Region:
+        """Rows ``[start, stop)`` of the first dimension."""
+        offset = self.offset_bytes + start * self.strides[0] * self.item_bytes
+        return _Region((stop - start, *self.shape[1:]), self.strides, offset, self.item_bytes)
+
+    def row(self, number: int) -> _Region:
+        """One row of the first dimension, which is dropped."""
+        offset = self.offset_bytes + number * self.strides[0] * self.item_bytes
+        return _Region(self.shape[1:], self.strides[1:], offset, self.item_bytes)
+
+
+def read_slice(
+    fd: int,
+    file: str,
+    extent: Extent,
+    index: tuple[slice, ...] | None,
+    *,
+    dtype: torch.dtype | None,
+    device: str | torch.device,
+) -> torch.Tensor:
+    """Read ``tensor[index]`` into a new contiguous tensor.
+
+    Args:
+        fd: open for reading; its position is neither used nor moved, so that threads may share it.
+        file: the name for error messages.
+        extent: where the whole tensor lies.
+        index: slices of step 1, at most one for each dimension; the rest is taken whole. ``None`` takes all.
+        dtype: what to cast to; ``None`` keeps the stored dtype.
+
+    Raises:
+        ValueError: ``index`` has too many entries or a step other than 1.
+        CheckpointError: the file ends early or cannot be read.
+    """
+    starts, shape = resolve_index(extent.shape, index)
+    item_bytes = extent.dtype.itemsize
+    offset = extent.offset_bytes + item_bytes * sum(a * s for a, s in zip(starts, extent.strides, strict=True))
+    out = torch.empty(shape, dtype=dtype or extent.dtype, device=device)
+    if out.numel() == 0:
+        return out
+    order = sorted(range(len(shape)), key=lambda d: -extent.strides[d] if shape[d] > 1 else 0)
+    region = _Region(tuple(shape[d] for d in order), tuple(extent.strides[d] for d in order), offset, item_bytes)
+    target = out.permute(order)
+    if out.dtype == extent.dtype and out.device.type == "cpu" and target.is_contiguous():
+        _read_region(fd, file, region, out.view(-1))
+    else:
+        buffer = torch.empty(min(CHUNK_BYTES, region.num_bytes) // item_bytes, dtype=extent.dtype)
+        _fill(fd, file, region, target, buffer)
+    return out
+
+
+def resolve_index(shape: tuple[int, ...], index: tuple[slice, ...] | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """First element and shape of ``tensor[index]``, with Python's rules for open, negative and overlong bounds."""
+    index = () if index is None else tuple(index)
+    if len(index) > len(shape):
+        raise ValueError(f"index has {len(index)} slices; the tensor has {len(shape)} dimensions")
+    starts: list[int] = []
+    sizes: list[int] = []
+    for dim, size in enumerate(shape):
+        part = index[dim] if dim < len(index) else slice(None)
+        if not isinstance(part, slice) or part.step not in (None, 1):
+            raise ValueError(f"index[{dim}] is {part!r}; it must be a slice of step 1")
+        start, stop, _ = part.indices(size)
+        starts.append(start)
+        sizes.append(max(0, stop - start))
+    return tuple(starts), tuple(sizes)
+
+
+def _fill(fd: int, file: str, region: _Region, target: torch.Tensor, buffer: torch.Tensor) -> None:
+    """Read ``region`` into ``target`` of the same shape, at most one buffer at a time."""
+    count = target.numel()
+    if count <= buffer.numel():
+        part = buffer[:count]
+        _read_region(fd, file, region, part)
+        target.copy_(part.view(target.shape))
+        return
+    row_items = count // region.shape[0]
+    rows = buffer.numel() // row_items
+    if rows == 0:
+        for number in range(region.shape[0]):
+            _fill(fd, file, region.row(number), target[number], buffer)
+        return
+    for start in range(0, region.shape[0], rows):
+        stop = min(start + rows, region.shape[0])
+        _fill(fd, file, region.narrow(start, stop), target[start:stop], buffer)
+
+
+def _read_region(fd: int, file: str, region: _Region, flat: torch.Tensor) -> None:
+    """Read ``region`` in its own order into ``flat``, a contiguous CPU tensor of the stored dtype."""
+    run_bytes, outer = _runs(region)
+    with memoryview(flat.view(torch.uint8).numpy()) as view:
+        place = 0
+        for offset in _offsets(region.offset_bytes, outer):
+            _read_into(fd, file, view[place : place + run_bytes], offset)
+            place += run_bytes
+
+
+def _runs(region: _Region) -> tuple[int, list[tuple[int, int]]]:
+    """Length in bytes of the contiguous stretches, and the (count, stride in bytes) pairs that place them."""
+    run_items = 1
+    outer: list[tuple[int, int]] = []
+    for size, stride in zip(reversed(region.shape), reversed(region.strides), strict=True):
+        if size == 1:
+            continue
+        if not outer and stride == run_items:
+            run_items *= size
+        elif outer and stride == outer[0][0] * outer[0][1]:
+            outer[0] = (outer[0][0] * size, outer[0][1])
+        else:
+            outer.insert(0, (size, stride))
+    return run_items * region.item_bytes, [(size, stride * region.item_bytes) for size, stride in outer]
+
+
+def _offsets(base: int, outer: list[tuple[int, int]]) -> Iterator[int]:
+    """File offsets of the stretches, in order."""
+    if not outer:
+        yield base
+        return
+    size, stride = outer[0]
+    starts = range(base, base + size * stride, stride)
+    if len(outer) == 1:
+        yield from starts
+        return
+    for start in starts:
+        yield from _offsets(start, outer[1:])
+
+
+def _read_into(fd: int, file: str, view: memoryview, offset: int) -> None:
+    """Fill ``view`` from ``offset``; the kernel may give less than asked, so ask until all is there."""
+    while len(view) > 0:
+        try:
+            got = os.preadv(fd, [view], offset)
+        except OSError as error:
+            raise CheckpointError(file, f"reading at byte {offset} failed: {error.strerror}") from error
+        if got == 0:
+            raise CheckpointError(file, f"ends at byte {offset}, before the tensor does; it was cut after it was opened")
+        view = view[got:]
+        offset += got

@@ -1,0 +1,52 @@
+"""How many token ids a checkpoint's tokenizer can produce."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from checkpoint.errors import CheckpointError
+from checkpoint.folder import Folder
+
+
+def tokenizer_vocab_size(folder: Folder) -> tuple[str, int] | None:
+    """The file that says so, and one more than the largest id; ``None`` if the folder has no tokenizer.
+
+    Reads ``tokenizer.json``, or ``vocab.json`` with ``added_tokens.json`` where there is only the old form.
+    """
+    if folder.has("tokenizer.json"):
+        return "tokenizer.json", 1 + _largest("tokenizer.json", _fast_ids(folder.read_object("tokenizer.json")))
+    if folder.has("vocab.json"):
+        ids = list(folder.read_object("vocab.json").values())
+        if folder.has("added_tokens.json"):
+            ids += folder.read_object("added_tokens.json").values()
+        return "vocab.json", 1 + _largest("vocab.json", ids)
+    return None
+
+
+def _fast_ids(tokenizer: dict[str, Any]) -> Iterable[object]:
+    """Ids of a ``tokenizer.json``: a map for most models, a list in order for unigram ones, and the added tokens."""
+    model = tokenizer.get("model")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocab, dict):
+        ids: list[object] = list(vocab.values())
+    elif isinstance(vocab, list):
+        ids = list(range(len(vocab)))
+    else:
+        raise CheckpointError("tokenizer.json", "must have model.vocab, a map or a list of tokens")
+    added = tokenizer.get("added_tokens") or []
+    if not isinstance(added, list) or not all(isinstance(token, dict) for token in added):
+        raise CheckpointError("tokenizer.json", "has added_tokens that are not a list of objects")
+    return [*ids, *(token.get("id") for token in added)]
+
+
+def _largest(file: str, ids: Iterable[object]) -> int:
+    """The largest id; every one must be a number from 0 up."""
+    largest = -1
+    for item in ids:
+        if type(item) is not int or item < 0:
+            raise CheckpointError(file, f"has the token id {item!r}; ids are integers from 0 up")
+        largest = max(largest, item)
+    if largest < 0:
+        raise CheckpointError(file, "has no tokens")
+    return largest
