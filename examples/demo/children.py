@@ -66,9 +66,11 @@ class Children:
         for child in self._children:
             with contextlib.suppress(PartFailed):
                 self.stop(child, patience_seconds=15)
-        for process in self.left_over():
+        stubborn = self.left_over()
+        for process in stubborn:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+        psutil.wait_procs(stubborn, timeout=5)
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 

@@ -1,0 +1,104 @@
+"""What ``deploy/`` says is understood by the programs it is said to."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from serve.metrics import Metrics
+from tests.repo.documents import REPOSITORY, help_of, options_in
+
+DEPLOY = REPOSITORY / "deploy"
+SERIES = re.compile(r"\btessera_[a-z0-9_]+")
+USERS = ("deploy/grafana/tessera.json", "deploy/prometheus/tessera.rules.yml", "docs/metrics.md", "docs/operations.md")
+
+
+def exposed_names() -> tuple[set[str], set[str]]:
+    """(names of metric families as documented, names of all series in the exposition)."""
+    families, series = set(), set()
+    for line in Metrics(version="test", num_ranks=1).exposition().splitlines():
+        if line.startswith("# TYPE tessera_"):
+            families.add(line.split()[2])
+            series.add(line.split()[2])
+        elif line.startswith("tessera_"):
+            series.add(re.split(r"[{ ]", line, maxsplit=1)[0])
+    # Present once a model is loaded; a histogram's other series once it exists.
+    families.add("tessera_model_info")
+    return families, series | families
+
+
+@pytest.mark.parametrize(
+    "path", [*USERS, *(str(p.relative_to(REPOSITORY)) for p in (REPOSITORY / "examples/demo").glob("*.py"))]
+)
+def test_series_that_are_named_exist(path: str) -> None:
+    _, series = exposed_names()
+    assert set(SERIES.findall((REPOSITORY / path).read_text())) <= series
+
+
+def test_every_metric_is_documented() -> None:
+    families, _ = exposed_names()
+    documented = set(SERIES.findall((REPOSITORY / "docs/metrics.md").read_text()))
+    assert families <= documented
+
+
+def test_the_dashboard_has_queries_and_no_overlapping_panels() -> None:
+    dashboard = json.loads((DEPLOY / "grafana/tessera.json").read_text())
+    panels = dashboard["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    assert all(SERIES.search(target["expr"]) for panel in panels for target in panel["targets"])
+    cells = [cell for panel in panels for cell in cells_of(panel["gridPos"])]
+    assert len(cells) == len(set(cells))
+    assert max(x for x, _ in cells) < 24
+
+
+def cells_of(place: dict[str, int]) -> Iterator[tuple[int, int]]:
+    return ((place["x"] + i, place["y"] + j) for i in range(place["w"]) for j in range(place["h"]))
+
+
+def test_alert_rules_have_a_query_and_a_sentence() -> None:
+    rules = yaml.safe_load((DEPLOY / "prometheus/tessera.rules.yml").read_text())["groups"][0]["rules"]
+    assert len({rule["alert"] for rule in rules}) == len(rules)
+    for rule in rules:
+        assert SERIES.search(rule["expr"])
+        assert rule["annotations"]["summary"].endswith(".")
+        assert rule["labels"]["severity"] in ("page", "ticket")
+
+
+def documents_of(path: Path) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(path.read_text()))
+
+
+def server_arguments() -> dict[str, list[str]]:
+    """Arguments that each deployment gives to tessera-serve."""
+    compose = documents_of(DEPLOY / "docker-compose.yaml")[0]["services"]["tessera"]["command"]
+    deployment = next(d for d in documents_of(DEPLOY / "kubernetes/tessera.yaml") if d["kind"] == "Deployment")
+    kubernetes = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
+    unit = (DEPLOY / "systemd/tessera-serve.service").read_text()
+    systemd = re.findall(r"^ExecStart=\S+/tessera-serve (.*)$", unit, re.MULTILINE)[0].split()
+    command = json.loads(re.findall(r"^CMD (\[.*\])$", (REPOSITORY / "Dockerfile").read_text(), re.MULTILINE)[0])
+    return {"docker-compose": compose, "kubernetes": kubernetes, "systemd": systemd, "Dockerfile": command}
+
+
+@pytest.mark.parametrize("where", ["docker-compose", "kubernetes", "systemd", "Dockerfile"])
+def test_deployments_use_options_that_exist(where: str) -> None:
+    used = {word for word in server_arguments()[where] if word.startswith("--")}
+    assert used <= options_in(help_of("serve"))
+
+
+def test_the_pod_outlives_its_drain() -> None:
+    deployment = next(d for d in documents_of(DEPLOY / "kubernetes/tessera.yaml") if d["kind"] == "Deployment")
+    pod = deployment["spec"]["template"]["spec"]
+    arguments = pod["containers"][0]["args"]
+    assert pod["terminationGracePeriodSeconds"] > float(arguments[arguments.index("--drain-seconds") + 1])
+
+
+def test_prometheus_scrapes_the_port_that_is_served() -> None:
+    scrape = documents_of(DEPLOY / "prometheus/prometheus.yml")[0]
+    assert scrape["scrape_configs"][0]["static_configs"][0]["targets"] == ["tessera:9400"]
+    assert (DEPLOY / "prometheus" / scrape["rule_files"][0]).exists()
