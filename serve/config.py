@@ -116,8 +116,14 @@ class AdmissionConfig:
     """``logprobs`` and ``prompt_logprobs`` of one request."""
 
     max_stop_strings: int = 16
+    """Stop strings of one request."""
+
     max_stop_string_bytes: int = 256
+    """UTF-8 bytes of one stop string."""
+
     max_stop_ids: int = 64
+    """Stop ids of one request."""
+
     max_logit_bias: int = 1024
     """Entries of ``logit_bias``."""
 

@@ -1,0 +1,178 @@
+"""The composition root: build, wire, start, drain, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import signal
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+
+from serve.config import ServerConfig
+from serve.engine.engine import Engine, EngineLimits
+from serve.engine.executor import Executor, ModelFacts
+from serve.errors import ConfigError, StartError
+from serve.metrics import Metrics
+from serve.rpc.server import RpcServer
+from serve.runtime.gateway import Gateway
+from serve.runtime.supervisor import RankGroup
+from serve.text.detokenizer import open_text
+from serve.text.tokenizer import load_tokenizer
+from serve.worker.executor import RankExecutor
+
+STOP_GRACE_SECONDS = 2.0
+"""After the drain: for the last messages of calls that have ended to leave."""
+
+_log = logging.getLogger(__name__)
+
+
+def run(config: ServerConfig, *, version: str, make_group: Callable[[ServerConfig], RankGroup] = RankExecutor) -> int:
+    """Serve until told to stop.
+
+    Args:
+        config: every option.
+        version: of the package, for ``build_info``.
+        make_group: makes the ranks' handle.
+
+    Returns:
+        The exit code: 0 after SIGTERM or SIGINT, 2 if the configuration or the model is at fault, 1 for anything else.
+    """
+    try:
+        asyncio.run(serve(config, version=version, make_group=make_group))
+    except StartError as error:
+        print(f"tessera-serve: {error}", file=sys.stderr)
+        return error.exit_code
+    except Exception:
+        _log.exception("tessera-serve broke")
+        return 1
+    return 0
+
+
+async def serve(config: ServerConfig, *, version: str, make_group: Callable[[ServerConfig], RankGroup]) -> None:
+    """Serve until SIGTERM or SIGINT; a second one does not wait for the calls in flight.
+
+    Raises:
+        StartError: the server cannot start, or cannot go on.
+    """
+    # Build.
+    config = with_checkpoint_folder(config)
+    tokenizer = load_tokenizer(config.model.path)
+    metrics = Metrics(version=version, num_ranks=config.model.tensor_parallel_size)
+
+    # Wire.
+    def make_engine(facts: ModelFacts, executor: Executor) -> Engine:
+        return Engine(
+            facts=facts, limits=engine_limits(config), executor=executor, open_text=open_text(tokenizer), clock=time.monotonic
+        )
+
+    gateway = Gateway(
+        config=config, make_group=lambda: make_group(config), make_engine=make_engine, metrics=metrics, clock=time.monotonic
+    )
+    rpc = RpcServer(gateway, metrics, tokenizer, config)
+    told = _Signals()
+
+    # Start. The ports come first: one that is taken is known before the model is loaded.
+    with contextlib.closing(metrics.listen(config.rpc.host, config.rpc.metrics_port)) as endpoint, told.handled():
+        address = await rpc.start()
+        try:
+            gateway.launch()
+            if await _unless(told.stop, gateway.until_serving()):
+                print(ready_line(config, gateway.facts, address, endpoint.url), flush=True)
+                await _unless(told.stop, _until_fatal(gateway))
+            # Drain.
+            _log.info("stopping: %d calls in flight", gateway.num_in_flight)
+            await _unless(told.hurry, gateway.drain())
+        finally:
+            # Stop.
+            await asyncio.gather(gateway.stop(), rpc.stop(0.0 if told.hurry.is_set() else STOP_GRACE_SECONDS))
+
+
+def with_checkpoint_folder(config: ServerConfig) -> ServerConfig:
+    """The same configuration with the folder that is served for its whole life: a run that writes its next checkpoint
+    meanwhile changes neither the tokenizer nor what a restarted rank loads.
+
+    Raises:
+        ConfigError: there is no such folder, or no whole checkpoint in it.
+    """
+    folder = Path(config.model.path)
+    if not folder.is_dir():
+        rule = "be a folder" if folder.exists() else "exist"
+        raise ConfigError(f"model.path is {config.model.path!r}; it must {rule}")
+    if not (folder / "config.json").exists():
+        # Here, for this import brings torch along, which this process has no other use for.
+        from checkpoint import CheckpointError, resolve_latest
+
+        try:
+            folder = resolve_latest(folder)
+        except CheckpointError as error:
+            raise ConfigError(f"model.path: {error}") from error
+    model = dataclasses.replace(config.model, path=str(folder), name=config.model.served_name)
+    return dataclasses.replace(config, model=model)
+
+
+def engine_limits(config: ServerConfig) -> EngineLimits:
+    return EngineLimits(
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_step_tokens=config.scheduler.max_step_tokens,
+        max_queued_requests=config.admission.max_queued_requests,
+        max_queued_tokens=config.admission.max_queued_tokens,
+        prefix_caching=config.cache.prefix_caching,
+    )
+
+
+def ready_line(config: ServerConfig, facts: ModelFacts | None, address: str, metrics_url: str) -> str:
+    """What whoever started the server waits for."""
+    assert facts is not None, "a server that serves knows its model"
+    return (
+        f"tessera ready grpc={address} metrics={metrics_url} model={config.model.served_name} "
+        f"tp={config.model.tensor_parallel_size} dtype={facts.dtype} kv_blocks={facts.num_blocks}"
+    )
+
+
+class _Signals:
+    """Turns SIGTERM and SIGINT into two events."""
+
+    def __init__(self) -> None:
+        self.stop = asyncio.Event()
+        """Set by the first signal."""
+        self.hurry = asyncio.Event()
+        """Set by the second."""
+
+    @contextlib.contextmanager
+    def handled(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._told, number)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+    def _told(self, number: signal.Signals) -> None:
+        _log.info("%s received", number.name)
+        (self.hurry if self.stop.is_set() else self.stop).set()
+
+
+async def _unless(event: asyncio.Event, work: Coroutine[None, None, None]) -> bool:
+    """Do ``work`` unless ``event`` comes first, which ends it. Returns whether it was done."""
+    working = asyncio.create_task(work)
+    waiting = asyncio.create_task(event.wait())
+    try:
+        await asyncio.wait((working, waiting), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            return False
+        await working
+        return True
+    finally:
+        for task in (working, waiting):
+            task.cancel()
+        await asyncio.gather(working, waiting, return_exceptions=True)
+
+
+async def _until_fatal(gateway: Gateway) -> None:
+    raise await gateway.until_given_up()

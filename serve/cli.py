@@ -1,0 +1,147 @@
+"""``tessera-serve``: arguments, environment and a YAML file become a ServerConfig. The only reader of ``os.environ``."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed_version
+
+from serve.config import DEVICES, DTYPES, ServerConfig
+from serve.errors import ConfigError
+from serve.options import ENVIRONMENT_PREFIX, Option, all_options, build_config, read_yaml, to_yaml
+
+CHOICES = {"model.dtype": DTYPES, "model.device": DEVICES, "rpc.reflection": ("auto", "on", "off")}
+LOG_LEVELS = ("debug", "info", "warning", "error")
+CONFIG_VARIABLE = f"{ENVIRONMENT_PREFIX}CONFIG"
+LOG_LEVEL_VARIABLE = f"{ENVIRONMENT_PREFIX}LOG_LEVEL"
+
+_log = logging.getLogger(__name__)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run ``tessera-serve``.
+
+    Args:
+        arguments: without the program's name; ``None`` takes the process's own.
+
+    Returns:
+        The exit code: 0 done, 2 usage or configuration, 1 anything else.
+    """
+    given = _parser().parse_args(arguments)
+    try:
+        level = _log_level(given.log_level, os.environ)
+        config = resolve(vars(given), os.environ)
+    except ConfigError as error:
+        print(f"tessera-serve: {error}", file=sys.stderr)
+        return error.exit_code
+    if given.print_config:
+        sys.stdout.write(to_yaml(config))
+        return 0
+    logging.basicConfig(
+        level=level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s", force=True
+    )
+    _warn_of_strange_variables(os.environ)
+    from serve import app  # here, so that --help and --print-config need no gRPC and no ranks
+
+    return app.run(config, version=package_version())
+
+
+def resolve(arguments: Mapping[str, object], environment: Mapping[str, str]) -> ServerConfig:
+    """The configuration: argument before environment before file before default.
+
+    Args:
+        arguments: dotted key -> what the flag was given, absent or ``None`` where it was not; and ``config``, a file's path.
+        environment: the process's variables.
+
+    Raises:
+        ConfigError: a value does not read as its type or breaks its rule, or the file is at fault.
+    """
+    path = arguments.get("config") or environment.get(CONFIG_VARIABLE)
+    values: dict[str, object] = {}
+    origins: dict[str, str] = {}
+    if path:
+        values = read_yaml(str(path))
+        origins = dict.fromkeys(values, str(path))
+    for option in all_options():
+        for source, value in (
+            (option.variable, _from_environment(option, environment)),
+            (option.flag, arguments.get(option.key)),
+        ):
+            if value is not None:
+                values[option.key] = option.parse(value, source)
+                origins[option.key] = source
+    return build_config(values, origins)
+
+
+def package_version() -> str:
+    """Of the installed distribution; a source tree that was never installed has none."""
+    try:
+        return installed_version("tessera")
+    except PackageNotFoundError:
+        return "0+unknown"
+
+
+def _from_environment(option: Option, environment: Mapping[str, str]) -> str | None:
+    value = environment.get(option.variable)
+    if value is not None and _is_kubernetes_link(value):
+        return None
+    return value
+
+
+def _is_kubernetes_link(value: str) -> bool:
+    """Kubernetes gives every pod ``TESSERA_PORT=tcp://10.0.0.1:50051`` where a Service is called ``tessera``."""
+    return value.startswith(("tcp://", "udp://", "sctp://"))
+
+
+def _warn_of_strange_variables(environment: Mapping[str, str]) -> None:
+    known = {option.variable for option in all_options()} | {CONFIG_VARIABLE, LOG_LEVEL_VARIABLE}
+    for name, value in environment.items():
+        if name.startswith(ENVIRONMENT_PREFIX) and name not in known and not _is_kubernetes_link(value):
+            _log.warning("the environment variable %s is no option of tessera-serve; it is ignored", name)
+
+
+def _log_level(given: str | None, environment: Mapping[str, str]) -> str:
+    level = given or environment.get(LOG_LEVEL_VARIABLE, "info").lower()
+    if level not in LOG_LEVELS:
+        raise ConfigError(f"{LOG_LEVEL_VARIABLE} is {level!r}; it must be one of {', '.join(LOG_LEVELS)}")
+    return level
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tessera-serve",
+        description="Serve a sharded GPT checkpoint over gRPC.",
+        epilog=f"Every option is also an environment variable ({ENVIRONMENT_PREFIX}PORT for --port) and a key of --config. "
+        "An argument goes before the environment, the environment before the file.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML file laid out as --print-config writes it.")
+    parser.add_argument("--print-config", action="store_true", help="Print the whole configuration as YAML, and exit.")
+    parser.add_argument("--log-level", choices=LOG_LEVELS, help="How much goes to standard error. (default: info)")
+    parser.add_argument("--version", action="version", version=f"tessera {package_version()}")
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for option in all_options():
+        if option.section not in groups:
+            groups[option.section] = parser.add_argument_group(option.section)
+        _add_flag(groups[option.section], option)
+    return parser
+
+
+def _add_flag(group: argparse._ArgumentGroup, option: Option) -> None:
+    """Values stay text: one parser reads flags, variables and files, so that all three are refused in the same words."""
+    default = "" if option.default is dataclasses.MISSING else f" (default: {_shown(option.default)})"
+    help_ = (option.help + default).replace("%", "%%").replace("``", "").strip()
+    if option.kind is bool:
+        group.add_argument(option.flag, dest=option.key, action=argparse.BooleanOptionalAction, default=None, help=help_)
+    else:
+        metavar = None if option.key in CHOICES else {int: "N", float: "X", str: "TEXT"}[option.kind]
+        group.add_argument(option.flag, dest=option.key, choices=CHOICES.get(option.key), metavar=metavar, help=help_)
+
+
+def _shown(default: object) -> str:
+    return str(default).lower() if default is None or isinstance(default, bool) else str(default) or "''"

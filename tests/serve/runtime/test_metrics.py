@@ -1,0 +1,242 @@
+"""The series: their names and labels are a contract, their counts are exact."""
+
+from __future__ import annotations
+
+import re
+import socket
+import urllib.request
+
+import pytest
+
+from serve.engine.executor import ModelFacts
+from serve.engine.stats import EngineStats, StepStats
+from serve.errors import (
+    ConfigError,
+    DeadlineExpired,
+    Draining,
+    EngineDown,
+    InvalidRequest,
+    Loading,
+    QueueFull,
+    RequestAborted,
+    RequestBroke,
+    SlowReader,
+)
+from serve.metrics import CODES, METHODS, Metrics
+from serve.runtime.ledger import Ledger
+from serve.types import (
+    FinishReason,
+    Generation,
+    PromptReady,
+    RequestFailed,
+    RequestId,
+    SamplingParams,
+    SequenceFinished,
+    StoppingParams,
+    Timings,
+    TokensOut,
+    Usage,
+)
+
+FACTS = ModelFacts(
+    family="gpt_neox", vocab_size=100, max_model_len=64, eos_ids=(0,), dtype="float32", device="cpu", num_blocks=8, block_tokens=4,
+    num_parameters=1000, checkpoint_step=None, load_seconds=(("weights", 1.5),),
+)  # fmt: skip
+
+NAMES = {
+    "build_info", "e2e_request_latency_seconds", "engine_restarts", "engine_up", "event_loop_lag_seconds", "generation_tokens",
+    "inter_token_latency_seconds", "kv_blocks_cached", "kv_blocks_total", "kv_blocks_used", "model_info", "model_load_seconds",
+    "num_requests_running", "num_requests_waiting", "preemptions", "prefix_cache_hits", "prefix_cache_queries", "prompt_tokens",
+    "queued_prompt_tokens", "rank_heartbeat_age_seconds", "rank_up", "rejections", "request_finished", "request_queue_time_seconds",
+    "requests", "step_seconds", "step_tokens", "time_to_first_token_seconds",
+}  # fmt: skip
+
+
+def stats(**changed: object) -> EngineStats:
+    values: dict[str, object] = dict.fromkeys(EngineStats.__slots__, 0) | {"last_step": None}
+    return EngineStats(**(values | changed))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    return Metrics(version="1.2.3", num_ranks=2)
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float:
+    found = metrics.registry.get_sample_value(f"tessera_{name}", labels)
+    assert found is not None, f"no series tessera_{name}{labels}"
+    return found
+
+
+def test_the_names_are_frozen(metrics: Metrics) -> None:
+    names = {family.name for family in metrics.registry.collect()}
+    assert {name.removeprefix("tessera_") for name in names if name.startswith("tessera_")} == NAMES
+    assert "process_resident_memory_bytes" in names
+
+
+def test_every_label_set_exists_from_the_start(metrics: Metrics) -> None:
+    for method in (*METHODS, "_OTHER"):
+        for code in CODES:
+            assert value(metrics, "requests_total", method=method, code=code) == 0
+    for reason in "length eos stop_string stop_id cancelled deadline slow_reader draining engine_down broke".split():
+        assert value(metrics, "request_finished_total", reason=reason) == 0
+    for reason in "requests tokens loading draining engine_down".split():
+        assert value(metrics, "rejections_total", reason=reason) == 0
+    for rank in "01":
+        assert value(metrics, "rank_up", rank=rank) == 0
+        assert value(metrics, "rank_heartbeat_age_seconds", rank=rank) == 0
+    for phase in "import build weights cache".split():
+        assert value(metrics, "model_load_seconds", phase=phase) == 0
+
+
+def test_histograms_of_seconds_start_at_one_millisecond(metrics: Metrics) -> None:
+    text = metrics.exposition()
+    for name in sorted(NAMES):
+        if f"# TYPE tessera_{name} histogram" in text and name.endswith("_seconds"):
+            first = re.search(rf'tessera_{name}_bucket{{le="([^"]+)"}}', text)
+            assert first is not None
+            assert float(first[1]) == 0.001, name
+
+
+def test_calls_are_counted_by_method_and_code(metrics: Metrics) -> None:
+    metrics.request_ended("/serve.v1.Inference/Generate", "OK")
+    metrics.request_ended("Generate", "OK")
+    metrics.request_ended("/other.Service/Anything", "UNIMPLEMENTED")
+    assert value(metrics, "requests_total", method="Generate", code="OK") == 2
+    assert value(metrics, "requests_total", method="_OTHER", code="UNIMPLEMENTED") == 1
+
+
+def test_rejections_are_about_room_and_service_only(metrics: Metrics) -> None:
+    for error in (
+        QueueFull("", reason="requests", retry_after_seconds=1),
+        QueueFull("", reason="tokens", retry_after_seconds=1),
+        Loading(),
+        Draining(),
+        EngineDown(),
+        InvalidRequest.of("a", "b"),
+    ):
+        metrics.rejected(error)
+    counts = [value(metrics, "rejections_total", reason=r) for r in "requests tokens loading draining engine_down".split()]
+    assert counts == [1] * 5
+
+
+def test_every_way_to_fail_has_its_name(metrics: Metrics) -> None:
+    for error in (RequestAborted(), DeadlineExpired(), SlowReader(), Draining(), EngineDown(), RequestBroke(), ValueError()):
+        metrics.failed(error)
+    counts = [
+        value(metrics, "request_finished_total", reason=r)
+        for r in "cancelled deadline slow_reader draining engine_down broke".split()
+    ]
+    assert counts == [1, 1, 1, 1, 1, 2]
+
+
+def test_totals_go_on_when_a_new_engine_begins_at_zero(metrics: Metrics) -> None:
+    metrics.engine_started(stats(), FACTS, model="m")
+    metrics.engine_advanced(stats(preemptions=3, prefix_cache_queries=10, prefix_cache_hits=4, kv_blocks_used=5))
+    metrics.engine_stopped()
+    assert value(metrics, "kv_blocks_used") == 0
+    assert value(metrics, "engine_up") == 0
+    metrics.engine_started(stats(), FACTS, model="m")
+    metrics.engine_advanced(stats(preemptions=2, prefix_cache_queries=1))
+    assert value(metrics, "preemptions_total") == 5
+    assert value(metrics, "prefix_cache_queries_total") == 11
+    assert value(metrics, "prefix_cache_hits_total") == 4
+    assert value(metrics, "rank_up", rank="1") == 1
+
+
+def test_a_step_is_observed_once(metrics: Metrics) -> None:
+    metrics.engine_started(stats(), FACTS, model="m")
+    after = stats(steps=1, last_step=StepStats(tokens=12, num_spans=2, seconds=0.004))
+    metrics.engine_advanced(after)
+    metrics.engine_advanced(after)  # a command was obeyed meanwhile, no step was made
+    assert value(metrics, "step_tokens_count") == 1
+    assert value(metrics, "step_tokens_sum") == 12
+    assert value(metrics, "step_seconds_sum") == 0.004
+
+
+def test_the_model_is_described_once_it_is_loaded(metrics: Metrics) -> None:
+    metrics.engine_started(stats(), FACTS, model="m")
+    assert value(metrics, "model_load_seconds", phase="weights") == 1.5
+    assert 'tessera_model_info{checkpoint_step="",device="cpu",dtype="float32",family="gpt_neox"' in metrics.exposition()
+
+
+def test_the_endpoint_answers_on_loopback_and_its_port_cannot_be_shared(metrics: Metrics) -> None:
+    endpoint = metrics.listen("127.0.0.1", 0)
+    try:
+        with urllib.request.urlopen(endpoint.url, timeout=10) as response:
+            assert "tessera_engine_up 0.0" in response.read().decode()
+        port = int(endpoint.address.rpartition(":")[2])
+        with pytest.raises(ConfigError, match=f"rpc.metrics_port: cannot listen on 127.0.0.1:{port}: Address already in use"):
+            metrics.listen("127.0.0.1", port)
+    finally:
+        endpoint.close()
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("127.0.0.1", port))  # closed means free again
+
+
+ID = RequestId("r")
+
+
+def generation(num_sequences: int = 1) -> Generation:
+    return Generation(
+        request_id=ID,
+        prompt_ids=(1, 2, 3),
+        sampling=SamplingParams(),
+        stopping=StoppingParams(max_new_tokens=8),
+        num_sequences=num_sequences,
+        arrival_seconds=10.0,
+    )
+
+
+def finish(index: int, completion_tokens: int, *, done: bool, reason: FinishReason = FinishReason.EOS) -> SequenceFinished:
+    return SequenceFinished(
+        request_id=ID, index=index, reason=reason, matched_stop=None, seed=0, request_done=done,
+        usage=Usage(prompt_tokens=3, cached_tokens=0, completion_tokens=completion_tokens),
+        timings=Timings(queue_seconds=0.5, first_token_seconds=1.0, total_seconds=2.0),
+    )  # fmt: skip
+
+
+def test_a_request_is_counted_as_its_usage_says(metrics: Metrics) -> None:
+    times = iter([11.0, 11.5, 11.75])
+    ledger = Ledger(metrics, lambda: next(times))
+    ledger.accepted(generation(num_sequences=2))
+    ledger.saw(PromptReady(request_id=ID, prompt_tokens=3, cached_tokens=0))
+    for index, id_ in ((0, 7), (0, 8), (1, 9)):
+        ledger.saw(TokensOut(request_id=ID, index=index, text="", token_ids=(id_,)))
+    ledger.saw(finish(0, 3, done=False))  # the third is EOS: generated, not delivered
+    ledger.saw(finish(1, 1, done=True, reason=FinishReason.STOP_STRING))
+    assert value(metrics, "prompt_tokens_total") == 3
+    assert value(metrics, "generation_tokens_total") == 4
+    assert value(metrics, "time_to_first_token_seconds_sum") == 1.0
+    assert value(metrics, "time_to_first_token_seconds_count") == 1
+    assert value(metrics, "inter_token_latency_seconds_sum") == 0.5
+    assert value(metrics, "inter_token_latency_seconds_count") == 1
+    assert value(metrics, "request_finished_total", reason="stop_string") == 1
+    assert value(metrics, "request_finished_total", reason="eos") == 0
+    assert value(metrics, "request_queue_time_seconds_sum") == 0.5
+    assert value(metrics, "e2e_request_latency_seconds_sum") == 2.0
+
+
+def test_a_request_whose_only_token_is_eos_has_a_first_token(metrics: Metrics) -> None:
+    ledger = Ledger(metrics, lambda: 11.0)
+    ledger.accepted(generation())
+    ledger.saw(finish(0, 1, done=True))
+    assert value(metrics, "generation_tokens_total") == 1
+    assert value(metrics, "time_to_first_token_seconds_sum") == 1.0
+
+
+def test_a_request_that_generates_nothing_has_no_first_token(metrics: Metrics) -> None:
+    ledger = Ledger(metrics, lambda: 11.0)
+    ledger.accepted(generation())
+    ledger.saw(finish(0, 0, done=True, reason=FinishReason.LENGTH))
+    assert value(metrics, "time_to_first_token_seconds_count") == 0
+
+
+def test_a_failed_request_is_counted_once_and_forgotten(metrics: Metrics) -> None:
+    ledger = Ledger(metrics, lambda: 11.0)
+    ledger.accepted(generation())
+    failed = RequestFailed(request_id=ID, error=RequestAborted("gone"))
+    ledger.saw(failed)
+    ledger.saw(failed)
+    assert value(metrics, "request_finished_total", reason="cancelled") == 1
