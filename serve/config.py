@@ -1,4 +1,4 @@
-"""Every knob of the server: read once, checked once, never changed. What the machine decides is ``engine.executor.ModelFacts``."""
+"""Every knob of the server: read once, checked once, never changed. What the machine decides is ``ModelFacts``."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ class ModelConfig:
         _require(self.device in DEVICES, "model.device", self.device, f"be one of {', '.join(DEVICES)}")
         _require(
             self.max_model_len is None or self.max_model_len >= 2,
-            "model.max_model_len", self.max_model_len, "be at least 2",
+            "model.max_model_len",
+            self.max_model_len,
+            "be at least 2",
         )
 
     @property
@@ -79,9 +81,16 @@ class CacheConfig:
         _require(1 <= self.block_tokens <= 1024, "cache.block_tokens", self.block_tokens, "lie between 1 and 1024")
         _require(
             self.kv_cache_gib is None or (math.isfinite(self.kv_cache_gib) and self.kv_cache_gib > 0),
-            "cache.kv_cache_gib", self.kv_cache_gib, "be greater than 0",
+            "cache.kv_cache_gib",
+            self.kv_cache_gib,
+            "be greater than 0",
         )
-        _require(0.0 < self.memory_fraction < 1.0, "cache.memory_fraction", self.memory_fraction, "lie between 0 and 1, both excluded")
+        _require(
+            0.0 < self.memory_fraction < 1.0,
+            "cache.memory_fraction",
+            self.memory_fraction,
+            "lie between 0 and 1, both excluded",
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,11 +190,15 @@ class RpcConfig:
         _require(self.stream_buffer_events >= 16, "rpc.stream_buffer_events", self.stream_buffer_events, "be at least 16")
         _require(
             math.isfinite(self.drain_seconds) and self.drain_seconds >= 0,
-            "rpc.drain_seconds", self.drain_seconds, "be 0 or more",
+            "rpc.drain_seconds",
+            self.drain_seconds,
+            "be 0 or more",
         )
         _require_positive("rpc.slow_reader_seconds", self.slow_reader_seconds)
         _require(
-            self.is_loopback or self.insecure_public, "rpc.host", self.host,
+            self.is_loopback or self.insecure_public,
+            "rpc.host",
+            self.host,
             "be a loopback address unless rpc.insecure_public is set: the port carries no TLS and no token",
         )
 
@@ -214,7 +227,9 @@ class SupervisorConfig:
         _require_positive("supervisor.start_timeout_seconds", self.start_timeout_seconds)
         _require_positive("supervisor.heartbeat_timeout_seconds", self.heartbeat_timeout_seconds)
         _require_positive("supervisor.step_timeout_seconds", self.step_timeout_seconds)
-        _require(self.max_restarts_in_a_row >= 0, "supervisor.max_restarts_in_a_row", self.max_restarts_in_a_row, "be 0 or more")
+        _require(
+            self.max_restarts_in_a_row >= 0, "supervisor.max_restarts_in_a_row", self.max_restarts_in_a_row, "be 0 or more"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

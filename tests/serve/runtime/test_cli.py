@@ -40,9 +40,12 @@ def _sections() -> list[type]:
 
 @pytest.mark.parametrize(
     "flag",
-    "--model --tensor-parallel-size --dtype --device --host --port --metrics-port --max-num-seqs --max-step-tokens --kv-cache-gib "
-    "--max-model-len --max-queued-requests --max-queued-tokens --drain-seconds --config --print-config --version --log-level".split(),
-)
+    [
+        "--model", "--tensor-parallel-size", "--dtype", "--device", "--host", "--port", "--metrics-port", "--max-num-seqs",
+        "--max-step-tokens", "--kv-cache-gib", "--max-model-len", "--max-queued-requests", "--max-queued-tokens",
+        "--drain-seconds", "--config", "--print-config", "--version", "--log-level",
+    ],
+)  # fmt: skip
 def test_the_flags_of_the_contract_exist(flag: str) -> None:
     assert flag in cli._parser()._option_string_actions
 
@@ -120,9 +123,7 @@ def test_the_links_kubernetes_sets_for_a_service_called_tessera_are_no_options()
 
 
 def test_a_public_host_must_be_meant() -> None:
-    with pytest.raises(
-        ConfigError, match=r"--host: rpc.host is '0.0.0.0'; it must be a loopback address unless rpc.insecure_public"
-    ):
+    with pytest.raises(ConfigError, match=r"--host: rpc.host is '0.0.0.0'; it must be a loopback address unless"):
         resolved(["--host", "0.0.0.0"])
 
 

@@ -39,16 +39,21 @@ from serve.types import (
 )
 
 FACTS = ModelFacts(
-    family="gpt_neox", vocab_size=100, max_model_len=64, eos_ids=(0,), dtype="float32", device="cpu", num_blocks=8, block_tokens=4,
-    num_parameters=1000, checkpoint_step=None, load_seconds=(("weights", 1.5),),
+    family="gpt_neox", vocab_size=100, max_model_len=64, eos_ids=(0,), dtype="float32", device="cpu", num_blocks=8,
+    block_tokens=4, num_parameters=1000, checkpoint_step=None, load_seconds=(("weights", 1.5),),
 )  # fmt: skip
+
+END_REASONS = (
+    "length", "eos", "stop_string", "stop_id", "cancelled", "deadline", "slow_reader", "draining", "engine_down", "broke",
+)  # fmt: skip
+REJECTION_REASONS = ("requests", "tokens", "loading", "draining", "engine_down")
 
 NAMES = {
     "build_info", "e2e_request_latency_seconds", "engine_restarts", "engine_up", "event_loop_lag_seconds", "generation_tokens",
     "inter_token_latency_seconds", "kv_blocks_cached", "kv_blocks_total", "kv_blocks_used", "model_info", "model_load_seconds",
     "num_requests_running", "num_requests_waiting", "preemptions", "prefix_cache_hits", "prefix_cache_queries", "prompt_tokens",
-    "queued_prompt_tokens", "rank_heartbeat_age_seconds", "rank_up", "rejections", "request_finished", "request_queue_time_seconds",
-    "requests", "step_seconds", "step_tokens", "time_to_first_token_seconds",
+    "queued_prompt_tokens", "rank_heartbeat_age_seconds", "rank_up", "rejections", "request_finished",
+    "request_queue_time_seconds", "requests", "step_seconds", "step_tokens", "time_to_first_token_seconds",
 }  # fmt: skip
 
 
@@ -78,14 +83,14 @@ def test_every_label_set_exists_from_the_start(metrics: Metrics) -> None:
     for method in (*METHODS, "_OTHER"):
         for code in CODES:
             assert value(metrics, "requests_total", method=method, code=code) == 0
-    for reason in "length eos stop_string stop_id cancelled deadline slow_reader draining engine_down broke".split():
+    for reason in END_REASONS:
         assert value(metrics, "request_finished_total", reason=reason) == 0
-    for reason in "requests tokens loading draining engine_down".split():
+    for reason in REJECTION_REASONS:
         assert value(metrics, "rejections_total", reason=reason) == 0
     for rank in "01":
         assert value(metrics, "rank_up", rank=rank) == 0
         assert value(metrics, "rank_heartbeat_age_seconds", rank=rank) == 0
-    for phase in "import build weights cache".split():
+    for phase in ("import", "build", "weights", "cache"):
         assert value(metrics, "model_load_seconds", phase=phase) == 0
 
 
@@ -116,17 +121,14 @@ def test_rejections_are_about_room_and_service_only(metrics: Metrics) -> None:
         InvalidRequest.of("a", "b"),
     ):
         metrics.rejected(error)
-    counts = [value(metrics, "rejections_total", reason=r) for r in "requests tokens loading draining engine_down".split()]
+    counts = [value(metrics, "rejections_total", reason=r) for r in REJECTION_REASONS]
     assert counts == [1] * 5
 
 
 def test_every_way_to_fail_has_its_name(metrics: Metrics) -> None:
     for error in (RequestAborted(), DeadlineExpired(), SlowReader(), Draining(), EngineDown(), RequestBroke(), ValueError()):
         metrics.failed(error)
-    counts = [
-        value(metrics, "request_finished_total", reason=r)
-        for r in "cancelled deadline slow_reader draining engine_down broke".split()
-    ]
+    counts = [value(metrics, "request_finished_total", reason=r) for r in END_REASONS[4:]]
     assert counts == [1, 1, 1, 1, 1, 2]
 
 

@@ -34,6 +34,7 @@ class Watched:
     stream: Stream
     aborts: list[RequestError] = field(default_factory=list)
     num_over: int = 0
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 def watched(*, buffer_events: int = 16, slow_reader_seconds: float = 60.0) -> Watched:
@@ -42,11 +43,15 @@ def watched(*, buffer_events: int = 16, slow_reader_seconds: float = 60.0) -> Wa
     def over(_: Stream) -> None:
         result.num_over += 1
 
+    def abort(_: Stream, error: RequestError) -> None:
+        result.aborts.append(error)
+        result.aborted.set()
+
     stream = Stream(
         Generation(request_id=ID, prompt_ids=(1,), sampling=SamplingParams(), stopping=StoppingParams(max_new_tokens=4)),
         buffer_events=buffer_events,
         slow_reader_seconds=slow_reader_seconds,
-        abort=lambda _, error: result.aborts.append(error),
+        abort=abort,
         over=over,
     )
     result = Watched(stream)
@@ -147,8 +152,7 @@ async def test_a_reader_that_stays_behind_loses_the_call() -> None:
     w = watched(buffer_events=16, slow_reader_seconds=0.01)
     for id_ in range(40):
         w.stream.feed(token(id_))
-    while not w.stream.ended:
-        await asyncio.sleep(0.001)
+    await w.aborted.wait()
     assert [type(error) for error in w.aborts] == [SlowReader]
     with pytest.raises(SlowReader, match="16 events behind"):
         await anext(w.stream)
