@@ -1,0 +1,423 @@
+"""The engine: requests in, events out, one step at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from serve.engine.executor import Executor, ExecutorDied, ModelFacts
+from serve.engine.limits import EngineLimits, check_fits, check_queue
+from serve.engine.plan import PromptLogprobs, Sampled, SequenceFault, StepPlan, StepResult
+from serve.engine.prefix_cache import DigestChain, PrefixCache
+from serve.engine.registry import Registry
+from serve.engine.scheduler import Scheduler
+from serve.engine.sequence import LiveRequest, Sequence
+from serve.engine.stats import EngineStats, StepStats
+from serve.engine.stopping import LENGTH, Stop, StopRule
+from serve.engine.text import TextFactory
+from serve.errors import DeadlineExpired, DuplicateRequest, RequestBroke, RequestError
+from serve.types import (
+    Event,
+    FinishReason,
+    Generation,
+    PromptReady,
+    RequestFailed,
+    RequestId,
+    SequenceFinished,
+    SequenceId,
+    Timings,
+    TokenLogprob,
+    TokensOut,
+    Usage,
+)
+
+__all__ = ["Engine", "EngineLimits"]
+
+_MIN_RETRY_SECONDS = 1.0
+_MAX_RETRY_SECONDS = 30.0
+
+
+class Engine:
+    """Decides what the ranks compute, and what that means for each request.
+
+    The caller's duties: call ``step`` while ``has_work`` and hand its events on; when it raises, call ``fail_all`` and use
+    this engine no more. All from one thread.
+
+    Always true: each accepted request ends exactly once, either with one ``SequenceFinished`` per sequence, the last of
+    them with ``request_done``, or with one ``RequestFailed``; nothing of it follows, and from then on it holds no block.
+    """
+
+    def __init__(
+        self,
+        *,
+        facts: ModelFacts,
+        limits: EngineLimits,
+        executor: Executor,
+        open_text: TextFactory,
+        clock: Callable[[], float],
+    ) -> None:
+        """Make an engine without requests.
+
+        Args:
+            facts: what the executor's ranks have loaded.
+            limits: how much is accepted, and how much one step does.
+            executor: computes the steps.
+            open_text: makes a sequence's text stream.
+            clock: monotonic seconds, the same clock as arrivals and deadlines.
+        """
+        self._facts = facts
+        self._limits = limits
+        self._executor = executor
+        self._open_text = open_text
+        self._clock = clock
+        self._cache = PrefixCache(facts.num_blocks, facts.block_tokens)
+        self._scheduler = Scheduler(self._cache, max_num_seqs=limits.max_num_seqs, max_step_tokens=limits.max_step_tokens)
+        self._registry = Registry()
+        self._events: list[Event] = []
+        self._num_arrivals = 0
+        self._num_sequences = 0
+        self._prompt_tokens = 0
+        self._generation_tokens = 0
+        self._steps = 0
+        self._step_tokens = 0
+        self._step_seconds = 0.0
+        self._last_step: StepStats | None = None
+
+    # What the caller asks.
+
+    @property
+    def has_work(self) -> bool:
+        """Whether ``step`` has anything to do: something to compute, to forget on the ranks, or to tell."""
+        return bool(self._events) or self._scheduler.has_work
+
+    @property
+    def next_deadline_seconds(self) -> float | None:
+        """The earliest deadline of all live requests, on the engine's clock."""
+        return self._registry.next_deadline_seconds
+
+    @property
+    def request_ids(self) -> tuple[RequestId, ...]:
+        """The live requests, in order of arrival."""
+        return self._registry.ids
+
+    def stats(self) -> EngineStats:
+        """The figures of this moment. Costs the same however many requests there are."""
+        running = self._scheduler.num_running_requests
+        caching = self._limits.prefix_caching
+        return EngineStats(
+            num_running=running,
+            num_waiting=len(self._registry) - running,
+            queued_requests=self._registry.queued_requests,
+            queued_tokens=self._registry.queued_tokens,
+            kv_blocks_used=self._cache.pool.num_used,
+            kv_blocks_cached=self._cache.pool.num_kept,
+            kv_blocks_total=self._cache.pool.num_blocks,
+            preemptions=self._scheduler.preemptions,
+            prefix_cache_queries=self._scheduler.cache_queries if caching else 0,
+            prefix_cache_hits=self._scheduler.cache_hits if caching else 0,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+            steps=self._steps,
+            last_step=self._last_step,
+        )
+
+    # What the caller does.
+
+    def add(self, generation: Generation) -> None:
+        """Accept a request; it waits for its first step.
+
+        Raises:
+            InvalidRequest: it could not be computed even alone; names the field.
+            DuplicateRequest: a live request has its id.
+            QueueFull: too many requests or prompt tokens wait already.
+        """
+        check_fits(generation, self._facts)
+        if generation.request_id in self._registry:
+            raise DuplicateRequest(f"a request with the id {generation.request_id!r} is still alive")
+        check_queue(
+            generation,
+            self._limits,
+            requests=self._registry.queued_requests,
+            tokens=self._registry.queued_tokens,
+            retry_after_seconds=self._retry_after_seconds(),
+        )
+        request = self._open_request(generation)
+        self._registry.add(request)
+        self._scheduler.enqueue(request.sequences[0])
+
+    def abort(self, request_id: RequestId, error: RequestError) -> bool:
+        """End a request with ``error``. Its blocks are free at once; the event comes with the next step or drain.
+
+        Returns:
+            False if no live request has this id.
+        """
+        request = self._registry.get(request_id)
+        if request is None:
+            return False
+        self._fail(request, error)
+        return True
+
+    def expire(self) -> None:
+        """End the requests whose deadline has passed; ``step`` does so by itself."""
+        self._expire(self._clock())
+
+    def fail_all(self, error: RequestError) -> tuple[Event, ...]:
+        """End every live request with ``error``; returns all events that were not handed out yet."""
+        for request_id in self._registry.ids:
+            self.abort(request_id, error)
+        return self.drain_events()
+
+    def drain_events(self) -> tuple[Event, ...]:
+        """Hand out the events that wait for the next step."""
+        events, self._events = tuple(self._events), []
+        return events
+
+    def flush_prefix_cache(self) -> int:
+        """Forget what the KV blocks hold; returns how many blocks were known. Sequences keep the blocks they use."""
+        return self._cache.flush()
+
+    def step(self) -> tuple[Event, ...]:
+        """Admit, schedule, execute, apply, emit.
+
+        Returns:
+            Everything there is to tell, in order; empty when nothing happened.
+
+        Raises:
+            ExecutorDied: the ranks are lost; call ``fail_all`` next.
+        """
+        began = self._clock()
+        self._expire(began)
+        plan = self._scheduler.schedule()
+        if plan is not None:
+            self._note_starts(plan, began)
+            result = self._executor.execute(plan)
+            _check_answers(plan, result, self._facts.vocab_size)
+            now = self._clock()
+            self._apply(plan, result, now)
+            self._note_step(plan, self._clock() - began)
+        return self.drain_events()
+
+    def check(self) -> None:
+        """Assert what must always hold between two calls. Cost grows with everything: for tests."""
+        self._registry.check()
+        self._scheduler.check()
+        if not len(self._registry):
+            assert self._cache.pool.num_used == 0, f"{self._cache.pool.num_used} blocks are held and no request is alive"
+
+    # A step's parts.
+
+    def _expire(self, now: float) -> None:
+        while (request := self._registry.overdue(now)) is not None:
+            where = "while it waited in the queue" if request.started_seconds is None else "while it ran"
+            self._fail(request, DeadlineExpired(f"the request's deadline passed {where}"))
+
+    def _note_starts(self, plan: StepPlan, now: float) -> None:
+        for start in plan.starts:
+            seq = self._scheduler.running(start.sequence)
+            assert seq is not None, f"sequence {start.sequence} was started and does not run"
+            if seq.request.started_seconds is None:
+                self._registry.start(seq.request, now)
+
+    def _note_step(self, plan: StepPlan, seconds: float) -> None:
+        if plan.spans:
+            tokens = plan.num_tokens
+            self._steps += 1
+            self._step_tokens += tokens
+            self._step_seconds += seconds
+            self._last_step = StepStats(tokens=tokens, num_spans=len(plan.spans), seconds=seconds)
+
+    def _apply(self, plan: StepPlan, result: StepResult, now: float) -> None:
+        """Bring every sequence of the plan up to date. A request that ends here takes its other sequences with it, so each
+        one is looked up again."""
+        self._scheduler.commit(plan)
+        for part in result.prompt_logprobs:
+            self._keep_prompt_logprobs(part)
+        for fault in result.faults:
+            self._apply_fault(fault)
+        sampled = {answer.sequence: answer for answer in result.sampled}
+        for span in plan.spans:
+            seq = self._scheduler.running(span.sequence)
+            if seq is None:
+                continue
+            if seq.index == 0 and not seq.request.prompt_ready and seq.num_computed >= seq.request.num_prompt_tokens:
+                self._announce_prompt(seq)
+            if span.sample:
+                self._apply_token(seq, sampled[span.sequence], now)
+            elif seq.debt == 0:
+                self._end_without_tokens(seq.request, now)
+
+    def _keep_prompt_logprobs(self, part: PromptLogprobs) -> None:
+        seq = self._scheduler.running(part.sequence)
+        if seq is not None and seq.wants_prompt_logprobs:
+            seq.request.prompt_logprobs[part.first : part.first + len(part.logprobs)] = part.logprobs
+
+    def _apply_fault(self, fault: SequenceFault) -> None:
+        seq = self._scheduler.running(fault.sequence)
+        if seq is not None:  # a sibling's fault may have ended it
+            self._fail(seq.request, RequestBroke(fault.message))
+
+    def _announce_prompt(self, leader: Sequence) -> None:
+        """The prompt is computed: say so, and let the other sequences in, which find its blocks in the prefix cache."""
+        request = leader.request
+        request.prompt_ready = True
+        self._prompt_tokens += request.num_prompt_tokens
+        self._events.append(
+            PromptReady(
+                request_id=request.generation.request_id,
+                prompt_tokens=request.num_prompt_tokens,
+                cached_tokens=leader.cached_tokens,
+                logprobs=tuple(request.prompt_logprobs),
+            )
+        )
+        if request.rule.max_new_tokens > 0:
+            for sibling in request.sequences[1:]:
+                self._scheduler.enqueue(sibling)
+
+    def _apply_token(self, seq: Sequence, answer: Sampled, now: float) -> None:
+        """Append a sampled token, tell of it, and end the sequence if it was the last."""
+        request, token_id = seq.request, answer.token_id
+        seq.token_ids.append(token_id)
+        self._generation_tokens += 1
+        if seq.first_token_seconds is None:
+            seq.first_token_seconds = now
+        stop = request.rule.by_id(token_id, seq.num_generated)
+        is_told = stop is None or request.rule.include_stop
+        try:
+            text, stop = self._advance_text(seq, token_id, stop)
+        except Exception as error:
+            broke = RequestBroke(f"the text of sequence {seq.index} could not be made ({type(error).__name__})")
+            broke.__cause__ = error
+            self._fail(request, broke)
+            return
+        if is_told or text:
+            self._tell(seq, text, (token_id,) if is_told else (), answer.logprob)
+        if stop is not None:
+            self._end(seq, stop, now)
+
+    def _advance_text(self, seq: Sequence, token_id: int, stop: Stop | None) -> tuple[str, Stop | None]:
+        """The new text, and why the sequence ends, if it does: by id before by stop string before by length."""
+        text = ""
+        rule = seq.request.rule
+        if seq.text is None:
+            return text, stop or rule.by_length(seq.num_generated)
+        if stop is None:
+            delta = seq.text.push(token_id)
+            text = delta.text
+            if delta.matched_stop is not None:
+                return text, Stop(FinishReason.STOP_STRING, delta.matched_stop)
+            stop = rule.by_length(seq.num_generated)
+        return (text + seq.text.finish() if stop is not None else text), stop
+
+    def _tell(self, seq: Sequence, text: str, token_ids: tuple[int, ...], logprob: TokenLogprob | None) -> None:
+        generation = seq.request.generation
+        self._events.append(
+            TokensOut(
+                request_id=generation.request_id,
+                index=seq.index,
+                text=text if generation.response.text else "",
+                token_ids=token_ids,
+                logprobs=(logprob,) if token_ids and logprob is not None else (),
+            )
+        )
+
+    # How requests begin and end.
+
+    def _open_request(self, generation: Generation) -> LiveRequest:
+        """A new request with all its sequences, none of them enqueued."""
+        request = LiveRequest(
+            generation=generation,
+            arrival=self._num_arrivals,
+            rule=StopRule(generation.stopping, self._facts.eos_ids),
+        )
+        self._num_arrivals += 1
+        if generation.response.prompt_logprobs is not None:
+            request.prompt_logprobs = [None] * len(generation.prompt_ids)
+        wants_text = generation.response.text or bool(generation.stopping.stop_strings)
+        root = self._root_of(request)
+        for index in range(generation.num_sequences):
+            token_ids = list(generation.prompt_ids)
+            request.sequences.append(
+                Sequence(
+                    id=SequenceId(self._num_sequences),
+                    index=index,
+                    request=request,
+                    token_ids=token_ids,
+                    text=self._open_text(generation, index) if wants_text else None,
+                    chain=DigestChain(root, token_ids, self._facts.block_tokens) if root is not None else None,
+                )
+            )
+            self._num_sequences += 1
+        return request
+
+    def _root_of(self, request: LiveRequest) -> bytes | None:
+        """The digest that says with whom the request shares blocks; ``None`` if with nobody."""
+        if self._limits.prefix_caching:
+            return self._cache.shared_root(request.generation.cache_salt)
+        if request.generation.num_sequences > 1:
+            return self._cache.private_root(request.arrival)
+        return None
+
+    def _end(self, seq: Sequence, stop: Stop, now: float) -> None:
+        """One sequence ends by itself; with the last of them, the request."""
+        request, generation = seq.request, seq.request.generation
+        self._scheduler.remove(seq)
+        request.sequences.remove(seq)
+        if not request.sequences:
+            self._registry.remove(request)
+        arrival = generation.arrival_seconds
+        started = now if request.started_seconds is None else request.started_seconds
+        first_token = now if seq.first_token_seconds is None else seq.first_token_seconds
+        self._events.append(
+            SequenceFinished(
+                request_id=generation.request_id,
+                index=seq.index,
+                reason=stop.reason,
+                matched_stop=stop.matched,
+                usage=Usage(
+                    prompt_tokens=request.num_prompt_tokens,
+                    cached_tokens=seq.cached_tokens,
+                    completion_tokens=seq.num_generated,
+                ),
+                timings=Timings(
+                    queue_seconds=started - arrival, first_token_seconds=first_token - arrival, total_seconds=now - arrival
+                ),
+                seed=generation.sampling.seed,
+                request_done=not request.sequences,
+            )
+        )
+
+    def _end_without_tokens(self, request: LiveRequest, now: float) -> None:
+        """Nothing was to be generated and the prompt is computed: all sequences of the request end."""
+        for seq in tuple(request.sequences):
+            self._end(seq, LENGTH, now)
+
+    def _fail(self, request: LiveRequest, error: RequestError) -> None:
+        """The request ends with ``error``, and all its sequences with it."""
+        for seq in request.sequences:
+            self._scheduler.remove(seq)
+        self._registry.remove(request)
+        self._events.append(RequestFailed(request_id=request.generation.request_id, error=error))
+
+    def _retry_after_seconds(self) -> float:
+        """When the queue may have room: the time its prompts take at the speed so far, within reason."""
+        if not self._step_tokens:
+            return _MIN_RETRY_SECONDS
+        seconds = self._registry.queued_tokens * self._step_seconds / self._step_tokens
+        return min(_MAX_RETRY_SECONDS, max(_MIN_RETRY_SECONDS, seconds))
+
+
+def _check_answers(plan: StepPlan, result: StepResult, vocab_size: int) -> None:
+    """See that the result answers the plan, before anything is changed.
+
+    Raises:
+        ExecutorDied: it does not; what the ranks hold is unknown from here on.
+    """
+    if result.step != plan.step:
+        raise ExecutorDied(f"step {plan.step} was answered by step {result.step}")
+    faulty = {fault.sequence for fault in result.faults}
+    expected = {span.sequence for span in plan.spans if span.sample} - faulty
+    answered = {answer.sequence for answer in result.sampled}
+    if answered != expected or len(answered) != len(result.sampled):
+        raise ExecutorDied(f"step {plan.step}: tokens for {sorted(expected)} were due, and {sorted(answered)} came")
+    for answer in result.sampled:
+        if not 0 <= answer.token_id < vocab_size:
+            raise ExecutorDied(f"step {plan.step}: token {answer.token_id} is outside the vocabulary of {vocab_size}")

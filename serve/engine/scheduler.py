@@ -1,0 +1,273 @@
+"""Which positions of which sequences the next step computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from serve.engine.lazy_heap import LazyHeap
+from serve.engine.plan import Span, Start, StepPlan
+from serve.engine.prefix_cache import PrefixCache
+from serve.engine.sequence import Sequence, SequenceState
+from serve.types import BlockId, SequenceId
+
+_HEADROOM_FRACTION = 100
+"""One block in so many stays free at admission, so that the sequences already running can grow a little before one of
+them must be preempted."""
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A plan in the making."""
+
+    budget: int
+    starts: list[Start] = field(default_factory=list)
+    spans: dict[SequenceId, Span] = field(default_factory=dict)
+    has_preempted: bool = False
+
+
+class Scheduler:
+    """Owns the waiting queue, the running batch and, through the prefix cache, every KV block.
+
+    There is no prefill and no decode here. A sequence owes ``debt`` positions, and a step pays as much of that as the
+    token budget and the free blocks allow. Running sequences go before waiting ones; those that owe a single position
+    go first, so that a long prompt never makes the others stutter; the rest is paid oldest first. When blocks run out,
+    the youngest running sequence gives way: its blocks are freed and it is computed again later.
+
+    Why it cannot come to a halt: no sequence is accepted that could not run alone in the pool; the oldest running
+    sequence is never preempted for a younger one, so it always reaches its end; and the head of the queue is never
+    passed by a smaller sequence behind it, so it always becomes the oldest.
+
+    Always true (see ``check``): every sequence is waiting, running or neither, never two; only running ones hold blocks,
+    each block as often as tables name it; there are never more running sequences than the token budget can serve.
+    """
+
+    def __init__(self, cache: PrefixCache, *, max_num_seqs: int, max_step_tokens: int) -> None:
+        self._cache = cache
+        self._max_num_seqs = max_num_seqs
+        self._max_step_tokens = max_step_tokens
+        self._headroom = cache.pool.num_blocks // _HEADROOM_FRACTION
+        self._waiting: LazyHeap[Sequence] = LazyHeap()
+        self._running: dict[SequenceId, Sequence] = {}
+        """In order of admission, the oldest first."""
+        self._dropped: list[SequenceId] = []
+        self._num_plans = 0
+        self._num_admissions = 0
+        self.num_running_requests = 0
+        self.preemptions = 0
+        self.cache_queries = 0
+        self.cache_hits = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the next ``schedule`` has anything to say."""
+        return bool(self._running or self._waiting or self._dropped)
+
+    def running(self, sequence: SequenceId) -> Sequence | None:
+        """The running sequence of this id."""
+        return self._running.get(sequence)
+
+    def enqueue(self, seq: Sequence) -> None:
+        """Let a new sequence wait: larger priority first, then earlier arrival, then index."""
+        assert seq.state is SequenceState.HELD, f"sequence {seq.id} is {seq.state.value}; it cannot be enqueued"
+        seq.state = SequenceState.WAITING
+        request = seq.request
+        self._waiting.push(seq, (1, -request.generation.priority, request.arrival, seq.index))
+
+    def remove(self, seq: Sequence) -> None:
+        """End a sequence, wherever it is: its blocks are free at once, and the ranks hear of it in the next plan."""
+        if seq.state is SequenceState.RUNNING:
+            self._leave_running(seq)
+        elif seq.state is SequenceState.WAITING:
+            self._waiting.discard(seq)
+        seq.state = SequenceState.ENDED
+
+    def schedule(self) -> StepPlan | None:
+        """Draw up the next step; ``None`` when there is nothing to compute and nothing the ranks should forget.
+
+        The plan counts as given to the ranks: it must be executed, and then committed, before the next call.
+        """
+        draft = _Draft(budget=self._max_step_tokens)
+        self._continue_running(draft)
+        if not draft.has_preempted:
+            self._admit_waiting(draft)
+        if not draft.spans and not self._dropped:
+            return None
+        plan = StepPlan(
+            step=self._num_plans,
+            starts=tuple(draft.starts),
+            spans=tuple(draft.spans.values()),
+            dropped=tuple(self._dropped),
+        )
+        self._num_plans += 1
+        self._dropped = []
+        return plan
+
+    def commit(self, plan: StepPlan) -> None:
+        """The plan was computed: advance its sequences, and let the prefix cache find the blocks that are full now."""
+        block_tokens = self._cache.block_tokens
+        for span in plan.spans:
+            seq = self._running[span.sequence]
+            seq.num_computed = span.start + span.count
+            if seq.chain is not None:
+                while (seq.num_registered + 1) * block_tokens <= seq.num_computed:
+                    self._cache.register(seq.chain.digest(seq.num_registered), seq.table[seq.num_registered])
+                    seq.num_registered += 1
+
+    def _continue_running(self, draft: _Draft) -> None:
+        """Pay the debts of the running sequences, preempting the youngest where blocks run out."""
+        larger_debts: list[Sequence] = []
+        for seq in tuple(self._running.values()):
+            if seq.debt > 1:
+                larger_debts.append(seq)
+            elif draft.budget and seq.state is SequenceState.RUNNING and self._grow(seq, 1, draft):
+                self._add_span(seq, 1, draft)
+        for seq in larger_debts:
+            if seq.state is not SequenceState.RUNNING:  # preempted a moment ago, to make room
+                continue
+            count = min(seq.debt, draft.budget)
+            if count and self._grow(seq, count, draft):
+                self._add_span(seq, count, draft)
+
+    def _admit_waiting(self, draft: _Draft) -> None:
+        """Start waiting sequences, strictly in their order, while budget, places and blocks last.
+
+        When this is reached with budget left, each running sequence has been paid in full and holds the blocks for all it
+        knows; so whatever is free is free indeed, and never more sequences run than the budget has tokens.
+        """
+        while draft.budget and len(self._running) < self._max_num_seqs:
+            seq = self._waiting.first()
+            if seq is None or not self._take_prefix(seq):
+                return
+            self._waiting.discard(seq)
+            self._enter_running(seq)
+            count = min(seq.debt, draft.budget)
+            grown = self._grow(seq, count, draft)
+            assert grown, f"sequence {seq.id} was admitted without the blocks it needs"
+            draft.starts.append(_start_of(seq))
+            seq.num_known = len(seq.token_ids)
+            self._add_span(seq, count, draft)
+
+    def _take_prefix(self, seq: Sequence) -> bool:
+        """Give a waiting sequence its prefix-cache hits; False, and no change, if the rest of what it knows would not fit.
+
+        At most the blocks before the last known token are hit, so that there is always a position left to compute.
+        """
+        pool = self._cache.pool
+        num_known = len(seq.token_ids)
+        looks_up = seq.chain is not None and not seq.wants_prompt_logprobs
+        headroom = self._headroom if self._running else 0
+        if pool.num_free <= headroom:
+            return False
+        hits: list[BlockId] = []
+        if looks_up and seq.chain is not None:
+            hits = self._cache.lookup(seq.chain, (num_known - 1) // self._cache.block_tokens)
+        available = pool.num_free - sum(pool.is_free(block) for block in hits)
+        if self._cache.blocks_for(num_known) - len(hits) + headroom > available:
+            return False
+        for block in hits:
+            pool.share(block)
+        seq.table = hits
+        seq.num_registered = len(hits)
+        seq.num_computed = len(hits) * self._cache.block_tokens
+        if seq.admitted < 0:
+            seq.cached_tokens = min(seq.num_computed, seq.request.num_prompt_tokens)
+            if looks_up:
+                self.cache_queries += num_known
+                self.cache_hits += seq.cached_tokens
+        return True
+
+    def _grow(self, seq: Sequence, count: int, draft: _Draft) -> bool:
+        """Let the table cover ``count`` more positions, preempting the youngest while blocks are short. False if that was
+        the sequence itself."""
+        missing = self._cache.blocks_for(seq.num_computed + count) - len(seq.table)
+        if missing <= 0:
+            return True
+        while (blocks := self._cache.try_take(missing)) is None:
+            youngest = self._running[next(reversed(self._running))]
+            assert len(self._running) > 1, f"sequence {seq.id} has the pool to itself and does not fit"
+            self._preempt(youngest, draft)
+            if youngest is seq:
+                return False
+        seq.table += blocks
+        return True
+
+    def _preempt(self, seq: Sequence, draft: _Draft) -> None:
+        """Take a running sequence's blocks away and put it at the front of the queue, before all that never ran."""
+        span = draft.spans.pop(seq.id, None)
+        if span is not None:
+            draft.budget += span.count
+        draft.has_preempted = True
+        self._leave_running(seq)
+        seq.state = SequenceState.WAITING
+        self._waiting.push(seq, (0, seq.admitted))
+        self.preemptions += 1
+
+    def _add_span(self, seq: Sequence, count: int, draft: _Draft) -> None:
+        """Plan ``count`` positions, with all the ranks have to learn for them."""
+        num_tokens = len(seq.token_ids)
+        draft.spans[seq.id] = Span(
+            sequence=seq.id,
+            start=seq.num_computed,
+            count=count,
+            new_tokens=tuple(seq.token_ids[seq.num_known :]),
+            new_blocks=tuple(seq.table[seq.num_sent_blocks :]),
+            sample=seq.num_computed + count == num_tokens and seq.request.rule.max_new_tokens > 0,
+        )
+        seq.num_known = num_tokens
+        seq.num_sent_blocks = len(seq.table)
+        draft.budget -= count
+
+    def _enter_running(self, seq: Sequence) -> None:
+        seq.state = SequenceState.RUNNING
+        seq.admitted = self._num_admissions
+        self._num_admissions += 1
+        self._running[seq.id] = seq
+        seq.request.num_running += 1
+        if seq.request.num_running == 1:
+            self.num_running_requests += 1
+
+    def _leave_running(self, seq: Sequence) -> None:
+        del self._running[seq.id]
+        seq.request.num_running -= 1
+        if seq.request.num_running == 0:
+            self.num_running_requests -= 1
+        if seq.num_known:
+            self._dropped.append(seq.id)
+        self._cache.release(seq.table)
+        seq.forget_computed()
+
+    def check(self) -> None:
+        """Assert what must always hold between two steps. Cost grows with everything: for tests."""
+        self._cache.check()
+        self._waiting.check()
+        assert len(self._running) <= min(self._max_num_seqs, self._max_step_tokens), "more sequences run than may"
+        held: dict[BlockId, int] = {}
+        for seq in self._running.values():
+            assert seq.state is SequenceState.RUNNING, f"sequence {seq.id} runs but is {seq.state.value}"
+            assert seq not in self._waiting, f"sequence {seq.id} runs and waits"
+            assert seq.debt >= 1, f"sequence {seq.id} runs and owes nothing"
+            assert len(seq.table) >= self._cache.blocks_for(seq.num_computed), f"sequence {seq.id} lacks blocks"
+            assert len(set(seq.table)) == len(seq.table), f"sequence {seq.id} has a block twice"
+            for block in seq.table:
+                held[block] = held.get(block, 0) + 1
+        self._cache.pool.check_references(held)
+        admitted = [seq.admitted for seq in self._running.values()]
+        assert admitted == sorted(admitted), "the running sequences are not in order of admission"
+        requests = {id(seq.request) for seq in self._running.values()}
+        assert len(requests) == self.num_running_requests, "the count of running requests is wrong"
+
+
+def _start_of(seq: Sequence) -> Start:
+    """What the ranks must know of a sequence before its first span."""
+    generation = seq.request.generation
+    return Start(
+        sequence=seq.id,
+        index=seq.index,
+        token_ids=tuple(seq.token_ids),
+        num_prompt_tokens=seq.request.num_prompt_tokens,
+        sampling=generation.sampling,
+        min_new_tokens=generation.stopping.min_new_tokens,
+        end_ids=seq.request.rule.end_ids,
+        logprobs=generation.response.logprobs,
+        prompt_logprobs=generation.response.prompt_logprobs if seq.wants_prompt_logprobs else None,
+    )

@@ -1,0 +1,98 @@
+"""The engine's mutable state: one sequence, and the request it belongs to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from serve.engine.prefix_cache import DigestChain
+from serve.engine.stopping import StopRule
+from serve.engine.text import TextStream
+from serve.types import BlockId, Generation, SequenceId, TokenLogprob
+
+
+class SequenceState(Enum):
+    """Where a sequence is in its life."""
+
+    HELD = "held"
+    """It waits until the request's first sequence has computed the prompt they share."""
+    WAITING = "waiting"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class LiveRequest:
+    """A request that has not ended."""
+
+    generation: Generation
+    arrival: int
+    """Serial number in order of arrival."""
+    rule: StopRule
+    sequences: list[Sequence] = field(default_factory=list)
+    """The live ones, by index."""
+    num_running: int = 0
+    """Sequences in the running batch."""
+    started_seconds: float | None = None
+    """Start of the first step that computed anything for it; ``None`` while it is queued."""
+    prompt_ready: bool = False
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    """One per prompt token, filled as its chunks are computed; empty unless they were asked for."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.generation.prompt_ids)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence:
+    """One sequence: what is known of it, what is computed, what the ranks were told.
+
+    It owes ``len(token_ids) - num_computed`` positions; that is all the scheduler needs to know, prompt or not.
+
+    Always true: ``num_computed <= len(token_ids)``; the table covers ``num_computed`` positions; a sequence that is not
+    running holds no block and is unknown to the ranks.
+    """
+
+    id: SequenceId
+    index: int
+    request: LiveRequest
+    token_ids: list[int]
+    """Prompt and output; only ever appended to."""
+    text: TextStream | None
+    """``None`` when neither text nor stop strings are wanted."""
+    chain: DigestChain | None
+    """``None`` when nobody could share its blocks."""
+    state: SequenceState = SequenceState.HELD
+    num_computed: int = 0
+    table: list[BlockId] = field(default_factory=list)
+    num_registered: int = 0
+    """Blocks of the table that the prefix cache knows."""
+    num_known: int = 0
+    """Tokens the ranks know; 0 when they do not know the sequence."""
+    num_sent_blocks: int = 0
+    """Blocks of the table the ranks know."""
+    admitted: int = -1
+    """Serial number of its latest admission; -1 before the first."""
+    cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache when it was first scheduled."""
+    first_token_seconds: float | None = None
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - self.request.num_prompt_tokens
+
+    @property
+    def debt(self) -> int:
+        """Positions that are known and not computed."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether it still has to compute the prompt's logprobs: then no position of the prompt may be skipped."""
+        return self.index == 0 and bool(self.request.prompt_logprobs) and not self.request.prompt_ready
+
+    def forget_computed(self) -> None:
+        """Back to a sequence of which nothing is computed. The caller has released its blocks and told the ranks."""
+        self.table = []
+        self.num_computed = self.num_registered = self.num_known = self.num_sent_blocks = 0

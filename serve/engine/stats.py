@@ -1,0 +1,47 @@
+"""What the engine says about itself, as values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepStats:
+    """One executed step."""
+
+    tokens: int
+    """Positions computed."""
+    num_spans: int
+    """Sequences that had a part in it."""
+    seconds: float
+    """From the start of the step to its results applied."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """The engine at one moment. Totals only ever grow."""
+
+    num_running: int
+    """Requests with at least one sequence in the running batch."""
+    num_waiting: int
+    """All other live requests, preempted ones included."""
+    queued_requests: int
+    """Requests that wait for their first step: what ``max_queued_requests`` limits."""
+    queued_tokens: int
+    """Prompt tokens of those."""
+    kv_blocks_used: int
+    """Blocks that live sequences hold."""
+    kv_blocks_cached: int
+    """Blocks nobody holds whose contents the prefix cache can still give back."""
+    kv_blocks_total: int
+    preemptions: int
+    prefix_cache_queries: int
+    """Tokens looked up when sequences were first scheduled."""
+    prefix_cache_hits: int
+    """Tokens of those that were found."""
+    prompt_tokens: int
+    """Prompt tokens of requests whose prompt became ready, each request counted once."""
+    generation_tokens: int
+    steps: int
+    """Steps that computed something."""
+    last_step: StepStats | None
