@@ -20,6 +20,7 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## make .venv with the versions of constraints.txt
+	@:
 
 # The stamp is touched only after pip succeeded, so an interrupted installation is taken up again.
 $(STAMP): pyproject.toml constraints.txt

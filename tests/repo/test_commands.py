@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 
+import yaml
 from importlinter.cli import EXIT_STATUS_SUCCESS, lint_imports
 
 from tests.repo.documents import REPOSITORY
@@ -51,3 +53,15 @@ def test_an_old_python_is_refused_with_a_sentence() -> None:
 def test_import_contracts_hold(capsys) -> None:
     status = lint_imports(config_filename=str(REPOSITORY / "pyproject.toml"), no_cache=True)
     assert status == EXIT_STATUS_SUCCESS, capsys.readouterr().out
+
+
+def test_the_example_configuration_is_accepted_and_explained() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "serve", "--config", "examples/serve.yaml", "--print-config"],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    resolved = yaml.safe_load(result.stdout)
+    given = yaml.safe_load((REPOSITORY / "examples/serve.yaml").read_text())
+    for section, values in given.items():
+        assert resolved[section] == resolved[section] | values
