@@ -36,8 +36,9 @@ class Child:
     log: Path
 
     def last_line(self) -> str:
-        """The newest non-empty line of the log, for a status display."""
-        lines = [line for line in tail(self.log, 5) if line.strip()]
+        """The newest non-empty line of output or log, for a status display."""
+        newest = max((self.out, self.log), key=lambda path: path.stat().st_mtime_ns)
+        lines = [line for line in tail(newest, 5) if line.strip()]
         return lines[-1].strip() if lines else ""
 
     def require_alive(self) -> None:

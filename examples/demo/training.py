@@ -36,7 +36,7 @@ def train(console: Console, children: Children, corpus: Path, output: Path) -> T
         PartFailed: training ended with an error, or without a single step.
     """
     argv = [*command("tessera-finetune", "finetune"), "tune", str(CONFIG)]
-    argv += [f"--data.train={corpus}", f"--run.output={output}"]
+    argv += ["--data.path", str(corpus), "--output", str(output), "--log.every", "2"]
     started = time.monotonic()
     child = children.start("tessera-finetune", argv)
     follow = _follow_live if console.is_terminal else _follow_plain
@@ -60,6 +60,7 @@ def read_steps(log: Path) -> Iterator[dict[str, float]]:
 
 
 def _facts(steps: list[dict[str, float]], elapsed: float) -> str:
+    """One line: how far, how good, how fast."""
     if not steps:
         return f"preparing · {elapsed:.0f} s"
     last = steps[-1]
@@ -86,7 +87,8 @@ def _follow_plain(console: Console, child: Child, log: Path, started: float) -> 
     next_line = started + PLAIN_INTERVAL_SECONDS
     while child.process.poll() is None:
         if time.monotonic() >= next_line:
-            screen.detail(console, _facts(list(read_steps(log)), time.monotonic() - started))
+            steps = list(read_steps(log))
+            screen.detail(console, _facts(steps, time.monotonic() - started) if steps else f"preparing: {child.last_line()}")
             next_line += PLAIN_INTERVAL_SECONDS
         time.sleep(0.25)
     steps = list(read_steps(log))
