@@ -170,6 +170,8 @@ class EngineThread:
 
     def _collect(self, events: tuple[Event, ...]) -> None:
         for event in events:
+            if isinstance(event, RequestFailed) and isinstance(event.error, RequestBroke):
+                _log.error("request %s broke: %s", event.request_id, event.error, exc_info=event.error.__cause__)
             self._ledger.saw(event)
             stream = self._routes.get(event.request_id)
             if stream is None:

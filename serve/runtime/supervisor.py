@@ -132,7 +132,7 @@ class Supervisor:
             self._join(self._worker, LEAVE_SECONDS)
         while self._worker.is_alive():
             if life is not None:
-                life.group.close()
+                self._close(life)
             self._join(self._worker, POLL_SECONDS)
         self._join(self._watcher, None)
 
@@ -204,6 +204,10 @@ class Supervisor:
         """Tell the clients first, then kill what is left of the ranks: the killing may take a moment."""
         self._metrics.engine_stopped()
         self._bridge.fail(engine, Draining("the server is stopping") if self._stop.is_set() else _engine_down())
+        self._close(life)
+
+    @staticmethod
+    def _close(life: _Life) -> None:
         try:
             life.group.close()
         except Exception:
@@ -228,7 +232,7 @@ class Supervisor:
             cause = self._find_cause(life)
             if cause is not None:
                 self._condemn(life, cause)
-                life.group.close()
+                self._close(life)
                 self._bridge.send(Wake())
 
     def _find_cause(self, life: _Life) -> str | None:

@@ -1,0 +1,258 @@
+"""Ranks without processes: a hand-computable model that can be held, frozen, broken and killed, behind a real gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from serve.config import AdmissionConfig, ModelConfig, RpcConfig, SchedulerConfig, ServerConfig, SupervisorConfig
+from serve.engine.engine import Engine, EngineLimits
+from serve.engine.executor import Executor, ExecutorDied, ModelFacts
+from serve.engine.plan import Sampled, StepPlan, StepResult
+from serve.engine.text import TextDelta
+from serve.metrics import Metrics
+from serve.runtime.gateway import Gateway, State
+from serve.runtime.stream import Stream, StreamEvent
+from serve.types import (
+    Generation,
+    RequestId,
+    ResponseOptions,
+    SamplingParams,
+    SequenceFinished,
+    SequenceId,
+    StoppingParams,
+    TokensOut,
+)
+
+VOCABULARY = 97
+FACTS = ModelFacts(
+    family="fake",
+    vocab_size=VOCABULARY,
+    max_model_len=10_000,
+    eos_ids=(0,),
+    dtype="float32",
+    device="cpu",
+    num_blocks=2_000,
+    block_tokens=16,
+    num_parameters=1,
+    checkpoint_step=7,
+    load_seconds=(("weights", 0.25),),
+)
+
+
+def next_token(token_ids: list[int]) -> int:
+    """The model: never the EOS id."""
+    return 1 + (7 * token_ids[-1] + len(token_ids)) % (VOCABULARY - 1)
+
+
+def expected_ids(prompt_ids: tuple[int, ...], count: int) -> tuple[int, ...]:
+    known = list(prompt_ids)
+    for _ in range(count):
+        known.append(next_token(known))
+    return tuple(known[len(prompt_ids) :])
+
+
+class FakeRanks:
+    """A RankGroup. Tests reach in from the event loop's thread."""
+
+    def __init__(self, num_ranks: int = 2) -> None:
+        self.started_on: threading.Thread | None = None
+        self.start_error: Exception | None = None
+        self.step_error: Exception | None = None
+        self.ready = threading.Event()
+        self.ready.set()
+        """Cleared: ``start`` waits."""
+        self.open = threading.Event()
+        self.open.set()
+        """Cleared: steps wait."""
+        self.in_step = threading.Event()
+        """Set while a step waits."""
+        self.cause: str | None = None
+        self.num_steps = 0
+        self.num_closes = 0
+        self._closed = threading.Event()
+        self._num_ranks = num_ranks
+        self._known: dict[SequenceId, list[int]] = {}
+
+    def start(self) -> ModelFacts:
+        self.started_on = threading.current_thread()
+        while not self.ready.wait(0.001):
+            if self._closed.is_set():
+                raise ExecutorDied("closed while it started")
+        if self.start_error is not None:
+            raise self.start_error
+        return FACTS
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.in_step.set()
+        while not self.open.wait(0.001):
+            if self._closed.is_set():
+                break
+        self.in_step.clear()
+        if self._closed.is_set() or self.cause is not None:
+            raise ExecutorDied(self.cause or "closed")
+        if self.step_error is not None:
+            raise self.step_error
+        self.num_steps += 1
+        return self._compute(plan)
+
+    def _compute(self, plan: StepPlan) -> StepResult:
+        for sequence in plan.dropped:
+            self._known.pop(sequence, None)
+        for start in plan.starts:
+            self._known[start.sequence] = list(start.token_ids)
+        sampled = []
+        for span in plan.spans:
+            known = self._known[span.sequence]
+            known.extend(span.new_tokens)
+            if span.sample:
+                sampled.append(Sampled(sequence=span.sequence, token_id=next_token(known)))
+        return StepResult(step=plan.step, sampled=tuple(sampled))
+
+    def heartbeat_ages(self) -> tuple[float, ...]:
+        return (0.01,) * self._num_ranks
+
+    def dead_rank(self) -> str | None:
+        return self.cause
+
+    def close(self) -> None:
+        self.num_closes += 1
+        self._closed.set()
+
+    def kill(self, sentence: str = "rank 1 died: signal SIGKILL") -> None:
+        self.cause = sentence
+
+
+class _IdText:
+    """Text of a token: its id and a space."""
+
+    def push(self, token_id: int) -> TextDelta:
+        return TextDelta(f"{token_id} ")
+
+    def finish(self) -> str:
+        return ""
+
+
+@dataclass
+class Bench:
+    """A gateway on fake ranks, and everything a test wants to see of it."""
+
+    gateway: Gateway
+    metrics: Metrics
+    groups: list[FakeRanks]
+    states: list[State] = field(default_factory=list)
+
+    @property
+    def ranks(self) -> FakeRanks:
+        return self.groups[-1]
+
+    def value(self, name: str, **labels: str) -> float:
+        found = self.metrics.registry.get_sample_value(f"tessera_{name}", labels)
+        assert found is not None, f"no series tessera_{name}{labels}"
+        return found
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        """Wait until a condition of other threads holds."""
+        async with asyncio.timeout(20):
+            while not condition():  # noqa: ASYNC110 (another thread brings it about)
+                await asyncio.sleep(0.001)
+
+    async def until_life(self, number: int) -> None:
+        """Wait until the engine has come up ``number`` times after the first."""
+        await self.until(lambda: self.states.count(State.SERVING) == number + 1)
+
+    async def until_state(self, state: State) -> None:
+        await self.until(lambda: self.gateway.state is state)
+
+
+def request(name: str = "r", *, prompt_ids: tuple[int, ...] = (5, 6, 7), tokens: int = 4, **changed: Any) -> Generation:
+    return Generation(
+        **{
+            "request_id": RequestId(name),
+            "prompt_ids": prompt_ids,
+            "sampling": SamplingParams(),
+            "stopping": StoppingParams(max_new_tokens=tokens, ignore_eos=True),
+            "response": ResponseOptions(),
+            "arrival_seconds": time.monotonic(),
+            **changed,
+        }
+    )
+
+
+async def read(stream: Stream) -> tuple[list[StreamEvent], Exception | None]:
+    """Everything a stream gives, and how it failed."""
+    events: list[StreamEvent] = []
+    try:
+        async for event in stream:
+            events.append(event)
+    except Exception as error:
+        return events, error
+    return events, None
+
+
+def ids_of(events: list[StreamEvent], index: int = 0) -> tuple[int, ...]:
+    return tuple(id_ for event in events if isinstance(event, TokensOut) and event.index == index for id_ in event.token_ids)
+
+
+def finish_of(events: list[StreamEvent]) -> SequenceFinished:
+    last = events[-1]
+    assert isinstance(last, SequenceFinished)
+    return last
+
+
+def options(**sections: dict[str, Any]) -> ServerConfig:
+    return ServerConfig(
+        model=ModelConfig(path="/models/fake", tensor_parallel_size=2),
+        scheduler=SchedulerConfig(**sections.get("scheduler", {})),
+        admission=AdmissionConfig(**sections.get("admission", {})),
+        rpc=RpcConfig(**sections.get("rpc", {})),
+        supervisor=SupervisorConfig(**sections.get("supervisor", {})),
+    )
+
+
+@contextlib.asynccontextmanager
+async def bench(
+    prepare: Callable[[FakeRanks, int], None] = lambda ranks, life: None, *, wait: bool = True, **sections: dict[str, Any]
+) -> AsyncIterator[Bench]:
+    """A gateway that has been launched, and is stopped at the end.
+
+    Args:
+        prepare: called with the ranks of each life, and its number from 0, before they start.
+        wait: whether to wait until the first life serves.
+        sections: options by section.
+    """
+    config = options(**sections)
+    metrics = Metrics(version="0", num_ranks=config.model.tensor_parallel_size)
+    groups: list[FakeRanks] = []
+
+    def make_group() -> FakeRanks:
+        ranks = FakeRanks(config.model.tensor_parallel_size)
+        prepare(ranks, len(groups))
+        groups.append(ranks)
+        return ranks
+
+    def make_engine(facts: ModelFacts, executor: Executor) -> Engine:
+        limits = EngineLimits(
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_step_tokens=config.scheduler.max_step_tokens,
+            max_queued_requests=config.admission.max_queued_requests,
+            max_queued_tokens=config.admission.max_queued_tokens,
+            prefix_caching=True,
+        )
+        return Engine(facts=facts, limits=limits, executor=executor, open_text=lambda *_: _IdText(), clock=time.monotonic)
+
+    gateway = Gateway(config=config, make_group=make_group, make_engine=make_engine, metrics=metrics, clock=time.monotonic)
+    made = Bench(gateway, metrics, groups)
+    gateway.on_state_change(made.states.append)
+    gateway.launch()
+    try:
+        if wait:
+            await gateway.until_serving()
+        yield made
+    finally:
+        await gateway.stop()
