@@ -193,7 +193,7 @@ def read_yaml(path: str) -> dict[str, object]:
     return values
 
 
-def _mapping(value: object, path: str, what: str) -> dict[object, object]:
+def _mapping(value: object, path: str, what: str) -> dict[str, object]:
     if value is None:
         return {}
     if not isinstance(value, dict):
@@ -201,7 +201,7 @@ def _mapping(value: object, path: str, what: str) -> dict[object, object]:
     return value
 
 
-def _require_known(name: object, allowed: tuple[str, ...], path: str, what: str) -> None:
+def _require_known(name: str, allowed: tuple[str, ...], path: str, what: str) -> None:
     if name not in allowed:
         raise ConfigError(f"{path}: unknown {what}: {name!r}; allowed: {', '.join(allowed)}")
 
@@ -217,7 +217,7 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[object] = set()
         for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            key = self.construct_object(key_node, deep=True)
             if not isinstance(key, str):
                 raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is not text", key_node.start_mark)
             if key in seen:

@@ -22,6 +22,8 @@ FIRST_BACKOFF_SECONDS = 0.5
 LONGEST_BACKOFF_SECONDS = 30.0
 LEAVE_SECONDS = 2.0
 """How long a step in progress may go on once the server stops."""
+STACKS_SECONDS = 0.3
+"""For ranks that hang to print where."""
 START_GRACE_SECONDS = 10.0
 """The ranks' own start deadline comes first: it knows more about what went wrong."""
 
@@ -52,6 +54,10 @@ class RankGroup(Protocol):
 
     def dead_rank(self) -> str | None:
         """A sentence, if a rank's process is gone or silent for too long. Cheap; any thread."""
+        ...
+
+    def dump_stacks(self) -> None:
+        """Have every rank that can print the stacks of its threads on standard error. Any thread."""
         ...
 
     def close(self) -> None:
@@ -232,15 +238,16 @@ class Supervisor:
             cause = self._find_cause(life)
             if cause is not None:
                 self._condemn(life, cause)
+                if self._is_step_overdue():
+                    self._show_stacks(life)
                 self._close(life)
                 self._bridge.send(Wake())
 
     def _find_cause(self, life: _Life) -> str | None:
         """What is wrong with this life, if anything is."""
-        now = self._clock()
         if not life.serving:
             limit = self._config.start_timeout_seconds
-            overdue = now - life.started_seconds > limit + START_GRACE_SECONDS
+            overdue = self._clock() - life.started_seconds > limit + START_GRACE_SECONDS
             return f"the ranks were not ready within {limit:g} s" if overdue else None
         try:
             self._metrics.heartbeat_ages(life.group.heartbeat_ages())
@@ -248,10 +255,21 @@ class Supervisor:
         except Exception as defect:
             _log.exception("the ranks cannot be watched")
             return f"{type(defect).__name__} while watching the ranks"
-        step_started = self._bridge.step_started_seconds
-        if cause is None and step_started is not None and now - step_started > self._config.step_timeout_seconds:
+        if cause is None and self._is_step_overdue():
             return f"a step took longer than {self._config.step_timeout_seconds:g} s"
         return cause
+
+    def _is_step_overdue(self) -> bool:
+        began = self._bridge.step_started_seconds
+        return began is not None and self._clock() - began > self._config.step_timeout_seconds
+
+    def _show_stacks(self, life: _Life) -> None:
+        """The only trace of why the ranks hang; they are gone in a moment."""
+        try:
+            life.group.dump_stacks()
+        except Exception:
+            _log.exception("the ranks' stacks could not be shown")
+        self._stop.wait(STACKS_SECONDS)
 
     @staticmethod
     def _join(thread: threading.Thread, timeout_seconds: float | None) -> None:

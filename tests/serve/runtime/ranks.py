@@ -75,6 +75,7 @@ class FakeRanks:
         self.cause: str | None = None
         self.num_steps = 0
         self.num_closes = 0
+        self.num_dumps = 0
         self._closed = threading.Event()
         self._num_ranks = num_ranks
         self._known: dict[SequenceId, list[int]] = {}
@@ -119,6 +120,9 @@ class FakeRanks:
 
     def dead_rank(self) -> str | None:
         return self.cause
+
+    def dump_stacks(self) -> None:
+        self.num_dumps += 1
 
     def close(self) -> None:
         self.num_closes += 1

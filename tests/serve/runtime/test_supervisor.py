@@ -65,12 +65,14 @@ async def test_frozen_ranks_are_noticed_in_the_middle_of_a_step() -> None:
         await serves_exactly(b)
 
 
-async def test_a_step_that_hangs_ends_the_life() -> None:
+async def test_a_step_that_hangs_ends_the_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "STACKS_SECONDS", 0.0)
     async with bench(supervisor={"step_timeout_seconds": 0.05}) as b:
         b.ranks.open.clear()
         stream = b.gateway.start(request())
         assert isinstance((await read(stream))[1], EngineDown)
-        await b.until_state(State.SERVING)
+        await b.until_life(1)
+        assert b.groups[0].num_dumps == 1, "the stacks of the hanging ranks were asked for"
         await serves_exactly(b)
 
 
