@@ -142,6 +142,9 @@ class AdmissionConfig:
     max_prompt_bytes: int = 4 * 1024 * 1024
     """UTF-8 bytes of a text prompt, checked before it is tokenised."""
 
+    max_score_items: int = 1024
+    """Texts of one Score call."""
+
     def __post_init__(self) -> None:
         for name in self.__slots__:
             _require(getattr(self, name) >= 1, f"admission.{name}", getattr(self, name), "be at least 1")
@@ -170,8 +173,8 @@ class RpcConfig:
     insecure_public: bool = False
     """Must be set to bind a host that is not loopback: there is no TLS or token in front of it."""
 
-    max_message_bytes: int = 8 * 1024 * 1024
-    """Largest request message; larger ones are refused by gRPC before they are decoded."""
+    max_message_bytes: int = 16 * 1024 * 1024
+    """Largest request message; larger ones are refused by gRPC before they are decoded, and without a word about the field."""
 
     drain_seconds: float = 30.0
     """After SIGTERM, time for calls in flight to finish."""

@@ -1,0 +1,69 @@
+"""The Admin service: for operators."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from serve.errors import FeatureOff, InvalidRequest, NotFound, Unavailable
+from serve.rpc.checks import REQUEST_ID
+from serve.rpc.scoring import Scorer
+from serve.runtime.gateway import Gateway, State
+from serve.types import RequestId
+from serve.v1 import admin_pb2
+
+STATE: Final = {
+    State.LOADING: admin_pb2.SERVER_STATE_LOADING,
+    State.SERVING: admin_pb2.SERVER_STATE_SERVING,
+    State.DRAINING: admin_pb2.SERVER_STATE_DRAINING,
+    State.DOWN: admin_pb2.SERVER_STATE_DOWN,
+    State.STOPPED: admin_pb2.SERVER_STATE_STOPPED,
+}
+
+
+class AdminService:
+    """Looks into the server and steers it."""
+
+    def __init__(self, gateway: Gateway, scorer: Scorer) -> None:
+        self._gateway = gateway
+        self._scorer = scorer
+
+    async def Abort(self, request: admin_pb2.AbortRequest, context: Any) -> admin_pb2.AbortResponse:
+        """End one request."""
+        if not REQUEST_ID.fullmatch(request.request_id):
+            raise InvalidRequest.of("request_id", "must be 1 to 128 characters, each of A-Z a-z 0-9 . _ : -")
+        request_id = RequestId(request.request_id)
+        if not self._scorer.abort(request_id) and not await self._gateway.abort(request_id):
+            raise NotFound(f"no live request is called {request_id!r}")
+        return admin_pb2.AbortResponse()
+
+    async def Drain(self, request: admin_pb2.DrainRequest, context: Any) -> admin_pb2.DrainResponse:
+        """Take no new requests, and wait for those in flight."""
+        await self._gateway.drain()
+        return admin_pb2.DrainResponse()
+
+    async def Reload(self, request: admin_pb2.ReloadRequest, context: Any) -> admin_pb2.ReloadResponse:
+        """Not possible in this version."""
+        raise FeatureOff("this server cannot load a model while it runs; start another one and drain this")
+
+    async def FlushPrefixCache(
+        self, request: admin_pb2.FlushPrefixCacheRequest, context: Any
+    ) -> admin_pb2.FlushPrefixCacheResponse:
+        """Forget cached prefixes."""
+        return admin_pb2.FlushPrefixCacheResponse(blocks=await self._gateway.flush_prefix_cache())
+
+    async def GetLoad(self, request: admin_pb2.GetLoadRequest, context: Any) -> admin_pb2.GetLoadResponse:
+        """How busy the server is; figures of an engine that is not there are 0."""
+        config = self._gateway.config
+        load = admin_pb2.GetLoadResponse(
+            state=STATE[self._gateway.state],
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_queued_requests=config.admission.max_queued_requests,
+            max_queued_tokens=config.admission.max_queued_tokens,
+        )
+        try:
+            stats = await self._gateway.load()
+        except Unavailable:
+            return load
+        for name in ("num_running", "num_waiting", "queued_tokens", "kv_blocks_used", "kv_blocks_cached", "kv_blocks_total"):
+            setattr(load, name, getattr(stats, name))
+        return load

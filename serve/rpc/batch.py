@@ -1,0 +1,97 @@
+"""Many requests on one call: each runs by itself, and their events share the way back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Final
+
+from serve.config import ServerConfig
+from serve.errors import EngineDown, RequestError
+from serve.rpc import answers
+from serve.rpc.wire import Malformed
+from serve.runtime.stream import Stream
+from serve.types import Generation
+from serve.v1 import inference_pb2
+
+Start = Callable[[inference_pb2.GenerateRequest], Awaitable[tuple[Generation, Stream]]]
+
+EVENTS_AHEAD: Final = 256
+"""Events that wait for a client which reads slowly; behind them the streams' own buffers fill and limits apply."""
+
+
+async def run_batch(
+    requests: AsyncIterator[inference_pb2.GenerateRequest | Malformed], start: Start, config: ServerConfig
+) -> AsyncIterator[inference_pb2.GenerateEvent]:
+    """Events of all requests, as they come.
+
+    Requests are read as fast as there is room for them: a client may send more than the server's queue holds. A request
+    that fails ends with an error event.
+
+    Raises:
+        EngineDown: the engine died; the requests it took along have had their error events.
+    """
+    batch = _Batch(start, room=min(2 * config.scheduler.max_num_seqs, config.admission.max_queued_requests))
+    reading = asyncio.create_task(batch.read(requests))
+    try:
+        while (message := await batch.events.get()) is not None:
+            yield message
+        await reading
+    finally:
+        reading.cancel()
+        batch.cancel()
+    if batch.engine_down is not None:
+        raise batch.engine_down
+
+
+class _Batch:
+    """The requests of one call that are running."""
+
+    def __init__(self, start: Start, *, room: int) -> None:
+        self.events: asyncio.Queue[inference_pb2.GenerateEvent | None] = asyncio.Queue(EVENTS_AHEAD)
+        """``None`` is the end: every request was read, and has ended."""
+        self.engine_down: EngineDown | None = None
+        self._start = start
+        self._room = asyncio.Semaphore(room)
+        self._running: set[asyncio.Task[None]] = set()
+
+    async def read(self, requests: AsyncIterator[inference_pb2.GenerateRequest | Malformed]) -> None:
+        """Start every request the client sends; returns when all have ended."""
+        try:
+            async for request in requests:
+                await self._room.acquire()
+                if self.engine_down is not None:
+                    break
+                task = asyncio.create_task(self._run(request))
+                self._running.add(task)
+                task.add_done_callback(self._ended)
+            while self._running:
+                await asyncio.wait(self._running)
+        finally:
+            if not asyncio.current_task().cancelling():  # type: ignore[union-attr]
+                await self.events.put(None)
+
+    def cancel(self) -> None:
+        """Give up what is running; each request frees what it holds."""
+        for task in self._running:
+            task.cancel()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        self._room.release()
+
+    async def _run(self, request: inference_pb2.GenerateRequest | Malformed) -> None:
+        try:
+            if isinstance(request, Malformed):
+                raise request.error
+            generation, stream = await self._start(request)
+            try:
+                async for event in stream:
+                    if answers.says_something(event, generation):
+                        await self.events.put(answers.event_message(event, generation))
+            finally:
+                stream.close()
+        except RequestError as error:
+            if isinstance(error, EngineDown):
+                self.engine_down = error
+            await self.events.put(answers.error_event(request.request_id, error))

@@ -1,0 +1,111 @@
+"""Binds a servicer's methods to gRPC: reads requests, maps errors to statuses, counts how calls end. All in one place."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from typing import Any, Final
+
+import grpc
+from google.protobuf import message_factory
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.message import Message
+
+from serve.errors import RequestError
+from serve.rpc.status import RpcStatus, abort, internal_status, rpc_status
+from serve.rpc.wire import Malformed, decoder
+
+_log = logging.getLogger(__name__)
+
+Count = Callable[[str, str], None]
+"""(method, status code) of a call that has ended."""
+
+Handler = Callable[[Any, Any], Any]
+"""A servicer's method: (request or iterator of requests, context) -> awaitable answer, or asynchronous generator of answers."""
+
+_CONSTRUCTORS: Final = {
+    (False, False): grpc.unary_unary_rpc_method_handler,
+    (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, True): grpc.stream_stream_rpc_method_handler,
+}
+
+
+def bind(service: ServiceDescriptor, servicer: object, count: Count | None) -> Any:
+    """A ``grpc.GenericRpcHandler`` for every method of ``service``, found on ``servicer`` by name.
+
+    Args:
+        count: called once for every call, however it ends; ``None`` for services that are not counted.
+    """
+    handlers = {}
+    for method in service.methods:
+        behaviour = _Behaviour(method, getattr(servicer, method.name), count)
+        make = _CONSTRUCTORS[(method.client_streaming, method.server_streaming)]
+        handlers[method.name] = make(
+            behaviour.stream if method.server_streaming else behaviour.unary,
+            request_deserializer=decoder(message_factory.GetMessageClass(method.input_type)),
+            response_serializer=Message.SerializeToString,
+        )
+    return grpc.method_handlers_generic_handler(service.full_name, handlers)
+
+
+class _Behaviour:
+    """One method as gRPC calls it."""
+
+    def __init__(self, method: MethodDescriptor, handler: Handler, count: Count | None) -> None:
+        self._method = method
+        self._handler = handler
+        self._count = count
+
+    async def unary(self, request: Any, context: Any) -> Any:
+        async def run() -> Message:
+            answer: Awaitable[Message] = self._handler(_readable(request), context)
+            return await answer
+
+        return await self._guarded(run, context)
+
+    # A coroutine that writes, not a generator: gRPC leaves a generator suspended when its call is cancelled, while this one is
+    # told at once.
+    async def stream(self, request: Any, context: Any) -> None:
+        async def run() -> None:
+            requests = request if self._method.client_streaming else _readable(request)
+            async with aclosing(self._handler(requests, context)) as answers:
+                async for answer in answers:
+                    await context.write(answer)
+
+        await self._guarded(run, context)
+
+    async def _guarded(self, run: Callable[[], Awaitable[Any]], context: Any) -> Any:
+        code = "OK"
+        try:
+            try:
+                return await run()
+            except RequestError as error:
+                status = rpc_status(error)
+            except asyncio.CancelledError:
+                # The client has gone, or gRPC found the deadline passed. Not swallowed: gRPC would leak the call.
+                remaining = context.time_remaining()
+                expired = remaining is not None and remaining <= 0
+                code = "DEADLINE_EXCEEDED" if expired else "CANCELLED"
+                raise
+            except Exception:
+                if context.done():  # a write met a call that was already over
+                    code = "CANCELLED"
+                    raise
+                status = self._bug()
+            code = status.code.name
+            await abort(context, status)
+        finally:
+            if self._count is not None:
+                self._count(self._method.name, code)
+
+    def _bug(self) -> RpcStatus:
+        _log.exception("%s failed", self._method.full_name)
+        return internal_status()
+
+
+def _readable(request: Message | Malformed) -> Message:
+    if isinstance(request, Malformed):
+        raise request.error
+    return request

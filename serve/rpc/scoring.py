@@ -1,0 +1,193 @@
+"""Log-likelihoods of given texts: prompts that are computed with logprobs and not continued."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Final
+
+from serve.errors import InvalidRequest, RequestAborted
+from serve.rpc import answers
+from serve.rpc.checks import Checks
+from serve.rpc.convert import Call, check_common, new_request_id
+from serve.rpc.model import ServedModel, encode
+from serve.rpc.prompts import adds_special_tokens, check_ids, check_special_tokens
+from serve.runtime.gateway import Gateway
+from serve.runtime.stream import Stream
+from serve.types import (
+    Generation,
+    PromptReady,
+    RequestId,
+    ResponseOptions,
+    SamplingParams,
+    SequenceFinished,
+    StoppingParams,
+    TokenLogprob,
+)
+from serve.v1 import inference_pb2
+
+ITEMS_AT_ONCE: Final = 16
+"""Items of one call in the engine at the same time; the rest waits here, not in the queue that all share."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sequence:
+    """One item as ids; the target is ``ids[start:end]``."""
+
+    ids: tuple[int, ...]
+    start: int
+    end: int
+
+
+class Scorer:
+    """Owns the streams of scoring calls while they last, so that one name aborts all items of a call."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._live: dict[RequestId, set[Stream]] = {}
+
+    async def score(self, request: inference_pb2.ScoreRequest, model: ServedModel, call: Call) -> inference_pb2.ScoreResponse:
+        """Score every item.
+
+        Raises:
+            InvalidRequest: fields break their rules, or an item is too long.
+            FeatureOff: there are texts, and the model has no tokenizer.
+            RequestError: the first item that failed; the others are given up.
+        """
+        model.require_name(request.model)
+        _check(request, model)
+        sequences = [await _tokenise(place, item, request, model) for place, item in enumerate(request.items)]
+        request_id = new_request_id(request.request_id)
+        room = asyncio.Semaphore(ITEMS_AT_ONCE)
+        streams = self._live.setdefault(request_id, set())
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(
+                        self._one(sequence, _generation(request_id, place, sequence, request, call), room, streams)
+                    )
+                    for place, sequence in enumerate(sequences)
+                ]
+        except* Exception as failures:
+            failure: BaseException = failures
+            while isinstance(failure, BaseExceptionGroup):
+                failure = failure.exceptions[0]
+            raised = failure
+        else:
+            return inference_pb2.ScoreResponse(request_id=request_id, results=[task.result() for task in tasks])
+        finally:
+            self._live.pop(request_id, None)
+        raise raised
+
+    def abort(self, request_id: RequestId) -> bool:
+        """End a scoring call; False if there is none of this name."""
+        streams = self._live.get(request_id)
+        for stream in tuple(streams or ()):
+            stream.cut(RequestAborted("the request was aborted by an administrator"))
+        return bool(streams)
+
+    async def _one(
+        self, sequence: _Sequence, generation: Generation, room: asyncio.Semaphore, streams: set[Stream]
+    ) -> inference_pb2.ScoreResult:
+        result = inference_pb2.ScoreResult()
+        async with room:
+            stream = self._gateway.start(generation)
+            streams.add(stream)
+            try:
+                async for event in stream:
+                    if isinstance(event, PromptReady):
+                        _fill(result, event.logprobs[sequence.start : sequence.end], sequence)
+                    elif isinstance(event, SequenceFinished):
+                        result.usage.CopyFrom(answers.usage(event.usage))
+            finally:
+                streams.discard(stream)
+                stream.close()
+        return result
+
+
+def _check(request: inference_pb2.ScoreRequest, model: ServedModel) -> None:
+    checks, limits = Checks(), model.config.admission
+    check_common(request.request_id, request.priority, request.cache_salt, checks)
+    check_special_tokens("special_tokens", request.special_tokens, checks)
+    checks.within("top_logprobs", request.top_logprobs, 0, min(limits.max_logprobs, model.facts.vocab_size))
+    if not request.items:
+        checks.refuse("items", "is empty; at least one is needed")
+    if checks.count("items", request.items, limits.max_score_items):
+        for place, item in enumerate(request.items):
+            _check_item(f"items[{place}]", item, checks, model)
+        num_bytes = sum(len(item.text.encode()) + len(item.context_text.encode()) for item in request.items)
+        if num_bytes > limits.max_prompt_bytes:
+            checks.refuse("items", f"have {num_bytes} bytes of text together; the limit is {limits.max_prompt_bytes}")
+    checks.settle()
+
+
+def _check_item(field: str, item: inference_pb2.ScoreItem, checks: Checks, model: ServedModel) -> None:
+    target, context = item.WhichOneof("target"), item.WhichOneof("context")
+    match target:
+        case "text":
+            if not item.text:
+                checks.refuse(f"{field}.text", "is empty; at least one token is needed")
+        case "token_ids":
+            check_ids(f"{field}.token_ids.ids", item.token_ids, checks, model)
+            checks.token_ids(f"{field}.context_ids.ids", item.context_ids.ids, model.facts.vocab_size)
+        case _:
+            checks.refuse(field, "one of text and token_ids must be set")
+    if (target, context) in (("text", "context_ids"), ("token_ids", "context_text")):
+        checks.refuse(f"{field}.{context}", f"must be of the same kind as the target, which is {target}")
+
+
+async def _tokenise(
+    place: int, item: inference_pb2.ScoreItem, request: inference_pb2.ScoreRequest, model: ServedModel
+) -> _Sequence:
+    if item.WhichOneof("target") == "text":
+        adds = adds_special_tokens(request.special_tokens, chat=False)
+        sequence = await _from_text(item, model, adds_special=adds)
+    else:
+        context = tuple(item.context_ids.ids)
+        ids = context + tuple(item.token_ids.ids)
+        sequence = _Sequence(ids, len(context), len(ids))
+    if len(sequence.ids) > model.capacity:
+        rule = f"has {len(sequence.ids)} tokens with its context; a sequence may have {model.capacity}"
+        raise InvalidRequest.of(f"items[{place}]", rule)
+    if sequence.end == sequence.start:
+        raise InvalidRequest.of(f"items[{place}].text", "has no tokens; at least one is needed")
+    return sequence
+
+
+async def _from_text(item: inference_pb2.ScoreItem, model: ServedModel, *, adds_special: bool) -> _Sequence:
+    tokenizer = model.require_tokenizer("items.text")
+    # Tokenizers put a space at the head of the word behind it, so it belongs to the target.
+    context = item.context_text.rstrip()
+    text = item.context_text[len(context) :] + item.text
+    plain = await encode(tokenizer, context + text, add_special_tokens=False)
+    ids = await encode(tokenizer, context + text, add_special_tokens=True) if adds_special else plain
+    num_added = next((at for at in range(len(ids) - len(plain) + 1) if ids[at : at + len(plain)] == plain), 0)
+    end = num_added + len(plain)
+    num_context = len(await encode(tokenizer, context, add_special_tokens=False)) if context else 0
+    # Where context and target merged into one token, that token is scored.
+    return _Sequence(ids, max(num_added, min(num_added + num_context, end - 1)), end)
+
+
+def _generation(
+    request_id: RequestId, place: int, sequence: _Sequence, request: inference_pb2.ScoreRequest, call: Call
+) -> Generation:
+    # No client can choose a name with a slash, so the items' names meet nobody else's.
+    name = request_id if place == 0 else RequestId(f"{request_id}/{place}")
+    return Generation(
+        request_id=name,
+        prompt_ids=sequence.ids,
+        sampling=SamplingParams(),
+        stopping=StoppingParams(max_new_tokens=0),
+        response=ResponseOptions(text=False, token_ids=False, prompt_logprobs=request.top_logprobs),
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        arrival_seconds=call.arrival_seconds,
+        deadline_seconds=call.deadline_seconds,
+    )
+
+
+def _fill(result: inference_pb2.ScoreResult, logprobs: tuple[TokenLogprob | None, ...], sequence: _Sequence) -> None:
+    result.tokens.extend(answers.prompt_logprobs(logprobs, sequence.ids[sequence.start : sequence.end]))
+    scored = [entry for entry in logprobs if entry is not None]
+    result.sum = sum(entry.logprob for entry in scored)
+    result.is_greedy = all(entry.rank == 1 for entry in scored)

@@ -1,0 +1,188 @@
+"""The gRPC server: addresses, options, services."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+import grpc
+from google.protobuf.descriptor import ServiceDescriptor
+from grpc_health.v1 import health_pb2
+
+from serve.config import RpcConfig, ServerConfig
+from serve.errors import ConfigError
+from serve.metrics import Metrics
+from serve.rpc.admin_service import AdminService
+from serve.rpc.health import HealthService
+from serve.rpc.methods import bind
+from serve.rpc.model_service import ModelService
+from serve.rpc.reflection import reflection_handlers
+from serve.rpc.service import InferenceService, Models
+from serve.rpc.text_service import TokenizerService
+from serve.runtime.gateway import Gateway
+from serve.text.tokenizer import Tokenizer
+from serve.v1 import admin_pb2, inference_pb2, models_pb2, tokenizer_pb2
+
+INFERENCE: Final = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
+TOKENIZER: Final = tokenizer_pb2.DESCRIPTOR.services_by_name["Tokenizer"]
+MODELS: Final = models_pb2.DESCRIPTOR.services_by_name["Models"]
+ADMIN: Final = admin_pb2.DESCRIPTOR.services_by_name["Admin"]
+HEALTH: Final = health_pb2.DESCRIPTOR.services_by_name["Health"]
+
+
+def server_options(config: RpcConfig) -> list[tuple[str, int]]:
+    """gRPC's own settings. There is no ``maximum_concurrent_rpcs``: it would refuse health checks of a busy server too;
+    admission is the engine's."""
+    return [
+        ("grpc.so_reuseport", 0),  # or a second server would silently share the port
+        ("grpc.max_receive_message_length", config.max_message_bytes),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.max_metadata_size", 8192),
+        ("grpc.absolute_max_metadata_size", 16384),
+        ("grpc.max_concurrent_streams", 4096),
+        # A client that vanished without a word is found within 40 seconds, and its blocks are freed.
+        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        # Clients may ping every 10 seconds. (The name with ``recv`` in it, often copied, does nothing.)
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+        ("grpc.http2.max_ping_strikes", 2),
+        ("grpc.server_handshake_timeout_ms", 10_000),
+        ("grpc.enable_channelz", 0),
+    ]
+
+
+class RpcServer:
+    """Owns the listening sockets and the services on them. Belongs to the event loop it is started on."""
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        metrics: Metrics,
+        tokenizer: Tokenizer | None,
+        config: ServerConfig,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            tokenizer: ``None`` for a model without one: requests then carry token ids only.
+            clock: monotonic seconds, the same clock as the engine's.
+        """
+        self._gateway = gateway
+        self._metrics = metrics
+        self._tokenizer = tokenizer
+        self._config = config
+        self._clock = clock
+        self._servers: list[Any] = []
+        self._health: HealthService | None = None
+
+    async def start(self) -> str:
+        """Listen, whatever state the gateway is in.
+
+        Returns:
+            The address that was bound, ``host:port`` or ``unix:/path``.
+
+        Raises:
+            ConfigError: an address is taken or cannot be bound.
+        """
+        rpc = self._config.rpc
+        shares_port = _shares_port(rpc)
+        public = {INFERENCE: None, TOKENIZER: None, MODELS: None}
+        names = [service.full_name for service in public]
+        self._health = HealthService(self._gateway, [*names, ADMIN.full_name] if shares_port else names)
+        models = Models(self._gateway, self._tokenizer)
+        inference = InferenceService(self._gateway, models, self._metrics, self._clock)
+        servicers: dict[ServiceDescriptor, object] = {
+            INFERENCE: inference,
+            TOKENIZER: TokenizerService(models),
+            MODELS: ModelService(models),
+        }
+        admin: dict[ServiceDescriptor, object] = {ADMIN: AdminService(self._gateway, inference.scorer)}
+        try:
+            bound = await self._listen("rpc.port", _address(rpc), servicers | admin if shares_port else servicers)
+            if rpc.admin_address not in ("auto", "off"):
+                _require_private(rpc)
+                await self._listen("rpc.admin_address", rpc.admin_address, admin)
+        except BaseException:
+            await self.stop(0)
+            raise
+        return bound
+
+    async def stop(self, grace: float) -> None:
+        """Accept nothing more, end health watches, and give calls in flight ``grace`` seconds before they are cancelled."""
+        if self._health is not None:
+            self._health.close()
+        for server in self._servers:
+            await server.stop(grace)
+        self._servers.clear()
+
+    async def _listen(self, field: str, address: str, servicers: dict[ServiceDescriptor, object]) -> str:
+        assert self._health is not None
+        server = grpc.aio.server(options=server_options(self._config.rpc))
+        handlers = [bind(service, servicer, self._metrics.request_ended) for service, servicer in servicers.items()]
+        handlers.append(bind(HEALTH, self._health, count=None))
+        if _has_reflection(self._config.rpc):
+            handlers += reflection_handlers(_names([*servicers, HEALTH]))
+        server.add_generic_rpc_handlers(handlers)
+        bound = _bind(server, field, address)
+        await server.start()
+        self._servers.append(server)
+        return bound
+
+
+def _names(services: Iterable[ServiceDescriptor]) -> list[str]:
+    return [service.full_name for service in services]
+
+
+def _shares_port(rpc: RpcConfig) -> bool:
+    return rpc.admin_address == "auto" and rpc.is_loopback
+
+
+def _has_reflection(rpc: RpcConfig) -> bool:
+    return rpc.reflection == "on" or (rpc.reflection == "auto" and rpc.is_loopback)
+
+
+def _require_private(rpc: RpcConfig) -> None:
+    host = rpc.admin_address.rpartition(":")[0]
+    private = rpc.admin_address.startswith("unix:") or host in ("localhost", "[::1]") or host.startswith("127.")
+    if not private and not rpc.insecure_public:
+        raise ConfigError(
+            f"rpc.admin_address is {rpc.admin_address!r}; it must be off, auto, a loopback host:port or unix:/path unless "
+            "rpc.insecure_public is set"
+        )
+
+
+def _address(rpc: RpcConfig) -> str:
+    if rpc.host.startswith("unix:"):
+        return rpc.host
+    host = f"[{rpc.host}]" if ":" in rpc.host and not rpc.host.startswith("[") else rpc.host
+    return f"{host}:{rpc.port}"
+
+
+def _bind(server: Any, field: str, address: str) -> str:
+    if address.startswith("unix:"):
+        _require_free(field, address.removeprefix("unix:").removeprefix("//"))
+    try:
+        port = server.add_insecure_port(address)
+    except RuntimeError as error:
+        port = 0
+        cause: Exception | None = error
+    else:
+        cause = None
+    if port == 0:
+        raise ConfigError(
+            f"{field}: {address} cannot be bound; another process may have it, or the host is not ours"
+        ) from cause
+    return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
+
+
+def _require_free(field: str, path: str) -> None:
+    """gRPC deletes a socket file before it binds, also one that another server is listening on."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except OSError:
+            return
+    raise ConfigError(f"{field}: another process listens on {path}")

@@ -1,0 +1,109 @@
+"""The Inference service: convert, call, convert."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from serve.errors import DeadlineExpired, Loading
+from serve.metrics import Metrics
+from serve.rpc import answers, convert
+from serve.rpc.batch import run_batch
+from serve.rpc.convert import Call
+from serve.rpc.model import ServedModel
+from serve.rpc.scoring import Scorer
+from serve.rpc.wire import Malformed
+from serve.runtime.gateway import Gateway
+from serve.runtime.stream import Stream
+from serve.text.tokenizer import Tokenizer
+from serve.types import Generation
+from serve.v1 import inference_pb2
+
+
+class Models:
+    """Hands out the served model, once there is one."""
+
+    def __init__(self, gateway: Gateway, tokenizer: Tokenizer | None) -> None:
+        self._gateway = gateway
+        self._tokenizer = tokenizer
+
+    def current(self) -> ServedModel:
+        """
+        Raises:
+            Loading: the ranks were never ready so far.
+        """
+        if self._gateway.facts is None:
+            raise Loading("the model is being loaded")
+        return ServedModel(self._gateway.facts, self._gateway.config, self._tokenizer)
+
+
+class InferenceService:
+    """Text generation and scoring. Owns nothing: requests live in the gateway, and end with their calls."""
+
+    def __init__(self, gateway: Gateway, models: Models, metrics: Metrics, clock: Callable[[], float]) -> None:
+        """
+        Args:
+            clock: monotonic seconds, the same clock as the engine's.
+        """
+        self._gateway = gateway
+        self._models = models
+        self._metrics = metrics
+        self._clock = clock
+        self.scorer = Scorer(gateway)
+
+    async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> inference_pb2.GenerateResponse:
+        """Generate and answer once."""
+        generation = await convert.to_generation(request, self._model(), self._call(context))
+        answer = answers.ResponseBuilder(generation)
+        async for event in self._start(generation, context):
+            answer.add(event)
+        return answer.build()
+
+    async def GenerateStream(
+        self, request: inference_pb2.GenerateRequest, context: Any
+    ) -> AsyncIterator[inference_pb2.GenerateEvent]:
+        """Generate and answer piece by piece. However the call ends, its KV blocks are freed."""
+        generation = await convert.to_generation(request, self._model(), self._call(context))
+        async for event in self._start(generation, context):
+            if answers.says_something(event, generation):
+                yield answers.event_message(event, generation)
+
+    async def GenerateBatch(
+        self, requests: AsyncIterator[inference_pb2.GenerateRequest | Malformed], context: Any
+    ) -> AsyncIterator[inference_pb2.GenerateEvent]:
+        """Run many requests on one call."""
+        call = self._call(context)
+
+        async def start(request: inference_pb2.GenerateRequest) -> tuple[Generation, Stream]:
+            now = Call(self._clock(), call.deadline_seconds)
+            generation = await convert.to_generation(request, self._model(), now)
+            return generation, self._gateway.start(generation)
+
+        async for message in run_batch(requests, start, self._gateway.config):
+            yield message
+
+    async def Score(self, request: inference_pb2.ScoreRequest, context: Any) -> inference_pb2.ScoreResponse:
+        """Measure how likely given texts are."""
+        return await self.scorer.score(request, self._model(), self._call(context))
+
+    def _start(self, generation: Generation, context: Any) -> Stream:
+        stream = self._gateway.start(generation)
+        # Runs however the call ends, also where no exception can reach the handler.
+        context.add_done_callback(lambda _: stream.close())
+        return stream
+
+    def _model(self) -> ServedModel:
+        try:
+            return self._models.current()
+        except Loading as refusal:
+            self._metrics.rejected(refusal)  # the gateway, which counts the others, never sees this request
+            raise
+
+    def _call(self, context: Any) -> Call:
+        now = self._clock()
+        remaining = context.time_remaining()
+        if remaining is None:
+            return Call(now, None)
+        if remaining <= 0:
+            raise DeadlineExpired("the deadline had passed when the request arrived")
+        return Call(now, now + remaining)
