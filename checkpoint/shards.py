@@ -114,17 +114,22 @@ class ShardWriter:
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensor's elements in row-major order, as flat CPU tensors of at most ``COPY_BYTES`` (or of one row's element)."""
+    """The tensor's elements in row-major order, as flat CPU tensors of at most ``COPY_BYTES``, or of one element."""
     if tensor.is_contiguous():
-        for piece in tensor.view(-1).split(max(1, COPY_BYTES // tensor.element_size())):
+        for piece in _flat(tensor).split(max(1, COPY_BYTES // tensor.element_size())):
             yield piece.cpu()
         return
     rows = max(1, COPY_BYTES * tensor.shape[0] // (tensor.numel() * tensor.element_size()))
     for block in tensor.split(rows):
         if rows > 1 or block.numel() * block.element_size() <= COPY_BYTES:
-            yield block.contiguous().view(-1).cpu()
+            yield _flat(block.contiguous()).cpu()
         else:
             yield from _pieces(block[0])
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as one dimension of stride 1; ``view(-1)`` would keep any stride where there is but one element."""
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _index(tensors: dict[str, TensorEntry]) -> bytes:
