@@ -80,6 +80,14 @@ class Disk:
         with self.step("flush", path):
             os.fsync(fd)
 
+    def make_folders(self, path: Path) -> None:
+        """Make a folder and those above it, as far as they are missing, and have their names on the disk itself."""
+        missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+        with self.step("make", path):
+            path.mkdir(parents=True, exist_ok=True)
+        for folder in missing:
+            self.flush_folder(folder.parent)
+
     def flush_folder(self, path: Path) -> None:
         """Have the folder's entries on the disk itself: without this a rename may be lost when power fails."""
         with self.step("flush", path):

@@ -32,6 +32,14 @@ class Folder:
         """Whether there is anything of this name, a dangling link included."""
         return os.path.lexists(self.path / name)
 
+    def identity(self) -> tuple[int, int]:
+        """What tells this folder from another that takes its name later."""
+        try:
+            status = self.path.stat()
+        except OSError as error:
+            raise CheckpointError(str(self.path), f"the folder cannot be looked at: {error.strerror}") from error
+        return status.st_dev, status.st_ino
+
     def names(self) -> list[str]:
         """Names of everything in the folder, sorted."""
         try:

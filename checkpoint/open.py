@@ -45,6 +45,7 @@ def open_checkpoint(path: str | Path, *, verify: Literal["structure", "sha256"] 
     if is_root(path):
         path = resolve_latest(path)
     folder = Folder(path)
+    identity = folder.identity()
     manifest = load_manifest(folder)
     if manifest is not None:
         check_sizes(folder, manifest)
@@ -57,12 +58,14 @@ def open_checkpoint(path: str | Path, *, verify: Literal["structure", "sha256"] 
     generation = folder.read_object("generation_config.json") if folder.has("generation_config.json") else {}
     weights = open_weights(folder)
     checkpoint = Checkpoint(folder, config, generation, manifest, weights)
-    if manifest is not None:
-        try:
+    try:
+        if manifest is not None:
             _check_table(manifest, checkpoint.tensors)
-        except CheckpointError:
-            checkpoint.close()
-            raise
+        if folder.identity() != identity:
+            raise CheckpointError(str(path), "was replaced by another save while it was being opened; open it again")
+    except CheckpointError:
+        checkpoint.close()
+        raise
     return checkpoint
 
 

@@ -84,8 +84,7 @@ class CheckpointWriter:
         self._update_latest = update_latest
         self._added: set[str] = set()
         self._disk = Disk(before_step)
-        with self._disk.step("make", self._root):
-            self._root.mkdir(parents=True, exist_ok=True)
+        self._disk.make_folders(self._root)
         clear_leftovers(self._root, self._disk)
         self._check_space(expected_bytes)
         self._temporary: TemporaryFolder | None = TemporaryFolder(self._root, step_folder_name(step), self._disk)

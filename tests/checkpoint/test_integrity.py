@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from checkpoint import CheckpointError, open_checkpoint, resolve_latest
+from checkpoint.folder import Folder
+from checkpoint.readers.hf import Weights, open_weights
 from tests.checkpoint.folders import flip_bit, plain_folder, seed_of, written
 
 
@@ -152,3 +154,17 @@ def test_a_root_without_a_whole_checkpoint_names_what_is_wrong_with_each(tmp_pat
         open_checkpoint(tmp_path / "run")
     with pytest.raises(CheckpointError, match="cannot be listed"):
         resolve_latest(tmp_path / "none")
+
+
+def test_a_checkpoint_replaced_while_it_is_opened_is_refused_rather_than_mixed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = written(tmp_path / "run", 1, seed=0)
+
+    def replace_first(opened: Folder) -> Weights:
+        written(tmp_path / "run", 1, seed=1)
+        return open_weights(opened)
+
+    monkeypatch.setattr("checkpoint.open.open_weights", replace_first)
+    with pytest.raises(CheckpointError, match="was replaced by another save while it was being opened"):
+        open_checkpoint(folder)
