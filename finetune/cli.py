@@ -1,0 +1,247 @@
+"""``tessera-finetune``: tune, export, evaluate, doctor. Exit codes: 0 done, 2 usage or bad configuration, 1 anything else."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.markup import escape
+
+from finetune import machine
+from finetune.config import TuneConfig
+from finetune.errors import ConfigError, FinetuneError
+from finetune.options import apply_overrides, build, describe, read_yaml, split_overrides
+
+DTYPES = ("float32", "bfloat16", "float16")
+_COMMANDS = {
+    "tune": "train a new or existing model from text",
+    "export": "write a checkpoint elsewhere, in any dtype",
+    "evaluate": "loss and perplexity of a checkpoint on text",
+    "doctor": "what this machine has and what is missing",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    errors = Console(stderr=True)
+    try:
+        return _run(words)
+    except FinetuneError as error:
+        errors.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        return error.exit_code
+    except KeyboardInterrupt:
+        errors.print("interrupted")
+        return 1
+    except BrokenPipeError:
+        return 1
+    except SystemExit as error:  # argparse: 0 after --help, 2 after a usage error
+        return error.code if isinstance(error.code, int) else 2
+
+
+def _run(words: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="tessera-finetune", allow_abbrev=False, description="Train GPT checkpoints.")
+    parser.add_argument(
+        "command", metavar="{" + ",".join(_COMMANDS) + "}", help="; ".join(f"{k}: {v}" for k, v in _COMMANDS.items())
+    )
+    if not words or words[0] in ("-h", "--help"):
+        parser.print_help(sys.stdout if words else sys.stderr)
+        return 0 if words else 2
+    command, rest = words[0], words[1:]
+    runners = {"tune": _tune, "export": _export, "evaluate": _evaluate, "doctor": _doctor}
+    if command not in runners:
+        parser.error(f"unknown command {command!r}; there are {', '.join(_COMMANDS)}")
+    return runners[command](rest)
+
+
+def _parser(command: str, **options: Any) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        prog=f"tessera-finetune {command}", description=_COMMANDS[command], allow_abbrev=False, **options
+    )
+
+
+# -- tune
+
+
+def load_config(path: Path, overrides: Sequence[tuple[str, str]] = ()) -> TuneConfig:
+    """Read a run's YAML file, with ``overrides`` on top.
+
+    Raises:
+        ConfigError: names the file and line, or the option, the key and the rule.
+    """
+    tree, places = read_yaml(path)
+    apply_overrides(tree, places, overrides)
+    try:
+        return build(TuneConfig, tree, places)
+    except ConfigError as error:
+        message = str(error)
+        raise ConfigError(message if message.startswith((str(path), "command line")) else f"{path}: {message}") from None
+
+
+def _tune(words: list[str]) -> int:
+    keys = "\n".join(f"  --{name} ({default})\n      {meaning}" for name, default, meaning in describe(TuneConfig))
+    parser = _parser(
+        "tune",
+        epilog=f"Every key of the file can be given as an option, its value read as YAML:\n\n{keys}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", type=Path, metavar="CONFIG.yaml")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest save; short for --run.resume auto")
+    parser.add_argument("--print-config", action="store_true", help="show the whole configuration and stop")
+    overrides, rest = split_overrides(words, [field.name for field in fields(TuneConfig)])
+    options = parser.parse_args(rest)
+    if options.resume:
+        overrides.append(("run.resume", "auto"))
+    config = load_config(options.config, overrides)
+    if options.print_config:
+        yaml.safe_dump(_plain(asdict(config)), sys.stdout, sort_keys=False, allow_unicode=True)
+        return 0
+    return tune(config, Console())
+
+
+def _plain(value: Any) -> Any:
+    """Tuples as lists, for YAML and JSON."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, tuple | list) else value
+
+
+def tune(config: TuneConfig, console: Console) -> int:
+    """Prepare the data, start the ranks, and wait for them.
+
+    The ranks import what is slow while the data is tokenised here.
+
+    Raises:
+        FinetuneError: what was wrong; no process is left.
+    """
+    from finetune import ops
+    from finetune.data.tokenise import prepare
+    from finetune.launch import Ranks
+
+    def say(text: str) -> None:
+        console.print(f"[dim]{escape(text)}[/]", highlight=False, soft_wrap=True)
+
+    output = _claim_output(config)
+    settings = _plain(asdict(config))
+    (output / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    with Ranks(output, {"config": settings}, ranks=config.run.ranks, threads=config.run.threads) as ranks:
+        try:
+            prepared = prepare(config, say)
+        except OSError as error:
+            raise ConfigError(f"run.output: {output}: the tokenised data cannot be written: {error}") from error
+        ranks.check()
+        library = None
+        if config.offload.optimizer == "cpu":
+            adam = ops.ensure_cpu_adam(say)
+            if adam.available:
+                library = str(ops.library_of(ops.CPU_ADAM))
+            else:
+                say(f"{adam.reason}; training goes on with torch's AdamW on the CPU, which is slower and as exact")
+        ranks.check()
+        ranks.go({"prepared": asdict(prepared), "cpu_adam": library})
+        ranks.wait()
+        return 1 if ranks.interrupted is signal.SIGINT else 0
+
+
+def _claim_output(config: TuneConfig) -> Path:
+    """Make the run's folder.
+
+    Raises:
+        ConfigError: it holds another run, or cannot be written.
+    """
+    output = Path(config.run.output)
+    if config.run.resume == "never":
+        for name in ("checkpoints", "resume"):
+            if any((output / name).glob("step-*")):
+                raise ConfigError(
+                    f"run.output: {output} holds a run already; go on with it by --resume, or name another folder"
+                )
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        (output / "config.yaml").touch()
+    except OSError as error:
+        raise ConfigError(f"run.output: {output} cannot be written: {error.strerror}") from error
+    if config.run.resume == "never":
+        (output / "log.jsonl").unlink(missing_ok=True)
+    return output
+
+
+# -- the others
+
+
+def _export(words: list[str]) -> int:
+    parser = _parser("export")
+    parser.add_argument("source", type=Path, metavar="RUN_OR_CHECKPOINT")
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to make")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the written weights; unset: as stored")
+    parser.add_argument("--step", type=int, help="which checkpoint of a run; unset: the latest")
+    parser.add_argument("--max-shard-mib", type=int, default=2048, help="largest file of weights (2048)")
+    options = parser.parse_args(words)
+    if options.max_shard_mib < 1:
+        parser.error("--max-shard-mib must be at least 1")
+    import torch
+
+    from finetune.export import export
+
+    dtype = getattr(torch, options.dtype) if options.dtype else None
+    path = export(options.source, options.out, dtype=dtype, step=options.step, max_shard_bytes=options.max_shard_mib << 20)
+    sys.stdout.write(f"{path}\n")
+    return 0
+
+
+def _evaluate(words: list[str]) -> int:
+    parser = _parser("evaluate")
+    parser.add_argument("checkpoint", type=Path, metavar="RUN_OR_CHECKPOINT")
+    parser.add_argument("--data", nargs="+", required=True, help="files, folders or globs of text or JSONL")
+    parser.add_argument("--pattern", default="*", help="names of the files taken from folders")
+    parser.add_argument("--seq-len", type=int, help="window in tokens; unset: the model's longest, at most 1024")
+    parser.add_argument("--batch", type=int, default=8, help="windows computed at once (8)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="to compute in (float32)")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    options = parser.parse_args(words)
+    for name, least in (("seq_len", 2), ("batch", 1)):
+        if getattr(options, name) is not None and getattr(options, name) < least:
+            parser.error(f"--{name.replace('_', '-')} must be at least {least}")
+    import torch
+
+    from finetune.evaluate import evaluate
+
+    torch.set_num_threads(machine.usable_cores())
+    result = evaluate(
+        options.checkpoint,
+        options.data,
+        pattern=options.pattern,
+        seq_len=options.seq_len,
+        batch=options.batch,
+        dtype=getattr(torch, options.dtype),
+    )
+    if options.json:
+        sys.stdout.write(json.dumps(asdict(result)) + "\n")
+    else:
+        sys.stdout.write(
+            f"loss {result.loss:.4f}  perplexity {result.perplexity:.3f}  bits per byte {result.bits_per_byte:.4f}  "
+            f"({result.tokens:,} tokens)\n"
+        )
+    return 0
+
+
+def _doctor(words: list[str]) -> int:
+    parser = _parser("doctor")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    options = parser.parse_args(words)
+    from finetune import doctor
+
+    findings = doctor.examine()
+    if options.json:
+        sys.stdout.write(json.dumps(doctor.as_json(findings), indent=2) + "\n")
+    else:
+        doctor.show(findings, Console())
+    return doctor.exit_code(findings)

@@ -1,0 +1,318 @@
+"""DeepSpeed, and nothing else of the project imports it for tuning: ZeRO stages, offload, and exact access to their state.
+
+What always holds: a loss or gradient that is not finite on any rank changes no weight and no moment on any rank.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import deepspeed.ops
+import torch
+import torch.distributed as dist
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.ops.op_builder import CPUAdamBuilder
+from deepspeed.ops.op_builder.builder import OpBuilder
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_optimizer_state,
+)
+from torch import nn
+from transformers import PreTrainedModel
+
+from finetune.config import TuneConfig, to_deepspeed
+from finetune.model import build_empty, decay_groups, token_losses
+from finetune.types import StepOutcome
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+_COLLECTIVE_TIMEOUT = timedelta(hours=2)  # rank 0 alone writes checkpoints while the others wait
+
+Microbatch = tuple[torch.Tensor, torch.Tensor]
+"""Inputs and targets, each [samples, tokens] of int64; a target of -100 does not count."""
+
+
+def start_ranks(device: str, rank: int) -> torch.device:
+    """Join the ranks of this run (RANK, WORLD_SIZE and MASTER_* of the environment) and choose this rank's device."""
+    # DeepSpeed would build its shared-memory all-reduce here. Only inference ever calls it, so training neither
+    # waits for a compiler nor fails without one.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    backend = "nccl" if device == "cuda" else "gloo"
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=_COLLECTIVE_TIMEOUT)
+    return torch.device(device, rank) if device == "cuda" else torch.device("cpu")
+
+
+class ZeroEngine:
+    """One model under DeepSpeed ZeRO on this rank.
+
+    Every method is collective: all ranks call it, in the same order.
+    """
+
+    def __init__(
+        self,
+        config: TuneConfig,
+        hf_config: Any,
+        fill: Callable[[PreTrainedModel, Any], None],
+        *,
+        device: torch.device,
+        precision: str,
+        cpu_adam: bool,
+    ) -> None:
+        """Build the model, let ``fill(model, gather)`` set its weights, and put ZeRO around it."""
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.device = device
+        self._stage = config.zero.stage
+        self._accumulation = config.accumulation
+        json = to_deepspeed(config, device=device.type, precision=precision, cpu_adam=cpu_adam)
+        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        partitioned = deepspeed.zero.Init(config_dict_or_path=json) if self._stage == 3 else nullcontext()
+        self.model = build_empty(hf_config, dtype, partitioned)
+        fill(self.model, self.gather)
+        groups = decay_groups(self.model, config.optimizer.weight_decay)
+        optimizer = _make_optimizer(config, groups, cpu_adam=cpu_adam)
+        self._engine, *_ = deepspeed.initialize(model=self.model, optimizer=optimizer, config=json, dist_init_required=False)
+        self._zero = self._engine.optimizer
+        self._inner = self._zero.optimizer
+        self._offloaded = config.offload.optimizer == "cpu"
+        self._skip_update = False
+        self._guard_inner_step()
+        self._create_moments()
+
+    @contextmanager
+    def gather(self, parameters: list[nn.Parameter]) -> Iterator[bool]:
+        """Whole parameters for a moment, to be written by ranks for which this yields true."""
+        if self._stage < 3 or not parameters:
+            yield True
+            return
+        with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0):
+            yield self.rank == 0
+
+    # -- training
+
+    def train_step(self, batches: Sequence[Microbatch], rate: float, *, stop: bool = False) -> StepOutcome:
+        """One optimizer step over this rank's micro-batches, normalised by the target tokens of all ranks together."""
+        assert len(batches) == self._accumulation, "a step takes exactly the configured number of micro-batches"
+        for group in self._zero.param_groups:
+            group["lr"] = rate
+        self._engine.train()
+        num_targets = int(self._sum(float(sum(int((targets != -100).sum()) for _, targets in batches)))[0])
+        loss_sum = torch.zeros((), dtype=torch.float64)
+        for number, (inputs, targets) in enumerate(batches):
+            loss = self._loss(inputs, targets)
+            loss_sum += loss.detach().double().cpu()
+            # DeepSpeed divides by accumulation and by ranks; what must remain is the mean over targets.
+            self._engine.backward(loss * (self._accumulation * self.world_size / max(1, num_targets)))
+            if number < len(batches) - 1:
+                self._engine.step()
+        return self._finish_step(float(loss_sum), num_targets, stop)
+
+    def _finish_step(self, loss_sum: float, num_targets: int, stop: bool) -> StepOutcome:
+        bad_loss = not torch.tensor(loss_sum).isfinite().item()
+        bad_gradient = not self._gradients_finite()
+        loss_total, losses, gradients, stops = self._sum(loss_sum, float(bad_loss), float(bad_gradient), float(stop))
+        skipped = "loss" if losses else "gradient" if gradients else None
+        self._skip_update = skipped is not None
+        self._forget_adam_history()
+        self._engine.step()
+        norm = float("nan") if skipped else float(self._engine.get_global_grad_norm() or 0.0)
+        return StepOutcome(loss_total / max(1, num_targets), norm, num_targets, skipped, stops > 0)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Microbatch]) -> tuple[float, int]:
+        """Sum of the losses and number of targets over all ranks; every rank must bring equally many batches."""
+        self._engine.eval()
+        loss_sum, num_targets = 0.0, 0
+        for inputs, targets in batches:
+            loss_sum += float(self._loss(inputs, targets))
+            num_targets += int((targets != -100).sum())
+        total, count = self._sum(loss_sum, float(num_targets))
+        return total, int(count)
+
+    def _loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = self._engine(input_ids=inputs.to(self.device), use_cache=False).logits
+        return token_losses(logits, targets.to(self.device))
+
+    def _sum(self, *values: float) -> list[float]:
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor)
+        return [float(value) for value in tensor]
+
+    def agree(self, good: bool) -> bool:
+        """Whether ``good`` is true on every rank."""
+        return self._sum(float(not good))[0] == 0
+
+    # -- the guard
+
+    def _guard_inner_step(self) -> None:
+        """Make the update itself refuse a skipped step: DeepSpeed's clean-up around it runs as after any other step."""
+        update = self._inner.step
+
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            return None if self._skip_update else update(*args, **kwargs)
+
+        self._inner.step = guarded
+
+    def _gradients_finite(self) -> bool:
+        """Whether this rank's part of the reduced gradient is finite. Looked at before DeepSpeed steps."""
+        pieces = list(self._reduced_gradients())
+        assert pieces, "DeepSpeed keeps its reduced gradients elsewhere than this release was written for"
+        # The extremes of a tensor are NaN as soon as one element is; this needs no second tensor.
+        return all(torch.stack(torch.aminmax(piece)).isfinite().all().item() for piece in pieces if piece.numel())
+
+    def _reduced_gradients(self) -> Iterator[torch.Tensor]:
+        if self._offloaded:
+            yield from (flat.grad for flat in self._flat_weights() if flat.grad is not None)
+            return
+        for pieces in self._zero.averaged_gradients.values():
+            yield from pieces or ()
+
+    def _forget_adam_history(self) -> None:
+        """Let CPU Adam compute its bias corrections from the step number alone.
+
+        It multiplies them up from one step to the next, so after a resume they would differ in the last bit. A call with
+        other betas, on a tensor nobody owns, makes the next call start over.
+        """
+        if isinstance(self._inner, DeepSpeedCPUAdam):
+            group = self._inner.param_groups[0]
+            one = [torch.zeros(1) for _ in range(4)]
+            other = [(1.0 + beta) / 2 for beta in group["betas"]]
+            self._inner.ds_opt_adam.adam_update(self._inner.opt_id, 1, 0.0, *other, 1.0, 0.0, True, *one)
+
+    # -- state, one parameter at a time
+
+    @torch.no_grad()
+    def weights(self, dtype: torch.dtype, *, exact: bool = False) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Every parameter once, whole, on CPU in ``dtype``, on rank 0 alone (``None`` elsewhere).
+
+        Args:
+            exact: take the optimizer's fp32 weights instead of those that compute.
+        """
+        for name, parameter in self.model.named_parameters():
+            if exact and parameter.requires_grad:
+                whole = safe_get_full_fp32_param(parameter)
+                yield name, whole.to("cpu", dtype) if self.rank == 0 else None
+                continue
+            gathering = deepspeed.zero.GatheredParameters([parameter]) if self._stage == 3 else nullcontext()
+            with gathering:
+                yield name, parameter.detach().to("cpu", dtype) if self.rank == 0 else None
+
+    @torch.no_grad()
+    def moments(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """``exp_avg.<name>`` and ``exp_avg_sq.<name>`` of every trained parameter, whole, fp32, on rank 0 alone."""
+        for key in MOMENTS:
+            for name, parameter in self.model.named_parameters():
+                if parameter.requires_grad:
+                    whole = safe_get_full_optimizer_state(parameter, key)
+                    yield f"{key}.{name}", whole.to("cpu", torch.float32) if self.rank == 0 else None
+
+    @torch.no_grad()
+    def restore(self, read: Callable[[str], torch.Tensor], adam_steps: int) -> None:
+        """Set fp32 weights and moments from ``read('master.<name>')`` and so on; the computing weights must be set already."""
+        for name, parameter in self.model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            self._set(parameter, read(f"master.{name}"), None)
+            for key in MOMENTS:
+                self._set(parameter, read(f"{key}.{name}"), key)
+        for flat in self._flat_weights():
+            state = self._inner.state[flat]
+            state["step"] = torch.tensor(float(adam_steps)) if torch.is_tensor(state["step"]) else adam_steps
+
+    def _set(self, parameter: nn.Parameter, whole: torch.Tensor, key: str | None) -> None:
+        if self._stage < 3:
+            value = whole.to(self.device)
+            if key is None:
+                safe_set_full_fp32_param(parameter, value)
+            else:
+                safe_set_full_optimizer_state(parameter, value, key)
+            return
+        # ZeRO-3 pads each parameter to equal parts; the padding is zero.
+        size = parameter.ds_tensor.numel()
+        part = torch.zeros(size, dtype=torch.float32)
+        mine = whole.flatten()[self.rank * size : (self.rank + 1) * size]
+        part[: mine.numel()] = mine
+        if key is None:
+            safe_set_local_fp32_param(parameter, part)
+        else:
+            safe_set_local_optimizer_state(parameter, part, key)
+
+    @property
+    def adam_steps(self) -> int:
+        """Updates the optimizer has made: steps taken without the skipped ones."""
+        return int(self._inner.state[self._flat_weights()[0]]["step"])
+
+    def _flat_weights(self) -> list[torch.Tensor]:
+        """This rank's fp32 weights as the optimizer holds them, one flat tensor per group."""
+        flats = self._zero.fp32_partitioned_groups_flat if self._stage == 3 else self._zero.single_partition_of_fp32_groups
+        return list(flats)
+
+    def _create_moments(self) -> None:
+        """Create the moments now, as the optimizer would in its first step, so that they can be saved and set at any time."""
+        counts = not isinstance(self._inner, DeepSpeedCPUAdam)
+        for flat in self._flat_weights():
+            moments = {key: torch.zeros_like(flat, dtype=torch.float32) for key in MOMENTS}
+            self._inner.state[flat] = {"step": torch.tensor(0.0) if counts else 0, **moments}
+        if self._stage < 3:
+            self._zero._lazy_init_hp_params_optimizer_state()
+
+    # -- random states
+
+    def rng_states(self) -> list[torch.Tensor]:
+        """The random state of every rank's device, uint8, by rank."""
+        mine = (torch.cuda.get_rng_state() if self.device.type == "cuda" else torch.get_rng_state()).to(self.device)
+        everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(everyone, mine)
+        return [state.cpu() for state in everyone]
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        """Set this rank's random state."""
+        torch.cuda.set_rng_state(state) if self.device.type == "cuda" else torch.set_rng_state(state)
+
+    def close(self) -> None:
+        """Leave the ranks."""
+        self._engine.destroy()
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _make_optimizer(config: TuneConfig, groups: list[dict[str, Any]], *, cpu_adam: bool) -> torch.optim.Optimizer:
+    options = config.optimizer
+    betas = (options.betas[0], options.betas[1])
+    if config.offload.optimizer == "cpu" and cpu_adam:
+        optimizer: torch.optim.Optimizer = DeepSpeedCPUAdam(
+            groups, lr=options.lr, betas=betas, eps=options.eps, adamw_mode=True
+        )
+        return optimizer
+    return torch.optim.AdamW(groups, lr=options.lr, betas=betas, eps=options.eps)
+
+
+def build_op(name: str) -> None:
+    """Build, or load from the cache, one of DeepSpeed's C++ operations; ``name`` is its builder's NAME."""
+    builders = {"cpu_adam": CPUAdamBuilder}
+    builders[name]().load(verbose=True)
+
+
+def load_op(name: str, library: Path) -> None:
+    """Load a built operation as DeepSpeed will ask for it: without a compiler, a lock or a look at its sources."""
+    spec = importlib.util.spec_from_file_location(name, library)
+    assert spec is not None, f"{library} is not an extension module"
+    assert spec.loader is not None, f"{library} is not an extension module"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    OpBuilder._loaded_ops[name] = module
+
+
+if __name__ == "__main__":
+    build_op(sys.argv[1])

@@ -1,0 +1,130 @@
+"""What this machine is: cores, memory, limits, compiler, GPUs, versions. Standard library and psutil only."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import psutil
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def usable_cores(cgroup: Path = _CGROUP) -> int:
+    """Cores this process may use: its affinity, cut by the container's CPU quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = (cgroup / "cpu.max").read_text().split()
+        if quota != "max":
+            cores = min(cores, max(1, int(quota) // int(period)))
+    except (OSError, ValueError):  # no such container limit
+        pass
+    return cores
+
+
+def memory_bytes(cgroup: Path = _CGROUP) -> int:
+    """Memory this process may use: the machine's, cut by the container's limit."""
+    total = int(psutil.virtual_memory().total)
+    limit = cgroup_memory_limit(cgroup)
+    return total if limit is None else min(total, limit)
+
+
+def cgroup_memory_limit(cgroup: Path = _CGROUP) -> int | None:
+    """The container's memory limit, version 2 or 1; ``None`` if there is none."""
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        try:
+            text = (cgroup / name).read_text().strip()
+        except OSError:
+            continue
+        if text != "max" and int(text) < 1 << 60:
+            return int(text)
+    return None
+
+
+def memlock_bytes() -> int | None:
+    """Memory this process may pin; ``None`` is unlimited."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def search_path() -> str:
+    """PATH, with the folder of this interpreter in front: pip puts ninja there, activated or not."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+
+
+def compiler() -> str | None:
+    """The C++ compiler that torch would call."""
+    return shutil.which(os.environ.get("CXX", "c++"), path=search_path())
+
+
+def ninja() -> str | None:
+    """The ninja that torch would call."""
+    return shutil.which("ninja", path=search_path())
+
+
+def python_headers() -> str | None:
+    """``Python.h``, which every extension needs."""
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    return str(header) if header.is_file() else None
+
+
+def libaio() -> str | None:
+    """The header of libaio, which NVMe offload needs."""
+    folders = ["/usr/include", "/usr/local/include", *os.environ.get("CPATH", "").split(os.pathsep)]
+    return next(
+        (str(Path(folder) / "libaio.h") for folder in folders if folder and (Path(folder) / "libaio.h").is_file()), None
+    )
+
+
+def gpus() -> list[str]:
+    """Name, memory and driver of each NVIDIA GPU, by nvidia-smi."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    query = [tool, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line.strip() for line in answer.stdout.splitlines() if line.strip()]
+
+
+def version_of(distribution: str) -> str | None:
+    """Installed version of a distribution."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def cpu_description() -> str:
+    """Name of the processor and the vector instructions that matter here."""
+    name, flags = platform.machine(), ""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                name = value.strip()
+            elif key.strip() in ("flags", "Features"):
+                flags = value
+                break
+    except OSError:
+        pass
+    vectors = [flag for flag in ("avx2", "avx512bw", "avx512_bf16", "amx_bf16") if flag in flags.split()]
+    return f"{name} ({', '.join(vectors)})" if vectors else name
+
+
+def cpu_flags() -> str:
+    """Every instruction set of the processor: what is compiled for one machine may not run on another."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())

@@ -1,0 +1,190 @@
+"""The model that is trained: transformers' own definition, built empty, then filled by rules or from a checkpoint.
+
+Names of parameters are transformers' names everywhere; tied weights are one parameter and are stored once.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import initialization as hf_init
+from transformers.integrations.deepspeed import prevent_arange_dtype_change
+
+from checkpoint import Checkpoint
+from finetune.errors import ConfigError
+
+Gather = Callable[[list[nn.Parameter]], AbstractContextManager[bool]]
+"""Makes the given parameters whole for a moment; the value says whether this rank writes them. All ranks must enter."""
+
+
+def new_config(settings: Mapping[str, Any], *, num_ids: int, seq_len: int, end_of_text_id: int) -> Any:
+    """The transformers configuration of a new model.
+
+    Raises:
+        ConfigError: the type or a key is unknown, a value breaks transformers' rules, or the tokenizer does not fit.
+    """
+    values = dict(settings)
+    config_class = check_new_config(values)
+    values.pop("model_type")
+    values.setdefault("vocab_size", num_ids)
+    longest = config_class.attribute_map.get("max_position_embeddings", "max_position_embeddings")
+    if longest in _keys(config_class) and "max_position_embeddings" not in values:
+        values.setdefault(longest, seq_len)
+    for name in ("bos_token_id", "eos_token_id"):
+        values.setdefault(name, end_of_text_id)
+    try:
+        config = config_class(**values)
+    except Exception as error:  # each transformers configuration raises its own kinds
+        raise ConfigError(f"model.new: transformers refuses it: {' '.join(str(error).split())}") from error
+    check_fit(config, num_ids=num_ids, seq_len=seq_len, key="model.new")
+    return config
+
+
+def check_new_config(settings: Mapping[str, Any]) -> Any:
+    """The configuration class of ``model.new``; needs no tokenizer, so it runs before any work is done.
+
+    Raises:
+        ConfigError: the type is not a causal language model, or a key is not one of its configuration.
+    """
+    model_type = settings["model_type"]
+    classes = {name: CONFIG_MAPPING[name] for name in CONFIG_MAPPING if name == model_type}
+    if not classes or classes[model_type] not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        families = "gpt_neox, gpt2, gptj, gpt_neo, opt, llama, mistral, qwen2, phi"
+        raise ConfigError(
+            f"model.new.model_type is {model_type!r}; it must be a causal language model of transformers: {families} …"
+        )
+    config_class = classes[model_type]
+    known = _keys(config_class)
+    for key in settings:
+        if key not in known | {"model_type"}:
+            raise ConfigError(f"model.new.{key}: unknown key of a {model_type} model (allowed: {', '.join(sorted(known))})")
+    return config_class
+
+
+def _keys(config_class: Any) -> set[str]:
+    """Keys the configuration of a model type has: its own parameters, their common names, and everyone's."""
+    own = {name for name in inspect.signature(config_class.__init__).parameters if name not in ("self", "args", "kwargs")}
+    return own | set(config_class().to_dict()) | set(config_class.attribute_map)
+
+
+def check_fit(config: Any, *, num_ids: int, seq_len: int, key: str) -> None:
+    """The tokenizer's ids have rows and the samples have positions.
+
+    Raises:
+        ConfigError: they have not.
+    """
+    if config.vocab_size < num_ids:
+        raise ConfigError(f"{key}: vocab_size is {config.vocab_size}; the tokenizer has {num_ids} ids")
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and seq_len > longest:
+        raise ConfigError(f"data.seq_len is {seq_len}; it must be at most {longest}, the longest position of the model ({key})")
+
+
+def config_of(checkpoint: Checkpoint) -> Any:
+    """The transformers configuration of an existing checkpoint.
+
+    Raises:
+        ConfigError: transformers knows no causal language model of this type.
+    """
+    values = dict(checkpoint.config)
+    model_type = values.pop("model_type")
+    if model_type not in CONFIG_MAPPING or CONFIG_MAPPING[model_type] not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(
+            f"{checkpoint.path / 'config.json'}: model_type {model_type!r} is not a causal language model of transformers"
+        )
+    return AutoConfig.for_model(model_type, **values)
+
+
+def build_empty(config: Any, dtype: torch.dtype, context: AbstractContextManager[Any]) -> PreTrainedModel:
+    """Build the model with unset weights, every parameter made inside ``context`` (DeepSpeed's, under ZeRO-3).
+
+    Buffers such as rotary tables are right already, in fp32 whatever ``dtype`` is.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(hf_init.no_init_weights())
+        stack.enter_context(prevent_arange_dtype_change())  # else zero.Init rounds rotary positions to bf16
+        stack.enter_context(context)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    model.tie_weights()
+    model.config.use_cache = False  # for training only; what is saved is the configuration from before
+    return model
+
+
+@torch.no_grad()
+def initialise(model: PreTrainedModel, gather: Gather, seed: int) -> None:
+    """Give every parameter its starting value by the model's own rules; equal for equal seeds, whatever the ranks.
+
+    Only the parameters of one module and of its direct children are whole at a time: transformers' rules reach no deeper.
+    """
+    torch.manual_seed(seed)
+
+    def visit(module: nn.Module, owner: PreTrainedModel) -> None:
+        for child in module.children():
+            visit(child, child if isinstance(child, PreTrainedModel) else owner)
+        near = [*module.parameters(recurse=False)]
+        for child in module.children():
+            near += child.parameters(recurse=False)
+        with gather(list(dict.fromkeys(near))) as writes:
+            if writes or not near:
+                owner._init_weights(module)
+
+    with hf_init.guard_torch_init_functions():
+        visit(model, model)
+
+
+@torch.no_grad()
+def fill(model: PreTrainedModel, read: Callable[[str], torch.Tensor], gather: Gather) -> None:
+    """Copy ``read(name)`` into every parameter, one whole at a time; only ranks that write read it."""
+    for name, parameter in model.named_parameters():
+        with gather([parameter]) as writes:
+            if writes:
+                parameter.copy_(read(name))
+
+
+def shapes_of(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    """Names and full shapes of all parameters, tied ones once, however they are partitioned."""
+    return {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
+
+
+def tied_names(model: PreTrainedModel) -> dict[str, str]:
+    """Alias -> the name under which the one parameter is stored."""
+    first: dict[int, str] = {id(p): name for name, p in model.named_parameters()}
+    everyone: Iterable[tuple[str, nn.Parameter]] = model.named_parameters(remove_duplicate=False)
+    return {name: first[id(p)] for name, p in everyone if first[id(p)] != name}
+
+
+def decay_groups(model: PreTrainedModel, weight_decay: float) -> list[dict[str, Any]]:
+    """Parameters for the optimizer: matrices and embeddings decay, vectors (biases, norms) do not."""
+    shapes = shapes_of(model)
+    decayed = [p for name, p in model.named_parameters() if p.requires_grad and len(shapes[name]) >= 2]
+    others = [p for name, p in model.named_parameters() if p.requires_grad and len(shapes[name]) < 2]
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def token_losses(logits_BLV: torch.Tensor, targets_BL: torch.Tensor) -> torch.Tensor:
+    """Sum over all targets of the negative log-likelihood, in fp32; targets of -100 do not count."""
+    return nn.functional.cross_entropy(
+        logits_BLV.flatten(0, 1).float(), targets_BL.flatten(), ignore_index=-100, reduction="sum"
+    )
+
+
+def saved_config(config: Any, dtype: torch.dtype) -> dict[str, Any]:
+    """``config.json`` of a checkpoint of this model."""
+    values: dict[str, Any] = config.to_dict()
+    values["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
+    values["dtype"] = str(dtype).removeprefix("torch.")
+    values["use_cache"] = True
+    return values
+
+
+def generation_defaults(config: Any, end_of_text_id: int) -> dict[str, Any]:
+    """``generation_config.json`` of a new model: where generation begins and ends."""
+    start = getattr(config, "bos_token_id", None)
+    return {"bos_token_id": end_of_text_id if start is None else start, "eos_token_id": end_of_text_id}

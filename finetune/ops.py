@@ -1,0 +1,122 @@
+"""DeepSpeed's C++ operations: whether they can be built, built once per environment, announced before it takes time.
+
+Each operation is built by one process, under a lock, in a folder of its own that is renamed when it is whole: a build that is
+killed leaves nothing that a later run would wait for or load.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from finetune import machine
+
+Say = Callable[[str], None]
+CPU_ADAM = "cpu_adam"
+_ABOUT = "about 20 to 60 s"
+_BUILD_LIMIT_SECONDS = 1200
+
+
+def extensions_folder() -> Path:
+    """Where built operations are kept: per versions and processor, since neither torch nor DeepSpeed looks at them.
+
+    Operations are cached under their name alone, so another DeepSpeed would overwrite them with ones that do not fit.
+    """
+    given = os.environ.get("TORCH_EXTENSIONS_DIR")
+    if given:
+        return Path(given)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    processor = hashlib.sha256(machine.cpu_flags().encode()).hexdigest()[:8]
+    python = f"py{sys.version_info.major}{sys.version_info.minor}"
+    versions = f"torch{machine.version_of('torch')}-deepspeed{machine.version_of('deepspeed')}"
+    return cache / "tessera" / "torch_extensions" / f"{versions}-{python}-{platform.machine()}-{processor}"
+
+
+def library_of(op: str) -> Path:
+    """The shared library of a built operation."""
+    return extensions_folder() / op / f"{op}.so"
+
+
+@dataclass(frozen=True, slots=True)
+class CpuAdam:
+    """Whether offloaded optimizers are DeepSpeed's CPU Adam."""
+
+    available: bool
+    reason: str
+    """Why not; empty if it is."""
+
+
+def ensure_cpu_adam(say: Say) -> CpuAdam:
+    """Find or build DeepSpeed's CPU Adam; a build is announced with what it is and about how long it takes."""
+    if library_of(CPU_ADAM).is_file():
+        if machine.compiler() is None:
+            say(f"no C++ compiler found; using DeepSpeed's CPU Adam as built before ({library_of(CPU_ADAM).parent})")
+        return CpuAdam(True, "")
+    missing = [
+        what
+        for what, found in (
+            ("no C++ compiler", machine.compiler()),
+            ("no ninja", machine.ninja()),
+            ("no Python.h", machine.python_headers()),
+        )
+        if found is None
+    ]
+    if missing:
+        return CpuAdam(False, f"{' and '.join(missing)} found to build DeepSpeed's CPU Adam")
+    return _build(CPU_ADAM, say)
+
+
+def _build(op: str, say: Say) -> CpuAdam:
+    folder = extensions_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if library_of(op).is_file():  # another run built it while this one waited
+            return CpuAdam(True, "")
+        say(
+            f"building DeepSpeed's CPU Adam for the offloaded optimizer with {machine.compiler()}: {_ABOUT}, "
+            f"once; kept in {folder}. DeepSpeed's shared-memory all-reduce is not built: training does not call it"
+        )
+        began = time.monotonic()
+        failure = _run_build(op, folder)
+        if failure is None:
+            say(f"built in {time.monotonic() - began:.0f} s")
+            return CpuAdam(True, "")
+        return CpuAdam(False, f"DeepSpeed's CPU Adam could not be built ({failure})")
+
+
+def _run_build(op: str, folder: Path) -> str | None:
+    """Build ``op`` into ``folder``; return why it failed."""
+    work = folder / f"building-{os.getpid()}"
+    log = folder / f"{op}.log"
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir()
+    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(work), "PATH": machine.search_path(), "DS_ACCELERATOR": "cpu"}
+    try:
+        with log.open("wb") as out:
+            command = [sys.executable, "-m", "finetune.engine", op]
+            subprocess.run(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                check=True,
+                timeout=_BUILD_LIMIT_SECONDS,
+            )
+        (work / op).rename(library_of(op).parent)
+    except (OSError, subprocess.SubprocessError) as error:
+        last = log.read_text(errors="replace").strip().splitlines()[-1:] if log.is_file() else []
+        return f"{last[0] if last else error}; all of it in {log}"
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return None

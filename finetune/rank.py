@@ -1,0 +1,110 @@
+"""One rank process: ``python -m finetune.rank RUN.json``. Started by ``finetune.launch``, never by hand.
+
+It is told its configuration in a file and, by one line on standard input once the data is ready, to go. It dies with the
+process that started it, and leaves the reason of its own end in ``<output>/logs/rank-N.error.json``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from finetune.config import TuneConfig
+from finetune.errors import ConfigError, FinetuneError
+from finetune.options import build
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends, however that ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the line above
+        sys.exit(1)
+
+
+def main(run_file: Path) -> int:
+    """Run one rank to its end; returns the exit code."""
+    die_with_parent(int(os.environ["TESSERA_PARENT"]))
+    rank = int(os.environ["RANK"])
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    job = json.loads(run_file.read_text(encoding="utf-8"))
+    config = build(TuneConfig, job["config"], {})
+    try:
+        _train(config, rank, stop)
+    except BaseException as error:
+        traceback.print_exc()
+        code = error.exit_code if isinstance(error, FinetuneError) else 1
+        _leave_reason(Path(config.run.output), rank, error, code)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # No clean-up that could wait for other ranks: threads of a torn process group may never end.
+        os._exit(code)
+    return 0
+
+
+def _train(config: TuneConfig, rank: int, stop: threading.Event) -> None:
+    import torch
+
+    device = _device(config, torch.cuda.is_available(), torch.cuda.device_count())
+    os.environ["DS_ACCELERATOR"] = device  # DeepSpeed decides when it is imported
+    from rich.console import Console
+
+    from finetune import engine, model, tune
+    from finetune.data.tokenise import Prepared
+
+    if config.model.new is not None:
+        model.check_new_config(config.model.new)
+    line = sys.stdin.readline()
+    if not line:
+        return  # the launcher gave up before training began
+    go: dict[str, Any] = json.loads(line)
+    if go["cpu_adam"] is not None:
+        engine.load_op("cpu_adam", Path(go["cpu_adam"]))
+    precision = config.run.precision
+    if precision == "auto":
+        precision = "bf16" if device == "cuda" else "fp32"
+    job = tune.Job(
+        config=config,
+        prepared=Prepared(**go["prepared"]),
+        device=engine.start_ranks(device, rank),
+        precision=precision,
+        cpu_adam=go["cpu_adam"] is not None,
+    )
+    with open(int(os.environ["TESSERA_CONSOLE_FD"]) if rank == 0 else os.devnull, "w", encoding="utf-8") as out:
+        width = int(os.environ.get("TESSERA_CONSOLE_WIDTH", "0")) or None
+        tune.run_rank(job, Console(file=out, width=width), stop.is_set)
+
+
+def _device(config: TuneConfig, has_cuda: bool, num_gpus: int) -> str:
+    device = config.run.device
+    if device == "auto":
+        return "cuda" if has_cuda and config.run.ranks <= num_gpus else "cpu"
+    if device == "cuda" and config.run.ranks > num_gpus:
+        raise ConfigError(
+            f"run.ranks is {config.run.ranks}; it must be at most {num_gpus}, the GPUs torch sees (run.device: cuda)"
+        )
+    return device
+
+
+def _leave_reason(output: Path, rank: int, error: BaseException, code: int) -> None:
+    reason = {
+        "time": time.time(),
+        "exit_code": code,
+        "expected": isinstance(error, FinetuneError),
+        "message": str(error) if isinstance(error, FinetuneError) else f"{type(error).__name__}: {error}",
+    }
+    (output / "logs" / f"rank-{rank}.error.json").write_text(json.dumps(reason), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,88 @@
+"""Finds the newest whole resume state of a run, checks that it belongs to this configuration, and gives it back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from checkpoint import Checkpoint, CheckpointError, open_checkpoint, resolve_latest
+from finetune.config import TuneConfig
+from finetune.data.tokenise import Prepared
+from finetune.engine import ZeroEngine
+from finetune.errors import ConfigError
+from finetune.folders import RESUME, step_folders
+from finetune.types import Progressed
+
+
+def settings_of(config: TuneConfig, prepared: Prepared, hf_config: Any) -> dict[str, Any]:
+    """What decides the course of a run: a resumed one must agree in all of it to be exact."""
+    shape = {key: value for key, value in hf_config.to_dict().items() if isinstance(value, int | float | str | bool)}
+    for name in ("transformers_version", "use_cache", "dtype"):
+        shape.pop(name, None)
+    return {
+        "data": prepared.fingerprint,
+        "data.seq_len": config.data.seq_len,
+        "data.seed": config.data.seed,
+        "samples of a step": config.step_samples,
+        "model": shape,
+    }
+
+
+class ResumeState:
+    """An open resume state."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        assert checkpoint.manifest is not None, "a resume state is written with a manifest"
+        extra = checkpoint.manifest.extra
+        try:
+            self.progressed = Progressed(**extra["progress"])
+            self._settings: Mapping[str, Any] = extra["settings"]
+        except (KeyError, TypeError) as error:
+            raise ConfigError(f"{checkpoint.path / 'manifest.json'}: is not a resume state of this release: {error}") from error
+
+    @property
+    def path(self) -> Path:
+        return self._checkpoint.path
+
+    def check(self, settings: Mapping[str, Any]) -> None:
+        """Refuse a state of another run.
+
+        Raises:
+            ConfigError: names what differs.
+        """
+        differing = [name for name, value in settings.items() if self._settings.get(name) != value]
+        if differing:
+            what = ", ".join(f"{name} (was {self._settings.get(name)!r}, is {settings[name]!r})" for name in differing)
+            raise ConfigError(
+                f"run.resume: {self.path} cannot be continued, since these differ: {what}; name another run.output"
+            )
+
+    def master(self, name: str) -> torch.Tensor:
+        """The fp32 weight called ``name`` by the model."""
+        return self._checkpoint.read(f"master.{name}")
+
+    def restore(self, engine: ZeroEngine) -> None:
+        """Set weights, moments, the optimizer's step and, if the saved run had this rank, its random state."""
+        engine.restore(self._checkpoint.read, self.progressed.adam_steps)
+        name = f"rng.{engine.device.type}.{engine.rank}"
+        if name in self._checkpoint.tensors:
+            engine.set_rng_state(self._checkpoint.read(name))
+
+
+def find_resume_state(output: Path) -> ResumeState | None:
+    """The newest whole resume state of the run in ``output``; ``None`` if there never was one.
+
+    Raises:
+        ConfigError: there are saves, but none is whole.
+    """
+    root = output / RESUME
+    if not step_folders(root):
+        return None
+    try:
+        return ResumeState(open_checkpoint(resolve_latest(root), verify="sha256"))
+    except CheckpointError as error:
+        raise ConfigError(f"run.resume: {root}: {error}") from error

@@ -1,0 +1,110 @@
+"""Writes what a run keeps: the served checkpoint and the resume state. Rank 0 writes; all ranks learn whether it worked.
+
+``<output>/checkpoints/step-…`` is a plain transformers folder. ``<output>/resume/step-…`` has the same layout and holds fp32
+weights, moments and random states under whole-tensor names: it belongs to no number of ranks and holds no pickle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from checkpoint import CheckpointWriter
+from finetune.engine import ZeroEngine
+from finetune.errors import RunError
+from finetune.folders import CHECKPOINTS, RESUME, prune
+from finetune.types import Progressed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keeper:
+    """Where and how a run saves."""
+
+    output: Path
+    config: Mapping[str, Any]
+    """``config.json`` of the served checkpoint."""
+    generation_config: Mapping[str, Any]
+    tokenizer_files: tuple[Path, ...]
+    dtype: torch.dtype
+    """Of the served weights."""
+    exact: bool
+    """Serve the optimizer's fp32 weights rather than those that compute."""
+    max_shard_bytes: int
+    keep: int
+    resume_state: bool
+    settings: Mapping[str, Any]
+    """What a resumed run must agree with; see ``finetune.resume``."""
+
+    def save(self, engine: ZeroEngine, progressed: Progressed) -> Path:
+        """Write both; then remove what is older than ``keep``. All ranks call it.
+
+        Raises:
+            RunError: on every rank, when rank 0 could not write; the saves before are untouched.
+        """
+        served = self._write(engine, CHECKPOINTS, progressed, lambda: engine.weights(self.dtype, exact=self.exact), {})
+        if self.resume_state:
+            states = engine.rng_states()
+            extra = {"progress": asdict(progressed), "settings": dict(self.settings)}
+            self._write(engine, RESUME, progressed, lambda: _resume_tensors(engine, states), extra)
+        if engine.rank == 0:
+            for root in (CHECKPOINTS, RESUME):
+                prune(self.output / root, self.keep)
+        return served
+
+    def _write(
+        self,
+        engine: ZeroEngine,
+        root: str,
+        progressed: Progressed,
+        tensors: Callable[[], Iterable[tuple[str, torch.Tensor | None]]],
+        extra: Mapping[str, Any],
+    ) -> Path:
+        """Gather on all ranks, write on rank 0. A failing disk ends the writing, not the gathering: the others would wait."""
+        writer: CheckpointWriter | None = None
+        failure: Exception | None = None
+        folder = self.output / root / f"step-{progressed.step:08d}"
+        if engine.rank == 0:
+            try:
+                writer = self._writer(root, progressed, extra)
+            except Exception as error:
+                failure = error
+        for name, tensor in tensors():
+            if writer is not None and failure is None and tensor is not None:
+                try:
+                    writer.add(name, tensor)
+                except Exception as error:
+                    failure = error
+        if writer is not None:
+            try:
+                folder = writer.commit() if failure is None else folder
+            except Exception as error:
+                failure = error
+            if failure is not None:
+                writer.abort()
+        if not engine.agree(failure is None):
+            raise RunError(f"{folder}: the save of step {progressed.step} failed: {failure or 'see rank 0'}") from failure
+        return folder
+
+    def _writer(self, root: str, progressed: Progressed, extra: Mapping[str, Any]) -> CheckpointWriter:
+        served = root == CHECKPOINTS
+        return CheckpointWriter(
+            self.output / root,
+            step=progressed.step,
+            config=self.config,
+            generation_config=self.generation_config if served else None,
+            tokenizer_files=self.tokenizer_files if served else (),
+            max_shard_bytes=self.max_shard_bytes,
+            extra=extra,
+        )
+
+
+def _resume_tensors(engine: ZeroEngine, rng_states: list[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor | None]]:
+    for name, tensor in engine.weights(torch.float32, exact=True):
+        yield f"master.{name}", tensor
+    yield from engine.moments()
+    for rank, state in enumerate(rng_states):
+        yield f"rng.{engine.device.type}.{rank}", state

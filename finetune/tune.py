@@ -1,0 +1,305 @@
+"""One rank's whole training run: model, data, loop, evaluations, saves, end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from rich.console import Console
+from transformers import PreTrainedModel
+
+from checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from finetune.config import TuneConfig
+from finetune.data.pack import SampleOrder, Share, TokenStream
+from finetune.data.tokenise import Prepared
+from finetune.data.tokenizer import TOKENIZER_FILES
+from finetune.engine import Microbatch, ZeroEngine
+from finetune.errors import ConfigError, NotFinite, RunError
+from finetune.folders import LOG
+from finetune.model import (
+    Gather,
+    check_fit,
+    config_of,
+    fill,
+    generation_defaults,
+    initialise,
+    new_config,
+    saved_config,
+    shapes_of,
+    tied_names,
+)
+from finetune.plot import draw_losses
+from finetune.progress import RunProgress
+from finetune.resume import ResumeState, find_resume_state, settings_of
+from finetune.saving import Keeper
+from finetune.schedule import Schedule, make_schedule
+from finetune.types import Progressed
+
+DTYPES: Final[Mapping[str, torch.dtype]] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+}
+NOT_FINITE_LIMIT = 3
+"""Skipped steps in a row that end a run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What the ranks are told once everything before training is ready."""
+
+    config: TuneConfig
+    prepared: Prepared
+    device: torch.device
+    precision: str
+    cpu_adam: bool
+
+
+def run_rank(job: Job, console: Console, should_stop: Callable[[], bool]) -> None:
+    """Train to the end of the schedule, or until ``should_stop`` or ``run.max_minutes`` says so, and save.
+
+    Args:
+        console: rank 0 writes its progress here.
+        should_stop: asked once per step; when true on any rank, all ranks save together and end.
+
+    Raises:
+        FinetuneError: the configuration, the model or the training is at fault.
+    """
+    began = time.monotonic()
+    run = _Run(job, console)
+    if run.finished:
+        if run.engine.rank == 0:
+            console.print(f"nothing to do: the schedule's {run.schedule.steps} steps are done", highlight=False)
+    else:
+        run.train(should_stop, began)
+    run.engine.close()
+
+
+class _Run:
+    """The state of a run on one rank. All its methods are collective."""
+
+    def __init__(self, job: Job, console: Console) -> None:
+        self.config, self._console = job.config, console
+        config, prepared = job.config, job.prepared
+        self._output = Path(config.run.output)
+        stream = TokenStream(Path(prepared.folder) / "train.bin", prepared.dtype, config.data.seq_len)
+        self._stream = stream
+        self._held_out = TokenStream(Path(prepared.folder) / "eval.bin", prepared.dtype, config.data.seq_len)
+        self._order = SampleOrder(stream.num_samples, config.data.seed)
+        self.schedule: Schedule = make_schedule(config, stream.num_samples)
+
+        source = _open_model(config)
+        hf_config = _hf_config(config, prepared, source)
+        settings = settings_of(config, prepared, hf_config)
+        kept_config = saved_config(hf_config, dtype := _saved_dtype(config, job.precision))
+        state = find_resume_state(self._output) if config.run.resume == "auto" else None
+        if state is not None:
+            state.check(settings)
+        self.engine = ZeroEngine(
+            config,
+            hf_config,
+            _filler(config, source, state),
+            device=job.device,
+            precision=job.precision,
+            cpu_adam=job.cpu_adam,
+        )
+        self._share = Share(self.engine.rank, self.engine.world_size, config.batch.micro, config.accumulation)
+        self._progressed = Progressed(step=0, samples=0, tokens=0, adam_steps=0, skipped_in_a_row=0)
+        # Dropout differs between ranks; it starts here, so that building the model does not move it.
+        torch.manual_seed(config.run.seed + 1 + self.engine.rank)
+        if state is not None:
+            state.restore(self.engine)
+            self._progressed = state.progressed
+        self._last_save: Path | None = None if state is None else state.path
+        files = (prepared.tokenizer_folder / name for name in TOKENIZER_FILES)
+        inherited = dict(source.generation_config) if source is not None else {}
+        self._keeper = Keeper(
+            output=self._output,
+            config=kept_config,
+            generation_config=inherited or generation_defaults(hf_config, prepared.end_of_text_id),
+            tokenizer_files=tuple(file for file in files if file.is_file()),
+            dtype=dtype,
+            exact=config.save.dtype == "float32",
+            max_shard_bytes=config.save.max_shard_mib << 20,
+            keep=config.save.keep,
+            resume_state=config.save.resume_state,
+            settings=settings,
+        )
+        if self.engine.rank == 0:
+            self._introduce(job, state)
+
+    @property
+    def finished(self) -> bool:
+        return self._progressed.step >= self.schedule.steps
+
+    def _introduce(self, job: Job, state: ResumeState | None) -> None:
+        count = sum(torch.Size(shape).numel() for shape in shapes_of(self.engine.model).values())
+        offload = [f"{what} on cpu" for what in ("optimizer", "parameters") if getattr(self.config.offload, what) == "cpu"]
+        parts = [
+            f"{self.config.model.new['model_type'] if self.config.model.new else self.config.model.path}, {count:,} parameters",
+            f"ZeRO-{self.config.zero.stage}{' with ' + ' and '.join(offload) if offload else ''}",
+            f"{self.engine.world_size} rank{'s' if self.engine.world_size > 1 else ''} on {job.device.type}, {job.precision}",
+            f"{self._stream.num_tokens:,} tokens",
+            f"{self.schedule.steps} steps of {self._share.step_samples} x {self.config.data.seq_len} tokens",
+        ]
+        self._console.print("; ".join(parts), highlight=False, soft_wrap=True)
+        if state is not None:
+            self._console.print(f"resumed at step {self._progressed.step} from {state.path}", highlight=False, soft_wrap=True)
+
+    # -- the loop
+
+    def train(self, should_stop: Callable[[], bool], began: float) -> None:
+        """Step until the schedule ends or someone stops the run; the last step is always saved."""
+        if self.engine.rank != 0:
+            self._loop(None, should_stop, began)
+            return
+        log = self.config.log
+        started = self._progressed
+        with RunProgress(self._console, self._output, log, steps=self.schedule.steps, done=started.step) as progress:
+            clock = time.monotonic()
+            self._loop(progress, should_stop, began)
+            seconds = time.monotonic() - clock
+        self._summarise(seconds, self._progressed.tokens - started.tokens)
+
+    def _loop(self, progress: RunProgress | None, should_stop: Callable[[], bool], began: float) -> None:
+        limit = self.config.run.max_minutes
+        saved_at = -1
+        while not self.finished:
+            stop = should_stop() or (limit is not None and time.monotonic() - began >= limit * 60)
+            stopping = self._step(progress, stop)
+            step = self._progressed.step
+            ending = stopping or self.finished
+            if ending or _due(step, self.config.eval.every):
+                self._evaluate(progress)
+            if ending or _due(step, self.config.save.every):
+                self._save(progress)
+                saved_at = step
+            if stopping and not self.finished:
+                if progress is not None:
+                    progress.note(f"stopped after step {step} of {self.schedule.steps}; --resume goes on from here")
+                break
+        assert saved_at == self._progressed.step, "the last step of a run is always saved"
+
+    def _step(self, progress: RunProgress | None, stop: bool) -> bool:
+        done = self._progressed
+        rate = self.schedule.rate(done.step)
+        outcome = self.engine.train_step(self._microbatches(done.samples), rate, stop=stop)
+        self._progressed = Progressed(
+            step=done.step + 1,
+            samples=done.samples + self._share.step_samples,
+            tokens=done.tokens + outcome.num_targets,
+            adam_steps=self.engine.adam_steps,
+            skipped_in_a_row=done.skipped_in_a_row + 1 if outcome.skipped else 0,
+        )
+        if progress is not None:
+            progress.step(self._progressed.step, outcome, rate, self._progressed.tokens)
+        if self._progressed.skipped_in_a_row >= NOT_FINITE_LIMIT:
+            last = self._last_save or "none was saved yet"
+            raise NotFinite(
+                f"the {outcome.skipped} was not a finite number {NOT_FINITE_LIMIT} steps in a row, last at step "
+                f"{self._progressed.step}; last good checkpoint: {last}. Lower optimizer.lr, or look at the data of these steps"
+            )
+        return outcome.stop
+
+    def _microbatches(self, first_sample: int) -> list[Microbatch]:
+        batches = []
+        for position in self._share.positions(first_sample):
+            inputs, targets = self._stream.samples(self._order.at(position, self._share.micro))
+            batches.append((torch.from_numpy(inputs), torch.from_numpy(targets)))
+        return batches
+
+    def _evaluate(self, progress: RunProgress | None) -> None:
+        batches = _eval_batches(self._held_out, self._share, self.config.eval.samples)
+        if not batches:
+            return
+        loss_sum, count = self.engine.evaluate(batches)
+        if progress is not None:
+            progress.evaluation(self._progressed.step, loss_sum / max(1, count))
+
+    def _save(self, progress: RunProgress | None) -> None:
+        began = time.monotonic()
+        try:
+            path = self._keeper.save(self.engine, self._progressed)
+        except RunError as error:
+            raise RunError(f"{error}; last good save: {self._last_save or 'none'}") from error
+        self._last_save = path
+        if progress is not None:
+            progress.saved(self._progressed.step, path, time.monotonic() - began)
+
+    def _summarise(self, seconds: float, tokens: int) -> None:
+        if self.config.log.plot:
+            draw_losses(self._output / LOG, self._output / "loss.png")
+        say = self._console.print
+        say(f"done: {tokens:,} tokens in {seconds:.0f} s, {tokens / max(seconds, 1e-9):,.0f} tokens/s", highlight=False)
+        say(f"checkpoint: {self._last_save}", highlight=False, soft_wrap=True)
+        say(f"serve it:   tessera-serve --model {self._last_save}", highlight=False, soft_wrap=True)
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _eval_batches(stream: TokenStream, share: Share, limit: int) -> list[Microbatch]:
+    """This rank's part of the held-out samples: as many batches on every rank, filled up with targets that do not count."""
+    count = stream.num_samples if limit == 0 else min(limit, stream.num_samples)
+    per_round = share.ranks * share.micro
+    batches: list[Microbatch] = []
+    for first in range(share.rank * share.micro, -(-count // per_round) * per_round, per_round):
+        wanted = torch.arange(first, first + share.micro)
+        inputs, targets = map(torch.from_numpy, stream.samples(wanted.clamp(max=count - 1).numpy()))
+        targets[wanted >= count] = -100
+        batches.append((inputs, targets))
+    return batches
+
+
+def _saved_dtype(config: TuneConfig, precision: str) -> torch.dtype:
+    return DTYPES[precision if config.save.dtype == "auto" else config.save.dtype]
+
+
+def _open_model(config: TuneConfig) -> Checkpoint | None:
+    if config.model.path is None:
+        return None
+    try:
+        return open_checkpoint(Path(config.model.path).expanduser())
+    except CheckpointError as error:
+        raise ConfigError(f"model.path: {config.model.path}: {error}") from error
+
+
+def _hf_config(config: TuneConfig, prepared: Prepared, source: Checkpoint | None) -> Any:
+    if source is None:
+        assert config.model.new is not None, "ModelConfig holds exactly one of the two"
+        return new_config(
+            config.model.new,
+            num_ids=prepared.num_ids,
+            seq_len=config.data.seq_len,
+            end_of_text_id=prepared.end_of_text_id,
+        )
+    hf_config = config_of(source)
+    check_fit(hf_config, num_ids=prepared.num_ids, seq_len=config.data.seq_len, key="model.path")
+    return hf_config
+
+
+def _filler(
+    config: TuneConfig, source: Checkpoint | None, state: ResumeState | None
+) -> Callable[[PreTrainedModel, Gather], None]:
+    """How the new model gets its weights: a resumed run's, the given checkpoint's, or starting values."""
+    if state is not None:
+        return lambda model, gather: fill(model, state.master, gather)
+    if source is None:
+        return lambda model, gather: initialise(model, gather, config.run.seed)
+
+    def from_checkpoint(model: PreTrainedModel, gather: Gather) -> None:
+        tied = tied_names(model)
+        try:
+            source.check_tensors(shapes_of(model), tied=tied)
+            fill(model, lambda name: source.read(source.resolve(name, tied), dtype=torch.float32), gather)
+        except CheckpointError as error:
+            raise ConfigError(f"model.path: {config.model.path}: {error}") from error
+
+    return from_checkpoint
