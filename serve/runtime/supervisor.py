@@ -157,8 +157,8 @@ class Supervisor:
                 break
             failures = 1 if did_work else failures + 1
             if failures > self._config.max_restarts_in_a_row:
-                fatal = RankStartError(f"the engine failed {failures} times without completing a step; at last: {error}")
-                self._listener.gave_up(fatal)
+                limit = f"{failures - 1} restarts without a completed step, the limit of supervisor.max_restarts_in_a_row"
+                self._listener.gave_up(RankStartError(f"the engine failed after {limit}; at last: {error}"))
                 break
             _log.warning("restarting the engine in %.1f s (%s)", _backoff_seconds(failures), error)
             self._metrics.engine_restarted()
@@ -177,6 +177,7 @@ class Supervisor:
         """Start the ranks, serve, and clear up. Returns why it ended and whether a step succeeded."""
         engine: Engine | None = None
         error: StartError = RankStartError("the engine stopped")
+        _log.info("loading the model: %s", self._model)
         try:
             facts = life.group.start()
             engine = self._make_engine(facts, life.group)

@@ -72,6 +72,8 @@ class FakeRanks:
         """Cleared: steps wait."""
         self.in_step = threading.Event()
         """Set while a step waits."""
+        self.step_seconds = 0.0
+        """How long each step takes."""
         self.cause: str | None = None
         self.num_steps = 0
         self.num_closes = 0
@@ -95,6 +97,8 @@ class FakeRanks:
             if self._closed.is_set():
                 break
         self.in_step.clear()
+        if self.step_seconds:
+            self._closed.wait(self.step_seconds)
         if self._closed.is_set() or self.cause is not None:
             raise ExecutorDied(self.cause or "closed")
         if self.step_error is not None:

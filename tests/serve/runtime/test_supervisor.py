@@ -101,7 +101,10 @@ async def test_ranks_that_never_complete_a_step_are_given_up(monkeypatch: pytest
         error = await b.gateway.until_given_up()
         assert isinstance(error, RankStartError)
         assert error.exit_code == 1
-        assert "3 times without completing a step; at last: rank 0 died: exit code 1" in str(error)
+        assert (
+            "after 2 restarts without a completed step, the limit of supervisor.max_restarts_in_a_row; at last: rank 0 died"
+            in str(error)
+        )
         assert b.gateway.state is State.DOWN
         assert len(b.groups) == 3
 

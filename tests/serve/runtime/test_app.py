@@ -1,0 +1,163 @@
+"""The server as a process: its one line, its ports, its signals, its exit codes."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import pytest
+
+from serve.v1 import inference_pb2, inference_pb2_grpc
+from tests.serve.runtime.ranks import expected_ids
+
+PATIENCE_SECONDS = 30
+
+
+@dataclass
+class Process:
+    """A server in a process of its own."""
+
+    process: subprocess.Popen[str]
+    lines: queue.SimpleQueue[str] = field(default_factory=queue.SimpleQueue)
+
+    def ready_line(self) -> dict[str, str]:
+        """The words ``name=value`` of the start-up line."""
+        line = self.lines.get(timeout=PATIENCE_SECONDS)
+        assert line.startswith("tessera ready "), line
+        return dict(word.split("=", 1) for word in line.split()[2:])
+
+    def until_log(self, text: str) -> None:
+        """Wait until standard error has a line with ``text``."""
+        assert self.process.stderr is not None
+        assert any(text in line for line in iter(self.process.stderr.readline, "")), f"the log never said {text!r}"
+
+    def end(self) -> tuple[int, str]:
+        """(exit code, the rest of standard error)."""
+        assert self.process.stderr is not None
+        log = self.process.stderr.read()
+        return self.process.wait(PATIENCE_SECONDS), log
+
+
+@contextlib.contextmanager
+def serving(mode: str, folder: Path, *arguments: str) -> Iterator[Process]:
+    (folder / "config.json").write_text('{"model_type": "gpt_neox"}', encoding="utf-8")
+    command = [sys.executable, "-m", "tests.serve.runtime.fake_server", mode, "--model", str(folder), "--port", "0"]
+    with subprocess.Popen(
+        [*command, "--metrics-port", "0", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        made = Process(process)
+        reader = threading.Thread(target=_read_lines, args=(made,), daemon=True)
+        reader.start()
+        try:
+            yield made
+        finally:
+            process.kill()
+            process.wait(PATIENCE_SECONDS)
+            reader.join()
+
+
+def _read_lines(made: Process) -> None:
+    assert made.process.stdout is not None
+    for line in made.process.stdout:
+        made.lines.put(line)
+
+
+def ask(tokens: int) -> inference_pb2.GenerateRequest:
+    return inference_pb2.GenerateRequest(
+        token_ids={"ids": [5, 6, 7]},
+        stopping={"max_new_tokens": tokens, "ignore_eos": True},
+        response={"token_ids": True},
+    )
+
+
+def ids_in(events: list[inference_pb2.GenerateEvent]) -> tuple[int, ...]:
+    return tuple(id_ for event in events for id_ in event.delta.token_ids)
+
+
+def test_a_server_says_where_it_is_and_drains_on_sigterm(tmp_path: Path) -> None:
+    with serving("slow", tmp_path, "--tensor-parallel-size", "2", "--model-name", "tiny") as server:
+        ready = server.ready_line()
+        assert (ready["model"], ready["tp"], ready["dtype"], ready["kv_blocks"]) == ("tiny", "2", "float32", "2000")
+        with urllib.request.urlopen(ready["metrics"], timeout=PATIENCE_SECONDS) as response:
+            assert "tessera_engine_up 1.0" in response.read().decode()
+        with grpc.insecure_channel(ready["grpc"]) as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            call = stub.GenerateStream(ask(tokens=40))
+            events = [next(call), next(call)]
+            server.process.send_signal(signal.SIGTERM)
+            server.until_log("draining")
+            with pytest.raises(grpc.RpcError) as refused:
+                stub.Generate(ask(tokens=1))
+            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+            events += list(call)
+            assert ids_in(events) == expected_ids((5, 6, 7), 40), "the call in flight was lost"
+        code, log = server.end()
+        assert code == 0, log
+        assert server.lines.empty(), "there is one line on standard output"
+
+
+def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
+    with serving("slow", tmp_path) as server:
+        with grpc.insecure_channel(server.ready_line()["grpc"]) as channel:
+            call = inference_pb2_grpc.InferenceStub(channel).GenerateStream(ask(tokens=9_000))
+            next(call)
+            server.process.send_signal(signal.SIGINT)
+            server.until_log("draining")
+            server.process.send_signal(signal.SIGINT)
+            with pytest.raises(grpc.RpcError) as ended:
+                list(call)
+            assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+        code, log = server.end()
+        assert code == 0, log
+
+
+def test_a_signal_while_the_model_loads_ends_with_0(tmp_path: Path) -> None:
+    with serving("loading", tmp_path, "--log-level", "debug") as server:
+        server.until_log("loading the model")
+        server.process.send_signal(signal.SIGTERM)
+        code, log = server.end()
+        assert code == 0, log
+        assert server.lines.empty(), "it was never ready"
+
+
+def test_a_server_that_cannot_go_on_ends_with_1(tmp_path: Path) -> None:
+    with serving("dying", tmp_path, "--max-restarts-in-a-row", "0") as server:
+        with grpc.insecure_channel(server.ready_line()["grpc"]) as channel, pytest.raises(grpc.RpcError) as ended:
+            inference_pb2_grpc.InferenceStub(channel).Generate(ask(tokens=4))
+        assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+        code, log = server.end()
+        assert code == 1
+        assert log.splitlines()[-1] == (
+            "tessera-serve: the engine failed after 0 restarts without a completed step, "
+            "the limit of supervisor.max_restarts_in_a_row; at last: rank 0 died: signal SIGKILL"
+        )
+
+
+def test_a_port_that_is_taken_ends_with_2(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        for flag in ("--port", "--metrics-port"):
+            with serving("slow", tmp_path, flag, port) as server:
+                code, log = server.end()
+                assert code == 2
+                assert "Traceback" not in log
+                assert log.splitlines()[-1].startswith(f"tessera-serve: rpc.{flag[2:].replace('-', '_')}: ")
+
+
+def test_a_folder_that_is_not_there_ends_with_2(tmp_path: Path) -> None:
+    with serving("slow", tmp_path, "--model", str(tmp_path / "nothing")) as server:
+        code, log = server.end()
+        assert code == 2
+        assert log.splitlines() == [f"tessera-serve: model.path is {str(tmp_path / 'nothing')!r}; it must exist"]
