@@ -63,6 +63,7 @@ class _Maker:
     """A callable without a dictionary, so that a pickle can neither change it nor reach a function's insides through it."""
 
     __slots__ = ("_make",)
+    _make: Callable[..., Any]
 
     def __init__(self, make: Callable[..., Any]) -> None:
         object.__setattr__(self, "_make", make)
@@ -184,7 +185,7 @@ def _check_operations(data: bytes) -> None:
         if operation.name not in _OPERATIONS:
             raise _Refused(f"the pickle uses the operation {operation.name}, which no table of tensors needs")
         # Memo slots are numbered as they are made; a far number would make the machine allocate up to there.
-        if operation.name in ("BINPUT", "LONG_BINPUT") and int(argument) > number:
+        if operation.name in ("BINPUT", "LONG_BINPUT") and int(argument or 0) > number:
             raise _Refused(f"the pickle uses memo slot {argument} at operation {number}")
         end = (position or 0) + 1
     if end != len(data):

@@ -44,7 +44,8 @@ class ShardWriter:
         """Append one tensor, opening the next shard where this one is full; copied from its device piece by piece."""
         num_bytes = tensor.numel() * tensor.element_size()
         end = self._data_bytes + num_bytes
-        entry = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [self._data_bytes, end]}
+        dtype = DTYPE_NAMES[tensor.dtype]
+        entry = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [self._data_bytes, end]}
         # Twenty digits in place of shorter offsets: an upper bound that does not depend on where the tensor comes to lie.
         entry_bytes = len(json.dumps({name: entry})) + 40
         if entry_bytes > HEADER_BYTES // 2:
@@ -57,9 +58,9 @@ class ShardWriter:
         fd, path = self._open_shard()
         self._header_used += entry_bytes
         self._header[name] = entry
-        self._tensors[name] = (len(self._done), entry["dtype"], tuple(tensor.shape))
+        self._tensors[name] = (len(self._done), dtype, tuple(tensor.shape))
         for piece in _pieces(tensor.detach()):
-            with memoryview(piece.view(torch.uint8).numpy()) as view:
+            with piece.view(torch.uint8).numpy().data as view:
                 self._disk.write(fd, path, view, HEADER_BYTES + self._data_bytes)
             self._data_bytes += piece.numel() * piece.element_size()
 

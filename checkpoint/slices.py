@@ -125,7 +125,7 @@ def _fill(fd: int, file: str, region: _Region, target: torch.Tensor, buffer: tor
 def _read_region(fd: int, file: str, region: _Region, flat: torch.Tensor) -> None:
     """Read ``region`` in its own order into ``flat``, a contiguous CPU tensor of the stored dtype."""
     run_bytes, outer = _runs(region)
-    with memoryview(flat.view(torch.uint8).numpy()) as view:
+    with flat.view(torch.uint8).numpy().data as view:
         place = 0
         for offset in _offsets(region.offset_bytes, outer):
             _read_into(fd, file, view[place : place + run_bytes], offset)
