@@ -117,4 +117,6 @@ def check_rope(config: PretrainedConfig) -> None:
     rope = getattr(config, "rope_parameters", None) or {}
     kind = rope.get("rope_type", "default")
     if kind in ("dynamic", "longrope"):
-        raise ConfigError(f"config.json: rope_type is {kind!r}, whose angles depend on the longest sequence of a batch; it is not served")
+        raise ConfigError(
+            f"config.json: rope_type is {kind!r}, whose angles depend on the longest sequence of a batch; it is not served"
+        )

@@ -23,7 +23,7 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
 
 def pack(weight_OI: Tensor, bias_O: Tensor | None) -> Matmul:
     """Pack a weight; the plain one can be dropped afterwards. Only where ``can_pack`` says so."""
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI.to_mkldnn(), None)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI, None)
 
     def matmul(x: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, packed, bias_O, "none", [], "")  # type: ignore[no-any-return]

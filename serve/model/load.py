@@ -136,7 +136,9 @@ def _linear_from_conv1d(model: nn.Module) -> frozenset[str]:
 class SliceReader:
     """Reads this rank's part of each parameter, in the model's type, onto its device."""
 
-    def __init__(self, checkpoint: Checkpoint, blueprint: Blueprint, shards: Mapping[str, ShardOf], device: torch.device) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, blueprint: Blueprint, shards: Mapping[str, ShardOf], device: torch.device
+    ) -> None:
         self._checkpoint = checkpoint
         self._blueprint = blueprint
         self._shards = shards
@@ -157,12 +159,19 @@ class SliceReader:
 
     def _read(self, name: str, index: tuple[slice, ...] | None) -> Tensor:
         try:
-            return self._checkpoint.read(self._checkpoint.resolve(name), index, dtype=self._blueprint.dtype, device=self._device)
+            return self._checkpoint.read(
+                self._checkpoint.resolve(name), index, dtype=self._blueprint.dtype, device=self._device
+            )
         except CheckpointError as error:
             raise ConfigError(str(error)) from error
 
 
-def fill(model: PreTrainedModel, reader: SliceReader, device: torch.device, on_linear: Callable[[nn.Module, Tensor, Tensor | None], bool]) -> None:
+def fill(
+    model: PreTrainedModel,
+    reader: SliceReader,
+    device: torch.device,
+    on_linear: Callable[[nn.Module, Tensor, Tensor | None], bool],
+) -> None:
     """Give every parameter and buffer of a model on ``meta`` its memory and its values.
 
     ``on_linear`` is offered each linear layer's weight and bias as soon as they are read; where it returns True it has taken

@@ -99,7 +99,9 @@ class SequenceTable:
         return torch.tensor(values, dtype=dtype, device=self._device)
 
 
-def _prompt_rows(spans: tuple[Span, ...], states: list[SequenceState], starts: list[int]) -> list[tuple[SequenceState, int, int, int]]:
+def _prompt_rows(
+    spans: tuple[Span, ...], states: list[SequenceState], starts: list[int]
+) -> list[tuple[SequenceState, int, int, int]]:
     rows = []
     for i, (span, state) in enumerate(zip(spans, states, strict=True)):
         if state.start.prompt_logprobs is None:

@@ -87,7 +87,7 @@ class RankExecutor:
             command = [sys.executable, "-m", "serve.worker.rank_loop", str(number), str(theirs.fileno()), str(their_pulse.fileno()),
                        str(self._folder / "rendezvous")]  # fmt: skip
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno(), pass_fds=(theirs.fileno(), their_pulse.fileno()),
+                command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=(theirs.fileno(), their_pulse.fileno()),
                 env=_environment(number, size, self._config.model.device),
             )  # fmt: skip
         our_pulse.setblocking(False)
@@ -103,7 +103,9 @@ class RankExecutor:
             while len(facts) < len(self._ranks) and not failures:
                 ready = selector.select(timeout=max(0.0, deadline - time.monotonic()))
                 if not ready:
-                    raise RankStartError(f"the ranks were not ready within {self._config.supervisor.start_timeout_seconds:.0f} s")
+                    raise RankStartError(
+                        f"the ranks were not ready within {self._config.supervisor.start_timeout_seconds:.0f} s"
+                    )
                 for key, _ in ready:
                     rank = key.data
                     selector.unregister(rank.steps)
@@ -203,7 +205,9 @@ def _environment(number: int, size: int, device: str) -> dict[str, str]:
         "NCCL_SOCKET_IFNAME": "lo",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")))),
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, (str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")))
+        ),
     }
 
 

@@ -108,7 +108,9 @@ def shard(model: PreTrainedModel, family: Family, ranks: Ranks) -> Mapping[str, 
     from deepspeed.module_inject.layers import VocabParallelEmbedding
 
     def spec(names: tuple[str, ...], kind: PartitionType, **options: Any) -> TPLayerSpec:
-        return TPLayerSpec(patterns=[rf".*\b{name.replace('.', chr(92) + '.')}\.weight$" for name in names], partition_type=kind, **options)
+        return TPLayerSpec(
+            patterns=[rf".*\b{name.replace('.', chr(92) + '.')}\.weight$" for name in names], partition_type=kind, **options
+        )
 
     thirds = family.fused_thirds
     plain_columns = tuple(name for name in family.column if name not in thirds)

@@ -63,6 +63,7 @@ def _load(config: ServerConfig, rank: int, rendezvous: Path, steps: socket.socke
         from serve.worker.runner import Runner
 
         device = _device(config.model.device, rank)
+        os.environ["DS_ACCELERATOR"] = device.type  # DeepSpeed guesses otherwise, and warns that it does
         size = config.model.tensor_parallel_size
         torch.set_grad_enabled(False)
         model, ranks = load_rank(
@@ -98,7 +99,9 @@ def _device(wanted: str, rank: int):  # type: ignore[no-untyped-def]
     if wanted == "cpu" or not available:
         return torch.device("cpu")
     if rank >= torch.cuda.device_count():
-        raise ConfigError(f"model.tensor_parallel_size asks for rank {rank}; there are {torch.cuda.device_count()} CUDA devices")
+        raise ConfigError(
+            f"model.tensor_parallel_size asks for rank {rank}; there are {torch.cuda.device_count()} CUDA devices"
+        )
     return torch.device("cuda", rank)
 
 

@@ -33,13 +33,17 @@ def sample(logits_RV: Tensor, states: Sequence[SequenceState]) -> tuple[list[Sam
     peaks_R, greedy_R = logits_RV.max(dim=1)
     finite = peaks_R.isfinite().tolist()
     raw_logprobs = {
-        row: _Logprobs(logits_RV[row].clone()) for row, state in enumerate(states) if state.start.logprobs is not None and finite[row]
+        row: _Logprobs(logits_RV[row].clone())
+        for row, state in enumerate(states)
+        if state.start.logprobs is not None and finite[row]
     }
     changed = [row for row, state in enumerate(states) if finite[row] and _adjust(logits_RV[row], state)]
     if changed:
         peaks_R, greedy_R = logits_RV.max(dim=1)
     greedy, possible = greedy_R.tolist(), peaks_R.isfinite().tolist()
-    drawn = _draw(logits_RV, [row for row, state in enumerate(states) if state.start.sampling.temperature > 0 and possible[row]], states)
+    drawn = _draw(
+        logits_RV, [row for row, state in enumerate(states) if state.start.sampling.temperature > 0 and possible[row]], states
+    )
 
     sampled: list[Sampled] = []
     faults: list[SequenceFault] = []
@@ -48,7 +52,9 @@ def sample(logits_RV: Tensor, states: Sequence[SequenceState]) -> tuple[list[Sam
         if not finite[row]:
             faults.append(SequenceFault(sequence=sequence, message="the model's logits are not finite"))
         elif not possible[row]:
-            faults.append(SequenceFault(sequence=sequence, message="allowed_ids, banned_ids and min_new_tokens leave no token to sample"))
+            faults.append(
+                SequenceFault(sequence=sequence, message="allowed_ids, banned_ids and min_new_tokens leave no token to sample")
+            )
         else:
             token = drawn.get(row, greedy[row])
             wanted = state.start.logprobs
@@ -72,11 +78,15 @@ class _Logprobs:
         return TokenLogprob(token, float(own) - self._normaliser, rank, top)
 
 
-def prompt_logprobs(logits_RV: Tensor, sequence: SequenceId, first: int, targets: Sequence[int], num_top: int) -> PromptLogprobs:
+def prompt_logprobs(
+    logits_RV: Tensor, sequence: SequenceId, first: int, targets: Sequence[int], num_top: int
+) -> PromptLogprobs:
     """Logprobs of the tokens that follow R neighbouring prompt positions; ``first`` is the position of the first target."""
     rows = (_Logprobs(row) for row in logits_RV.float())
     return PromptLogprobs(
-        sequence=sequence, first=first, logprobs=tuple(row.of(target, num_top) for row, target in zip(rows, targets, strict=True))
+        sequence=sequence,
+        first=first,
+        logprobs=tuple(row.of(target, num_top) for row, target in zip(rows, targets, strict=True)),
     )
 
 
@@ -135,11 +145,14 @@ def _draw(logits_RV: Tensor, rows: list[int], states: Sequence[SequenceState]) -
         if p.top_k or p.top_p < 1.0 or p.typical_p < 1.0:
             _truncate(logits_NV[n], p)
     mass_NV = torch.exp(logits_NV).double().cumsum(dim=1)
-    uniform = [_uniform(p.seed, states[row].start.index, states[row].num_output_tokens) for p, row in zip(params, rows, strict=True)]
-    target_N1 = torch.tensor(uniform, dtype=torch.float64, device=logits_RV.device)[:, None] * mass_NV[:, -1:]
+    uniform = [
+        _uniform(p.seed, states[row].start.index, states[row].num_output_tokens) for p, row in zip(params, rows, strict=True)
+    ]
+    total_N1 = mass_NV[:, -1:].contiguous()
+    target_N1 = torch.tensor(uniform, dtype=torch.float64, device=logits_RV.device)[:, None] * total_N1
     chosen_N = torch.searchsorted(mass_NV, target_N1, right=True).squeeze(1)
     # u * total may round up to the total, one past the last token with any mass.
-    last_N = torch.searchsorted(mass_NV, mass_NV[:, -1:]).squeeze(1)
+    last_N = torch.searchsorted(mass_NV, total_N1).squeeze(1)
     return dict(zip(rows, torch.minimum(chosen_N, last_N).tolist(), strict=True))
 
 
@@ -187,6 +200,8 @@ def _typical(values: Tensor, ids: Tensor, typical_p: float) -> tuple[Tensor, Ten
 def _uniform(seed: int, index: int, position: int) -> float:
     """A number in [0, 1) that depends on its arguments alone."""
     digest = hashlib.blake2b(
-        seed.to_bytes(8, "little") + index.to_bytes(4, "little") + position.to_bytes(8, "little"), digest_size=8, person=b"tessera"
+        seed.to_bytes(8, "little") + index.to_bytes(4, "little") + position.to_bytes(8, "little"),
+        digest_size=8,
+        person=b"tessera",
     ).digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53

@@ -113,7 +113,8 @@ def decode_result(payload: bytes) -> StepResult:
         step=step,
         sampled=tuple(Sampled(sequence=q, token_id=t, logprob=TokenLogprob(*p) if p else None) for q, t, p in sampled),
         prompt_logprobs=tuple(
-            PromptLogprobs(sequence=q, first=first, logprobs=tuple(TokenLogprob(*p) for p in values)) for q, first, values in prompts
+            PromptLogprobs(sequence=q, first=first, logprobs=tuple(TokenLogprob(*p) for p in values))
+            for q, first, values in prompts
         ),
         faults=tuple(SequenceFault(sequence=q, message=message) for q, message in faults),
     )

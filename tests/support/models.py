@@ -64,22 +64,33 @@ def build(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
 @cache
 def tokenizer(vocabulary: int = VOCABULARY) -> Tokenizer:
     """A byte-level BPE over a little text; id 0 is ``<|endoftext|>``."""
-    text = ["def read_config(path):\n    return open(path).read()\n", "the quick brown fox jumps over the lazy dog. " * 3, "naïve café 日本語 🙂"]
+    text = [
+        "def read_config(path):\n    return open(path).read()\n",
+        "the quick brown fox jumps over the lazy dog. " * 3,
+        "naïve café 日本語 🙂",
+    ]
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     bpe.train_from_iterator(
         text,
         trainers.BpeTrainer(
-            vocab_size=vocabulary, special_tokens=["<|endoftext|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+            vocab_size=vocabulary,
+            special_tokens=["<|endoftext|>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
         ),
     )
     return bpe
 
 
-def save(family: str, folder: Path, *, seed: int = 0, with_tokenizer: bool = True, max_shard_size: str = "5GB", **changes: Any) -> Path:
+def save(
+    family: str, folder: Path, *, seed: int = 0, with_tokenizer: bool = True, max_shard_size: str = "5GB", **changes: Any
+) -> Path:
     """Save ``build``'s model into a folder, and a tokenizer beside it."""
     build(family, seed, **changes).save_pretrained(folder, max_shard_size=max_shard_size)
     if with_tokenizer:
-        PreTrainedTokenizerFast(tokenizer_object=tokenizer(), eos_token="<|endoftext|>", bos_token="<|endoftext|>").save_pretrained(folder)
+        PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer(), eos_token="<|endoftext|>", bos_token="<|endoftext|>"
+        ).save_pretrained(folder)
     return folder

@@ -78,7 +78,10 @@ def _fill_history(sequence: _Sequence, cache: LayerCache, block_tokens: int) -> 
         cache.values[block, :, offset] = sequence.value[position]
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block_tokens"), [(4, 4, 16, 16), (8, 2, 64, 16), (6, 6, 64, 16), (4, 1, 20, 8), (3, 3, 96, 16), (32, 1, 32, 16)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "block_tokens"),
+    [(4, 4, 16, 16), (8, 2, 64, 16), (6, 6, 64, 16), (4, 1, 20, 8), (3, 3, 96, 16), (32, 1, 32, 16)],
+)
 @pytest.mark.parametrize("window", [0, 21])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_over_blocks_is_attention(
@@ -113,7 +116,15 @@ def test_strided_inputs_are_read_where_they_lie(backend: Backend) -> None:
     random.seed(0)
     heads, head_dim = 4, 32
     sequence = _Sequence(20, 20, heads, heads, head_dim, torch.float32)
-    [cache] = allocate(layers=1, num_blocks=4, kv_heads=heads, head_dim=head_dim, block_tokens=16, dtype=torch.float32, device=torch.device("cpu"))
+    [cache] = allocate(
+        layers=1,
+        num_blocks=4,
+        kv_heads=heads,
+        head_dim=head_dim,
+        block_tokens=16,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
     layout = _lay_out([sequence], 16, 4)
     # As GPT-NeoX hands them over: chunks of one fused [T, H, 3 * D] tensor, heads before tokens.
     fused = torch.cat([sequence.query, sequence.key, sequence.value], dim=2).transpose(0, 1)

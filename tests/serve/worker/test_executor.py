@@ -1,0 +1,145 @@
+"""Ranks as processes: started, refused, killed, frozen, gone."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from serve.config import ModelConfig, ServerConfig, SupervisorConfig
+from serve.engine.executor import ExecutorDied
+from serve.engine.plan import Span, Start, StepPlan
+from serve.errors import ConfigError
+from serve.types import BlockId, SamplingParams, SequenceId
+from serve.worker.executor import RankExecutor
+from tests.support.models import save
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save("gpt_neox", tmp_path_factory.mktemp("model") / "neox", with_tokenizer=False)
+
+
+def _config(model: Path, size: int = 2) -> ServerConfig:
+    return ServerConfig(
+        model=ModelConfig(path=str(model), tensor_parallel_size=size, device="cpu"),
+        supervisor=SupervisorConfig(heartbeat_timeout_seconds=2.0),
+    )
+
+
+@pytest.fixture
+def started(model: Path) -> Iterator[RankExecutor]:
+    executor = RankExecutor(_config(model))
+    executor.start()
+    yield executor
+    executor.close()
+
+
+def _plan(step: int, prompt: tuple[int, ...] = (3, 4, 5)) -> StepPlan:
+    start = Start(
+        sequence=SequenceId(step), index=0, token_ids=prompt, num_prompt_tokens=len(prompt), sampling=SamplingParams()
+    )
+    span = Span(sequence=SequenceId(step), start=0, count=len(prompt), new_blocks=(BlockId(0),), sample=True)
+    return StepPlan(step=step, starts=(start,), spans=(span,))
+
+
+def _until(condition: Callable[[], object], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        time.sleep(0.02)
+
+
+def _pids(executor: RankExecutor) -> list[int]:
+    return [rank.process.pid for rank in executor._ranks]
+
+
+def test_ranks_compute_and_leave_nothing_behind(model: Path) -> None:
+    executor = RankExecutor(_config(model))
+    before = set(os.listdir("/dev/shm"))
+    facts = executor.start()
+    assert (facts.family, facts.dtype, facts.vocab_size) == ("gpt_neox", "float32", 509)
+    result = executor.execute(_plan(0))
+    assert [s.sequence for s in result.sampled] == [0]
+    assert executor.dead_rank() is None
+    assert max(executor.heartbeat_ages()) < 2.0
+    pids, folder = _pids(executor), executor._folder
+    executor.close()
+    executor.close()
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert folder is not None
+    assert not folder.exists()
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_ends_the_step_and_is_named(started: RankExecutor, victim: int) -> None:
+    started.execute(_plan(0))
+    os.kill(_pids(started)[victim], signal.SIGKILL)
+    _until(started.dead_rank)
+    message = started.dead_rank()
+    assert message is not None
+    assert f"rank {victim} died" in message
+    assert "SIGKILL" in message
+    with pytest.raises(ExecutorDied):
+        for step in range(1, 5):
+            started.execute(_plan(step))
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_frozen_rank_is_noticed_and_close_frees_the_waiting_step(started: RankExecutor, victim: int) -> None:
+    os.kill(_pids(started)[victim], signal.SIGSTOP)
+    outcome: list[BaseException] = []
+
+    def wait_for_ever() -> None:
+        try:
+            started.execute(_plan(0))
+        except ExecutorDied as error:
+            outcome.append(error)
+
+    waiting = threading.Thread(target=wait_for_ever)
+    waiting.start()
+    _until(started.dead_rank)
+    assert f"rank {victim} is frozen" in str(started.dead_rank())
+    pids = _pids(started)
+    started.close()
+    waiting.join(timeout=10)
+    assert len(outcome) == 1
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_what_a_rank_finds_wrong_is_a_configuration_error(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="1, 2, 4"):
+        RankExecutor(_config(model, size=3)).start()
+    bert = tmp_path / "bert"
+    bert.mkdir()
+    for file in model.iterdir():
+        (bert / file.name).write_bytes(file.read_bytes())
+    config = json.loads((bert / "config.json").read_text())
+    (bert / "config.json").write_text(json.dumps({**config, "model_type": "bert"}))
+    with pytest.raises(ConfigError, match="gpt_neo, gpt_neox"):
+        RankExecutor(_config(bert, size=1)).start()
+    (bert / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
+    with pytest.raises(ConfigError, match=r"layers\.2"):
+        RankExecutor(_config(bert, size=2)).start()
+    with pytest.raises(ConfigError, match="max_model_len is 4096; the model has 512"):
+        long = dataclasses.replace(_config(model, size=1).model, max_model_len=4096)
+        RankExecutor(dataclasses.replace(_config(model, size=1), model=long)).start()
+
+
+def test_ranks_end_with_the_thread_that_started_them(model: Path) -> None:
+    executor = RankExecutor(_config(model, size=1))
+    thread = threading.Thread(target=executor.start)
+    thread.start()
+    thread.join()
+    [pid] = _pids(executor)
+    _until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    executor.close()

@@ -1,0 +1,211 @@
+"""Sampling against what each parameter is defined to do."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from serve.engine.plan import Start
+from serve.types import SamplingParams, SequenceId
+from serve.worker.batch import SequenceState
+from serve.worker.sampler import prompt_logprobs, sample
+
+VOCABULARY = 5000
+
+
+def _state(
+    *, prompt: tuple[int, ...] = (1, 2), output: tuple[int, ...] = (), sequence: int = 0, index: int = 0, min_new_tokens: int = 0,
+    end_ids: tuple[int, ...] = (), logprobs: int | None = None, **params: Any,
+) -> SequenceState:  # fmt: skip
+    start = Start(
+        sequence=SequenceId(sequence), index=index, token_ids=prompt, num_prompt_tokens=len(prompt), sampling=SamplingParams(**params),
+        min_new_tokens=min_new_tokens, end_ids=end_ids, logprobs=logprobs,
+    )  # fmt: skip
+    return SequenceState(start, [*prompt, *output])
+
+
+def _logits(rows: int = 1, seed: int = 0, spread: float = 2.0) -> Tensor:
+    return torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def _draws(logits: Tensor, count: int, **params: Any) -> list[int]:
+    """Tokens that ``count`` different output positions of one request would get from the same logits."""
+    states = [_state(output=(0,) * position, **params) for position in range(count)]
+    sampled, faults = sample(logits.expand(count, -1).clone(), states)
+    assert not faults
+    return [s.token_id for s in sampled]
+
+
+def test_temperature_zero_takes_the_likeliest_token() -> None:
+    logits = _logits(3)
+    sampled, _ = sample(logits.clone(), [_state(sequence=i) for i in range(3)])
+    assert [s.token_id for s in sampled] == logits.argmax(dim=1).tolist()
+
+
+def test_draws_follow_the_distribution() -> None:
+    logits = torch.full((1, VOCABULARY), -math.inf)
+    logits[0, [3, 40, 4999]] = torch.tensor([0.5, 0.3, 0.2]).log()
+    draws = _draws(logits, 4000, temperature=1.0, seed=7)
+    for token, share in ((3, 0.5), (40, 0.3), (4999, 0.2)):
+        assert abs(draws.count(token) / 4000 - share) < 0.03
+    assert set(draws) == {3, 40, 4999}
+
+
+def test_temperature_sharpens_and_flattens() -> None:
+    logits = torch.full((1, VOCABULARY), -1000.0)
+    logits[0, :2] = torch.tensor([1.0, 0.0])
+    cold = _draws(logits, 1000, temperature=0.25, seed=1).count(0) / 1000
+    hot = _draws(logits, 1000, temperature=4.0, seed=1).count(0) / 1000
+    assert abs(cold - 1 / (1 + math.exp(-4))) < 0.03
+    assert abs(hot - 1 / (1 + math.exp(-0.25))) < 0.05
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e30])
+def test_extreme_temperatures_stay_finite(temperature: float) -> None:
+    logits = _logits()
+    draws = _draws(logits, 20, temperature=temperature, seed=3)
+    if temperature < 1:
+        assert set(draws) == {int(logits.argmax())}
+    else:
+        assert len(set(draws)) > 10
+
+
+def _kept(logits: Tensor, **params: Any) -> set[int]:
+    return set(_draws(logits, 3000, temperature=1.0, seed=5, **params))
+
+
+def test_top_k_keeps_the_k_likeliest() -> None:
+    logits = _logits(spread=0.1)
+    assert _kept(logits, top_k=7) == set(logits[0].topk(7).indices.tolist())
+
+
+@pytest.mark.parametrize("spread", [3.0, 0.01])
+def test_top_p_keeps_the_smallest_set_that_reaches_it(spread: float) -> None:
+    """A peaked distribution is cut within its head; a flat one needs the whole vocabulary sorted."""
+    logits = _logits(spread=spread)
+    order = logits[0].argsort(descending=True)
+    mass = logits[0].softmax(dim=0)[order].cumsum(dim=0)
+    count = int((mass < 0.6).sum()) + 1
+    kept = _kept(logits, top_p=0.6)
+    assert kept <= set(order[:count].tolist())
+    if spread == 3.0:
+        assert set(order[: max(1, count // 20)].tolist()) <= kept
+
+
+def test_min_p_keeps_what_is_likely_enough() -> None:
+    logits = _logits(spread=1.0)
+    probabilities = logits[0].softmax(dim=0)
+    allowed = set((probabilities >= 0.2 * probabilities.max()).nonzero().flatten().tolist())
+    assert _kept(logits, min_p=0.2) <= allowed
+
+
+def test_typical_p_keeps_what_surprises_as_much_as_expected() -> None:
+    logits = torch.full((1, VOCABULARY), -math.inf)
+    probabilities = torch.tensor([0.7, 0.15, 0.1, 0.05])
+    logits[0, :4] = probabilities.log()
+    entropy = -(probabilities * probabilities.log()).sum()
+    order = (-probabilities.log() - entropy).abs().argsort()
+    before = probabilities[order].cumsum(dim=0) - probabilities[order]
+    expected = set(order[before < 0.2].tolist())
+    assert _kept(logits, typical_p=0.2) == expected
+
+
+def test_a_draw_does_not_depend_on_the_neighbours() -> None:
+    logits = _logits(8, seed=9)
+    states = [_state(sequence=i, temperature=0.9, top_p=0.9, seed=i * 11, output=(5,) * i) for i in range(8)]
+    together, _ = sample(logits.clone(), states)
+    alone = [sample(logits[i : i + 1].clone(), [states[i]])[0][0] for i in range(8)]
+    assert [s.token_id for s in together] == [s.token_id for s in alone]
+
+
+def test_sequences_of_one_request_and_other_seeds_draw_differently() -> None:
+    logits = _logits(spread=0.1)
+
+    def draw(**changes: Any) -> int:
+        return sample(logits.clone(), [_state(temperature=1.0, **changes)])[0][0].token_id
+
+    assert len({draw(index=i, seed=4) for i in range(8)}) > 4
+    assert len({draw(seed=i) for i in range(8)}) > 4
+    assert draw(seed=2**64 - 1) == draw(seed=2**64 - 1)
+
+
+def test_repetition_penalty_falls_on_prompt_and_output() -> None:
+    logits = torch.zeros(1, VOCABULARY)
+    logits[0, [1, 9, 20]] = torch.tensor([2.0, 1.9, 1.5])
+    [choice], _ = sample(logits.clone(), [_state(prompt=(1,), output=(9,), repetition_penalty=2.0)])
+    assert choice.token_id == 20
+    negative = torch.full((1, VOCABULARY), -1.0)
+    [choice], _ = sample(negative, [_state(prompt=tuple(range(VOCABULARY - 1)), repetition_penalty=1.5)])
+    assert choice.token_id == VOCABULARY - 1
+
+
+def test_presence_and_frequency_penalties_fall_on_the_output_alone() -> None:
+    logits = torch.zeros(1, VOCABULARY)
+    logits[0, [1, 5, 6]] = torch.tensor([3.0, 3.5, 2.9])
+    [presence], _ = sample(logits.clone(), [_state(prompt=(1,), output=(5, 5, 5), presence_penalty=0.4)])
+    [frequency], _ = sample(logits.clone(), [_state(prompt=(1,), output=(5, 5, 5), frequency_penalty=0.4)])
+    assert presence.token_id == 5
+    assert frequency.token_id == 1
+
+
+def test_bias_allowed_and_banned_ids() -> None:
+    logits = _logits()
+    best = int(logits.argmax())
+
+    def choose(**params: Any) -> int:
+        return sample(logits.clone(), [_state(**params)])[0][0].token_id
+
+    assert choose(banned_ids=(best,)) == int(logits[0].topk(2).indices[1])
+    assert choose(allowed_ids=(8, 30)) == max((8, 30), key=lambda i: float(logits[0, i]))
+    assert choose(logit_bias=((77, 1000.0),)) == 77
+    assert choose(logit_bias=((best, -1000.0),)) != best
+
+
+def test_end_ids_wait_for_the_minimum() -> None:
+    logits = _logits()
+    best = int(logits.argmax())
+
+    def choose(outputs: int) -> int:
+        return sample(logits.clone(), [_state(output=(3,) * outputs, min_new_tokens=2, end_ids=(best,))])[0][0].token_id
+
+    assert choose(1) != best
+    assert choose(2) == best
+
+
+def test_a_bad_row_is_a_fault_and_its_neighbours_are_not() -> None:
+    logits = _logits(4)
+    logits[1, 17] = math.nan
+    logits[2, 3] = math.inf
+    states = [_state(sequence=i) for i in range(3)] + [_state(sequence=3, allowed_ids=(4,), banned_ids=(4,))]
+    sampled, faults = sample(logits.clone(), states)
+    assert [s.sequence for s in sampled] == [0]
+    assert {f.sequence: "finite" in f.message for f in faults} == {1: True, 2: True, 3: False}
+
+
+def test_logprobs_are_the_models_own_whatever_is_asked_of_the_sampling() -> None:
+    logits = _logits()
+    reference = logits[0].double().log_softmax(dim=0)
+    best = int(logits.argmax())
+    [choice], _ = sample(
+        logits.clone(), [_state(logprobs=3, banned_ids=(best,), temperature=0.7, top_k=1, presence_penalty=1.0)]
+    )
+    assert choice.logprob is not None
+    assert choice.logprob.rank == 2
+    assert choice.logprob.logprob == pytest.approx(float(reference[choice.token_id]), abs=1e-6)
+    assert [i for i, _ in choice.logprob.top] == reference.topk(3).indices.tolist()
+    assert [p for _, p in choice.logprob.top] == pytest.approx(reference.topk(3).values.tolist(), abs=1e-6)
+
+
+def test_prompt_logprobs_name_their_targets() -> None:
+    logits = _logits(3)
+    result = prompt_logprobs(logits, SequenceId(5), 10, (7, 8, 9), 2)
+    reference = logits.double().log_softmax(dim=1)
+    assert (result.sequence, result.first) == (5, 10)
+    for row, (target, entry) in enumerate(zip((7, 8, 9), result.logprobs, strict=True)):
+        assert entry.token_id == target
+        assert entry.logprob == pytest.approx(float(reference[row, target]), abs=1e-6)
+        assert len(entry.top) == 2

@@ -1,0 +1,87 @@
+"""Plans, results and records survive the trip between server and ranks."""
+
+from __future__ import annotations
+
+import socket
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve.config import CacheConfig, ModelConfig, ServerConfig
+from serve.engine.executor import ModelFacts
+from serve.engine.plan import PromptLogprobs, Sampled, SequenceFault, Span, Start, StepPlan, StepResult
+from serve.types import SamplingParams, TokenLogprob
+from serve.worker import wire
+
+ids = st.integers(0, 2**31 - 1)
+tuples_of_ids = st.lists(ids, max_size=5).map(tuple)
+floats = st.floats(allow_nan=False, width=64)
+sampling = st.builds(
+    SamplingParams, temperature=floats, top_k=ids, top_p=floats, min_p=floats, typical_p=floats, seed=st.integers(0, 2**64 - 1),
+    repetition_penalty=floats, presence_penalty=floats, frequency_penalty=floats,
+    logit_bias=st.lists(st.tuples(ids, floats), max_size=3).map(tuple), allowed_ids=tuples_of_ids, banned_ids=tuples_of_ids,
+)  # fmt: skip
+optional_count = st.none() | st.integers(0, 20)
+starts = st.builds(
+    Start, sequence=ids, index=ids, token_ids=tuples_of_ids, num_prompt_tokens=ids, sampling=sampling, min_new_tokens=ids,
+    end_ids=tuples_of_ids, logprobs=optional_count, prompt_logprobs=optional_count,
+)  # fmt: skip
+spans = st.builds(
+    Span, sequence=ids, start=ids, count=ids, new_tokens=tuples_of_ids, new_blocks=tuples_of_ids, sample=st.booleans()
+)
+plans = st.builds(
+    StepPlan,
+    step=ids,
+    starts=st.lists(starts, max_size=3).map(tuple),
+    spans=st.lists(spans, max_size=3).map(tuple),
+    dropped=tuples_of_ids,
+)
+logprobs = st.builds(TokenLogprob, ids, floats, ids, st.lists(st.tuples(ids, floats), max_size=3).map(tuple))
+results = st.builds(
+    StepResult,
+    step=ids,
+    sampled=st.lists(st.builds(Sampled, sequence=ids, token_id=ids, logprob=st.none() | logprobs), max_size=3).map(tuple),
+    prompt_logprobs=st.lists(
+        st.builds(PromptLogprobs, sequence=ids, first=ids, logprobs=st.lists(logprobs, max_size=3).map(tuple)), max_size=2
+    ).map(tuple),
+    faults=st.lists(st.builds(SequenceFault, sequence=ids, message=st.text()), max_size=2).map(tuple),
+)
+
+
+@given(plans)
+def test_a_plan_comes_out_as_it_went_in(plan: StepPlan) -> None:
+    assert wire.decode_plan(wire.encode_plan(plan)) == plan
+
+
+@given(results)
+def test_a_result_comes_out_as_it_went_in(result: StepResult) -> None:
+    assert wire.decode_result(wire.encode_result(result)) == result
+
+
+def test_the_configuration_comes_out_as_it_went_in() -> None:
+    config = ServerConfig(model=ModelConfig(path="/m", max_model_len=77), cache=CacheConfig(kv_cache_gib=0.25))
+    assert wire.decode_record(wire.encode_record(config), ServerConfig) == config
+
+
+def test_the_model_facts_come_out_as_they_went_in() -> None:
+    facts = ModelFacts(
+        family="opt", vocab_size=9, max_model_len=8, eos_ids=(1, 2), dtype="float32", device="cpu", num_blocks=3, block_tokens=16,
+        num_parameters=1, checkpoint_step=None, load_seconds=(("build", 0.5), ("weights", 1.5)),
+    )  # fmt: skip
+    assert wire.decode_record(wire.encode_record(facts), ModelFacts) == facts
+
+
+def test_a_closed_connection_and_an_absurd_length_are_told_apart_from_messages() -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        wire.send(here, b"abc")
+        assert wire.receive(there) == b"abc"
+        here.sendall(struct.pack("!I", wire.MAX_MESSAGE_BYTES + 1))
+        with pytest.raises(wire.ConnectionLost, match="at most"):
+            wire.receive(there)
+        here.sendall(struct.pack("!I", 10) + b"half")
+        here.close()
+        with pytest.raises(wire.ConnectionLost, match="closed"):
+            wire.receive(there)
