@@ -45,7 +45,7 @@ def bind(service: ServiceDescriptor, servicer: object, count: Count | None) -> A
         handlers[method.name] = make(
             behaviour.stream if method.server_streaming else behaviour.unary,
             request_deserializer=decoder(message_factory.GetMessageClass(method.input_type)),
-            response_serializer=Message.SerializeToString,
+            response_serializer=message_factory.GetMessageClass(method.output_type).SerializeToString,
         )
     return grpc.method_handlers_generic_handler(service.full_name, handlers)
 

@@ -11,7 +11,6 @@ from typing import Any, Final
 import grpc
 from google.protobuf import descriptor_pb2, descriptor_pool
 from google.protobuf.descriptor import FileDescriptor
-from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import _async as aio
 from grpc_reflection.v1alpha import reflection_pb2
@@ -31,7 +30,7 @@ def reflection_handlers(services: Iterable[str]) -> list[Any]:
     handler = grpc.stream_stream_rpc_method_handler(
         servicer.ServerReflectionInfo,
         request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
-        response_serializer=Message.SerializeToString,
+        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
     )
     return [grpc.method_handlers_generic_handler(name, {"ServerReflectionInfo": handler}) for name in (V1, V1ALPHA)]
 
@@ -55,7 +54,8 @@ def _rename(proto: descriptor_pb2.FileDescriptorProto) -> None:
     proto.package = "grpc.reflection.v1"
     for message in proto.message_type:
         for field in message.field:
-            field.type_name = field.type_name.replace(".v1alpha.", ".v1.")
+            if field.type_name:
+                field.type_name = field.type_name.replace(".v1alpha.", ".v1.")
     for service in proto.service:
         for method in service.method:
             method.input_type = method.input_type.replace(".v1alpha.", ".v1.")

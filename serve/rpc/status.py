@@ -40,8 +40,8 @@ DOMAIN: Final = "tessera"
 DETAILS_KEY: Final = "grpc-status-details-bin"
 PUSHBACK_KEY: Final = "grpc-retry-pushback-ms"
 
-MAX_VIOLATIONS: Final = 16
-MAX_MESSAGE_CHARACTERS: Final = 1000
+MAX_VIOLATIONS: Final = 12
+MAX_MESSAGE_CHARACTERS: Final = 600
 """Status and details travel in trailers, for which clients accept about 8 KiB."""
 
 
@@ -101,7 +101,7 @@ def _error_info(error: errors.RequestError) -> error_details_pb2.ErrorInfo:
 def _bad_request(error: errors.InvalidRequest) -> error_details_pb2.BadRequest:
     bad = error_details_pb2.BadRequest()
     for violation in error.violations[:MAX_VIOLATIONS]:
-        bad.field_violations.add(field=_short(violation.field, 120), description=_short(violation.rule, 240))
+        bad.field_violations.add(field=_short(violation.field, 80), description=_short(violation.rule, 200))
     return bad
 
 

@@ -1,0 +1,219 @@
+"""A whole server in the test's process: real gRPC, real gateway and engine, and an executor whose tokens are known."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from serve.config import AdmissionConfig, ModelConfig, RpcConfig, SchedulerConfig, ServerConfig
+from serve.engine.engine import Engine, EngineLimits
+from serve.engine.executor import Executor, ExecutorDied, ModelFacts
+from serve.engine.plan import StepPlan, StepResult
+from serve.engine.stats import EngineStats
+from serve.metrics import Metrics
+from serve.rpc.server import RpcServer
+from serve.runtime.gateway import Gateway, State
+from serve.text.detokenizer import open_text
+from serve.text.tokenizer import Tokenizer, load_tokenizer
+from serve.v1 import admin_pb2_grpc, inference_pb2, inference_pb2_grpc, models_pb2_grpc, tokenizer_pb2_grpc
+from tests.serve.fake_executor import FakeExecutor, fake_facts
+from tests.serve.text.folders import make_folder
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'wizard' %}{{ raise_exception('no wizards') }}{% endif %}"
+    "{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+EOS = 0
+"""The fake model's end-of-text id; ``<|endoftext|>`` in the tokenizer."""
+
+
+@cache
+def tokenizer(chat: bool = True) -> Tokenizer:
+    """A byte-level tokenizer, with or without a chat template."""
+    with tempfile.TemporaryDirectory() as root:
+        folder = make_folder("gpt_neox", Path(root))
+        if chat:
+            (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+        loaded = load_tokenizer(folder)
+    assert loaded is not None
+    return loaded
+
+
+class FakeRanks:
+    """The fake executor as a group of ranks that can be held and killed."""
+
+    def __init__(self, facts: ModelFacts, executor: FakeExecutor) -> None:
+        self.executor = executor
+        self.go = threading.Event()
+        """Cleared: steps wait."""
+        self.go.set()
+        self.loaded = threading.Event()
+        """Cleared: ``start`` waits."""
+        self.loaded.set()
+        self.num_steps = 0
+        self._facts = facts
+        self._closed = threading.Event()
+        self._dead = False
+
+    def start(self) -> ModelFacts:
+        while not self.loaded.wait(0.002):
+            if self._closed.is_set():
+                raise ExecutorDied("closed while it started")
+        return self._facts
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        while not self.go.wait(0.002):
+            if self._closed.is_set() or self._dead:
+                break
+        if self._closed.is_set() or self._dead:
+            raise ExecutorDied("a rank is gone")
+        self.num_steps += 1
+        return self.executor.execute(plan)
+
+    def heartbeat_ages(self) -> tuple[float, ...]:
+        return (0.0,)
+
+    def dead_rank(self) -> str | None:
+        return "rank 0 died: signal SIGKILL" if self._dead else None
+
+    def dump_stacks(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def kill(self) -> None:
+        self._dead = True
+
+
+class RunningServer:
+    """The server, a channel to it, and a stub for every service."""
+
+    def __init__(self, gateway: Gateway, metrics: Metrics, lives: list[FakeRanks], address: str, channel: Any) -> None:
+        self.gateway = gateway
+        self.metrics = metrics
+        self.lives = lives
+        self.address = address
+        self.channel = channel
+        self.inference: Any = inference_pb2_grpc.InferenceStub(channel)
+        self.tokenizer: Any = tokenizer_pb2_grpc.TokenizerStub(channel)
+        self.models: Any = models_pb2_grpc.ModelsStub(channel)
+        self.admin: Any = admin_pb2_grpc.AdminStub(channel)
+
+    @property
+    def ranks(self) -> FakeRanks:
+        return self.lives[-1]
+
+    @property
+    def vocab_size(self) -> int:
+        assert self.gateway.facts is not None
+        return self.gateway.facts.vocab_size
+
+    def count(self, method: str, code: str) -> float:
+        """Calls of ``method`` that ended with ``code``, as the metrics have it."""
+        value = self.metrics.registry.get_sample_value("tessera_requests_total", {"method": method, "code": code})
+        assert value is not None
+        return value
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        """Wait for something that other threads or the network bring about."""
+        async with asyncio.timeout(20):
+            while not condition():  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+
+    async def until_stats(self, condition: Callable[[EngineStats], bool]) -> None:
+        """Wait for the engine's figures to be such."""
+        async with asyncio.timeout(20):
+            while not condition(await self.gateway.load()):  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+
+
+def config_of(**sections: dict[str, Any]) -> ServerConfig:
+    return ServerConfig(
+        model=ModelConfig(path="/models/fake", name="fake"),
+        scheduler=SchedulerConfig(**sections.get("scheduler", {})),
+        admission=AdmissionConfig(**sections.get("admission", {})),
+        rpc=RpcConfig(**{"port": 0, **sections.get("rpc", {})}),
+    )
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    *,
+    text: Tokenizer | str | None = "default",
+    facts: ModelFacts | None = None,
+    fault_token: int | None = None,
+    prepare: Callable[[FakeRanks], None] = lambda ranks: None,
+    wait: bool = True,
+    **sections: dict[str, Any],
+) -> AsyncIterator[RunningServer]:
+    """Start a server on a free port, and stop it at the end.
+
+    Args:
+        text: the tokenizer; ``None`` for a model without one.
+        facts: of the fake model; by default the tokenizer's vocabulary, 256 positions and 512 blocks of 4.
+        fault_token: a prompt with this id breaks inside the engine.
+        prepare: called with the ranks of each life before they start.
+        wait: whether to wait until the model is loaded.
+        sections: options by section.
+    """
+    chosen: Tokenizer | None = tokenizer() if isinstance(text, str) else text
+    config = config_of(**sections)
+    vocab_size = tokenizer().vocab_size
+    facts = facts or fake_facts(vocab_size=vocab_size, max_model_len=256, eos_ids=(EOS,), num_blocks=512)
+    metrics = Metrics(version="0", num_ranks=1)
+    lives: list[FakeRanks] = []
+
+    def make_group() -> FakeRanks:
+        lives.append(FakeRanks(facts, FakeExecutor(facts, fault_token=fault_token)))
+        prepare(lives[-1])
+        return lives[-1]
+
+    def make_engine(found: ModelFacts, executor: Executor) -> Engine:
+        limits = EngineLimits(
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_step_tokens=config.scheduler.max_step_tokens,
+            max_queued_requests=config.admission.max_queued_requests,
+            max_queued_tokens=config.admission.max_queued_tokens,
+            prefix_caching=True,
+        )
+        return Engine(facts=found, limits=limits, executor=executor, open_text=open_text(chosen), clock=time.monotonic)
+
+    gateway = Gateway(config=config, make_group=make_group, make_engine=make_engine, metrics=metrics, clock=time.monotonic)
+    server = RpcServer(gateway, metrics, chosen, config)
+    address = await server.start()
+    gateway.launch()
+    # Channels to one address share a connection unless told otherwise, also across tests.
+    async with grpc.aio.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)]) as channel:
+        try:
+            if wait:
+                await gateway.until_serving()
+            yield RunningServer(gateway, metrics, lives, address, channel)
+        finally:
+            await gateway.stop()
+            await server.stop(5)
+
+
+def request(ids: tuple[int, ...] = (5, 6, 7), tokens: int | None = 4, **fields: Any) -> inference_pb2.GenerateRequest:
+    """A request for ``tokens`` greedy tokens after ``ids``; fields in messages are given as ``sampling={"top_k": 1}``."""
+    message = inference_pb2.GenerateRequest(token_ids={"ids": ids})
+    message.stopping.ignore_eos = True
+    if tokens is not None:
+        message.stopping.max_new_tokens = tokens
+    if "text" in fields or "chat" in fields:
+        message.ClearField("token_ids")
+    message.MergeFrom(inference_pb2.GenerateRequest(**fields))
+    return message
+
+
+def state_is(server: RunningServer, state: State) -> Callable[[], bool]:
+    return lambda: server.gateway.state is state
