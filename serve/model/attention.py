@@ -49,7 +49,7 @@ class Backend(Protocol):
 class LayerCache:
     """One layer's keys and values.
 
-    ``keys`` is [B, G, D, S], transposed inside a block so that a vector holds neighbouring positions; ``values`` is [B, G, S, D].
+    ``keys`` is [B, G, D, S], transposed inside a block so that a vector holds neighbouring positions; ``values`` [B, G, S, D].
     """
 
     keys: Tensor
@@ -111,9 +111,13 @@ class TorchBackend:
             if window:
                 seen &= column > row - window
             out_THD[begin:end] = nn.functional.scaled_dot_product_attention(
-                query_THD[begin:end].transpose(0, 1)[None], key_GLD[None], value_GLD[None],
-                attn_mask=seen, scale=scale, enable_gqa=key_GLD.shape[0] != query_THD.shape[1],
-            )[0].transpose(0, 1)  # fmt: skip
+                query_THD[begin:end].transpose(0, 1)[None],
+                key_GLD[None],
+                value_GLD[None],
+                attn_mask=seen,
+                scale=scale,
+                enable_gqa=key_GLD.shape[0] != query_THD.shape[1],
+            )[0].transpose(0, 1)
         return out_THD
 
 
@@ -121,13 +125,24 @@ class _Step(ctypes.Structure):
     """``Step`` of kernels/cpu.cpp."""
 
     _fields_ = (
-        ("query", ctypes.c_void_p), ("query_stride_token", ctypes.c_int64), ("query_stride_head", ctypes.c_int64),
-        ("key_cache", ctypes.c_void_p), ("value_cache", ctypes.c_void_p), ("out", ctypes.c_void_p),
-        ("tiles", ctypes.c_void_p), ("positions", ctypes.c_void_p), ("tables", ctypes.c_void_p),
-        ("num_tiles", ctypes.c_int64), ("table_width", ctypes.c_int64),
-        ("query_heads", ctypes.c_int64), ("kv_heads", ctypes.c_int64), ("head_dim", ctypes.c_int64),
-        ("block_tokens", ctypes.c_int64), ("window", ctypes.c_int64), ("scale", ctypes.c_float),
-    )  # fmt: skip
+        ("query", ctypes.c_void_p),
+        ("query_stride_token", ctypes.c_int64),
+        ("query_stride_head", ctypes.c_int64),
+        ("key_cache", ctypes.c_void_p),
+        ("value_cache", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("tiles", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("tables", ctypes.c_void_p),
+        ("num_tiles", ctypes.c_int64),
+        ("table_width", ctypes.c_int64),
+        ("query_heads", ctypes.c_int64),
+        ("kv_heads", ctypes.c_int64),
+        ("head_dim", ctypes.c_int64),
+        ("block_tokens", ctypes.c_int64),
+        ("window", ctypes.c_int64),
+        ("scale", ctypes.c_float),
+    )
 
 
 class CpuKernelBackend:
@@ -149,11 +164,13 @@ class CpuKernelBackend:
         key_TGD, value_TGD = _rows(key_TGD), _rows(value_TGD)
         self._kernels.tessera_store(
             ctypes.c_int(key_TGD.dtype == torch.bfloat16),
-            *_strided(key_TGD), *_strided(value_TGD),
-            ctypes.c_void_p(layer.keys.data_ptr()), ctypes.c_void_p(layer.values.data_ptr()),
+            *_strided(key_TGD),
+            *_strided(value_TGD),
+            ctypes.c_void_p(layer.keys.data_ptr()),
+            ctypes.c_void_p(layer.values.data_ptr()),
             ctypes.c_void_p(layout.slots.data_ptr()),
             *(ctypes.c_int64(n) for n in (*key_TGD.shape, layer.values.shape[2])),
-        )  # fmt: skip
+        )
 
     def attend(self, query_THD: Tensor, layer: LayerCache, layout: StepLayout, scale: float, window: int) -> Tensor:
         """Causal attention of each token over its own sequence's cached positions; returns [T, H, D] in the query's type."""
@@ -162,12 +179,24 @@ class CpuKernelBackend:
         out_THD = torch.empty(query_THD.shape, dtype=query_THD.dtype)
         tiles = self._tiles_of(layout, max(1, min(self._TILE_TOKENS, self._max_rows // (heads // kv_heads))))
         step = _Step(
-            query_THD.data_ptr(), query_THD.stride(0), query_THD.stride(1),
-            layer.keys.data_ptr(), layer.values.data_ptr(), out_THD.data_ptr(),
-            tiles.data_ptr(), layout.positions.data_ptr(), layout.block_tables.data_ptr(),
-            tiles.shape[0], layout.block_tables.shape[1],
-            heads, kv_heads, query_THD.shape[2], layer.values.shape[2], window, scale,
-        )  # fmt: skip
+            query_THD.data_ptr(),
+            query_THD.stride(0),
+            query_THD.stride(1),
+            layer.keys.data_ptr(),
+            layer.values.data_ptr(),
+            out_THD.data_ptr(),
+            tiles.data_ptr(),
+            layout.positions.data_ptr(),
+            layout.block_tables.data_ptr(),
+            tiles.shape[0],
+            layout.block_tables.shape[1],
+            heads,
+            kv_heads,
+            query_THD.shape[2],
+            layer.values.shape[2],
+            window,
+            scale,
+        )
         self._kernels.tessera_attend(
             ctypes.c_int(query_THD.dtype == torch.bfloat16), ctypes.c_int(torch.get_num_threads()), ctypes.byref(step)
         )
@@ -195,9 +224,15 @@ def _strided(tensor: Tensor) -> tuple[ctypes.c_void_p, ctypes.c_int64, ctypes.c_
 
 
 def _through_interface(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    scaling: float | None = None, sliding_window: int | None = None, **_: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
     """What transformers' attention modules call: q [1, H, T, D], k and v [1, G, T, D]; returns [1, T, H, D]."""
     attention: PagedAttention = module.tessera_attention  # type: ignore[assignment]
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5

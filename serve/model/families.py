@@ -19,7 +19,7 @@ class Family:
     """One architecture's facts.
 
     ``column`` and ``row`` name linear layers by the end of their module path. A column-parallel layer keeps some of its
-    output features on each rank, a row-parallel one some of its input features; the ranks' sums meet after the row-parallel one.
+    output features on each rank, a row-parallel one some of its input features; the ranks' products are summed after it.
     """
 
     name: str
@@ -43,18 +43,34 @@ FAMILIES: Final[Mapping[str, Family]] = {
     family.name: family
     for family in (
         # Rows of query_key_value are [head, (q, k, v), head_dim]: a plain cut by heads keeps each head's triple together.
-        Family(name="gpt_neox", column=("query_key_value", "dense_h_to_4h"), row=("attention.dense", "dense_4h_to_h"), attention="attention"),
         Family(
-            name="gpt2", column=("attn.c_attn", "mlp.c_fc"), row=("attn.c_proj", "mlp.c_proj"), fused_thirds=("attn.c_attn",),
-            conv1d=True, attention="attn",
+            name="gpt_neox",
+            column=("query_key_value", "dense_h_to_4h"),
+            row=("attention.dense", "dense_4h_to_h"),
+            attention="attention",
         ),
         Family(
-            name="gptj", column=(*_SEPARATE_QKV, "mlp.fc_in"), row=("out_proj", "mlp.fc_out"), attention="attn",
+            name="gpt2",
+            column=("attn.c_attn", "mlp.c_fc"),
+            row=("attn.c_proj", "mlp.c_proj"),
+            fused_thirds=("attn.c_attn",),
+            conv1d=True,
+            attention="attn",
+        ),
+        Family(
+            name="gptj",
+            column=(*_SEPARATE_QKV, "mlp.fc_in"),
+            row=("out_proj", "mlp.fc_out"),
+            attention="attn",
             replaces_attn=True,
         ),
         Family(
-            name="gpt_neo", column=(*_SEPARATE_QKV, "mlp.c_fc"), row=("out_proj", "mlp.c_proj"), attention="attn.attention",
-            replaces_attn=True, scaled=False,
+            name="gpt_neo",
+            column=(*_SEPARATE_QKV, "mlp.c_fc"),
+            row=("out_proj", "mlp.c_proj"),
+            attention="attn.attention",
+            replaces_attn=True,
+            scaled=False,
         ),
         Family(name="opt", column=(*_SEPARATE_QKV, "fc1"), row=("out_proj", "fc2")),
         Family(name="llama", column=(*_SEPARATE_QKV, "gate_proj", "up_proj"), row=("o_proj", "down_proj")),
@@ -62,7 +78,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         Family(name="qwen2", column=(*_SEPARATE_QKV, "gate_proj", "up_proj"), row=("o_proj", "down_proj")),
         Family(name="phi", column=(*_SEPARATE_QKV, "mlp.fc1"), row=("self_attn.dense", "mlp.fc2")),
     )
-}  # fmt: skip
+}
 
 
 def family_of(config: Mapping[str, Any]) -> Family:

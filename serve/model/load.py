@@ -1,4 +1,4 @@
-"""From a checkpoint to a model in memory: built on the ``meta`` device, then filled with this rank's slices and nothing else."""
+"""From a checkpoint to a model in memory: built on the ``meta`` device, then filled with this rank's slices alone."""
 
 from __future__ import annotations
 
@@ -51,6 +51,8 @@ class Blueprint:
     dtype: torch.dtype
     transposed: frozenset[str]
     """Parameters that the checkpoint stores as [in, out]."""
+    aliases: Mapping[str, str]
+    """Second names of tied parameters, and the names of their owners."""
     num_parameters: int
 
 
@@ -113,7 +115,7 @@ def build_on_meta(checkpoint: Checkpoint, family: Family, config: PretrainedConf
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     count = sum(p.numel() for p in parameters.values())
-    return Blueprint(model=model, family=family, dtype=dtype, transposed=transposed, num_parameters=count)
+    return Blueprint(model=model, family=family, dtype=dtype, transposed=transposed, aliases=aliases, num_parameters=count)
 
 
 def _stored_shape(name: str, shape: tuple[int, ...], transposed: frozenset[str]) -> tuple[int, ...]:

@@ -84,12 +84,22 @@ class RankExecutor:
         ours, theirs = socket.socketpair()
         our_pulse, their_pulse = socket.socketpair()
         with theirs, their_pulse:
-            command = [sys.executable, "-m", "serve.worker.rank_loop", str(number), str(theirs.fileno()), str(their_pulse.fileno()),
-                       str(self._folder / "rendezvous")]  # fmt: skip
+            command = [
+                sys.executable,
+                "-m",
+                "serve.worker.rank_loop",
+                str(number),
+                str(theirs.fileno()),
+                str(their_pulse.fileno()),
+                str(self._folder / "rendezvous"),
+            ]
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=(theirs.fileno(), their_pulse.fileno()),
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                pass_fds=(theirs.fileno(), their_pulse.fileno()),
                 env=_environment(number, size, self._config.model.device),
-            )  # fmt: skip
+            )
         our_pulse.setblocking(False)
         return _Rank(number, process, ours, our_pulse, time.monotonic())
 

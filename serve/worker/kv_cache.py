@@ -21,8 +21,14 @@ def block_bytes(*, layers: int, kv_heads: int, head_dim: int, block_tokens: int,
 
 
 def choose_num_blocks(
-    *, cache: CacheConfig, scheduler: SchedulerConfig, max_model_len: int, bytes_per_block: int, device: torch.device, local_ranks: int,
-) -> int:  # fmt: skip
+    *,
+    cache: CacheConfig,
+    scheduler: SchedulerConfig,
+    max_model_len: int,
+    bytes_per_block: int,
+    device: torch.device,
+    local_ranks: int,
+) -> int:
     """How many blocks this rank can hold.
 
     ``cache.kv_cache_gib`` decides where it is given. Else, on a GPU, what ``cache.memory_fraction`` leaves after the weights;

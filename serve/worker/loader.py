@@ -99,18 +99,29 @@ def load_rank(
     )
     num_blocks = ranks.smallest(
         choose_num_blocks(
-            cache=config.cache, scheduler=config.scheduler, max_model_len=max_model_len, bytes_per_block=per_block,
-            device=device, local_ranks=size,
+            cache=config.cache,
+            scheduler=config.scheduler,
+            max_model_len=max_model_len,
+            bytes_per_block=per_block,
+            device=device,
+            local_ranks=size,
         )
-    )  # fmt: skip
+    )
     state = _page_attention(model, family, model_config, config, num_blocks, heads // size, dtype, device)
     watch.lap("cache")
     facts = ModelFacts(
-        family=family.name, vocab_size=vocab_size, max_model_len=min(max_model_len, num_blocks * config.cache.block_tokens),
-        eos_ids=_eos_ids(checkpoint.generation_config, checkpoint.config), dtype=str(dtype).removeprefix("torch."),
-        device=device.type, num_blocks=num_blocks, block_tokens=config.cache.block_tokens,
-        num_parameters=blueprint.num_parameters, checkpoint_step=step, load_seconds=tuple(watch.phases),
-    )  # fmt: skip
+        family=family.name,
+        vocab_size=vocab_size,
+        max_model_len=min(max_model_len, num_blocks * config.cache.block_tokens),
+        eos_ids=_eos_ids(checkpoint.generation_config, checkpoint.config),
+        dtype=str(dtype).removeprefix("torch."),
+        device=device.type,
+        num_blocks=num_blocks,
+        block_tokens=config.cache.block_tokens,
+        num_parameters=blueprint.num_parameters,
+        checkpoint_step=step,
+        load_seconds=tuple(watch.phases),
+    )
     head = model.get_output_embeddings()
     rank_model = RankModel(
         body=model.base_model,
@@ -187,16 +198,27 @@ def _choose_backend(device: torch.device, dtype: torch.dtype) -> Backend:
 
 
 def _page_attention(
-    model: PreTrainedModel, family: Family, model_config: PretrainedConfig, config: ServerConfig, num_blocks: int, kv_heads: int,
-    dtype: torch.dtype, device: torch.device,
-) -> StepState:  # fmt: skip
+    model: PreTrainedModel,
+    family: Family,
+    model_config: PretrainedConfig,
+    config: ServerConfig,
+    num_blocks: int,
+    kv_heads: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> StepState:
     """Allocate the cache and put paged attention into every layer."""
     register_interface()
     width = head_dim(model_config)
     caches = allocate(
-        layers=int(model_config.num_hidden_layers), num_blocks=num_blocks, kv_heads=kv_heads, head_dim=width,
-        block_tokens=config.cache.block_tokens, dtype=dtype, device=device,
-    )  # fmt: skip
+        layers=int(model_config.num_hidden_layers),
+        num_blocks=num_blocks,
+        kv_heads=kv_heads,
+        head_dim=width,
+        block_tokens=config.cache.block_tokens,
+        dtype=dtype,
+        device=device,
+    )
     state = StepState()
     backend = _choose_backend(device, dtype)
     modules = [module for name, module in model.named_modules() if _is_attention(name, family)]

@@ -1,4 +1,4 @@
-"""Tensor parallelism by DeepSpeed's AutoTP layers, on models that hold no memory yet. The only deepspeed import of ``serve``."""
+"""Tensor parallelism by DeepSpeed's AutoTP layers, on models without memory. The only deepspeed import of ``serve``."""
 
 from __future__ import annotations
 
@@ -70,8 +70,11 @@ def join_ranks(rank: int, size: int, device: torch.device, rendezvous: Path, tim
         return Ranks(rank, size)
     dist.init_process_group(
         "gloo" if device.type == "cpu" else "nccl",
-        init_method=f"file://{rendezvous}", rank=rank, world_size=size, timeout=timedelta(seconds=timeout_seconds),
-    )  # fmt: skip
+        init_method=f"file://{rendezvous}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=timeout_seconds),
+    )
     _start_deepspeed_communication()
     return Ranks(rank, size)
 
@@ -120,10 +123,19 @@ def shard(model: PreTrainedModel, family: Family, ranks: Ranks) -> Mapping[str, 
     world = dist.group.WORLD
     try:
         auto = AutoTP(
-            model, (), "", None, None, None, keep_module_on_host=True,
+            model,
+            (),
+            "",
+            None,
+            None,
+            None,
+            keep_module_on_host=True,
             partition_config=AutoTPConfig(tp_size=ranks.size, layer_specs=specs, use_default_specs=False),
-            vocab_parallel_lm_head=True, model_config=model.config, tp_grain_size=1, training_mode=False,
-        )  # fmt: skip
+            vocab_parallel_lm_head=True,
+            model_config=model.config,
+            tp_grain_size=1,
+            training_mode=False,
+        )
         auto.set_tensor_parallel_config(ranks.size, world)
         auto.update_linear_policies()
         auto._replace_module(model)

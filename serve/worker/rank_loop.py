@@ -67,9 +67,11 @@ def _load(config: ServerConfig, rank: int, rendezvous: Path, steps: socket.socke
         size = config.model.tensor_parallel_size
         torch.set_grad_enabled(False)
         model, ranks = load_rank(
-            config, device, lambda: join_ranks(rank, size, device, rendezvous, config.supervisor.start_timeout_seconds),
+            config,
+            device,
+            lambda: join_ranks(rank, size, device, rendezvous, config.supervisor.start_timeout_seconds),
             Stopwatch((("import", time.monotonic() - began),)),
-        )  # fmt: skip
+        )
         runner = Runner(model, ranks)
     except StartError as error:
         wire.send(steps, msgpack.packb([FAILED, "config" if isinstance(error, ConfigError) else "rank", str(error)]))

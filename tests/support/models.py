@@ -16,32 +16,52 @@ VOCABULARY = 509
 
 _COMMON: dict[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
 _LLAMA = {
-    "hidden_size": 64, "intermediate_size": 120, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "hidden_size": 64,
+    "intermediate_size": 120,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "max_position_embeddings": 512,
-}  # fmt: skip
+}
 SMALL: dict[str, dict[str, Any]] = {
     "gpt_neox": {
-        "hidden_size": 64, "intermediate_size": 168, "num_hidden_layers": 3, "num_attention_heads": 4, "rotary_pct": 0.25,
+        "hidden_size": 64,
+        "intermediate_size": 168,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "rotary_pct": 0.25,
         "max_position_embeddings": 512,
     },
     "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512},
     "gptj": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512, "rotary_dim": 8, "tie_word_embeddings": False},
     "gpt_neo": {
-        "hidden_size": 64, "num_layers": 4, "num_heads": 4, "attention_types": [[["global", "local"], 2]], "window_size": 24,
+        "hidden_size": 64,
+        "num_layers": 4,
+        "num_heads": 4,
+        "attention_types": [[["global", "local"], 2]],
+        "window_size": 24,
         "max_position_embeddings": 512,
     },
     "opt": {
-        "hidden_size": 64, "ffn_dim": 160, "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 512,
+        "hidden_size": 64,
+        "ffn_dim": 160,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 512,
         "word_embed_proj_dim": 64,
     },
     "llama": _LLAMA,
     "mistral": {**_LLAMA, "sliding_window": 40},
     "qwen2": _LLAMA,
     "phi": {
-        "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4, "partial_rotary_factor": 0.5,
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "partial_rotary_factor": 0.5,
         "max_position_embeddings": 512,
     },
-}  # fmt: skip
+}
 
 
 def build(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:

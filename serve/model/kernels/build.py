@@ -21,11 +21,20 @@ log = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("cpu.cpp")
 _FLAGS = (
-    "-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp",
+    "-O3",
+    "-march=native",
+    "-std=c++17",
+    "-fPIC",
+    "-shared",
+    "-fopenmp",
     # Reordering of sums lets loops become vector code. Not -ffast-math: it would assume NaN away and, in a shared
     # library, switch the whole process to flush denormals.
-    "-fno-math-errno", "-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-freciprocal-math",
-)  # fmt: skip
+    "-fno-math-errno",
+    "-fassociative-math",
+    "-fno-signed-zeros",
+    "-fno-trapping-math",
+    "-freciprocal-math",
+)
 _VERSION = 1
 _COMPILERS = ("c++", "g++", "clang++")
 

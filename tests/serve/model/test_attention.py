@@ -59,10 +59,12 @@ def _lay_out(sequences: list[_Sequence], block_tokens: int, num_blocks: int) -> 
         starts.append(starts[-1] + sequence.new)
     width = max(len(s.blocks) for s in sequences)
     return StepLayout(
-        slots=torch.tensor(slots), positions=torch.tensor(positions, dtype=torch.int32), query_starts=tuple(starts),
+        slots=torch.tensor(slots),
+        positions=torch.tensor(positions, dtype=torch.int32),
+        query_starts=tuple(starts),
         context_lengths=tuple(s.length for s in sequences),
         block_tables=torch.tensor([s.blocks + [0] * (width - len(s.blocks)) for s in sequences], dtype=torch.int32),
-    )  # fmt: skip
+    )
 
 
 def _poison(cache: LayerCache) -> None:
@@ -93,9 +95,14 @@ def test_attention_over_blocks_is_attention(
     sequences = [_Sequence(*lengths, *shape) for lengths in [(1, 1), (16, 16), (17, 1), (70, 33), (100, 1), (48, 48), (33, 2)]]
     num_blocks = 80
     [cache] = allocate(
-        layers=1, num_blocks=num_blocks, kv_heads=kv_heads, head_dim=head_dim, block_tokens=block_tokens, dtype=dtype,
+        layers=1,
+        num_blocks=num_blocks,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        block_tokens=block_tokens,
+        dtype=dtype,
         device=torch.device("cpu"),
-    )  # fmt: skip
+    )
     _poison(cache)
     layout = _lay_out(sequences, block_tokens, num_blocks)
     for sequence in sequences:

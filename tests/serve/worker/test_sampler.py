@@ -18,13 +18,26 @@ VOCABULARY = 5000
 
 
 def _state(
-    *, prompt: tuple[int, ...] = (1, 2), output: tuple[int, ...] = (), sequence: int = 0, index: int = 0, min_new_tokens: int = 0,
-    end_ids: tuple[int, ...] = (), logprobs: int | None = None, **params: Any,
-) -> SequenceState:  # fmt: skip
+    *,
+    prompt: tuple[int, ...] = (1, 2),
+    output: tuple[int, ...] = (),
+    sequence: int = 0,
+    index: int = 0,
+    min_new_tokens: int = 0,
+    end_ids: tuple[int, ...] = (),
+    logprobs: int | None = None,
+    **params: Any,
+) -> SequenceState:
     start = Start(
-        sequence=SequenceId(sequence), index=index, token_ids=prompt, num_prompt_tokens=len(prompt), sampling=SamplingParams(**params),
-        min_new_tokens=min_new_tokens, end_ids=end_ids, logprobs=logprobs,
-    )  # fmt: skip
+        sequence=SequenceId(sequence),
+        index=index,
+        token_ids=prompt,
+        num_prompt_tokens=len(prompt),
+        sampling=SamplingParams(**params),
+        min_new_tokens=min_new_tokens,
+        end_ids=end_ids,
+        logprobs=logprobs,
+    )
     return SequenceState(start, [*prompt, *output])
 
 

@@ -19,15 +19,33 @@ ids = st.integers(0, 2**31 - 1)
 tuples_of_ids = st.lists(ids, max_size=5).map(tuple)
 floats = st.floats(allow_nan=False, width=64)
 sampling = st.builds(
-    SamplingParams, temperature=floats, top_k=ids, top_p=floats, min_p=floats, typical_p=floats, seed=st.integers(0, 2**64 - 1),
-    repetition_penalty=floats, presence_penalty=floats, frequency_penalty=floats,
-    logit_bias=st.lists(st.tuples(ids, floats), max_size=3).map(tuple), allowed_ids=tuples_of_ids, banned_ids=tuples_of_ids,
-)  # fmt: skip
+    SamplingParams,
+    temperature=floats,
+    top_k=ids,
+    top_p=floats,
+    min_p=floats,
+    typical_p=floats,
+    seed=st.integers(0, 2**64 - 1),
+    repetition_penalty=floats,
+    presence_penalty=floats,
+    frequency_penalty=floats,
+    logit_bias=st.lists(st.tuples(ids, floats), max_size=3).map(tuple),
+    allowed_ids=tuples_of_ids,
+    banned_ids=tuples_of_ids,
+)
 optional_count = st.none() | st.integers(0, 20)
 starts = st.builds(
-    Start, sequence=ids, index=ids, token_ids=tuples_of_ids, num_prompt_tokens=ids, sampling=sampling, min_new_tokens=ids,
-    end_ids=tuples_of_ids, logprobs=optional_count, prompt_logprobs=optional_count,
-)  # fmt: skip
+    Start,
+    sequence=ids,
+    index=ids,
+    token_ids=tuples_of_ids,
+    num_prompt_tokens=ids,
+    sampling=sampling,
+    min_new_tokens=ids,
+    end_ids=tuples_of_ids,
+    logprobs=optional_count,
+    prompt_logprobs=optional_count,
+)
 spans = st.builds(
     Span, sequence=ids, start=ids, count=ids, new_tokens=tuples_of_ids, new_blocks=tuples_of_ids, sample=st.booleans()
 )
@@ -67,9 +85,18 @@ def test_the_configuration_comes_out_as_it_went_in() -> None:
 
 def test_the_model_facts_come_out_as_they_went_in() -> None:
     facts = ModelFacts(
-        family="opt", vocab_size=9, max_model_len=8, eos_ids=(1, 2), dtype="float32", device="cpu", num_blocks=3, block_tokens=16,
-        num_parameters=1, checkpoint_step=None, load_seconds=(("build", 0.5), ("weights", 1.5)),
-    )  # fmt: skip
+        family="opt",
+        vocab_size=9,
+        max_model_len=8,
+        eos_ids=(1, 2),
+        dtype="float32",
+        device="cpu",
+        num_blocks=3,
+        block_tokens=16,
+        num_parameters=1,
+        checkpoint_step=None,
+        load_seconds=(("build", 0.5), ("weights", 1.5)),
+    )
     assert wire.decode_record(wire.encode_record(facts), ModelFacts) == facts
 
 
