@@ -154,7 +154,7 @@ def _eos_ids(*sources: object) -> tuple[int, ...]:
 def _linear_installer(
     device: torch.device, dtype: torch.dtype, ranks: Ranks
 ) -> Callable[[nn.Module, Tensor, Tensor | None], bool]:
-    """What is done with each linear layer's weight once it is read: pack it where that is faster, and sum row-parallel products."""
+    """What is done with each linear layer as it is read: pack it where that is faster, sum row-parallel products."""
     packing = can_pack(device, dtype)
 
     def install(module: nn.Module, weight_OI: Tensor, bias_O: Tensor | None) -> bool:

@@ -1,0 +1,120 @@
+"""Every family gives transformers' own tokens over gRPC: alone, batched, chunked, preempted, and from the prefix cache."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedModel
+
+from serve.v1 import admin_pb2, inference_pb2
+from tests.support import reference
+from tests.support.models import FAMILIES, VOCABULARY, save
+from tests.support.server import Server, serving
+
+NEW_TOKENS = 64
+BLOCKS = 48
+"""Sixteen sequences need about 190 blocks of 16 positions: they preempt one another."""
+
+
+@dataclass
+class Judge:
+    """transformers' answers for one family, each computed once for both tensor-parallel sizes."""
+
+    folder: Path
+    model: PreTrainedModel
+    answers: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+
+    def greedy(self, prompt: tuple[int, ...]) -> list[int]:
+        if prompt not in self.answers:
+            self.answers[prompt] = reference.greedy(self.model, prompt, NEW_TOKENS)
+        return self.answers[prompt]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def judge(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Judge:
+    folder = save(request.param, tmp_path_factory.mktemp("parity") / request.param, max_shard_size="300KB", with_tokenizer=False)
+    return Judge(folder, reference.load(folder))
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
+def server(request: pytest.FixtureRequest, judge: Judge) -> Iterator[Server]:
+    """A budget of 32 chunks every longer prompt, and few blocks make the mixed batch preempt."""
+    config = judge.model.config
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    block_bytes = 2 * config.num_hidden_layers * kv_heads // request.param * 16 * 16 * 4
+    gib = (BLOCKS + 0.5) * block_bytes / 2**30
+    options = ("--tensor-parallel-size", str(request.param), "--dtype", "float32")
+    with serving(judge.folder, *options, "--max-step-tokens", "32", "--kv-cache-gib", f"{gib:.9f}") as running:
+        assert running.ready["kv_blocks"] == str(BLOCKS)
+        yield running
+
+
+def _request(prompt: Sequence[int], **response: int) -> inference_pb2.GenerateRequest:
+    request = inference_pb2.GenerateRequest(response=inference_pb2.ResponseOptions(**response))
+    request.token_ids.ids.extend(prompt)
+    request.sampling.temperature = 0.0
+    request.stopping.max_new_tokens = NEW_TOKENS
+    request.stopping.ignore_eos = True
+    return request
+
+
+def _generate(server: Server, prompt: Sequence[int]) -> list[int]:
+    answer = server.inference.Generate(_request(prompt), timeout=120)
+    return list(answer.completions[0].token_ids)
+
+
+def _prompts(seed: int, lengths: Sequence[int]) -> list[tuple[int, ...]]:
+    source = random.Random(seed)
+    return [tuple(source.randrange(1, VOCABULARY) for _ in range(length)) for length in lengths]
+
+
+def test_alone(server: Server, judge: Judge) -> None:
+    for prompt in _prompts(1, [1, 16, 131]):
+        assert _generate(server, prompt) == judge.greedy(prompt)
+
+
+def test_sixteen_at_once_preempting_one_another(server: Server, judge: Judge) -> None:
+    prompts = _prompts(2, [1, 2, 15, 16, 17, 31, 33, 48, 64, 90, 128, 155, 200, 256, 299, 300])
+    before = server.metrics()["tessera_preemptions_total"]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        got = list(pool.map(lambda prompt: _generate(server, prompt), prompts))
+    assert got == [judge.greedy(prompt) for prompt in prompts]
+    assert server.metrics()["tessera_preemptions_total"] > before
+
+
+def test_prompts_that_share_a_cached_prefix(server: Server, judge: Judge) -> None:
+    server.admin.FlushPrefixCache(admin_pb2.FlushPrefixCacheRequest())
+    [shared] = _prompts(3, [100])
+    tails = _prompts(4, [1, 20, 45])
+    cached = []
+    for tail in tails:
+        answer = server.inference.Generate(_request(shared + tail), timeout=120)
+        assert list(answer.completions[0].token_ids) == judge.greedy(shared + tail)
+        cached.append(answer.prompt.cached_tokens)
+    assert cached == [0, 96, 96]
+
+
+def test_logprobs_of_prompt_and_output(server: Server, judge: Judge) -> None:
+    [prompt] = _prompts(5, [150])
+    answer = server.inference.Generate(_request(prompt, logprobs=3, prompt_logprobs=2), timeout=120)
+    completion = answer.completions[0]
+    ids = [*prompt, *completion.token_ids]
+    expected = reference.logprobs(judge.model, ids)
+    assert not answer.prompt.logprobs[0].HasField("logprob")
+    entries = [*answer.prompt.logprobs[1:], *completion.logprobs]
+    assert len(entries) == len(ids) - 1
+    for position, entry in enumerate(entries):
+        assert entry.token_id == ids[position + 1]
+        assert entry.logprob == pytest.approx(float(expected[position, ids[position + 1]]), abs=1e-4)
+        for top in entry.top:
+            assert top.logprob == pytest.approx(float(expected[position, top.token_id]), abs=1e-4)
+        assert entry.top[0].logprob == pytest.approx(float(expected[position].max()), abs=1e-4)
+
+
+def test_nothing_is_held_afterwards(server: Server) -> None:
+    assert server.metrics()["tessera_kv_blocks_used"] == 0

@@ -1,0 +1,122 @@
+"""A real ``tessera-serve`` in a process of its own, as a user starts it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, TypeVar
+
+import grpc
+import psutil
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client.parser import text_string_to_metric_families
+
+from serve.v1 import admin_pb2_grpc, inference_pb2_grpc, models_pb2_grpc, tokenizer_pb2_grpc
+
+T = TypeVar("T")
+
+START_SECONDS = 90.0
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Server:
+    """A running server: its addresses, its stubs, its metrics, its processes."""
+
+    def __init__(self, process: subprocess.Popen[str], ready: dict[str, str]) -> None:
+        self.process = process
+        self.address = ready["grpc"]
+        self.metrics_url = ready["metrics"]
+        self.ready = ready
+        self.channel = grpc.insecure_channel(self.address)
+        self.inference = inference_pb2_grpc.InferenceStub(self.channel)
+        self.tokenizer = tokenizer_pb2_grpc.TokenizerStub(self.channel)
+        self.models = models_pb2_grpc.ModelsStub(self.channel)
+        self.admin = admin_pb2_grpc.AdminStub(self.channel)
+        self.health_stub = health_pb2_grpc.HealthStub(self.channel)
+
+    def metrics(self) -> dict[str, float]:
+        """Every sample of /metrics: ``name{label="value"}`` to its value."""
+        # A direct opener: a proxy in the environment has no business with loopback.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(self.metrics_url, timeout=10) as answer:
+            text = answer.read().decode()
+        samples = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                labels = ",".join(f'{key}="{value}"' for key, value in sorted(sample.labels.items()))
+                samples[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
+        return samples
+
+    def health(self) -> str:
+        """``SERVING`` or ``NOT_SERVING``."""
+        answer = self.health_stub.Check(health_pb2.HealthCheckRequest(service="serve.v1.Inference"), timeout=5)
+        return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+
+    def rank_pids(self) -> list[int]:
+        """The ranks' processes, rank 0 first."""
+        ranks = {}
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            words = child.cmdline()
+            if "serve.worker.rank_loop" in words:
+                ranks[int(words[words.index("serve.worker.rank_loop") + 1])] = child.pid
+        return [ranks[number] for number in sorted(ranks)]
+
+    def stop(self) -> int:
+        """Ask the server to end; returns its exit code."""
+        self.channel.close()
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout=60)
+
+
+def until(condition: Callable[[], T], seconds: float = 30.0, every: float = 0.02) -> T:
+    """Wait for a condition to come true; its first true value."""
+    deadline = time.monotonic() + seconds
+    while True:
+        if value := condition():
+            return value
+        assert time.monotonic() < deadline, f"the condition did not come true within {seconds} s"
+        time.sleep(every)
+
+
+@contextmanager
+def serving(model: Path, *options: str) -> Iterator[Server]:
+    """Start ``python -m serve`` on free ports, wait for its ready line, and stop it at the end."""
+    command = [sys.executable, "-m", "serve", "--model", str(model), "--port", "0", "--metrics-port", "0", "--device", "cpu", *options]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    log: list[str] = []
+    reader = threading.Thread(target=_collect, args=(process.stderr, log), daemon=True)
+    reader.start()
+    watchdog = threading.Timer(START_SECONDS, process.kill)
+    watchdog.start()
+    try:
+        line = process.stdout.readline()
+        watchdog.cancel()
+        assert line.startswith("tessera ready "), f"no ready line but {line!r}; its log:\n{''.join(log)}"
+        server = Server(process, dict(word.split("=", 1) for word in line.split()[2:]))
+        yield server
+        assert server.stop() == 0, f"the server ended badly; its log:\n{''.join(log)}"
+    finally:
+        watchdog.cancel()
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        reader.join()
+        process.stdout.close()
+        process.stderr.close()
+
+
+def _collect(stream: IO[str], lines: list[str]) -> None:
+    lines.extend(stream)
