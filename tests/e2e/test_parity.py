@@ -37,7 +37,9 @@ class Judge:
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def judge(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Judge:
-    folder = save(request.param, tmp_path_factory.mktemp("parity") / request.param, max_shard_size="300KB", with_tokenizer=False)
+    folder = save(
+        request.param, tmp_path_factory.mktemp("parity") / request.param, max_shard_size="300KB", with_tokenizer=False
+    )
     return Judge(folder, reference.load(folder))
 
 

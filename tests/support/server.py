@@ -90,9 +90,27 @@ def until(condition: Callable[[], T], seconds: float = 30.0, every: float = 0.02
 @contextmanager
 def serving(model: Path, *options: str) -> Iterator[Server]:
     """Start ``python -m serve`` on free ports, wait for its ready line, and stop it at the end."""
-    command = [sys.executable, "-m", "serve", "--model", str(model), "--port", "0", "--metrics-port", "0", "--device", "cpu", *options]
+    command = [
+        sys.executable,
+        "-m",
+        "serve",
+        "--model",
+        str(model),
+        "--port",
+        "0",
+        "--metrics-port",
+        "0",
+        "--device",
+        "cpu",
+        *options,
+    ]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
     )
     assert process.stdout is not None
     assert process.stderr is not None
