@@ -36,7 +36,7 @@ def train(console: Console, children: Children, corpus: Path, output: Path) -> T
         PartFailed: training ended with an error, or without a single step.
     """
     argv = [*command("tessera-finetune", "finetune"), "tune", str(CONFIG)]
-    argv += ["--data.path", str(corpus), "--output", str(output), "--log.every", "2"]
+    argv += ["--data.train", str(corpus), "--run.output", str(output), "--log.every", "2", "--save.max_shard_mib", "4"]
     started = time.monotonic()
     child = children.start("tessera-finetune", argv)
     follow = _follow_live if console.is_terminal else _follow_plain
