@@ -25,7 +25,6 @@ from serve.types import (
     SequenceFinished,
     SequenceId,
     Timings,
-    TokenLogprob,
     TokensOut,
     Usage,
 )
@@ -212,8 +211,7 @@ class Engine:
 
     def _note_starts(self, plan: StepPlan, now: float) -> None:
         for start in plan.starts:
-            seq = self._scheduler.running(start.sequence)
-            assert seq is not None, f"sequence {start.sequence} was started and does not run"
+            seq = self._scheduler.running[start.sequence]
             if seq.request.started_seconds is None:
                 self._registry.start(seq.request, now)
 
@@ -235,23 +233,24 @@ class Engine:
             self._apply_fault(fault)
         sampled = {answer.sequence: answer for answer in result.sampled}
         for span in plan.spans:
-            seq = self._scheduler.running(span.sequence)
+            seq = self._scheduler.running.get(span.sequence)
             if seq is None:
                 continue
-            if seq.index == 0 and not seq.request.prompt_ready and seq.num_computed >= seq.request.num_prompt_tokens:
+            request = seq.request
+            if not request.prompt_ready and seq.num_computed >= request.num_prompt_tokens:
                 self._announce_prompt(seq)
             if span.sample:
                 self._apply_token(seq, sampled[span.sequence], now)
             elif seq.debt == 0:
-                self._end_without_tokens(seq.request, now)
+                self._end_without_tokens(request, now)
 
     def _keep_prompt_logprobs(self, part: PromptLogprobs) -> None:
-        seq = self._scheduler.running(part.sequence)
+        seq = self._scheduler.running.get(part.sequence)
         if seq is not None and seq.wants_prompt_logprobs:
             seq.request.prompt_logprobs[part.first : part.first + len(part.logprobs)] = part.logprobs
 
     def _apply_fault(self, fault: SequenceFault) -> None:
-        seq = self._scheduler.running(fault.sequence)
+        seq = self._scheduler.running.get(fault.sequence)
         if seq is not None:  # a sibling's fault may have ended it
             self._fail(seq.request, RequestBroke(fault.message))
 
@@ -277,47 +276,29 @@ class Engine:
         request, token_id = seq.request, answer.token_id
         seq.token_ids.append(token_id)
         self._generation_tokens += 1
-        if seq.first_token_seconds is None:
+        num_generated = len(seq.token_ids) - request.num_prompt_tokens
+        if num_generated == 1:
             seq.first_token_seconds = now
-        stop = request.rule.by_id(token_id, seq.num_generated)
-        is_told = stop is None or request.rule.include_stop
         try:
-            text, stop = self._advance_text(seq, token_id, stop)
+            text, stop = _judge(seq, token_id, num_generated)
         except Exception as error:
             broke = RequestBroke(f"the text of sequence {seq.index} could not be made ({type(error).__name__})")
             broke.__cause__ = error
             self._fail(request, broke)
             return
+        is_told = stop is None or not stop.is_by_id or request.rule.include_stop
         if is_told or text:
-            self._tell(seq, text, (token_id,) if is_told else (), answer.logprob)
+            self._events.append(
+                TokensOut(
+                    request_id=request.generation.request_id,
+                    index=seq.index,
+                    text=text if seq.tells_text else "",
+                    token_ids=(token_id,) if is_told else (),
+                    logprobs=(answer.logprob,) if is_told and answer.logprob is not None else (),
+                )
+            )
         if stop is not None:
             self._end(seq, stop, now)
-
-    def _advance_text(self, seq: Sequence, token_id: int, stop: Stop | None) -> tuple[str, Stop | None]:
-        """The new text, and why the sequence ends, if it does: by id before by stop string before by length."""
-        text = ""
-        rule = seq.request.rule
-        if seq.text is None:
-            return text, stop or rule.by_length(seq.num_generated)
-        if stop is None:
-            delta = seq.text.push(token_id)
-            text = delta.text
-            if delta.matched_stop is not None:
-                return text, Stop(FinishReason.STOP_STRING, delta.matched_stop)
-            stop = rule.by_length(seq.num_generated)
-        return (text + seq.text.finish() if stop is not None else text), stop
-
-    def _tell(self, seq: Sequence, text: str, token_ids: tuple[int, ...], logprob: TokenLogprob | None) -> None:
-        generation = seq.request.generation
-        self._events.append(
-            TokensOut(
-                request_id=generation.request_id,
-                index=seq.index,
-                text=text if generation.response.text else "",
-                token_ids=token_ids,
-                logprobs=(logprob,) if token_ids and logprob is not None else (),
-            )
-        )
 
     # How requests begin and end.
 
@@ -325,6 +306,7 @@ class Engine:
         """A new request with all its sequences, none of them enqueued."""
         request = LiveRequest(
             generation=generation,
+            num_prompt_tokens=len(generation.prompt_ids),
             arrival=self._num_arrivals,
             rule=StopRule(generation.stopping, self._facts.eos_ids),
         )
@@ -343,6 +325,8 @@ class Engine:
                     token_ids=token_ids,
                     text=self._open_text(generation, index) if wants_text else None,
                     chain=DigestChain(root, token_ids, self._facts.block_tokens) if root is not None else None,
+                    tells_text=generation.response.text,
+                    samples=request.rule.max_new_tokens > 0,
                 )
             )
             self._num_sequences += 1
@@ -375,7 +359,7 @@ class Engine:
                 usage=Usage(
                     prompt_tokens=request.num_prompt_tokens,
                     cached_tokens=seq.cached_tokens,
-                    completion_tokens=seq.num_generated,
+                    completion_tokens=len(seq.token_ids) - request.num_prompt_tokens,
                 ),
                 timings=Timings(
                     queue_seconds=started - arrival, first_token_seconds=first_token - arrival, total_seconds=now - arrival
@@ -403,6 +387,24 @@ class Engine:
             return _MIN_RETRY_SECONDS
         seconds = self._registry.queued_tokens * self._step_seconds / self._step_tokens
         return min(_MAX_RETRY_SECONDS, max(_MIN_RETRY_SECONDS, seconds))
+
+
+def _judge(seq: Sequence, token_id: int, num_generated: int) -> tuple[str, Stop | None]:
+    """The text a new token adds, and why the sequence ends, if it does: by id before by stop string before by length."""
+    rule, stream = seq.request.rule, seq.text
+    stop = rule.by_id(token_id, num_generated) if token_id in rule.end_ids else None
+    text = ""
+    if stop is None:
+        if stream is not None:
+            delta = stream.push(token_id)
+            text = delta.text
+            if delta.matched_stop is not None:
+                return text, Stop(FinishReason.STOP_STRING, delta.matched_stop)
+        if num_generated >= rule.max_new_tokens:
+            stop = LENGTH
+    if stop is not None and stream is not None:
+        text += stream.finish()
+    return text, stop
 
 
 def _check_answers(plan: StepPlan, result: StepResult, vocab_size: int) -> None:

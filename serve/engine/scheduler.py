@@ -47,8 +47,8 @@ class Scheduler:
         self._max_step_tokens = max_step_tokens
         self._headroom = cache.pool.num_blocks // _HEADROOM_FRACTION
         self._waiting: LazyHeap[Sequence] = LazyHeap()
-        self._running: dict[SequenceId, Sequence] = {}
-        """In order of admission, the oldest first."""
+        self.running: dict[SequenceId, Sequence] = {}
+        """The running batch in order of admission, the oldest first. For others to read."""
         self._dropped: list[SequenceId] = []
         self._num_plans = 0
         self._num_admissions = 0
@@ -60,11 +60,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether the next ``schedule`` has anything to say."""
-        return bool(self._running or self._waiting or self._dropped)
-
-    def running(self, sequence: SequenceId) -> Sequence | None:
-        """The running sequence of this id."""
-        return self._running.get(sequence)
+        return bool(self.running or self._waiting or self._dropped)
 
     def enqueue(self, seq: Sequence) -> None:
         """Let a new sequence wait: larger priority first, then earlier arrival, then index."""
@@ -106,23 +102,23 @@ class Scheduler:
         """The plan was computed: advance its sequences, and let the prefix cache find the blocks that are full now."""
         block_tokens = self._cache.block_tokens
         for span in plan.spans:
-            seq = self._running[span.sequence]
-            seq.num_computed = span.start + span.count
+            seq = self.running[span.sequence]
+            seq.num_computed = end = span.start + span.count
             if seq.chain is not None:
-                while (seq.num_registered + 1) * block_tokens <= seq.num_computed:
+                while (seq.num_registered + 1) * block_tokens <= end:
                     self._cache.register(seq.chain.digest(seq.num_registered), seq.table[seq.num_registered])
                     seq.num_registered += 1
 
     def _continue_running(self, draft: _Draft) -> None:
         """Pay the debts of the running sequences, preempting the youngest where blocks run out."""
         larger_debts: list[Sequence] = []
-        for seq in tuple(self._running.values()):
+        for seq in tuple(self.running.values()):
             if seq.debt > 1:
                 larger_debts.append(seq)
-            elif draft.budget and seq.state is SequenceState.RUNNING and self._grow(seq, 1, draft):
+            elif draft.budget and (not draft.has_preempted or seq.id in self.running) and self._grow(seq, 1, draft):
                 self._add_span(seq, 1, draft)
         for seq in larger_debts:
-            if seq.state is not SequenceState.RUNNING:  # preempted a moment ago, to make room
+            if seq.id not in self.running:  # preempted a moment ago, to make room
                 continue
             count = min(seq.debt, draft.budget)
             if count and self._grow(seq, count, draft):
@@ -134,7 +130,7 @@ class Scheduler:
         When this is reached with budget left, each running sequence has been paid in full and holds the blocks for all it
         knows; so whatever is free is free indeed, and never more sequences run than the budget has tokens.
         """
-        while draft.budget and len(self._running) < self._max_num_seqs:
+        while draft.budget and len(self.running) < self._max_num_seqs:
             seq = self._waiting.first()
             if seq is None or not self._take_prefix(seq):
                 return
@@ -155,7 +151,7 @@ class Scheduler:
         pool = self._cache.pool
         num_known = len(seq.token_ids)
         looks_up = seq.chain is not None and not seq.wants_prompt_logprobs
-        headroom = self._headroom if self._running else 0
+        headroom = self._headroom if self.running else 0
         if pool.num_free <= headroom:
             return False
         hits: list[BlockId] = []
@@ -179,12 +175,13 @@ class Scheduler:
     def _grow(self, seq: Sequence, count: int, draft: _Draft) -> bool:
         """Let the table cover ``count`` more positions, preempting the youngest while blocks are short. False if that was
         the sequence itself."""
-        missing = self._cache.blocks_for(seq.num_computed + count) - len(seq.table)
-        if missing <= 0:
+        covered = len(seq.table) * self._cache.block_tokens
+        if seq.num_computed + count <= covered:
             return True
+        missing = self._cache.blocks_for(seq.num_computed + count - covered)
         while (blocks := self._cache.try_take(missing)) is None:
-            youngest = self._running[next(reversed(self._running))]
-            assert len(self._running) > 1, f"sequence {seq.id} has the pool to itself and does not fit"
+            youngest = self.running[next(reversed(self.running))]
+            assert len(self.running) > 1, f"sequence {seq.id} has the pool to itself and does not fit"
             self._preempt(youngest, draft)
             if youngest is seq:
                 return False
@@ -204,30 +201,31 @@ class Scheduler:
 
     def _add_span(self, seq: Sequence, count: int, draft: _Draft) -> None:
         """Plan ``count`` positions, with all the ranks have to learn for them."""
-        num_tokens = len(seq.token_ids)
+        num_tokens, num_blocks = len(seq.token_ids), len(seq.table)
+        end = seq.num_computed + count
         draft.spans[seq.id] = Span(
             sequence=seq.id,
             start=seq.num_computed,
             count=count,
-            new_tokens=tuple(seq.token_ids[seq.num_known :]),
-            new_blocks=tuple(seq.table[seq.num_sent_blocks :]),
-            sample=seq.num_computed + count == num_tokens and seq.request.rule.max_new_tokens > 0,
+            new_tokens=tuple(seq.token_ids[seq.num_known :]) if num_tokens > seq.num_known else (),
+            new_blocks=tuple(seq.table[seq.num_sent_blocks :]) if num_blocks > seq.num_sent_blocks else (),
+            sample=end == num_tokens and seq.samples,
         )
         seq.num_known = num_tokens
-        seq.num_sent_blocks = len(seq.table)
+        seq.num_sent_blocks = num_blocks
         draft.budget -= count
 
     def _enter_running(self, seq: Sequence) -> None:
         seq.state = SequenceState.RUNNING
         seq.admitted = self._num_admissions
         self._num_admissions += 1
-        self._running[seq.id] = seq
+        self.running[seq.id] = seq
         seq.request.num_running += 1
         if seq.request.num_running == 1:
             self.num_running_requests += 1
 
     def _leave_running(self, seq: Sequence) -> None:
-        del self._running[seq.id]
+        del self.running[seq.id]
         seq.request.num_running -= 1
         if seq.request.num_running == 0:
             self.num_running_requests -= 1
@@ -240,9 +238,9 @@ class Scheduler:
         """Assert what must always hold between two steps. Cost grows with everything: for tests."""
         self._cache.check()
         self._waiting.check()
-        assert len(self._running) <= min(self._max_num_seqs, self._max_step_tokens), "more sequences run than may"
+        assert len(self.running) <= min(self._max_num_seqs, self._max_step_tokens), "more sequences run than may"
         held: dict[BlockId, int] = {}
-        for seq in self._running.values():
+        for seq in self.running.values():
             assert seq.state is SequenceState.RUNNING, f"sequence {seq.id} runs but is {seq.state.value}"
             assert seq not in self._waiting, f"sequence {seq.id} runs and waits"
             assert seq.debt >= 1, f"sequence {seq.id} runs and owes nothing"
@@ -251,9 +249,9 @@ class Scheduler:
             for block in seq.table:
                 held[block] = held.get(block, 0) + 1
         self._cache.pool.check_references(held)
-        admitted = [seq.admitted for seq in self._running.values()]
+        admitted = [seq.admitted for seq in self.running.values()]
         assert admitted == sorted(admitted), "the running sequences are not in order of admission"
-        requests = {id(seq.request) for seq in self._running.values()}
+        requests = {id(seq.request) for seq in self.running.values()}
         assert len(requests) == self.num_running_requests, "the count of running requests is wrong"
 
 
@@ -267,7 +265,7 @@ def _start_of(seq: Sequence) -> Start:
         num_prompt_tokens=seq.request.num_prompt_tokens,
         sampling=generation.sampling,
         min_new_tokens=generation.stopping.min_new_tokens,
-        end_ids=seq.request.rule.end_ids,
+        end_ids=tuple(sorted(seq.request.rule.end_ids)),
         logprobs=generation.response.logprobs,
         prompt_logprobs=generation.response.prompt_logprobs if seq.wants_prompt_logprobs else None,
     )

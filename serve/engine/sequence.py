@@ -26,6 +26,7 @@ class LiveRequest:
     """A request that has not ended."""
 
     generation: Generation
+    num_prompt_tokens: int
     arrival: int
     """Serial number in order of arrival."""
     rule: StopRule
@@ -38,10 +39,6 @@ class LiveRequest:
     prompt_ready: bool = False
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     """One per prompt token, filled as its chunks are computed; empty unless they were asked for."""
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.generation.prompt_ids)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -61,8 +58,12 @@ class Sequence:
     """Prompt and output; only ever appended to."""
     text: TextStream | None
     """``None`` when neither text nor stop strings are wanted."""
+    tells_text: bool
+    """False when text is made for the stop strings alone."""
     chain: DigestChain | None
     """``None`` when nobody could share its blocks."""
+    samples: bool
+    """False when nothing is to be generated: it ends as soon as its prompt is computed."""
     state: SequenceState = SequenceState.HELD
     num_computed: int = 0
     table: list[BlockId] = field(default_factory=list)
@@ -77,10 +78,6 @@ class Sequence:
     cached_tokens: int = 0
     """Prompt tokens found in the prefix cache when it was first scheduled."""
     first_token_seconds: float | None = None
-
-    @property
-    def num_generated(self) -> int:
-        return len(self.token_ids) - self.request.num_prompt_tokens
 
     @property
     def debt(self) -> int:

@@ -15,6 +15,11 @@ class Stop:
     matched: str | int | None = None
     """The stop string, or the stop or EOS id."""
 
+    @property
+    def is_by_id(self) -> bool:
+        """Whether a token itself was the end, not what it did to the text or the count."""
+        return self.reason in (FinishReason.EOS, FinishReason.STOP_ID)
+
 
 LENGTH = Stop(FinishReason.LENGTH)
 
@@ -27,7 +32,7 @@ class StopRule:
     def __init__(self, stopping: StoppingParams, eos_ids: tuple[int, ...]) -> None:
         self._eos_ids = frozenset() if stopping.ignore_eos else frozenset(eos_ids)
         self._stop_ids = frozenset(stopping.stop_ids)
-        self.end_ids = tuple(sorted(self._eos_ids | self._stop_ids))
+        self.end_ids = self._eos_ids | self._stop_ids
         """Ids that end a sequence: the ranks do not sample them before ``min_new_tokens``."""
         self.min_new_tokens = stopping.min_new_tokens
         self.max_new_tokens = stopping.max_new_tokens
@@ -43,7 +48,3 @@ class StopRule:
         if token_id in self._stop_ids:
             return Stop(FinishReason.STOP_ID, token_id)
         return None
-
-    def by_length(self, num_generated: int) -> Stop | None:
-        """Whether ``num_generated`` tokens are all there may be."""
-        return LENGTH if num_generated >= self.max_new_tokens else None

@@ -1,0 +1,108 @@
+"""What a step costs the engine itself: `python -m benchmarks.scheduler` prints milliseconds per step.
+
+The executor answers at once with the same token for all, so what is measured is admission, scheduling, applying and
+emitting. Steps are timed one by one; the executor's own time is taken off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+
+from serve.engine.engine import Engine, EngineLimits
+from serve.engine.executor import ModelFacts
+from serve.engine.plan import Sampled, StepPlan, StepResult
+from serve.types import Generation, RequestId, ResponseOptions, SamplingParams, StoppingParams
+
+BLOCK_TOKENS = 16
+PROMPT_TOKENS = 64
+
+
+class InstantExecutor:
+    """Samples token 7 everywhere, and keeps account of its own time."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """See ``serve.engine.executor.Executor``."""
+        began = time.perf_counter()
+        sampled = tuple(Sampled(sequence=span.sequence, token_id=7) for span in plan.spans if span.sample)
+        result = StepResult(step=plan.step, sampled=sampled)
+        self.seconds += time.perf_counter() - began
+        return result
+
+
+def _engine(executor: InstantExecutor, running: int, waiting: int, new_tokens: int, step_tokens: int) -> Engine:
+    blocks = running * (1 + -(-(PROMPT_TOKENS + new_tokens) // BLOCK_TOKENS))
+    blocks += blocks // 50  # what admission keeps free
+    facts = ModelFacts(
+        family="none", vocab_size=50_000, max_model_len=8192, eos_ids=(0,), dtype="none", device="none",
+        num_blocks=blocks, block_tokens=BLOCK_TOKENS, num_parameters=1, checkpoint_step=None,
+    )  # fmt: skip
+    limits = EngineLimits(
+        max_num_seqs=running, max_step_tokens=step_tokens, max_queued_requests=running + waiting,
+        max_queued_tokens=(running + waiting) * PROMPT_TOKENS, prefix_caching=True,
+    )  # fmt: skip
+
+    def no_text(generation: Generation, index: int) -> object:
+        raise AssertionError("no text was asked for")
+
+    return Engine(facts=facts, limits=limits, executor=executor, open_text=no_text, clock=time.monotonic)  # type: ignore[arg-type]
+
+
+def _request(number: int, new_tokens: int) -> Generation:
+    return Generation(
+        request_id=RequestId(f"r{number}"),
+        prompt_ids=tuple((number * 31 + position * 7) % 50_000 for position in range(PROMPT_TOKENS)),
+        sampling=SamplingParams(),
+        stopping=StoppingParams(max_new_tokens=new_tokens),
+        response=ResponseOptions(text=False),
+        deadline_seconds=time.monotonic() + 3600 + number % 100,
+    )
+
+
+def measure(running: int, waiting: int, steps: int, *, churn: bool) -> list[float]:
+    """Milliseconds of each of ``steps`` steps with ``running`` sequences and ``waiting`` more in the queue.
+
+    Args:
+        churn: sequences end and waiting ones take their places all the time; otherwise the batch only decodes.
+    """
+    executor = InstantExecutor()
+    new_tokens = 64 if churn else steps + 200
+    # Churn replaces a sequence in 32 steps or so, at PROMPT_TOKENS each: three times the batch pays for that.
+    engine = _engine(executor, running, waiting, new_tokens, step_tokens=max(4 * running, 512))
+    for number in range(running + waiting):
+        engine.add(_request(number, 1 + number * 17 % new_tokens if churn else new_tokens))
+    for _ in range(new_tokens if churn else PROMPT_TOKENS):  # fill the batch, and let churn become steady
+        engine.step()
+    assert engine.stats().num_running > 0.9 * running, f"only {engine.stats().num_running} of {running} are running"
+    times = []
+    gc.collect()
+    assert engine.stats().num_waiting >= waiting // 2, "the queue ran dry"
+    for _ in range(steps):
+        executor.seconds = 0.0
+        began = time.perf_counter()
+        engine.step()
+        times.append((time.perf_counter() - began - executor.seconds) * 1000)
+    return times
+
+
+def main() -> None:
+    """Print one line per case."""
+    parser = argparse.ArgumentParser(description="Milliseconds the engine itself takes per step.")
+    parser.add_argument("--running", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=300)
+    arguments = parser.parse_args()
+    print(f"{'running':>8} {'waiting':>8} {'case':>8} {'median ms':>10} {'p99 ms':>8}")
+    for waiting in (0, 10_000):
+        for churn in (False, True) if waiting else (False,):
+            times = sorted(measure(arguments.running, waiting, arguments.steps, churn=churn))
+            median, p99 = statistics.median(times), times[int(len(times) * 0.99)]
+            print(f"{arguments.running:>8} {waiting:>8} {'churn' if churn else 'decode':>8} {median:>10.3f} {p99:>8.3f}")
+
+
+if __name__ == "__main__":
+    main()
