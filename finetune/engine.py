@@ -218,13 +218,17 @@ class ZeroEngine:
                     yield f"{key}.{name}", whole.to("cpu", torch.float32) if self.rank == 0 else None
 
     @torch.no_grad()
-    def restore(self, read: Callable[[str], torch.Tensor], adam_steps: int) -> None:
-        """Set fp32 weights and moments from ``read('master.<name>')`` and so on; the computing weights must be set already."""
+    def set_exact_weights(self, read: Callable[[str], torch.Tensor]) -> None:
+        """Set the optimizer's fp32 weights from ``read(name)``; those that compute must have been filled with the same."""
         for name, parameter in self.model.named_parameters():
-            if not parameter.requires_grad:
-                continue
-            self._set(parameter, read(f"master.{name}"), None)
-            for key in MOMENTS:
+            if parameter.requires_grad:
+                self._set(parameter, read(name), None)
+
+    @torch.no_grad()
+    def set_moments(self, read: Callable[[str], torch.Tensor], adam_steps: int) -> None:
+        """Set the moments from ``read('exp_avg.<name>')`` and so on, and the number of updates the optimizer has made."""
+        for name, parameter in self.model.named_parameters():
+            for key in MOMENTS if parameter.requires_grad else ():
                 self._set(parameter, read(f"{key}.{name}"), key)
         for flat in self._flat_weights():
             state = self._inner.state[flat]

@@ -67,7 +67,8 @@ class ResumeState:
 
     def restore(self, engine: ZeroEngine) -> None:
         """Set weights, moments, the optimizer's step and, if the saved run had this rank, its random state."""
-        engine.restore(self._checkpoint.read, self.progressed.adam_steps)
+        engine.set_exact_weights(self.master)
+        engine.set_moments(self._checkpoint.read, self.progressed.adam_steps)
         name = f"rng.{engine.device.type}.{engine.rank}"
         if name in self._checkpoint.tensors:
             engine.set_rng_state(self._checkpoint.read(name))

@@ -116,6 +116,9 @@ class _Run:
         if state is not None:
             state.restore(self.engine)
             self._progressed = state.progressed
+        elif source is not None and job.precision == "bf16":
+            # The optimizer starts from the checkpoint's own numbers, not from their bf16 rounding.
+            self.engine.set_exact_weights(_reader(source, tied_names(self.engine.model)))
         self._last_save: Path | None = None if state is None else state.path
         files = (prepared.tokenizer_folder / name for name in TOKENIZER_FILES)
         inherited = dict(source.generation_config) if source is not None else {}
@@ -253,7 +256,7 @@ def _eval_batches(stream: TokenStream, share: Share, limit: int) -> list[Microba
     for first in range(share.rank * share.micro, -(-count // per_round) * per_round, per_round):
         wanted = torch.arange(first, first + share.micro)
         inputs, targets = map(torch.from_numpy, stream.samples(wanted.clamp(max=count - 1).numpy()))
-        targets[wanted >= count] = -100
+        targets = targets.masked_fill((wanted >= count)[:, None], -100)  # a copy: inputs are part of the same memory
         batches.append((inputs, targets))
     return batches
 
@@ -298,8 +301,12 @@ def _filler(
         tied = tied_names(model)
         try:
             source.check_tensors(shapes_of(model), tied=tied)
-            fill(model, lambda name: source.read(source.resolve(name, tied), dtype=torch.float32), gather)
+            fill(model, _reader(source, tied), gather)
         except CheckpointError as error:
             raise ConfigError(f"model.path: {config.model.path}: {error}") from error
 
     return from_checkpoint
+
+
+def _reader(source: Checkpoint, tied: Mapping[str, str]) -> Callable[[str], torch.Tensor]:
+    return lambda name: source.read(source.resolve(name, tied), dtype=torch.float32)

@@ -1,0 +1,84 @@
+"""What the tests of training share: small text, small configurations, the command as a process."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+COMMAND = (sys.executable, "-m", "finetune")
+ROOT = Path(__file__).parents[2]
+
+
+def write_text_folder(folder: Path, *, files: int = 6, lines: int = 60) -> Path:
+    """Files of made-up Python with some regularity to learn; the same on every machine."""
+    draw = random.Random(7)
+    names = ["path", "value", "count", "items", "total", "name"]
+    folder.mkdir(parents=True)
+    for number in range(files):
+        rows = []
+        for _ in range(lines):
+            a, b = draw.choice(names), draw.choice(names)
+            rows.append(
+                draw.choice([f"def get_{a}({b}):", f"    return self.{a}.{b}", f"    {a} = {b} + {draw.randrange(9)}", ""])
+            )
+        (folder / f"module_{number}.py").write_text("\n".join(rows), encoding="utf-8")
+    return folder
+
+
+def small_run(text: Path, output: Path, **sections: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration that trains in about a second; ``sections`` are laid over it."""
+    model = {"model_type": "gpt_neox", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    tree: dict[str, Any] = {
+        "model": {"new": {**model, "intermediate_size": 64, "hidden_dropout": 0.1}},
+        "tokenizer": {"train": {"vocab_size": 300}},
+        "data": {"train": str(text), "pattern": "*.py", "seq_len": 32, "eval_fraction": 0.1},
+        "batch": {"micro": 2, "accumulation": 2},
+        "schedule": {"steps": 12, "warmup": 2},
+        "optimizer": {"lr": 5e-3},
+        "eval": {"every": 6, "samples": 5},
+        "save": {"every": 6},
+        "log": {"every": 1},
+        "run": {"output": str(output), "device": "cpu"},
+    }
+    for name, section in sections.items():
+        tree[name] = {**tree.get(name, {}), **section}
+    return tree
+
+
+def write_config(tree: Mapping[str, Any], path: Path) -> Path:
+    path.write_text(yaml.safe_dump(dict(tree)), encoding="utf-8")
+    return path
+
+
+def run_command(
+    *words: str | Path, env: Mapping[str, str] | None = None, seconds: float = 240
+) -> subprocess.CompletedProcess[str]:
+    """Run ``tessera-finetune`` to its end."""
+    return subprocess.run(
+        [*COMMAND, *map(str, words)],
+        cwd=ROOT,
+        env={**os.environ, **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+
+
+def start_command(words: Sequence[str | Path]) -> subprocess.Popen[str]:
+    """Start ``tessera-finetune`` and return while it runs."""
+    return subprocess.Popen(
+        [*COMMAND, *map(str, words)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )

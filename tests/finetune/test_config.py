@@ -1,0 +1,84 @@
+"""DeepSpeed's JSON and the schedule follow from the configuration."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from finetune.config import (
+    BatchConfig,
+    DataConfig,
+    ModelConfig,
+    OffloadConfig,
+    RunConfig,
+    ScheduleConfig,
+    TokenizerConfig,
+    TuneConfig,
+    ZeroConfig,
+    to_deepspeed,
+)
+from finetune.schedule import Schedule, make_schedule
+
+
+def config(**changes: object) -> TuneConfig:
+    parts: dict[str, object] = {
+        "run": RunConfig(output="out", ranks=2),
+        "data": DataConfig(train=("text",)),
+        "model": ModelConfig(new={"model_type": "gpt_neox"}),
+        "tokenizer": TokenizerConfig(path="somewhere"),
+        **changes,
+    }
+    return TuneConfig(**parts)  # type: ignore[arg-type]
+
+
+def test_batch_sizes_agree() -> None:
+    made = to_deepspeed(config(batch=BatchConfig(micro=4, total=24)), device="cpu", precision="fp32", cpu_adam=False)
+    assert made["train_micro_batch_size_per_gpu"] == 4
+    assert made["gradient_accumulation_steps"] == 3
+    assert made["train_batch_size"] == 24
+
+
+def test_offload_is_pinned_only_for_a_gpu() -> None:
+    both = config(offload=OffloadConfig(optimizer="cpu", parameters="cpu"))
+    for device, pinned in (("cpu", False), ("cuda", True)):
+        zero = to_deepspeed(both, device=device, precision="bf16", cpu_adam=True)["zero_optimization"]
+        assert zero["offload_optimizer"] == {"device": "cpu", "pin_memory": pinned}
+        assert zero["offload_param"] == {"device": "cpu", "pin_memory": pinned}
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_lower_stages_keep_parameters_whole(stage: int) -> None:
+    zero = to_deepspeed(config(zero=ZeroConfig(stage=stage)), device="cpu", precision="fp32", cpu_adam=True)  # type: ignore[arg-type]
+    assert zero["zero_optimization"]["stage"] == stage
+    assert "offload_param" not in zero["zero_optimization"]
+    assert zero["zero_force_ds_cpu_optimizer"] is False
+
+
+def test_without_cpu_adam_deepspeed_takes_the_torch_optimizer() -> None:
+    offloaded = config(offload=OffloadConfig(optimizer="cpu"))
+    assert to_deepspeed(offloaded, device="cpu", precision="fp32", cpu_adam=True)["zero_force_ds_cpu_optimizer"] is True
+    assert to_deepspeed(offloaded, device="cpu", precision="fp32", cpu_adam=False)["zero_force_ds_cpu_optimizer"] is False
+
+
+def test_the_schedule_warms_up_falls_and_ends_at_the_floor() -> None:
+    schedule = Schedule(steps=100, warmup_steps=10, peak=1.0, floor=0.1)
+    assert schedule.rate(0) == pytest.approx(0.1)
+    assert schedule.rate(9) == pytest.approx(1.0)
+    assert schedule.rate(10) == pytest.approx(1.0)
+    assert schedule.rate(99) == pytest.approx(0.1)
+    assert schedule.rate(1000) == pytest.approx(0.1)
+
+
+@given(st.integers(1, 300), st.integers(0, 300), st.floats(0, 1))
+def test_the_rate_never_leaves_its_bounds(steps: int, warmup: int, floor: float) -> None:
+    schedule = Schedule(steps, min(warmup, steps - 1), 2.0, floor)
+    rates = [schedule.rate(step) for step in range(steps)]
+    assert all(0 < rate <= 2.0 or rate == floor == 0 for rate in rates[:-1])
+    after = rates[schedule.warmup_steps :]
+    assert after == sorted(after, reverse=True)
+
+
+def test_steps_follow_from_epochs() -> None:
+    made = make_schedule(config(batch=BatchConfig(micro=5), schedule=ScheduleConfig(epochs=2.5, warmup=0.1)), 100)
+    assert (made.steps, made.warmup_steps) == (25, 2)

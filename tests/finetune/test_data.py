@@ -1,0 +1,147 @@
+"""Tokens on disk: documents joined by the end token, split once, cut without padding, in an order any step can find."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from finetune.cli import load_config
+from finetune.data.pack import SampleOrder, Share, TokenStream
+from finetune.data.tokenise import Prepared, prepare
+from finetune.data.tokenizer import end_of_text_id, open_tokenizer
+from finetune.errors import ConfigError, DataError
+from tests.finetune.support import small_run, write_config, write_text_folder
+
+
+def prepared(tmp_path: Path, text: Path, **sections: object) -> Prepared:
+    config = load_config(write_config(small_run(text, tmp_path / "run", **sections), tmp_path / "run.yaml"))  # type: ignore[arg-type]
+    return prepare(config, lambda _: None)
+
+
+def tokens_of(made: Prepared, name: str) -> list[int]:
+    return np.fromfile(Path(made.folder) / name, dtype=made.dtype).tolist()
+
+
+def test_text_comes_back_from_its_tokens(tmp_path: Path) -> None:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    documents = ["def a():\n    return 'é 😀'\n" * 20, "\tb = 1\r\n" * 30]
+    for number, text in enumerate(documents):
+        (folder / f"{number}.py").write_text(text, encoding="utf-8", newline="")
+    made = prepared(tmp_path, folder, data={"train": str(folder), "pattern": "*.py", "seq_len": 8, "eval_fraction": 0})
+    tokenizer = open_tokenizer(made.tokenizer_folder)
+    end = end_of_text_id(made.tokenizer_folder, tokenizer)
+    ids = tokens_of(made, "train.bin")
+    assert ids.count(end) == 2
+    assert ids[-1] == end
+    first = ids.index(end)
+    assert [tokenizer.decode(ids[:first]), tokenizer.decode(ids[first + 1 : -1])] == documents
+    assert (made.documents, made.eval_tokens, made.train_tokens) == (2, 0, len(ids))
+
+
+def test_the_trained_tokenizer_opens_in_transformers_and_agrees(tmp_path: Path, text_folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    made = prepared(tmp_path, text_folder)
+    ours = open_tokenizer(made.tokenizer_folder)
+    theirs = AutoTokenizer.from_pretrained(made.tokenizer_folder)
+    text = "def get_path(value):\n    return self.items.total  # naïve 😀"
+    assert theirs(text)["input_ids"] == ours.encode(text).ids
+    assert theirs.decode(ours.encode(text).ids) == text
+    assert theirs.eos_token == "<|endoftext|>"
+    assert theirs.eos_token_id == made.end_of_text_id
+    assert made.num_ids == len(theirs) <= 300
+
+
+def test_preparing_again_finds_the_files_and_a_changed_text_makes_new_ones(tmp_path: Path) -> None:
+    folder = write_text_folder(tmp_path / "text")
+    first = prepared(tmp_path, folder)
+    stamp = (Path(first.folder) / "train.bin").stat().st_mtime_ns
+    assert prepared(tmp_path, folder) == first
+    assert (Path(first.folder) / "train.bin").stat().st_mtime_ns == stamp
+    (folder / "module_0.py").write_text("x = 1\n" * 50)
+    assert prepared(tmp_path, folder).fingerprint != first.fingerprint
+    assert not list((tmp_path / "run" / "data").glob("*.tmp-*"))
+
+
+def test_the_split_holds_out_its_share_and_loses_nothing(tmp_path: Path, text_folder: Path) -> None:
+    whole = prepared(tmp_path / "a", text_folder) if (tmp_path / "a").mkdir() is None else None
+    assert whole is not None
+    total = whole.train_tokens + whole.eval_tokens
+    assert whole.eval_tokens == round(0.1 * total)
+    sections = {"data": {"train": str(text_folder), "pattern": "*.py", "seq_len": 32, "eval_fraction": 0}}
+    (tmp_path / "b").mkdir()
+    unsplit = prepared(tmp_path / "b", text_folder, **sections)
+    parts = tokens_of(whole, "train.bin") + tokens_of(whole, "eval.bin")
+    assert sorted(parts) == sorted(tokens_of(unsplit, "train.bin"))
+
+
+def test_one_single_document_is_split_too(tmp_path: Path) -> None:
+    folder = write_text_folder(tmp_path / "text", files=1, lines=400)
+    made = prepared(tmp_path, folder)
+    train, held_out = tokens_of(made, "train.bin"), tokens_of(made, "eval.bin")
+    assert len(held_out) == round(0.1 * (len(train) + len(held_out)))
+    assert held_out[-1] == made.end_of_text_id
+    assert made.end_of_text_id not in train
+
+
+def test_evaluation_files_of_their_own(tmp_path: Path, text_folder: Path) -> None:
+    other = write_text_folder(tmp_path / "other", files=1)
+    sections = {"data": {"train": str(text_folder), "eval": str(other), "pattern": "*.py", "seq_len": 32}}
+    made = prepared(tmp_path, text_folder, **sections)
+    tokenizer = open_tokenizer(made.tokenizer_folder)
+    assert tokenizer.decode(tokens_of(made, "eval.bin")[:-1]) == (other / "module_0.py").read_text()
+
+
+def test_too_little_text_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    (folder / "a.py").write_text("x = 1")
+    with pytest.raises(DataError, match=r"data\.seq_len is 32; the training text has \d+ tokens"):
+        prepared(tmp_path, folder)
+
+
+def test_a_tokenizer_that_is_none_is_refused(tmp_path: Path, text_folder: Path) -> None:
+    bad = tmp_path / "tokenizer"
+    bad.mkdir()
+    (bad / "tokenizer.json").write_text(json.dumps({"model": 5}))
+    tree = small_run(text_folder, tmp_path / "run")
+    tree["tokenizer"] = {"path": str(bad)}
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: not a tokenizer"):
+        prepare(load_config(write_config(tree, tmp_path / "run.yaml")), lambda _: None)
+
+
+def test_samples_and_tail_hold_every_token_as_a_target_once(tmp_path: Path) -> None:
+    np.arange(100, dtype=np.uint16).tofile(tmp_path / "s.bin")
+    stream = TokenStream(tmp_path / "s.bin", "uint16", 8)
+    inputs, targets = stream.samples(np.arange(stream.num_samples))
+    tail_inputs, tail_targets = stream.tail()
+    assert (targets == inputs + 1).all()
+    assert np.concatenate([targets.ravel(), tail_targets.ravel()]).tolist() == list(range(1, 100))
+    assert np.concatenate([inputs.ravel(), tail_inputs.ravel()]).tolist() == list(range(99))
+
+
+@given(st.integers(1, 40), st.integers(0, 3), st.integers(0, 100), st.integers(1, 50))
+def test_each_pass_is_a_shuffle_of_all_samples_wherever_it_is_entered(samples: int, seed: int, first: int, count: int) -> None:
+    order = SampleOrder(samples, seed)
+    every = order.at(0, 4 * samples + 150)
+    assert (order.at(first, count) == every[first : first + count]).all()
+    for number in range(4):
+        assert sorted(every[number * samples : (number + 1) * samples]) == list(range(samples))
+
+
+@given(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 3]), st.integers(0, 5))
+def test_a_step_takes_the_same_samples_on_any_number_of_ranks(ranks: int, micro: int, step: int) -> None:
+    total = 12 * micro
+    taken: list[int] = []
+    for rank in range(ranks):
+        share = Share(rank, ranks, micro, total // (ranks * micro))
+        assert share.step_samples == total
+        for position in share.positions(step * total):
+            taken += range(position, position + micro)
+    assert sorted(taken) == list(range(step * total, (step + 1) * total))

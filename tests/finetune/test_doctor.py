@@ -1,0 +1,99 @@
+"""The doctor says what is there, what is missing, and what that costs."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from finetune import doctor, machine, ops
+from finetune.cli import main
+
+
+def test_the_report_names_everything_and_exits_0(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] is True
+    wanted = {
+        "torch",
+        "deepspeed",
+        "c++ compiler",
+        "ninja",
+        "libaio",
+        "memory",
+        "cgroup memory limit",
+        "memlock limit",
+        "/dev/shm",
+    }
+    assert wanted <= set(report["findings"])
+    assert report["findings"]["torch"]["value"] == machine.version_of("torch")
+
+
+def test_the_table_shows_the_remedy_of_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    findings = doctor.examine()
+    found = {finding.name: finding for finding in findings}
+    assert found["c++ compiler"].state == "note"
+    out = io.StringIO()
+    doctor.show(findings, Console(file=out, width=160))
+    assert "apt-get install g++" in out.getvalue()
+
+
+def test_a_missing_package_is_essential(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = machine.version_of
+    monkeypatch.setattr(machine, "version_of", lambda name: None if name == "deepspeed" else real(name))
+    findings = doctor.examine()
+    assert doctor.exit_code(findings) == 1
+    assert [finding.name for finding in findings if finding.state == "missing"] == ["deepspeed"]
+
+
+def test_container_limits_are_read(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("1073741824\n")
+    (tmp_path / "cpu.max").write_text("100000 100000\n")
+    assert machine.cgroup_memory_limit(tmp_path) == 1 << 30
+    assert machine.usable_cores(tmp_path) == 1
+    assert machine.memory_bytes(tmp_path) == 1 << 30
+    (tmp_path / "memory.max").write_text("max\n")
+    assert machine.cgroup_memory_limit(tmp_path) is None
+
+
+def test_built_operations_are_kept_per_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    here = ops.extensions_folder()
+    assert here.is_relative_to(tmp_path)
+    real = machine.version_of
+    monkeypatch.setattr(machine, "version_of", lambda name: "0.0.1" if name == "deepspeed" else real(name))
+    assert ops.extensions_folder() != here
+
+
+def test_without_a_compiler_nothing_is_built_and_the_reason_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    said: list[str] = []
+    adam = ops.ensure_cpu_adam(said.append)
+    assert not adam.available
+    assert "no C++ compiler" in adam.reason
+    assert said == []
+
+
+def test_a_compiler_that_fails_is_announced_and_then_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "c++"
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", str(broken))
+    said: list[str] = []
+    adam = ops.ensure_cpu_adam(said.append)
+    assert "CPU Adam" in said[0]
+    assert " s, once" in said[0]
+    assert not adam.available
+    assert "could not be built" in adam.reason
+    assert not list(ops.extensions_folder().glob("building-*"))
