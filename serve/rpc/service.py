@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, Final
 
 from serve.errors import DeadlineExpired, Loading
 from serve.metrics import Metrics
@@ -18,6 +18,11 @@ from serve.runtime.stream import Stream
 from serve.text.tokenizer import Tokenizer
 from serve.types import Generation
 from serve.v1 import inference_pb2
+
+
+LEAST_SECONDS: Final = 0.002
+"""A call with less time left gets no work done: gRPC rounds a deadline that has passed up to a millisecond that is left, and
+no answer is as quick."""
 
 
 class Models:
@@ -104,6 +109,6 @@ class InferenceService:
         remaining = context.time_remaining()
         if remaining is None:
             return Call(now, None)
-        if remaining <= 0:
-            raise DeadlineExpired("the deadline had passed when the request arrived")
+        if remaining < LEAST_SECONDS:
+            raise DeadlineExpired("the deadline passed before anything could be computed")
         return Call(now, now + remaining)

@@ -60,6 +60,8 @@ class FakeRanks:
         """Cleared: ``start`` waits."""
         self.loaded.set()
         self.num_steps = 0
+        self.last_step: int | None = None
+        """Steps wait once this many were computed; ``None`` lets them go on."""
         self._facts = facts
         self._closed = threading.Event()
         self._dead = False
@@ -71,9 +73,10 @@ class FakeRanks:
         return self._facts
 
     def execute(self, plan: StepPlan) -> StepResult:
-        while not self.go.wait(0.002):
+        while not self.go.wait(0.002) or (self.last_step is not None and self.num_steps >= self.last_step):
             if self._closed.is_set() or self._dead:
                 break
+            time.sleep(0.001)
         if self._closed.is_set() or self._dead:
             raise ExecutorDied("a rank is gone")
         self.num_steps += 1

@@ -1,0 +1,110 @@
+"""Addresses, ports and what is reachable where."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import grpc
+import pytest
+
+from serve.errors import ConfigError
+from serve.rpc.server import RpcServer, server_options
+from serve.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, models_pb2, tokenizer_pb2
+from tests.serve.rpc.running import config_of, request, serving
+
+
+async def start_another(running: object, **rpc: object) -> RpcServer:
+    """A second server on the first one's gateway."""
+    server = RpcServer(running.gateway, running.metrics, None, config_of(rpc=rpc))  # type: ignore[attr-defined]
+    await server.start()
+    return server
+
+
+async def test_a_taken_port_is_refused_by_name() -> None:
+    async with serving() as server:
+        port = int(server.address.rpartition(":")[2])
+        with pytest.raises(ConfigError, match=rf"rpc\.port.*{port}"):
+            await start_another(server, port=port)
+
+
+async def test_a_unix_socket_serves_and_is_not_taken_from_its_owner(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/tessera.sock"
+    async with serving(rpc={"host": address}) as server:
+        assert server.address == address
+        assert len((await server.inference.Generate(request())).completions[0].token_ids) == 4
+        await server.admin.GetLoad(admin_pb2.GetLoadRequest())  # a local socket is as private as loopback
+        with pytest.raises(ConfigError, match="another process listens"):
+            await start_another(server, host=address)
+
+
+async def test_admin_is_off_when_told_so() -> None:
+    async with serving(rpc={"admin_address": "off"}) as server:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await server.admin.GetLoad(admin_pb2.GetLoadRequest())
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_admin_on_an_address_of_its_own_has_nothing_else(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/admin.sock"
+    async with serving(rpc={"admin_address": address}) as server:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await server.admin.GetLoad(admin_pb2.GetLoadRequest())
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        async with grpc.aio.insecure_channel(address) as channel:
+            load = await admin_pb2_grpc.AdminStub(channel).GetLoad(admin_pb2.GetLoadRequest())  # type: ignore[no-untyped-call]
+            assert load.state == admin_pb2.SERVER_STATE_SERVING
+            generate = channel.unary_unary("/serve.v1.Inference/Generate")
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await generate(b"")
+            assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_a_public_admin_address_is_refused() -> None:
+    async with serving() as server:
+        with pytest.raises(ConfigError, match=r"rpc\.admin_address"):
+            await start_another(server, port=0, admin_address="0.0.0.0:0")
+
+
+async def test_reflection_is_off_when_told_so() -> None:
+    async with serving(rpc={"reflection": "off"}) as server:
+        call = server.channel.stream_stream("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo")()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_the_options_are_those_that_grpc_knows() -> None:
+    options = dict(server_options(config_of().rpc))
+    assert options["grpc.so_reuseport"] == 0
+    assert options["grpc.max_receive_message_length"] == 16 * 1024 * 1024
+    assert "grpc.http2.min_ping_interval_without_data_ms" in options
+
+
+async def test_long_texts_do_not_keep_other_calls_waiting() -> None:
+    async with serving() as server:
+        long = server.tokenizer.Tokenize(tokenizer_pb2.TokenizeRequest(text="many words " * 200_000))
+        waiting = asyncio.ensure_future(long.code())
+        answers = 0
+        while not waiting.done():
+            await server.models.ListModels(models_pb2.ListModelsRequest())
+            answers += 1
+        assert await waiting is grpc.StatusCode.OK
+        assert answers > 3
+
+
+def test_every_field_and_message_of_the_contract_has_a_comment() -> None:
+    root = Path(__file__).resolve().parents[3] / "protos" / "serve" / "v1"
+    for file in sorted(root.glob("*.proto")):
+        previous = ""
+        for number, line in enumerate(file.read_text().splitlines(), start=1):
+            text = line.strip()
+            declares = text.endswith(("{", "{}")) or (text.endswith(";") and "=" in text and not text.startswith("syntax"))
+            if declares and not text.startswith("//"):
+                assert previous.startswith("//"), f"{file.name}:{number}: {text}"
+            previous = text
+
+
+def test_every_field_of_sampling_tells_unset_from_zero() -> None:
+    for field in inference_pb2.Sampling.DESCRIPTOR.fields:
+        assert field.is_repeated or field.has_presence, field.name
