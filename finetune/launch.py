@@ -199,10 +199,9 @@ def _signal_text(number: int) -> str:
     return f"was ended by {name}"
 
 
-def _environment(ranks: int, threads: int, console: int) -> dict[str, str]:
-    """What every rank inherits."""
-    environment = {
-        **os.environ,
+def rank_environment(ranks: int, threads: int) -> dict[str, str]:
+    """What makes processes of this machine the ranks of one run, but for RANK and LOCAL_RANK."""
+    return {
         "PATH": machine.search_path(),
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
@@ -214,8 +213,12 @@ def _environment(ranks: int, threads: int, console: int) -> dict[str, str]:
         "TRANSFORMERS_VERBOSITY": "error",
         "PYTHONUNBUFFERED": "1",
         "TESSERA_PARENT": str(os.getpid()),
-        "TESSERA_CONSOLE_FD": str(console),
     }
+
+
+def _environment(ranks: int, threads: int, console: int) -> dict[str, str]:
+    """What every rank inherits."""
+    environment = {**os.environ, **rank_environment(ranks, threads), "TESSERA_CONSOLE_FD": str(console)}
     if os.isatty(console):
         environment["TESSERA_CONSOLE_WIDTH"] = str(os.get_terminal_size(console).columns)
     return environment

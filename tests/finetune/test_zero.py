@@ -1,0 +1,87 @@
+"""DeepSpeed ZeRO in every stage learns what plain PyTorch learns, skips what is not finite, and resumes exactly."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from finetune import ops
+from finetune.launch import rank_environment
+from tests.finetune.support import ROOT
+from tests.finetune.zero_worker import CASES, RANKS
+
+Reports = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
+    """What the ranks saw, by rank."""
+    out = tmp_path_factory.mktemp("zero")
+    adam = ops.ensure_cpu_adam(lambda _: None)
+    library = str(ops.library_of(ops.CPU_ADAM)) if adam.available else ""
+    shared = {**rank_environment(RANKS, 1), "DS_ACCELERATOR": "cpu"}
+    ranks = []
+    for rank in range(RANKS):
+        log = (out / f"rank-{rank}.log").open("wb")
+        command = [sys.executable, "-m", "tests.finetune.zero_worker", str(out), library]
+        environment = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        ranks.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT))
+        log.close()
+    try:
+        codes = [rank.wait(timeout=240) for rank in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    assert codes == [0] * RANKS, "\n".join((out / f"rank-{rank}.log").read_text()[-3000:] for rank in range(RANKS))
+    return [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("case", [*CASES, "zero3-offload-torch"])
+def test_losses_equal_plain_adamw(reports: Reports, case: str) -> None:
+    losses = reports[0]["parity"][case]["losses"]
+    assert losses == pytest.approx(reports[0]["reference"], abs=1e-4)
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_new_weights_do_not_depend_on_the_stage(reports: Reports, case: str) -> None:
+    assert reports[0]["parity"][case]["same_start"]
+
+
+def test_all_ranks_report_the_same_losses(reports: Reports) -> None:
+    assert reports[0]["parity"] == reports[1]["parity"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("case", ["zero1", "zero2-offload", "zero3", "zero3-offload-all"])
+def test_what_is_not_finite_never_reaches_the_weights(reports: Reports, case: str, precision: str) -> None:
+    for report in reports:
+        seen = report["not_finite"][f"{case}-{precision}"]
+        assert seen["skipped"] == [None, "gradient", "loss", None]
+        assert seen["untouched"]
+        assert seen["moved_on"]
+        assert seen["finite"]
+
+
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(reports: Reports) -> None:
+    seen = reports[0]["resumed"]
+    assert seen["losses"]["zero3-offload-all"] == seen["losses"]["uninterrupted"]
+    assert seen["bitwise"]
+
+
+@pytest.mark.parametrize("case", ["zero3", "zero2-offload", "zero1"])
+def test_a_run_can_be_resumed_in_another_stage(reports: Reports, case: str) -> None:
+    seen = reports[0]["resumed"]["losses"]
+    assert seen[case] == pytest.approx(seen["uninterrupted"], abs=1e-5)
+
+
+def test_a_save_that_fails_is_told_on_every_rank(reports: Reports) -> None:
+    for report in reports:
+        assert "the save of step 1 failed" in report["failing_save"]
+    assert "no-such-place" in reports[0]["failing_save"]

@@ -1,0 +1,257 @@
+"""One of two ranks that drive the engine directly: ``python -m tests.finetune.zero_worker OUT CPU_ADAM_LIBRARY``.
+
+Starting ranks is what takes time, so one pair of them goes through all cases and writes what it saw to OUT.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from checkpoint import open_checkpoint
+from finetune import engine as ds
+from finetune.config import (
+    BatchConfig,
+    DataConfig,
+    ModelConfig,
+    OffloadConfig,
+    OptimizerConfig,
+    RunConfig,
+    TokenizerConfig,
+    TuneConfig,
+    ZeroConfig,
+)
+from finetune.engine import Microbatch, ZeroEngine
+from finetune.errors import RunError
+from finetune.model import build_empty, decay_groups, initialise, new_config, token_losses
+from finetune.resume import ResumeState
+from finetune.saving import Keeper
+from finetune.schedule import Schedule
+from finetune.types import Progressed
+
+STEPS = 20
+RANKS = 2
+ACCUMULATION = 2
+SETTINGS = {
+    "model_type": "gpt_neox",
+    "hidden_size": 36,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 50,
+}
+OPTIMIZER = OptimizerConfig(lr=1e-2, weight_decay=0.1, clip=0.5)
+SCHEDULE = Schedule(STEPS, 3, OPTIMIZER.lr, 0.1)
+CASES = {
+    "zero1": (1, "none", "none"),
+    "zero1-offload": (1, "cpu", "none"),
+    "zero2": (2, "none", "none"),
+    "zero2-offload": (2, "cpu", "none"),
+    "zero3": (3, "none", "none"),
+    "zero3-offload": (3, "cpu", "none"),
+    "zero3-offload-all": (3, "cpu", "cpu"),
+}
+
+
+def hf_config() -> Any:
+    """Odd sizes: nothing divides evenly over the ranks."""
+    return new_config({**SETTINGS, "vocab_size": 61}, num_ids=61, seq_len=16, end_of_text_id=0)
+
+
+def step_data(step: int) -> list[Microbatch]:
+    """All micro-batches of one step, every rank's: targets that do not count are spread unevenly."""
+    draw = torch.Generator().manual_seed(step % 2)  # two batches again and again: something to learn
+    batches = []
+    for number in range(RANKS * ACCUMULATION):
+        tokens = torch.randint(0, 61, (2, 17), generator=draw)
+        targets = tokens[:, 1:].clone()
+        targets[:, : 3 * number] = -100
+        batches.append((tokens[:, :-1], targets))
+    return batches
+
+
+def mine(batches: list[Microbatch], rank: int) -> list[Microbatch]:
+    return batches[rank::RANKS]
+
+
+@contextmanager
+def whole(parameters: list[nn.Parameter]) -> Iterator[bool]:
+    yield True
+
+
+def reference() -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Plain PyTorch on the whole batch: losses of every step, and the starting weights."""
+    from contextlib import nullcontext
+
+    model = build_empty(hf_config(), torch.float32, nullcontext())
+    initialise(model, whole, 5)
+    start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizer = torch.optim.AdamW(decay_groups(model, OPTIMIZER.weight_decay), betas=OPTIMIZER.betas, eps=OPTIMIZER.eps)  # type: ignore[arg-type]
+    losses = []
+    for step in range(STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = SCHEDULE.rate(step)
+        inputs = torch.cat([batch[0] for batch in step_data(step)])
+        targets = torch.cat([batch[1] for batch in step_data(step)])
+        loss = token_losses(model(input_ids=inputs, use_cache=False).logits, targets) / (targets != -100).sum()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return losses, start
+
+
+def make_engine(
+    case: str,
+    adam: bool,
+    precision: str = "fp32",
+    fill: Callable[[PreTrainedModel, Any], None] = lambda model, gather: initialise(model, gather, 5),
+) -> ZeroEngine:
+    stage, optimizer, parameters = CASES[case]
+    config = TuneConfig(
+        run=RunConfig(output="unused", ranks=RANKS),
+        data=DataConfig(train=("unused",)),
+        model=ModelConfig(new=SETTINGS),
+        tokenizer=TokenizerConfig(path="unused"),
+        batch=BatchConfig(micro=2, accumulation=ACCUMULATION),
+        optimizer=OPTIMIZER,
+        zero=ZeroConfig(stage=stage),  # type: ignore[arg-type]
+        offload=OffloadConfig(optimizer=optimizer, parameters=parameters),  # type: ignore[arg-type]
+    )
+    return ZeroEngine(config, hf_config(), fill, device=torch.device("cpu"), precision=precision, cpu_adam=adam)
+
+
+def snapshot(engine: ZeroEngine) -> dict[str, torch.Tensor]:
+    """All weights, exact and computing, and moments; on rank 0."""
+    tensors = {f"exact.{name}": tensor for name, tensor in engine.weights(torch.float32, exact=True)}
+    tensors |= {f"computing.{name}": tensor for name, tensor in engine.weights(torch.float32)}
+    tensors |= dict(engine.moments())
+    return {name: tensor.clone() for name, tensor in tensors.items() if tensor is not None}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def parity(case: str, adam: bool, rank: int, start: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Losses of every step, and whether the starting weights were those of plain PyTorch."""
+    engine = make_engine(case, adam)
+    begin = {name: tensor.clone() for name, tensor in engine.weights(torch.float32) if tensor is not None}
+    losses = [engine.train_step(mine(step_data(step), rank), SCHEDULE.rate(step)).loss for step in range(STEPS)]
+    return {"same_start": rank != 0 or same(begin, start), "losses": losses}
+
+
+def not_finite(case: str, adam: bool, rank: int, precision: str) -> dict[str, Any]:
+    """One good step, one with a NaN gradient on rank 1 alone, one with a NaN loss there, one good step."""
+    engine = make_engine(case, adam, precision)
+    seen = [engine.train_step(mine(step_data(0), rank), 1e-3)]
+    before, adam_steps = snapshot(engine), engine.adam_steps
+    if rank == 1:
+        handle = next(engine.model.parameters()).register_hook(lambda gradient: gradient * math.nan)
+    seen.append(engine.train_step(mine(step_data(1), rank), 1e-3))
+    if rank == 1:
+        handle.remove()
+    computed = engine._loss
+    if rank == 1:
+        engine._loss = lambda inputs, targets: computed(inputs, targets) * math.nan  # type: ignore[method-assign]
+    seen.append(engine.train_step(mine(step_data(2), rank), 1e-3))
+    untouched = same(before, snapshot(engine)) and engine.adam_steps == adam_steps
+    engine._loss = computed  # type: ignore[method-assign]
+    seen.append(engine.train_step(mine(step_data(3), rank), 1e-3))
+    after = snapshot(engine)
+    return {
+        "skipped": [outcome.skipped for outcome in seen],
+        "untouched": untouched,
+        "moved_on": rank != 0 or not same(before, after),
+        "finite": all(bool(tensor.isfinite().all()) for tensor in after.values()),
+    }
+
+
+def keeper(output: Path) -> Keeper:
+    return Keeper(
+        output=output,
+        config=hf_config().to_dict(),
+        generation_config={},
+        tokenizer_files=(),
+        dtype=torch.float32,
+        exact=True,
+        max_shard_bytes=1 << 20,
+        keep=0,
+        resume_state=True,
+        settings={},
+    )
+
+
+def resumed(adam: bool, rank: int, output: Path) -> dict[str, Any]:
+    """Losses of steps 4 to 7: uninterrupted, resumed in the same layout, resumed in others."""
+    engine = make_engine("zero3-offload-all", adam)
+    for step in range(4):
+        engine.train_step(mine(step_data(step), rank), SCHEDULE.rate(step))
+    keeper(output).save(engine, Progressed(step=4, samples=0, tokens=0, adam_steps=engine.adam_steps, skipped_in_a_row=0))
+
+    def go_on(engine: ZeroEngine) -> list[float]:
+        return [engine.train_step(mine(step_data(step), rank), SCHEDULE.rate(step)).loss for step in range(4, 8)]
+
+    losses = {"uninterrupted": go_on(engine)}
+    final = snapshot(engine)
+    bitwise = False
+    for case in ("zero3-offload-all", "zero3", "zero2-offload", "zero1"):
+        state = ResumeState(open_checkpoint(output / "resume"))
+
+        def fill(model: PreTrainedModel, gather: Any, state: ResumeState = state) -> None:
+            from finetune.model import fill as fill_model
+
+            fill_model(model, state.master, gather)
+
+        again = make_engine(case, adam, fill=fill)
+        state.restore(again)
+        losses[case] = go_on(again)
+        if case == "zero3-offload-all":
+            bitwise = same(final, snapshot(again))
+    return {"losses": losses, "bitwise": bitwise}
+
+
+def failing_save(adam: bool) -> str:
+    """What a rank hears when rank 0 cannot write."""
+    engine = make_engine("zero3", adam)
+    try:
+        keeper(Path("/proc/no-such-place")).save(
+            engine, Progressed(step=1, samples=0, tokens=0, adam_steps=0, skipped_in_a_row=0)
+        )
+    except RunError as error:
+        return str(error)
+    return "nothing"
+
+
+def main(out: Path, library: str) -> None:
+    rank = int(os.environ["RANK"])
+    adam = bool(library)
+    if adam:
+        ds.load_op("cpu_adam", Path(library))
+    ds.start_ranks("cpu", rank)
+    losses, start = reference()
+    report: dict[str, Any] = {"reference": losses, "cpu_adam": adam}
+    report["parity"] = {case: parity(case, adam, rank, start) for case in CASES}
+    report["parity"]["zero3-offload-torch"] = parity("zero3-offload", False, rank, start)
+    report["not_finite"] = {
+        f"{case}-{precision}": not_finite(case, adam, rank, precision)
+        for case in ("zero1", "zero2-offload", "zero3", "zero3-offload-all")
+        for precision in ("fp32", "bf16")
+    }
+    report["resumed"] = resumed(adam, rank, out / "resumed")
+    report["failing_save"] = failing_save(adam)
+    (out / f"rank-{rank}.json").write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
