@@ -27,13 +27,11 @@ _FLAGS = (
     "-fPIC",
     "-shared",
     "-fopenmp",
-    # Reordering of sums lets loops become vector code. Not -ffast-math: it would assume NaN away and, in a shared
-    # library, switch the whole process to flush denormals.
+    # Not -ffast-math: it would assume NaN away and, in a shared library, switch the whole process to flush denormals.
     "-fno-math-errno",
-    "-fassociative-math",
-    "-fno-signed-zeros",
     "-fno-trapping-math",
-    "-freciprocal-math",
+    "-fno-strict-aliasing",
+    "-Wno-psabi",
 )
 _VERSION = 1
 _COMPILERS = ("c++", "g++", "clang++")

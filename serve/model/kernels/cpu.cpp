@@ -24,6 +24,13 @@ inline float to_float(bf16 x) {
     std::memcpy(&out, &wide, 4);
     return out;
 }
+// A block's numbers as fp32: in place for fp32, widened into scratch for bf16. A loop of its own, so that it becomes vector code.
+inline const float* widen(const float* source, float*, int64_t) { return source; }
+inline const float* widen(const bf16* source, float* scratch, int64_t count) {
+    uint32_t* wide = reinterpret_cast<uint32_t*>(scratch);
+    for (int64_t i = 0; i < count; ++i) wide[i] = uint32_t(source[i].bits) << 16;
+    return scratch;
+}
 inline void from_float(float x, float& out) { out = x; }
 inline void from_float(float x, bf16& out) {
     uint32_t wide;
@@ -32,23 +39,43 @@ inline void from_float(float x, bf16& out) {
     out.bits = std::isnan(x) ? uint16_t(0x7fc0) : uint16_t((wide + 0x7fffu + ((wide >> 16) & 1u)) >> 16);
 }
 
+// Sixteen floats at once; the compiler maps them to whatever vectors the processor has.
+constexpr int kLanes = 16;
+typedef float vec __attribute__((vector_size(64)));
+typedef int32_t ivec __attribute__((vector_size(64)));
+
+inline vec load(const float* source) {
+    vec out;
+    std::memcpy(&out, source, sizeof(out));
+    return out;
+}
+inline void save(vec value, float* target) { std::memcpy(target, &value, sizeof(value)); }
+inline vec all(float x) { return vec{} + x; }
+inline float highest(vec value) {
+    float peak = value[0];
+    for (int i = 1; i < kLanes; ++i) peak = value[i] > peak ? value[i] : peak;
+    return peak;
+}
+
 // exp(x) for x <= 0, relative error about 2e-7: 2^n times a polynomial of the remainder (Cephes' coefficients).
-inline float exp_nonpositive(float x) {
-    x = x < -87.0f ? -87.0f : x;
-    float n = std::nearbyintf(x * 1.44269504088896341f);
-    float r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    float p = 1.9875691500e-4f;
+inline vec exp_nonpositive(vec x) {
+    x = x < all(-87.0f) ? all(-87.0f) : x;
+    const vec magic = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to the nearest integer
+    const vec n = (x * 1.44269504088896341f + magic) - magic;
+    const vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    vec p = all(1.9875691500e-4f);
     p = p * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    int32_t bits = (int32_t(n) + 127) << 23;
-    float scale;
-    std::memcpy(&scale, &bits, 4);
+    const ivec bits = (__builtin_convertvector(n, ivec) + 127) << 23;
+    vec scale;
+    std::memcpy(&scale, &bits, sizeof(scale));
     return p * scale;
 }
+inline float exp_nonpositive(float x) { return exp_nonpositive(all(x))[0]; }
 
 struct Step {
     const void* query;
@@ -68,10 +95,68 @@ struct Step {
 constexpr int kMaxRows = 64;    // query rows of one work item: tile tokens times query heads per key/value head
 constexpr float kLowest = -3.0e38f;
 
-// D and S are compile-time constants where they are common, so that the inner loops become straight vector code.
-template <typename scalar, int kD, int kS>
+// One query row against one block: positions [begin, end) of the block are seen.
+struct Row {
+    const float* query;  // [D], scaled
+    float* sum;          // [D]
+    float* peak;
+    float* mass;
+};
+
+// What lies outside [begin, end) may be another sequence's leftovers, NaN included: it is never multiplied.
+inline void attend_block(const Row& row, const float* keys, const float* values, int64_t begin, int64_t end, int64_t D, int64_t S,
+                         float* scores) {
+    for (int64_t s = 0; s < S; ++s) scores[s] = 0.0f;
+    for (int64_t d = 0; d < D; ++d)
+        for (int64_t s = begin; s < end; ++s) scores[s] += row.query[d] * keys[d * S + s];
+    float peak = *row.peak;
+    for (int64_t s = begin; s < end; ++s) peak = scores[s] > peak ? scores[s] : peak;
+    const float shrink = exp_nonpositive(*row.peak - peak);
+    *row.peak = peak;
+    *row.mass *= shrink;
+    for (int64_t d = 0; d < D; ++d) row.sum[d] *= shrink;
+    for (int64_t s = begin; s < end; ++s) {
+        const float weight = exp_nonpositive(scores[s] - peak);
+        *row.mass += weight;
+        for (int64_t d = 0; d < D; ++d) row.sum[d] += weight * values[s * D + d];
+    }
+}
+
+// The same for blocks of 16 positions and a head size known when this is compiled.
+template <int kD>
+inline void attend_block_of_lanes(const Row& row, const float* keys, const float* values, int64_t begin, int64_t end) {
+    static_assert(kD % kLanes == 0, "the head size must be whole vectors");
+    vec partial[4] = {};
+    for (int d = 0; d < kD; d += 4)
+        for (int u = 0; u < 4; ++u) partial[u] += row.query[d + u] * load(keys + (d + u) * kLanes);
+    vec scores = (partial[0] + partial[1]) + (partial[2] + partial[3]);
+    const ivec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const ivec seen = (lane >= int32_t(begin)) & (lane < int32_t(end));
+    scores = seen ? scores : all(kLowest);
+
+    const float before = *row.peak, block_peak = highest(scores);
+    const float peak = block_peak > before ? block_peak : before;
+    const vec weights = exp_nonpositive(scores - peak);
+    float weight[kLanes];
+    save(weights, weight);
+
+    vec sum[kD / kLanes];
+    const float shrink = block_peak > before ? exp_nonpositive(before - peak) : 1.0f;
+    for (int v = 0; v < kD / kLanes; ++v) sum[v] = load(row.sum + v * kLanes) * shrink;
+    float mass = *row.mass * shrink;
+    for (int64_t s = begin; s < end; ++s) {
+        mass += weight[s];
+        for (int v = 0; v < kD / kLanes; ++v) sum[v] += weight[s] * load(values + s * kD + v * kLanes);
+    }
+    for (int v = 0; v < kD / kLanes; ++v) save(sum[v], row.sum + v * kLanes);
+    *row.mass = mass;
+    *row.peak = peak;
+}
+
+// kD: the head size where it is common and blocks have 16 positions, else 0.
+template <typename scalar, int kD>
 void attend_item(const Step& step, int64_t item) {
-    const int64_t D = kD ? kD : step.head_dim, S = kS ? kS : step.block_tokens;
+    const int64_t D = kD ? kD : step.head_dim, S = kD ? kLanes : step.block_tokens;
     const int32_t* tile = step.tiles + 3 * (item / step.kv_heads);
     const int64_t head = item % step.kv_heads;
     const int64_t group = step.query_heads / step.kv_heads;
@@ -80,12 +165,14 @@ void attend_item(const Step& step, int64_t item) {
     const int32_t* positions = step.positions + tile[1];
 
     thread_local std::vector<float> scratch;
-    scratch.resize(size_t(rows * (2 * D + 2) + S));
+    scratch.resize(size_t(rows * (2 * D + 2) + S + 2 * D * S));
     float* queries = scratch.data();
     float* sums = queries + rows * D;
     float* peaks = sums + rows * D;
     float* masses = peaks + rows;
     float* scores = masses + rows;
+    float* wide_keys = scores + S;
+    float* wide_values = wide_keys + D * S;
 
     for (int64_t r = 0; r < rows; ++r) {
         const scalar* source = static_cast<const scalar*>(step.query) + (tile[1] + r / group) * step.query_stride_token +
@@ -97,60 +184,22 @@ void attend_item(const Step& step, int64_t item) {
     }
 
     const int64_t last = positions[tokens - 1];
-    const int64_t first = step.window ? (positions[0] - step.window + 1 > 0 ? positions[0] - step.window + 1 : 0) : 0;
+    const int64_t first = step.window && positions[0] >= step.window ? positions[0] - step.window + 1 : 0;
     for (int64_t b = first / S; b <= last / S; ++b) {
         const int64_t base = (int64_t(table[b]) * step.kv_heads + head) * D * S;
-        const scalar* keys = static_cast<const scalar*>(step.key_cache) + base;
-        const scalar* values = static_cast<const scalar*>(step.value_cache) + base;
+        const float* keys = widen(static_cast<const scalar*>(step.key_cache) + base, wide_keys, D * S);
+        const float* values = widen(static_cast<const scalar*>(step.value_cache) + base, wide_values, D * S);
         for (int64_t r = 0; r < rows; ++r) {
             const int64_t position = positions[r / group];
-            const int64_t end = position - b * S + 1 < S ? position - b * S + 1 : S;  // positions [begin, end) of the block are seen
+            const int64_t end = position - b * S + 1 < S ? position - b * S + 1 : S;
             const int64_t low = step.window ? position - step.window + 1 - b * S : 0;
             const int64_t begin = low > 0 ? low : 0;
             if (begin >= end) continue;
-
-            const float* query = queries + r * D;
-            if constexpr (kS > 0) {
-                float accumulators[4][kS > 0 ? kS : 1];
-                for (int u = 0; u < 4; ++u)
-                    for (int s = 0; s < kS; ++s) accumulators[u][s] = 0.0f;
-                for (int64_t d = 0; d < D; d += 4)
-                    for (int u = 0; u < 4; ++u)
-                        for (int s = 0; s < kS; ++s) accumulators[u][s] += query[d + u] * to_float(keys[(d + u) * kS + s]);
-                for (int s = 0; s < kS; ++s)
-                    scores[s] = (accumulators[0][s] + accumulators[1][s]) + (accumulators[2][s] + accumulators[3][s]);
-            } else {
-                for (int64_t s = 0; s < S; ++s) scores[s] = 0.0f;
-                for (int64_t d = 0; d < D; ++d)
-                    for (int64_t s = 0; s < S; ++s) scores[s] += query[d] * to_float(keys[d * S + s]);
-            }
-            // What lies outside [begin, end) may be another sequence's leftovers, NaN included: it is overwritten, not multiplied.
-            for (int64_t s = 0; s < begin; ++s) scores[s] = kLowest;
-            for (int64_t s = end; s < S; ++s) scores[s] = kLowest;
-
-            float peak = peaks[r];
-            for (int64_t s = 0; s < S; ++s) peak = scores[s] > peak ? scores[s] : peak;
-            if (peak > peaks[r]) {
-                const float shrink = exp_nonpositive(peaks[r] - peak);
-                masses[r] *= shrink;
-                for (int64_t d = 0; d < D; ++d) sums[r * D + d] *= shrink;
-                peaks[r] = peak;
-            }
-            for (int64_t s = 0; s < S; ++s) scores[s] = exp_nonpositive(scores[s] - peak);
-            float mass = 0.0f;
-            for (int64_t s = begin; s < end; ++s) mass += scores[s];
-            masses[r] += mass;
-            float* sum = sums + r * D;
-            if constexpr (kD > 0) {
-                float local[kD > 0 ? kD : 1];
-                for (int d = 0; d < kD; ++d) local[d] = sum[d];
-                for (int64_t s = begin; s < end; ++s)
-                    for (int d = 0; d < kD; ++d) local[d] += scores[s] * to_float(values[s * kD + d]);
-                for (int d = 0; d < kD; ++d) sum[d] = local[d];
-            } else {
-                for (int64_t s = begin; s < end; ++s)
-                    for (int64_t d = 0; d < D; ++d) sum[d] += scores[s] * to_float(values[s * D + d]);
-            }
+            const Row row = {queries + r * D, sums + r * D, peaks + r, masses + r};
+            if constexpr (kD > 0)
+                attend_block_of_lanes<kD>(row, keys, values, begin, end);
+            else
+                attend_block(row, keys, values, begin, end, D, S, scores);
         }
     }
 
@@ -162,26 +211,27 @@ void attend_item(const Step& step, int64_t item) {
     }
 }
 
-template <typename scalar, int kD, int kS>
+template <typename scalar, int kD>
 void attend_all(const Step& step, int threads) {
     const int64_t items = step.num_tiles * step.kv_heads;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
-    for (int64_t item = 0; item < items; ++item) attend_item<scalar, kD, kS>(step, item);
+    for (int64_t item = 0; item < items; ++item) attend_item<scalar, kD>(step, item);
 }
 
 template <typename scalar>
 void attend(const Step& step, int threads) {
-    if (step.block_tokens == 16) {
+    if (step.block_tokens == kLanes) {
         switch (step.head_dim) {
-            case 32: return attend_all<scalar, 32, 16>(step, threads);
-            case 64: return attend_all<scalar, 64, 16>(step, threads);
-            case 80: return attend_all<scalar, 80, 16>(step, threads);
-            case 96: return attend_all<scalar, 96, 16>(step, threads);
-            case 128: return attend_all<scalar, 128, 16>(step, threads);
-            case 256: return attend_all<scalar, 256, 16>(step, threads);
+            case 16: return attend_all<scalar, 16>(step, threads);
+            case 32: return attend_all<scalar, 32>(step, threads);
+            case 64: return attend_all<scalar, 64>(step, threads);
+            case 80: return attend_all<scalar, 80>(step, threads);
+            case 96: return attend_all<scalar, 96>(step, threads);
+            case 128: return attend_all<scalar, 128>(step, threads);
+            case 256: return attend_all<scalar, 256>(step, threads);
         }
     }
-    attend_all<scalar, 0, 0>(step, threads);
+    attend_all<scalar, 0>(step, threads);
 }
 
 template <typename scalar>

@@ -1,0 +1,178 @@
+"""Decode speed of the engine and of the server beside transformers, in one run: ``make bench``.
+
+The shape is Pythia-160M's with seeded random weights. Decode tokens/s = batch x 64 / (time for 65 new tokens - time for 1),
+greedy, prompts of 64 tokens, all submitted at once. The systems take turns within each repetition, so that a slow moment of the
+machine falls on all of them; a cell is the median of the repetitions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import logging
+import os
+import platform
+import random
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import deepspeed
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.peers import (
+    Prompts,
+    System,
+    TesseraEngine,
+    TesseraServer,
+    TransformersContinuousBatching,
+    TransformersGenerate,
+    transformers_model,
+)
+
+PROMPT_TOKENS = 64
+NEW_TOKENS = 64
+RESULTS = Path(__file__).with_name("results")
+
+
+def make_model(folder: Path, dtype: str) -> Path:
+    """Save a GPT-NeoX of Pythia-160M's shape."""
+    torch.manual_seed(0)
+    config = transformers.GPTNeoXConfig(
+        hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3072, vocab_size=50_304,
+        max_position_embeddings=2048, rotary_pct=0.25,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    model.save_pretrained(folder / dtype)
+    return folder / dtype
+
+
+def decode_rate(system: System, prompts: Prompts) -> float:
+    """Tokens per second of decoding alone."""
+    seconds = []
+    for tokens in (1, NEW_TOKENS + 1):
+        began = time.perf_counter()
+        system.generate(prompts, tokens)
+        seconds.append(time.perf_counter() - began)
+    return len(prompts) * NEW_TOKENS / (seconds[1] - seconds[0])
+
+
+def measure(
+    path: Path, dtype: str, device: str, batches: list[int], repeats: int, console: Console
+) -> dict[str, dict[str, float]]:
+    """Median tokens/s of each system and batch size."""
+    source = random.Random(0)
+    rates: dict[str, dict[int, list[float]]] = {}
+    with ExitStack() as stack:
+        model = stack.enter_context(transformers_model(path, dtype, device))
+        systems: list[System] = [TransformersGenerate(model), TransformersContinuousBatching(model)]
+        for kind in (TesseraEngine, TesseraServer):
+            systems.append(kind(path, dtype, device))
+            stack.callback(systems[-1].close)
+        for batch in batches:
+            prompts = [[source.randrange(50_000) for _ in range(PROMPT_TOKENS)] for _ in range(batch)]
+            for system in systems:
+                system.generate(prompts, 4)  # first calls build plans and pools
+            for _ in range(repeats):
+                for system in systems:
+                    rates.setdefault(system.name, {}).setdefault(batch, []).append(decode_rate(system, prompts))
+            console.print(
+                f"[dim]{dtype}, {batch} at once: "
+                + ", ".join(f"{s.name} {statistics.median(rates[s.name][batch]):.0f}" for s in systems)
+            )
+    return {
+        name: {str(batch): statistics.median(values) for batch, values in by_batch.items()} for name, by_batch in rates.items()
+    }
+
+
+def bars(results: dict[str, dict[str, dict[str, float]]]) -> dict[str, dict[str, dict[str, float]]]:
+    """The ratios that matter, by precision and batch size."""
+    ratios: dict[str, dict[str, dict[str, float]]] = {}
+    for dtype, by_system in results.items():
+        engine = by_system["tessera engine"]
+        ratios[dtype] = {
+            batch: {
+                "engine / transformers generate": rate / by_system["transformers generate"][batch],
+                "engine / transformers continuous batching": rate / by_system["transformers continuous batching"][batch],
+                "gRPC / engine": by_system["tessera over gRPC"][batch] / rate,
+            }
+            for batch, rate in engine.items()
+        }
+    return ratios
+
+
+def report(
+    results: dict[str, dict[str, dict[str, float]]], ratios: dict[str, dict[str, dict[str, float]]], console: Console
+) -> None:
+    """Print tokens/s and ratios."""
+    for dtype, by_system in results.items():
+        batches = list(next(iter(by_system.values())))
+        table = Table("", *(f"{batch} at once" for batch in batches), title=f"decode tokens/s, {dtype}")
+        for name, by_batch in by_system.items():
+            table.add_row(name, *(f"{by_batch[batch]:.0f}" for batch in batches))
+        table.add_section()
+        for name in next(iter(ratios[dtype].values())):
+            table.add_row(name, *(f"{ratios[dtype][batch][name]:.2f}" for batch in batches))
+        console.print(table)
+
+
+def machine(device: str) -> dict[str, str]:
+    """What the figures belong to."""
+    cpu = next(
+        (
+            line.split(":")[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        "",
+    )
+    return {
+        "device": torch.cuda.get_device_name() if device == "cuda" else f"{cpu}, {len(os.sched_getaffinity(0))} cores",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "deepspeed": deepspeed.__version__,
+    }
+
+
+def main() -> int:
+    """Run the benchmark, print it, and record it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="result file; default: benchmarks/results/serving-<device>-<date>.json")
+    options = parser.parse_args()
+    logging.disable(logging.WARNING)
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    console = Console(width=110)
+    results = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for dtype in options.dtypes:
+            path = make_model(Path(scratch), dtype)
+            results[dtype] = measure(path, dtype, options.device, options.batches, options.repeats, console)
+    ratios = bars(results)
+    report(results, ratios, console)
+    today = datetime.date.today().isoformat()
+    out = options.out or RESULTS / f"serving-{options.device}-{today}.json"
+    out.parent.mkdir(exist_ok=True)
+    record = {
+        "what": f"decode tokens/s, Pythia-160M shape, {PROMPT_TOKENS} + {NEW_TOKENS} tokens, median of {options.repeats}",
+        "date": today, "machine": machine(options.device), "tokens_per_second": results, "ratios": ratios,
+    }  # fmt: skip
+    out.write_text(json.dumps(record, indent=2) + "\n")
+    console.print(f"recorded in {out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
