@@ -85,7 +85,9 @@ def describe_shards(checkpoints: Path) -> str:
     with open_checkpoint(checkpoints, verify="sha256") as opened:
         shards = sorted({info.file for info in opened.tensors.values()})
         size = sum((opened.path / shard).stat().st_size for shard in shards)
-        return f"{opened.path}: {len(opened.tensors)} tensors in {len(shards)} shards, {size / 1e6:.1f} MB, sha256 verified"
+        return (
+            f"{len(opened.tensors)} tensors in {len(shards)} files, {size / 1e6:.1f} MB, every SHA-256 verified: {opened.path}"
+        )
 
 
 def stop(console: Console, children: Children, server: serving.Server) -> None:

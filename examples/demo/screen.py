@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -31,6 +32,11 @@ def make_console() -> Console:
     """The terminal as it is; 120 columns without one, so that a log is readable."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=120)
+
+
+def panel_height(console: Console) -> int:
+    """Lines of code a panel shows: what a terminal has room for, or enough for a log."""
+    return min(26, max(10, console.height - 8)) if console.is_terminal else 26
 
 
 def act(console: Console, number: int, title: str, text: str) -> None:
@@ -101,9 +107,9 @@ def _completion_panel(completion: Completion, width: int, height: int) -> Panel:
 
 
 def _wrap(code: str, width: int) -> list[str]:
-    """Lines cut at ``width`` columns, so that the newest ones can be chosen by count."""
+    """Lines of at most ``width`` columns, cut between words where there are any, so that the newest ones can be counted."""
     lines = code.expandtabs(4).splitlines()
-    return [line[at : at + width] for line in lines for at in range(0, max(1, len(line)), width)]
+    return [part for line in lines for part in textwrap.wrap(line, width, drop_whitespace=False) or [""]]
 
 
 def figures(rows: Sequence[tuple[str, str]]) -> Table:

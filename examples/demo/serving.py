@@ -18,7 +18,6 @@ from serve.client import AsyncClient
 PROMPTS = ("def read_config(path):\n", "class Connection:\n", "import os\nimport sys\n")
 MAX_NEW_TOKENS = 160
 START_SECONDS = 240.0
-PANEL_LINES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +132,7 @@ async def _draw(console: Console, panels: list[screen.Completion]) -> None:
     """Redraw until cancelled, and once more then; without a terminal only that last time."""
 
     def picture() -> screen.Table:
-        return screen.completions(panels, console.width, PANEL_LINES)
+        return screen.completions(panels, console.width, screen.panel_height(console))
 
     if not console.is_terminal:
         try:
