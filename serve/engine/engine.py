@@ -286,13 +286,15 @@ class Engine:
             broke.__cause__ = error
             self._fail(request, broke)
             return
+        if not seq.tells_text:
+            text = ""
         is_told = stop is None or not stop.is_by_id or request.rule.include_stop
         if is_told or text:
             self._events.append(
                 TokensOut(
                     request_id=request.generation.request_id,
                     index=seq.index,
-                    text=text if seq.tells_text else "",
+                    text=text,
                     token_ids=(token_id,) if is_told else (),
                     logprobs=(answer.logprob,) if is_told and answer.logprob is not None else (),
                 )

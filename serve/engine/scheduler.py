@@ -21,7 +21,7 @@ class _Draft:
 
     budget: int
     starts: list[Start] = field(default_factory=list)
-    spans: dict[SequenceId, Span] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)
     has_preempted: bool = False
 
 
@@ -29,16 +29,18 @@ class Scheduler:
     """Owns the waiting queue, the running batch and, through the prefix cache, every KV block.
 
     There is no prefill and no decode here. A sequence owes ``debt`` positions, and a step pays as much of that as the
-    token budget and the free blocks allow. Running sequences go before waiting ones; those that owe a single position
-    go first, so that a long prompt never makes the others stutter; the rest is paid oldest first. When blocks run out,
-    the youngest running sequence gives way: its blocks are freed and it is computed again later.
+    token budget and the free blocks allow: running sequences first, oldest first, then waiting ones. Something new starts
+    only when all that run were paid in full, so only the youngest can owe more than one position: a long prompt takes what
+    the decodes leave of each step, and never delays them. When blocks run out, the youngest running sequence gives way:
+    its blocks are freed and it is computed again later.
 
     Why it cannot come to a halt: no sequence is accepted that could not run alone in the pool; the oldest running
     sequence is never preempted for a younger one, so it always reaches its end; and the head of the queue is never
     passed by a smaller sequence behind it, so it always becomes the oldest.
 
-    Always true (see ``check``): every sequence is waiting, running or neither, never two; only running ones hold blocks,
-    each block as often as tables name it; there are never more running sequences than the token budget can serve.
+    Always true (see ``check``): a sequence is in the queue, in the running batch or in neither; only running ones hold
+    blocks, each block as often as tables name it; all running sequences but the youngest owe exactly one position, and
+    there are never more of them than the token budget can serve.
     """
 
     def __init__(self, cache: PrefixCache, *, max_num_seqs: int, max_step_tokens: int) -> None:
@@ -91,7 +93,7 @@ class Scheduler:
         plan = StepPlan(
             step=self._num_plans,
             starts=tuple(draft.starts),
-            spans=tuple(draft.spans.values()),
+            spans=tuple(draft.spans),
             dropped=tuple(self._dropped),
         )
         self._num_plans += 1
@@ -110,25 +112,20 @@ class Scheduler:
                     seq.num_registered += 1
 
     def _continue_running(self, draft: _Draft) -> None:
-        """Pay the debts of the running sequences, preempting the youngest where blocks run out."""
-        larger_debts: list[Sequence] = []
+        """Pay the debts of the running sequences, oldest first, preempting the youngest where blocks run out."""
         for seq in tuple(self.running.values()):
-            if seq.debt > 1:
-                larger_debts.append(seq)
-            elif draft.budget and (not draft.has_preempted or seq.id in self.running) and self._grow(seq, 1, draft):
-                self._add_span(seq, 1, draft)
-        for seq in larger_debts:
-            if seq.id not in self.running:  # preempted a moment ago, to make room
-                continue
+            if seq.id not in self.running:  # preempted a moment ago, and so was every younger one
+                return
             count = min(seq.debt, draft.budget)
-            if count and self._grow(seq, count, draft):
-                self._add_span(seq, count, draft)
+            if not self._grow(seq, count, draft):
+                return
+            self._add_span(seq, count, draft)
 
     def _admit_waiting(self, draft: _Draft) -> None:
         """Start waiting sequences, strictly in their order, while budget, places and blocks last.
 
-        When this is reached with budget left, each running sequence has been paid in full and holds the blocks for all it
-        knows; so whatever is free is free indeed, and never more sequences run than the budget has tokens.
+        While there is budget left here, each running sequence has been paid in full and holds the blocks for all it
+        knows; so whatever is free is free indeed.
         """
         while draft.budget and len(self.running) < self._max_num_seqs:
             seq = self._waiting.first()
@@ -190,9 +187,6 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence, draft: _Draft) -> None:
         """Take a running sequence's blocks away and put it at the front of the queue, before all that never ran."""
-        span = draft.spans.pop(seq.id, None)
-        if span is not None:
-            draft.budget += span.count
         draft.has_preempted = True
         self._leave_running(seq)
         seq.state = SequenceState.WAITING
@@ -202,14 +196,15 @@ class Scheduler:
     def _add_span(self, seq: Sequence, count: int, draft: _Draft) -> None:
         """Plan ``count`` positions, with all the ranks have to learn for them."""
         num_tokens, num_blocks = len(seq.token_ids), len(seq.table)
-        end = seq.num_computed + count
-        draft.spans[seq.id] = Span(
-            sequence=seq.id,
-            start=seq.num_computed,
-            count=count,
-            new_tokens=tuple(seq.token_ids[seq.num_known :]) if num_tokens > seq.num_known else (),
-            new_blocks=tuple(seq.table[seq.num_sent_blocks :]) if num_blocks > seq.num_sent_blocks else (),
-            sample=end == num_tokens and seq.samples,
+        draft.spans.append(
+            Span(
+                sequence=seq.id,
+                start=seq.num_computed,
+                count=count,
+                new_tokens=tuple(seq.token_ids[seq.num_known :]) if num_tokens > seq.num_known else (),
+                new_blocks=tuple(seq.table[seq.num_sent_blocks :]) if num_blocks > seq.num_sent_blocks else (),
+                sample=seq.num_computed + count == num_tokens and seq.samples,
+            )
         )
         seq.num_known = num_tokens
         seq.num_sent_blocks = num_blocks
@@ -243,7 +238,8 @@ class Scheduler:
         for seq in self.running.values():
             assert seq.state is SequenceState.RUNNING, f"sequence {seq.id} runs but is {seq.state.value}"
             assert seq not in self._waiting, f"sequence {seq.id} runs and waits"
-            assert seq.debt >= 1, f"sequence {seq.id} runs and owes nothing"
+            is_youngest = seq.id == next(reversed(self.running))
+            assert seq.debt == 1 or (is_youngest and seq.debt > 1), f"sequence {seq.id} runs and owes {seq.debt}"
             assert len(seq.table) >= self._cache.blocks_for(seq.num_computed), f"sequence {seq.id} lacks blocks"
             assert len(set(seq.table)) == len(seq.table), f"sequence {seq.id} has a block twice"
             for block in seq.table:

@@ -140,6 +140,10 @@ class FakeExecutor:
         """The sequences that plans started and have not dropped."""
         return frozenset(self._known)
 
+    def table(self, sequence: SequenceId) -> tuple[BlockId, ...]:
+        """The block table that plans gave this live sequence."""
+        return tuple(self._known[sequence].blocks)
+
     def execute(self, plan: StepPlan) -> StepResult:
         """See ``serve.engine.executor.Executor``."""
         if self.on_execute is not None:

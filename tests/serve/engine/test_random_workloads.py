@@ -1,0 +1,191 @@
+"""Random workloads: whatever is asked in whatever order, invariants hold after every operation and streams are exact."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from serve.engine.engine import Engine, EngineLimits
+from serve.engine.sequence import SequenceState
+from serve.errors import DeadlineExpired, InvalidRequest, QueueFull, RequestAborted, RequestBroke
+from serve.types import Generation, RequestId, ResponseOptions, SamplingParams, StoppingParams
+from tests.serve.engine.witness import Witness
+from tests.serve.fake_executor import FakeExecutor, fake_facts
+from tests.serve.fake_text import open_letters
+
+NUM_WORKLOADS = 40
+OPERATIONS_EACH = 600
+VOCABULARY = 40
+FAULT = VOCABULARY
+"""An id no sampling can give."""
+
+
+class Workload:
+    """One engine of random shape, and random things done to it."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        pick = self.random.randint
+        facts = fake_facts(
+            vocab_size=VOCABULARY,
+            max_model_len=pick(20, 80),
+            eos_ids=(3, 5),
+            num_blocks=pick(4, 40),
+            block_tokens=self.random.choice((1, 2, 4, 8)),
+        )
+        self.limits = EngineLimits(
+            max_num_seqs=pick(1, 12),
+            max_step_tokens=pick(1, 40),
+            max_queued_requests=pick(3, 20),
+            max_queued_tokens=pick(60, 300),
+            prefix_caching=self.random.random() < 0.7,
+        )
+        self.executor = FakeExecutor(
+            facts, max_step_tokens=self.limits.max_step_tokens, max_num_seqs=self.limits.max_num_seqs, fault_token=FAULT
+        )
+        self.now = 0.0
+        self.engine = Engine(
+            facts=facts, limits=self.limits, executor=self.executor, open_text=open_letters, clock=lambda: self.now
+        )
+        self.witness = Witness(facts)
+        self.prefixes = [tuple(pick(0, VOCABULARY - 1) for _ in range(40)) for _ in range(3)]
+        self.generations: dict[RequestId, Generation] = {}
+        self.aborted: set[RequestId] = set()
+
+    def operate(self) -> None:
+        """Do one random thing, and look at everything."""
+        operation = self.random.choices((self.add, self.step, self.abort, self.wait, self.flush), weights=(6, 12, 1, 1, 0.3))[0]
+        operation()
+        self.engine.check()
+
+    def add(self) -> None:
+        generation = self.generation()
+        try:
+            self.engine.add(generation)
+        except (QueueFull, InvalidRequest):
+            return
+        self.generations[generation.request_id] = generation
+        self.witness.accepted(generation)
+
+    def generation(self) -> Generation:
+        pick, chance = self.random.randint, self.random.random
+        shared = self.random.choice(self.prefixes)[: pick(0, 30)]
+        own = tuple(pick(0, VOCABULARY - 1) for _ in range(pick(1, 12)))
+        max_new = 0 if chance() < 0.05 else pick(1, 30)
+        return Generation(
+            request_id=RequestId(f"r{len(self.generations)}"),
+            prompt_ids=(*shared, *own, FAULT) if chance() < 0.05 else (*shared, *own),
+            sampling=SamplingParams(seed=pick(0, 2)),
+            stopping=StoppingParams(
+                max_new_tokens=max_new,
+                min_new_tokens=pick(0, max_new) if chance() < 0.3 else 0,
+                stop_strings=tuple("".join(self.random.choices("abcdefg", k=pick(1, 3))) for _ in range(pick(0, 2))),
+                stop_ids=(7, 11) if chance() < 0.3 else (),
+                include_stop=chance() < 0.3,
+                ignore_eos=chance() < 0.5,
+            ),
+            response=ResponseOptions(
+                text=chance() < 0.8,
+                logprobs=pick(0, 2) if chance() < 0.3 else None,
+                prompt_logprobs=pick(0, 2) if chance() < 0.2 else None,
+            ),
+            num_sequences=pick(2, 4) if chance() < 0.3 else 1,
+            priority=pick(-1, 1),
+            cache_salt=self.random.choice(("", "", "salt")),
+            arrival_seconds=self.now,
+            deadline_seconds=self.now + pick(0, 40) if chance() < 0.2 else None,
+        )
+
+    def step(self) -> None:
+        running = self.engine._scheduler.running
+        oldest = next(iter(running.values()), None)
+        has_work, steps, at_start = self.engine.has_work, self.engine.stats().steps, self.executor.num_tokens
+        decodes = {seq.id for seq in running.values() if seq.debt == 1}
+        preemptions = self.engine.stats().preemptions
+        events = self.engine.step()
+        self.witness.saw(events)
+        if oldest is not None:
+            assert oldest.state in (SequenceState.RUNNING, SequenceState.ENDED), "the oldest sequence was preempted"
+        if self.engine.stats().steps > steps:
+            assert self.executor.last_plan is not None
+            planned = {span.sequence for span in self.executor.last_plan.spans}
+            assert decodes & set(running) <= planned, "a running decode was left out of a step"
+            if self.engine.stats().preemptions > preemptions:
+                assert not self.executor.last_plan.starts, "something was admitted in a step that had to preempt"
+        computed = self.executor.num_tokens > at_start
+        assert computed or events or not has_work or not self.engine.has_work, "a step with work to do did nothing"
+        self.now += 0.25
+
+    def abort(self) -> None:
+        alive = self.engine.request_ids
+        if alive:
+            victim = self.random.choice(alive)
+            self.aborted.add(victim)
+            assert self.engine.abort(victim, RequestAborted("aborted"))
+        assert not self.engine.abort(RequestId("nobody"), RequestAborted("aborted"))
+
+    def wait(self) -> None:
+        self.now += self.random.randint(1, 10)
+        self.engine.expire()
+
+    def flush(self) -> None:
+        self.engine.flush_prefix_cache()
+        assert self.engine.stats().kv_blocks_cached == 0
+
+    def finish(self) -> None:
+        """Let everything come to its end, and see that nothing is left."""
+        for _ in range(20_000):
+            if not self.engine.has_work:
+                break
+            self.step()
+            self.engine.check()
+        assert not self.engine.has_work, "the engine came to no end"
+        assert self.engine.step() == ()
+        assert self.witness.alive == ()
+        assert self.executor.live_sequences == frozenset(), "the ranks still keep sequences that ended"
+        stats = self.engine.stats()
+        assert (stats.num_running, stats.num_waiting, stats.queued_requests, stats.queued_tokens) == (0, 0, 0, 0)
+        assert stats.kv_blocks_used == 0
+        assert stats.generation_tokens >= self.witness.num_generated
+        self.check_failures()
+
+    def check_failures(self) -> None:
+        """Nobody failed without a reason of its own."""
+        for request_id, error in self.witness.failures.items():
+            generation = self.generations[request_id]
+            if isinstance(error, RequestAborted):
+                assert request_id in self.aborted
+            elif isinstance(error, DeadlineExpired):
+                assert generation.deadline_seconds is not None
+                assert generation.deadline_seconds <= self.now
+            else:
+                assert isinstance(error, RequestBroke)
+                assert FAULT in generation.prompt_ids
+
+
+@pytest.mark.parametrize("seed", range(NUM_WORKLOADS))
+def test_a_random_workload_is_served_exactly(seed: int) -> None:
+    workload = Workload(seed)
+    for _ in range(OPERATIONS_EACH):
+        workload.operate()
+    workload.finish()
+
+
+def test_the_workloads_meet_everything_they_are_meant_to() -> None:
+    finished = preemptions = hits = 0
+    errors: set[type[Exception]] = set()
+    for seed in range(NUM_WORKLOADS // 4):
+        workload = Workload(seed)
+        for _ in range(OPERATIONS_EACH):
+            workload.operate()
+        workload.finish()
+        stats = workload.engine.stats()
+        finished += workload.witness.num_finished
+        preemptions += stats.preemptions
+        hits += stats.prefix_cache_hits
+        errors |= {type(error) for error in workload.witness.failures.values()}
+    assert finished > 200
+    assert preemptions > 50
+    assert hits > 1000
+    assert errors == {RequestAborted, DeadlineExpired, RequestBroke}
