@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from serve.metrics import Metrics
 from serve.types import Event, Generation, PromptReady, RequestFailed, RequestId, SequenceFinished, TokensOut
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -19,6 +22,10 @@ class _Tally:
     """Tokens counted so far, by sequence index."""
     last_token_seconds: dict[int, float] = field(default_factory=dict)
     """Time of the newest token, by sequence index."""
+
+    @property
+    def total_tokens(self) -> int:
+        return sum(self.num_tokens.values())
 
 
 class Ledger:
@@ -47,6 +54,7 @@ class Ledger:
         else:
             assert isinstance(event, RequestFailed)
             self._metrics.failed(event.error)
+            _log.debug("request %s ended after %d tokens: %s", event.request_id, tally.total_tokens, event.error)
             del self._tallies[event.request_id]
 
     def _count_tokens(self, tally: _Tally, event: TokensOut) -> None:
@@ -68,6 +76,7 @@ class Ledger:
         unseen = event.usage.completion_tokens - tally.num_tokens.get(event.index, 0)
         if unseen > 0:
             self._metrics.tokens_generated(unseen)
+            tally.num_tokens[event.index] = event.usage.completion_tokens
         if event.usage.completion_tokens and not tally.has_first_token:
             tally.has_first_token = True
             self._metrics.first_token(event.timings.first_token_seconds)
@@ -75,4 +84,9 @@ class Ledger:
             self._metrics.finished(
                 event.reason, queue_seconds=event.timings.queue_seconds, total_seconds=event.timings.total_seconds
             )
+            _log.debug(
+                "request %s ended by %s: prompt=%d cached=%d completion=%d queue=%.3f s first_token=%.3f s total=%.3f s",
+                event.request_id, event.reason.value, event.usage.prompt_tokens, event.usage.cached_tokens,
+                tally.total_tokens, event.timings.queue_seconds, event.timings.first_token_seconds, event.timings.total_seconds,
+            )  # fmt: skip
             del self._tallies[event.request_id]

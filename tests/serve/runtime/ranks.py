@@ -136,7 +136,7 @@ class FakeRanks:
         self.cause = sentence
 
 
-class _IdText:
+class IdText:
     """Text of a token: its id and a space."""
 
     def push(self, token_id: int) -> TextDelta:
@@ -146,6 +146,16 @@ class _IdText:
         return ""
 
 
+class Clock:
+    """Monotonic seconds, with a hand on it."""
+
+    def __init__(self) -> None:
+        self.ahead_seconds = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.ahead_seconds
+
+
 @dataclass
 class Bench:
     """A gateway on fake ranks, and everything a test wants to see of it."""
@@ -153,6 +163,7 @@ class Bench:
     gateway: Gateway
     metrics: Metrics
     groups: list[FakeRanks]
+    clock: Clock
     states: list[State] = field(default_factory=list)
 
     @property
@@ -215,7 +226,7 @@ def finish_of(events: list[StreamEvent]) -> SequenceFinished:
 
 def options(**sections: dict[str, Any]) -> ServerConfig:
     return ServerConfig(
-        model=ModelConfig(path="/models/fake", tensor_parallel_size=2),
+        model=ModelConfig(**{"path": "/models/fake", "tensor_parallel_size": 2, **sections.get("model", {})}),
         scheduler=SchedulerConfig(**sections.get("scheduler", {})),
         admission=AdmissionConfig(**sections.get("admission", {})),
         rpc=RpcConfig(**sections.get("rpc", {})),
@@ -237,6 +248,7 @@ async def bench(
     config = options(**sections)
     metrics = Metrics(version="0", num_ranks=config.model.tensor_parallel_size)
     groups: list[FakeRanks] = []
+    clock = Clock()
 
     def make_group() -> FakeRanks:
         ranks = FakeRanks(config.model.tensor_parallel_size)
@@ -252,10 +264,10 @@ async def bench(
             max_queued_tokens=config.admission.max_queued_tokens,
             prefix_caching=True,
         )
-        return Engine(facts=facts, limits=limits, executor=executor, open_text=lambda *_: _IdText(), clock=time.monotonic)
+        return Engine(facts=facts, limits=limits, executor=executor, open_text=lambda *_: IdText(), clock=clock)
 
-    gateway = Gateway(config=config, make_group=make_group, make_engine=make_engine, metrics=metrics, clock=time.monotonic)
-    made = Bench(gateway, metrics, groups)
+    gateway = Gateway(config=config, make_group=make_group, make_engine=make_engine, metrics=metrics, clock=clock)
+    made = Bench(gateway, metrics, groups, clock)
     gateway.on_state_change(made.states.append)
     gateway.launch()
     try:

@@ -16,9 +16,13 @@ from pathlib import Path
 
 import grpc
 import pytest
+import torch
 
+from checkpoint import CheckpointWriter
+from serve.app import with_checkpoint_folder
+from serve.errors import ConfigError
 from serve.v1 import inference_pb2, inference_pb2_grpc
-from tests.serve.runtime.ranks import expected_ids
+from tests.serve.runtime.ranks import expected_ids, options
 
 PATIENCE_SECONDS = 30
 
@@ -161,3 +165,27 @@ def test_a_folder_that_is_not_there_ends_with_2(tmp_path: Path) -> None:
         code, log = server.end()
         assert code == 2
         assert log.splitlines() == [f"tessera-serve: model.path is {str(tmp_path / 'nothing')!r}; it must exist"]
+
+
+def written(root: Path, step: int) -> Path:
+    with CheckpointWriter(root, step=step, config={"model_type": "gpt_neox"}) as writer:
+        writer.add("w", torch.zeros(2))
+    return root / f"step-{step:08d}"
+
+
+def test_the_checkpoint_that_is_newest_at_the_start_is_served_for_good(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    first = written(root, 1)
+    config = with_checkpoint_folder(options(model={"path": str(root)}))
+    assert config.model.path == str(first)
+    assert config.model.served_name == "run", "clients see the name they were told"
+    written(root, 2)
+    assert with_checkpoint_folder(config) == config
+
+
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no whole checkpoint"):
+        with_checkpoint_folder(options(model={"path": str(tmp_path)}))
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="it must be a folder"):
+        with_checkpoint_folder(options(model={"path": str(tmp_path / "file")}))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 
 import pytest
 
@@ -128,13 +127,22 @@ async def test_a_full_queue_refuses_by_number_and_by_tokens() -> None:
 
 async def test_a_deadline_ends_a_request_that_waits_and_one_that_runs() -> None:
     async with bench(scheduler={"max_num_seqs": 1}) as b:
-        running = b.gateway.start(request("running", tokens=9_000, deadline_seconds=time.monotonic() + 0.2))
+        deadline = b.clock() + 30
+        running = b.gateway.start(request("running", tokens=9_000, deadline_seconds=deadline))
         await anext(running)
-        waiting = b.gateway.start(request("waiting", deadline_seconds=time.monotonic()))
-        assert isinstance((await read(waiting))[1], DeadlineExpired)
+        b.ranks.open.clear()
+        waiting = b.gateway.start(request("waiting", deadline_seconds=deadline))
+        await b.until(b.ranks.in_step.is_set)
+        b.clock.ahead_seconds = 60
+        steps = b.ranks.num_steps
+        b.ranks.open.set()
+        events, error = await read(waiting)
+        assert isinstance(error, DeadlineExpired)
+        assert events == []
         assert isinstance((await read(running))[1], DeadlineExpired)
         assert b.value("request_finished_total", reason="deadline") == 2
-        assert (await b.gateway.load()).kv_blocks_used == 0
+        await b.until(lambda: b.value("kv_blocks_used") == 0)
+        assert b.ranks.num_steps <= steps + 2, "the step in progress, and one that tells the ranks what to forget"
 
 
 async def test_an_administrator_can_abort_by_id() -> None:

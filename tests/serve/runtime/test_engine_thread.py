@@ -1,0 +1,140 @@
+"""The bridge itself, without threads: what it hands over, and in how many pieces."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import pytest
+
+from serve.engine.engine import Engine, EngineLimits
+from serve.engine.plan import StepPlan, StepResult
+from serve.errors import EngineDown, RequestAborted, RequestBroke
+from serve.metrics import Metrics
+from serve.runtime.commands import Abort, Add, Command, FlushPrefixCache, Wake
+from serve.runtime.engine_thread import Delivery, EngineThread
+from serve.runtime.stream import Stream
+from serve.types import Generation, RequestFailed, RequestId, SequenceFinished, TokensOut
+from tests.serve.runtime.ranks import FACTS, FakeRanks, IdText, request
+
+
+class _WakingRanks(FakeRanks):
+    """After each step, the thread looks whether it may leave."""
+
+    def __init__(self, bridge: Bridge) -> None:
+        super().__init__()
+        self._bridge = bridge
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self._bridge.thread.send(Wake())
+        return super().execute(plan)
+
+
+class Bridge:
+    """An EngineThread that runs in the test's own thread until it has nothing to do."""
+
+    def __init__(self) -> None:
+        self.deliveries: list[list[Delivery]] = []
+        self.ranks = _WakingRanks(self)
+        self.engine = make_engine(self.ranks)
+        metrics = Metrics(version="0", num_ranks=2)
+        metrics.engine_started(self.engine.stats(), FACTS, model="m")
+        self.thread = EngineThread(deliver=self.deliveries.append, metrics=metrics, clock=time.monotonic)
+
+    def run(self, *commands: Command, until: Callable[[], bool] | None = None) -> None:
+        for command in commands:
+            self.thread.send(command)
+        self.thread.run(self.engine, should_leave=until or (lambda: not self.engine.has_work))
+
+    def stream(self, generation: Generation) -> Stream:
+        return Stream(generation, buffer_events=16, slow_reader_seconds=1, abort=lambda *_: None, over=lambda _: None)
+
+    def add(self, generation: Generation) -> Add:
+        return Add(generation, self.stream(generation))
+
+
+def make_engine(ranks: FakeRanks) -> Engine:
+    limits = EngineLimits(
+        max_num_seqs=64, max_step_tokens=512, max_queued_requests=64, max_queued_tokens=10_000, prefix_caching=True
+    )
+    return Engine(facts=FACTS, limits=limits, executor=ranks, open_text=lambda *_: IdText(), clock=time.monotonic)
+
+
+@pytest.fixture
+async def bridge() -> Bridge:
+    return Bridge()
+
+
+async def test_the_events_of_a_step_are_handed_over_at_once(bridge: Bridge) -> None:
+    adds = [bridge.add(request(f"r{n}", tokens=5)) for n in range(10)]
+    bridge.run(*adds)
+    assert len(bridge.deliveries) == 5, "one hand-over for each of the five steps"
+    first, last = bridge.deliveries[0], bridge.deliveries[-1]
+    assert sum(isinstance(event, TokensOut) for _, event in first) == 10
+    assert sum(isinstance(event, SequenceFinished) for _, event in last) == 10
+    assert {stream for stream, _ in last} == {add.stream for add in adds}
+
+
+async def test_what_a_defect_of_add_breaks_is_that_request_alone(bridge: Bridge) -> None:
+    good, bad = bridge.add(request("good")), bridge.add(request("bad", prompt_ids="no ids"))
+    bridge.engine.add = _raise_for_text(bridge.engine.add)  # type: ignore[method-assign]
+    bridge.run(bad, good)
+    ends = {event.request_id: event for hand in bridge.deliveries for _, event in hand}
+    failed = ends[RequestId("bad")]
+    assert isinstance(failed, RequestFailed)
+    assert isinstance(failed.error, RequestBroke)
+    assert isinstance(ends[RequestId("good")], SequenceFinished)
+
+
+def _raise_for_text(add: Callable[[Generation], None]) -> Callable[[Generation], None]:
+    def adding(generation: Generation) -> None:
+        if isinstance(generation.prompt_ids, str):
+            raise TypeError("a defect")
+        add(generation)
+
+    return adding
+
+
+async def test_a_dead_engine_answers_every_command_and_ends_every_request_once(bridge: Bridge) -> None:
+    live = bridge.add(request("live", tokens=500))
+    bridge.run(live, until=lambda: bridge.ranks.num_steps == 3)
+    bridge.deliveries.clear()
+    queued = bridge.add(request("queued"))
+    found: Future[bool] = Future()
+    dropped: Future[int] = Future()
+    for command in (queued, Abort(RequestId("live"), RequestAborted(), found), FlushPrefixCache(dropped)):
+        bridge.thread.send(command)
+    bridge.thread.fail(bridge.engine, EngineDown("gone"))
+    ended = [
+        (stream, type(event.error)) for hand in bridge.deliveries for stream, event in hand if isinstance(event, RequestFailed)
+    ]
+    assert ended == [(live.stream, EngineDown), (queued.stream, EngineDown)]
+    assert found.result(0) is False
+    with pytest.raises(EngineDown):
+        dropped.result(0)
+    bridge.thread.fail(None, EngineDown("gone"))
+    assert len([event for hand in bridge.deliveries for _, event in hand if isinstance(event, RequestFailed)]) == 2
+
+
+async def test_an_engine_that_cannot_even_fail_loses_no_request(bridge: Bridge) -> None:
+    live = bridge.add(request("live", tokens=500))
+    bridge.run(live, until=lambda: bridge.ranks.num_steps == 3)
+
+    def broken(error: Exception) -> tuple[()]:
+        raise RuntimeError("a defect")
+
+    bridge.engine.fail_all = broken  # type: ignore[method-assign, assignment]
+    bridge.deliveries.clear()
+    bridge.thread.fail(bridge.engine, EngineDown("gone"))
+    assert [(stream, type(event)) for hand in bridge.deliveries for stream, event in hand] == [(live.stream, RequestFailed)]
+
+
+async def test_an_asker_who_gave_up_harms_nobody(bridge: Bridge) -> None:
+    asked = asyncio.wrap_future(future := Future[int]())
+    asked.cancel()
+    await asyncio.sleep(0)
+    assert future.cancelled()
+    bridge.run(FlushPrefixCache(future), bridge.add(request("r")))
+    assert isinstance(bridge.deliveries[-1][-1][1], SequenceFinished)
