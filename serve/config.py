@@ -10,6 +10,7 @@ from serve.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
+VERIFICATIONS = ("auto", "structure", "sha256")
 
 
 def _require(condition: bool, name: str, value: object, rule: str) -> None:
@@ -40,6 +41,10 @@ class ModelConfig:
     device: str = "auto"
     """``auto`` is cuda where there is one, else cpu."""
 
+    verify: str = "auto"
+    """What is proved of the checkpoint before it is served: ``structure`` reads headers and sizes, ``sha256`` every byte
+    against the manifest; ``auto`` is sha256 where there is a manifest."""
+
     max_model_len: int | None = None
     """Positions (prompt and output) a sequence may have; ``None`` is the model's own limit."""
 
@@ -48,6 +53,7 @@ class ModelConfig:
         _require(self.tensor_parallel_size >= 1, "model.tensor_parallel_size", self.tensor_parallel_size, "be at least 1")
         _require(self.dtype in DTYPES, "model.dtype", self.dtype, f"be one of {', '.join(DTYPES)}")
         _require(self.device in DEVICES, "model.device", self.device, f"be one of {', '.join(DEVICES)}")
+        _require(self.verify in VERIFICATIONS, "model.verify", self.verify, f"be one of {', '.join(VERIFICATIONS)}")
         _require(
             self.max_model_len is None or self.max_model_len >= 2,
             "model.max_model_len",

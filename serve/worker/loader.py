@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from checkpoint import CheckpointError, open_checkpoint
+from checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from serve.config import ServerConfig
 from serve.engine.executor import ModelFacts
 from serve.errors import ConfigError
@@ -57,18 +57,18 @@ class Stopwatch:
 
 
 def load_rank(
-    config: ServerConfig, device: torch.device, join: Callable[[], Ranks], watch: Stopwatch
+    config: ServerConfig, rank: int, device: torch.device, join: Callable[[], Ranks], watch: Stopwatch
 ) -> tuple[RankModel, Ranks]:
     """Load this rank's part of the configured checkpoint.
 
     ``join`` is called after everything that one rank can find wrong by itself has been checked, so that a bad checkpoint is
-    refused without waiting for the others.
+    refused without waiting for the others. Rank 0 alone reads every byte for the hashes; the others wait for it there.
 
     Raises:
         ConfigError: the checkpoint, the family or the tensor-parallel size is at fault.
     """
     try:
-        checkpoint = open_checkpoint(config.model.path)
+        checkpoint = _open(config.model.path, config.model.verify if rank == 0 else "structure")
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
     with checkpoint:
@@ -132,6 +132,16 @@ def load_rank(
         device=device,
     )
     return rank_model, ranks
+
+
+def _open(path: str, verify: str) -> Checkpoint:
+    if verify == "sha256":
+        return open_checkpoint(path, verify="sha256")
+    checkpoint = open_checkpoint(path)
+    if verify == "structure" or checkpoint.manifest is None:
+        return checkpoint
+    with checkpoint:
+        return open_checkpoint(checkpoint.path, verify="sha256")
 
 
 def _max_model_len(config: ServerConfig, model_config: PretrainedConfig) -> int:

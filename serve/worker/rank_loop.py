@@ -68,6 +68,7 @@ def _load(config: ServerConfig, rank: int, rendezvous: Path, steps: socket.socke
         torch.set_grad_enabled(False)
         model, ranks = load_rank(
             config,
+            rank,
             device,
             lambda: join_ranks(rank, size, device, rendezvous, config.supervisor.start_timeout_seconds),
             Stopwatch((("import", time.monotonic() - began),)),

@@ -88,8 +88,8 @@ def until(condition: Callable[[], T], seconds: float = 30.0, every: float = 0.02
 
 
 @contextmanager
-def serving(model: Path, *options: str) -> Iterator[Server]:
-    """Start ``python -m serve`` on free ports, wait for its ready line, and stop it at the end."""
+def serving(model: Path, *options: str, exit_code: int = 0) -> Iterator[Server]:
+    """Start ``python -m serve`` on free ports, wait for its ready line, stop it at the end and expect ``exit_code``."""
     command = [
         sys.executable,
         "-m",
@@ -125,7 +125,7 @@ def serving(model: Path, *options: str) -> Iterator[Server]:
         assert line.startswith("tessera ready "), f"no ready line but {line!r}; its log:\n{''.join(log)}"
         server = Server(process, dict(word.split("=", 1) for word in line.split()[2:]))
         yield server
-        assert server.stop() == 0, f"the server ended badly; its log:\n{''.join(log)}"
+        assert server.stop() == exit_code, f"the server ended badly; its log:\n{''.join(log)}"
     finally:
         watchdog.cancel()
         if process.poll() is None:
