@@ -1,0 +1,62 @@
+"""The public Python client.
+
+    from serve.client import Client
+
+    with Client("127.0.0.1:50051") as client:
+        client.wait_until_serving(timeout=60)
+        print(client.generate("def read_config(path):", max_new_tokens=64).text)
+        for event in client.stream("Once upon a time", temperature=0.8):
+            if isinstance(event, Delta):
+                print(event.text, end="", flush=True)
+
+``AsyncClient`` has the same methods for asyncio. Everything that can go wrong raises ``TesseraError``.
+"""
+
+from serve.client.aio import AsyncClient, AsyncEventStream
+from serve.client.errors import FieldViolation, TesseraError
+from serve.client.request import ChatMessage, Options, Prompt, Request, ScoreItem
+from serve.client.results import (
+    BatchEvent,
+    Completion,
+    Delta,
+    Event,
+    Finish,
+    Generated,
+    Load,
+    Model,
+    PromptInfo,
+    Rendered,
+    Score,
+    Timings,
+    TokenLogprob,
+    Usage,
+)
+from serve.client.sync import Client, EventStream
+
+__all__ = [
+    "AsyncClient",
+    "AsyncEventStream",
+    "BatchEvent",
+    "ChatMessage",
+    "Client",
+    "Completion",
+    "Delta",
+    "Event",
+    "EventStream",
+    "FieldViolation",
+    "Finish",
+    "Generated",
+    "Load",
+    "Model",
+    "Options",
+    "Prompt",
+    "PromptInfo",
+    "Rendered",
+    "Request",
+    "Score",
+    "ScoreItem",
+    "TesseraError",
+    "Timings",
+    "TokenLogprob",
+    "Usage",
+]

@@ -1,0 +1,192 @@
+"""What a caller asks for, as plain Python values, and the message it becomes."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, TypedDict, cast
+
+from serve.v1 import inference_pb2, types_pb2
+
+
+class ChatMessage(TypedDict):
+    """One turn of a conversation."""
+
+    role: str
+    content: str
+
+
+Prompt = str | Sequence[int] | Sequence[ChatMessage]
+"""Text, token ids, or a conversation."""
+
+
+class Options(TypedDict, total=False):
+    """Keyword arguments of every generating method. What is left out, the server decides: see ``protos/serve/v1/inference.proto``."""
+
+    request_id: str
+    """A name of your own for the request, unique among those alive."""
+    model: str
+    """Name of the model; the served one by default."""
+    special_tokens: bool
+    """Whether the tokenizer's special tokens are added to a text or chat prompt."""
+    add_generation_prompt: bool
+    """For a conversation: whether the assistant's turn is opened."""
+    priority: int
+    cache_salt: str
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    typical_p: float
+    seed: int
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    allowed_ids: Sequence[int]
+    banned_ids: Sequence[int]
+    num_sequences: int
+
+    max_new_tokens: int
+    min_new_tokens: int
+    stop_strings: Sequence[str]
+    stop_ids: Sequence[int]
+    include_stop: bool
+    ignore_eos: bool
+
+    text: bool
+    token_ids: bool
+    logprobs: int
+    prompt_logprobs: int
+    echo: bool
+
+
+_SECTION_OF: Final = {
+    field.name: section
+    for section, message in (
+        ("sampling", inference_pb2.Sampling),
+        ("stopping", inference_pb2.Stopping),
+        ("response", inference_pb2.ResponseOptions),
+    )
+    for field in message.DESCRIPTOR.fields
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt with its options, for ``batch``."""
+
+    prompt: Prompt
+    options: Options = field(default_factory=lambda: Options())
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreItem:
+    """Text or ids to score, with or without what they follow."""
+
+    target: str | Sequence[int]
+    context: str | Sequence[int] | None = None
+    """Of the same kind as the target."""
+
+
+def generate_message(prompt: Prompt, options: Options) -> inference_pb2.GenerateRequest:
+    """The message of one request.
+
+    Raises:
+        TypeError: an option or the prompt is not of a kind that can be sent.
+        ValueError: a number does not fit its field at all, such as a negative count.
+    """
+    message = inference_pb2.GenerateRequest()
+    left = dict(options)
+    _set_prompt(message, prompt, left.pop("add_generation_prompt", None))
+    message.special_tokens = special_tokens_value(cast("bool | None", left.pop("special_tokens", None)))
+    for name, value in left.items():
+        section = _SECTION_OF.get(name)
+        if section is None and name not in ("request_id", "model", "priority", "cache_salt"):
+            raise TypeError(f"there is no option {name!r}")
+        _put(getattr(message, section) if section else message, name, value)
+    return message
+
+
+def score_message(
+    items: Sequence[ScoreItem | str],
+    *,
+    request_id: str,
+    model: str,
+    top_logprobs: int | None,
+    special_tokens: bool | None,
+) -> inference_pb2.ScoreRequest:
+    """The message of one scoring call."""
+    message = inference_pb2.ScoreRequest(
+        request_id=request_id, model=model, special_tokens=special_tokens_value(special_tokens)
+    )
+    _put(message, "top_logprobs", top_logprobs)
+    for entry in items:
+        item = ScoreItem(entry) if isinstance(entry, str) else entry
+        added = message.items.add()
+        if isinstance(item.target, str):
+            added.text = item.target
+        else:
+            added.token_ids.ids.extend(item.target)
+            added.token_ids.SetInParent()
+        if isinstance(item.context, str):
+            added.context_text = item.context
+        elif item.context is not None:
+            added.context_ids.ids.extend(item.context)
+    return message
+
+
+def special_tokens_value(adds: bool | None) -> types_pb2.SpecialTokens:
+    """``None`` leaves it to the server."""
+    if adds is None:
+        return types_pb2.SPECIAL_TOKENS_UNSPECIFIED
+    return types_pb2.SPECIAL_TOKENS_ADD if adds else types_pb2.SPECIAL_TOKENS_OMIT
+
+
+def named_messages(requests: Iterable[Request | Prompt]) -> list[inference_pb2.GenerateRequest]:
+    """Messages that can be told apart: those without a request_id are given one."""
+    messages = []
+    for entry in requests:
+        request = entry if isinstance(entry, Request) else Request(entry)
+        message = generate_message(request.prompt, request.options)
+        if not message.request_id:
+            message.request_id = uuid.uuid4().hex
+        messages.append(message)
+    return messages
+
+
+def chat_message(messages: Sequence[ChatMessage], add_generation_prompt: bool | None) -> types_pb2.Chat:
+    """A conversation as a message."""
+    chat = types_pb2.Chat(messages=[types_pb2.ChatMessage(role=m["role"], content=m["content"]) for m in messages])
+    if add_generation_prompt is not None:
+        chat.add_generation_prompt = add_generation_prompt
+    return chat
+
+
+def _set_prompt(message: inference_pb2.GenerateRequest, prompt: Prompt, add_generation_prompt: Any) -> None:
+    if isinstance(prompt, str):
+        message.text = prompt
+    elif prompt and all(isinstance(entry, Mapping) for entry in prompt):
+        message.chat.CopyFrom(chat_message(cast(Sequence[ChatMessage], prompt), add_generation_prompt))
+    elif isinstance(prompt, Sequence) and all(isinstance(entry, int) for entry in prompt):
+        _put(message.token_ids, "ids", prompt)
+        message.token_ids.SetInParent()
+    else:
+        raise TypeError("a prompt is a text, a sequence of token ids, or a sequence of {'role': …, 'content': …}")
+
+
+def _put(message: Any, name: str, value: Any) -> None:
+    """Set a field, with an error that names it."""
+    if value is None:
+        return
+    try:
+        if isinstance(value, Mapping):
+            getattr(message, name).update(value)
+        elif isinstance(value, Sequence) and not isinstance(value, str):
+            getattr(message, name).extend(value)
+        else:
+            setattr(message, name, value)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name}: {error}") from error
