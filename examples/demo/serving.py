@@ -13,7 +13,7 @@ from rich.live import Live
 
 from examples.demo import metrics, screen
 from examples.demo.children import Child, Children, PartFailed, command, wait_for_line
-from serve.client import AsyncClient
+from serve.client import AsyncClient, Delta
 
 PROMPTS = ("def read_config(path):\n", "class Connection:\n", "import os\nimport sys\n")
 MAX_NEW_TOKENS = 160
@@ -113,6 +113,8 @@ async def _fill(client: AsyncClient, panel: screen.Completion, seed: int) -> Non
     """Stream one completion into its panel."""
     started = time.monotonic()
     async for event in client.stream(panel.prompt, max_new_tokens=MAX_NEW_TOKENS, temperature=0.7, top_p=0.9, seed=seed):
+        if not isinstance(event, Delta):
+            continue
         if panel.first_token_seconds is None:
             panel.first_token_seconds = time.monotonic() - started
         panel.text += event.text
