@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Final, Self, Unpack
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -46,6 +46,9 @@ from serve.v1 import (
     tokenizer_pb2_grpc,
 )
 
+_END: Final[Any] = grpc.aio.EOF  # type: ignore[attr-defined]
+"""What gRPC reads at the end of a stream; its type stubs do not know it."""
+
 
 class AsyncEventStream:
     """Events of one request. Leaving it, by ``close``, ``async with`` or by dropping it, cancels the request."""
@@ -77,7 +80,7 @@ class AsyncEventStream:
                 await asyncio.sleep(self._attempts.wait_or_raise(failure))
                 self._call = self._start()
                 continue
-            if message is grpc.aio.EOF:
+            if message is _END:
                 raise StopAsyncIteration
             self._has_begun = True
             self.request_id = message.request_id
@@ -106,8 +109,9 @@ class AsyncEventStream:
     def __del__(self) -> None:
         # gRPC does not cancel calls that nobody holds any more; the server would go on for nobody.
         call = getattr(self, "_call", None)
-        if call is not None:
-            call.cancel()
+        if call is not None and not call.done():
+            with contextlib.suppress(RuntimeError):  # the loop has gone, and the connection with it
+                call.cancel()
 
 
 class AsyncClient:
@@ -146,9 +150,7 @@ class AsyncClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:

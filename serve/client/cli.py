@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail("interrupted; the request was cancelled", FAILED)
     except BrokenPipeError:
         # Whoever read the output has gone; leave nothing that Python would try to flush into the void.
-        sys.stdout = None  # type: ignore[assignment]
+        sys.stdout = None
         return FAILED
 
 

@@ -22,7 +22,8 @@ Prompt = str | Sequence[int] | Sequence[ChatMessage]
 
 
 class Options(TypedDict, total=False):
-    """Keyword arguments of every generating method. What is left out, the server decides: see ``protos/serve/v1/inference.proto``."""
+    """Keyword arguments of every generating method; ``protos/serve/v1/inference.proto`` says what each means and what is
+    done when it is left out."""
 
     request_id: str
     """A name of your own for the request, unique among those alive."""

@@ -296,7 +296,7 @@ def _finish(message: inference_pb2.Finish) -> Finish:
 
 def _reason(number: int) -> str:
     known = types_pb2.FinishReason.values()
-    name = types_pb2.FinishReason.Name(number) if number in known else str(number)  # type: ignore[arg-type]
+    name = types_pb2.FinishReason.Name(number) if number in known else str(number)
     return name.removeprefix("FINISH_REASON_").lower()
 
 
