@@ -12,7 +12,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+)
 from transformers import initialization as hf_init
 from transformers.integrations.deepspeed import prevent_arange_dtype_change
 
@@ -53,18 +60,27 @@ def check_new_config(settings: Mapping[str, Any]) -> Any:
         ConfigError: the type is not a causal language model, or a key is not one of its configuration.
     """
     model_type = settings["model_type"]
-    classes = {name: CONFIG_MAPPING[name] for name in CONFIG_MAPPING if name == model_type}
-    if not classes or classes[model_type] not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    config_class = _causal_class(model_type)
+    if config_class is None:
         families = "gpt_neox, gpt2, gptj, gpt_neo, opt, llama, mistral, qwen2, phi"
-        raise ConfigError(
-            f"model.new.model_type is {model_type!r}; it must be a causal language model of transformers: {families} …"
-        )
-    config_class = classes[model_type]
+        rule = f"be a causal language model of transformers, such as {families}"
+        raise ConfigError(f"model.new.model_type is {model_type!r}; it must {rule}")
     known = _keys(config_class)
     for key in settings:
         if key not in known | {"model_type"}:
             raise ConfigError(f"model.new.{key}: unknown key of a {model_type} model (allowed: {', '.join(sorted(known))})")
     return config_class
+
+
+def _causal_class(model_type: object) -> Any | None:
+    """Configuration class of a causal language model; ``None`` for anything else.
+
+    Encoders have a language modelling head too, but without a causal mask they would see the tokens they are to predict.
+    """
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        return None
+    found = CONFIG_MAPPING[model_type]
+    return found if found in MODEL_FOR_CAUSAL_LM_MAPPING and found not in MODEL_FOR_MASKED_LM_MAPPING else None
 
 
 def _keys(config_class: Any) -> set[str]:
@@ -94,7 +110,7 @@ def config_of(checkpoint: Checkpoint) -> Any:
     """
     values = dict(checkpoint.config)
     model_type = values.pop("model_type")
-    if model_type not in CONFIG_MAPPING or CONFIG_MAPPING[model_type] not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if _causal_class(model_type) is None:
         raise ConfigError(
             f"{checkpoint.path / 'config.json'}: model_type {model_type!r} is not a causal language model of transformers"
         )

@@ -1,0 +1,123 @@
+"""``export`` and ``evaluate`` on a trained run, and what the command line answers to mistakes."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpoint import open_checkpoint
+from finetune.cli import main
+from tests.finetune.conftest import TrainedRun
+
+
+def test_export_writes_a_plain_folder_in_another_dtype(trained: TrainedRun, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    out = tmp_path / "exported"
+    assert main(["export", str(trained.output), str(out), "--dtype", "bfloat16", "--max-shard-mib", "1"]) == 0
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert model.dtype == torch.bfloat16
+    assert AutoTokenizer.from_pretrained(out).eos_token == "<|endoftext|>"
+    with open_checkpoint(out, verify="sha256") as written, open_checkpoint(trained.output / "checkpoints") as source:
+        assert written.step == 12
+        for name in source.tensors:
+            assert torch.equal(written.read(name), source.read(name).bfloat16())
+    assert [path.name for path in tmp_path.iterdir()] == ["exported"], "nothing of the writing is left beside it"
+
+
+def test_export_takes_a_given_step_and_exact_weights(trained: TrainedRun, tmp_path: Path) -> None:
+    out = tmp_path / "exported"
+    assert main(["export", str(trained.output), str(out), "--dtype", "float32", "--step", "6"]) == 0
+    with open_checkpoint(out) as written, open_checkpoint(trained.output / "resume" / "step-00000006") as state:
+        assert written.step == 6
+        assert all(torch.equal(written.read(name), state.read(f"master.{name}")) for name in written.tensors)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--step", "7"], "has no checkpoint of step 7; there are 6, 12"),
+        (["--max-shard-mib", "0"], "at least 1"),
+        (["--dtype", "int8"], "invalid choice"),
+    ],
+)
+def test_export_refuses(
+    trained: TrainedRun, tmp_path: Path, words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", str(trained.output), str(tmp_path / "out"), *words]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_export_overwrites_nothing_and_needs_a_checkpoint(
+    trained: TrainedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", str(trained.output), str(trained.output)]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert main(["export", str(tmp_path), str(tmp_path / "out")]) == 2
+    assert str(tmp_path) in capsys.readouterr().err.replace("\n", "")
+
+
+def test_evaluate_scores_every_token_once(trained: TrainedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    text = tmp_path / "a.txt"
+    text.write_text("def get_path(value):\n    return self.items.total\n")
+    assert main(["evaluate", str(trained.output), "--data", str(text), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    folder = trained.output / "checkpoints"
+    with open_checkpoint(folder) as checkpoint:
+        model = AutoModelForCausalLM.from_pretrained(checkpoint.path).eval()
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint.path)
+    ids = torch.tensor([[*tokenizer(text.read_text())["input_ids"], tokenizer.eos_token_id]])
+    window = model.config.max_position_embeddings
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for start in range(0, ids.shape[1] - 1, window):
+            inputs, targets = ids[:, start : start + window], ids[0, start + 1 : start + window + 1]
+            logits = model(inputs[:, : len(targets)]).logits[0]
+            total += float(torch.nn.functional.cross_entropy(logits, targets, reduction="sum"))
+            count += len(targets)
+    assert result["tokens"] == count == ids.shape[1] - 1
+    assert result["loss"] == pytest.approx(total / count, abs=1e-5)
+    assert result["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-4)
+    assert result["bits_per_byte"] == pytest.approx(total / math.log(2) / len(text.read_bytes()), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "usage"),
+        (["pretrain", "x.yaml"], "unknown command 'pretrain'"),
+        (["tune"], "CONFIG.yaml"),
+        (["tune", "no-such.yaml"], "no-such.yaml"),
+        (["tune", "x.yaml", "--nonsense"], "--nonsense"),
+        (["doctor", "now"], "now"),
+        (["evaluate", "nowhere", "--data", "nowhere"], "nowhere"),
+        (["evaluate", "nowhere", "--data", "x", "--batch", "0"], "--batch must be at least 1"),
+    ],
+)
+def test_usage_mistakes_exit_2_and_say_what(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_help_lists_commands_and_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    assert "doctor" in capsys.readouterr().out
+    assert main(["tune", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "--offload.optimizer (none)" in shown
+    assert "--schedule.warmup (0.05)" in shown
+
+
+def test_print_config_shows_all_of_it(trained: TrainedRun, capsys: pytest.CaptureFixture[str]) -> None:
+    import yaml
+
+    assert main(["tune", str(trained.config), "--zero.stage", "1", "--offload.parameters", "none", "--print-config"]) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert shown["zero"]["stage"] == 1
+    assert shown["optimizer"]["betas"] == [0.9, 0.95]
