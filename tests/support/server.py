@@ -88,7 +88,7 @@ def until(condition: Callable[[], T], seconds: float = 30.0, every: float = 0.02
 
 
 @contextmanager
-def serving(model: Path, *options: str, exit_code: int = 0) -> Iterator[Server]:
+def serving(model: Path, *options: str, device: str = "cpu", exit_code: int = 0) -> Iterator[Server]:
     """Start ``python -m serve`` on free ports, wait for its ready line, stop it at the end and expect ``exit_code``."""
     command = [
         sys.executable,
@@ -101,7 +101,7 @@ def serving(model: Path, *options: str, exit_code: int = 0) -> Iterator[Server]:
         "--metrics-port",
         "0",
         "--device",
-        "cpu",
+        device,
         *options,
     ]
     process = subprocess.Popen(
