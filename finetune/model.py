@@ -126,7 +126,7 @@ def build_empty(config: Any, dtype: torch.dtype, context: AbstractContextManager
         stack.enter_context(hf_init.no_init_weights())
         stack.enter_context(prevent_arange_dtype_change())  # else zero.Init rounds rotary positions to bf16
         stack.enter_context(context)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.tie_weights()
     model.config.use_cache = False  # for training only; what is saved is the configuration from before
     return model
