@@ -1,0 +1,14 @@
+"""The scheduler's benchmark still runs; its figures are for people."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.scheduler import measure
+
+
+@pytest.mark.parametrize("churn", [False, True])
+def test_the_benchmark_measures_each_step(churn: bool) -> None:
+    times = measure(running=4, waiting=40, steps=5, churn=churn)
+    assert len(times) == 5
+    assert all(milliseconds > 0 for milliseconds in times)
