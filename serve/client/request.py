@@ -75,6 +75,9 @@ _SECTION_OF: Final = {
 }
 
 
+_PROMPT_RULE: Final = "a prompt is a text, a sequence of token ids, or a sequence of {'role': …, 'content': …}"
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One prompt with its options, for ``batch``."""
@@ -169,13 +172,15 @@ def chat_message(messages: Sequence[ChatMessage], add_generation_prompt: bool | 
 def _set_prompt(message: inference_pb2.GenerateRequest, prompt: Prompt, add_generation_prompt: Any) -> None:
     if isinstance(prompt, str):
         message.text = prompt
+    elif not isinstance(prompt, Sequence):
+        raise TypeError(_PROMPT_RULE)
     elif prompt and all(isinstance(entry, Mapping) for entry in prompt):
         message.chat.CopyFrom(chat_message(cast(Sequence[ChatMessage], prompt), add_generation_prompt))
-    elif isinstance(prompt, Sequence) and all(isinstance(entry, int) for entry in prompt):
+    elif all(isinstance(entry, int) for entry in prompt):
         _put(message.token_ids, "ids", prompt)
         message.token_ids.SetInParent()
     else:
-        raise TypeError("a prompt is a text, a sequence of token ids, or a sequence of {'role': …, 'content': …}")
+        raise TypeError(_PROMPT_RULE)
 
 
 def _put(message: Any, name: str, value: Any) -> None:
