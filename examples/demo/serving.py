@@ -18,6 +18,9 @@ from serve.client import AsyncClient, Delta
 PROMPTS = ("def read_config(path):\n", "class Connection:\n", "import os\nimport sys\n")
 MAX_NEW_TOKENS = 160
 START_SECONDS = 240.0
+# Watching and drawing share the cores with the ranks: often enough to look alive, and no more.
+WATCH_SECONDS = 0.2
+DRAW_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +130,7 @@ async def _watch_blocks(server: Server, peak: list[int]) -> None:
     while True:
         reading = await asyncio.to_thread(metrics.read, server.metrics_url)
         peak[0] = max(peak[0], reading.kv_blocks_used)
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(WATCH_SECONDS)
 
 
 async def _draw(console: Console, panels: list[screen.Completion]) -> None:
@@ -145,6 +148,6 @@ async def _draw(console: Console, panels: list[screen.Completion]) -> None:
         try:
             while True:
                 live.update(picture(), refresh=True)
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(DRAW_SECONDS)
         finally:
             live.update(picture(), refresh=True)

@@ -16,6 +16,8 @@ from examples.demo.children import Child, Children, PartFailed, command, describ
 
 CONFIG = Path("examples/demo.yaml")
 PLAIN_INTERVAL_SECONDS = 10.0
+MAX_MINUTES = "2.5"
+"""On a slow machine training stops here, with a checkpoint of what it has learned so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,7 @@ def train(console: Console, children: Children, corpus: Path, output: Path) -> T
         PartFailed: training ended with an error, or without a single step.
     """
     argv = [*command("tessera-finetune", "finetune"), "tune", str(CONFIG)]
+    argv += ["--run.precision", "bf16" if has_bf16_arithmetic() else "fp32", "--run.max_minutes", MAX_MINUTES]
     argv += ["--data.train", str(corpus), "--run.output", str(output), "--log.every", "2", "--save.max_shard_mib", "4"]
     started = time.monotonic()
     child = children.start("tessera-finetune", argv)
@@ -48,6 +51,12 @@ def train(console: Console, children: Children, corpus: Path, output: Path) -> T
         raise PartFailed("training ended without a step", child.log)
     speeds = sorted(step["tokens_per_second"] for step in steps)
     return Trained(output, steps[0]["loss"], steps[-1]["loss"], speeds[len(speeds) // 2], time.monotonic() - started)
+
+
+def has_bf16_arithmetic(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether this CPU multiplies bf16 in hardware; where it does not, fp32 is faster."""
+    words = cpuinfo.read_text().split() if cpuinfo.exists() else []
+    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(words)
 
 
 def read_steps(log: Path) -> Iterator[dict[str, float]]:

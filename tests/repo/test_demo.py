@@ -101,6 +101,15 @@ def test_the_training_log_is_read_while_it_is_written(tmp_path: Path) -> None:
     assert list(training.read_steps(log)) == [step]
 
 
+def test_bf16_is_chosen_where_the_cpu_has_it(tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    assert not training.has_bf16_arithmetic(cpuinfo)
+    cpuinfo.write_text("flags\t: fpu avx2 avx512f\n")
+    assert not training.has_bf16_arithmetic(cpuinfo)
+    cpuinfo.write_text("flags\t: fpu avx2 avx512f avx512_bf16\n")
+    assert training.has_bf16_arithmetic(cpuinfo)
+
+
 def test_a_line_is_awaited_and_an_early_end_is_told(tmp_path: Path) -> None:
     with Children(tmp_path) as children:
         ready = run(children, "good", "print('tessera ready grpc=x')")
