@@ -77,28 +77,30 @@ class _Behaviour:
         await self._guarded(run, context)
 
     async def _guarded(self, run: Callable[[], Awaitable[Any]], context: Any) -> Any:
-        code = "OK"
+        """Run the handler; count its call, before the client can know of its end, and end it with the status of its error."""
         try:
-            try:
-                return await run()
-            except RequestError as error:
-                status = rpc_status(error)
-            except asyncio.CancelledError:
-                # The client has gone, or gRPC found the deadline passed. Not swallowed: gRPC would leak the call.
-                remaining = context.time_remaining()
-                expired = remaining is not None and remaining <= 0
-                code = "DEADLINE_EXCEEDED" if expired else "CANCELLED"
+            answer = await run()
+        except RequestError as error:
+            status = rpc_status(error)
+        except asyncio.CancelledError:
+            # The client has gone, or gRPC found the deadline passed. Not swallowed: gRPC would leak the call.
+            remaining = context.time_remaining()
+            self._ended("DEADLINE_EXCEEDED" if remaining is not None and remaining <= 0 else "CANCELLED")
+            raise
+        except Exception:
+            if context.done():  # a write met a call that was already over
+                self._ended("CANCELLED")
                 raise
-            except Exception:
-                if context.done():  # a write met a call that was already over
-                    code = "CANCELLED"
-                    raise
-                status = self._bug()
-            code = status.code.name
-            await abort(context, status)
-        finally:
-            if self._count is not None:
-                self._count(self._method.name, code)
+            status = self._bug()
+        else:
+            self._ended("OK")
+            return answer
+        self._ended(status.code.name)
+        return await abort(context, status)
+
+    def _ended(self, code: str) -> None:
+        if self._count is not None:
+            self._count(self._method.name, code)
 
     def _bug(self) -> RpcStatus:
         _log.exception("%s failed", self._method.full_name)

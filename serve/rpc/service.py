@@ -19,7 +19,6 @@ from serve.text.tokenizer import Tokenizer
 from serve.types import Generation
 from serve.v1 import inference_pb2
 
-
 LEAST_SECONDS: Final = 0.002
 """A call with less time left gets no work done: gRPC rounds a deadline that has passed up to a millisecond that is left, and
 no answer is as quick."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 
 import grpc
 import pytest
@@ -183,6 +184,41 @@ async def test_every_call_is_counted_once_under_its_code() -> None:
         assert server.count("Generate", "OK") == 5
         assert server.count("GenerateStream", "OK") == 5
         assert server.count("Generate", "NOT_FOUND") == 1
+
+
+async def test_random_cancels_leave_nothing_behind_and_harm_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    rng = random.Random(5)
+    async with serving(scheduler={"max_step_tokens": 32}) as server:
+        finished = cancelled = 0
+
+        async def one(number: int) -> None:
+            nonlocal finished, cancelled
+            prompt = tuple(rng.randrange(1, 300) for _ in range(rng.randrange(1, 30)))
+            tokens, leaves_after = rng.randrange(1, 40), rng.choice((0, 0, 1, 4)) if number % 3 == 0 else None
+            call = server.inference.GenerateStream(request(prompt, tokens, sampling={"seed": number}))
+            ids: list[int] = []
+            num_read = 0
+            while (event := await call.read()) is not grpc.aio.EOF:
+                ids.extend(event.delta.token_ids)
+                if num_read == leaves_after and call.cancel():
+                    cancelled += 1
+                    return
+                num_read += 1
+            assert ids == expected_tokens(prompt, tokens, seed=number, vocab_size=server.vocab_size)
+            finished += 1
+
+        for _ in range(3):
+            await asyncio.gather(*(one(number) for number in range(64)))
+        await server.until(lambda: server.gateway.num_in_flight == 0)
+        await server.gateway.flush_prefix_cache()
+        await server.until_stats(lambda stats: stats.kv_blocks_used == stats.num_running == stats.num_waiting == 0)
+        await server.until(
+            lambda: server.count("GenerateStream", "OK") + server.count("GenerateStream", "CANCELLED") == finished + cancelled
+        )
+        assert finished > 100
+        assert cancelled > 10
+        assert server.count("GenerateStream", "OK") >= finished  # a call may have ended just before its cancellation came
+        assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 def _list() -> object:
