@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from rich.markup import escape
 from finetune import machine
 from finetune.config import TuneConfig
 from finetune.errors import ConfigError, FinetuneError
+from finetune.folders import claimed_output
 from finetune.options import apply_overrides, build, describe, read_yaml, split_overrides
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -129,12 +131,12 @@ def tune(config: TuneConfig, console: Console) -> int:
     def say(text: str) -> None:
         console.print(f"[dim]{escape(text)}[/]", highlight=False, soft_wrap=True)
 
-    output = _claim_output(config)
     settings = _plain(asdict(config))
-    (output / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True), encoding="utf-8")
-    with Ranks(output, {"config": settings}, ranks=config.run.ranks, threads=config.run.threads) as ranks:
+    start = partial(Ranks, run={"config": settings}, ranks=config.run.ranks, threads=config.run.threads)
+    with claimed_output(config) as output, start(output) as ranks:
+        (output / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True), encoding="utf-8")
         try:
-            prepared = prepare(config, say)
+            prepared = prepare(config, say, ranks.check)
         except OSError as error:
             raise ConfigError(f"run.output: {output}: the tokenised data cannot be written: {error}") from error
         ranks.check()
@@ -149,29 +151,6 @@ def tune(config: TuneConfig, console: Console) -> int:
         ranks.go({"prepared": asdict(prepared), "cpu_adam": library})
         ranks.wait()
         return 1 if ranks.interrupted is signal.SIGINT else 0
-
-
-def _claim_output(config: TuneConfig) -> Path:
-    """Make the run's folder.
-
-    Raises:
-        ConfigError: it holds another run, or cannot be written.
-    """
-    output = Path(config.run.output)
-    if config.run.resume == "never":
-        for name in ("checkpoints", "resume"):
-            if any((output / name).glob("step-*")):
-                raise ConfigError(
-                    f"run.output: {output} holds a run already; go on with it by --resume, or name another folder"
-                )
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        (output / "config.yaml").touch()
-    except OSError as error:
-        raise ConfigError(f"run.output: {output} cannot be written: {error.strerror}") from error
-    if config.run.resume == "never":
-        (output / "log.jsonl").unlink(missing_ok=True)
-    return output
 
 
 # -- the others

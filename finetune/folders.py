@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from finetune.config import TuneConfig
+from finetune.errors import ConfigError
 
 CHECKPOINTS = "checkpoints"
 """Served checkpoints, one folder a save."""
@@ -35,3 +41,36 @@ def prune(root: Path, keep: int) -> None:
         shutil.rmtree(doomed, ignore_errors=True)
         folder.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
+
+
+@contextmanager
+def claimed_output(config: TuneConfig) -> Iterator[Path]:
+    """The folder of a run, made and held by this process alone.
+
+    Raises:
+        ConfigError: another process holds it, it holds another run, or it cannot be written.
+    """
+    output = Path(config.run.output)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        lock = (output / ".lock").open("w")
+    except OSError as error:
+        raise ConfigError(f"run.output: {output} cannot be written: {error.strerror}") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(f"run.output: another process is training in {output}") from error
+        _check_content(output, resuming=config.run.resume == "auto")
+        yield output
+
+
+def _check_content(output: Path, *, resuming: bool) -> None:
+    """Nothing of an earlier run is overwritten by mistake, and nothing starts over that was to go on."""
+    if resuming and step_folders(output / CHECKPOINTS) and not step_folders(output / RESUME):
+        remedy = "start from a checkpoint by model.path, in another run.output"
+        raise ConfigError(f"run.resume: {output} holds checkpoints but no resume state (save.resume_state); {remedy}")
+    if not resuming:
+        if step_folders(output / CHECKPOINTS) or step_folders(output / RESUME):
+            raise ConfigError(f"run.output: {output} holds a run; go on with it by --resume, or name another folder")
+        (output / LOG).unlink(missing_ok=True)

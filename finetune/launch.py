@@ -52,6 +52,7 @@ class Ranks:
         self._ended: queue.SimpleQueue[Ended] = queue.SimpleQueue()
         self._processes: list[subprocess.Popen[bytes]] = []
         self.interrupted: signal.Signals | None = None
+        self._forced = False
         self._training = False
         self._handlers: dict[signal.Signals, Any] = {}
         try:
@@ -97,6 +98,7 @@ class Ranks:
         again = self.interrupted is not None
         self.interrupted = signal.Signals(number)
         if again or not self._training:
+            self._forced = self._training
             self._kill()  # nothing to save yet, or the second request: at once
             return
         for process in self._processes:
@@ -144,8 +146,9 @@ class Ranks:
                 deadline = time.monotonic() + _GRACE_SECONDS
         self._kill()
         failed = [rank for rank in ended if rank.code != 0]
-        if self.interrupted is not None and failed and not self._training:
-            self._stop_if_interrupted()
+        self._stop_if_interrupted()
+        if self._forced:
+            raise RunError("stopped at once, without a save; --resume goes on from the last one")
         if failed:
             raise self._cause(failed)
 

@@ -178,7 +178,7 @@ class _Run:
             stopping = self._step(progress, stop)
             step = self._progressed.step
             ending = stopping or self.finished
-            if ending or _due(step, self.config.eval.every):
+            if self.finished or _due(step, self.config.eval.every):  # not for a stop: who stops a run wants it to end
                 self._evaluate(progress)
             if ending or _due(step, self.config.save.every):
                 self._save(progress)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +30,8 @@ class Source:
     text_key: str
     invalid_text: str
     """``refuse`` or ``skip`` files that are not UTF-8."""
+    check: Callable[[], None] = lambda: None
+    """Called before each file and every thousand lines; what it raises ends the reading."""
 
     def pieces(self) -> Iterator[Piece]:
         """Read all documents once, in order.
@@ -38,8 +40,11 @@ class Source:
             DataError: a file or line cannot be read; the message names it.
         """
         for file in self.files:
+            self.check()
             if file.suffix in JSONL_SUFFIXES:
-                for text in _jsonl_texts(file, self.text_key):
+                for number, text in enumerate(_jsonl_texts(file, self.text_key), 1):
+                    if number % 1000 == 0:
+                        self.check()
                     yield from _cut(text)
             else:
                 yield from self._text_file(file)

@@ -44,16 +44,20 @@ class Prepared:
         return Path(self.folder) / "tokenizer"
 
 
-def prepare(config: TuneConfig, say: Say) -> Prepared:
+def prepare(config: TuneConfig, say: Say, check: Callable[[], None] = lambda: None) -> Prepared:
     """Tokenise the data of a run, or find it done already.
+
+    Args:
+        say: told what takes time.
+        check: called every so often; what it raises ends the work.
 
     Raises:
         DataError: a text is at fault, or there is less than one sample of it.
         ConfigError: the tokenizer is at fault.
     """
     data = config.data
-    train = _source(config, data.train, "data.train")
-    held_out = _source(config, data.eval, "data.eval") if data.eval else None
+    train = _source(config, data.train, "data.train", check)
+    held_out = _source(config, data.eval, "data.eval", check) if data.eval else None
     fingerprint = _fingerprint(config, train, held_out)
     folder = Path(config.run.output) / "data" / fingerprint
     facts = folder / "prepared.json"
@@ -74,9 +78,9 @@ def prepare(config: TuneConfig, say: Say) -> Prepared:
     return prepared
 
 
-def _source(config: TuneConfig, patterns: tuple[str, ...], key: str) -> Source:
+def _source(config: TuneConfig, patterns: tuple[str, ...], key: str, check: Callable[[], None]) -> Source:
     files = find_files(patterns, config.data.pattern, key)
-    return Source(files=files, text_key=config.data.text_key, invalid_text=config.data.invalid_text)
+    return Source(files=files, text_key=config.data.text_key, invalid_text=config.data.invalid_text, check=check)
 
 
 def _fingerprint(config: TuneConfig, *sources: Source | None) -> str:
