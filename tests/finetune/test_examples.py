@@ -13,7 +13,7 @@ from finetune.options import describe
 from tests.finetune.support import ROOT
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
-TRAINING = [path for path in EXAMPLES if "\nmodel:" in path.read_text()]
+TRAINING = [path for path in EXAMPLES if "\ndata:" in path.read_text()]
 
 
 @pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.name)
