@@ -32,14 +32,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from finetune.config import TuneConfig, to_deepspeed
+from finetune.data.batches import Microbatch
 from finetune.model import build_empty, decay_groups, token_losses
 from finetune.types import StepOutcome
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _COLLECTIVE_TIMEOUT = timedelta(hours=2)  # rank 0 alone writes checkpoints while the others wait
-
-Microbatch = tuple[torch.Tensor, torch.Tensor]
-"""Inputs and targets, each [samples, tokens] of int64; a target of -100 does not count."""
 
 
 def start_ranks(device: str, rank: int) -> torch.device:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +18,12 @@ from checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from finetune.data.pack import TokenStream
 from finetune.data.sources import Source, find_files
 from finetune.data.tokenise import write_stream
-from finetune.data.tokenizer import end_of_text_id, num_ids, open_tokenizer
+from finetune.data.tokenizer import end_of_text_id, open_tokenizer
 from finetune.errors import ConfigError, DataError
 from finetune.folders import checkpoint_folder
 from finetune.model import build_empty, check_fit, config_of, fill, shapes_of, tied_names, token_losses
+
+_LONGEST_WINDOW = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +47,6 @@ def evaluate(
     seq_len: int | None = None,
     batch: int = 8,
     dtype: torch.dtype | None = None,
-    on_batch: Callable[[int, int], None] = lambda done, total: None,
 ) -> Evaluation:
     """Score every token of ``text``, each seen after at most ``seq_len - 1`` others of its own window.
 
@@ -54,7 +55,6 @@ def evaluate(
         text: files, folders or globs, as ``data.train``.
         seq_len: window; unset: the model's longest position, at most 1024.
         dtype: to compute in; unset: fp32.
-        on_batch: told how many samples are done, of how many.
 
     Raises:
         ConfigError: the checkpoint, its tokenizer or a text is at fault.
@@ -63,22 +63,28 @@ def evaluate(
     try:
         with open_checkpoint(checkpoint_folder(path)) as checkpoint, tempfile.TemporaryDirectory() as scratch:
             model = load_model(checkpoint, dtype or torch.float32)
-            tokenizer = open_tokenizer(checkpoint.path)
-            longest = int(getattr(model.config, "max_position_embeddings", 1024))
-            seq_len = min(longest, 1024) if seq_len is None else seq_len
-            check_fit(model.config, num_ids=num_ids(tokenizer), seq_len=seq_len, key=str(path))
-            end_id = end_of_text_id(checkpoint.path, tokenizer)
-            _, text_bytes = write_stream(tokenizer, source.pieces(), Path(scratch) / "text.bin", "uint32", end_id)
-            stream = TokenStream(Path(scratch) / "text.bin", "uint32", seq_len)
-            if stream.num_tokens < 2:
-                raise DataError(f"--data: {', '.join(text)} holds only {stream.num_tokens} tokens; a loss needs 2")
-            loss_sum, count = _score(model, stream, batch, on_batch)
+            longest = int(getattr(model.config, "max_position_embeddings", _LONGEST_WINDOW))
+            seq_len = min(longest, _LONGEST_WINDOW) if seq_len is None else seq_len
+            stream, text_bytes = _tokenised(checkpoint, source, Path(scratch), seq_len)
+            check_fit(model.config, num_ids=checkpoint.tokenizer_vocab_size or 0, seq_len=seq_len, key=str(path))
+            loss_sum, count = _score(model, stream, batch)
     except CheckpointError as error:
         raise ConfigError(f"{path}: {error}") from error
     loss = loss_sum / count
     perplexity = math.exp(loss) if loss < 700 else math.inf
     bits = loss_sum / math.log(2) / max(1, text_bytes)
     return Evaluation(loss=loss, perplexity=perplexity, bits_per_byte=bits, tokens=count, text_bytes=text_bytes)
+
+
+def _tokenised(checkpoint: Checkpoint, source: Source, folder: Path, seq_len: int) -> tuple[TokenStream, int]:
+    """The text as tokens of the checkpoint's tokenizer, and its size in bytes."""
+    tokenizer = open_tokenizer(checkpoint.path)
+    file = folder / "text.bin"
+    _, text_bytes = write_stream(tokenizer, source.pieces(), file, "uint32", end_of_text_id(checkpoint.path, tokenizer))
+    stream = TokenStream(file, "uint32", seq_len)
+    if stream.num_tokens < 2:
+        raise DataError(f"--data: {len(source.files)} files hold only {stream.num_tokens} tokens; a loss needs 2")
+    return stream, text_bytes
 
 
 def load_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
@@ -100,7 +106,7 @@ def _always(parameters: list[nn.Parameter]) -> Iterator[bool]:
 
 
 @torch.no_grad()
-def _score(model: PreTrainedModel, stream: TokenStream, batch: int, on_batch: Callable[[int, int], None]) -> tuple[float, int]:
+def _score(model: PreTrainedModel, stream: TokenStream, batch: int) -> tuple[float, int]:
     loss_sum, count = 0.0, 0
 
     def add(inputs: torch.Tensor, targets: torch.Tensor) -> None:
@@ -111,7 +117,6 @@ def _score(model: PreTrainedModel, stream: TokenStream, batch: int, on_batch: Ca
     for first in range(0, stream.num_samples, batch):
         last = min(first + batch, stream.num_samples)
         add(*map(torch.from_numpy, stream.samples(np.arange(first, last))))
-        on_batch(last, stream.num_samples)
     tail = tuple(map(torch.from_numpy, stream.tail()))
     if tail[0].numel():
         add(*tail)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from checkpoint import Checkpoint, CheckpointError, open_checkpoint, resolve_latest
 from finetune.config import TuneConfig
@@ -14,6 +15,7 @@ from finetune.data.tokenise import Prepared
 from finetune.engine import ZeroEngine
 from finetune.errors import ConfigError
 from finetune.folders import RESUME, step_folders
+from finetune.model import Gather, fill
 from finetune.types import Progressed
 
 
@@ -64,6 +66,10 @@ class ResumeState:
     def master(self, name: str) -> torch.Tensor:
         """The fp32 weight called ``name`` by the model."""
         return self._checkpoint.read(f"master.{name}")
+
+    def fill(self, model: PreTrainedModel, gather: Gather) -> None:
+        """Give an empty model the weights of this state, in its own dtype."""
+        fill(model, self.master, gather)
 
     def restore(self, engine: ZeroEngine) -> None:
         """Set weights, moments, the optimizer's step and, if the saved run had this rank, its random state."""

@@ -10,28 +10,17 @@ from typing import Any, Final
 
 import torch
 from rich.console import Console
-from transformers import PreTrainedModel
 
-from checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from finetune.config import TuneConfig
+from finetune.data.batches import eval_batches, step_batches
 from finetune.data.pack import SampleOrder, Share, TokenStream
 from finetune.data.tokenise import Prepared
 from finetune.data.tokenizer import TOKENIZER_FILES
-from finetune.engine import Microbatch, ZeroEngine
-from finetune.errors import ConfigError, NotFinite, RunError
+from finetune.engine import ZeroEngine
+from finetune.errors import NotFinite, RunError
 from finetune.folders import LOG
-from finetune.model import (
-    Gather,
-    check_fit,
-    config_of,
-    fill,
-    generation_defaults,
-    initialise,
-    new_config,
-    saved_config,
-    shapes_of,
-    tied_names,
-)
+from finetune.model import saved_config, shapes_of
+from finetune.origin import Origin
 from finetune.plot import draw_losses
 from finetune.progress import RunProgress
 from finetune.resume import ResumeState, find_resume_state, settings_of
@@ -94,58 +83,43 @@ class _Run:
         self._order = SampleOrder(stream.num_samples, config.data.seed)
         self.schedule: Schedule = make_schedule(config, stream.num_samples)
 
-        source = _open_model(config)
-        hf_config = _hf_config(config, prepared, source)
-        settings = settings_of(config, prepared, hf_config)
-        kept_config = saved_config(hf_config, dtype := _saved_dtype(config, job.precision))
+        origin = Origin(config, prepared)
+        settings = settings_of(config, prepared, origin.hf_config)
         state = find_resume_state(self._output) if config.run.resume == "auto" else None
         if state is not None:
             state.check(settings)
+        self._keeper = _keeper(job, origin, settings)  # before the engine: training changes the configuration it is given
         self.engine = ZeroEngine(
             config,
-            hf_config,
-            _filler(config, source, state),
+            origin.hf_config,
+            origin.fill if state is None else state.fill,
             device=job.device,
             precision=job.precision,
             cpu_adam=job.cpu_adam,
         )
         self._share = Share(self.engine.rank, self.engine.world_size, config.batch.micro, config.accumulation)
         self._progressed = Progressed(step=0, samples=0, tokens=0, adam_steps=0, skipped_in_a_row=0)
+        self._last_save: Path | None = None
         # Dropout differs between ranks; it starts here, so that building the model does not move it.
         torch.manual_seed(config.run.seed + 1 + self.engine.rank)
         if state is not None:
             state.restore(self.engine)
-            self._progressed = state.progressed
-        elif source is not None and job.precision == "bf16":
+            self._progressed, self._last_save = state.progressed, state.path
+        elif origin.from_checkpoint and job.precision == "bf16":
             # The optimizer starts from the checkpoint's own numbers, not from their bf16 rounding.
-            self.engine.set_exact_weights(_reader(source, tied_names(self.engine.model)))
-        self._last_save: Path | None = None if state is None else state.path
-        files = (prepared.tokenizer_folder / name for name in TOKENIZER_FILES)
-        inherited = dict(source.generation_config) if source is not None else {}
-        self._keeper = Keeper(
-            output=self._output,
-            config=kept_config,
-            generation_config=inherited or generation_defaults(hf_config, prepared.end_of_text_id),
-            tokenizer_files=tuple(file for file in files if file.is_file()),
-            dtype=dtype,
-            exact=config.save.dtype == "float32",
-            max_shard_bytes=config.save.max_shard_mib << 20,
-            keep=config.save.keep,
-            resume_state=config.save.resume_state,
-            settings=settings,
-        )
+            self.engine.set_exact_weights(origin.reader(self.engine.model))
         if self.engine.rank == 0:
-            self._introduce(job, state)
+            self._introduce(job, origin, state)
 
     @property
     def finished(self) -> bool:
         return self._progressed.step >= self.schedule.steps
 
-    def _introduce(self, job: Job, state: ResumeState | None) -> None:
+    def _introduce(self, job: Job, origin: Origin, state: ResumeState | None) -> None:
         count = sum(torch.Size(shape).numel() for shape in shapes_of(self.engine.model).values())
         offload = [f"{what} on cpu" for what in ("optimizer", "parameters") if getattr(self.config.offload, what) == "cpu"]
         parts = [
-            f"{self.config.model.new['model_type'] if self.config.model.new else self.config.model.path}, {count:,} parameters",
+            f"{origin.name}, {count:,} parameters",
             f"ZeRO-{self.config.zero.stage}{' with ' + ' and '.join(offload) if offload else ''}",
             f"{self.engine.world_size} rank{'s' if self.engine.world_size > 1 else ''} on {job.device.type}, {job.precision}",
             f"{self._stream.num_tokens:,} tokens",
@@ -192,7 +166,8 @@ class _Run:
     def _step(self, progress: RunProgress | None, stop: bool) -> bool:
         done = self._progressed
         rate = self.schedule.rate(done.step)
-        outcome = self.engine.train_step(self._microbatches(done.samples), rate, stop=stop)
+        batches = step_batches(self._stream, self._order, self._share, done.samples)
+        outcome = self.engine.train_step(batches, rate, stop=stop)
         self._progressed = Progressed(
             step=done.step + 1,
             samples=done.samples + self._share.step_samples,
@@ -210,15 +185,8 @@ class _Run:
             )
         return outcome.stop
 
-    def _microbatches(self, first_sample: int) -> list[Microbatch]:
-        batches = []
-        for position in self._share.positions(first_sample):
-            inputs, targets = self._stream.samples(self._order.at(position, self._share.micro))
-            batches.append((torch.from_numpy(inputs), torch.from_numpy(targets)))
-        return batches
-
     def _evaluate(self, progress: RunProgress | None) -> None:
-        batches = _eval_batches(self._held_out, self._share, self.config.eval.samples)
+        batches = eval_batches(self._held_out, self._share, self.config.eval.samples)
         if not batches:
             return
         loss_sum, count = self.engine.evaluate(batches)
@@ -248,65 +216,19 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _eval_batches(stream: TokenStream, share: Share, limit: int) -> list[Microbatch]:
-    """This rank's part of the held-out samples: as many batches on every rank, filled up with targets that do not count."""
-    count = stream.num_samples if limit == 0 else min(limit, stream.num_samples)
-    per_round = share.ranks * share.micro
-    batches: list[Microbatch] = []
-    for first in range(share.rank * share.micro, -(-count // per_round) * per_round, per_round):
-        wanted = torch.arange(first, first + share.micro)
-        inputs, targets = map(torch.from_numpy, stream.samples(wanted.clamp(max=count - 1).numpy()))
-        targets = targets.masked_fill((wanted >= count)[:, None], -100)  # a copy: inputs are part of the same memory
-        batches.append((inputs, targets))
-    return batches
-
-
-def _saved_dtype(config: TuneConfig, precision: str) -> torch.dtype:
-    return DTYPES[precision if config.save.dtype == "auto" else config.save.dtype]
-
-
-def _open_model(config: TuneConfig) -> Checkpoint | None:
-    if config.model.path is None:
-        return None
-    try:
-        return open_checkpoint(Path(config.model.path).expanduser())
-    except CheckpointError as error:
-        raise ConfigError(f"model.path: {config.model.path}: {error}") from error
-
-
-def _hf_config(config: TuneConfig, prepared: Prepared, source: Checkpoint | None) -> Any:
-    if source is None:
-        assert config.model.new is not None, "ModelConfig holds exactly one of the two"
-        return new_config(
-            config.model.new,
-            num_ids=prepared.num_ids,
-            seq_len=config.data.seq_len,
-            end_of_text_id=prepared.end_of_text_id,
-        )
-    hf_config = config_of(source)
-    check_fit(hf_config, num_ids=prepared.num_ids, seq_len=config.data.seq_len, key="model.path")
-    return hf_config
-
-
-def _filler(
-    config: TuneConfig, source: Checkpoint | None, state: ResumeState | None
-) -> Callable[[PreTrainedModel, Gather], None]:
-    """How the new model gets its weights: a resumed run's, the given checkpoint's, or starting values."""
-    if state is not None:
-        return lambda model, gather: fill(model, state.master, gather)
-    if source is None:
-        return lambda model, gather: initialise(model, gather, config.run.seed)
-
-    def from_checkpoint(model: PreTrainedModel, gather: Gather) -> None:
-        tied = tied_names(model)
-        try:
-            source.check_tensors(shapes_of(model), tied=tied)
-            fill(model, _reader(source, tied), gather)
-        except CheckpointError as error:
-            raise ConfigError(f"model.path: {config.model.path}: {error}") from error
-
-    return from_checkpoint
-
-
-def _reader(source: Checkpoint, tied: Mapping[str, str]) -> Callable[[str], torch.Tensor]:
-    return lambda name: source.read(source.resolve(name, tied), dtype=torch.float32)
+def _keeper(job: Job, origin: Origin, settings: Mapping[str, Any]) -> Keeper:
+    save = job.config.save
+    dtype = DTYPES[job.precision if save.dtype == "auto" else save.dtype]
+    files = (job.prepared.tokenizer_folder / name for name in TOKENIZER_FILES)
+    return Keeper(
+        output=Path(job.config.run.output),
+        config=saved_config(origin.hf_config, dtype),
+        generation_config=origin.generation_config,
+        tokenizer_files=tuple(file for file in files if file.is_file()),
+        dtype=dtype,
+        exact=save.dtype == "float32",
+        max_shard_bytes=save.max_shard_mib << 20,
+        keep=save.keep,
+        resume_state=save.resume_state,
+        settings=settings,
+    )

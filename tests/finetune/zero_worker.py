@@ -31,7 +31,8 @@ from finetune.config import (
     TuneConfig,
     ZeroConfig,
 )
-from finetune.engine import Microbatch, ZeroEngine
+from finetune.data.batches import Microbatch
+from finetune.engine import ZeroEngine
 from finetune.errors import RunError
 from finetune.model import build_empty, decay_groups, initialise, new_config, token_losses
 from finetune.resume import ResumeState
@@ -207,13 +208,7 @@ def resumed(adam: bool, rank: int, output: Path) -> dict[str, Any]:
     bitwise = False
     for case in ("zero3-offload-all", "zero3", "zero2-offload", "zero1"):
         state = ResumeState(open_checkpoint(output / "resume"))
-
-        def fill(model: PreTrainedModel, gather: Any, state: ResumeState = state) -> None:
-            from finetune.model import fill as fill_model
-
-            fill_model(model, state.master, gather)
-
-        again = make_engine(case, adam, fill=fill)
+        again = make_engine(case, adam, fill=state.fill)
         state.restore(again)
         losses[case] = go_on(again)
         if case == "zero3-offload-all":

@@ -1,0 +1,88 @@
+"""Where a run's model comes from: an existing checkpoint, or starting values; and how its first weights get into place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from finetune.config import TuneConfig
+from finetune.data.tokenise import Prepared
+from finetune.errors import ConfigError
+from finetune.model import (
+    Gather,
+    check_fit,
+    config_of,
+    fill,
+    generation_defaults,
+    initialise,
+    new_config,
+    shapes_of,
+    tied_names,
+)
+
+Read = Callable[[str], torch.Tensor]
+"""Reads one whole tensor by the model's name for it."""
+
+
+class Origin:
+    """The model of ``config.model`` before its first step.
+
+    Raises:
+        ConfigError: there is no such model, or tokenizer and data do not fit it.
+    """
+
+    def __init__(self, config: TuneConfig, prepared: Prepared) -> None:
+        self._config = config
+        self._checkpoint: Checkpoint | None = None
+        sizes = {"num_ids": prepared.num_ids, "seq_len": config.data.seq_len}
+        if config.model.new is not None:
+            self.hf_config: Any = new_config(config.model.new, end_of_text_id=prepared.end_of_text_id, **sizes)
+        else:
+            assert config.model.path is not None, "ModelConfig holds exactly one of the two"
+            try:
+                self._checkpoint = open_checkpoint(Path(config.model.path).expanduser())
+            except CheckpointError as error:
+                raise self._at_fault(error) from error
+            self.hf_config = config_of(self._checkpoint)
+            check_fit(self.hf_config, key="model.path", **sizes)
+        inherited = dict(self._checkpoint.generation_config) if self._checkpoint else {}
+        self.generation_config: Mapping[str, Any] = inherited or generation_defaults(self.hf_config, prepared.end_of_text_id)
+
+    @property
+    def name(self) -> str:
+        """What to call the model."""
+        new = self._config.model.new
+        return str(self._config.model.path) if new is None else str(new["model_type"])
+
+    @property
+    def from_checkpoint(self) -> bool:
+        return self._checkpoint is not None
+
+    def fill(self, model: PreTrainedModel, gather: Gather) -> None:
+        """Give an empty model its first weights.
+
+        Raises:
+            ConfigError: the checkpoint's tensors are not those of its config.json.
+        """
+        if self._checkpoint is None:
+            initialise(model, gather, self._config.run.seed)
+            return
+        try:
+            self._checkpoint.check_tensors(shapes_of(model), tied=tied_names(model))
+            fill(model, self.reader(model), gather)
+        except CheckpointError as error:
+            raise self._at_fault(error) from error
+
+    def reader(self, model: PreTrainedModel) -> Read:
+        """Reads the checkpoint's own numbers in fp32, by the names of ``model``."""
+        checkpoint, tied = self._checkpoint, tied_names(model)
+        assert checkpoint is not None, "a new model has nothing to read"
+        return lambda name: checkpoint.read(checkpoint.resolve(name, tied), dtype=torch.float32)
+
+    def _at_fault(self, error: CheckpointError) -> ConfigError:
+        return ConfigError(f"model.path: {self._config.model.path}: {error}")
