@@ -15,7 +15,7 @@ from examples.demo import metrics, screen
 from examples.demo.children import Child, Children, PartFailed, command, wait_for_line
 from serve.client import AsyncClient, Delta
 
-PROMPTS = ("def read_config(path):\n", "class Connection:\n", "import os\nimport sys\n")
+PROMPTS = ("def read_config(path):\n", "class Connection:\n", "    def close(self):\n")
 MAX_NEW_TOKENS = 160
 START_SECONDS = 240.0
 # Watching and drawing share the cores with the ranks: often enough to look alive, and no more.
@@ -115,7 +115,7 @@ def describe(streamed: Streamed) -> list[tuple[str, str]]:
 async def _fill(client: AsyncClient, panel: screen.Completion, seed: int) -> None:
     """Stream one completion into its panel."""
     started = time.monotonic()
-    async for event in client.stream(panel.prompt, max_new_tokens=MAX_NEW_TOKENS, temperature=0.7, top_p=0.9, seed=seed):
+    async for event in client.stream(panel.prompt, max_new_tokens=MAX_NEW_TOKENS, temperature=0.6, top_p=0.95, seed=seed):
         if not isinstance(event, Delta):
             continue
         if panel.first_token_seconds is None:
