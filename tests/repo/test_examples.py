@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -97,3 +98,22 @@ async def test_a_server_that_breaks_while_streaming_fails_the_demo(tmp_path: Pat
             server.ranks.kill()
             with pytest.raises(PartFailed, match="streaming failed"):
                 await call
+
+
+async def test_the_readmes_python_runs() -> None:
+    """Each ``python`` block of the README, against a server at the address that stands in it."""
+    blocks = re.findall(r"^```python\n(.*?)^```", (REPOSITORY / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert blocks
+    async with serving() as server:
+        for block in blocks:
+            assert "127.0.0.1:50051" in block
+            program = block.replace("127.0.0.1:50051", server.address)
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", program, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            )
+            async with asyncio.timeout(60):
+                out, err = await process.communicate()
+            assert process.returncode == 0, err.decode()
+            assert out
+        assert server.count("Generate", "OK") == 1
+        assert server.count("GenerateStream", "OK") == 1
