@@ -1,7 +1,8 @@
 """What a step costs the engine itself: `python -m benchmarks.scheduler` prints milliseconds per step.
 
 The executor answers at once with the same token for all, so what is measured is admission, scheduling, applying and
-emitting. Steps are timed one by one; the executor's own time is taken off.
+emitting, and within that the part before the executor is called: admission and scheduling. Steps are timed one by one;
+the executor's own time is taken off.
 """
 
 from __future__ import annotations
@@ -24,14 +25,16 @@ class InstantExecutor:
     """Samples token 7 everywhere, and keeps account of its own time."""
 
     def __init__(self) -> None:
+        self.began = 0.0
+        """When it was last called: until then the step was being scheduled."""
         self.seconds = 0.0
 
     def execute(self, plan: StepPlan) -> StepResult:
         """See ``serve.engine.executor.Executor``."""
-        began = time.perf_counter()
+        self.began = time.perf_counter()
         sampled = tuple(Sampled(sequence=span.sequence, token_id=7) for span in plan.spans if span.sample)
         result = StepResult(step=plan.step, sampled=sampled)
-        self.seconds += time.perf_counter() - began
+        self.seconds = time.perf_counter() - self.began
         return result
 
 
@@ -64,8 +67,8 @@ def _request(number: int, new_tokens: int) -> Generation:
     )
 
 
-def measure(running: int, waiting: int, steps: int, *, churn: bool) -> list[float]:
-    """Milliseconds of each of ``steps`` steps with ``running`` sequences and ``waiting`` more in the queue.
+def measure(running: int, waiting: int, steps: int, *, churn: bool) -> list[tuple[float, float]]:
+    """(milliseconds in all, milliseconds of scheduling) of each step, ``waiting`` requests in the queue behind the batch.
 
     Args:
         churn: sequences end and waiting ones take their places all the time; otherwise the batch only decodes.
@@ -83,10 +86,10 @@ def measure(running: int, waiting: int, steps: int, *, churn: bool) -> list[floa
     gc.collect()
     assert engine.stats().num_waiting >= waiting // 2, "the queue ran dry"
     for _ in range(steps):
-        executor.seconds = 0.0
         began = time.perf_counter()
         engine.step()
-        times.append((time.perf_counter() - began - executor.seconds) * 1000)
+        in_all = time.perf_counter() - began - executor.seconds
+        times.append((in_all * 1000, (executor.began - began) * 1000))
     return times
 
 
@@ -96,12 +99,17 @@ def main() -> None:
     parser.add_argument("--running", type=int, default=256)
     parser.add_argument("--steps", type=int, default=300)
     arguments = parser.parse_args()
-    print(f"{'running':>8} {'waiting':>8} {'case':>8} {'median ms':>10} {'p99 ms':>8}")
+    print(f"{'running':>8} {'waiting':>8} {'case':>8} {'step ms':>9} {'p99':>7} {'schedule ms':>13} {'p99':>7}")
     for waiting in (0, 10_000):
         for churn in (False, True) if waiting else (False,):
-            times = sorted(measure(arguments.running, waiting, arguments.steps, churn=churn))
-            median, p99 = statistics.median(times), times[int(len(times) * 0.99)]
-            print(f"{arguments.running:>8} {waiting:>8} {'churn' if churn else 'decode':>8} {median:>10.3f} {p99:>8.3f}")
+            pairs = measure(arguments.running, waiting, arguments.steps, churn=churn)
+            step, schedule = (sorted(column) for column in zip(*pairs, strict=True))
+            p99 = int(len(pairs) * 0.99)
+            case = "churn" if churn else "decode"
+            print(f"{arguments.running:>8} {waiting:>8} {case:>8} ", end="")
+            print(
+                f"{statistics.median(step):>8.3f} {step[p99]:>7.3f} {statistics.median(schedule):>13.3f} {schedule[p99]:>7.3f}"
+            )
 
 
 if __name__ == "__main__":

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from serve.engine.executor import Executor, ExecutorDied, ModelFacts
+from serve.engine.answers import check_answers, judge
+from serve.engine.events import finished_event, prompt_event, token_event
+from serve.engine.executor import Executor, ModelFacts
 from serve.engine.limits import EngineLimits, check_fits, check_queue
 from serve.engine.plan import PromptLogprobs, Sampled, SequenceFault, StepPlan, StepResult
 from serve.engine.prefix_cache import DigestChain, PrefixCache
@@ -15,19 +17,7 @@ from serve.engine.stats import EngineStats, StepStats
 from serve.engine.stopping import LENGTH, Stop, StopRule
 from serve.engine.text import TextFactory
 from serve.errors import DeadlineExpired, DuplicateRequest, RequestBroke, RequestError
-from serve.types import (
-    Event,
-    FinishReason,
-    Generation,
-    PromptReady,
-    RequestFailed,
-    RequestId,
-    SequenceFinished,
-    SequenceId,
-    Timings,
-    TokensOut,
-    Usage,
-)
+from serve.types import Event, Generation, RequestFailed, RequestId, SequenceId
 
 __all__ = ["Engine", "EngineLimits"]
 
@@ -189,7 +179,7 @@ class Engine:
         if plan is not None:
             self._note_starts(plan, began)
             result = self._executor.execute(plan)
-            _check_answers(plan, result, self._facts.vocab_size)
+            check_answers(plan, result, self._facts.vocab_size)
             now = self._clock()
             self._apply(plan, result, now)
             self._note_step(plan, self._clock() - began)
@@ -259,14 +249,7 @@ class Engine:
         request = leader.request
         request.prompt_ready = True
         self._prompt_tokens += request.num_prompt_tokens
-        self._events.append(
-            PromptReady(
-                request_id=request.generation.request_id,
-                prompt_tokens=request.num_prompt_tokens,
-                cached_tokens=leader.cached_tokens,
-                logprobs=tuple(request.prompt_logprobs),
-            )
-        )
+        self._events.append(prompt_event(leader))
         if request.rule.max_new_tokens > 0:
             for sibling in request.sequences[1:]:
                 self._scheduler.enqueue(sibling)
@@ -280,7 +263,7 @@ class Engine:
         if num_generated == 1:
             seq.first_token_seconds = now
         try:
-            text, stop = _judge(seq, token_id, num_generated)
+            text, stop = judge(seq, token_id, num_generated)
         except Exception as error:
             broke = RequestBroke(f"the text of sequence {seq.index} could not be made ({type(error).__name__})")
             broke.__cause__ = error
@@ -290,15 +273,7 @@ class Engine:
             text = ""
         is_told = stop is None or not stop.is_by_id or request.rule.include_stop
         if is_told or text:
-            self._events.append(
-                TokensOut(
-                    request_id=request.generation.request_id,
-                    index=seq.index,
-                    text=text,
-                    token_ids=(token_id,) if is_told else (),
-                    logprobs=(answer.logprob,) if is_told and answer.logprob is not None else (),
-                )
-            )
+            self._events.append(token_event(seq, text, token_id if is_told else None, answer.logprob))
         if stop is not None:
             self._end(seq, stop, now)
 
@@ -344,32 +319,12 @@ class Engine:
 
     def _end(self, seq: Sequence, stop: Stop, now: float) -> None:
         """One sequence ends by itself; with the last of them, the request."""
-        request, generation = seq.request, seq.request.generation
+        request = seq.request
         self._scheduler.remove(seq)
         request.sequences.remove(seq)
         if not request.sequences:
             self._registry.remove(request)
-        arrival = generation.arrival_seconds
-        started = now if request.started_seconds is None else request.started_seconds
-        first_token = now if seq.first_token_seconds is None else seq.first_token_seconds
-        self._events.append(
-            SequenceFinished(
-                request_id=generation.request_id,
-                index=seq.index,
-                reason=stop.reason,
-                matched_stop=stop.matched,
-                usage=Usage(
-                    prompt_tokens=request.num_prompt_tokens,
-                    cached_tokens=seq.cached_tokens,
-                    completion_tokens=len(seq.token_ids) - request.num_prompt_tokens,
-                ),
-                timings=Timings(
-                    queue_seconds=started - arrival, first_token_seconds=first_token - arrival, total_seconds=now - arrival
-                ),
-                seed=generation.sampling.seed,
-                request_done=not request.sequences,
-            )
-        )
+        self._events.append(finished_event(seq, stop, now))
 
     def _end_without_tokens(self, request: LiveRequest, now: float) -> None:
         """Nothing was to be generated and the prompt is computed: all sequences of the request end."""
@@ -389,39 +344,3 @@ class Engine:
             return _MIN_RETRY_SECONDS
         seconds = self._registry.queued_tokens * self._step_seconds / self._step_tokens
         return min(_MAX_RETRY_SECONDS, max(_MIN_RETRY_SECONDS, seconds))
-
-
-def _judge(seq: Sequence, token_id: int, num_generated: int) -> tuple[str, Stop | None]:
-    """The text a new token adds, and why the sequence ends, if it does: by id before by stop string before by length."""
-    rule, stream = seq.request.rule, seq.text
-    stop = rule.by_id(token_id, num_generated) if token_id in rule.end_ids else None
-    text = ""
-    if stop is None:
-        if stream is not None:
-            delta = stream.push(token_id)
-            text = delta.text
-            if delta.matched_stop is not None:
-                return text, Stop(FinishReason.STOP_STRING, delta.matched_stop)
-        if num_generated >= rule.max_new_tokens:
-            stop = LENGTH
-    if stop is not None and stream is not None:
-        text += stream.finish()
-    return text, stop
-
-
-def _check_answers(plan: StepPlan, result: StepResult, vocab_size: int) -> None:
-    """See that the result answers the plan, before anything is changed.
-
-    Raises:
-        ExecutorDied: it does not; what the ranks hold is unknown from here on.
-    """
-    if result.step != plan.step:
-        raise ExecutorDied(f"step {plan.step} was answered by step {result.step}")
-    faulty = {fault.sequence for fault in result.faults}
-    expected = {span.sequence for span in plan.spans if span.sample} - faulty
-    answered = {answer.sequence for answer in result.sampled}
-    if answered != expected or len(answered) != len(result.sampled):
-        raise ExecutorDied(f"step {plan.step}: tokens for {sorted(expected)} were due, and {sorted(answered)} came")
-    for answer in result.sampled:
-        if not 0 <= answer.token_id < vocab_size:
-            raise ExecutorDied(f"step {plan.step}: token {answer.token_id} is outside the vocabulary of {vocab_size}")

@@ -1,0 +1,45 @@
+"""What the ranks' answers mean: whether they fit the plan, and what a sampled token does to its sequence."""
+
+from __future__ import annotations
+
+from serve.engine.executor import ExecutorDied
+from serve.engine.plan import StepPlan, StepResult
+from serve.engine.sequence import Sequence
+from serve.engine.stopping import LENGTH, Stop
+from serve.types import FinishReason
+
+
+def check_answers(plan: StepPlan, result: StepResult, vocab_size: int) -> None:
+    """See that the result answers the plan, before anything is changed.
+
+    Raises:
+        ExecutorDied: it does not; what the ranks hold is unknown from here on.
+    """
+    if result.step != plan.step:
+        raise ExecutorDied(f"step {plan.step} was answered by step {result.step}")
+    faulty = {fault.sequence for fault in result.faults}
+    expected = {span.sequence for span in plan.spans if span.sample} - faulty
+    answered = {answer.sequence for answer in result.sampled}
+    if answered != expected or len(answered) != len(result.sampled):
+        raise ExecutorDied(f"step {plan.step}: tokens for {sorted(expected)} were due, and {sorted(answered)} came")
+    for answer in result.sampled:
+        if not 0 <= answer.token_id < vocab_size:
+            raise ExecutorDied(f"step {plan.step}: token {answer.token_id} is outside the vocabulary of {vocab_size}")
+
+
+def judge(seq: Sequence, token_id: int, num_generated: int) -> tuple[str, Stop | None]:
+    """The text a new token adds, and why the sequence ends, if it does: by id before by stop string before by length."""
+    rule, stream = seq.request.rule, seq.text
+    stop = rule.by_id(token_id, num_generated) if token_id in rule.end_ids else None
+    text = ""
+    if stop is None:
+        if stream is not None:
+            delta = stream.push(token_id)
+            text = delta.text
+            if delta.matched_stop is not None:
+                return text, Stop(FinishReason.STOP_STRING, delta.matched_stop)
+        if num_generated >= rule.max_new_tokens:
+            stop = LENGTH
+    if stop is not None and stream is not None:
+        text += stream.finish()
+    return text, stop
