@@ -122,7 +122,7 @@ class TorchBackend:
 
 
 class _Step(ctypes.Structure):
-    """``Step`` of kernels/cpu.cpp."""
+    """``Step`` of kernels/attention.cpp."""
 
     _fields_ = (
         ("query", ctypes.c_void_p),

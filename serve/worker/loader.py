@@ -20,7 +20,7 @@ from serve.errors import ConfigError
 from serve.model.attention import Backend, CpuKernelBackend, PagedAttention, StepState, TorchBackend, attach, register_interface
 from serve.model.families import Family, attention_window, check_tensor_parallel, head_dim, key_value_heads
 from serve.model.kernels.build import KernelUnavailable
-from serve.model.linear import Matmul, can_pack, pack, plain
+from serve.model.linear import Matmul, choose_packer, plain
 from serve.model.load import ShardOf, SliceReader, build_on_meta, choose_dtype, fill, read_config
 from serve.worker.kv_cache import allocate, block_bytes, choose_num_blocks
 from serve.worker.parallel import Ranks, is_row_parallel, shard, vocabulary_widths
@@ -165,14 +165,13 @@ def _linear_installer(
     device: torch.device, dtype: torch.dtype, ranks: Ranks
 ) -> Callable[[nn.Module, Tensor, Tensor | None], bool]:
     """What is done with each linear layer as it is read: pack it where that is faster, sum row-parallel products."""
-    packing = can_pack(device, dtype)
+    packer = choose_packer(device, dtype)
 
     def install(module: nn.Module, weight_OI: Tensor, bias_O: Tensor | None) -> bool:
         summed = ranks.size > 1 and is_row_parallel(module)
-        if not packing and ranks.size == 1:
+        if packer is None and ranks.size == 1:
             return False
-        make = pack if packing else plain
-        matmul: Matmul = make(weight_OI, None if summed else bias_O)
+        matmul: Matmul = (packer or plain)(weight_OI, None if summed else bias_O)
         module.forward = _summed(matmul, bias_O, ranks) if summed else matmul  # type: ignore[method-assign]
         _give_back_freed_memory()
         return True

@@ -19,7 +19,7 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-_SOURCE = Path(__file__).with_name("cpu.cpp")
+_SOURCES = tuple(Path(__file__).with_name(name) for name in ("attention.cpp", "linear.cpp"))
 _FLAGS = (
     "-O3",
     "-march=native",
@@ -77,7 +77,9 @@ def _cache_folder() -> Path:
 
 def _fingerprint(compiler: str | None) -> str:
     """Names a build by everything that decides it: source, flags, compiler, and the instructions of this processor."""
-    digest = hashlib.sha256(_SOURCE.read_bytes())
+    digest = hashlib.sha256()
+    for source in _SOURCES:
+        digest.update(source.read_bytes())
     digest.update(" ".join(_FLAGS).encode())
     digest.update((compiler or "none").encode())
     digest.update(platform.machine().encode())
@@ -91,8 +93,8 @@ def _fingerprint(compiler: str | None) -> str:
 def _compile(compiler: str, library: Path) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         built = Path(scratch) / library.name
-        command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(built)]
-        log.info("building the CPU attention kernel (a few seconds, once per machine)")
+        command = [compiler, *_FLAGS, *map(str, _SOURCES), "-o", str(built)]
+        log.info("building the CPU kernels (a few seconds, once per machine)")
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         except (OSError, subprocess.TimeoutExpired) as error:
