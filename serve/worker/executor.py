@@ -60,15 +60,17 @@ class RankExecutor:
 
         Raises:
             ConfigError: the checkpoint or an option is at fault.
-            RankStartError: a rank failed, or took longer than ``supervisor.start_timeout_seconds``.
+            RankStartError: a rank failed, took longer than ``supervisor.start_timeout_seconds``, or ``close`` was called.
         """
         size = self._config.model.tensor_parallel_size
         # A fresh private folder: the ranks meet through a file in it, so no port is opened.
         self._folder = Path(tempfile.mkdtemp(prefix="tessera-"))
         try:
             for number in range(size):
-                rank = self._spawn(number, size)
                 with self._lock:
+                    if self._closed:
+                        raise RankStartError("the ranks were stopped while they started")
+                    rank = self._spawn(number, size)
                     self._ranks.append(rank)
                 wire.send(rank.steps, wire.encode_record(self._config))
             return self._wait_until_ready()

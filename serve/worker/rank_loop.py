@@ -37,7 +37,9 @@ def main(arguments: list[str]) -> int:
     rank, step_fd, pulse_fd, rendezvous = int(arguments[0]), int(arguments[1]), int(arguments[2]), Path(arguments[3])
     _die_with_parent()
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the server decides when ranks stop
+    # Ctrl-C and a service manager's SIGTERM may reach the whole group; the server drains first and then ends its ranks.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format=f"rank {rank} %(levelname)s %(message)s")
     steps, pulse = socket.socket(fileno=step_fd), socket.socket(fileno=pulse_fd)
     threading.Thread(target=_beat, args=(pulse,), daemon=True, name="pulse").start()
