@@ -17,6 +17,7 @@ from serve.client import AsyncClient, Delta
 
 PROMPTS = ("def read_config(path):\n", "class Connection:\n", "    def close(self):\n")
 MAX_NEW_TOKENS = 160
+SEED = 1
 START_SECONDS = 240.0
 # Watching and drawing share the cores with the ranks: often enough to look alive, and no more.
 WATCH_SECONDS = 0.2
@@ -78,8 +79,8 @@ async def stream(console: Console, server: Server) -> Streamed:
         started = time.monotonic()
         try:
             async with asyncio.TaskGroup() as calls:
-                for seed, panel in enumerate(panels):
-                    calls.create_task(_fill(client, panel, seed))
+                for panel in panels:
+                    calls.create_task(_fill(client, panel))
             seconds = time.monotonic() - started
         except ExceptionGroup as failed:
             raise PartFailed(f"streaming failed: {failed.exceptions[0]}", server.child.log) from failed
@@ -112,10 +113,10 @@ def describe(streamed: Streamed) -> list[tuple[str, str]]:
     ]
 
 
-async def _fill(client: AsyncClient, panel: screen.Completion, seed: int) -> None:
+async def _fill(client: AsyncClient, panel: screen.Completion) -> None:
     """Stream one completion into its panel."""
     started = time.monotonic()
-    async for event in client.stream(panel.prompt, max_new_tokens=MAX_NEW_TOKENS, temperature=0.6, top_p=0.95, seed=seed):
+    async for event in client.stream(panel.prompt, max_new_tokens=MAX_NEW_TOKENS, temperature=0.7, top_p=0.9, seed=SEED):
         if not isinstance(event, Delta):
             continue
         if panel.first_token_seconds is None:
