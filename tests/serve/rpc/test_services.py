@@ -186,12 +186,14 @@ async def test_health_of_an_unknown_service() -> None:
 
 async def test_watch_streams_end_when_the_server_stops() -> None:
     async with serving() as server:
-        stub: Any = health_pb2_grpc.HealthStub(server.channel)
+        channel = grpc.aio.insecure_channel(server.address)  # outlives the server
+        stub: Any = health_pb2_grpc.HealthStub(channel)
         watches = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(10)]
         for watch in watches:
             assert (await watch.read()).status == SERVING
         heard = asyncio.gather(*(_until_end(watch) for watch in watches))
     assert await heard == [[NOT_SERVING]] * 10
+    await channel.close()
 
 
 async def _until_end(watch: Any) -> list[int]:
