@@ -12,6 +12,7 @@ from typing import Any, Self
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.table import Column
 from rich.text import Text
 
 from finetune.config import LogConfig
@@ -26,7 +27,7 @@ class _Figures(ProgressColumn):
         loss, speed = task.fields.get("loss"), task.fields.get("speed")
         if loss is None or speed is None:
             return Text("starting …", style="dim")
-        return Text.assemble("loss ", (f"{loss:.3f}", "bold cyan"), f"  {speed:,.0f} tokens/s")
+        return Text.assemble("loss ", (f"{loss:.3f}", "bold cyan"), f" {speed:,.0f} tokens/s")
 
 
 class RunProgress:
@@ -41,15 +42,16 @@ class RunProgress:
         self._log = self._log_path.open("a", encoding="utf-8")
         self._events = _events(output / "tensorboard", done) if config.tensorboard else None
         self._bar = Progress(
-            TextColumn("[bold]training"),
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
-            _Figures(),
+            _Figures(table_column=Column(no_wrap=True)),
             TimeRemainingColumn(compact=True),
             TextColumn("left", style="dim"),
             console=console,
             disable=not console.is_terminal,
             refresh_per_second=4,
+            redirect_stdout=False,  # what libraries print belongs in the rank's log
+            redirect_stderr=False,
         )
         self._task = self._bar.add_task("train", total=steps, completed=done)
         self._window: list[StepOutcome] = []
