@@ -45,10 +45,12 @@ def _run(arguments: list[str]) -> None:
 def differing(fresh_root: Path, fresh: list[Path]) -> list[Path]:
     """Modules that are missing, stale or left over in the repository."""
     committed = {path.relative_to(REPOSITORY) for path in (REPOSITORY / PACKAGE).glob("*_pb2*.py*")}
-    stale = [path for path in fresh if path in committed and (fresh_root / path).read_bytes() != (REPOSITORY / path).read_bytes()]
-        path for path in fresh if path in committed and not filecmp.cmp(fresh_root / path, REPOSITORY / path, shallow=False)
-    ]
+    stale = [path for path in fresh if path in committed and _differs(fresh_root / path, REPOSITORY / path)]
     return sorted({*stale, *(set(fresh) ^ committed)})
+
+
+def _differs(one: Path, other: Path) -> bool:
+    return one.read_bytes() != other.read_bytes()
 
 
 def main() -> int:

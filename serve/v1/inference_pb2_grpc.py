@@ -81,7 +81,9 @@ class InferenceServicer:
 
     def GenerateBatch(self, request_iterator, context):
         """Many requests on one call. Events carry the request_id they belong to. A request that fails ends with an Error
-        event, and the others go on. Requests still running when the call ends are cancelled.
+        event, and the others go on. The server reads requests as it finds room for them, so that a call may carry more than
+        its queue holds. Requests still running when the call ends are cancelled. Only the loss of the engine ends the whole
+        call, with UNAVAILABLE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
