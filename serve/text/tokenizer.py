@@ -34,7 +34,8 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Token ids of ``text``; empty for an empty text unless special tokens are added."""
-        return tuple(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        # The batch form without offsets gives the same ids, sooner, and keeps other threads waiting least.
+        return tuple(self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of the ids, U+FFFD where bytes are no character. Ids the tokenizer does not know have no text."""
