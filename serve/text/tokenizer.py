@@ -134,8 +134,7 @@ def _add_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], special: 
         actual = backend.token_to_id(entry["content"])
         if actual != int(token_id):
             raise ConfigError(
-                f"tokenizer_config.json gives {entry['content']!r} the id {token_id}; "
-                f"the vocabulary's next free id is {actual}"
+                f"tokenizer_config.json gives {entry['content']!r} the id {token_id}; the vocabulary's next free id is {actual}"
             )
     # A named token that is an ordinary entry of the vocabulary becomes special. One that is no entry at all is left out:
     # it would get an id that the model has no row for.
