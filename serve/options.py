@@ -71,7 +71,7 @@ class Option:
             return None
         try:
             return _PARSERS[self.kind](value)
-        except ValueError:
+        except (ValueError, OverflowError):
             wanted = _KIND_NAMES[self.kind] + (" or none" if self.optional else "")
             raise ConfigError(f"{source}: {self.key} is {value!r}; it must be {wanted}") from None
 
@@ -179,7 +179,8 @@ def read_yaml(path: str) -> dict[str, object]:
             document = yaml.load(file, _Loader)
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror or error}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
+        # PyYAML lets what its constructors meet through: impossible dates, numbers beyond all floats, bottomless nesting.
         raise ConfigError(f"--config {path}: {' '.join(str(error).split())}") from None
     by_key = {option.key: option for option in all_options()}
     sections = tuple(dict.fromkeys(option.section for option in all_options()))

@@ -194,6 +194,13 @@ def _options(arguments: argparse.Namespace) -> Options:
     return options
 
 
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is negative; it must be 0 or more")
+    return value
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tessera-generate",
@@ -212,7 +219,7 @@ def _parser() -> argparse.ArgumentParser:
         "--timeout", type=_seconds, default=DEFAULT_TIMEOUT_SECONDS, help="seconds for the whole call (%(default)g)"
     )
     parser.add_argument(
-        "--retries", type=int, default=3, help="further attempts when the server is not available (%(default)s)"
+        "--retries", type=_count, default=3, help="further attempts when the server is not available (%(default)s)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object per event; with --no-stream, one in all")
     parser.add_argument("--no-stream", action="store_true", help="print nothing before everything is generated")

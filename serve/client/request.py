@@ -150,13 +150,21 @@ def special_tokens_value(adds: bool | None) -> types_pb2.SpecialTokens:
 
 
 def named_messages(requests: Iterable[Request | Prompt]) -> list[inference_pb2.GenerateRequest]:
-    """Messages that can be told apart: those without a request_id are given one."""
-    messages = []
+    """Messages that can be told apart: those without a request_id are given one.
+
+    Raises:
+        ValueError: two requests have the same request_id, so their answers could not be told apart.
+    """
+    messages: list[inference_pb2.GenerateRequest] = []
+    taken: set[str] = set()
     for entry in requests:
         request = entry if isinstance(entry, Request) else Request(entry)
         message = generate_message(request.prompt, request.options)
         if not message.request_id:
             message.request_id = uuid.uuid4().hex
+        if message.request_id in taken:
+            raise ValueError(f"two requests of one batch have the request_id {message.request_id!r}")
+        taken.add(message.request_id)
         messages.append(message)
     return messages
 

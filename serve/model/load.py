@@ -66,9 +66,13 @@ def read_config(checkpoint: Checkpoint) -> tuple[Family, PretrainedConfig]:
     try:
         config = CONFIG_MAPPING[family.name].from_dict(dict(checkpoint.config))
     except Exception as error:  # transformers raises many kinds; all of them mean that config.json is wrong
-        raise ConfigError(f"config.json: {error}") from error
+        raise ConfigError(f"config.json: {_one_line(error)}") from error
     check_rope(config)
     return family, config
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def choose_dtype(checkpoint: Checkpoint, wanted: str) -> torch.dtype:
@@ -96,7 +100,7 @@ def build_on_meta(checkpoint: Checkpoint, family: Family, config: PretrainedConf
             # Eager first: GPT-J and GPT-Neo know no other name while they are built.
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager").eval()
     except Exception as error:
-        raise ConfigError(f"config.json describes no model that can be built: {error}") from error
+        raise ConfigError(f"config.json describes no model that can be built: {_one_line(error)}") from error
     model.config._attn_implementation = INTERFACE_NAME
     transposed = _linear_from_conv1d(model) if family.conv1d else frozenset()
     parameters = dict(model.named_parameters())

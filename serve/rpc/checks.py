@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import struct
 from collections.abc import Iterable, Sequence
 from typing import Final
 
@@ -12,6 +13,11 @@ from serve.errors import InvalidRequest, Violation
 REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 MAX_CACHE_SALT_BYTES: Final = 256
 MAX_PRIORITY: Final = 1_000_000
+
+
+def _single(value: float) -> float:
+    """The number that a protobuf ``float`` field holds for this one."""
+    return float(struct.unpack("<f", struct.pack("<f", value))[0])
 
 
 class Checks:
@@ -33,8 +39,9 @@ class Checks:
             raise InvalidRequest(self._violations)
 
     def within(self, field: str, value: float, low: float, high: float) -> bool:
-        """The value is finite and in [low, high]."""
-        good = math.isfinite(value) and low <= value <= high
+        """The value is finite and in [low, high]. Fractions arrive in single precision, and so are the bounds compared."""
+        is_bound = isinstance(value, float) and value in (_single(low), _single(high))
+        good = math.isfinite(value) and (low <= value <= high or is_bound)
         if not good:
             self.refuse(field, f"is {_number(value)}; it must lie between {_number(low)} and {_number(high)}")
         return good

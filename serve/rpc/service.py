@@ -93,8 +93,15 @@ class InferenceService:
     def _start(self, generation: Generation, context: Any) -> Stream:
         stream = self._gateway.start(generation)
         # Runs however the call ends, also where no exception can reach the handler.
-        context.add_done_callback(lambda _: stream.close())
+        context.add_done_callback(lambda _: self._leave(stream))
         return stream
+
+    def _leave(self, stream: Stream) -> None:
+        """The call is over. gRPC's own timer may end it at the deadline before the engine does: that is no cancel."""
+        deadline = stream.generation.deadline_seconds
+        if deadline is not None and self._clock() >= deadline - LEAST_SECONDS:
+            stream.cut(DeadlineExpired("the request's deadline passed"))
+        stream.close()
 
     def _model(self) -> ServedModel:
         try:

@@ -10,6 +10,7 @@ import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.rpc import error_details_pb2, status_pb2
 
+from serve.rpc.checks import Checks
 from serve.rpc.status import DETAILS_KEY
 from serve.v1 import inference_pb2
 from tests.serve.rpc.running import RunningServer, request, serving, tokenizer
@@ -245,3 +246,10 @@ async def test_bytes_that_are_no_request_are_told_by_field(data: bytes, field: s
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert set(violations(caught.value)) == {field}
         assert server.count("Generate", "INVALID_ARGUMENT") == 1
+
+
+@pytest.mark.parametrize(("field", "value"), [("temperature", 1e-5), ("temperature", 100.0), ("repetition_penalty", 0.01)])
+def test_a_bound_itself_is_allowed_though_the_wire_rounds_it(field: str, value: float) -> None:
+    checks = Checks()
+    held = getattr(inference_pb2.Sampling(**{field: value}), field)
+    assert checks.within(f"sampling.{field}", held, min(value, 1.0), 100.0)

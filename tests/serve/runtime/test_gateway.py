@@ -74,6 +74,7 @@ async def test_a_stream_closed_before_the_engine_saw_it_costs_nothing() -> None:
 
 async def test_a_reader_who_never_reads_loses_the_call_and_its_blocks() -> None:
     async with bench(rpc={"stream_buffer_events": 16, "slow_reader_seconds": 0.02}) as b:
+        b.ranks.step_seconds = 0.002  # the request would take far longer than a slow reader is given
         slow = b.gateway.start(request("slow", tokens=9_000))
         events, error = await read(b.gateway.start(request("quick", tokens=50)))
         assert error is None
@@ -201,6 +202,7 @@ async def test_a_drain_refuses_the_new_and_waits_for_what_is_in_flight() -> None
 
 async def test_a_drain_that_takes_too_long_ends_the_rest() -> None:
     async with bench(rpc={"drain_seconds": 0.02}) as b:
+        b.ranks.step_seconds = 0.002  # the request would take far longer than the drain
         stream = b.gateway.start(request(tokens=9_000))
         await anext(stream)
         reading = asyncio.create_task(read(stream))
