@@ -1,0 +1,24 @@
+"""What every test starts from, whatever ran before it and whoever started the run."""
+
+from __future__ import annotations
+
+import logging
+import signal
+
+import pytest
+
+OURS = ("serve", "finetune", "checkpoint")
+
+
+@pytest.fixture(autouse=True)
+def _loggers_enabled() -> None:
+    """Libraries that configure logging for themselves (the import linter) switch off the loggers they find."""
+    for name, logger in logging.root.manager.loggerDict.items():
+        if isinstance(logger, logging.Logger) and name.split(".")[0] in OURS:
+            logger.disabled = False
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _interrupts_reach_children() -> None:
+    """A run in a shell's background inherits an ignored SIGINT and would hand that on to the programs under test."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
