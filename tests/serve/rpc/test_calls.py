@@ -96,7 +96,8 @@ async def test_a_full_queue_is_resource_exhausted_with_retry_info() -> None:
     async with serving(scheduler={"max_num_seqs": 1}, admission={"max_queued_requests": 1}) as server:
         server.ranks.go.clear()
         calls = [asyncio.ensure_future(server.inference.Generate(request(tokens=2))) for _ in range(6)]
-        await server.until(lambda: server.gateway.num_in_flight >= 3)
+        # Each has arrived: it waits behind the step that waits for us, or was refused before that step began.
+        await server.until(lambda: server.gateway.num_in_flight + sum(call.done() for call in calls) == 6)
         server.ranks.go.set()
         results = await asyncio.gather(*calls, return_exceptions=True)
         refused = [result for result in results if isinstance(result, grpc.aio.AioRpcError)]
