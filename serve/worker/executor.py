@@ -211,9 +211,10 @@ def _environment(number: int, size: int, device: str) -> dict[str, str]:
     return {
         **os.environ,
         "OMP_NUM_THREADS": str(max(1, cores // size)),
-        # Threads that wait for one another sleep instead of spinning: the server and its clients need the cores too, and a
-        # spinning thread keeps the one it waits for from running (steps thirty times as long on a busy machine).
-        "OMP_WAIT_POLICY": "passive",
+        # Threads that wait for one another spin for some ten microseconds and then sleep. Without a bound a spinning thread
+        # keeps the one it waits for from running (steps thirty times as long on a busy machine); without any spin each
+        # linear layer pays for waking them (twice as long at one row).
+        "GOMP_SPINCOUNT": "20000",
         "LOCAL_RANK": str(number),
         **({"DS_ACCELERATOR": "cpu"} if on_cpu else {}),
         "GLOO_SOCKET_IFNAME": "lo",
