@@ -105,10 +105,10 @@ class ZeroEngine:
         for group in self._zero.param_groups:
             group["lr"] = rate
         self._engine.train()
-        num_targets = int(self._sum(float(sum(int((targets != -100).sum()) for _, targets in batches)))[0])
+        num_targets = int(self._sum(float(sum(batch.num_targets for batch in batches)))[0])
         loss_sum = torch.zeros((), dtype=torch.float64)
-        for number, (inputs, targets) in enumerate(batches):
-            loss = self._loss(inputs, targets)
+        for number, batch in enumerate(batches):
+            loss = self._loss(batch)
             loss_sum += loss.detach().double().cpu()
             # DeepSpeed divides by accumulation and by ranks; what must remain is the mean over targets.
             self._engine.backward(loss * (self._accumulation * self.world_size / max(1, num_targets)))
@@ -132,15 +132,15 @@ class ZeroEngine:
         """Sum of the losses and number of targets over all ranks; every rank must bring equally many batches."""
         self._engine.eval()
         loss_sum, num_targets = 0.0, 0
-        for inputs, targets in batches:
-            loss_sum += float(self._loss(inputs, targets))
-            num_targets += int((targets != -100).sum())
+        for batch in batches:
+            loss_sum += float(self._loss(batch))
+            num_targets += batch.num_targets
         total, count = self._sum(loss_sum, float(num_targets))
         return total, int(count)
 
-    def _loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        logits = self._engine(input_ids=inputs.to(self.device), use_cache=False).logits
-        return token_losses(logits, targets.to(self.device))
+    def _loss(self, batch: Microbatch) -> torch.Tensor:
+        logits = self._engine(input_ids=batch.inputs.to(self.device), use_cache=False).logits
+        return token_losses(logits, batch.targets.to(self.device))
 
     def _sum(self, *values: float) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from finetune.data.pack import SampleOrder, Share, TokenStream
 
-Microbatch = tuple[torch.Tensor, torch.Tensor]
-"""Inputs and targets, each [samples, tokens] of int64; a target of -100 does not count."""
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """What one rank computes at once: B samples of L tokens."""
+
+    inputs: torch.Tensor
+    """int64 [B, L]"""
+    targets: torch.Tensor
+    """int64 [B, L], the input's successor; -100 does not count."""
+    segments: torch.Tensor | None = None
+    """int64 [B, L]: number of the packed sample each token belongs to, growing from 0 within a row. Tokens see their own
+    segment alone and count positions from its start. ``None``: each row is one segment."""
+
+    @property
+    def num_targets(self) -> int:
+        """Targets that count."""
+        return int((self.targets != -100).sum())
 
 
 def step_batches(stream: TokenStream, order: SampleOrder, share: Share, first: int) -> list[Microbatch]:
@@ -15,7 +32,7 @@ def step_batches(stream: TokenStream, order: SampleOrder, share: Share, first: i
     batches = []
     for position in share.positions(first):
         inputs, targets = stream.samples(order.at(position, share.micro))
-        batches.append((torch.from_numpy(inputs), torch.from_numpy(targets)))
+        batches.append(Microbatch(torch.from_numpy(inputs), torch.from_numpy(targets)))
     return batches
 
 
@@ -31,5 +48,5 @@ def eval_batches(stream: TokenStream, share: Share, limit: int) -> list[Microbat
         wanted = torch.arange(first, first + share.micro)
         inputs, targets = map(torch.from_numpy, stream.samples(wanted.clamp(max=count - 1).numpy()))
         # A copy, since inputs and targets are parts of the same memory.
-        batches.append((inputs, targets.masked_fill((wanted >= count)[:, None], -100)))
+        batches.append(Microbatch(inputs, targets.masked_fill((wanted >= count)[:, None], -100)))
     return batches

@@ -76,7 +76,7 @@ def step_data(step: int) -> list[Microbatch]:
         tokens = torch.randint(0, 61, (2, 17), generator=draw)
         targets = tokens[:, 1:].clone()
         targets[:, : 3 * number] = -100
-        batches.append((tokens[:, :-1], targets))
+        batches.append(Microbatch(tokens[:, :-1], targets))
     return batches
 
 
@@ -101,8 +101,8 @@ def reference() -> tuple[list[float], dict[str, torch.Tensor]]:
     for step in range(STEPS):
         for group in optimizer.param_groups:
             group["lr"] = SCHEDULE.rate(step)
-        inputs = torch.cat([batch[0] for batch in step_data(step)])
-        targets = torch.cat([batch[1] for batch in step_data(step)])
+        inputs = torch.cat([batch.inputs for batch in step_data(step)])
+        targets = torch.cat([batch.targets for batch in step_data(step)])
         loss = token_losses(model(input_ids=inputs, use_cache=False).logits, targets) / (targets != -100).sum()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip)
@@ -164,7 +164,7 @@ def not_finite(case: str, adam: bool, rank: int, precision: str) -> dict[str, An
         handle.remove()
     computed = engine._loss
     if rank == 1:
-        engine._loss = lambda inputs, targets: computed(inputs, targets) * math.nan  # type: ignore[method-assign]
+        engine._loss = lambda batch: computed(batch) * math.nan  # type: ignore[method-assign]
     seen.append(engine.train_step(mine(step_data(2), rank), 1e-3))
     untouched = same(before, snapshot(engine)) and engine.adam_steps == adam_steps
     engine._loss = computed  # type: ignore[method-assign]

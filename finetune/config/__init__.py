@@ -1,0 +1,29 @@
+"""Every knob of training: read once, checked once, never changed; and the one place DeepSpeed's JSON is made."""
+
+from finetune.config.data import DataConfig
+from finetune.config.deepspeed import to_deepspeed
+from finetune.config.memory import OffloadConfig, ZeroConfig
+from finetune.config.model import ModelConfig, TokenizerConfig, TrainTokenizerConfig
+from finetune.config.optimization import BatchConfig, OptimizerConfig, ScheduleConfig
+from finetune.config.pipeline import PipelineConfig
+from finetune.config.run import EvalConfig, LogConfig, RunConfig, SaveConfig
+from finetune.config.whole import TuneConfig
+
+__all__ = [
+    "BatchConfig",
+    "DataConfig",
+    "EvalConfig",
+    "LogConfig",
+    "ModelConfig",
+    "OffloadConfig",
+    "OptimizerConfig",
+    "PipelineConfig",
+    "RunConfig",
+    "SaveConfig",
+    "ScheduleConfig",
+    "TokenizerConfig",
+    "TrainTokenizerConfig",
+    "TuneConfig",
+    "ZeroConfig",
+    "to_deepspeed",
+]

@@ -1,0 +1,56 @@
+"""What is trained, and the tokenizer that goes with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from finetune.config.checks import require
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """What is trained: an existing model, or a new one. Exactly one of the two is set."""
+
+    path: str | None = None
+    """Folder of a Hugging Face or Tessera checkpoint to start from."""
+
+    new: Mapping[str, Any] | None = None
+    """A new model: ``model_type`` and any keys of its transformers configuration. ``vocab_size`` and the longest
+    position default to the tokenizer's size and ``data.seq_len``."""
+
+    def __post_init__(self) -> None:
+        require((self.path is None) != (self.new is None), "model", "both or neither", "set exactly one of path and new")
+        if self.new is not None:
+            require("model_type" in self.new, "model.new", dict(self.new), "name a model_type, for example gpt_neox")
+            require("auto_map" not in self.new, "model.new.auto_map", "set", "be absent: code from model folders is never run")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainTokenizerConfig:
+    """A new byte-level BPE tokenizer, learned from the training text."""
+
+    vocab_size: int
+    """Ids in all: 256 bytes, the end-of-text token and the learned merges."""
+
+    max_bytes: int = 64 * 1024 * 1024
+    """Text the merges are learned from, at most; the rest of the data is only tokenised."""
+
+    def __post_init__(self) -> None:
+        require(self.vocab_size >= 257, "tokenizer.train.vocab_size", self.vocab_size, "be at least 257")
+        require(self.max_bytes >= 1, "tokenizer.train.max_bytes", self.max_bytes, "be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenizerConfig:
+    """How text becomes ids. Neither key set: the tokenizer of ``model.path``."""
+
+    path: str | None = None
+    """Folder with ``tokenizer.json``."""
+
+    train: TrainTokenizerConfig | None = None
+    """Learn a new one from the data."""
+
+    def __post_init__(self) -> None:
+        require(self.path is None or self.train is None, "tokenizer.path", self.path, "be absent when tokenizer.train is set")

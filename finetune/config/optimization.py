@@ -1,0 +1,82 @@
+"""How a step is made: batches, optimizer, schedule."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from finetune.config.checks import require
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchConfig:
+    """Samples of one optimizer step: ``micro`` x ``accumulation`` x ranks."""
+
+    micro: int = 8
+    """Samples one rank computes at once."""
+
+    accumulation: int | None = None
+    """Micro-batches whose gradients are added before a step; unset: 1, or what ``total`` asks for."""
+
+    total: int | None = None
+    """Samples of one step, all ranks together; unset: micro x accumulation x ranks."""
+
+    def __post_init__(self) -> None:
+        for name in ("micro", "accumulation", "total"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"batch.{name}", value, "be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig:
+    """AdamW. Biases and norms are not decayed."""
+
+    lr: float = 3e-4
+    """Learning rate after warm-up."""
+
+    betas: tuple[float, ...] = (0.9, 0.95)
+    """Decay of the first and second moment."""
+
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+
+    weight_decay: float = 0.1
+    """Decoupled weight decay of matrices and embeddings."""
+
+    clip: float = 1.0
+    """Largest norm of the whole gradient; 0 does not clip."""
+
+    def __post_init__(self) -> None:
+        require(math.isfinite(self.lr) and self.lr > 0, "optimizer.lr", self.lr, "be greater than 0")
+        require(
+            len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas),
+            "optimizer.betas",
+            list(self.betas),
+            "be two numbers from 0 to 1, 1 excluded",
+        )
+        for name in ("eps", "weight_decay", "clip"):
+            value = getattr(self, name)
+            require(math.isfinite(value) and value >= 0, f"optimizer.{name}", value, "be 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleConfig:
+    """Linear warm-up, then a cosine down to a floor at the last step."""
+
+    steps: int | None = None
+    """Optimizer steps; unset: ``epochs`` passes over the data."""
+
+    epochs: float = 1.0
+    """Passes over the training data when ``steps`` is unset."""
+
+    warmup: float = 0.05
+    """Warm-up: below 1 a share of all steps, from 1 on a number of steps."""
+
+    floor: float = 0.1
+    """Learning rate at the end, as a share of ``optimizer.lr``."""
+
+    def __post_init__(self) -> None:
+        require(self.steps is None or self.steps >= 1, "schedule.steps", self.steps, "be at least 1")
+        require(math.isfinite(self.epochs) and self.epochs > 0, "schedule.epochs", self.epochs, "be greater than 0")
+        require(math.isfinite(self.warmup) and self.warmup >= 0, "schedule.warmup", self.warmup, "be 0 or more")
+        require(0.0 <= self.floor <= 1.0, "schedule.floor", self.floor, "lie between 0 and 1")
