@@ -72,6 +72,8 @@ class FakeRanks:
         """Cleared: steps wait."""
         self.in_step = threading.Event()
         """Set while a step waits."""
+        self.hold_after: int | None = None
+        """After so many steps ``open`` is cleared."""
         self.step_seconds = 0.0
         """How long each step takes."""
         self.cause: str | None = None
@@ -104,6 +106,8 @@ class FakeRanks:
         if self.step_error is not None:
             raise self.step_error
         self.num_steps += 1
+        if self.num_steps == self.hold_after:
+            self.open.clear()
         return self._compute(plan)
 
     def _compute(self, plan: StepPlan) -> StepResult:

@@ -45,9 +45,9 @@ async def test_many_streams_at_once_are_each_exact() -> None:
 
 async def test_a_closed_stream_frees_its_blocks_and_its_id() -> None:
     async with bench() as b:
+        b.ranks.hold_after = 5
         stream = b.gateway.start(request("x", tokens=9_000))
-        await anext(stream)
-        b.ranks.open.clear()
+        await b.until(lambda: b.ranks.num_steps == 5 and b.ranks.in_step.is_set())
         assert (await b.gateway.load()).kv_blocks_used > 0
         stream.close()
         again = b.gateway.start(request("x", tokens=3))  # the same id, at once
@@ -129,9 +129,8 @@ async def test_a_full_queue_refuses_by_number_and_by_tokens() -> None:
 async def test_a_deadline_ends_a_request_that_waits_and_one_that_runs() -> None:
     async with bench(scheduler={"max_num_seqs": 1}) as b:
         deadline = b.clock() + 30
+        b.ranks.hold_after = 3
         running = b.gateway.start(request("running", tokens=9_000, deadline_seconds=deadline))
-        await anext(running)
-        b.ranks.open.clear()
         waiting = b.gateway.start(request("waiting", deadline_seconds=deadline))
         await b.until(b.ranks.in_step.is_set)
         b.clock.ahead_seconds = 60
