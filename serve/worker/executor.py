@@ -215,6 +215,8 @@ def _environment(number: int, size: int, device: str) -> dict[str, str]:
         # keeps the one it waits for from running (steps thirty times as long on a busy machine); without any spin each
         # linear layer pays for waking them (twice as long at one row).
         "GOMP_SPINCOUNT": "20000",
+        # Weights and KV blocks on two-mebibyte pages: reading all weights per token is a fifth faster.
+        "THP_MEM_ALLOC_ENABLE": "1",
         "LOCAL_RANK": str(number),
         **({"DS_ACCELERATOR": "cpu"} if on_cpu else {}),
         "GLOO_SOCKET_IFNAME": "lo",
