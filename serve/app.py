@@ -27,6 +27,9 @@ from serve.worker.executor import RankExecutor
 STOP_GRACE_SECONDS = 2.0
 """After the drain: for the last messages of calls that have ended to leave."""
 
+_SWITCH_SECONDS = 0.0005
+"""How long the loop's thread may keep the engine's waiting for the interpreter; Python's 5 ms is a good part of a step."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -42,6 +45,7 @@ def run(config: ServerConfig, *, version: str, make_group: Callable[[ServerConfi
         The exit code: 0 after SIGTERM or SIGINT, 2 if the configuration or the model is at fault, 1 for anything else.
     """
     try:
+        sys.setswitchinterval(_SWITCH_SECONDS)
         asyncio.run(serve(config, version=version, make_group=make_group))
     except StartError as error:
         print(f"tessera-serve: {error}", file=sys.stderr)

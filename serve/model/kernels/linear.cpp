@@ -120,7 +120,8 @@ template <typename kind>
 void linear(const typename kind::number* x, int64_t M, int64_t stride, const typename kind::number* packed,
             const typename kind::number* bias, typename kind::number* y, int64_t O, int64_t I, int threads) {
     const int64_t panels = panels_of(O), blocks = (M + kBlockRows - 1) / kBlockRows;
-#pragma omp parallel for schedule(static) num_threads(threads)
+// Dynamic, since another thread of the machine may hold one of ours up: the others then take over its panels.
+#pragma omp parallel for schedule(dynamic, 2) num_threads(threads)
     for (int64_t item = 0; item < blocks * panels; ++item) {
         const int64_t p = item / blocks, first = item % blocks * kBlockRows;
         const int64_t end = first + kBlockRows < M ? first + kBlockRows : M;
