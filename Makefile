@@ -14,7 +14,7 @@ export HF_HUB_OFFLINE := 1
 MAKEFLAGS += --no-print-directory
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint types imports proto proto-check bench test-gpu bench-gpu clean distclean
+.PHONY: help setup demo test check lint types imports proto proto-check bench bench-training test-gpu bench-gpu clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -64,6 +64,9 @@ proto-check: $(STAMP) ## prove that serve/v1 is what protos/ generates
 
 bench: $(STAMP) ## tokens per second beside transformers, on this machine's CPU
 	@$(PY) -m benchmarks.serving
+
+bench-training: $(STAMP) ## step time beside a bare DeepSpeed loop and HF Trainer, on this machine's CPU
+	@$(PY) -m benchmarks.training
 
 test-gpu: $(STAMP) ## the tests that need a CUDA device
 	@$(PY) -m pytest -q -m gpu

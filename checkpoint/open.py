@@ -53,6 +53,9 @@ def open_checkpoint(path: str | Path, *, verify: Literal["structure", "sha256"] 
         if manifest is None:
             raise CheckpointError(MANIFEST, "is missing, so there is nothing to compare the files' sha256 with")
         check_hashes(folder, manifest)
+    if folder.has("adapter_config.json") and not folder.has("config.json"):
+        rule = "this folder is a LoRA adapter, not a model; `tessera-finetune merge` joins it with its base model"
+        raise CheckpointError("adapter_config.json", rule)
     config = folder.read_object("config.json")
     check_config(config)
     generation = folder.read_object("generation_config.json") if folder.has("generation_config.json") else {}

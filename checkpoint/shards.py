@@ -29,10 +29,14 @@ class ShardWriter:
     Always true: every tensor added is in exactly one shard; all shards but the open one are flushed and hashed.
     """
 
-    def __init__(self, folder: Path, disk: Disk, *, max_shard_bytes: int) -> None:
+    def __init__(
+        self, folder: Path, disk: Disk, *, max_shard_bytes: int, stem: str = "model", header_bytes: int = HEADER_BYTES
+    ) -> None:
         self._folder = folder
         self._disk = disk
         self._max_shard_bytes = max_shard_bytes
+        self._stem = stem
+        self._header_bytes = header_bytes
         self._fd: int | None = None
         self._header: dict[str, Any] = {}
         self._header_used = 0
@@ -48,11 +52,11 @@ class ShardWriter:
         entry = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [self._data_bytes, end]}
         # Twenty digits in place of shorter offsets: an upper bound that does not depend on where the tensor comes to lie.
         entry_bytes = len(json.dumps({name: entry})) + 40
-        if entry_bytes > HEADER_BYTES // 2:
+        if entry_bytes > self._header_bytes // 2:
             raise CheckpointError(
-                name[:80], f"this tensor's name takes {entry_bytes} bytes; the header has room for {HEADER_BYTES // 2}"
+                name[:80], f"this tensor's name takes {entry_bytes} bytes; the header has room for {self._header_bytes // 2}"
             )
-        if self._fd is not None and (end > self._max_shard_bytes or self._header_used + entry_bytes > HEADER_BYTES):
+        if self._fd is not None and (end > self._max_shard_bytes or self._header_used + entry_bytes > self._header_bytes):
             self._finish_shard()
             entry["data_offsets"] = [0, num_bytes]
         fd, path = self._open_shard()
@@ -61,7 +65,7 @@ class ShardWriter:
         self._tensors[name] = (len(self._done), dtype, tuple(tensor.shape))
         for piece in _pieces(tensor.detach()):
             with piece.view(torch.uint8).numpy().data as view:
-                self._disk.write(fd, path, view, HEADER_BYTES + self._data_bytes)
+                self._disk.write(fd, path, view, self._header_bytes + self._data_bytes)
             self._data_bytes += piece.numel() * piece.element_size()
 
     def finish(self) -> tuple[dict[str, FileEntry], dict[str, TensorEntry]]:
@@ -73,14 +77,18 @@ class ShardWriter:
         if self._fd is not None:
             self._finish_shard()
         total = len(self._done)
-        names = [SINGLE] if total == 1 else [f"model-{number:05d}-of-{total:05d}.safetensors" for number in range(1, total + 1)]
+        stem = self._stem
+        names = [f"{stem}-{number:05d}-of-{total:05d}.safetensors" for number in range(1, total + 1)]
+        if total == 1:
+            names = [f"{stem}.safetensors"]
         files: dict[str, FileEntry] = {}
         for (path, entry), name in zip(self._done, names, strict=True):
             self._disk.rename(path, self._folder / name)
             files[name] = entry
         tensors = {name: TensorEntry(dtype, shape, names[at]) for name, (at, dtype, shape) in self._tensors.items()}
         if total > 1:
-            files[INDEX] = self._disk.write_file(self._folder / INDEX, _index(tensors))
+            index = f"{stem}.safetensors.index.json"
+            files[index] = self._disk.write_file(self._folder / index, _index(tensors))
         return files, tensors
 
     def close(self) -> None:
@@ -106,8 +114,8 @@ class ShardWriter:
         """Write the header into the room kept for it, flush, and hash what the file now holds."""
         fd, path = self._open_shard()
         header = json.dumps(self._header, separators=(",", ":")).encode()
-        assert len(header) <= HEADER_BYTES - 8, "a header entry took more than its bound"
-        head = (HEADER_BYTES - 8).to_bytes(8, "little") + header.ljust(HEADER_BYTES - 8)
+        assert len(header) <= self._header_bytes - 8, "a header entry took more than its bound"
+        head = (self._header_bytes - 8).to_bytes(8, "little") + header.ljust(self._header_bytes - 8)
         self._disk.write(fd, path, memoryview(head), 0)
         self._disk.flush(fd, path)
         self._done.append((path, FileEntry(os.fstat(fd).st_size, hash_file(fd, path.name))))

@@ -24,11 +24,15 @@ from checkpoint.folder import check_config
 from checkpoint.latest import LATEST, step_folder_name
 from checkpoint.layout import DTYPE_NAMES, zero_size_rule
 from checkpoint.manifest import MANIFEST, FileEntry, Manifest
-from checkpoint.shards import INDEX, SINGLE, ShardWriter
+from checkpoint.shards import HEADER_BYTES, INDEX, SINGLE, ShardWriter
 from checkpoint.workspace import TemporaryFolder, clear_leftovers
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
-_OWN_NAMES = ("config.json", "generation_config.json", MANIFEST, SINGLE, INDEX)
+ADAPTER_CONFIG = "adapter_config.json"
+_OWN_NAMES = ("config.json", "generation_config.json", ADAPTER_CONFIG, MANIFEST, SINGLE, INDEX)
+_UNLIMITED = 1 << 62
+_ADAPTER_HEADER_BYTES = 2 << 20
+"""An adapter has many small tensors, and peft opens a single file."""
 _ROOM = 1.2
 """Free space asked for, in times the bytes about to be written."""
 
@@ -43,6 +47,8 @@ class CheckpointWriter:
         root: the folder above the step folders; made if absent.
         step: optimizer steps taken, from 0.
         config: ``config.json``; a transformers configuration's ``to_dict()``.
+        adapter_config: ``adapter_config.json`` of peft. Given, the folder is one of peft's: it has this in place of
+            ``config.json``, and its tensors, an adapter's, lie in ``adapter_model.safetensors``, never sharded.
         tokenizer_files: files to copy under their own names, for example ``tokenizer.json``.
         generation_config: ``generation_config.json``, if there shall be one.
         max_shard_bytes: a shard ends before the tensor that would make it larger.
@@ -61,6 +67,7 @@ class CheckpointWriter:
         *,
         step: int,
         config: Mapping[str, Any],
+        adapter_config: Mapping[str, Any] | None = None,
         tokenizer_files: Iterable[Path] = (),
         generation_config: Mapping[str, Any] | None = None,
         max_shard_bytes: int = 2 << 30,
@@ -76,7 +83,10 @@ class CheckpointWriter:
         check_config(config)
         self._root = Path(root).absolute()
         self._step = step
+        is_adapter = adapter_config is not None
         self._texts = {"config.json": _json("config.json", config)}
+        if adapter_config is not None:
+            self._texts = {ADAPTER_CONFIG: _json(ADAPTER_CONFIG, adapter_config)}
         if generation_config is not None:
             self._texts["generation_config.json"] = _json("generation_config.json", generation_config)
         self._tokenizer_files = _named(tokenizer_files)
@@ -88,7 +98,13 @@ class CheckpointWriter:
         clear_leftovers(self._root, self._disk)
         self._check_space(expected_bytes)
         self._temporary: TemporaryFolder | None = TemporaryFolder(self._root, step_folder_name(step), self._disk)
-        self._shards = ShardWriter(self._temporary.path, self._disk, max_shard_bytes=max_shard_bytes)
+        self._shards = ShardWriter(
+            self._temporary.path,
+            self._disk,
+            max_shard_bytes=_UNLIMITED if is_adapter else max_shard_bytes,
+            stem="adapter_model" if is_adapter else "model",
+            header_bytes=_ADAPTER_HEADER_BYTES if is_adapter else HEADER_BYTES,
+        )
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Write one tensor, from any device, piece by piece; it may be changed or freed when this returns.

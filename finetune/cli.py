@@ -26,6 +26,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 _COMMANDS = {
     "tune": "train a new or existing model from text",
     "export": "write a checkpoint elsewhere, in any dtype",
+    "merge": "join a LoRA adapter with its base model",
     "evaluate": "loss and perplexity of a checkpoint on text",
     "doctor": "what this machine has and what is missing",
 }
@@ -58,7 +59,7 @@ def _run(words: list[str]) -> int:
         parser.print_help(sys.stdout if words else sys.stderr)
         return 0 if words else 2
     command, rest = words[0], words[1:]
-    runners = {"tune": _tune, "export": _export, "evaluate": _evaluate, "doctor": _doctor}
+    runners = {"tune": _tune, "export": _export, "merge": _merge, "evaluate": _evaluate, "doctor": _doctor}
     if command not in runners:
         parser.error(f"unknown command {command!r}; there are {', '.join(_COMMANDS)}")
     return runners[command](rest)
@@ -127,6 +128,7 @@ def tune(config: TuneConfig, console: Console) -> int:
     from finetune import ops
     from finetune.data.tokenise import prepare
     from finetune.launch import Ranks
+    from finetune.nvme import prepare_disk
 
     def say(text: str) -> None:
         console.print(f"[dim]{escape(text)}[/]", highlight=False, soft_wrap=True)
@@ -140,15 +142,21 @@ def tune(config: TuneConfig, console: Console) -> int:
         except OSError as error:
             raise ConfigError(f"run.output: {output}: the tokenised data cannot be written: {error}") from error
         ranks.check()
-        library = None
-        if config.offload.optimizer == "cpu":
-            adam = ops.ensure_cpu_adam(say)
+        built: dict[str, str] = {}
+        disk = None
+        if config.offload.on_disk:
+            disk = prepare_disk(config, say)
+            built |= {op: str(ops.library_of(op)) for op in (ops.PIN_MEMORY, ops.ASYNC_IO)}
+        if config.offload.optimizer != "none" and config.optimizer.name == "adamw":
+            adam = ops.ensure(ops.CPU_ADAM, say)
             if adam.available:
-                library = str(ops.library_of(ops.CPU_ADAM))
+                built[ops.CPU_ADAM] = str(ops.library_of(ops.CPU_ADAM))
+            elif config.offload.optimizer == "nvme":
+                raise ConfigError(f"offload.optimizer: nvme needs DeepSpeed's CPU Adam, but {adam.reason}; or offload to cpu")
             else:
                 say(f"{adam.reason}; training goes on with torch's AdamW on the CPU, which is slower and as exact")
         ranks.check()
-        ranks.go({"prepared": asdict(prepared), "cpu_adam": library})
+        ranks.go({"prepared": asdict(prepared), "ops": built, "disk": None if disk is None else asdict(disk)})
         ranks.wait()
         return 1 if ranks.interrupted is signal.SIGINT else 0
 
@@ -173,6 +181,26 @@ def _export(words: list[str]) -> int:
     dtype = getattr(torch, options.dtype) if options.dtype else None
     path = export(options.source, options.out, dtype=dtype, step=options.step, max_shard_bytes=options.max_shard_mib << 20)
     sys.stdout.write(f"{path}\n")
+    return 0
+
+
+def _merge(words: list[str]) -> int:
+    parser = _parser("merge")
+    parser.add_argument("adapter", type=Path, metavar="RUN_OR_ADAPTER")
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to make")
+    parser.add_argument("--base", type=Path, help="folder of the base model; unset: the one the adapter names")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the written weights; unset: the base model's")
+    parser.add_argument("--max-shard-mib", type=int, default=2048, help="largest file of weights (2048)")
+    options = parser.parse_args(words)
+    if options.max_shard_mib < 1:
+        parser.error(f"--max-shard-mib is {options.max_shard_mib}; it must be at least 1")
+    import torch
+
+    from finetune.adapters import merge
+
+    dtype = None if options.dtype is None else getattr(torch, options.dtype)
+    out = merge(options.adapter, options.out, base=options.base, dtype=dtype, max_shard_bytes=options.max_shard_mib << 20)
+    Console().print(str(out), highlight=False, soft_wrap=True)
     return 0
 
 

@@ -5,10 +5,15 @@ What always holds: a loss or gradient that is not finite on any rank changes no 
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
+import json
+import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,7 +23,7 @@ import deepspeed.ops
 import torch
 import torch.distributed as dist
 from deepspeed.ops.adam import DeepSpeedCPUAdam
-from deepspeed.ops.op_builder import CPUAdamBuilder
+from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder, PinMemoryBuilder
 from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.utils import (
     safe_get_full_fp32_param,
@@ -30,13 +35,22 @@ from deepspeed.utils import (
 )
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.integrations import HfDeepSpeedConfig
 
+from finetune.adapters import add_adapters, as_peft_names_them
 from finetune.config import TuneConfig, to_deepspeed
 from finetune.data.batches import Microbatch
-from finetune.model import build_empty, decay_groups, token_losses
+from finetune.lifetime import die_with_parent
+from finetune.lion import Lion
+from finetune.loss import HeadLoss, token_losses
+from finetune.model import build_empty, decay_groups, meta_shapes
+from finetune.nvme import CANDIDATES, PROBE_BYTES, Disk, disk_settings
+from finetune.recompute import recompute_blocks
 from finetune.types import StepOutcome
+from finetune.unity import merge_sources
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",)}
+"""Tensors an optimizer keeps per weight, by its name."""
 _COLLECTIVE_TIMEOUT = timedelta(hours=2)  # rank 0 alone writes checkpoints while the others wait
 
 
@@ -64,26 +78,45 @@ class ZeroEngine:
         hf_config: Any,
         fill: Callable[[PreTrainedModel, Any], None],
         *,
+        fill_adapters: Callable[[nn.Module, Any], None] | None = None,
         device: torch.device,
         precision: str,
         cpu_adam: bool,
+        disk: Disk | None = None,
     ) -> None:
-        """Build the model, let ``fill(model, gather)`` set its weights, and put ZeRO around it."""
+        """Build the model, let ``fill(model, gather)`` set its weights, and put ZeRO around it.
+
+        With ``config.lora`` adapters are put beside the filled model; ``fill_adapters(model, gather)`` sets theirs.
+        """
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.device = device
         self._stage = config.zero.stage
         self._accumulation = config.accumulation
-        json = to_deepspeed(config, device=device.type, precision=precision, cpu_adam=cpu_adam)
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-        partitioned = deepspeed.zero.Init(config_dict_or_path=json) if self._stage == 3 else nullcontext()
-        self.model = build_empty(hf_config, dtype, partitioned)
-        fill(self.model, self.gather)
+        settings = None if disk is None else disk_settings(config, disk, meta_shapes(hf_config), dtype.itemsize)
+        ds = to_deepspeed(config, device=device.type, precision=precision, cpu_adam=cpu_adam, disk=settings)
+        partitioned = deepspeed.zero.Init(config_dict_or_path=ds) if self._stage == 3 else nullcontext()
+        base = build_empty(hf_config, dtype, partitioned)
+        fill(base, self.gather)
+        self.model: nn.Module = base
+        self._has_adapters = config.lora is not None
+        if config.lora is not None:
+            # While it lives, peft makes partitioned weights whole where it reads them (DoRA's norms).
+            self._told_peft = HfDeepSpeedConfig(ds) if self._stage == 3 else None
+            self.model = add_adapters(base, config.lora, base=str(config.model.path), seed=config.run.seed)
+            if fill_adapters is not None:
+                fill_adapters(self.model, self.gather)
+        recompute_blocks(base, config.activations.checkpoint, pin_memory=device.type == "cuda")
+        rows = config.activations.loss_rows
+        self._head_loss = HeadLoss(base, rows) if rows != 0 and HeadLoss.supports(base) else None
         groups = decay_groups(self.model, config.optimizer.weight_decay)
         optimizer = _make_optimizer(config, groups, cpu_adam=cpu_adam)
-        self._engine, *_ = deepspeed.initialize(model=self.model, optimizer=optimizer, config=json, dist_init_required=False)
+        self._engine, *_ = deepspeed.initialize(model=self.model, optimizer=optimizer, config=ds, dist_init_required=False)
         self._zero = self._engine.optimizer
         self._inner = self._zero.optimizer
-        self._offloaded = config.offload.optimizer == "cpu"
+        self._moments = MOMENTS[config.optimizer.name]
+        self._offloaded = config.offload.optimizer != "none"
+        self._on_disk = config.offload.optimizer == "nvme"
         self._skip_update = False
         self._guard_inner_step()
         self._create_moments()
@@ -139,8 +172,15 @@ class ZeroEngine:
         return total, int(count)
 
     def _loss(self, batch: Microbatch) -> torch.Tensor:
-        logits = self._engine(input_ids=batch.inputs.to(self.device), use_cache=False).logits
-        return token_losses(logits, batch.targets.to(self.device))
+        targets = batch.targets.to(self.device)
+        if self._head_loss is None:
+            return token_losses(self._forward(batch), targets)
+        with self._head_loss.of(targets):
+            return self._forward(batch)
+
+    def _forward(self, batch: Microbatch) -> torch.Tensor:
+        logits: torch.Tensor = self._engine(input_ids=batch.inputs.to(self.device), use_cache=False).logits
+        return logits
 
     def _sum(self, *values: float) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -170,6 +210,10 @@ class ZeroEngine:
         return all(torch.stack(torch.aminmax(piece)).isfinite().all().item() for piece in pieces if piece.numel())
 
     def _reduced_gradients(self) -> Iterator[torch.Tensor]:
+        if self._on_disk:
+            # The gradients are files by now; the norm of each, taken on the way there, is finite as long as they are.
+            yield torch.tensor([float(norm) for norm in self._zero.norm_for_param_grads.values()])
+            return
         if self._offloaded:
             yield from (flat.grad for flat in self._flat_weights() if flat.grad is not None)
             return
@@ -192,12 +236,34 @@ class ZeroEngine:
 
     @torch.no_grad()
     def weights(self, dtype: torch.dtype, *, exact: bool = False) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Every parameter once, whole, on CPU in ``dtype``, on rank 0 alone (``None`` elsewhere).
+        """What is served: every parameter once, whole, on CPU in ``dtype``, on rank 0 alone (``None`` elsewhere).
+
+        With adapters it is theirs alone, under peft's names.
 
         Args:
             exact: take the optimizer's fp32 weights instead of those that compute.
         """
-        for name, parameter in self.model.named_parameters():
+        if not self._has_adapters:
+            yield from self._whole(dtype, exact, list(self.model.named_parameters()))
+            return
+        adapters = dict(self._whole(dtype, exact, self._trained()))
+        if self.rank == 0:
+            found = {name: tensor for name, tensor in adapters.items() if tensor is not None}
+            yield from as_peft_names_them(self.model, found).items()
+
+    @torch.no_grad()
+    def masters(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """What a resumed run needs, by the model's own names, in fp32: trained weights, and frozen ones without adapters."""
+        everything = self._trained() if self._has_adapters else list(self.model.named_parameters())
+        yield from self._whole(torch.float32, True, everything)
+
+    def _trained(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+
+    def _whole(
+        self, dtype: torch.dtype, exact: bool, parameters: Sequence[tuple[str, nn.Parameter]]
+    ) -> Iterator[tuple[str, torch.Tensor | None]]:
+        for name, parameter in parameters:
             if exact and parameter.requires_grad:
                 whole = safe_get_full_fp32_param(parameter)
                 yield name, whole.to("cpu", dtype) if self.rank == 0 else None
@@ -208,8 +274,8 @@ class ZeroEngine:
 
     @torch.no_grad()
     def moments(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """``exp_avg.<name>`` and ``exp_avg_sq.<name>`` of every trained parameter, whole, fp32, on rank 0 alone."""
-        for key in MOMENTS:
+        """``exp_avg.<name>`` and so on of every trained parameter, whole, fp32, on rank 0 alone."""
+        for key in self._moments:
             for name, parameter in self.model.named_parameters():
                 if parameter.requires_grad:
                     whole = safe_get_full_optimizer_state(parameter, key)
@@ -226,7 +292,7 @@ class ZeroEngine:
     def set_moments(self, read: Callable[[str], torch.Tensor], adam_steps: int) -> None:
         """Set the moments from ``read('exp_avg.<name>')`` and so on, and the number of updates the optimizer has made."""
         for name, parameter in self.model.named_parameters():
-            for key in MOMENTS if parameter.requires_grad else ():
+            for key in self._moments if parameter.requires_grad else ():
                 self._set(parameter, read(f"{key}.{name}"), key)
         for flat in self._flat_weights():
             state = self._inner.state[flat]
@@ -262,10 +328,15 @@ class ZeroEngine:
 
     def _create_moments(self) -> None:
         """Create the moments now, as the optimizer would in its first step, so that they can be saved and set at any time."""
-        counts = not isinstance(self._inner, DeepSpeedCPUAdam)
-        for flat in self._flat_weights():
-            moments = {key: torch.zeros_like(flat, dtype=torch.float32) for key in MOMENTS}
+        counts = isinstance(self._inner, torch.optim.AdamW)  # as a tensor, the others as a number
+        for number, flat in enumerate(self._flat_weights()):
+            swapped = self._on_disk and self._zero._swappable_optimizer_subgroup(number)
+            if swapped:
+                self._zero._optimizer_states_and_gradient_swap_in(number)
+            moments = {key: torch.zeros_like(flat, dtype=torch.float32) for key in self._moments}
             self._inner.state[flat] = {"step": torch.tensor(0.0) if counts else 0, **moments}
+            if swapped:
+                self._zero._optimizer_states_and_gradient_swap_out(number)
         if self._stage < 3:
             self._zero._lazy_init_hp_params_optimizer_state()
 
@@ -292,7 +363,9 @@ class ZeroEngine:
 def _make_optimizer(config: TuneConfig, groups: list[dict[str, Any]], *, cpu_adam: bool) -> torch.optim.Optimizer:
     options = config.optimizer
     betas = (options.betas[0], options.betas[1])
-    if config.offload.optimizer == "cpu" and cpu_adam:
+    if options.name == "lion":
+        return Lion(groups, lr=options.lr, betas=betas)
+    if config.offload.optimizer != "none" and cpu_adam:
         optimizer: torch.optim.Optimizer = DeepSpeedCPUAdam(
             groups, lr=options.lr, betas=betas, eps=options.eps, adamw_mode=True
         )
@@ -300,10 +373,31 @@ def _make_optimizer(config: TuneConfig, groups: list[dict[str, Any]], *, cpu_ada
     return torch.optim.AdamW(groups, lr=options.lr, betas=betas, eps=options.eps)
 
 
-def build_op(name: str) -> None:
-    """Build, or load from the cache, one of DeepSpeed's C++ operations; ``name`` is its builder's NAME."""
-    builders = {"cpu_adam": CPUAdamBuilder}
-    builders[name]().load(verbose=True)
+def build_op(name: str, needed: Sequence[Path] = ()) -> None:
+    """Build, or load from the cache, one of DeepSpeed's C++ operations; ``name`` is its builder's NAME.
+
+    Args:
+        needed: libraries of operations, named as they are, that this one loads first.
+    """
+    for library in needed:
+        load_op(library.stem, library)
+    builders = {"cpu_adam": CPUAdamBuilder, "pin_memory": PinMemoryBuilder, "async_io": AsyncIOBuilder}
+    builder = builders[name]()
+    if name in ("pin_memory", "async_io"):
+        _build_as_one(builder)
+    builder.load(verbose=True)
+
+
+def _build_as_one(builder: Any) -> None:
+    """Have an operation compiled as one source, without the debugging symbols that nobody reads."""
+    place = Path(deepspeed.ops.__file__).parent
+    folders = [place / path for path in builder.include_paths()]
+    copies = Path(os.environ["TORCH_EXTENSIONS_DIR"]) / f"{builder.name}_sources"
+    merged = merge_sources([place / path for path in builder.sources()], folders, copies)
+    arguments = [argument for argument in builder.cxx_args() if argument != "-g"]
+    builder.sources = lambda: [str(merged)]
+    builder.include_paths = lambda: [str(copies), *map(str, folders)]
+    builder.cxx_args = lambda: arguments
 
 
 def load_op(name: str, library: Path) -> None:
@@ -313,8 +407,36 @@ def load_op(name: str, library: Path) -> None:
     assert spec.loader is not None, f"{library} is not an extension module"
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)  # file access finds the symbols of pinned memory this way
     OpBuilder._loaded_ops[name] = module
 
 
+def measure_disk(folder: Path, libraries: Sequence[Path]) -> Disk:
+    """Try ``nvme.CANDIDATES`` with DeepSpeed's own file access; the one with the best read and write together."""
+    for library in libraries:
+        load_op(library.stem, library)
+    access = AsyncIOBuilder().load().aio_handle
+    data = torch.zeros(PROBE_BYTES, dtype=torch.uint8)
+    probe = folder / f"probe-{os.getpid()}"
+    found: list[Disk] = []
+    try:
+        for block, depth, threads in CANDIDATES:
+            handle = access(block, depth, False, True, threads)
+            seconds = []
+            for act in (handle.sync_pwrite, handle.sync_pread):
+                began = time.perf_counter()
+                act(data, str(probe), 0)
+                seconds.append(time.perf_counter() - began)
+            write, read = (PROBE_BYTES / 2**30 / second for second in seconds)
+            found.append(Disk(block_bytes=block, queue_depth=depth, threads=threads, read_gib_s=read, write_gib_s=write))
+    finally:
+        probe.unlink(missing_ok=True)
+    return min(found, key=lambda disk: 1 / disk.read_gib_s + 1 / disk.write_gib_s)
+
+
 if __name__ == "__main__":
-    build_op(sys.argv[1])
+    die_with_parent(int(os.environ["TESSERA_PARENT"]))
+    if sys.argv[1] == "measure-disk":
+        print(json.dumps(asdict(measure_disk(Path(sys.argv[2]), [Path(library) for library in sys.argv[3:]]))))
+    else:
+        build_op(sys.argv[1], [Path(library) for library in sys.argv[2:]])

@@ -21,7 +21,8 @@ from finetune.data.tokenise import write_stream
 from finetune.data.tokenizer import end_of_text_id, open_tokenizer
 from finetune.errors import ConfigError, DataError
 from finetune.folders import checkpoint_folder
-from finetune.model import build_empty, check_fit, config_of, fill, shapes_of, tied_names, token_losses
+from finetune.loss import token_losses
+from finetune.model import build_empty, check_fit, config_of, fill, shapes_of, tied_names
 
 _LONGEST_WINDOW = 1024
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -32,8 +33,7 @@ def export(
         ConfigError: there is no such checkpoint, or ``out`` exists already.
         RunError: writing failed.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out}: exists already; name a new folder")
+    require_new(out)
     try:
         with open_checkpoint(_choose(source, step)) as checkpoint:
             exact = _exact_weights(source, checkpoint) if dtype == torch.float32 else None
@@ -76,25 +76,56 @@ def _write(
     if dtype is not None:
         config.pop("torch_dtype", None)
         config["dtype"] = str(dtype).removeprefix("torch.")
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for name in checkpoint.tensors:
+            tensor = read(name)
+            yield name, tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+    return write_new(
+        out,
+        tensors(),
+        step=checkpoint.step or 0,
+        config=config,
+        generation_config=dict(checkpoint.generation_config) or None,
+        tokenizer_files=tokenizer_files_of(checkpoint.path),
+        max_shard_bytes=max_shard_bytes,
+    )
+
+
+def tokenizer_files_of(folder: Path) -> tuple[Path, ...]:
+    """The files of a folder that belong to its tokenizer."""
+    return tuple(folder / name for name in TOKENIZER_FILES if (folder / name).is_file())
+
+
+def require_new(out: Path) -> None:
+    """Refuse a folder that holds something.
+
+    Raises:
+        ConfigError: it does.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out}: exists already; name a new folder")
+
+
+def write_new(out: Path, tensors: Iterable[tuple[str, torch.Tensor]], **settings: Any) -> Path:
+    """Write a checkpoint to the folder ``out``, empty or absent; it appears whole or not at all.
+
+    Args:
+        settings: of ``CheckpointWriter``.
+
+    Raises:
+        RunError: writing failed.
+    """
     out.parent.mkdir(parents=True, exist_ok=True)
-    files = [checkpoint.path / name for name in TOKENIZER_FILES if (checkpoint.path / name).is_file()]
     work = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
-        with CheckpointWriter(
-            work,
-            step=checkpoint.step or 0,
-            config=config,
-            generation_config=dict(checkpoint.generation_config) or None,
-            tokenizer_files=files,
-            max_shard_bytes=max_shard_bytes,
-            update_latest=False,
-        ) as writer:
-            for name in checkpoint.tensors:
-                tensor = read(name)
-                writer.add(name, tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor)
+        with CheckpointWriter(work, update_latest=False, **settings) as writer:
+            for name, tensor in tensors:
+                writer.add(name, tensor)
         written = next(folder for _, folder in step_folders(work))
         if out.is_dir():
-            out.rmdir()  # empty, checked above
+            out.rmdir()  # empty, checked before
         written.rename(out)
     except (OSError, CheckpointError) as error:
         raise RunError(f"{out}: could not be written: {error}") from error

@@ -155,40 +155,45 @@ def initialise(model: PreTrainedModel, gather: Gather, seed: int) -> None:
 
 
 @torch.no_grad()
-def fill(model: PreTrainedModel, read: Callable[[str], torch.Tensor], gather: Gather) -> None:
-    """Copy ``read(name)`` into every parameter, one whole at a time; only ranks that write read it."""
+def fill(model: nn.Module, read: Callable[[str], torch.Tensor], gather: Gather, *, trained: bool = False) -> None:
+    """Copy ``read(name)`` into every parameter, one whole at a time; only ranks that write read it.
+
+    Args:
+        trained: leave frozen parameters as they are.
+    """
     for name, parameter in model.named_parameters():
+        if trained and not parameter.requires_grad:
+            continue
         with gather([parameter]) as writes:
             if writes:
                 parameter.copy_(read(name))
 
 
-def shapes_of(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+def meta_shapes(config: Any) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the parameters a configuration makes, tied ones once, without making them."""
+    with torch.device("meta"):
+        return shapes_of(AutoModelForCausalLM.from_config(config))
+
+
+def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Names and full shapes of all parameters, tied ones once, however they are partitioned."""
     return {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
 
 
-def tied_names(model: PreTrainedModel) -> dict[str, str]:
+def tied_names(model: nn.Module) -> dict[str, str]:
     """Alias -> the name under which the one parameter is stored."""
     first: dict[int, str] = {id(p): name for name, p in model.named_parameters()}
     everyone: Iterable[tuple[str, nn.Parameter]] = model.named_parameters(remove_duplicate=False)
     return {name: first[id(p)] for name, p in everyone if first[id(p)] != name}
 
 
-def decay_groups(model: PreTrainedModel, weight_decay: float) -> list[dict[str, Any]]:
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Parameters for the optimizer: matrices and embeddings decay, vectors (biases, norms) do not."""
     shapes = shapes_of(model)
     decayed = [p for name, p in model.named_parameters() if p.requires_grad and len(shapes[name]) >= 2]
     others = [p for name, p in model.named_parameters() if p.requires_grad and len(shapes[name]) < 2]
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
-
-
-def token_losses(logits_BLV: torch.Tensor, targets_BL: torch.Tensor) -> torch.Tensor:
-    """Sum over all targets of the negative log-likelihood, in fp32; targets of -100 do not count."""
-    return nn.functional.cross_entropy(
-        logits_BLV.flatten(0, 1).float(), targets_BL.flatten(), ignore_index=-100, reduction="sum"
-    )
 
 
 def saved_config(config: Any, dtype: torch.dtype) -> dict[str, Any]:

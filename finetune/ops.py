@@ -22,6 +22,14 @@ from finetune import machine
 
 Say = Callable[[str], None]
 CPU_ADAM = "cpu_adam"
+PIN_MEMORY = "pin_memory"
+ASYNC_IO = "async_io"
+"""Reads and writes a disk past the page cache; finds its pinned buffers through ``pin_memory``, which is loaded before it."""
+_NAMES = {
+    CPU_ADAM: "CPU Adam for the offloaded optimizer",
+    PIN_MEMORY: "pinned memory for the buffers of NVMe offload",
+    ASYNC_IO: "asynchronous file access for NVMe offload",
+}
 _ABOUT = "about 20 to 60 s"
 _BUILD_LIMIT_SECONDS = 1200
 
@@ -47,20 +55,20 @@ def library_of(op: str) -> Path:
 
 
 @dataclass(frozen=True, slots=True)
-class CpuAdam:
-    """Whether offloaded optimizers are DeepSpeed's CPU Adam."""
+class Built:
+    """Whether an operation can be loaded."""
 
     available: bool
     reason: str
     """Why not; empty if it is."""
 
 
-def ensure_cpu_adam(say: Say) -> CpuAdam:
-    """Find or build DeepSpeed's CPU Adam; a build is announced with what it is and about how long it takes."""
-    if library_of(CPU_ADAM).is_file():
+def ensure(op: str, say: Say) -> Built:
+    """Find or build an operation; a build is announced with what it is and about how long it takes."""
+    if library_of(op).is_file():
         if machine.compiler() is None:
-            say(f"no C++ compiler found; using DeepSpeed's CPU Adam as built before ({library_of(CPU_ADAM).parent})")
-        return CpuAdam(True, "")
+            say(f"no C++ compiler found; using DeepSpeed's {_NAMES[op]} as built before ({library_of(op).parent})")
+        return Built(True, "")
     missing = [
         what
         for what, found in (
@@ -71,27 +79,26 @@ def ensure_cpu_adam(say: Say) -> CpuAdam:
         if found is None
     ]
     if missing:
-        return CpuAdam(False, f"{' and '.join(missing)} found to build DeepSpeed's CPU Adam")
-    return _build(CPU_ADAM, say)
+        return Built(False, f"{' and '.join(missing)} found to build DeepSpeed's {_NAMES[op]}")
+    return _build(op, say)
 
 
-def _build(op: str, say: Say) -> CpuAdam:
+def _build(op: str, say: Say) -> Built:
     folder = extensions_folder()
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if library_of(op).is_file():  # another run built it while this one waited
-            return CpuAdam(True, "")
-        say(
-            f"building DeepSpeed's CPU Adam for the offloaded optimizer with {machine.compiler()}: {_ABOUT}, "
-            f"once; kept in {folder}. DeepSpeed's shared-memory all-reduce is not built: training does not call it"
-        )
+            return Built(True, "")
+        say(f"building DeepSpeed's {_NAMES[op]} with {machine.compiler()}: {_ABOUT}, once; kept in {folder}")
+        if op == CPU_ADAM:
+            say("DeepSpeed's shared-memory all-reduce is not built: training does not call it")
         began = time.monotonic()
         failure = _run_build(op, folder)
         if failure is None:
             say(f"built in {time.monotonic() - began:.0f} s")
-            return CpuAdam(True, "")
-        return CpuAdam(False, f"DeepSpeed's CPU Adam could not be built ({failure})")
+            return Built(True, "")
+        return Built(False, f"DeepSpeed's {_NAMES[op]} could not be built ({failure})")
 
 
 def _run_build(op: str, folder: Path) -> str | None:
@@ -101,9 +108,11 @@ def _run_build(op: str, folder: Path) -> str | None:
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
     environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(work), "PATH": machine.search_path(), "DS_ACCELERATOR": "cpu"}
+    environment["TESSERA_PARENT"] = str(os.getpid())
     try:
         with log.open("wb") as out:
-            command = [sys.executable, "-m", "finetune.engine", op]
+            needed = [str(library_of(PIN_MEMORY))] if op == ASYNC_IO else []
+            command = [sys.executable, "-m", "finetune.engine", op, *needed]
             subprocess.run(
                 command,
                 env=environment,

@@ -6,7 +6,6 @@ process that started it, and leaves the reason of its own end in ``<output>/logs
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -19,16 +18,8 @@ from typing import Any
 
 from finetune.config import TuneConfig
 from finetune.errors import ConfigError, FinetuneError
+from finetune.lifetime import die_with_parent
 from finetune.options import build
-
-_PR_SET_PDEATHSIG = 1
-
-
-def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends, however that ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the line above
-        sys.exit(1)
 
 
 def main(run_file: Path) -> int:
@@ -61,6 +52,7 @@ def _train(config: TuneConfig, rank: int, stop: threading.Event) -> None:
 
     from finetune import engine, model, tune
     from finetune.data.tokenise import Prepared
+    from finetune.nvme import Disk
 
     if config.model.new is not None:
         model.check_new_config(config.model.new)
@@ -68,8 +60,8 @@ def _train(config: TuneConfig, rank: int, stop: threading.Event) -> None:
     if not line:
         return  # the launcher gave up before training began
     go: dict[str, Any] = json.loads(line)
-    if go["cpu_adam"] is not None:
-        engine.load_op("cpu_adam", Path(go["cpu_adam"]))
+    for name, library in go["ops"].items():
+        engine.load_op(name, Path(library))
     precision = config.run.precision
     if precision == "auto":
         precision = "bf16" if device == "cuda" else "fp32"
@@ -78,7 +70,8 @@ def _train(config: TuneConfig, rank: int, stop: threading.Event) -> None:
         prepared=Prepared(**go["prepared"]),
         device=engine.start_ranks(device, rank),
         precision=precision,
-        cpu_adam=go["cpu_adam"] is not None,
+        cpu_adam="cpu_adam" in go["ops"],
+        disk=None if go["disk"] is None else Disk(**go["disk"]),
     )
     with open(int(os.environ["TESSERA_CONSOLE_FD"]) if rank == 0 else os.devnull, "w", encoding="utf-8") as out:
         width = int(os.environ.get("TESSERA_CONSOLE_WIDTH", "0")) or None

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from checkpoint import Checkpoint, CheckpointError, open_checkpoint, resolve_latest
@@ -30,6 +32,8 @@ def settings_of(config: TuneConfig, prepared: Prepared, hf_config: Any) -> dict[
         "data.seed": config.data.seed,
         "samples of a step": config.step_samples,
         "model": shape,
+        "optimizer": config.optimizer.name,
+        "lora": None if config.lora is None else {**asdict(config.lora), "targets": list(config.lora.targets)},
     }
 
 
@@ -70,6 +74,10 @@ class ResumeState:
     def fill(self, model: PreTrainedModel, gather: Gather) -> None:
         """Give an empty model the weights of this state, in its own dtype."""
         fill(model, self.master, gather)
+
+    def fill_adapters(self, model: nn.Module, gather: Gather) -> None:
+        """Give the trained parameters of a model with adapters the weights of this state."""
+        fill(model, self.master, gather, trained=True)
 
     def restore(self, engine: ZeroEngine) -> None:
         """Set weights, moments, the optimizer's step and, if the saved run had this rank, its random state."""

@@ -38,6 +38,8 @@ class Keeper:
     resume_state: bool
     settings: Mapping[str, Any]
     """What a resumed run must agree with; see ``finetune.resume``."""
+    adapter_config: Mapping[str, Any] | None = None
+    """``adapter_config.json`` of a run that trains adapters; its checkpoints are then peft's folders."""
 
     def save(self, engine: ZeroEngine, progressed: Progressed) -> Path:
         """Write both; then remove what is older than ``keep``. All ranks call it.
@@ -95,7 +97,8 @@ class Keeper:
             self.output / root,
             step=progressed.step,
             config=self.config,
-            generation_config=self.generation_config if served else None,
+            adapter_config=self.adapter_config if served else None,
+            generation_config=self.generation_config if served and self.adapter_config is None else None,
             tokenizer_files=self.tokenizer_files if served else (),
             max_shard_bytes=self.max_shard_bytes,
             extra=extra,
@@ -103,7 +106,7 @@ class Keeper:
 
 
 def _resume_tensors(engine: ZeroEngine, rng_states: list[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor | None]]:
-    for name, tensor in engine.weights(torch.float32, exact=True):
+    for name, tensor in engine.masters():
         yield f"master.{name}", tensor
     yield from engine.moments()
     for rank, state in enumerate(rng_states):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from rich.console import Console
 
+from finetune.adapters import adapter_config_of
 from finetune.config import TuneConfig
 from finetune.data.batches import eval_batches, step_batches
 from finetune.data.pack import SampleOrder, Share, TokenStream
@@ -20,6 +21,7 @@ from finetune.engine import ZeroEngine
 from finetune.errors import NotFinite, RunError
 from finetune.folders import LOG
 from finetune.model import saved_config, shapes_of
+from finetune.nvme import Disk
 from finetune.origin import Origin
 from finetune.plot import draw_losses
 from finetune.progress import RunProgress
@@ -48,6 +50,8 @@ class Job:
     device: torch.device
     precision: str
     cpu_adam: bool
+    disk: Disk | None = None
+    """Set when anything is offloaded to NVMe."""
 
 
 def run_rank(job: Job, console: Console, should_stop: Callable[[], bool]) -> None:
@@ -92,11 +96,15 @@ class _Run:
         self.engine = ZeroEngine(
             config,
             origin.hf_config,
-            origin.fill if state is None else state.fill,
+            origin.fill if state is None or config.lora is not None else state.fill,
+            fill_adapters=None if state is None else state.fill_adapters,
             device=job.device,
             precision=job.precision,
             cpu_adam=job.cpu_adam,
+            disk=job.disk,
         )
+        if config.lora is not None:
+            self._keeper = replace(self._keeper, adapter_config=adapter_config_of(self.engine.model))
         self._share = Share(self.engine.rank, self.engine.world_size, config.batch.micro, config.accumulation)
         self._progressed = Progressed(step=0, samples=0, tokens=0, adam_steps=0, skipped_in_a_row=0)
         self._last_save: Path | None = None
@@ -105,7 +113,7 @@ class _Run:
         if state is not None:
             state.restore(self.engine)
             self._progressed, self._last_save = state.progressed, state.path
-        elif origin.from_checkpoint and job.precision == "bf16":
+        elif origin.from_checkpoint and job.precision == "bf16" and config.lora is None:
             # The optimizer starts from the checkpoint's own numbers, not from their bf16 rounding.
             self.engine.set_exact_weights(origin.reader(self.engine.model))
         if self.engine.rank == 0:
@@ -116,10 +124,12 @@ class _Run:
         return self._progressed.step >= self.schedule.steps
 
     def _introduce(self, job: Job, origin: Origin, state: ResumeState | None) -> None:
-        count = sum(torch.Size(shape).numel() for shape in shapes_of(self.engine.model).values())
-        offload = [f"{what} on cpu" for what in ("optimizer", "parameters") if getattr(self.config.offload, what) == "cpu"]
+        sizes = {name: torch.Size(shape).numel() for name, shape in shapes_of(self.engine.model).items()}
+        count, trained = sum(sizes.values()), sum(sizes[n] for n, p in self.engine.model.named_parameters() if p.requires_grad)
+        places = {what: getattr(self.config.offload, what) for what in ("optimizer", "parameters")}
+        offload = [f"{what} on {place}" for what, place in places.items() if place != "none"]
         parts = [
-            f"{origin.name}, {count:,} parameters",
+            f"{origin.name}, {count:,} parameters" + (f", {trained:,} trained" if trained < count else ""),
             f"ZeRO-{self.config.zero.stage}{' with ' + ' and '.join(offload) if offload else ''}",
             f"{self.engine.world_size} rank{'s' if self.engine.world_size > 1 else ''} on {job.device.type}, {job.precision}",
             f"{self._stream.num_tokens:,} tokens",
@@ -209,7 +219,10 @@ class _Run:
         say = self._console.print
         say(f"done: {tokens:,} tokens in {seconds:.0f} s, {tokens / max(seconds, 1e-9):,.0f} tokens/s", highlight=False)
         say(f"checkpoint: {self._last_save}", highlight=False, soft_wrap=True)
-        say(f"serve it:   tessera-serve --model {self._last_save}", highlight=False, soft_wrap=True)
+        if self.config.lora is not None:
+            say(f"merge it:   tessera-finetune merge {self._last_save} MERGED", highlight=False, soft_wrap=True)
+        else:
+            say(f"serve it:   tessera-serve --model {self._last_save}", highlight=False, soft_wrap=True)
 
 
 def _due(step: int, every: int) -> bool:

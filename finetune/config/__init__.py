@@ -1,7 +1,9 @@
 """Every knob of training: read once, checked once, never changed; and the one place DeepSpeed's JSON is made."""
 
+from finetune.config.activations import ActivationConfig
 from finetune.config.data import DataConfig
-from finetune.config.deepspeed import to_deepspeed
+from finetune.config.deepspeed import DiskSettings, to_deepspeed
+from finetune.config.lora import LoraConfig
 from finetune.config.memory import OffloadConfig, ZeroConfig
 from finetune.config.model import ModelConfig, TokenizerConfig, TrainTokenizerConfig
 from finetune.config.optimization import BatchConfig, OptimizerConfig, ScheduleConfig
@@ -10,10 +12,13 @@ from finetune.config.run import EvalConfig, LogConfig, RunConfig, SaveConfig
 from finetune.config.whole import TuneConfig
 
 __all__ = [
+    "ActivationConfig",
     "BatchConfig",
     "DataConfig",
+    "DiskSettings",
     "EvalConfig",
     "LogConfig",
+    "LoraConfig",
     "ModelConfig",
     "OffloadConfig",
     "OptimizerConfig",

@@ -2,44 +2,95 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from finetune.config.whole import TuneConfig
 
 
-def to_deepspeed(config: TuneConfig, *, device: str, precision: str, cpu_adam: bool) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DiskSettings:
+    """How NVMe offload moves tensors: found by a measurement of the disk and by the model's own sizes."""
+
+    block_bytes: int
+    """Bytes of one request."""
+    queue_depth: int
+    """Requests in flight."""
+    threads: int
+    """Threads that share one tensor's requests."""
+    buffer_elements: int
+    """Elements of one parameter buffer: this rank's part of the largest tensor."""
+    buffers: int
+    """Parameter buffers."""
+    sub_group_elements: int
+    """Elements the optimizer reads, updates and writes at once."""
+
+
+def to_deepspeed(
+    config: TuneConfig, *, device: str, precision: str, cpu_adam: bool, disk: DiskSettings | None = None
+) -> dict[str, Any]:
     """Make DeepSpeed's configuration: the only place that knows its keys.
 
     Args:
         device: ``cpu`` or ``cuda``, already decided.
         precision: ``bf16`` or ``fp32``, already decided.
         cpu_adam: whether DeepSpeed's CPU Adam was built; without it an offloaded optimizer is torch's.
+        disk: needed when anything is offloaded to NVMe.
     """
-    # Pinned memory speeds up copies to a GPU; without one it only costs memory that cannot be swapped.
-    offload = {"device": "cpu", "pin_memory": device == "cuda"}
-    zero: dict[str, Any] = {
-        "stage": config.zero.stage,
-        "reduce_bucket_size": config.zero.bucket_elements,
-        "allgather_bucket_size": config.zero.bucket_elements,
-        "contiguous_gradients": True,
-        # On CPU nothing overlaps: the same cores compute and communicate.
-        "overlap_comm": device == "cuda",
-    }
-    if config.zero.stage == 3:
-        zero["stage3_prefetch_bucket_size"] = config.zero.bucket_elements
-        if config.offload.parameters == "cpu":
-            zero["offload_param"] = offload
-    if config.offload.optimizer == "cpu":
-        zero["offload_optimizer"] = offload
-    return {
+    json = {
         "train_micro_batch_size_per_gpu": config.batch.micro,
         "gradient_accumulation_steps": config.accumulation,
         "train_batch_size": config.step_samples,
         "gradient_clipping": config.optimizer.clip,
         "bf16": {"enabled": precision == "bf16"},
-        "zero_optimization": zero,
+        "zero_optimization": _zero(config, device, disk),
         "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": config.offload.optimizer == "cpu" and cpu_adam,
+        "zero_force_ds_cpu_optimizer": config.offload.optimizer != "none" and cpu_adam,
         "steps_per_print": 2**31,
         "wall_clock_breakdown": False,
     }
+    if disk is not None:
+        json["aio"] = {
+            "block_size": disk.block_bytes,
+            "queue_depth": disk.queue_depth,
+            "intra_op_parallelism": disk.threads,
+            "single_submit": False,
+            "overlap_events": True,
+        }
+    return json
+
+
+def _zero(config: TuneConfig, device: str, disk: DiskSettings | None) -> dict[str, Any]:
+    offload, buckets = config.offload, config.zero.bucket_elements
+    assert disk is not None or not offload.on_disk, "NVMe offload was configured before the disk was measured"
+    zero: dict[str, Any] = {
+        "stage": config.zero.stage,
+        "reduce_bucket_size": buckets,
+        "allgather_bucket_size": buckets,
+        "contiguous_gradients": True,
+        # On CPU nothing overlaps: the same cores compute and communicate.
+        "overlap_comm": device == "cuda",
+    }
+    if config.zero.stage == 3:
+        zero["stage3_prefetch_bucket_size"] = buckets
+    # Pinned memory speeds up copies to a GPU; without one it only costs memory that cannot be swapped.
+    pinned = {"pin_memory": device == "cuda"}
+    if offload.parameters != "none":
+        zero["offload_param"] = {"device": offload.parameters, **pinned}
+    if offload.optimizer != "none":
+        zero["offload_optimizer"] = {"device": offload.optimizer, **pinned}
+        if offload.ratio < 1.0:
+            zero["offload_optimizer"]["ratio"] = offload.ratio
+        if offload.method == "superoffload":
+            zero["offload_optimizer"]["super_offload"] = True
+    if disk is not None:
+        zero["sub_group_size"] = disk.sub_group_elements
+        if offload.parameters == "nvme":
+            zero["offload_param"] |= {
+                "nvme_path": offload.path, "buffer_size": disk.buffer_elements, "buffer_count": disk.buffers
+            }  # fmt: skip
+            # What is fetched ahead must find a buffer.
+            zero["stage3_prefetch_bucket_size"] = min(buckets, disk.buffer_elements)
+        if offload.optimizer == "nvme":
+            zero["offload_optimizer"] |= {"nvme_path": offload.path, "buffer_count": 5}
+    return zero

@@ -24,10 +24,42 @@ class ZeroConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OffloadConfig:
-    """What lies in the host's memory instead of the device's."""
+    """What lies in the host's memory, or on a disk, instead of the device's memory."""
 
-    optimizer: Literal["none", "cpu"] = "none"
-    """Where the fp32 weights and the moments lie and are updated."""
+    optimizer: Literal["none", "cpu", "nvme"] = "none"
+    """Where the fp32 weights and the moments lie; they are updated on the CPU. ``nvme`` needs ZeRO stage 3."""
 
-    parameters: Literal["none", "cpu"] = "none"
+    parameters: Literal["none", "cpu", "nvme"] = "none"
     """Where parameters wait for their turn; needs ZeRO stage 3."""
+
+    path: str | None = None
+    """Folder on a fast local disk for what is offloaded to ``nvme``."""
+
+    ratio: float = 1.0
+    """Twin-Flow: share of the optimizer's state that lies on the CPU, the rest on the device; ZeRO stage 3, optimizer cpu."""
+
+    method: Literal["plain", "superoffload"] = "plain"
+    """``superoffload``: the CPU's update overlaps the GPU's work (GH200 and the like); CUDA, ZeRO stage 3, optimizer cpu."""
+
+    def __post_init__(self) -> None:
+        on_disk = [name for name in ("optimizer", "parameters") if getattr(self, name) == "nvme"]
+        if on_disk:
+            require(
+                self.path is not None,
+                "offload.path",
+                None,
+                f"name a folder, since offload.{on_disk[0]} is nvme",
+            )
+        else:
+            require(self.path is None, "offload.path", self.path, "be absent when nothing is offloaded to nvme")
+        require(0.0 <= self.ratio <= 1.0, "offload.ratio", self.ratio, "lie between 0 and 1")
+        for name, used in (("ratio", self.ratio < 1.0), ("method", self.method != "plain")):
+            rule = f"be left alone unless offload.optimizer is cpu (it is {self.optimizer})"
+            require(not used or self.optimizer == "cpu", f"offload.{name}", getattr(self, name), rule)
+        rule = "be 1 with superoffload, which decides by itself what lies where"
+        require(self.method == "plain" or self.ratio == 1.0, "offload.ratio", self.ratio, rule)
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether anything is offloaded to NVMe."""
+        return "nvme" in (self.optimizer, self.parameters)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from finetune.config.checks import require
 
@@ -29,13 +30,17 @@ class BatchConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
-    """AdamW. Biases and norms are not decayed."""
+    """How gradients become updates. Biases and norms are not decayed."""
+
+    name: Literal["adamw", "lion"] = "adamw"
+    """``adamw`` (DeepSpeed's CPU Adam when offloaded), or ``lion`` (signs of a momentum: half the state, a learning rate about
+    a third to a tenth of AdamW's)."""
 
     lr: float = 3e-4
     """Learning rate after warm-up."""
 
     betas: tuple[float, ...] = (0.9, 0.95)
-    """Decay of the first and second moment."""
+    """Decay of the first and second moment; for ``lion`` of the update and of the momentum."""
 
     eps: float = 1e-8
     """Added to the root of the second moment."""
@@ -61,7 +66,11 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleConfig:
-    """Linear warm-up, then a cosine down to a floor at the last step."""
+    """Linear warm-up, then a shape that ends at a floor at the last step."""
+
+    shape: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = "cosine"
+    """After warm-up: ``constant``, ``linear``, ``cosine``, ``wsd`` (constant, then a linear fall over ``decay``), or
+    ``inverse_sqrt``."""
 
     steps: int | None = None
     """Optimizer steps; unset: ``epochs`` passes over the data."""
@@ -75,8 +84,13 @@ class ScheduleConfig:
     floor: float = 0.1
     """Learning rate at the end, as a share of ``optimizer.lr``."""
 
+    decay: float = 0.1
+    """The fall at the end of ``wsd``: below 1 a share of all steps, from 1 on a number of steps."""
+
     def __post_init__(self) -> None:
         require(self.steps is None or self.steps >= 1, "schedule.steps", self.steps, "be at least 1")
         require(math.isfinite(self.epochs) and self.epochs > 0, "schedule.epochs", self.epochs, "be greater than 0")
-        require(math.isfinite(self.warmup) and self.warmup >= 0, "schedule.warmup", self.warmup, "be 0 or more")
+        for name in ("warmup", "decay"):
+            value = getattr(self, name)
+            require(math.isfinite(value) and value >= 0, f"schedule.{name}", value, "be 0 or more")
         require(0.0 <= self.floor <= 1.0, "schedule.floor", self.floor, "lie between 0 and 1")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from finetune.config.activations import ActivationConfig
 from finetune.config.checks import require
 from finetune.config.data import DataConfig
+from finetune.config.lora import LoraConfig
 from finetune.config.memory import OffloadConfig, ZeroConfig
 from finetune.config.model import ModelConfig, TokenizerConfig
 from finetune.config.optimization import BatchConfig, OptimizerConfig, ScheduleConfig
@@ -22,31 +24,50 @@ class TuneConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
+    lora: LoraConfig | None = None
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
+    activations: ActivationConfig = field(default_factory=ActivationConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     save: SaveConfig = field(default_factory=SaveConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
-        require(
-            self.offload.parameters == "none" or self.zero.stage == 3,
-            "offload.parameters",
-            self.offload.parameters,
-            f"be none unless zero.stage is 3 (it is {self.zero.stage})",
-        )
+        self._check_offload()
         require(
             self.model.path is not None or self.tokenizer.path is not None or self.tokenizer.train is not None,
             "tokenizer",
             "not set",
             "name a path or be trained (tokenizer.train.vocab_size), because a new model brings none",
         )
+        require(
+            self.lora is None or self.model.path is not None,
+            "lora",
+            "set",
+            "be absent when model.new is set: an adapter needs trained weights beside it",
+        )
         stages = self.pipeline.stages
         require(self.run.ranks % stages == 0, "pipeline.stages", stages, f"divide run.ranks, which is {self.run.ranks}")
         self._check_batch()
+
+    def _check_offload(self) -> None:
+        offload, stage = self.offload, self.zero.stage
+        needs_three = {
+            "parameters": offload.parameters != "none",
+            "optimizer": offload.optimizer == "nvme",
+            "ratio": offload.ratio < 1.0,
+            "method": offload.method != "plain",
+        }
+        for name, used in needs_three.items():
+            allowed = {"parameters": "none", "optimizer": "none or cpu", "ratio": "1", "method": "plain"}[name]
+            rule = f"be {allowed} unless zero.stage is 3 (it is {stage})"
+            require(not used or stage == 3, f"offload.{name}", getattr(offload, name), rule)
+        if offload.method == "superoffload":
+            require(self.run.device != "cpu", "offload.method", "superoffload", "be plain on the CPU: it needs CUDA")
+            require(self.optimizer.name == "adamw", "offload.method", "superoffload", "be plain unless optimizer.name is adamw")
 
     def _check_batch(self) -> None:
         batch, ranks = self.batch, self.data_ranks

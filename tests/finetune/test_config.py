@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from finetune.config import (
     BatchConfig,
@@ -18,7 +16,7 @@ from finetune.config import (
     ZeroConfig,
     to_deepspeed,
 )
-from finetune.schedule import Schedule, make_schedule
+from finetune.schedule import make_schedule
 
 
 def config(**changes: object) -> TuneConfig:
@@ -59,24 +57,6 @@ def test_without_cpu_adam_deepspeed_takes_the_torch_optimizer() -> None:
     offloaded = config(offload=OffloadConfig(optimizer="cpu"))
     assert to_deepspeed(offloaded, device="cpu", precision="fp32", cpu_adam=True)["zero_force_ds_cpu_optimizer"] is True
     assert to_deepspeed(offloaded, device="cpu", precision="fp32", cpu_adam=False)["zero_force_ds_cpu_optimizer"] is False
-
-
-def test_the_schedule_warms_up_falls_and_ends_at_the_floor() -> None:
-    schedule = Schedule(steps=100, warmup_steps=10, peak=1.0, floor=0.1)
-    assert schedule.rate(0) == pytest.approx(0.1)
-    assert schedule.rate(9) == pytest.approx(1.0)
-    assert schedule.rate(10) == pytest.approx(1.0)
-    assert schedule.rate(99) == pytest.approx(0.1)
-    assert schedule.rate(1000) == pytest.approx(0.1)
-
-
-@given(st.integers(1, 300), st.integers(0, 300), st.floats(0, 1))
-def test_the_rate_never_leaves_its_bounds(steps: int, warmup: int, floor: float) -> None:
-    schedule = Schedule(steps, min(warmup, steps - 1), 2.0, floor)
-    rates = [schedule.rate(step) for step in range(steps)]
-    assert all(0 < rate <= 2.0 or rate == floor == 0 for rate in rates[:-1])
-    after = rates[schedule.warmup_steps :]
-    assert after == sorted(after, reverse=True)
 
 
 def test_steps_follow_from_epochs() -> None:

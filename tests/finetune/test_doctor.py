@@ -77,7 +77,7 @@ def test_without_a_compiler_nothing_is_built_and_the_reason_is_told(monkeypatch:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     said: list[str] = []
-    adam = ops.ensure_cpu_adam(said.append)
+    adam = ops.ensure(ops.CPU_ADAM, said.append)
     assert not adam.available
     assert "no C++ compiler" in adam.reason
     assert said == []
@@ -91,7 +91,7 @@ def test_a_compiler_that_fails_is_announced_and_then_named(monkeypatch: pytest.M
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("CXX", str(broken))
     said: list[str] = []
-    adam = ops.ensure_cpu_adam(said.append)
+    adam = ops.ensure(ops.CPU_ADAM, said.append)
     assert "CPU Adam" in said[0]
     assert " s, once" in said[0]
     assert not adam.available

@@ -22,7 +22,7 @@ Reports = list[dict[str, Any]]
 def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
     """What the ranks saw, by rank."""
     out = tmp_path_factory.mktemp("zero")
-    adam = ops.ensure_cpu_adam(lambda _: None)
+    adam = ops.ensure(ops.CPU_ADAM, lambda _: None)
     library = str(ops.library_of(ops.CPU_ADAM)) if adam.available else ""
     shared = {**rank_environment(RANKS, 1), "DS_ACCELERATOR": "cpu"}
     ranks = []

@@ -34,7 +34,8 @@ from finetune.config import (
 from finetune.data.batches import Microbatch
 from finetune.engine import ZeroEngine
 from finetune.errors import RunError
-from finetune.model import build_empty, decay_groups, initialise, new_config, token_losses
+from finetune.loss import token_losses
+from finetune.model import build_empty, decay_groups, initialise, new_config
 from finetune.resume import ResumeState
 from finetune.saving import Keeper
 from finetune.schedule import Schedule

@@ -1,0 +1,293 @@
+"""Step time of the training engine beside a bare DeepSpeed loop and HF Trainer; the loss in chunks beside whole logits.
+
+    make bench-training
+
+Every system trains the same seeded GPT-NeoX on the same random batches with the same DeepSpeed settings on two ranks of this
+machine. The systems take turns, each in fresh processes. A figure is the median over runs of the median step, the first ones
+left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).with_name("results")
+SYSTEMS = ("tessera", "deepspeed", "trainer")
+MODEL = {
+    "model_type": "gpt_neox", "hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6, "intermediate_size": 1536,
+    "vocab_size": 16_384, "max_position_embeddings": 512,
+}  # fmt: skip
+SEQ, MICRO, ACCUMULATION, RANKS, WARM = 256, 2, 2, 2, 3
+LOSS = {"tokens": 2048, "hidden": 768, "vocab": 50_304}
+
+
+def config(output: str, stage: int, offload: bool) -> Any:
+    """The run that all three systems make."""
+    from finetune.config import (
+        BatchConfig,
+        DataConfig,
+        ModelConfig,
+        OffloadConfig,
+        OptimizerConfig,
+        RunConfig,
+        TokenizerConfig,
+        TuneConfig,
+        ZeroConfig,
+    )
+
+    return TuneConfig(
+        run=RunConfig(output=output, ranks=RANKS, device="cpu", precision="fp32"),
+        data=DataConfig(train=("unused",), seq_len=SEQ),
+        model=ModelConfig(new=MODEL),
+        tokenizer=TokenizerConfig(path="unused"),
+        batch=BatchConfig(micro=MICRO, accumulation=ACCUMULATION),
+        optimizer=OptimizerConfig(lr=1e-4),
+        zero=ZeroConfig(stage=stage),  # type: ignore[arg-type]
+        offload=OffloadConfig(optimizer="cpu" if offload else "none", parameters="cpu" if offload and stage == 3 else "none"),
+    )
+
+
+# -- one rank of one system
+
+
+def worker(system: str, stage: int, offload: bool, steps: int, adam: str) -> None:
+    """Train and, on rank 0, print the seconds of every step as JSON."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import torch
+
+    from finetune import engine
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    if adam:
+        engine.load_op("cpu_adam", Path(adam))
+    rank = int(os.environ["RANK"])
+    device = engine.start_ranks("cpu", rank)
+    draw = torch.Generator().manual_seed(rank)
+    tokens = torch.randint(0, MODEL["vocab_size"], (ACCUMULATION * MICRO * 4, SEQ + 1), generator=draw)  # type: ignore[call-overload]
+    with tempfile.TemporaryDirectory() as folder:
+        run = {"tessera": _tessera, "deepspeed": _deepspeed, "trainer": _trainer}[system]
+        seconds = run(config(folder, stage, offload), device, tokens, steps, bool(adam))
+    if rank == 0:
+        print(json.dumps(seconds), flush=True)
+    torch.distributed.barrier()
+    os._exit(0)
+
+
+def _tessera(config: Any, device: Any, tokens: Any, steps: int, adam: bool) -> list[float]:
+    from finetune.data.batches import Microbatch
+    from finetune.engine import ZeroEngine
+    from finetune.model import initialise, new_config
+
+    hf_config = new_config(MODEL, num_ids=2, seq_len=SEQ, end_of_text_id=0)
+    made = ZeroEngine(
+        config, hf_config, lambda model, gather: initialise(model, gather, 0), device=device, precision="fp32", cpu_adam=adam
+    )
+    rows = [Microbatch(part[:, :-1], part[:, 1:].clone()) for part in tokens.split(MICRO)]
+    seconds = []
+    for step in range(steps):
+        began = time.perf_counter()
+        made.train_step([rows[(step * ACCUMULATION + n) % len(rows)] for n in range(ACCUMULATION)], 1e-4)
+        seconds.append(time.perf_counter() - began)
+    return seconds
+
+
+def _model() -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from finetune.model import new_config
+
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(new_config(MODEL, num_ids=2, seq_len=SEQ, end_of_text_id=0))
+
+
+def _optimizer(config: Any, model: Any, adam: bool) -> Any:
+    from finetune.engine import _make_optimizer
+    from finetune.model import decay_groups
+
+    return _make_optimizer(config, decay_groups(model, config.optimizer.weight_decay), cpu_adam=adam)
+
+
+def _deepspeed(config: Any, device: Any, tokens: Any, steps: int, adam: bool) -> list[float]:
+    import deepspeed
+
+    from finetune.config import to_deepspeed
+
+    model = _model()
+    settings = to_deepspeed(config, device="cpu", precision="fp32", cpu_adam=adam)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=_optimizer(config, model, adam), config=settings)
+    rows = tokens.split(MICRO)
+    seconds = []
+    for step in range(steps):
+        began = time.perf_counter()
+        for n in range(ACCUMULATION):
+            part = rows[(step * ACCUMULATION + n) % len(rows)]
+            loss = engine(input_ids=part, labels=part, use_cache=False).loss
+            engine.backward(loss)
+            engine.step()
+        seconds.append(time.perf_counter() - began)
+    return seconds
+
+
+def _trainer(config: Any, device: Any, tokens: Any, steps: int, adam: bool) -> list[float]:
+    import torch
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from finetune.config import to_deepspeed
+
+    class Clock(TrainerCallback):
+        def __init__(self) -> None:
+            self.seconds: list[float] = []
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            self.began = time.perf_counter()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            self.seconds.append(time.perf_counter() - self.began)
+
+    settings = to_deepspeed(config, device="cpu", precision="fp32", cpu_adam=adam)
+    clock = Clock()
+    arguments = TrainingArguments(
+        output_dir=config.run.output, max_steps=steps, per_device_train_batch_size=MICRO,
+        gradient_accumulation_steps=ACCUMULATION, use_cpu=True, deepspeed=settings, report_to=[], save_strategy="no",
+        logging_strategy="no", disable_tqdm=True, max_grad_norm=config.optimizer.clip, learning_rate=1e-4,
+        lr_scheduler_type="constant",
+    )  # fmt: skip
+    model = _model()
+    rows = [
+        {"input_ids": row[:SEQ], "labels": row[:SEQ]}
+        for row in tokens.repeat(1 + steps * ACCUMULATION * MICRO * RANKS // len(tokens), 1)
+    ]
+    optimizer = _optimizer(config, model, adam)
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    trainer = Trainer(model=model, args=arguments, train_dataset=rows, optimizers=(optimizer, schedule), callbacks=[clock])
+    with contextlib.redirect_stdout(sys.stderr):
+        trainer.train()
+    return clock.seconds
+
+
+# -- the loss alone
+
+
+def loss_worker(chunked: bool, repeats: int) -> None:
+    """Print the median seconds of loss and gradients, and the peak memory they add, in bytes."""
+    import torch
+
+    from finetune.loss import linear_cross_entropy, token_losses
+
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(LOSS["tokens"], LOSS["hidden"], generator=draw).requires_grad_()
+    weight = (torch.randn(LOSS["vocab"], LOSS["hidden"], generator=draw) * 0.02).requires_grad_()
+    targets = torch.randint(0, LOSS["vocab"], (LOSS["tokens"],), generator=draw)
+    weight.grad, hidden.grad = torch.ones_like(weight), torch.ones_like(hidden)
+    # Both ways make the weight's gradient once more before it is added; touch that much, so that only the rest counts.
+    touched = torch.ones_like(weight)
+    del touched
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    seconds = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        if chunked:
+            loss = linear_cross_entropy(hidden, weight, None, targets)
+        else:
+            loss = token_losses(torch.nn.functional.linear(hidden, weight)[None], targets[None])
+        loss.backward()
+        seconds.append(time.perf_counter() - began)
+    added = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    print(json.dumps({"seconds": statistics.median(seconds), "added": added, "loss": float(loss)}), flush=True)
+
+
+# -- all of it
+
+
+def _run(words: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.training", *words],
+        env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def step_seconds(system: str, stage: int, offload: bool, steps: int, adam: str) -> float:
+    """Median step of one run of one system."""
+    from finetune.launch import rank_environment
+    from finetune.machine import usable_cores
+
+    shared = rank_environment(RANKS, max(1, usable_cores() // RANKS))
+    words = ["--worker", system, "--stage", str(stage), "--steps", str(steps), "--adam", adam if offload else ""]
+    words += ["--offload"] if offload else []
+    ranks = [_run(words, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(RANKS)]
+    outputs = [rank.communicate(timeout=900) for rank in ranks]
+    if any(rank.returncode for rank in ranks):
+        raise SystemExit(f"{system} failed:\n{outputs[0][1][-3000:]}")
+    return statistics.median(json.loads(outputs[0][0].strip().splitlines()[-1])[WARM:])
+
+
+def main() -> int:
+    """Run the benchmark, print it and record it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--worker", choices=[*SYSTEMS, "loss-chunked", "loss-whole"], help=argparse.SUPPRESS)
+    parser.add_argument("--stage", type=int, default=3, help=argparse.SUPPRESS)
+    parser.add_argument("--offload", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--adam", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help="result file; default: benchmarks/results/training-cpu-<date>.json")
+    options = parser.parse_args()
+    if options.worker and options.worker.startswith("loss"):
+        loss_worker(options.worker == "loss-chunked", 5)
+        return 0
+    if options.worker:
+        worker(options.worker, options.stage, options.offload, options.steps, options.adam)
+        return 0
+    from benchmarks.serving import machine
+    from finetune import ops
+
+    built = ops.ensure(ops.CPU_ADAM, print)
+    adam = str(ops.library_of(ops.CPU_ADAM)) if built.available else ""
+    cases = {"ZeRO-3, all offloaded": (3, True), "ZeRO-2": (2, False)}
+    table: dict[str, dict[str, float]] = {}
+    for name, (stage, offload) in cases.items():
+        runs: dict[str, list[float]] = {system: [] for system in SYSTEMS}
+        for _ in range(options.repeats):
+            for system in SYSTEMS:
+                runs[system].append(step_seconds(system, stage, offload, options.steps, adam))
+        medians = {system: statistics.median(values) for system, values in runs.items()}
+        table[name] = medians | {f"tessera / {peer}": medians["tessera"] / medians[peer] for peer in SYSTEMS[1:]}
+        print(name, {key: round(value, 4) for key, value in table[name].items()}, flush=True)
+    losses: dict[str, list[dict[str, float]]] = {"loss-chunked": [], "loss-whole": []}
+    for _ in range(options.repeats):
+        for kind, found in losses.items():
+            found.append(json.loads(_run(["--worker", kind], {}).communicate(timeout=900)[0].strip().splitlines()[-1]))
+    chunked, whole = ({key: statistics.median(r[key] for r in found) for key in found[0]} for found in losses.values())
+    logits = LOSS["tokens"] * LOSS["vocab"] * 4
+    loss = {
+        "chunked": chunked, "whole": whole, "bytes of whole fp32 logits": logits,
+        "chunked memory / whole logits": chunked["added"] / logits, "whole memory / whole logits": whole["added"] / logits,
+        "speed of chunked / whole": whole["seconds"] / chunked["seconds"],
+    }  # fmt: skip
+    print(loss)
+    today = datetime.date.today().isoformat()
+    out = options.out or RESULTS / f"training-cpu-{today}.json"
+    record = {
+        "what": f"seconds per step, {RANKS} ranks, fp32, {SEQ} tokens x {MICRO} x {ACCUMULATION}; loss and gradients of {LOSS}",
+        "date": today, "machine": machine("cpu"), "model": MODEL, "steps": table, "loss": loss,
+    }  # fmt: skip
+    out.write_text(json.dumps(record, indent=2) + "\n")
+    print(f"recorded in {out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

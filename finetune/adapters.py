@@ -1,0 +1,149 @@
+"""LoRA and its kin through peft: put beside a model, named as peft names them, merged into a whole model again."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from checkpoint import CheckpointError, open_checkpoint
+from finetune.config import LoraConfig
+from finetune.errors import ConfigError
+from finetune.export import require_new, tokenizer_files_of, write_new
+from finetune.folders import checkpoint_folder, step_folders
+from finetune.model import saved_config, tied_names
+
+_ADAPTER = "adapter_config.json"
+_WEIGHTS = "adapter_model.safetensors"
+
+
+def add_adapters(model: PreTrainedModel, config: LoraConfig, *, base: str, seed: int) -> nn.Module:
+    """Freeze a filled model and put adapters beside its linear layers; returns peft's model around it.
+
+    A new adapter changes nothing: one of its factors is zero. Equal for equal seeds.
+
+    Raises:
+        ConfigError: ``lora.targets`` names no linear layer.
+    """
+    from peft import LoraConfig as PeftLora
+    from peft import get_peft_model
+
+    found = _linear_layers(model)
+    for target in config.targets:
+        if not any(name == target or name.endswith(f".{target}") for name in found):
+            ends = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in found}))
+            raise ConfigError(f"lora.targets: {target!r} ends the name of no linear layer of the model; there are {ends}")
+    settings = PeftLora(
+        r=config.rank,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]  # annotated int; a number to peft
+        lora_dropout=config.dropout,
+        target_modules=list(config.targets) or "all-linear",
+        use_rslora=config.method == "rslora",
+        use_dora=config.method == "dora",
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base,
+    )
+    torch.manual_seed(seed)
+    # DeepSpeed converts the adapters with the rest; peft's own fp32 copies would be converted back.
+    wrapped = get_peft_model(model, settings, autocast_adapter_dtype=False)
+    wrapped.peft_config["default"].base_model_name_or_path = base  # which peft takes from the model, built from no folder
+    return wrapped
+
+
+def _linear_layers(model: PreTrainedModel) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+
+
+def base_of(model: nn.Module) -> PreTrainedModel:
+    """The transformers model inside peft's, or the model itself."""
+    get = getattr(model, "get_base_model", None)
+    return model if get is None else get()  # type: ignore[return-value]
+
+
+def as_peft_names_them(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of ``named_parameters`` under the names of ``adapter_model.safetensors``."""
+    from peft import get_peft_model_state_dict
+
+    found: dict[str, torch.Tensor] = get_peft_model_state_dict(model, state_dict=dict(tensors), save_embedding_layers=False)
+    assert len(found) == len(tensors), "peft left a trained tensor out of the adapter"
+    return found
+
+
+def adapter_config_of(model: nn.Module) -> dict[str, Any]:
+    """``adapter_config.json``: peft's description of the adapters, ready for inference."""
+    values: dict[str, Any] = model.peft_config["default"].to_dict()  # type: ignore[union-attr, operator, index]
+    plain = {key: sorted(value) if isinstance(value, set) else value for key, value in values.items()}
+    for key in ("task_type", "peft_type"):
+        plain[key] = str(getattr(plain[key], "value", plain[key]))
+    return {**plain, "inference_mode": True}
+
+
+def merge(
+    adapter: Path, out: Path, *, base: Path | None = None, dtype: torch.dtype | None = None, max_shard_bytes: int = 2 << 30
+) -> Path:
+    """Join an adapter with its base model into the new checkpoint ``out``; whole or absent.
+
+    The whole model is in memory, in the base's type, and is merged by peft; each merged weight is computed in fp32.
+
+    Args:
+        adapter: a run's folder, a folder of checkpoints, or one folder with ``adapter_config.json``.
+        base: the base model's folder; unset: the one that ``adapter_config.json`` names.
+
+    Raises:
+        ConfigError: there is no adapter or no base, they do not fit, or ``out`` exists.
+        RunError: writing failed.
+    """
+    require_new(out)
+    folder = checkpoint_folder(adapter)
+    folder = next((path for _, path in reversed(step_folders(folder))), folder) if not (folder / _ADAPTER).is_file() else folder
+    if not (folder / _ADAPTER).is_file():
+        raise ConfigError(f"{adapter}: holds no {_ADAPTER}; it is not an adapter")
+    if not (folder / _WEIGHTS).is_file():
+        raise ConfigError(f"{folder}: holds no {_WEIGHTS}; adapters of other formats are not opened")
+    from peft import PeftConfig
+
+    try:
+        described = PeftConfig.from_pretrained(str(folder))
+    except Exception as error:
+        raise ConfigError(f"{folder / _ADAPTER}: {' '.join(str(error).split())}") from error
+    base = base or Path(str(described.base_model_name_or_path)).expanduser()
+    try:
+        checkpoint = open_checkpoint(base)
+    except CheckpointError as error:
+        raise ConfigError(f"{base}: {error}; name the base model with --base") from error
+    with checkpoint:
+        model = _merged(checkpoint.path, folder, dtype)
+        source = folder if (folder / "tokenizer.json").is_file() else checkpoint.path
+        tied = tied_names(model)
+        return write_new(
+            out,
+            ((name, parameter.detach()) for name, parameter in model.named_parameters() if name not in tied),
+            step=checkpoint.step or 0,
+            config=saved_config(model.config, model.dtype),
+            generation_config=dict(checkpoint.generation_config) or None,
+            tokenizer_files=tokenizer_files_of(source),
+            max_shard_bytes=max_shard_bytes,
+        )
+
+
+def _merged(base: Path, folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
+    from peft import PeftModel
+
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        base, dtype=dtype or "auto", local_files_only=True, trust_remote_code=False, use_safetensors=True
+    )
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="Found missing adapter keys")
+            wrapped = PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=True)
+    except (RuntimeError, ValueError, KeyError, UserWarning) as error:
+        raise ConfigError(f"{folder}: does not fit the base model {base}: {' '.join(str(error).split())[:300]}") from error
+    merged: PreTrainedModel = wrapped.merge_and_unload()
+    return merged

@@ -1,0 +1,170 @@
+"""The training loss without whole logits: rows of logits are made, used for the loss and its gradients, and dropped.
+
+The output layer of a transformers model is made to answer with the summed loss of given targets instead of logits, so every
+hook around it (ZeRO-3 gathers its weight there) works as before. Gradients are computed in the forward pass, chunk by chunk,
+as Liger Kernel's fused linear cross-entropy does (arXiv 2410.10989): three products in all, as without chunks.
+
+T target rows   H hidden size   V vocabulary   R rows of one chunk
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+IGNORED: Final = -100
+"""Target of a position that does not count."""
+_CHUNK_BYTES: Final = {"cpu": 32 << 20, "cuda": 256 << 20}
+"""A GPU wants larger products: each chunk also reads and writes the weight's gradient."""
+_FEWEST_ROWS: Final = 16
+_SCALED_LOGITS: Final = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+"""Keys of configurations whose models change their logits after the output layer."""
+
+
+def token_losses(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
+    """Sum over all targets of the negative log-likelihood, in fp32, from whole logits; targets of -100 do not count."""
+    return nn.functional.cross_entropy(
+        logits_BLV.flatten(0, 1).float(), targets_BL.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
+
+
+class HeadLoss:
+    """Makes a model's output layer return the summed loss while ``of`` holds targets, and logits otherwise.
+
+    Args:
+        rows: target rows whose logits exist at once; ``None`` chooses (about 32 MiB, a sixteenth of all at most).
+    """
+
+    def __init__(self, model: PreTrainedModel, rows: int | None = None) -> None:
+        head = model.get_output_embeddings()
+        assert isinstance(head, nn.Linear), "supports() was asked before"
+        self._rows = rows
+        self._targets_T: Tensor | None = None
+        whole = head.forward
+
+        def forward(hidden: Tensor) -> Tensor:
+            if self._targets_T is None:
+                return whole(hidden)
+            return linear_cross_entropy(hidden.flatten(0, -2), head.weight, head.bias, self._targets_T, self._rows)
+
+        head.forward = forward  # type: ignore[method-assign]
+
+    @staticmethod
+    def supports(model: PreTrainedModel) -> bool:
+        """Whether the model's logits are what its output layer, a plain linear one, returns."""
+        scaled = any(getattr(model.config, key, None) not in (None, 1, 1.0) for key in _SCALED_LOGITS)
+        return type(model.get_output_embeddings()) is nn.Linear and not scaled
+
+    @contextmanager
+    def of(self, targets_BL: Tensor) -> Iterator[None]:
+        """Within it the model's ``logits`` are the summed loss of these targets, a scalar."""
+        self._targets_T = targets_BL.flatten()
+        try:
+            yield
+        finally:
+            self._targets_T = None
+
+
+def linear_cross_entropy(
+    hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_N: Tensor, rows: int | None = None
+) -> Tensor:
+    """Sum over the counted targets of -log softmax(hidden @ weight.T + bias)[target], fp32, differentiable once.
+
+    Args:
+        targets_N: int64; positions of -100 cost nothing, neither time nor memory.
+        rows: rows of logits at once; ``None`` chooses.
+    """
+    return _LinearCrossEntropy.apply(hidden_NH, weight_VH, bias_V, targets_N, rows, torch.is_grad_enabled())  # type: ignore[no-any-return]
+
+
+def chunk_rows(num_targets: int, vocab_size: int, device: str = "cpu") -> int:
+    """Rows of fp32 logits at once: about 32 MiB (256 on a GPU), at most a sixteenth of all, at least 16."""
+    return max(_FEWEST_ROWS, min(_CHUNK_BYTES.get(device, 32 << 20) // (4 * vocab_size), -(-num_targets // 16)))
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        targets_N: Tensor,
+        rows: int | None,
+        with_gradients: bool,
+    ) -> Tensor:
+        index_T = (targets_N != IGNORED).nonzero().squeeze(1)
+        everything = len(index_T) == len(targets_N)
+        hidden_TH = hidden_NH if everything else hidden_NH[index_T]
+        targets_T = targets_N if everything else targets_N[index_T]
+        rows = rows or chunk_rows(len(targets_T), len(weight_VH), weight_VH.device.type)
+        wanted = [with_gradients and needed for needed in ctx.needs_input_grad[:3]]
+        gradients = _Gradients(hidden_TH, weight_VH, bias_V, *wanted)
+        loss = torch.zeros((), dtype=torch.float64, device=hidden_NH.device)
+        for begin in range(0, len(targets_T), rows):
+            part = slice(begin, begin + rows)
+            loss += _chunk(hidden_TH[part], weight_VH, bias_V, targets_T[part], gradients, part)
+        ctx.gradients = gradients
+        ctx.index_T, ctx.num_rows = (None if everything else index_T), len(hidden_NH)
+        return loss.float()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        found: _Gradients = ctx.gradients
+        del ctx.gradients  # large, and of no use twice
+        hidden = None
+        if found.hidden_TH is not None:
+            hidden = found.hidden_TH.mul_(grad)
+            if ctx.index_T is not None:
+                scattered = hidden.new_zeros(ctx.num_rows, hidden.shape[1])
+                hidden = scattered.index_copy_(0, ctx.index_T, hidden)
+        weight = None if found.weight_VH is None else found.weight_VH.mul_(grad).to(found.dtype)
+        bias = None if found.bias_V is None else found.bias_V.mul_(grad).to(found.dtype)
+        return hidden, weight, bias, None, None, None
+
+
+class _Gradients:
+    """Where the gradients of one forward pass are collected: of the weight in fp32, of the hidden states in their type."""
+
+    def __init__(
+        self, hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, of_hidden: bool, of_weight: bool, of_bias: bool
+    ) -> None:
+        self.dtype = weight_VH.dtype
+        self.hidden_TH = torch.empty_like(hidden_TH) if of_hidden else None
+        self.weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if of_weight else None
+        self.bias_V = torch.zeros_like(bias_V, dtype=torch.float32) if bias_V is not None and of_bias else None
+
+    @property
+    def wanted(self) -> bool:
+        return self.hidden_TH is not None or self.weight_VH is not None or self.bias_V is not None
+
+
+def _chunk(
+    hidden_RH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_R: Tensor, gradients: _Gradients, part: slice
+) -> Tensor:
+    """The summed loss of some rows, fp64; their share is added to the gradients."""
+    logits_RV = nn.functional.linear(hidden_RH, weight_VH, bias_V).float()
+    largest_R1 = logits_RV.amax(dim=1, keepdim=True)
+    target_R1 = logits_RV.gather(1, targets_R[:, None])
+    logits_RV.sub_(largest_R1).exp_()
+    sum_R1 = logits_RV.sum(dim=1, keepdim=True)
+    loss = (sum_R1.log() + largest_R1 - target_R1).double().sum()
+    if gradients.wanted:
+        # The gradient of the logits, softmax - one-hot, in their place.
+        logits_RV.div_(sum_R1).scatter_add_(1, targets_R[:, None], torch.full_like(target_R1, -1.0))
+        if gradients.bias_V is not None:
+            gradients.bias_V += logits_RV.sum(dim=0)
+        typed_RV = logits_RV.to(weight_VH.dtype)
+        if gradients.hidden_TH is not None:
+            torch.mm(typed_RV, weight_VH, out=gradients.hidden_TH[part])
+        if gradients.weight_VH is not None:
+            if gradients.dtype == torch.float32:
+                gradients.weight_VH.addmm_(typed_RV.t(), hidden_RH)
+            else:
+                gradients.weight_VH += typed_RV.t() @ hidden_RH
+    return loss

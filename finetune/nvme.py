@@ -1,0 +1,167 @@
+"""NVMe offload, checked before a run: the library, the folder, the room, the limits; and settings from what the disk can do."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from math import prod
+from pathlib import Path
+
+from finetune import machine, ops
+from finetune.config import DiskSettings, TuneConfig
+from finetune.errors import ConfigError
+
+Say = Callable[[str], None]
+MEASURED = "tessera-disk.json"
+"""In ``offload.path``: what an earlier run measured."""
+PROBE_BYTES = 64 << 20
+CANDIDATES = tuple((block, depth, threads) for block in (1 << 18, 1 << 20) for depth in (8, 32) for threads in (1, 2))
+"""Block sizes, queue depths and threads that are tried; small blocks, since smaller tensors are not offloaded."""
+_MOST_SUB_GROUP = 50_000_000
+_SMALLEST_SWAPPED = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Disk:
+    """The best settings found, and what they gave."""
+
+    block_bytes: int
+    queue_depth: int
+    threads: int
+    read_gib_s: float
+    write_gib_s: float
+
+
+def prepare_disk(config: TuneConfig, say: Say) -> Disk:
+    """Check everything NVMe offload needs but the room, then measure the disk, or find it measured.
+
+    Raises:
+        ConfigError: names what is missing and the remedy.
+    """
+    folder = _writable(config)
+    for op in (ops.PIN_MEMORY, ops.ASYNC_IO):
+        if not ops.library_of(op).is_file() and machine.libaio() is None:
+            raise ConfigError(
+                "offload: nvme needs libaio, and its header libaio.h is not found; on Debian and Ubuntu: apt-get install "
+                "libaio-dev; on Fedora: dnf install libaio-devel; or offload to cpu"
+            )
+        built = ops.ensure(op, say)
+        if not built.available:
+            raise ConfigError(f"offload: nvme needs it, but {built.reason}; or offload to cpu")
+    known = folder / MEASURED
+    try:
+        return Disk(**json.loads(known.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        pass
+    say(f"measuring the disk of {folder} once, about 10 s")
+    disk = _measure(folder)
+    known.write_text(json.dumps(asdict(disk)) + "\n", encoding="utf-8")
+    threads = "1 thread" if disk.threads == 1 else f"{disk.threads} threads"
+    say(
+        f"the disk reads {disk.read_gib_s:.1f} GiB/s and writes {disk.write_gib_s:.1f}: "
+        f"blocks of {disk.block_bytes >> 10} KiB, {disk.queue_depth} in flight, {threads}"
+    )
+    return disk
+
+
+def _writable(config: TuneConfig) -> Path:
+    assert config.offload.path is not None, "OffloadConfig asks for a path"
+    folder = Path(config.offload.path).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"offload.path: {folder} cannot be written: {error.strerror}; name a folder on a local disk"
+        ) from error
+    return folder
+
+
+def _measure(folder: Path) -> Disk:
+    """Let DeepSpeed's own file access try the candidates, in a process that can load it."""
+    environment = {**os.environ, "PATH": machine.search_path(), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    environment["TESSERA_PARENT"] = str(os.getpid())
+    libraries = [str(ops.library_of(op)) for op in (ops.PIN_MEMORY, ops.ASYNC_IO)]
+    command = [sys.executable, "-m", "finetune.engine", "measure-disk", str(folder), *libraries]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True)
+        return Disk(**json.loads(done.stdout.strip().splitlines()[-1]))
+    except subprocess.CalledProcessError as error:
+        last = (error.stderr or "").strip().splitlines()[-1:]
+        raise ConfigError(f"offload.path: {folder}: direct file access failed: {last[0] if last else error}") from error
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError, TypeError) as error:
+        raise ConfigError(f"offload.path: {folder}: the disk could not be measured: {error}") from error
+
+
+def disk_settings(
+    config: TuneConfig, disk: Disk, shapes: Mapping[str, tuple[int, ...]], bytes_per_element: int
+) -> DiskSettings:
+    """Buffers from the model's sizes, after a look at the room on the disk and the limit on pinned memory.
+
+    Args:
+        shapes: of every parameter, whole.
+        bytes_per_element: of the parameters that compute.
+
+    Raises:
+        ConfigError: the disk is too small, or less memory may be pinned than the buffers take.
+    """
+    ranks = config.data_ranks
+    parts = [-(-prod(shape) // ranks) for shape in shapes.values()]
+    largest = max(parts)
+    # At most this many parts that are offloaded at all lie next to one another within one part's size: those may be
+    # fetched ahead; two more are in use.
+    smallest = _SMALLEST_SWAPPED // bytes_per_element
+    swapped = [part for part in parts if part >= smallest]
+    ahead = max((_run_within(swapped[at:], largest) for at in range(len(swapped))), default=0)
+    settings = DiskSettings(
+        block_bytes=disk.block_bytes,
+        queue_depth=disk.queue_depth,
+        threads=disk.threads,
+        buffer_elements=largest,
+        buffers=ahead + 4,
+        sub_group_elements=max(largest, min(_MOST_SUB_GROUP, sum(parts))),
+    )
+    _check_room(config, sum(parts) * ranks, bytes_per_element)
+    _check_memlock(config, settings, bytes_per_element)
+    return settings
+
+
+def _run_within(parts: list[int], limit: int) -> int:
+    return sum(total <= limit for total in accumulate(parts))
+
+
+def _check_room(config: TuneConfig, elements: int, bytes_per_element: int) -> None:
+    needed = 0
+    if config.offload.optimizer == "nvme":
+        needed += elements * 16  # fp32 weights, two moments, gradients
+    if config.offload.parameters == "nvme":
+        needed += elements * bytes_per_element
+    assert config.offload.path is not None, "OffloadConfig asks for a path"
+    free = shutil.disk_usage(Path(config.offload.path).expanduser()).free
+    if needed > free:
+        raise ConfigError(
+            f"offload.path: {config.offload.path} has {free / 2**30:.1f} GiB free; this model needs {needed / 2**30:.1f}; "
+            "name a larger disk, or offload less"
+        )
+
+
+def _check_memlock(config: TuneConfig, settings: DiskSettings, bytes_per_element: int) -> None:
+    limit = machine.memlock_bytes()
+    pinned = 0
+    if config.offload.parameters == "nvme":
+        pinned += settings.buffers * settings.buffer_elements * bytes_per_element
+    if config.offload.optimizer == "nvme":
+        pinned += 5 * settings.sub_group_elements * 4
+    if config.run.device == "cuda" and limit is not None and pinned * config.run.ranks > limit and os.geteuid() != 0:
+        raise ConfigError(
+            f"offload: the buffers pin {pinned * config.run.ranks / 2**30:.1f} GiB; this process may pin {limit / 2**30:.2f}: "
+            "raise it (ulimit -l unlimited, or memlock in /etc/security/limits.conf; in a container --ulimit memlock=-1)"
+        )
