@@ -33,6 +33,7 @@ from transformers import PreTrainedModel
 
 from finetune.config import TuneConfig, to_deepspeed
 from finetune.data.batches import Microbatch
+from finetune.isolation import forward_inputs
 from finetune.model import build_empty, decay_groups, token_losses
 from finetune.types import StepOutcome
 
@@ -139,7 +140,7 @@ class ZeroEngine:
         return total, int(count)
 
     def _loss(self, batch: Microbatch) -> torch.Tensor:
-        logits = self._engine(input_ids=batch.inputs.to(self.device), use_cache=False).logits
+        logits = self._engine(**forward_inputs(batch, self.model.config, self.device)).logits
         return token_losses(logits, batch.targets.to(self.device))
 
     def _sum(self, *values: float) -> list[float]:

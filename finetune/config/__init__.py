@@ -1,6 +1,6 @@
 """Every knob of training: read once, checked once, never changed; and the one place DeepSpeed's JSON is made."""
 
-from finetune.config.data import DataConfig
+from finetune.config.data import DataConfig, SourceConfig
 from finetune.config.deepspeed import to_deepspeed
 from finetune.config.memory import OffloadConfig, ZeroConfig
 from finetune.config.model import ModelConfig, TokenizerConfig, TrainTokenizerConfig
@@ -21,6 +21,7 @@ __all__ = [
     "RunConfig",
     "SaveConfig",
     "ScheduleConfig",
+    "SourceConfig",
     "TokenizerConfig",
     "TrainTokenizerConfig",
     "TuneConfig",
