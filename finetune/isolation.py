@@ -60,7 +60,11 @@ def forward_inputs(batch: Microbatch, config: Any, device: torch.device) -> dict
         segments = batch.segments.to(device)
         inputs["position_ids"] = positions_of(segments)
         if config.model_type in BY_MASK:
-            inputs["attention_mask"] = mask_of(segments)
+            mask = mask_of(segments)
+            # Eager attention adds the mask to its scores; the others take it as it is.
+            eager = config._attn_implementation == "eager"
+            hidden = torch.finfo(torch.float32).min
+            inputs["attention_mask"] = torch.zeros(mask.shape, device=device).masked_fill(~mask, hidden) if eager else mask
     return inputs
 
 

@@ -190,14 +190,14 @@ def _index_of(path: Path) -> Path:
     return path.with_suffix(".idx") if path.suffix in (".bin", ".idx") else Path(f"{path}.idx")
 
 
-def units_of(source: Source) -> list[Unit]:
-    """Cut a source into units of about ``UNIT_BYTES``, in order: large files in parts, small files together."""
+def units_of(source: Source, unit_bytes: int = UNIT_BYTES) -> list[Unit]:
+    """Cut a source into units of about ``unit_bytes``, in order: large files in parts, small files together."""
     units: list[Unit] = []
     gathered: list[Part] = []
     size = 0
     for whole in source.parts():
-        for part, part_bytes in READERS[whole.kind].parts(whole, UNIT_BYTES):
-            if gathered and size + part_bytes > UNIT_BYTES:
+        for part, part_bytes in READERS[whole.kind].parts(whole, unit_bytes):
+            if gathered and size + part_bytes > unit_bytes:
                 units.append(tuple(gathered))
                 gathered, size = [], 0
             gathered.append(part)

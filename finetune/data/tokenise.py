@@ -45,6 +45,10 @@ Say = Callable[[str], None]
 _FORMAT_VERSION = 2
 _FACTS = "prepared.json"
 _LOOK_EVERY_SECONDS = 0.5
+_NO_TEMPLATE = (
+    "data.chat_template is not set; the data holds conversations and the tokenizer has no template for them: "
+    "name a Jinja file, or one of chatml, plain, instruct"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,6 +226,9 @@ def prepare_encoding(config: TuneConfig, inputs: Inputs, root: Path, say: Say, *
     """
     named = config.data.chat_template
     given = find_template(named, root) if named else None
+    conversations = any(source.format in ("alpaca", "sharegpt", "messages") for source in inputs.sources)
+    if conversations and given is None and config.tokenizer.train is not None:
+        raise ConfigError(_NO_TEMPLATE)  # a new tokenizer brings none: said before it is learned
     fingerprint = _digest(_tokenizer_identity(config, inputs), given[0] if given else None)
     folder = root / fingerprint
     if not (folder / "tokenizer.json").is_file():
@@ -243,11 +250,8 @@ def prepare_encoding(config: TuneConfig, inputs: Inputs, root: Path, say: Say, *
         finally:
             shutil.rmtree(work, ignore_errors=True)
     template = given or find_template(None, folder)
-    if template is None and any(source.format in ("alpaca", "sharegpt", "messages") for source in inputs.sources):
-        raise ConfigError(
-            "data.chat_template is not set; the data holds conversations and the tokenizer has no template for them: "
-            "name a Jinja file, or one of chatml, plain, instruct"
-        )
+    if template is None and conversations:
+        raise ConfigError(_NO_TEMPLATE)
     return Encoding(
         tokenizer=folder,
         template=template[0] if template else None,
@@ -286,7 +290,7 @@ def _jobs(source: Source, encoding: Encoding, root: Path) -> Iterator[UnitJob]:
     """The units of a source, each with the folder of its shard."""
     template = [encoding.template, encoding.train_on, encoding.roles] if source.masked else None
     folder = root / _digest(_source_identity(source), encoding.tokenizer.name, template, UNIT_BYTES)
-    units: list[Unit] = units_of(source)
+    units: list[Unit] = units_of(source, UNIT_BYTES)
     now = _kept_time(folder, encoding.now)
     kept = Encoding(**{**_fields(encoding), "now": now})
     for number, unit in enumerate(units):
