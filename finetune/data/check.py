@@ -69,7 +69,7 @@ def check_data(config: TuneConfig, *, limit: int, say: Say) -> DataReport:
         encoding = prepare_encoding(config, inputs, Path(scratch), say, skip_faults=True)
         encoder, _ = encoder_of(encoding)
         reading = _Reading(config, inputs, encoder, limit)
-        names = [entry.path for which in ("train", "eval") for entry in config.data.sources(which)]  # type: ignore[arg-type]
+        names = [entry.path for which in ("train", "eval") for entry in config.data.sources(which)]
         reports = tuple(reading.source(name, source) for name, source in zip(names, inputs.sources, strict=True))
     rows, used = reading.rows()
     return DataReport(

@@ -39,6 +39,8 @@ class Source:
     messages_key: str | None = None
     format: str = "text"
     """Shape of the records; never ``auto`` once ``source_of`` made it."""
+    lists: bool = False
+    """Whether a ``.json`` file is a list of records; otherwise it is text, as in a folder of code."""
     split: str | None = None
     weight: float = 1.0
 
@@ -59,7 +61,7 @@ class Source:
     def parts(self) -> Iterator[Part]:
         """Each file as one whole part."""
         for file in self.files:
-            yield Part(file, kind_of(file, records=self.holds_samples), 0, None, self.split)
+            yield Part(file, kind_of(file, records=self.lists), 0, None, self.split)
 
     def pieces(self, *, skip_faults: bool = False) -> Iterator[Piece]:
         """All text once, in order: documents, or what the records say.
@@ -106,6 +108,8 @@ def source_of(config: DataConfig, entry: SourceConfig, key: str) -> Source:
         DataError: there is no such file, or its first record has no known shape.
     """
     files = find_files([entry.path], entry.pattern or config.pattern, key)
+    wanted = entry.format or config.format
+    named = wanted == "auto" and len(files) == 1 and files[0] == Path(entry.path).expanduser()
     made = Source(
         files=files,
         invalid_text=config.invalid_text,
@@ -113,11 +117,20 @@ def source_of(config: DataConfig, entry: SourceConfig, key: str) -> Source:
         prompt_key=entry.prompt_key or config.prompt_key,
         completion_key=entry.completion_key or config.completion_key,
         messages_key=entry.messages_key or config.messages_key,
-        format=entry.format or config.format,
+        format=wanted,
+        lists=wanted not in ("auto", "text") or (named and _holds_list(files[0])),
         split=entry.split,
         weight=entry.weight,
     )
     return replace(made, format=_first_format(made)) if made.format == "auto" else made
+
+
+def _holds_list(file: Path) -> bool:
+    """Whether a file named by itself is a ``.json`` list of records."""
+    if kind_of(file, records=True) != "json":
+        return False
+    first = next(READERS["json"].read(Part(file, "json", 0, None), skip_invalid=True), None)
+    return first is not None and isinstance(first[1], Record)
 
 
 def _first_format(source: Source) -> str:
@@ -128,7 +141,7 @@ def _first_format(source: Source) -> str:
     """
     problem: str | None = None
     for file in source.files:
-        part = Part(file, kind_of(file, records=False), 0, None, source.split)
+        part = Part(file, kind_of(file, records=source.lists), 0, None, source.split)
         if part.kind in ("text", "megatron"):
             continue
         for position, item in islice(READERS[part.kind].read(part, skip_invalid=True), _PEEK):

@@ -16,7 +16,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -292,13 +292,9 @@ def _jobs(source: Source, encoding: Encoding, root: Path) -> Iterator[UnitJob]:
     folder = root / _digest(_source_identity(source), encoding.tokenizer.name, template, UNIT_BYTES)
     units: list[Unit] = units_of(source, UNIT_BYTES)
     now = _kept_time(folder, encoding.now)
-    kept = Encoding(**{**_fields(encoding), "now": now})
+    kept = replace(encoding, now=now)
     for number, unit in enumerate(units):
         yield UnitJob(encoding=kept, source=source, unit=unit, folder=folder / f"{number:05d}")
-
-
-def _fields(encoding: Encoding) -> dict[str, object]:
-    return {name: getattr(encoding, name) for name in Encoding.__slots__}
 
 
 def _kept_time(folder: Path, now: str) -> str:
@@ -326,7 +322,7 @@ def _source_identity(source: Source) -> object:
             else:  # a data set by name
                 files.append([str(path), open_dataset(path, source.split)._fingerprint])
     keys = [source.text_key, source.prompt_key, source.completion_key, source.messages_key]
-    return [files, source.invalid_text, source.format, source.split, keys]
+    return [files, source.invalid_text, source.format, source.lists, source.split, keys]
 
 
 def _digest(*values: object) -> str:

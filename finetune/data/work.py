@@ -139,10 +139,10 @@ def make_shards(
     """
     missing = [job for job in jobs if not is_shard(job.folder)]
     if workers <= 1 or len(missing) <= 1:
-        for done, job in enumerate(missing, 1):
+        for made, job in enumerate(missing, 1):
             check()
             make_shard(job, check)
-            progress(done, len(missing))
+            progress(made, len(missing))
         return
     environment: Mapping[str, str] = {"TOKENIZERS_PARALLELISM": "false"}
     context = get_context("spawn")

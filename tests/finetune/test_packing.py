@@ -173,3 +173,13 @@ def test_an_empty_source_is_named(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(DataError, match=r"empty\.jsonl: no document in it"):
         prepared(tmp_path / "p", [str(write_jsonl(tmp_path / "a.jsonl", completions(5))), str(tmp_path / "empty.jsonl")])
+
+
+def test_a_json_list_named_by_itself_is_records_and_in_a_folder_is_text(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    file = folder / "a.json"
+    file.write_text(json.dumps(completions(30)))
+    assert prepared(tmp_path / "p", str(file)).documents == 30
+    assert prepared(tmp_path / "p", str(folder)).documents == 1
+    assert prepared(tmp_path / "p", {"path": str(folder), "format": "completion"}).documents == 30

@@ -85,7 +85,7 @@ def open_dataset(path: Path, split: str | None) -> Any:
     Raises:
         DataError: it cannot be opened, or has no such split.
     """
-    import datasets
+    import datasets  # type: ignore[import-untyped]
 
     datasets.disable_progress_bars()
     name = str(path)
@@ -114,7 +114,7 @@ def _by_name(name: str, split: str | None) -> Any:
 
 @lru_cache(maxsize=8)
 def _parquet(file: Path) -> Any:
-    import pyarrow.parquet
+    import pyarrow.parquet  # type: ignore[import-untyped]
 
     try:
         return pyarrow.parquet.ParquetFile(file)
