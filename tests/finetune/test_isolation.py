@@ -44,7 +44,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {**GROUPED, "sliding_window": WINDOW},
     "olmo2": COMMON,
     "phi3": COMMON,
-    "stablelm": COMMON,
+    "stablelm": GROUPED,
     "starcoder2": {**GROUPED, "sliding_window": WINDOW},
 }
 
