@@ -22,6 +22,7 @@ from finetune.data.templates import TEMPLATES
 from finetune.errors import ConfigError
 
 _BEGIN, _END = "\ufdd0", "\ufdd1"  # no characters of any text: the ends of what {% generation %} encloses
+_PLACE = "\ufdd2"  # nor this: stands for the content of a turn
 _NO_SPANS = (
     "the chat template writes turn {turn} differently once more turns follow, so its tokens cannot be told apart; "
     "enclose the assistant's words in {{% generation %}} … {{% endgeneration %}} in the template (data.chat_template)"
@@ -140,16 +141,25 @@ class ChatTemplate:
         until = text if turn == len(chat.messages) - 1 else self._text(chat, turn + 1)
         if message["role"] == "assistant" and text.startswith(before) and text.startswith(until):
             return len(before), len(until)
-        # The template writes this turn in another way when it is the last, or in a prompt. Its own words are the anchor.
-        content = message["content"].strip()
-        plain = self._text_before(chat, turn, prompt=False)
-        least = _common_prefix(plain, text)
-        here, there = text.find(content, least), until.find(content, _common_prefix(plain, until))
-        if not content or here < 0 or there < 0:
+        # The template writes this turn in another way when it is the last, or in a prompt. A mark in its place shows where.
+        head, tail = self._around(chat, turn, len(chat.messages))
+        _, ending = self._around(chat, turn, turn + 1)
+        end = len(text) - len(tail)
+        if not (text.startswith(head) and text.endswith(tail) and end >= len(head)):
             raise Malformed(_NO_SPANS.format(turn=turn + 1))
-        begin = min(_common_prefix(before, text), here) if message["role"] == "assistant" else here
-        tail = _common_prefix(until[there + len(content) :], text[here + len(content) :])
-        return begin, here + len(content) + tail
+        prompted = message["role"] == "assistant" and text.startswith(before) and len(before) <= len(head)
+        begin = len(before) if prompted else len(head)
+        return begin, end + _common_prefix(ending, tail)
+
+    def _around(self, chat: Chat, turn: int, turns: int) -> tuple[str, str]:
+        """What the template writes before and after the content of a turn, in the first ``turns`` turns."""
+        messages = list(chat.messages)
+        messages[turn] = {**messages[turn], "content": _PLACE}
+        text = _without_marks(self._text(Chat(tuple(messages), chat.weights, chat.tools), turns))[0]
+        if text.count(_PLACE) != 1:
+            raise Malformed(_NO_SPANS.format(turn=turn + 1))
+        head, tail = text.split(_PLACE)
+        return head, tail
 
     def _trimmed(self, text: str, begin: int, end: int) -> tuple[int, int]:
         """Without the white space after the special token that ends the turn: nobody ever waits for it."""

@@ -199,6 +199,17 @@ def test_only_some_turns_are_targets() -> None:
     assert everything.learned.all()
 
 
+def test_short_words_are_not_looked_for_in_the_templates_own() -> None:
+    last_only = """\
+{%- for message in messages -%}{{ '<|im_start|>' + message.role + '\n' + message.content + '\n' }}
+{%- if loop.last -%}{{ eos_token }}{%- endif -%}{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"""
+    made = encoded(encoder(last_only), chat("e", "a", "s", ""))
+    assert targets(made) == ["a\n", "\n<|endoftext|>"]
+    both = Encoder(TOKENIZERS["byte_level"], 0, template(CHATML), "completion", ("user", "assistant"))
+    assert targets(encoded(both, chat("e", "a"))) == ["e<|im_end|>", "a<|im_end|>"]
+
+
 def test_other_roles_can_be_targets() -> None:
     tokenizer = TOKENIZERS["byte_level"]
     both = Encoder(tokenizer, 0, template(CHATML), "completion", ("user", "assistant"))

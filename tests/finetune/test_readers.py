@@ -195,6 +195,5 @@ def test_written_megatron_files_have_the_bytes_of_the_format(tmp_path: Path) -> 
 def test_a_damaged_megatron_pair_is_refused(tmp_path: Path, damage, says: str) -> None:  # type: ignore[no-untyped-def]
     idx = write_index(tmp_path / "d", 8, "<u2", [[1, 2], [3]])
     damage(idx)
-    open_index.cache_clear()
     with pytest.raises(DataError, match=says):
         open_index(idx)

@@ -10,6 +10,7 @@ from typing import IO
 from finetune.data.readers.items import Fault, Item, Part, Record
 from finetune.data.readers.streams import Damaged, is_compressed, line_of, open_bytes
 
+_LONGEST_LINE = 1 << 28
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -46,14 +47,22 @@ def _lines(stream: IO[bytes], part: Part) -> Iterator[tuple[int, bytes]]:
     offset = part.begin
     if offset > 0:
         stream.seek(offset - 1)
-        offset += len(line_of(stream)) - 1  # the line that began before the part is its neighbour's
+        offset -= 1
+        while not (skipped := line_of(stream, _LONGEST_LINE)).endswith(b"\n"):
+            if not skipped:
+                return
+            offset += len(skipped)
+        offset += len(skipped)  # the line that began before the part is its neighbour's
     number = 0
     while part.end is None or offset < part.end:
-        line = line_of(stream)
+        line = line_of(stream, _LONGEST_LINE)
         if not line:
             return
         yield (number if counted else offset), line.removeprefix(_BOM) if offset == 0 else line
         offset += len(line)
+        while len(line) == _LONGEST_LINE and not line.endswith(b"\n"):  # the rest of a line that is refused
+            line = line_of(stream, _LONGEST_LINE)
+            offset += len(line)
         number += 1
 
 
@@ -67,6 +76,8 @@ def _line_ends_before(part: Part, position: int) -> int:
 
 
 def _parsed(line: bytes) -> Record | Fault:
+    if len(line) >= _LONGEST_LINE:
+        return Fault(f"is longer than {_LONGEST_LINE >> 20} MiB; JSONL has one object a line, and text belongs in a text file")
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:

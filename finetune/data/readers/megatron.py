@@ -55,7 +55,6 @@ class Index:
         return np.concatenate(parts) if len(parts) != 1 else parts[0]
 
 
-@lru_cache(maxsize=8)
 def open_index(idx: Path) -> Index:
     """Open ``PREFIX.idx`` and the ``PREFIX.bin`` beside it.
 
@@ -64,11 +63,20 @@ def open_index(idx: Path) -> Index:
     """
     bin_file = idx.with_suffix(".bin")
     try:
-        size, bin_size = idx.stat().st_size, bin_file.stat().st_size
+        stamps = [(file.stat().st_size, file.stat().st_mtime_ns) for file in (idx, bin_file)]
+    except OSError as error:
+        raise DataError(f"{error.filename}: cannot be read: {error.strerror}; Megatron data is a .bin and an .idx") from error
+    return _open_index(idx, bin_file, *stamps)
+
+
+@lru_cache(maxsize=8)
+def _open_index(idx: Path, bin_file: Path, idx_stamp: tuple[int, int], bin_stamp: tuple[int, int]) -> Index:
+    size, bin_size = idx_stamp[0], bin_stamp[0]
+    try:
         with idx.open("rb") as stream:
             header = stream.read(_HEADER.size)
     except OSError as error:
-        raise DataError(f"{error.filename}: cannot be read: {error.strerror}; Megatron data is a .bin and an .idx") from error
+        raise DataError(f"{idx}: cannot be read: {error.strerror}; check that it may be read") from error
     if len(header) < _HEADER.size or not header.startswith(_MAGIC):
         raise DataError(f"{idx}: is no index of Megatron data (it does not begin with MMIDIDX); make it again")
     _, version, code, sequences, bounds = _HEADER.unpack(header)

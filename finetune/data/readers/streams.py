@@ -89,13 +89,13 @@ def chunks_of(stream: IO[bytes], size: int) -> bytes:
     return _guarded(lambda: stream.read(size))
 
 
-def line_of(stream: IO[bytes]) -> bytes:
-    """The next line with its end; empty at the end.
+def line_of(stream: IO[bytes], longest: int = -1) -> bytes:
+    """The next line with its end, or its first ``longest`` bytes; empty at the end.
 
     Raises:
         Damaged: the compressed data is broken.
     """
-    return _guarded(stream.readline)
+    return _guarded(lambda: stream.readline(longest))
 
 
 def _guarded(read: Callable[[], bytes]) -> bytes:

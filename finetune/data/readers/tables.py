@@ -112,7 +112,6 @@ def _by_name(name: str, split: str | None) -> Any:
     return datasets.load_dataset(name, config or None, split=split or named_split or "train")
 
 
-@lru_cache(maxsize=8)
 def _parquet(file: Path) -> Any:
     import pyarrow.parquet  # type: ignore[import-untyped]
 
