@@ -149,7 +149,16 @@ class ChatTemplate:
             raise Malformed(_NO_SPANS.format(turn=turn + 1))
         prompted = message["role"] == "assistant" and text.startswith(before) and len(before) <= len(head)
         begin = len(before) if prompted else len(head)
-        return begin, end + _common_prefix(ending, tail)
+        return begin, end + self._shared_ending(ending, tail)
+
+    def _shared_ending(self, ending: str, tail: str) -> int:
+        """How many characters end the turn both last and in the middle; whole lines and special tokens, not parts of them."""
+        shared = _common_prefix(ending, tail)
+        if shared == len(ending):
+            return shared
+        kept = ending[:shared]
+        specials = (kept.rfind(special) + len(special) for special in self._specials if special in kept)
+        return max(kept.rfind("\n") + 1, *specials, 0)
 
     def _around(self, chat: Chat, turn: int, turns: int) -> tuple[str, str]:
         """What the template writes before and after the content of a turn, in the first ``turns`` turns."""
