@@ -115,8 +115,13 @@ class Encoder:
         if isinstance(item, Piece):
             yield item.text
         elif isinstance(item, _Pending):
-            yield item.text
+            if self._needs_whole(item):
+                yield item.text
             yield from _parts(item.text, item.spans)
+
+    def _needs_whole(self, item: _Pending) -> bool:
+        """Whether the parts alone could be other tokens than a server's. A prompt and one answer are just its two parts."""
+        return self._prepends or len(item.spans) > 1
 
     def _finish(self, item: Piece | Tokens | _Pending | Fault, encodings: Iterator[list[int]]) -> Encoded | Fault:
         if isinstance(item, Fault):
@@ -127,7 +132,7 @@ class Encoder:
             return Encoded(np.asarray(ids, dtype=np.int64), None, item.ends_document, _size(item.text))
         if isinstance(item, Tokens):
             return self._given(item)
-        whole = next(encodings)
+        whole = next(encodings) if self._needs_whole(item) else None
         parts = [next(encodings) for _ in _parts(item.text, item.spans)]
         return self._masked(item, whole, parts)
 
@@ -143,10 +148,10 @@ class Encoder:
             learned = None if learned is None else np.append(learned, learned[-1])
         return Encoded(ids, learned, ends_document=True, text_bytes=0)
 
-    def _masked(self, item: _Pending, whole: list[int], parts: list[list[int]]) -> Encoded:
+    def _masked(self, item: _Pending, whole: list[int] | None, parts: list[list[int]]) -> Encoded:
         targets = [index % 2 == 1 for index in range(len(parts))]
         ids, mask = list(chain.from_iterable(parts)), _mask_of(parts, targets)
-        if ids != whole:
+        if whole is not None and ids != whole:
             ids, mask = self._across_borders(item, whole, ids, mask)
         stop = None
         if item.ends_with_target:

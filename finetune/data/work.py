@@ -74,13 +74,24 @@ def encoded_items(
     size = 0
     for part, position, item in _samples(source, unit):
         waiting.append((part, position, item))
-        size += len(item.text) if isinstance(item, Piece) else 1 << 11
+        size += _characters(item)
         if size >= _BATCH_CHARACTERS:
             check()
             yield from _encoded(encoder, waiting)
             waiting, size = [], 0
     check()
     yield from _encoded(encoder, waiting)
+
+
+def _characters(item: Piece | Tokens | Chat | Completion | Fault) -> int:
+    """About how much memory an item asks for."""
+    if isinstance(item, Piece):
+        return len(item.text)
+    if isinstance(item, Completion):
+        return len(item.prompt) + len(item.completion)
+    if isinstance(item, Chat):
+        return sum(len(message["content"]) for message in item.messages)
+    return len(item.ids) if isinstance(item, Tokens) else len(item.message)
 
 
 def _samples(source: Source, unit: Unit) -> Iterator[tuple[int, int, Piece | Tokens | Chat | Completion | Fault]]:
