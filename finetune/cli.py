@@ -1,4 +1,4 @@
-"""``tessera-finetune``: tune, export, evaluate, doctor. Exit codes: 0 done, 2 usage or bad configuration, 1 anything else."""
+"""``tessera-finetune``: train, prepare, evaluate, export. Exit codes: 0 done, 2 usage or bad configuration, 1 anything else."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ from finetune.options import apply_overrides, build, describe, read_yaml, split_
 DTYPES = ("float32", "bfloat16", "float16")
 _COMMANDS = {
     "tune": "train a new or existing model from text",
+    "prepare": "tokenise the data of a run ahead of it",
+    "data": "check: list every faulty record; show: print a row with its targets",
     "export": "write a checkpoint elsewhere, in any dtype",
     "merge": "join a LoRA adapter with its base model",
     "evaluate": "loss and perplexity of a checkpoint on text",
@@ -59,7 +61,15 @@ def _run(words: list[str]) -> int:
         parser.print_help(sys.stdout if words else sys.stderr)
         return 0 if words else 2
     command, rest = words[0], words[1:]
-    runners = {"tune": _tune, "export": _export, "merge": _merge, "evaluate": _evaluate, "doctor": _doctor}
+    runners = {
+        "tune": _tune,
+        "prepare": _prepare,
+        "data": _data,
+        "export": _export,
+        "merge": _merge,
+        "evaluate": _evaluate,
+        "doctor": _doctor,
+    }
     if command not in runners:
         parser.error(f"unknown command {command!r}; there are {', '.join(_COMMANDS)}")
     return runners[command](rest)
@@ -162,6 +172,18 @@ def tune(config: TuneConfig, console: Console) -> int:
 
 
 # -- the others
+
+
+def _prepare(words: list[str]) -> int:
+    from finetune.commands.data import prepare
+
+    return prepare(words)
+
+
+def _data(words: list[str]) -> int:
+    from finetune.commands.data import data
+
+    return data(words)
 
 
 def _export(words: list[str]) -> int:

@@ -37,9 +37,10 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
 
-from finetune.adapters import add_adapters, as_peft_names_them
+from finetune.adapters import add_adapters, as_peft_names_them, base_of
 from finetune.config import TuneConfig, to_deepspeed
 from finetune.data.batches import Microbatch
+from finetune.isolation import forward_inputs
 from finetune.lifetime import die_with_parent
 from finetune.lion import Lion
 from finetune.loss import HeadLoss, token_losses
@@ -179,7 +180,7 @@ class ZeroEngine:
             return self._forward(batch)
 
     def _forward(self, batch: Microbatch) -> torch.Tensor:
-        logits: torch.Tensor = self._engine(input_ids=batch.inputs.to(self.device), use_cache=False).logits
+        logits: torch.Tensor = self._engine(**forward_inputs(batch, base_of(self.model).config, self.device)).logits
         return logits
 
     def _sum(self, *values: float) -> list[float]:

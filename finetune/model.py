@@ -209,3 +209,11 @@ def generation_defaults(config: Any, end_of_text_id: int) -> dict[str, Any]:
     """``generation_config.json`` of a new model: where generation begins and ends."""
     start = getattr(config, "bos_token_id", None)
     return {"bos_token_id": end_of_text_id if start is None else start, "eos_token_id": end_of_text_id}
+
+
+def with_stops(generation: Mapping[str, Any], stop_ids: Iterable[int]) -> dict[str, Any]:
+    """``generation_config.json`` that also ends generation at the tokens the training data's turns end with."""
+    known = generation.get("eos_token_id")
+    ids = list(known) if isinstance(known, list) else [] if known is None else [known]
+    ids += [stop for stop in stop_ids if stop not in ids]
+    return {**generation, **({"eos_token_id": ids if len(ids) > 1 else ids[0]} if ids else {})}

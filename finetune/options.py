@@ -52,7 +52,10 @@ def _construct(loader: yaml.SafeLoader, node: yaml.Node, prefix: str, places: Pl
     if depth > _DEEPEST:
         raise ConfigError(f"{path}, line {node.start_mark.line + 1}: nested more than {_DEEPEST} levels deep")
     if isinstance(node, yaml.SequenceNode):
-        return [_construct(loader, item, prefix, places, path, depth + 1) for item in node.value]
+        return [
+            _construct(loader, item, f"{prefix[:-1]}[{index}].", places, path, depth + 1)
+            for index, item in enumerate(node.value)
+        ]
     if not isinstance(node, yaml.MappingNode):
         return loader.construct_object(node)  # type: ignore[no-untyped-call]
     loader.flatten_mapping(node)
@@ -132,7 +135,8 @@ def build(cls: type[T], tree: Mapping[str, Any], places: Places, prefix: str = "
     try:
         return cls(**values)
     except ConfigError as error:
-        raise ConfigError(_with_place(str(error), places)) from None
+        own = prefix if prefix.endswith("].") else ""  # an entry of a list does not know its own number
+        raise ConfigError(_with_place(own + str(error), places)) from None
 
 
 def _with_place(message: str, places: Places) -> str:
@@ -152,8 +156,10 @@ def _convert(hint: Any, value: Any, places: Places, name: str) -> Any:
     if origin in (typing.Union, types.UnionType):
         if value is None:
             return None
-        (inner,) = [option for option in typing.get_args(hint) if option is not type(None)]
-        return _convert(inner, value, places, name)
+        options = [option for option in typing.get_args(hint) if option is not type(None)]
+        if len(options) > 1:  # a word or a mapping
+            options = [option for option in options if dataclasses.is_dataclass(option) == isinstance(value, Mapping)]
+        return _convert(options[0], value, places, name)
     if origin is typing.Literal:
         choices = typing.get_args(hint)
         if isinstance(value, bool) and not isinstance(choices[0], bool):
@@ -168,7 +174,10 @@ def _convert(hint: Any, value: Any, places: Places, name: str) -> Any:
     if origin is tuple:
         items = value if isinstance(value, list) else [value]
         inner = typing.get_args(hint)[0]
-        return tuple(_convert(inner, item, places, name) for item in items)
+        return tuple(
+            _convert(inner, item, places, f"{name}[{index}]" if isinstance(item, Mapping) else name)
+            for index, item in enumerate(items)
+        )
     if origin is not None:  # Mapping[str, Any]: passed on as it is, checked by the one who knows its keys
         if not isinstance(value, Mapping):
             raise _wrong(name, value, "be a mapping of keys to values", places)
@@ -211,6 +220,15 @@ def describe(cls: type, prefix: str = "") -> Iterator[tuple[str, str, str]]:
         if field.default_factory is not dataclasses.MISSING:
             default = str(field.default_factory())
         yield prefix + field.name, default, meanings.get(field.name, "")
+        for entry in _entries(hint):
+            for name, entry_default, meaning in describe(entry):
+                yield f"{prefix}{field.name}[].{name}", entry_default, meaning
+
+
+def _entries(hint: Any) -> list[type]:
+    """The dataclass that entries of a list may be, when it is that."""
+    inner = typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else None
+    return [option for option in typing.get_args(inner) if dataclasses.is_dataclass(option)]
 
 
 def _field_docs(cls: type) -> dict[str, str]:

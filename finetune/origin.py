@@ -23,6 +23,7 @@ from finetune.model import (
     new_config,
     shapes_of,
     tied_names,
+    with_stops,
 )
 
 Read = Callable[[str], torch.Tensor]
@@ -51,7 +52,8 @@ class Origin:
             self.hf_config = config_of(self._checkpoint)
             check_fit(self.hf_config, key="model.path", **sizes)
         inherited = dict(self._checkpoint.generation_config) if self._checkpoint else {}
-        self.generation_config: Mapping[str, Any] = inherited or generation_defaults(self.hf_config, prepared.end_of_text_id)
+        defaults = inherited or generation_defaults(self.hf_config, prepared.end_of_text_id)
+        self.generation_config: Mapping[str, Any] = with_stops(defaults, prepared.stop_ids)
 
     @property
     def name(self) -> str:

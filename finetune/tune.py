@@ -14,12 +14,14 @@ from rich.console import Console
 from finetune.adapters import adapter_config_of
 from finetune.config import TuneConfig
 from finetune.data.batches import eval_batches, step_batches
-from finetune.data.pack import SampleOrder, Share, TokenStream
-from finetune.data.tokenise import Prepared
+from finetune.data.pack import SampleOrder, Share
+from finetune.data.rows import open_rows
+from finetune.data.tokenise import Prepared, described
 from finetune.data.tokenizer import TOKENIZER_FILES
 from finetune.engine import ZeroEngine
 from finetune.errors import NotFinite, RunError
 from finetune.folders import LOG
+from finetune.isolation import check_isolation
 from finetune.model import saved_config, shapes_of
 from finetune.nvme import Disk
 from finetune.origin import Origin
@@ -81,13 +83,12 @@ class _Run:
         self.config, self._console = job.config, console
         config, prepared = job.config, job.prepared
         self._output = Path(config.run.output)
-        stream = TokenStream(Path(prepared.folder) / "train.bin", prepared.dtype, config.data.seq_len)
-        self._stream = stream
-        self._held_out = TokenStream(Path(prepared.folder) / "eval.bin", prepared.dtype, config.data.seq_len)
-        self._order = SampleOrder(stream.num_samples, config.data.seed)
-        self.schedule: Schedule = make_schedule(config, stream.num_samples)
+        self._rows, self._held_out = open_rows(prepared, "train"), open_rows(prepared, "eval")
+        self._order = SampleOrder(self._rows.num_samples, config.data.seed)
+        self.schedule: Schedule = make_schedule(config, self._rows.num_samples)
 
         origin = Origin(config, prepared)
+        check_isolation(origin.hf_config, prepared.packing)
         settings = settings_of(config, prepared, origin.hf_config)
         state = find_resume_state(self._output) if config.run.resume == "auto" else None
         if state is not None:
@@ -132,7 +133,7 @@ class _Run:
             f"{origin.name}, {count:,} parameters" + (f", {trained:,} trained" if trained < count else ""),
             f"ZeRO-{self.config.zero.stage}{' with ' + ' and '.join(offload) if offload else ''}",
             f"{self.engine.world_size} rank{'s' if self.engine.world_size > 1 else ''} on {job.device.type}, {job.precision}",
-            f"{self._stream.num_tokens:,} tokens",
+            described(job.prepared),
             f"{self.schedule.steps} steps of {self._share.step_samples} x {self.config.data.seq_len} tokens",
         ]
         self._console.print("; ".join(parts), highlight=False, soft_wrap=True)
@@ -176,7 +177,7 @@ class _Run:
     def _step(self, progress: RunProgress | None, stop: bool) -> bool:
         done = self._progressed
         rate = self.schedule.rate(done.step)
-        batches = step_batches(self._stream, self._order, self._share, done.samples)
+        batches = step_batches(self._rows, self._order, self._share, done.samples)
         outcome = self.engine.train_step(batches, rate, stop=stop)
         self._progressed = Progressed(
             step=done.step + 1,

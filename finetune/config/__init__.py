@@ -1,7 +1,7 @@
 """Every knob of training: read once, checked once, never changed; and the one place DeepSpeed's JSON is made."""
 
 from finetune.config.activations import ActivationConfig
-from finetune.config.data import DataConfig
+from finetune.config.data import DataConfig, SourceConfig
 from finetune.config.deepspeed import DiskSettings, to_deepspeed
 from finetune.config.lora import LoraConfig
 from finetune.config.memory import OffloadConfig, ZeroConfig
@@ -26,6 +26,7 @@ __all__ = [
     "RunConfig",
     "SaveConfig",
     "ScheduleConfig",
+    "SourceConfig",
     "TokenizerConfig",
     "TrainTokenizerConfig",
     "TuneConfig",

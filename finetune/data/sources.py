@@ -1,25 +1,28 @@
-"""Where text comes from: files, folders, globs; plain text or JSONL. Every fault is named by file and line."""
+"""Where text comes from: files, folders, globs, data sets; and how they are cut into units of work."""
 
 from __future__ import annotations
 
 import glob
-import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
+from finetune.config import DataConfig, SourceConfig
+from finetune.data.readers import READERS, Fault, Item, Part, Piece, Record, Tokens, cut, kind_of
+from finetune.data.readers.megatron import has_labels
+from finetune.data.readers.tables import HUB, is_saved_dataset
+from finetune.data.shapes import Keys, Malformed, detect, parse, texts_of
 from finetune.errors import DataError
 
-_PIECE_BYTES = 1 << 20
-JSONL_SUFFIXES = (".jsonl", ".ndjson")
+__all__ = ["Piece", "Source", "Unit", "find_files", "place_of", "source_of", "units_of"]
 
+UNIT_BYTES = 32 << 20
+"""About as much is tokenised in one piece of work, and lost when that is interrupted."""
+_PEEK = 100
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Part of one document, short enough to tokenise at once; cut at line ends only."""
-
-    text: str
-    ends_document: bool
+Unit = tuple[Part, ...]
+"""What one process tokenises into one shard; the same units for the same files, whoever works on them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,43 +30,135 @@ class Source:
     """The files of one data set, in a fixed order, and how they are read."""
 
     files: tuple[Path, ...]
-    text_key: str
-    invalid_text: str
+    """Files, folders of saved data sets, and ``hf:`` names."""
+    invalid_text: str = "refuse"
     """``refuse`` or ``skip`` files that are not UTF-8."""
-    check: Callable[[], None] = lambda: None
-    """Called before each file and every thousand lines; what it raises ends the reading."""
+    text_key: str = "text"
+    prompt_key: str = "prompt"
+    completion_key: str = "completion"
+    messages_key: str | None = None
+    format: str = "text"
+    """Shape of the records; never ``auto`` once ``source_of`` made it."""
+    lists: bool = False
+    """Whether a ``.json`` file is a list of records; otherwise it is text, as in a folder of code."""
+    split: str | None = None
+    weight: float = 1.0
 
-    def pieces(self) -> Iterator[Piece]:
-        """Read all documents once, in order.
+    @property
+    def keys(self) -> Keys:
+        return Keys(self.text_key, self.prompt_key, self.completion_key, self.messages_key)
+
+    @property
+    def holds_samples(self) -> bool:
+        """Whether its records are prompts or conversations rather than text."""
+        return self.format != "text"
+
+    @property
+    def masked(self) -> bool:
+        """Whether some tokens may not be targets."""
+        return self.holds_samples or any(has_labels(file) for file in self.files)
+
+    def parts(self) -> Iterator[Part]:
+        """Each file as one whole part."""
+        for file in self.files:
+            yield Part(file, kind_of(file, records=self.lists), 0, None, self.split)
+
+    def pieces(self, *, skip_faults: bool = False) -> Iterator[Piece]:
+        """All text once, in order: documents, or what the records say.
 
         Raises:
             DataError: a file or line cannot be read; the message names it.
         """
-        for file in self.files:
-            self.check()
-            if file.suffix in JSONL_SUFFIXES:
-                for number, text in enumerate(_jsonl_texts(file, self.text_key), 1):
-                    if number % 1000 == 0:
-                        self.check()
-                    yield from _cut(text)
-            else:
-                yield from self._text_file(file)
+        for part in self.parts():
+            for position, item in read_part(part, self):
+                if isinstance(item, Fault):
+                    if skip_faults:
+                        continue
+                    raise DataError(f"{place_of(part, position)}: {item.message}")
+                if isinstance(item, Tokens):
+                    raise DataError(f"{place_of(part, position)}: holds token ids; text is needed here")
+                if isinstance(item, Piece):
+                    yield item
+                    continue
+                try:
+                    for text in texts_of(parse(item.values, self.format, self.keys)):
+                        yield from cut(text)
+                except Malformed as error:
+                    if not skip_faults:
+                        raise DataError(f"{place_of(part, position)}: {error}") from None
 
-    def _text_file(self, file: Path) -> Iterator[Piece]:
-        try:
-            text = file.read_bytes().decode("utf-8")
-        except UnicodeDecodeError as error:
-            if self.invalid_text == "skip":
-                return
-            rule = "it must be UTF-8; convert it, leave it out by data.pattern, or set data.invalid_text to skip"
-            raise DataError(f"{file}: byte {error.start} is not UTF-8 text; {rule}") from error
-        except OSError as error:
-            raise DataError(f"{file}: cannot be read: {error.strerror}") from error
-        yield from _cut(text)
+
+def read_part(part: Part, source: Source) -> Iterator[Item]:
+    """Everything in ``part``; a file that is not of the source's shape is a fault."""
+    if part.kind == "text" and source.holds_samples:
+        rule = f"a plain file holds no {source.format} records; give JSONL or parquet, or set data.format to text"
+        return iter([(0, Fault(rule))])
+    return READERS[part.kind].read(part, skip_invalid=source.invalid_text == "skip")
+
+
+def place_of(part: Part, position: int) -> str:
+    """``file, line 3``: for messages."""
+    return READERS[part.kind].place(part, position)
+
+
+def source_of(config: DataConfig, entry: SourceConfig, key: str) -> Source:
+    """The source an entry of ``data.train`` or ``data.eval`` stands for, its format decided.
+
+    Raises:
+        DataError: there is no such file, or its first record has no known shape.
+    """
+    files = find_files([entry.path], entry.pattern or config.pattern, key)
+    wanted = entry.format or config.format
+    named = wanted == "auto" and len(files) == 1 and files[0] == Path(entry.path).expanduser()
+    made = Source(
+        files=files,
+        invalid_text=config.invalid_text,
+        text_key=entry.text_key or config.text_key,
+        prompt_key=entry.prompt_key or config.prompt_key,
+        completion_key=entry.completion_key or config.completion_key,
+        messages_key=entry.messages_key or config.messages_key,
+        format=wanted,
+        lists=wanted not in ("auto", "text") or (named and _holds_list(files[0])),
+        split=entry.split,
+        weight=entry.weight,
+    )
+    return replace(made, format=_first_format(made)) if made.format == "auto" else made
+
+
+def _holds_list(file: Path) -> bool:
+    """Whether a file named by itself is a ``.json`` list of records."""
+    if kind_of(file, records=True) != "json":
+        return False
+    first = next(READERS["json"].read(Part(file, "json", 0, None), skip_invalid=True), None)
+    return first is not None and isinstance(first[1], Record)
+
+
+def _first_format(source: Source) -> str:
+    """The format of the first record that has a known shape; ``text`` when there are no records.
+
+    Raises:
+        DataError: none of the first records has one; names the first of them.
+    """
+    problem: str | None = None
+    for file in source.files:
+        part = Part(file, kind_of(file, records=source.lists), 0, None, source.split)
+        if part.kind in ("text", "megatron"):
+            continue
+        for position, item in islice(READERS[part.kind].read(part, skip_invalid=True), _PEEK):
+            fault = item.message if isinstance(item, Fault) else ""
+            if isinstance(item, Record):
+                try:
+                    return detect(item.values, source.keys)
+                except Malformed as error:
+                    fault = str(error)
+            problem = problem or f"{place_of(part, position)}: {fault}"
+    if problem is not None:
+        raise DataError(problem)
+    return "text"
 
 
 def find_files(patterns: Sequence[str], name_pattern: str, key: str) -> tuple[Path, ...]:
-    """The files that ``patterns`` (files, folders, globs) stand for, sorted, each once.
+    """The files that ``patterns`` (files, folders, globs, data sets) stand for, sorted, each once.
 
     Hidden files and folders below a named folder are left out.
 
@@ -73,17 +168,22 @@ def find_files(patterns: Sequence[str], name_pattern: str, key: str) -> tuple[Pa
     found: dict[Path, None] = {}
     for pattern in patterns:
         path = Path(pattern).expanduser()
-        if path.is_file():
+        if pattern.startswith(HUB) or (path.is_dir() and is_saved_dataset(path)):
+            files = [Path(pattern) if pattern.startswith(HUB) else path]
+        elif _megatron(path):
+            files = [_index_of(path)]
+        elif path.is_file():
             files = [path]
         elif path.is_dir():
             files = [file for file in sorted(path.rglob(name_pattern)) if file.is_file() and not _hidden(file, path)]
+            files = [file for file in files if not (file.suffix == ".bin" and file.with_suffix(".idx").is_file())]
         else:
             files = sorted(Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
         if not files:
             why = (
                 f"holds no file named {name_pattern} (data.pattern)"
                 if path.is_dir()
-                else "is no file, folder or glob with files"
+                else "is no file, folder, data set or glob with files"
             )
             raise DataError(f"{key}: {pattern} {why}")
         found.update(dict.fromkeys(files))
@@ -94,47 +194,25 @@ def _hidden(file: Path, root: Path) -> bool:
     return any(part.startswith(".") for part in file.relative_to(root).parts)
 
 
-def _cut(text: str) -> Iterator[Piece]:
-    """Cut a document into pieces of about a megabyte, after a line end where there is one; empty documents give nothing."""
-    start = 0
-    while len(text) - start > _PIECE_BYTES:
-        end = text.rfind("\n", start, start + _PIECE_BYTES) + 1
-        if end <= start:
-            end = start + _PIECE_BYTES
-        yield Piece(text[start:end], ends_document=False)
-        start = end
-    if start < len(text):
-        yield Piece(text[start:], ends_document=True)
+def _megatron(path: Path) -> bool:
+    idx = _index_of(path)
+    return idx.is_file() and idx.with_suffix(".bin").is_file() and (path.suffix in (".bin", ".idx") or not path.exists())
 
 
-def _jsonl_texts(file: Path, key: str) -> Iterator[str]:
-    try:
-        with file.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield _jsonl_text(line, key, f"{file}, line {number}")
-    except OSError as error:
-        raise DataError(f"{file}: cannot be read: {error.strerror}") from error
+def _index_of(path: Path) -> Path:
+    return path.with_suffix(".idx") if path.suffix in (".bin", ".idx") else Path(f"{path}.idx")
 
 
-def _jsonl_text(line: bytes, key: str, place: str) -> str:
-    try:
-        record = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise DataError(f"{place}: byte {error.start} of the line is not UTF-8") from error
-    except json.JSONDecodeError as error:
-        raise DataError(f"{place}, column {error.colno}: not valid JSON: {error.msg}") from error
-    except RecursionError as error:
-        raise DataError(f"{place}: the JSON is nested too deeply") from error
-    if not isinstance(record, dict):
-        raise DataError(f"{place}: must be an object with the key {key!r}; it is {type(record).__name__}")
-    if key not in record:
-        raise DataError(f"{place}: has no key {key!r} (data.text_key); its keys are {', '.join(sorted(record)) or 'none'}")
-    text = record[key]
-    if not isinstance(text, str):
-        raise DataError(f"{place}: {key!r} must be text; it is {type(text).__name__}")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise DataError(f"{place}: {key!r} holds half a surrogate pair, which is not a character") from error
-    return text
+def units_of(source: Source, unit_bytes: int = UNIT_BYTES) -> list[Unit]:
+    """Cut a source into units of about ``unit_bytes``, in order: large files in parts, small files together."""
+    units: list[Unit] = []
+    gathered: list[Part] = []
+    size = 0
+    for whole in source.parts():
+        for part, part_bytes in READERS[whole.kind].parts(whole, unit_bytes):
+            if gathered and size + part_bytes > unit_bytes:
+                units.append(tuple(gathered))
+                gathered, size = [], 0
+            gathered.append(part)
+            size += part_bytes
+    return [*units, tuple(gathered)] if gathered else units

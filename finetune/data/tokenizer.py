@@ -11,15 +11,16 @@ import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from finetune.config import TrainTokenizerConfig
-from finetune.data.sources import Piece
+from finetune.data.readers import Piece
 from finetune.errors import ConfigError
 
 END_OF_TEXT = "<|endoftext|>"
+CHAT_TEMPLATE = "chat_template.jinja"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
-    "chat_template.jinja",
+    CHAT_TEMPLATE,
     "added_tokens.json",
     "vocab.json",
     "merges.txt",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from finetune.cli import load_config
 from finetune.data.pack import SampleOrder, Share, TokenStream
+from finetune.data.rows import JoinedRows, open_rows
 from finetune.data.tokenise import Prepared, prepare
 from finetune.data.tokenizer import end_of_text_id, open_tokenizer
 from finetune.errors import ConfigError, DataError
@@ -23,8 +25,10 @@ def prepared(tmp_path: Path, text: Path, **sections: object) -> Prepared:
     return prepare(config, lambda _: None)
 
 
-def tokens_of(made: Prepared, name: str) -> list[int]:
-    return np.fromfile(Path(made.folder) / name, dtype=made.dtype).tolist()
+def tokens_of(made: Prepared, side: Literal["train", "eval"]) -> list[int]:
+    rows = open_rows(made, side)
+    assert isinstance(rows, JoinedRows)
+    return rows.stream(0, rows.num_tokens)[0].tolist()
 
 
 def test_text_comes_back_from_its_tokens(tmp_path: Path) -> None:
@@ -36,7 +40,7 @@ def test_text_comes_back_from_its_tokens(tmp_path: Path) -> None:
     made = prepared(tmp_path, folder, data={"train": str(folder), "pattern": "*.py", "seq_len": 8, "eval_fraction": 0})
     tokenizer = open_tokenizer(made.tokenizer_folder)
     end = end_of_text_id(made.tokenizer_folder, tokenizer)
-    ids = tokens_of(made, "train.bin")
+    ids = tokens_of(made, "train")
     assert ids.count(end) == 2
     assert ids[-1] == end
     first = ids.index(end)
@@ -61,12 +65,13 @@ def test_the_trained_tokenizer_opens_in_transformers_and_agrees(tmp_path: Path, 
 def test_preparing_again_finds_the_files_and_a_changed_text_makes_new_ones(tmp_path: Path) -> None:
     folder = write_text_folder(tmp_path / "text")
     first = prepared(tmp_path, folder)
-    stamp = (Path(first.folder) / "train.bin").stat().st_mtime_ns
+    ids = Path(first.shards[0]) / "ids.bin"
+    stamp = ids.stat().st_mtime_ns
     assert prepared(tmp_path, folder) == first
-    assert (Path(first.folder) / "train.bin").stat().st_mtime_ns == stamp
+    assert ids.stat().st_mtime_ns == stamp
     (folder / "module_0.py").write_text("x = 1\n" * 50)
     assert prepared(tmp_path, folder).fingerprint != first.fingerprint
-    assert not list((tmp_path / "run" / "data").glob("*.tmp-*"))
+    assert not list((tmp_path / "run" / "data").rglob("*tmp-*"))
 
 
 def test_the_split_holds_out_its_share_and_loses_nothing(tmp_path: Path, text_folder: Path) -> None:
@@ -77,14 +82,14 @@ def test_the_split_holds_out_its_share_and_loses_nothing(tmp_path: Path, text_fo
     sections = {"data": {"train": str(text_folder), "pattern": "*.py", "seq_len": 32, "eval_fraction": 0}}
     (tmp_path / "b").mkdir()
     unsplit = prepared(tmp_path / "b", text_folder, **sections)
-    parts = tokens_of(whole, "train.bin") + tokens_of(whole, "eval.bin")
-    assert sorted(parts) == sorted(tokens_of(unsplit, "train.bin"))
+    parts = tokens_of(whole, "train") + tokens_of(whole, "eval")
+    assert sorted(parts) == sorted(tokens_of(unsplit, "train"))
 
 
 def test_one_single_document_is_split_too(tmp_path: Path) -> None:
     folder = write_text_folder(tmp_path / "text", files=1, lines=400)
     made = prepared(tmp_path, folder)
-    train, held_out = tokens_of(made, "train.bin"), tokens_of(made, "eval.bin")
+    train, held_out = tokens_of(made, "train"), tokens_of(made, "eval")
     assert len(held_out) == round(0.1 * (len(train) + len(held_out)))
     assert held_out[-1] == made.end_of_text_id
     assert made.end_of_text_id not in train
@@ -95,7 +100,7 @@ def test_evaluation_files_of_their_own(tmp_path: Path, text_folder: Path) -> Non
     sections = {"data": {"train": str(text_folder), "eval": str(other), "pattern": "*.py", "seq_len": 32}}
     made = prepared(tmp_path, text_folder, **sections)
     tokenizer = open_tokenizer(made.tokenizer_folder)
-    assert tokenizer.decode(tokens_of(made, "eval.bin")[:-1]) == (other / "module_0.py").read_text()
+    assert tokenizer.decode(tokens_of(made, "eval")[:-1]) == (other / "module_0.py").read_text()
 
 
 def test_too_little_text_is_refused(tmp_path: Path) -> None:

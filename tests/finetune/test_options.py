@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from finetune.cli import load_config
-from finetune.config import TuneConfig
+from finetune.config import SourceConfig, TuneConfig
 from finetune.errors import ConfigError
-from finetune.options import describe, split_overrides
+from finetune.options import build, describe, split_overrides
 
 GOOD = """\
 model:
@@ -115,3 +117,41 @@ def test_overrides_are_told_from_options() -> None:
 def test_every_key_has_a_meaning() -> None:
     undocumented = [name for name, _, meaning in describe(TuneConfig) if not meaning]
     assert undocumented == []
+
+
+SOURCES = """\
+model:
+  new: {model_type: gpt_neox}
+tokenizer:
+  path: somewhere
+data:
+  train:
+    - a.jsonl
+    - path: b.jsonl
+      weight: 2
+run:
+  output: out
+"""
+
+
+def test_a_list_holds_words_and_mappings(tmp_path: Path) -> None:
+    config = load(tmp_path, SOURCES)
+    assert config.data.train == ("a.jsonl", SourceConfig(path="b.jsonl", weight=2.0))
+    assert [(source.path, source.weight) for source in config.data.sources("train")] == [("a.jsonl", 1.0), ("b.jsonl", 2.0)]
+    assert build(TuneConfig, json.loads(json.dumps(asdict(config))), {}) == config, "as the ranks are told it"
+    assert "data.train[].weight" in {name for name, _, _ in describe(TuneConfig)}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ("wieght: 2", "run.yaml, line 9: unknown key data.train[1].wieght; did you mean data.train[1].weight?"),
+        ("weight: -1", "run.yaml, line 9: data.train[1].weight is -1.0; it must be greater than 0"),
+        ("weight: much", "run.yaml, line 9: data.train[1].weight is 'much'; it must be a number"),
+        ("format: poem", "run.yaml, line 9: data.train[1].format is 'poem'; it must be one of auto, text"),
+    ],
+)
+def test_a_mistake_in_a_list_is_named_by_its_entry(tmp_path: Path, wrong: str, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, SOURCES.replace("weight: 2", wrong))
+    assert says in str(caught.value)

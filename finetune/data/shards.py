@@ -1,0 +1,168 @@
+"""Tokens on disk: shards, each the documents of one unit of work, memory-mapped; written whole or not at all.
+
+A shard is a folder: ``ids.bin`` (uint16 or uint32), ``learned.bin`` (uint8, 1 where a token is a target; absent when all are),
+``lengths.npy`` (int64, tokens of each document), ``places.npy`` (int64 [documents, 2]: part of the unit, position in it) and
+``facts.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from finetune.data.encode import Encoded
+from finetune.data.readers.items import Part
+from finetune.data.sources import Unit, place_of
+
+_FACTS = "facts.json"
+_OPEN_SHARDS = 64
+"""Shards mapped at a time: each holds two file descriptors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardFacts:
+    """What is known of a shard without opening its tokens."""
+
+    documents: int
+    tokens: int
+    targets: int
+    text_bytes: int
+    stop_ids: tuple[int, ...]
+    """Special tokens that end its conversations and completions."""
+
+
+class ShardWriter:
+    """Writes one shard. A context manager: an error leaves nothing behind."""
+
+    def __init__(self, folder: Path, dtype: str, *, masked: bool, unit: Unit) -> None:
+        self._folder, self._dtype, self._unit = folder, dtype, unit
+        self._work = folder.with_name(f"tmp-{folder.name}-{os.getpid()}")
+        self._masked = masked
+        self._lengths, self._places = array("q"), array("q")
+        self._unfinished = self._targets = self._text_bytes = 0
+        self._stops: set[int] = set()
+
+    def __enter__(self) -> ShardWriter:
+        shutil.rmtree(self._work, ignore_errors=True)
+        self._work.mkdir(parents=True)
+        self._ids: BinaryIO = (self._work / "ids.bin").open("wb")
+        self._learned: BinaryIO | None = (self._work / "learned.bin").open("wb") if self._masked else None
+        return self
+
+    def add(self, part: int, position: int, encoded: Encoded) -> None:
+        """Append a document, or the next piece of one."""
+        count = len(encoded.ids)
+        self._ids.write(encoded.ids.astype(self._dtype).tobytes())
+        if self._learned is not None:
+            mask = np.ones(count, np.uint8) if encoded.learned is None else encoded.learned
+            self._learned.write(mask.tobytes())
+        self._targets += count if encoded.learned is None else int(encoded.learned.sum())
+        self._text_bytes += encoded.text_bytes
+        self._unfinished += count
+        if encoded.stop_id is not None:
+            self._stops.add(encoded.stop_id)
+        if encoded.ends_document:
+            self._lengths.append(self._unfinished)
+            self._places.extend((part, position))
+            self._unfinished = 0
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for stream in (self._ids, self._learned):
+            if stream is not None:
+                stream.close()
+        if kind is not None:
+            shutil.rmtree(self._work, ignore_errors=True)
+            return
+        lengths = np.frombuffer(self._lengths, dtype=np.int64) if self._lengths else np.zeros(0, np.int64)
+        places = np.frombuffer(self._places, dtype=np.int64) if self._places else np.zeros(0, np.int64)
+        np.save(self._work / "lengths.npy", lengths)
+        np.save(self._work / "places.npy", places.reshape(-1, 2))
+        facts = ShardFacts(
+            documents=len(lengths),
+            tokens=int(lengths.sum()),
+            targets=self._targets,
+            text_bytes=self._text_bytes,
+            stop_ids=tuple(sorted(self._stops)),
+        )
+        unit = [asdict(part) | {"file": str(part.file)} for part in self._unit]
+        (self._work / _FACTS).write_text(json.dumps({**asdict(facts), "unit": unit}) + "\n", encoding="utf-8")
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._work.rename(self._folder)
+
+
+def is_shard(folder: Path) -> bool:
+    """Whether a whole shard is there."""
+    return (folder / _FACTS).is_file()
+
+
+def facts_of(folder: Path) -> ShardFacts:
+    tree = _tree(folder)
+    tree.pop("unit")
+    return ShardFacts(**{**tree, "stop_ids": tuple(tree["stop_ids"])})
+
+
+def lengths_of(folder: Path) -> NDArray[np.int64]:
+    """Tokens of each document of a shard."""
+    lengths: NDArray[np.int64] = np.load(folder / "lengths.npy", allow_pickle=False)
+    return lengths
+
+
+def place_in(folder: Path, document: int) -> str:
+    """Where a shard's document is from: ``file, line 3``."""
+    part, position = np.load(folder / "places.npy", mmap_mode="r", allow_pickle=False)[document]
+    values = _tree(folder)["unit"][int(part)]
+    return place_of(Part(**{**values, "file": Path(values["file"])}), int(position))
+
+
+def documents_between(folder: Path, begin: int, end: int) -> Iterator[tuple[str, int, int]]:
+    """Where tokens [begin, end) of a shard are from: for each document its place, and the part of the range that is in it."""
+    ends = np.cumsum(lengths_of(folder))
+    document = int(np.searchsorted(ends, begin, side="right"))
+    while begin < end:
+        stop = min(end, int(ends[document]))
+        yield place_in(folder, document), begin, stop
+        begin, document = stop, document + 1
+
+
+def _tree(folder: Path) -> dict[str, Any]:
+    tree: dict[str, Any] = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
+    return tree
+
+
+class ShardTokens:
+    """The tokens of many shards, by number. Opens them when asked, and keeps the latest open."""
+
+    def __init__(self, folders: Sequence[Path], dtype: str) -> None:
+        self._folders, self._dtype = list(folders), np.dtype(dtype)
+        self._open: OrderedDict[int, tuple[NDArray[Any], NDArray[np.uint8] | None]] = OrderedDict()
+
+    def read(self, shard: int, begin: int, end: int) -> tuple[NDArray[Any], NDArray[np.uint8] | None]:
+        """Ids and targets [begin, end) of one shard; no mask when every token is a target."""
+        ids, learned = self._mapped(shard)
+        return ids[begin:end], None if learned is None else learned[begin:end]
+
+    def _mapped(self, shard: int) -> tuple[NDArray[Any], NDArray[np.uint8] | None]:
+        if shard in self._open:
+            self._open.move_to_end(shard)
+            return self._open[shard]
+        folder = self._folders[shard]
+        masked = (folder / "learned.bin").is_file()
+        made = (_map(folder / "ids.bin", self._dtype), _map(folder / "learned.bin", np.dtype(np.uint8)) if masked else None)
+        self._open[shard] = made
+        if len(self._open) > _OPEN_SHARDS:
+            self._open.popitem(last=False)
+        return made
+
+
+def _map(file: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
+    return np.memmap(file, dtype=dtype, mode="r") if file.stat().st_size else np.zeros(0, dtype)
