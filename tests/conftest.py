@@ -5,7 +5,12 @@ from __future__ import annotations
 import logging
 import signal
 
+import hypothesis
 import pytest
+
+# No example has a time limit: a busy machine is not a failure.
+hypothesis.settings.register_profile("tessera", deadline=None)
+hypothesis.settings.load_profile("tessera")
 
 OURS = ("serve", "finetune", "checkpoint")
 
