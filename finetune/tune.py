@@ -15,8 +15,8 @@ from finetune.adapters import adapter_config_of
 from finetune.config import TuneConfig
 from finetune.data.batches import eval_batches, step_batches
 from finetune.data.pack import SampleOrder, Share
+from finetune.data.prepared import Prepared, described
 from finetune.data.rows import open_rows
-from finetune.data.tokenise import Prepared, described
 from finetune.data.tokenizer import TOKENIZER_FILES
 from finetune.engine import ZeroEngine
 from finetune.errors import NotFinite, RunError

@@ -35,7 +35,7 @@ def prepare(words: list[str]) -> int:
     if options.workers is not None and options.workers < 1:
         parser.error("--workers must be at least 1")
     from finetune.data.export import write_prepared
-    from finetune.data.tokenise import described
+    from finetune.data.prepared import described
     from finetune.data.tokenise import prepare as make
 
     console = Console()

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from finetune.data.prepared import Prepared
 from finetune.data.readers.megatron import labels_of, write_megatron
 from finetune.data.shards import ShardTokens, lengths_of
-from finetune.data.tokenise import Prepared
 
 _LONGEST_UINT16 = 65_500
 """Ids from which Megatron's own tools write int32."""

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from finetune.data.layout import LENGTH
+from finetune.data.prepared import Prepared
 from finetune.data.shards import ShardTokens
-from finetune.data.tokenise import Prepared
 
 Numbers = NDArray[np.int64]
 NO_TARGET = -100

@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.text import Text
 from tokenizers import Tokenizer
 
+from finetune.data.prepared import Prepared
 from finetune.data.rows import open_rows
 from finetune.data.shards import ShardTokens, documents_between
-from finetune.data.tokenise import Prepared
 from finetune.data.tokenizer import open_tokenizer
 from finetune.errors import ConfigError
 

@@ -8,7 +8,6 @@ layout of the same tokens.
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import os
 import shutil
@@ -16,8 +15,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from datetime import datetime
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -25,111 +23,20 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from finetune.config import TuneConfig
-from finetune.data.chat import find_template
+from finetune.data.encoding import Say, prepare_encoding
+from finetune.data.inputs import Inputs, digest, find_inputs, nothing_in, source_identity
 from finetune.data.layout import Layout, Settings, lay_out
-from finetune.data.readers.tables import open_dataset
+from finetune.data.prepared import Prepared
 from finetune.data.shards import facts_of
-from finetune.data.sources import UNIT_BYTES, Piece, Source, Unit, source_of, units_of
-from finetune.data.tokenizer import (
-    CHAT_TEMPLATE,
-    copy_tokenizer,
-    end_of_text_id,
-    num_ids,
-    open_tokenizer,
-    train_tokenizer,
-)
+from finetune.data.sources import UNIT_BYTES, Piece, Source, Unit, units_of
+from finetune.data.tokenizer import end_of_text_id, num_ids, open_tokenizer
 from finetune.data.work import Encoding, UnitJob, make_shards
-from finetune.errors import ConfigError, DataError
+from finetune.errors import DataError
 
-Say = Callable[[str], None]
-_FORMAT_VERSION = 2
+__all__ = ["Prepared", "prepare", "write_stream"]
+
 _FACTS = "prepared.json"
 _LOOK_EVERY_SECONDS = 0.5
-_NO_TEMPLATE = (
-    "data.chat_template is not set; the data holds conversations and the tokenizer has no template for them: "
-    "name a Jinja file, or one of chatml, plain, instruct"
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
-    """Rows ready to train on; ``finetune.data.rows.open_rows`` opens them."""
-
-    folder: str
-    """Holds the layout; see ``finetune.data.layout``."""
-    tokenizer: str
-    """Folder of the tokenizer, with the chat template of the run."""
-    shards: tuple[str, ...]
-    """Folders of the tokens, in the order the layout counts them."""
-    num_train_shards: int
-    """How many of them, from the first on, are of the training sources."""
-    dtype: str
-    fingerprint: str
-    """Of all the rows depend on: files, formats, tokenizer, template, split, packing. A resumed run must meet the same."""
-    num_ids: int
-    end_of_text_id: int
-    stop_ids: tuple[int, ...]
-    """Special tokens that end the model's turns, where they are not the end-of-text token."""
-    packing: str
-    """``join``, ``isolate`` or ``none``: decided."""
-    seq_len: int
-    train_tokens: int
-    train_rows: int
-    eval_tokens: int
-    eval_rows: int
-    documents: int
-    """Of the training sources, before the split and weights."""
-    tokens: int
-    """Of these documents."""
-    targets: int
-    """Those of the tokens that are targets."""
-    dropped: int
-    """Samples left out because they were too long."""
-    text_bytes: int
-
-    @property
-    def tokenizer_folder(self) -> Path:
-        return Path(self.tokenizer)
-
-    @property
-    def train_shards(self) -> tuple[str, ...]:
-        return self.shards[: self.num_train_shards]
-
-
-def described(prepared: Prepared) -> str:
-    """The data of a run in a few words, for its introduction."""
-    how = {"join": "joined", "isolate": "packed, each sample by itself", "none": "one sample a row"}[prepared.packing]
-    share = prepared.targets / max(1, prepared.tokens)
-    targets = "" if prepared.targets == prepared.tokens else f", {share:.0%} of them targets (tessera-finetune data show)"
-    return f"{prepared.train_tokens:,} tokens {how}{targets}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs:
-    """What a run's data is made from, found and checked, before anything is tokenised."""
-
-    train: tuple[Source, ...]
-    held_out: tuple[Source, ...]
-    packing: str
-
-    @property
-    def sources(self) -> tuple[Source, ...]:
-        return self.train + self.held_out
-
-
-def find_inputs(config: TuneConfig) -> Inputs:
-    """Find all files and decide on their formats and on the packing.
-
-    Raises:
-        DataError: a source has no files, or its records no known shape.
-    """
-    data = config.data
-    train = tuple(source_of(data, entry, "data.train") for entry in data.sources("train"))
-    held_out = tuple(source_of(data, entry, "data.eval") for entry in data.sources("eval"))
-    packing = data.packing
-    if packing == "auto":
-        packing = "isolate" if any(source.masked for source in train + held_out) else "join"
-    return Inputs(train=train, held_out=held_out, packing=packing)
 
 
 def prepare(
@@ -201,86 +108,9 @@ def _prepare(
     return _laid_out(config, inputs, encoding, jobs, root / "layouts", say)
 
 
-def nothing_in(source: Source) -> str:
-    """What is said of a source without a document."""
-    more = f" and {len(source.files) - 1} more files" if len(source.files) > 1 else ""
-    return f"{source.files[0]}{more}: no document in it: it is empty; leave it out of the data, or give the file that was meant"
-
-
 def _flat(jobs: Iterable[Sequence[UnitJob]]) -> Iterator[UnitJob]:
     for some in jobs:
         yield from some
-
-
-# -- tokenizer and template
-
-
-def prepare_encoding(config: TuneConfig, inputs: Inputs, root: Path, say: Say, *, skip_faults: bool = False) -> Encoding:
-    """The tokenizer and the chat template of a run, in a folder of their own below ``root``.
-
-    Args:
-        skip_faults: learn a tokenizer from what can be read, and leave faults to who reads next.
-
-    Raises:
-        ConfigError: one of them is at fault, or a conversation has no template.
-    """
-    named = config.data.chat_template
-    given = find_template(named, root) if named else None
-    conversations = any(source.format in ("alpaca", "sharegpt", "messages") for source in inputs.sources)
-    if conversations and given is None and config.tokenizer.train is not None:
-        raise ConfigError(_NO_TEMPLATE)  # a new tokenizer brings none: said before it is learned
-    fingerprint = _digest(_tokenizer_identity(config, inputs), given[0] if given else None)
-    folder = root / fingerprint
-    if not (folder / "tokenizer.json").is_file():
-        work = root / f"tmp-{fingerprint}-{os.getpid()}"
-        try:
-            if config.tokenizer.train is not None:
-                files = sum(len(source.files) for source in inputs.train)
-                say(f"learning a tokenizer of {config.tokenizer.train.vocab_size} ids from {files} files")
-                pieces = (piece for source in inputs.train for piece in source.pieces(skip_faults=skip_faults))
-                train_tokenizer(pieces, config.tokenizer.train, work)
-            else:
-                source, key = _tokenizer_source(config)
-                copy_tokenizer(source, work, key)
-            if given:
-                (work / CHAT_TEMPLATE).write_text(given[0], encoding="utf-8")
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(folder, ignore_errors=True)
-            work.rename(folder)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
-    template = given or find_template(None, folder)
-    if template is None and conversations:
-        raise ConfigError(_NO_TEMPLATE)
-    return Encoding(
-        tokenizer=folder,
-        template=template[0] if template else None,
-        template_place=template[1] if template else "",
-        now=datetime.now().isoformat(timespec="seconds"),
-        train_on=config.data.train_on,
-        roles=config.data.train_roles,
-    )
-
-
-def _tokenizer_identity(config: TuneConfig, inputs: Inputs) -> object:
-    if config.tokenizer.train is not None:
-        return [asdict(config.tokenizer.train), [_source_identity(source) for source in inputs.train]]
-    folder = _tokenizer_source(config)[0]
-    names = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", CHAT_TEMPLATE)
-    files = [folder / name for name in names if (folder / name).is_file()]
-    return [str(folder), [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]]
-
-
-def _tokenizer_source(config: TuneConfig) -> tuple[Path, str]:
-    if config.tokenizer.path is not None:
-        return Path(config.tokenizer.path).expanduser(), "tokenizer.path"
-    assert config.model.path is not None, "TuneConfig refuses a new model without a tokenizer"
-    from checkpoint import resolve_latest
-
-    path = Path(config.model.path).expanduser()
-    if not (path / "config.json").is_file() and path.is_dir():
-        path = resolve_latest(path)
-    return path, "model.path"
 
 
 # -- tokens
@@ -289,7 +119,7 @@ def _tokenizer_source(config: TuneConfig) -> tuple[Path, str]:
 def _jobs(source: Source, encoding: Encoding, root: Path) -> Iterator[UnitJob]:
     """The units of a source, each with the folder of its shard."""
     template = [encoding.template, encoding.train_on, encoding.roles] if source.masked else None
-    folder = root / _digest(_source_identity(source), encoding.tokenizer.name, template, UNIT_BYTES)
+    folder = root / digest(source_identity(source), encoding.tokenizer.name, template, UNIT_BYTES)
     units: list[Unit] = units_of(source, UNIT_BYTES)
     now = _kept_time(folder, encoding.now)
     kept = replace(encoding, now=now)
@@ -308,27 +138,6 @@ def _kept_time(folder: Path, now: str) -> str:
     return file.read_text(encoding="utf-8")
 
 
-def _source_identity(source: Source) -> object:
-    """What the tokens of a source depend on, but for the tokenizer: its files by name, size and time, and how they are read."""
-    files: list[object] = []
-    for file in source.files:
-        paths = sorted(path for path in file.rglob("*") if path.is_file()) if file.is_dir() else [file]
-        if file.suffix == ".idx":
-            paths.append(file.with_suffix(".bin"))
-        for path in paths:
-            if path.is_file():
-                status = path.stat()
-                files.append([str(path.resolve()), status.st_size, status.st_mtime_ns])
-            else:  # a data set by name
-                files.append([str(path), open_dataset(path, source.split)._fingerprint])
-    keys = [source.text_key, source.prompt_key, source.completion_key, source.messages_key]
-    return [files, source.invalid_text, source.format, source.lists, source.split, keys]
-
-
-def _digest(*values: object) -> str:
-    return hashlib.sha256(json.dumps([_FORMAT_VERSION, *values]).encode()).hexdigest()[:16]
-
-
 # -- the layout
 
 
@@ -345,7 +154,7 @@ def _laid_out(
     )
     weights = [source.weight for source in inputs.sources]
     names = [job[0].folder.parent.name if job else "" for job in jobs]
-    fingerprint = _digest(names, weights, len(inputs.train), asdict(settings))
+    fingerprint = digest(names, weights, len(inputs.train), asdict(settings))
     folder = root / fingerprint
     if not (folder / _FACTS).is_file():
         work = root / f"tmp-{fingerprint}-{os.getpid()}"

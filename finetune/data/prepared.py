@@ -1,0 +1,59 @@
+"""What ``prepare`` leaves for the ranks: where the rows are, and what is in them. A plain value, also as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """Rows ready to train on; ``finetune.data.rows.open_rows`` opens them."""
+
+    folder: str
+    """Holds the layout; see ``finetune.data.layout``."""
+    tokenizer: str
+    """Folder of the tokenizer, with the chat template of the run."""
+    shards: tuple[str, ...]
+    """Folders of the tokens, in the order the layout counts them."""
+    num_train_shards: int
+    """How many of them, from the first on, are of the training sources."""
+    dtype: str
+    fingerprint: str
+    """Of all the rows depend on: files, formats, tokenizer, template, split, packing. A resumed run must meet the same."""
+    num_ids: int
+    end_of_text_id: int
+    stop_ids: tuple[int, ...]
+    """Special tokens that end the model's turns, where they are not the end-of-text token."""
+    packing: str
+    """``join``, ``isolate`` or ``none``: decided."""
+    seq_len: int
+    train_tokens: int
+    train_rows: int
+    eval_tokens: int
+    eval_rows: int
+    documents: int
+    """Of the training sources, before the split and weights."""
+    tokens: int
+    """Of these documents."""
+    targets: int
+    """Those of the tokens that are targets."""
+    dropped: int
+    """Samples left out because they were too long."""
+    text_bytes: int
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        return Path(self.tokenizer)
+
+    @property
+    def train_shards(self) -> tuple[str, ...]:
+        return self.shards[: self.num_train_shards]
+
+
+def described(prepared: Prepared) -> str:
+    """The data of a run in a few words, for its introduction."""
+    how = {"join": "joined", "isolate": "packed, each sample by itself", "none": "one sample a row"}[prepared.packing]
+    share = prepared.targets / max(1, prepared.tokens)
+    targets = "" if prepared.targets == prepared.tokens else f", {share:.0%} of them targets (tessera-finetune data show)"
+    return f"{prepared.train_tokens:,} tokens {how}{targets}"
