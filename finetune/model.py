@@ -6,7 +6,7 @@ Names of parameters are transformers' names everywhere; tied weights are one par
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -158,6 +158,8 @@ def initialise(model: PreTrainedModel, gather: Gather, seed: int) -> None:
 def fill(model: PreTrainedModel, read: Callable[[str], torch.Tensor], gather: Gather) -> None:
     """Copy ``read(name)`` into every parameter, one whole at a time; only ranks that write read it."""
     for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            continue  # another pipeline stage holds it
         with gather([parameter]) as writes:
             if writes:
                 parameter.copy_(read(name))
@@ -175,11 +177,16 @@ def tied_names(model: PreTrainedModel) -> dict[str, str]:
     return {name: first[id(p)] for name, p in everyone if first[id(p)] != name}
 
 
-def decay_groups(model: PreTrainedModel, weight_decay: float) -> list[dict[str, Any]]:
-    """Parameters for the optimizer: matrices and embeddings decay, vectors (biases, norms) do not."""
+def decay_groups(model: PreTrainedModel, weight_decay: float, *, only: Container[str] | None = None) -> list[dict[str, Any]]:
+    """Parameters for the optimizer: matrices and embeddings decay, vectors (biases, norms) do not.
+
+    Args:
+        only: names of the parameters taken; unset: all.
+    """
     shapes = shapes_of(model)
-    decayed = [p for name, p in model.named_parameters() if p.requires_grad and len(shapes[name]) >= 2]
-    others = [p for name, p in model.named_parameters() if p.requires_grad and len(shapes[name]) < 2]
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad and (only is None or name in only)]
+    decayed = [p for name, p in trained if len(shapes[name]) >= 2]
+    others = [p for name, p in trained if len(shapes[name]) < 2]
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 

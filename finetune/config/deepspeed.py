@@ -7,13 +7,16 @@ from typing import Any
 from finetune.config.whole import TuneConfig
 
 
-def to_deepspeed(config: TuneConfig, *, device: str, precision: str, cpu_adam: bool) -> dict[str, Any]:
+def to_deepspeed(
+    config: TuneConfig, *, device: str, precision: str, cpu_adam: bool, pipeline: bool = False
+) -> dict[str, Any]:
     """Make DeepSpeed's configuration: the only place that knows its keys.
 
     Args:
         device: ``cpu`` or ``cuda``, already decided.
         precision: ``bf16`` or ``fp32``, already decided.
         cpu_adam: whether DeepSpeed's CPU Adam was built; without it an offloaded optimizer is torch's.
+        pipeline: for ``finetune.pipeline``, which clips by itself.
     """
     # Pinned memory speeds up copies to a GPU; without one it only costs memory that cannot be swapped.
     offload = {"device": "cpu", "pin_memory": device == "cuda"}
@@ -31,7 +34,7 @@ def to_deepspeed(config: TuneConfig, *, device: str, precision: str, cpu_adam: b
             zero["offload_param"] = offload
     if config.offload.optimizer == "cpu":
         zero["offload_optimizer"] = offload
-    return {
+    json = {
         "train_micro_batch_size_per_gpu": config.batch.micro,
         "gradient_accumulation_steps": config.accumulation,
         "train_batch_size": config.step_samples,
@@ -43,3 +46,13 @@ def to_deepspeed(config: TuneConfig, *, device: str, precision: str, cpu_adam: b
         "steps_per_print": 2**31,
         "wall_clock_breakdown": False,
     }
+    if pipeline:
+        zero["overlap_comm"] = False
+        json["gradient_clipping"] = 0.0
+        if precision == "bf16":
+            # Gradients are added up in fp32. The optimizer's state is spread over the ranks of a stage in stage 0 too.
+            zero["stage"] = 1
+            json["data_types"] = {"grad_accum_dtype": "fp32"}
+        elif config.zero.stage == 1:
+            zero["compute_grad_norm"] = False
+    return json
