@@ -74,3 +74,31 @@ def of_type(types: Sequence[str], pattern: str, stages: int) -> Bounds:
             f"and matches {int(sum(matches))} of {known}"
         )
     return balanced(matches, stages)
+
+
+def head_pieces(costs: Sequence[float], stages: int, *, most: int = 16, good: float = 1.05) -> int:
+    """Equal pieces, each a layer, that the last layer should be cut into: the fewest with which stages are alike.
+
+    Args:
+        costs: of each layer, the last one whole.
+        most: pieces at most; beyond, each is too small to be computed well.
+        good: slowest stage over the mean that needs no further cut.
+    """
+    *others, last = costs
+    found: dict[int, float] = {}
+    pieces = 1
+    while pieces <= most:
+        cut = [*others, *[last / pieces] * pieces]
+        if len(cut) >= stages:
+            found[pieces] = imbalance(cut, balanced(cut, stages))
+            if found[pieces] <= good:
+                break
+        pieces *= 2
+    least = min(found.values(), default=1.0)
+    return min((number for number, ratio in found.items() if ratio <= least * 1.02), default=1)
+
+
+def imbalance(costs: Sequence[float], bounds: Bounds) -> float:
+    """Cost of the slowest stage over the mean of all."""
+    totals = [sum(costs[start:stop]) for start, stop in pairwise(bounds)]
+    return max(totals) * len(totals) / sum(totals) if sum(totals) else 1.0

@@ -1,7 +1,7 @@
-"""DeepSpeed's pipeline for ``tessera-finetune pretrain``: stages over transformers' own layers, with the state of any stage in reach.
+"""DeepSpeed's pipeline for ``tessera-finetune pretrain``: stages over transformers' own layers, the state of each in reach.
 
 What always holds: a loss or gradient that is not finite on any rank changes no weight and no moment on any rank; a weight that
-two stages use (tied embeddings) is the same bits on both, is updated once and counted once.
+several stages use (tied embeddings, a head in pieces) is the same bits on all, and is updated, counted and saved by the first.
 
 Rank r of R with S stages is on stage r // (R / S) and takes the share r % (R / S) of the data.
 """
@@ -11,10 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.config import DeepSpeedConfig
@@ -34,26 +36,44 @@ from finetune import partition
 from finetune.config import TuneConfig, to_deepspeed
 from finetune.data.batches import Microbatch
 from finetune.errors import ConfigError
-from finetune.model import decay_groups, token_losses
+from finetune.model import decay_groups
 from finetune.partition import Bounds
-from finetune.profile import measure
-from finetune.stages import Layer, build_on_meta, check_family, give_memory, lent_memory, num_parameters, positions_of, split, type_of
+from finetune.profile import measure, recall, remember
+from finetune.stages import (
+    Flow,
+    Layer,
+    LossTally,
+    build_on_meta,
+    give_memory,
+    lent_memory,
+    num_parameters,
+    positions_of,
+    split,
+    type_of,
+)
 from finetune.types import StepOutcome
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+PROFILE = "profile.json"
+"""In the run's folder: what the layers were measured to cost."""
 
 
 class _Stages(PipelineModule):
     """The layers of this rank's stage, by bounds that were chosen before."""
 
-    def __init__(self, layers: Sequence[Layer], bounds: Bounds, loss: Callable[[Any, Any], torch.Tensor]) -> None:
+    def __init__(self, layers: Sequence[Layer], bounds: Bounds) -> None:
         self._chosen = bounds  # the constructor below asks for it
-        super().__init__(layers=layers, num_stages=len(bounds) - 1, loss_fn=loss, partition_method="chosen")
+        super().__init__(layers=layers, num_stages=len(bounds) - 1, loss_fn=None, partition_method="chosen")
 
     def _partition_layers(self, method: str = "chosen") -> None:
         self.parts = list(self._chosen)
         stage = self._topo.get_coord(self.global_rank).pipe
         self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
+
+    def add_idle_parameter(self) -> nn.Parameter:
+        """Something to update for the optimizer of a stage that only has copies of others' weights."""
+        self.idle = nn.Parameter(torch.zeros(1, dtype=next(self.parameters()).dtype, device=next(self.parameters()).device))
+        return self.idle
 
 
 class _Schedule(DeepSpeedPipeline):
@@ -73,7 +93,7 @@ class _Schedule(DeepSpeedPipeline):
         )
 
     def _exec_reduce_tied_grads(self) -> None:
-        self._ends._reduce_tied_gradients()
+        self._ends._reduce_shared_gradients()
 
     def _exec_reduce_grads(self) -> None:
         self._force_grad_boundary = True
@@ -93,6 +113,27 @@ class _Schedule(DeepSpeedPipeline):
             ds_schedule.OptimizerStep: _exec_optimizer_step,
         }
     )
+
+
+@dataclass(slots=True)
+class _Shared:
+    """A weight that several stages use, on one of them."""
+
+    weight: nn.Parameter
+    owned: bool
+    """Whether this stage updates it; the others hold copies."""
+    owner: int
+    """Rank that does, among those with the same share of the data."""
+    group: Any
+    gradient: torch.Tensor | None = None
+    """Of a copy, where DeepSpeed adds up in fp32."""
+
+    def add_gradient(self, weight: torch.Tensor) -> None:
+        assert weight.grad is not None, "called once a gradient was accumulated"
+        if self.gradient is None:
+            self.gradient = torch.zeros_like(weight, dtype=torch.float32)
+        self.gradient += weight.grad
+        weight.grad = None
 
 
 class PipelineEngine:
@@ -115,7 +156,6 @@ class PipelineEngine:
         Raises:
             ConfigError: the model cannot be split this way.
         """
-        check_family(hf_config.model_type, "model_type")
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.stages = config.pipeline.stages
         self.data_ranks = self.world_size // self.stages
@@ -126,44 +166,51 @@ class PipelineEngine:
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
 
         self.model = build_on_meta(hf_config, dtype)
-        self._layers = split(self.model, device, checkpointed=config.pipeline.checkpoint_activations)
+        self._tally = LossTally(device)
+        self._split = partial(split, self.model, device, self._tally, checkpointed=config.pipeline.checkpoint_activations)
+        self._layers = self._split()
         self.costs: list[float] | None = None
         self.bounds = self._choose_bounds(config, dtype)
         self._stage_of = self._find_owners()
         mine = self._layers[self.bounds[self.stage] : self.bounds[self.stage + 1]]
         give_memory((parameter for layer in mine for parameter in layer.parameters()), torch.device("cpu"))
         fill(self.model, self.gather)
-        self._tied, self._tied_group = self._find_tied()
-        self._module = _Stages(self._layers, self.bounds, self._scaled_loss)
+        self._shared = self._find_shared()
+        self._module = _Stages(self._layers, self.bounds)
         # What another stage updates is not ours to update.
         groups = decay_groups(self.model, config.optimizer.weight_decay, only=dict(self._owned()))
+        groups = groups or [{"params": [self._module.add_idle_parameter()], "weight_decay": 0.0}]
         options = config.optimizer
         self._inner = torch.optim.AdamW(groups, lr=options.lr, betas=(options.betas[0], options.betas[1]), eps=options.eps)
         json = to_deepspeed(config, device=device.type, precision=precision, cpu_adam=False, pipeline=True)
         self._schedule = _Schedule(self, self._module, self._inner, json)
         self._wrapper = self._schedule.optimizer
         self._plain = self._wrapper is self._inner
-        self._tied_gradient: torch.Tensor | None = None
-        self._watch_tied_gradient()
+        self._watch_copies()
         self._create_moments()
         self._guard_inner_step()
         self._skip_update = self._stop = False
         self._num_targets = 0
-        self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-        self._shapes: list[torch.Size] = []
+        self._shape: tuple[Any, ...] | None = None
         self._outcome: StepOutcome | None = None
 
     # -- stages
 
     def _choose_bounds(self, config: TuneConfig, dtype: torch.dtype) -> Bounds:
-        method, layers, stages = config.pipeline.partition, self._layers, self.stages
+        method, stages = config.pipeline.partition, self.stages
+        if method == "profile":
+            self.costs = self._measure(config, dtype)
+            pieces = partition.head_pieces(self.costs, stages)
+            if pieces > 1:
+                self._layers = self._split(head_pieces=pieces)
+                self.costs = self._measure(config, dtype)
+        layers = self._layers
         if len(layers) < stages:
             raise ConfigError(
                 f"pipeline.stages is {stages}; it must be at most {len(layers)}, the layers of this model that can be apart "
-                "(embeddings, each block, head)"
+                "(embeddings, each block, norm, head)"
             )
-        if method == "profile":
-            self.costs = self._measure(config, dtype)
+        if self.costs is not None:
             return partition.balanced(self.costs, stages)
         if method == "parameters":
             return partition.balanced([num_parameters(layer) for layer in layers], stages)
@@ -175,24 +222,35 @@ class PipelineEngine:
         """Seconds of each layer as rank 0 measures them, the same numbers on every rank."""
         costs = torch.zeros(len(self._layers), dtype=torch.float64, device=self.device)
         if self.rank == 0:
-            seconds = measure(
-                self._layers,
-                token_losses,
-                micro=config.batch.micro,
-                seq_len=config.data.seq_len,
-                hidden_size=self.model.config.hidden_size,
-                device=self.device,
-                dtype=dtype,
-            )
-            costs.copy_(torch.tensor(seconds, dtype=torch.float64))
+            costs.copy_(torch.tensor(self._measured(config, dtype), dtype=torch.float64))
         dist.broadcast(costs, src=0)
         return [float(cost) for cost in costs]
+
+    def _measured(self, config: TuneConfig, dtype: torch.dtype) -> list[float]:
+        size = {"micro": config.batch.micro, "seq_len": config.data.seq_len, "hidden_size": self.model.config.hidden_size}
+        conditions = {
+            **size,
+            "layers": [f"{type_of(layer)} {num_parameters(layer)}" for layer in self._layers],
+            "checkpoint_activations": config.pipeline.checkpoint_activations,
+            "device": self.device.type,
+            "dtype": str(dtype),
+        }
+        file = Path(config.run.output) / PROFILE
+        seconds = recall(file, conditions) if config.run.resume == "auto" else None
+        if seconds is None:
+            seconds = measure(self._layers, **size, device=self.device, dtype=dtype)
+            if file.parent.is_dir():
+                remember(file, conditions, seconds)
+        return seconds
+
+    def _stage_layers(self, stage: int) -> list[Layer]:
+        return self._layers[self.bounds[stage] : self.bounds[stage + 1]]
 
     def _find_owners(self) -> dict[str, int]:
         """Parameter name -> the stage that updates and saves it: the first that uses it."""
         stage_of: dict[int, int] = {}
         for stage in range(self.stages):
-            for layer in self._layers[self.bounds[stage] : self.bounds[stage + 1]]:
+            for layer in self._stage_layers(stage):
                 for parameter in layer.parameters():
                     stage_of.setdefault(id(parameter), stage)
         return {name: stage_of[id(parameter)] for name, parameter in self.model.named_parameters()}
@@ -207,15 +265,13 @@ class PipelineEngine:
         """The stages, one line each: layers, parameters and, where they were measured, milliseconds of a micro-batch."""
         lines = []
         for stage in range(self.stages):
-            start, stop = self.bounds[stage], self.bounds[stage + 1]
-            parameters = sum(num_parameters(layer) for layer in self._layers[start:stop])
-            line = f"stage {stage}: {_summary(self._layers[start:stop])}; {parameters:,} parameters"
+            layers = self._stage_layers(stage)
+            line = f"stage {stage}: {_summary(layers, self._layers)}; {num_parameters(*layers):,} parameters"
             if self.costs is not None:
-                line += f"; {1000 * sum(self.costs[start:stop]):.1f} ms"
+                line += f"; {1000 * sum(self.costs[self.bounds[stage] : self.bounds[stage + 1]]):.1f} ms"
             lines.append(line)
         if self.costs is not None and self.stages > 1:
-            totals = [sum(self.costs[self.bounds[s] : self.bounds[s + 1]]) for s in range(self.stages)]
-            lines.append(f"slowest stage: {max(totals) / (sum(totals) / len(totals)):.2f} x the mean")
+            lines.append(f"slowest stage: {partition.imbalance(self.costs, self.bounds):.2f} x the mean")
         return lines
 
     @contextmanager
@@ -224,46 +280,45 @@ class PipelineEngine:
         with lent_memory(parameters, torch.device("cpu")):
             yield True
 
-    # -- tied weights
+    # -- weights of several stages
 
-    def _find_tied(self) -> tuple[nn.Parameter | None, Any]:
-        """The weight that the first and the last stage share, on those stages, and the group of the two ranks."""
-        tied = self.model.get_output_embeddings().weight
-        if self.stages == 1 or tied is not self.model.get_input_embeddings().weight:
-            return None, None
-        mine = None
-        for number in range(self.data_ranks):
-            ranks = [number, (self.stages - 1) * self.data_ranks + number]
-            group = dist.new_group(ranks)
-            if self.rank in ranks:
-                mine = group
-        return (tied, mine) if mine is not None else (None, None)
+    def _find_shared(self) -> list[_Shared]:
+        """The weights that this stage shares with others, in the same order everywhere."""
+        shared = []
+        for name, parameter in self.model.named_parameters():
+            stages = [
+                stage
+                for stage in range(self.stages)
+                if any(parameter is own for layer in self._stage_layers(stage) for own in layer.parameters())
+            ]
+            for number in range(self.data_ranks if len(stages) > 1 else 0):
+                ranks = [stage * self.data_ranks + number for stage in stages]
+                group = dist.new_group(ranks)  # all ranks make all groups
+                if self.rank in ranks:
+                    shared.append(_Shared(parameter, self._stage_of[name] == self.stage, ranks[0], group))
+        return shared
 
-    def _watch_tied_gradient(self) -> None:
-        """Add up the gradient of the head's copy in fp32, as DeepSpeed does for weights it updates."""
-        if self._tied is None or self.stage == 0 or self._plain or self._precision == "fp32":
-            return
+    def _watch_copies(self) -> None:
+        """Add up the gradients of copies in fp32, as DeepSpeed does in bf16 for the weights it updates."""
+        for shared in self._shared:
+            if not shared.owned and self._precision == "bf16":
+                shared.weight.register_post_accumulate_grad_hook(shared.add_gradient)
 
-        def add(parameter: torch.Tensor) -> None:
-            assert parameter.grad is not None, "called once a gradient was accumulated"
-            if self._tied_gradient is None:
-                self._tied_gradient = torch.zeros_like(parameter, dtype=torch.float32)
-            self._tied_gradient += parameter.grad
-            parameter.grad = None
+    def _reduce_shared_gradients(self) -> None:
+        """Add the gradients of all copies to that of the one that is updated."""
+        for shared in self._shared:
+            if shared.owned:
+                gradient = getattr(shared.weight, "_hp_grad", None) if self._precision == "bf16" else shared.weight.grad
+            else:
+                gradient = shared.weight.grad if shared.gradient is None else shared.gradient
+            assert gradient is not None, "every stage that holds a weight uses it"
+            dist.reduce(gradient, dst=shared.owner, group=shared.group)
+            if not shared.owned:
+                shared.weight.grad = shared.gradient = None
 
-        self._tied.register_post_accumulate_grad_hook(add)
-
-    def _reduce_tied_gradients(self) -> None:
-        """Add the head's part of a tied gradient to that of the embeddings, which alone are updated."""
-        if self._tied is None:
-            return
-        if self.stage == 0:
-            gradient = getattr(self._tied, "_hp_grad", None) if self._precision == "bf16" else self._tied.grad
-        else:
-            gradient = self._tied.grad if self._tied_gradient is None else self._tied_gradient
-            self._tied_gradient = self._tied.grad = None
-        assert gradient is not None, "both ends of a tied weight have a gradient"
-        dist.reduce(gradient, dst=self.data_rank, group=self._tied_group)
+    def _renew_copies(self) -> None:
+        for shared in self._shared:
+            dist.broadcast(shared.weight.data, src=shared.owner, group=shared.group)
 
     # -- training
 
@@ -276,29 +331,28 @@ class PipelineEngine:
         self._num_targets = int(self._sum(float(counted))[0])
         self._stop, self._outcome = stop, None
         self._fit_shapes(batches)
-        self._loss_sum.zero_()
+        # DeepSpeed averages over the ranks of a stage; what must remain is the mean over targets.
+        self._tally.start(self.data_ranks / max(1, self._num_targets), self._accumulation)
         self._schedule.train_batch(map(_flow, batches))
         assert self._outcome is not None, "DeepSpeed's schedule ends with the optimizer's step"
         return self._outcome
 
     def _fit_shapes(self, batches: Sequence[Microbatch]) -> None:
-        """DeepSpeed tells the next stage shapes once, unless told that they change."""
-        shapes = [_flow_shape(batch) for batch in batches]
-        self._schedule.dynamic_shape = len(set(shapes)) > 1
-        if shapes[:1] != self._shapes:
+        """Let DeepSpeed tell the next stage new shapes: it does so once, unless told that they change all the time."""
+        shapes = {(*batch.inputs.shape, batch.segments is not None) for batch in batches}
+        changing = len(shapes) > 1
+        shape = None if changing else next(iter(shapes))
+        if changing or shape != self._shape:
             self._schedule.reset_activation_shape()
-        self._shapes = shapes[:1] if not self._schedule.dynamic_shape else []
-
-    def _scaled_loss(self, logits_BLV: torch.Tensor, targets_BL: torch.Tensor) -> torch.Tensor:
-        loss = token_losses(logits_BLV, targets_BL)
-        self._loss_sum += loss.detach()
-        # DeepSpeed divides by accumulation and by the ranks of a stage; what must remain is the mean over targets.
-        return loss * (self._accumulation * self.data_ranks / max(1, self._num_targets))
+        self._schedule.dynamic_shape, self._shape = changing, shape
 
     def _reduce_gradients(self) -> None:
         """Average over the ranks of this stage."""
+        idle = getattr(self._module, "idle", None)
+        if idle is not None:
+            idle.grad = torch.zeros_like(idle)
         if self._plain:
-            gradients = [parameter.grad for _, parameter in self._owned() if parameter.grad is not None]
+            gradients = [parameter.grad for parameter in self._updated() if parameter.grad is not None]
             if self.data_ranks > 1:
                 self._schedule.buffered_allreduce_fallback(grads=gradients)
         elif self._precision == "bf16":
@@ -310,7 +364,7 @@ class PipelineEngine:
         """Decide on all ranks together whether the step counts, clip, and update."""
         gradients = self._reduced_gradients()
         norm = float(torch.stack(torch._foreach_norm(gradients)).double().norm())
-        loss_sum = float(self._loss_sum)
+        loss_sum = float(self._tally.total)
         bad_loss, bad_gradient = not math.isfinite(loss_sum), not math.isfinite(norm)
         share = 1 / self.data_ranks if self._plain else 1.0  # without ZeRO every rank of a stage holds all of its gradient
         loss_total, squares, losses, bad, stops = self._sum(
@@ -326,10 +380,8 @@ class PipelineEngine:
             torch._foreach_mul_(gradients, self._clip / (norm + 1e-6))
         self._skip_update = skipped is not None
         self._schedule._take_model_step(None)
-        if self._tied is not None:
-            self._tied.grad = None
-            if skipped is None:
-                dist.broadcast(self._tied.data, src=self.data_rank, group=self._tied_group)
+        if skipped is None:
+            self._renew_copies()
         mean = loss_total / max(1, self._num_targets)
         self._outcome = StepOutcome(
             float("nan") if losses else mean, float("nan") if skipped else norm, self._num_targets, skipped, stops > 0
@@ -338,7 +390,7 @@ class PipelineEngine:
     def _reduced_gradients(self) -> list[torch.Tensor]:
         """The parts of the reduced gradient that this rank updates with."""
         if self._plain:
-            pieces = [parameter.grad for _, parameter in self._owned() if parameter.grad is not None]
+            pieces = [parameter.grad for parameter in self._updated() if parameter.grad is not None]
         elif self._precision == "bf16":
             pieces = list(self._wrapper.fp32_groups_gradient_flat_partition)
         else:
@@ -358,12 +410,10 @@ class PipelineEngine:
     def evaluate(self, batches: Sequence[Microbatch]) -> tuple[float, int]:
         """Sum of the losses and number of targets over all ranks; every pipeline must bring equally many batches."""
         self._fit_shapes(batches)
-        self._loss_sum.zero_()
-        self._schedule.eval_batch(
-            map(_flow, batches), reduce_output=None, bcast_loss=False, num_micro_batches=len(batches)
-        )
+        self._tally.start(1.0, 1)
+        self._schedule.eval_batch(map(_flow, batches), reduce_output=None, bcast_loss=False, num_micro_batches=len(batches))
         counted = sum(batch.num_targets for batch in batches) if self.stage == 0 else 0
-        total, count = self._sum(float(self._loss_sum), float(counted))
+        total, count = self._sum(float(self._tally.total), float(counted))
         return total, int(count)
 
     def _sum(self, *values: float) -> list[float]:
@@ -458,7 +508,7 @@ class PipelineEngine:
     def _updated(self) -> list[torch.Tensor]:
         """The tensors that the optimizer updates on this rank: parameters, or this rank's flat part of them."""
         if self._plain:
-            return [parameter for _, parameter in self._owned()]
+            return [parameter for group in self._inner.param_groups for parameter in group["params"]]
         if self._precision == "bf16":
             return list(self._wrapper.fp32_groups_flat_partition)
         return list(self._wrapper.single_partition_of_fp32_groups)
@@ -491,20 +541,19 @@ class PipelineEngine:
         dist.destroy_process_group()
 
 
-def _flow(batch: Microbatch) -> tuple[Any, torch.Tensor]:
-    """What goes into the first stage, and the targets for the last."""
-    if batch.segments is None:
-        return batch.inputs, batch.targets
-    return (batch.inputs, positions_of(batch.segments)), batch.targets
+def _flow(batch: Microbatch) -> tuple[Flow, torch.Tensor]:
+    """What goes into the first stage; what DeepSpeed wants beside it has no use."""
+    flow = (batch.inputs, batch.targets)
+    return (flow if batch.segments is None else (*flow, positions_of(batch.segments))), batch.targets[:0]
 
 
-def _flow_shape(batch: Microbatch) -> tuple[Any, ...]:
-    return (*batch.inputs.shape, batch.segments is not None)
-
-
-def _summary(layers: Sequence[Layer]) -> str:
-    """``embedding, 6 blocks`` and so on."""
-    counts: dict[str, int] = {}
-    for layer in layers:
-        counts[layer.kind] = counts.get(layer.kind, 0) + 1
-    return ", ".join(f"{count} {kind}s" if count > 1 else f"1 {kind}" if kind == "block" else kind for kind, count in counts.items())
+def _summary(layers: Sequence[Layer], whole: Sequence[Layer]) -> str:
+    """``embedding, 6 blocks`` and so on; of a head in pieces the share."""
+    names = []
+    for kind in dict.fromkeys(layer.kind for layer in layers):
+        count, total = (sum(layer.kind == kind for layer in some) for some in (layers, whole))
+        if kind == "block":
+            names.append(f"{count} block{'s' if count > 1 else ''}")
+        else:
+            names.append(kind if count == total else f"{count}/{total} of the {kind}")
+    return ", ".join(names)

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from finetune.stages import EmbeddingLayer, Layer, lent_memory, num_parameters, type_of
-
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Logits and targets to a scalar."""
+from finetune.stages import Layer, lent_memory, num_parameters, type_of
 
 _RUNS = 7
 _ENOUGH_SECONDS = 3.0
 
 
 def measure(
-    layers: Sequence[Layer], loss: Loss, *, micro: int, seq_len: int, hidden_size: int, device: torch.device, dtype: torch.dtype
+    layers: Sequence[Layer], *, micro: int, seq_len: int, hidden_size: int, device: torch.device, dtype: torch.dtype
 ) -> list[float]:
     """Seconds of each layer, the loss counted with the head. Layers of one kind and size are measured once.
 
@@ -31,10 +32,35 @@ def measure(
         if key not in seconds:
             with lent_memory(layer.parameters(), device):
                 _make_ordinary(layer)
-                seconds[key] = _fastest(_round(layer, loss, micro, seq_len, hidden_size, device, dtype), device)
+                seconds[key] = _fastest(_round(layer, micro, seq_len, hidden_size, device, dtype), device)
                 layer.zero_grad(set_to_none=True)
         costs.append(seconds[key])
     return costs
+
+
+def recall(file: Path, conditions: Mapping[str, Any]) -> list[float] | None:
+    """What was measured under these conditions before: a resumed run has the stages it had."""
+    for entry in _entries(file):
+        if entry["conditions"] == conditions:
+            return [float(seconds) for seconds in entry["seconds"]]
+    return None
+
+
+def remember(file: Path, conditions: Mapping[str, Any], seconds: Sequence[float]) -> None:
+    """Keep a measurement for ``recall``; whole or not at all."""
+    kept = [entry for entry in _entries(file) if entry["conditions"] != conditions]
+    kept.append({"conditions": dict(conditions), "seconds": list(seconds)})
+    unfinished = file.with_suffix(".part")
+    unfinished.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+    os.replace(unfinished, file)
+
+
+def _entries(file: Path) -> list[dict[str, Any]]:
+    try:
+        entries: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
+        return [entry for entry in entries if {"conditions", "seconds"} <= entry.keys()]
+    except (OSError, ValueError, AttributeError, TypeError):
+        return []
 
 
 @torch.no_grad()
@@ -49,21 +75,20 @@ def _make_ordinary(layer: nn.Module) -> None:
 
 
 def _round(
-    layer: Layer, loss: Loss, micro: int, seq_len: int, hidden_size: int, device: torch.device, dtype: torch.dtype
+    layer: Layer, micro: int, seq_len: int, hidden_size: int, device: torch.device, dtype: torch.dtype
 ) -> Callable[[], None]:
-    """One forward and backward pass of ``layer`` alone."""
+    """One forward and backward pass of ``layer`` alone; of the head the first piece."""
     draw = torch.Generator(device=device).manual_seed(0)
     ids = torch.randint(0, 100, (micro, seq_len), generator=draw, device=device)
     hidden = torch.randn((micro, seq_len, hidden_size), generator=draw, device=device).to(dtype)
-    gradient = hidden * 1e-3
+    if layer.kind == "head":
+        hidden, ids = hidden.flatten(0, 1), ids.flatten()
 
     def run() -> None:
-        given = ids if isinstance(layer, EmbeddingLayer) else hidden.detach().requires_grad_()
-        out = layer(given)
-        if layer.kind == "head":
-            loss(out, ids).backward()
-        else:
-            out.backward(gradient)
+        given = ids if layer.kind == "embedding" else hidden.detach().requires_grad_()
+        out = layer((given, ids))
+        first = out[0] if isinstance(out, tuple) else out
+        first.backward(torch.full_like(first, 1e-3))
 
     return run
 

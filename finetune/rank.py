@@ -40,7 +40,7 @@ def main(run_file: Path) -> int:
     job = json.loads(run_file.read_text(encoding="utf-8"))
     config = build(TuneConfig, job["config"], {})
     try:
-        _train(config, rank, stop)
+        _train(config, rank, stop, pipeline=job.get("command") == "pretrain")
     except BaseException as error:
         traceback.print_exc()
         code = error.exit_code if isinstance(error, FinetuneError) else 1
@@ -52,7 +52,7 @@ def main(run_file: Path) -> int:
     return 0
 
 
-def _train(config: TuneConfig, rank: int, stop: threading.Event) -> None:
+def _train(config: TuneConfig, rank: int, stop: threading.Event, *, pipeline: bool) -> None:
     import torch
 
     device = _device(config, torch.cuda.is_available(), torch.cuda.device_count())
@@ -79,6 +79,7 @@ def _train(config: TuneConfig, rank: int, stop: threading.Event) -> None:
         device=engine.start_ranks(device, rank),
         precision=precision,
         cpu_adam=go["cpu_adam"] is not None,
+        pipeline=pipeline,
     )
     with open(int(os.environ["TESSERA_CONSOLE_FD"]) if rank == 0 else os.devnull, "w", encoding="utf-8") as out:
         width = int(os.environ.get("TESSERA_CONSOLE_WIDTH", "0")) or None

@@ -1,9 +1,11 @@
 """A transformers model as a list of pipeline layers: the model's own modules, under the model's own names.
 
 The model is built once on every rank with its parameters on ``meta``; a rank gives real memory to the layers of its own stage
-alone. A layer takes and returns the hidden states, followed by the positions where samples are packed.
+alone. What passes from layer to layer are tensors that DeepSpeed can send: hidden states, targets and, where samples are
+packed, positions. The head can be cut into pieces that each take a part of the tokens, because with a large vocabulary it
+alone may cost more than a stage should.
 
-Shapes.  B samples of a micro-batch   L tokens of a sample   H hidden size
+Shapes.  B samples of a micro-batch   L tokens of a sample   N = B x L   H hidden size   V vocabulary
 """
 
 from __future__ import annotations
@@ -19,11 +21,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask
 
-from finetune.errors import ConfigError
-from finetune.model import build_empty
+from finetune.model import build_empty, token_losses
 
-Flow = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-"""What passes from layer to layer: [B, L, H] (token ids [B, L] into the first), or that and positions, int64 [B, L]."""
+Flow = tuple[torch.Tensor, ...]
+"""Into the first layer: token ids, targets and, where samples are packed, positions, each int64 [B, L]. Then hidden states
+[B, L, H] in place of the ids. After the last norm: hidden states [n, H] and targets [n] of the n tokens without a loss yet."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,9 +50,7 @@ FAMILIES: Final[Mapping[str, _Family]] = {
         rotary="rotary_emb",
     ),
     "gpt2": _Family(tokens="wte", positions="wpe", dropout="drop", blocks="h", norm="ln_f", rotary=None),
-    "llama": _Family(
-        tokens="embed_tokens", positions=None, dropout=None, blocks="layers", norm="norm", rotary="rotary_emb"
-    ),
+    "llama": _Family(tokens="embed_tokens", positions=None, dropout=None, blocks="layers", norm="norm", rotary="rotary_emb"),
 }
 
 
@@ -97,14 +97,14 @@ class EmbeddingLayer(Layer):
         self.tokens, self.positions, self.dropout = tokens, positions, dropout
 
     def forward(self, flow: Flow) -> Flow:
-        ids_BL, positions_BL = _parts(flow)
+        ids_BL, *rest = flow
         hidden_BLH = self.tokens(ids_BL)
         if self.positions is not None:
-            given = positions_BL if positions_BL is not None else torch.arange(ids_BL.shape[1], device=ids_BL.device)[None]
-            hidden_BLH = hidden_BLH + self.positions(given)
+            positions = rest[1] if len(rest) == 2 else torch.arange(ids_BL.shape[1], device=ids_BL.device)[None]
+            hidden_BLH = hidden_BLH + self.positions(positions)
         if self.dropout is not None:
             hidden_BLH = self.dropout(hidden_BLH)
-        return _joined(hidden_BLH, positions_BL)
+        return hidden_BLH, *rest
 
 
 class BlockLayer(Layer):
@@ -118,52 +118,86 @@ class BlockLayer(Layer):
         self._surroundings, self._checkpointed = surroundings, checkpointed
 
     def forward(self, flow: Flow) -> Flow:
-        hidden_BLH, positions_BL = _parts(flow)
-        around = self._surroundings.of(hidden_BLH, positions_BL)
+        hidden_BLH, *rest = flow
+        around = self._surroundings.of(hidden_BLH, rest[1] if len(rest) == 2 else None)
         if self._checkpointed and torch.is_grad_enabled():
             # Computed again in the backward pass, from the same random state.
             hidden_BLH = checkpoint(self.block, hidden_BLH, use_reentrant=False, preserve_rng_state=True, **around)
         else:
             hidden_BLH = self.block(hidden_BLH, **around)
-        return _joined(hidden_BLH, positions_BL)
+        return hidden_BLH, *rest
+
+
+class NormLayer(Layer):
+    """The norm before the head. Samples end here: only tokens are left."""
+
+    kind = "norm"
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, flow: Flow) -> Flow:
+        hidden_BLH, targets_BL, *_ = flow
+        return self.norm(hidden_BLH).flatten(0, 1), targets_BL.flatten()
+
+
+class LossTally:
+    """Adds up the losses of a step on this rank and says how much each counts for the gradient."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.total = torch.zeros((), dtype=torch.float64, device=device)
+        self.scale = 1.0
+        """Of a loss in the gradient."""
+        self.last_scale = 1.0
+        """The same for the last layer's, which DeepSpeed divides by the number of micro-batches."""
+
+    def start(self, scale: float, micro_batches: int) -> None:
+        self.total.zero_()
+        self.scale, self.last_scale = scale, scale * micro_batches
+
+    def add(self, loss: torch.Tensor) -> None:
+        self.total += loss.detach()
 
 
 class HeadLayer(Layer):
-    """The last norm and the head: hidden states to logits [B, L, V]. Positions end here."""
+    """The head and the loss of one of ``pieces`` equal parts of a micro-batch's tokens.
+
+    Every piece uses the same weight. The last one returns the scaled loss of its part, which DeepSpeed starts the backward pass
+    from; the others hand on the remaining tokens, and their own loss joins the backward pass when it comes by.
+    """
 
     kind = "head"
 
-    def __init__(self, head: nn.Module, norm: nn.Module) -> None:
+    def __init__(self, head: nn.Module, tally: LossTally, piece: int, pieces: int) -> None:
         super().__init__()
-        self.head, self.norm = head, norm
+        self.head = head
+        self._tally, self._left = tally, pieces - piece
 
-    def forward(self, flow: Flow) -> torch.Tensor:
-        logits: torch.Tensor = self.head(self.norm(_parts(flow)[0]))
-        return logits
+    def forward(self, flow: Flow) -> Flow | torch.Tensor:
+        hidden_nH, targets_n = flow
+        count = -(-len(targets_n) // self._left)
+        loss = token_losses(self.head(hidden_nH[None, :count]), targets_n[None, :count])
+        self._tally.add(loss)
+        if self._left == 1:
+            return loss * self._tally.last_scale
+        return _Joined.apply(hidden_nH[count:], loss, self._tally.scale), targets_n[count:]
 
 
-def _parts(flow: Flow) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return flow if isinstance(flow, tuple) else (flow, None)
+class _Joined(torch.autograd.Function):
+    """Hands tensors on unchanged; their gradient, when it comes back, brings ``scale`` as the gradient of ``loss`` along."""
 
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, loss: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.scale, ctx.like = scale, loss.new_ones(())
+        return tensor.clone()
 
-def _joined(hidden_BLH: torch.Tensor, positions_BL: torch.Tensor | None) -> Flow:
-    return hidden_BLH if positions_BL is None else (hidden_BLH, positions_BL)
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        return gradients[0], ctx.like * ctx.scale, None
 
 
 # -- building
-
-
-def check_family(model_type: object, key: str) -> None:
-    """Refuse a model whose parts are not known here.
-
-    Raises:
-        ConfigError: names the model types that can be split.
-    """
-    if model_type not in FAMILIES:
-        raise ConfigError(
-            f"{key} is {model_type!r}; pretrain splits {', '.join(FAMILIES)} into pipeline stages; "
-            "train other models with `tessera-finetune tune`"
-        )
 
 
 def build_on_meta(config: Any, dtype: torch.dtype) -> PreTrainedModel:
@@ -189,10 +223,13 @@ def _parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def split(model: PreTrainedModel, device: torch.device, *, checkpointed: bool) -> list[Layer]:
-    """The model's modules as pipeline layers: embeddings, each block, final norm with head.
+def split(
+    model: PreTrainedModel, device: torch.device, tally: LossTally, *, checkpointed: bool, head_pieces: int = 1
+) -> list[Layer]:
+    """The model's modules as pipeline layers: embeddings, each block, final norm, head.
 
     Args:
+        tally: is told the losses.
         checkpointed: blocks keep their inputs alone for the backward pass, and compute the rest again.
     """
     family = FAMILIES[model.config.model_type]
@@ -205,11 +242,12 @@ def split(model: PreTrainedModel, device: torch.device, *, checkpointed: bool) -
     if rotary is not None:
         rotary.to(device)
     surroundings = Surroundings(inner.config, rotary)
-    blocks = [BlockLayer(block, surroundings, checkpointed=checkpointed) for block in part(family.blocks)]
+    head = model.get_output_embeddings()
     return [
         EmbeddingLayer(part(family.tokens), part(family.positions), part(family.dropout)),
-        *blocks,
-        HeadLayer(model.get_output_embeddings(), part(family.norm)),
+        *(BlockLayer(block, surroundings, checkpointed=checkpointed) for block in part(family.blocks)),
+        NormLayer(part(family.norm)),
+        *(HeadLayer(head, tally, piece, head_pieces) for piece in range(head_pieces)),
     ]
 
 
@@ -218,9 +256,9 @@ def type_of(layer: Layer) -> str:
     return type(next(layer.children())).__name__
 
 
-def num_parameters(layer: Layer) -> int:
-    """Elements of the layer's parameters, held here or not."""
-    return sum(parameter.numel() for parameter in layer.parameters())
+def num_parameters(*layers: Layer) -> int:
+    """Elements of the layers' parameters, held here or not, shared ones once."""
+    return sum(parameter.numel() for parameter in nn.ModuleList(layers).parameters())
 
 
 def give_memory(parameters: Iterable[nn.Parameter], device: torch.device) -> None:

@@ -17,6 +17,7 @@ from finetune.data.pack import SampleOrder, Share, TokenStream
 from finetune.data.tokenise import Prepared
 from finetune.data.tokenizer import TOKENIZER_FILES
 from finetune.engine import ZeroEngine
+from finetune.engines import Fill, TrainingEngine
 from finetune.errors import NotFinite, RunError
 from finetune.folders import LOG
 from finetune.model import saved_config, shapes_of
@@ -48,6 +49,8 @@ class Job:
     device: torch.device
     precision: str
     cpu_adam: bool
+    pipeline: bool = False
+    """Whether the layers are spread over stages (``pretrain``) rather than repeated."""
 
 
 def run_rank(job: Job, console: Console, should_stop: Callable[[], bool]) -> None:
@@ -89,15 +92,8 @@ class _Run:
         if state is not None:
             state.check(settings)
         self._keeper = _keeper(job, origin, settings)  # before the engine: training changes the configuration it is given
-        self.engine = ZeroEngine(
-            config,
-            origin.hf_config,
-            origin.fill if state is None else state.fill,
-            device=job.device,
-            precision=job.precision,
-            cpu_adam=job.cpu_adam,
-        )
-        self._share = Share(self.engine.rank, self.engine.world_size, config.batch.micro, config.accumulation)
+        self.engine = _engine(job, origin.hf_config, origin.fill if state is None else state.fill)
+        self._share = Share(self.engine.data_rank, self.engine.data_ranks, config.batch.micro, config.accumulation)
         self._progressed = Progressed(step=0, samples=0, tokens=0, adam_steps=0, skipped_in_a_row=0)
         self._last_save: Path | None = None
         # Dropout differs between ranks; it starts here, so that building the model does not move it.
@@ -120,12 +116,14 @@ class _Run:
         offload = [f"{what} on cpu" for what in ("optimizer", "parameters") if getattr(self.config.offload, what) == "cpu"]
         parts = [
             f"{origin.name}, {count:,} parameters",
+            *([f"{self.config.pipeline.stages} pipeline stages"] if job.pipeline else []),
             f"ZeRO-{self.config.zero.stage}{' with ' + ' and '.join(offload) if offload else ''}",
             f"{self.engine.world_size} rank{'s' if self.engine.world_size > 1 else ''} on {job.device.type}, {job.precision}",
             f"{self._stream.num_tokens:,} tokens",
             f"{self.schedule.steps} steps of {self._share.step_samples} x {self.config.data.seq_len} tokens",
         ]
-        self._console.print("; ".join(parts), highlight=False, soft_wrap=True)
+        for line in ("; ".join(parts), *self.engine.describe()):
+            self._console.print(line, highlight=False, soft_wrap=True)
         if state is not None:
             self._console.print(f"resumed at step {self._progressed.step} from {state.path}", highlight=False, soft_wrap=True)
 
@@ -210,6 +208,15 @@ class _Run:
         say(f"done: {tokens:,} tokens in {seconds:.0f} s, {tokens / max(seconds, 1e-9):,.0f} tokens/s", highlight=False)
         say(f"checkpoint: {self._last_save}", highlight=False, soft_wrap=True)
         say(f"serve it:   tessera-serve --model {self._last_save}", highlight=False, soft_wrap=True)
+
+
+def _engine(job: Job, hf_config: Any, fill: Fill) -> TrainingEngine:
+    common = {"device": job.device, "precision": job.precision}
+    if job.pipeline:
+        from finetune.pipeline import PipelineEngine
+
+        return PipelineEngine(job.config, hf_config, fill, **common)
+    return ZeroEngine(job.config, hf_config, fill, cpu_adam=job.cpu_adam, **common)
 
 
 def _due(step: int, every: int) -> bool:

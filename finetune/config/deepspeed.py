@@ -7,9 +7,7 @@ from typing import Any
 from finetune.config.whole import TuneConfig
 
 
-def to_deepspeed(
-    config: TuneConfig, *, device: str, precision: str, cpu_adam: bool, pipeline: bool = False
-) -> dict[str, Any]:
+def to_deepspeed(config: TuneConfig, *, device: str, precision: str, cpu_adam: bool, pipeline: bool = False) -> dict[str, Any]:
     """Make DeepSpeed's configuration: the only place that knows its keys.
 
     Args:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from finetune.config.checks import require
+from finetune.config.model import ModelConfig
+
+SPLITTABLE = ("gpt_neox", "gpt2", "llama")
+"""Model types whose layers ``finetune.stages`` knows."""
 
 _METHODS = ("parameters", "uniform", "profile")
 
@@ -22,7 +28,7 @@ class PipelineConfig:
     ``type:REGEX`` the number of those whose class matches, such as ``type:Block|Layer``."""
 
     checkpoint_activations: bool = False
-    """Whether blocks keep only their inputs for the backward pass and compute the rest again: less memory, a third more work."""
+    """Whether blocks keep only their inputs and compute the rest again in the backward pass: less memory, a third more work."""
 
     def __post_init__(self) -> None:
         require(self.stages >= 1, "pipeline.stages", self.stages, "be at least 1")
@@ -37,3 +43,24 @@ class PipelineConfig:
             re.compile(pattern)
         except re.error as error:
             require(False, "pipeline.partition", self.partition, f"hold a regular expression after the colon ({error})")
+
+
+def check_splittable(model: ModelConfig) -> None:
+    """Refuse a model that has no stages, before anything of it is loaded.
+
+    Raises:
+        ConfigError: names the model types that have.
+    """
+    rule = f"be one of {', '.join(SPLITTABLE)} for pretrain; `tessera-finetune tune` trains every other"
+    if model.new is not None:
+        found = model.new["model_type"]
+        require(found in SPLITTABLE, "model.new.model_type", found, rule)
+        return
+    assert model.path is not None, "ModelConfig holds exactly one of the two"
+    file = Path(model.path).expanduser() / "config.json"
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return  # said better when the checkpoint is opened
+    found = values.get("model_type") if isinstance(values, dict) else None
+    require(found in SPLITTABLE, f"model.path: {file}: model_type", found, rule)

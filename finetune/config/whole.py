@@ -9,7 +9,7 @@ from finetune.config.data import DataConfig
 from finetune.config.memory import OffloadConfig, ZeroConfig
 from finetune.config.model import ModelConfig, TokenizerConfig
 from finetune.config.optimization import BatchConfig, OptimizerConfig, ScheduleConfig
-from finetune.config.pipeline import PipelineConfig
+from finetune.config.pipeline import PipelineConfig, check_splittable
 from finetune.config.run import EvalConfig, LogConfig, RunConfig, SaveConfig
 
 
@@ -47,6 +47,24 @@ class TuneConfig:
         stages = self.pipeline.stages
         require(self.run.ranks % stages == 0, "pipeline.stages", stages, f"divide run.ranks, which is {self.run.ranks}")
         self._check_batch()
+
+    def check_command(self, command: str) -> None:
+        """Rules that hold for ``tune`` or for ``pretrain`` alone.
+
+        Raises:
+            ConfigError: names the key, the rule and the other command.
+        """
+        stage, stages = self.zero.stage, self.pipeline.stages
+        if command != "pretrain":
+            require(stages == 1, "pipeline.stages", stages, "be 1 for tune; `tessera-finetune pretrain` trains through stages")
+            require(stage > 0, "zero.stage", stage, "be 1, 2 or 3 for tune; 0 is for pretrain")
+            return
+        rule = "be 0 or 1 for pretrain: stages pass gradients on whole, so only the optimizer's state can be spread"
+        require(stage <= 1, "zero.stage", stage, rule)
+        for name in ("optimizer", "parameters"):
+            rule = "be none for pretrain: every stage keeps its own part on its device; add stages, or offload with `tune`"
+            require(getattr(self.offload, name) == "none", f"offload.{name}", getattr(self.offload, name), rule)
+        check_splittable(self.model)
 
     def _check_batch(self) -> None:
         batch, ranks = self.batch, self.data_ranks
