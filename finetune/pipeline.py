@@ -271,7 +271,11 @@ class PipelineEngine:
                 line += f"; {1000 * sum(self.costs[self.bounds[stage] : self.bounds[stage + 1]]):.1f} ms"
             lines.append(line)
         if self.costs is not None and self.stages > 1:
-            lines.append(f"slowest stage: {partition.imbalance(self.costs, self.bounds):.2f} x the mean")
+            waiting = (self.stages - 1) / (self._accumulation + self.stages - 1)
+            lines.append(
+                f"slowest stage: {partition.imbalance(self.costs, self.bounds):.2f} x the mean; "
+                f"a step of {self._accumulation} micro-batches waits {waiting:.0%} of its time"
+            )
         return lines
 
     @contextmanager

@@ -40,7 +40,7 @@ from finetune.pipeline import PipelineEngine
 from finetune.resume import ResumeState
 from finetune.saving import Keeper
 from finetune.schedule import Schedule
-from finetune.stages import Layer
+from finetune.stages import Layer, num_parameters
 from finetune.types import Progressed
 
 STEPS = 50
@@ -71,20 +71,20 @@ OPTIMIZER = OptimizerConfig(lr=3e-3, weight_decay=0.1, clip=0.5)
 SCHEDULE = Schedule(STEPS, 3, OPTIMIZER.lr, 0.1)
 PARITY = {
     2: {
-        "gpt2-zero0": ("gpt2", 0, "uniform"),
-        "gpt2-zero1": ("gpt2", 1, "parameters"),
-        "gpt2-head-in-pieces": ("gpt2", 1, "profile"),
-        "gpt_neox-zero1": ("gpt_neox", 1, "type:Layer$"),
-        "gpt_neox-head-in-pieces": ("gpt_neox", 0, "profile"),
-        "llama-zero0": ("llama", 0, "uniform"),
+        "gpt2-zero0": ("gpt2", 2, 0, "uniform"),
+        "gpt2-zero1": ("gpt2", 2, 1, "parameters"),
+        "gpt2-head-in-pieces": ("gpt2", 2, 1, "profile"),
+        "gpt_neox-zero1": ("gpt_neox", 2, 1, "type:Layer$"),
+        "gpt_neox-head-in-pieces": ("gpt_neox", 2, 0, "profile"),
+        "llama-zero0": ("llama", 2, 0, "uniform"),
     },
     4: {
-        "gpt2-zero1": ("gpt2", 1, "uniform"),
-        "gpt_neox-zero0": ("gpt_neox", 0, "uniform"),
-        "gpt2-head-in-pieces": ("gpt2", 1, "profile"),
+        "gpt_neox-zero0": ("gpt_neox", 2, 0, "uniform"),
+        "gpt2-head-in-pieces": ("gpt2", 2, 1, "profile"),
+        "llama-four-stages": ("llama", 4, 1, "parameters"),
     },
 }
-"""By ranks: model, ZeRO stage, partition."""
+"""By ranks: model, stages, ZeRO stage, partition."""
 
 
 def hf_config(model: str, *, dropout: bool = False) -> Any:
@@ -131,7 +131,11 @@ def reference(model_name: str) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return {"losses": losses, "norms": norms, "start": start}
+    with torch.no_grad():
+        evaluated = [
+            float(token_losses(model(input_ids=batch.inputs, use_cache=False).logits, batch.targets)) for batch in step_data(1)
+        ]
+    return {"losses": losses, "norms": norms, "start": start, "evaluated": sum(evaluated)}
 
 
 def make_engine(
@@ -182,14 +186,18 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def parity(model: str, zero: int, partition: str, expected: dict[str, Any]) -> dict[str, Any]:
+def parity(model: str, stages: int, zero: int, partition: str, expected: dict[str, Any]) -> dict[str, Any]:
     """Losses and norms of every step, and whether the starting weights were those of plain PyTorch."""
-    engine = make_engine(model, zero=zero, partition=partition)
+    engine = make_engine(model, stages=stages, zero=zero, partition=partition)
+    own = engine._stage_layers(engine.stage)
+    held = sum(parameter.numel() for parameter in engine.model.parameters() if not parameter.is_meta)
     begin = {name: tensor.clone() for name, tensor in engine.weights(torch.float32) if tensor is not None}
     seen = [engine.train_step(mine(engine, step), SCHEDULE.rate(step)) for step in range(STEPS)]
     return {
         "bounds": list(engine.bounds),
         "layers": engine.describe(),
+        "holds_its_stage_alone": held == num_parameters(*own),
+        "evaluated": engine.evaluate(mine(engine, 1))[0],
         "same_start": engine.rank != 0 or same(begin, expected["start"]),
         "losses": [outcome.loss for outcome in seen],
         "norms": [outcome.grad_norm for outcome in seen],
@@ -340,10 +348,10 @@ def main(out: Path) -> None:
     start_ranks("cpu", rank)
     finetune.pipeline.measure = costly_head  # type: ignore[assignment]
     report: dict[str, Any] = {"reference": {}, "parity": {}}
-    for case, (model, zero, partition) in PARITY[ranks].items():
+    for case, (model, stages, zero, partition) in PARITY[ranks].items():
         if model not in report["reference"]:
             report["reference"][model] = reference(model) if rank == 0 else {"start": {}}
-        report["parity"][case] = parity(model, zero, partition, report["reference"][model])
+        report["parity"][case] = parity(model, stages, zero, partition, report["reference"][model])
     for expected in report["reference"].values():
         del expected["start"]
     precisions = ((0, "fp32"), (1, "fp32"), (1, "bf16"))

@@ -39,7 +39,7 @@ def run_ranks(out: Path, ranks: int) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
-    """What the ranks saw, by number of ranks (always two stages), then by rank."""
+    """What the ranks saw, by number of ranks then by rank."""
     return {ranks: run_ranks(tmp_path_factory.mktemp(f"ranks-{ranks}"), ranks) for ranks in PARITY}
 
 
@@ -50,11 +50,17 @@ def test_losses_and_gradient_norms_equal_plain_pytorch(reports: Reports, ranks: 
     assert seen["losses"] == pytest.approx(expected["losses"], abs=1e-5)
     assert seen["norms"] == pytest.approx(expected["norms"], abs=2e-5)
     assert seen["losses"][-1] < seen["losses"][0] - 0.3
+    assert seen["evaluated"] == pytest.approx(expected["evaluated"], rel=1e-5)
 
 
 @pytest.mark.parametrize(("ranks", "case"), CASES)
 def test_new_weights_do_not_depend_on_the_stages(reports: Reports, ranks: int, case: str) -> None:
     assert reports[ranks][0]["parity"][case]["same_start"]
+
+
+@pytest.mark.parametrize(("ranks", "case"), CASES)
+def test_a_rank_holds_its_own_stage_alone(reports: Reports, ranks: int, case: str) -> None:
+    assert all(report["parity"][case]["holds_its_stage_alone"] for report in reports[ranks])
 
 
 @pytest.mark.parametrize("ranks", PARITY)
@@ -67,7 +73,7 @@ def test_a_head_that_costs_more_than_a_stage_is_cut(reports: Reports) -> None:
     lines = reports[2][0]["parity"]["gpt2-head-in-pieces"]["layers"]
     assert "of the head" in lines[0]
     assert "of the head" in lines[1]
-    assert lines[2] == "slowest stage: 1.04 x the mean"
+    assert lines[2].startswith("slowest stage: 1.04 x the mean")
 
 
 @pytest.mark.parametrize("ranks", PARITY)
@@ -86,6 +92,11 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(reports: Reports, ranks:
     seen = reports[ranks][0]["resumed"][case]
     assert seen["losses"]["resumed"] == seen["losses"]["uninterrupted"]
     assert seen["bitwise"]
+
+
+def test_bf16_learns_as_fp32_does(reports: Reports) -> None:
+    seen = reports[2][0]["resumed"]
+    assert seen["zero1-bf16"]["losses"]["resumed"] == pytest.approx(seen["zero1-fp32"]["losses"]["resumed"], abs=0.03)
 
 
 @pytest.mark.parametrize("where", ["one stage", "no pipeline", "back"])
