@@ -169,19 +169,25 @@ class HeadLayer(Layer):
 
     kind = "head"
 
-    def __init__(self, head: nn.Module, tally: LossTally, piece: int, pieces: int) -> None:
+    def __init__(self, head: nn.Module, tally: LossTally, piece: int, pieces: int, *, checkpointed: bool) -> None:
         super().__init__()
         self.head = head
         self._tally, self._left = tally, pieces - piece
+        self._checkpointed = checkpointed and pieces > 1  # of one piece the backward pass follows at once
 
     def forward(self, flow: Flow) -> Flow | torch.Tensor:
         hidden_nH, targets_n = flow
         count = -(-len(targets_n) // self._left)
-        loss = token_losses(self.head(hidden_nH[None, :count]), targets_n[None, :count])
+        mine = hidden_nH[None, :count], targets_n[None, :count]
+        again = self._checkpointed and torch.is_grad_enabled()
+        loss = checkpoint(self._loss, *mine, use_reentrant=False) if again else self._loss(*mine)
         self._tally.add(loss)
         if self._left == 1:
             return loss * self._tally.last_scale
         return _Joined.apply(hidden_nH[count:], loss, self._tally.scale), targets_n[count:]
+
+    def _loss(self, hidden_BLH: torch.Tensor, targets_BL: torch.Tensor) -> torch.Tensor:
+        return token_losses(self.head(hidden_BLH), targets_BL)
 
 
 class _Joined(torch.autograd.Function):
@@ -230,7 +236,7 @@ def split(
 
     Args:
         tally: is told the losses.
-        checkpointed: blocks keep their inputs alone for the backward pass, and compute the rest again.
+        checkpointed: blocks, and pieces of the head, keep their inputs alone and compute the rest again in the backward pass.
     """
     family = FAMILIES[model.config.model_type]
     inner = model.base_model
@@ -247,7 +253,7 @@ def split(
         EmbeddingLayer(part(family.tokens), part(family.positions), part(family.dropout)),
         *(BlockLayer(block, surroundings, checkpointed=checkpointed) for block in part(family.blocks)),
         NormLayer(part(family.norm)),
-        *(HeadLayer(head, tally, piece, head_pieces) for piece in range(head_pieces)),
+        *(HeadLayer(head, tally, piece, head_pieces, checkpointed=checkpointed) for piece in range(head_pieces)),
     ]
 
 

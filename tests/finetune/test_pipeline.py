@@ -116,6 +116,11 @@ def test_packed_samples_do_not_see_each_other(reports: Reports, model: str) -> N
     assert seen["packed"] == pytest.approx([seen["apart"]] * 2, abs=1e-5)
 
 
+def test_shapes_may_change_from_batch_to_batch(reports: Reports) -> None:
+    seen = reports[2][0]["mixed_shapes"]
+    assert seen["pipeline"] == pytest.approx(seen["plain"], rel=1e-6)
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_transformers_opens_the_checkpoint_as_it_lies(reports: Reports, model: str) -> None:
     assert reports[2][0]["served"][model] < 1e-6
