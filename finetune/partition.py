@@ -81,7 +81,7 @@ def head_pieces(costs: Sequence[float], stages: int, *, most: int = 16, good: fl
 
     Args:
         costs: of each layer, the last one whole.
-        most: pieces at most; beyond, each is too small to be computed well.
+        most: pieces at most.
         good: slowest stage over the mean that needs no further cut.
     """
     *others, last = costs

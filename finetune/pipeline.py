@@ -200,7 +200,8 @@ class PipelineEngine:
         method, stages = config.pipeline.partition, self.stages
         if method == "profile":
             self.costs = self._measure(config, dtype)
-            pieces = partition.head_pieces(self.costs, stages)
+            most = min(16, config.batch.micro * config.data.seq_len)  # beyond, each is too small to be computed well
+            pieces = partition.head_pieces(self.costs, stages, most=most)
             if pieces > 1:
                 self._layers = self._split(head_pieces=pieces)
                 self.costs = self._measure(config, dtype)
@@ -552,12 +553,12 @@ def _flow(batch: Microbatch) -> tuple[Flow, torch.Tensor]:
 
 
 def _summary(layers: Sequence[Layer], whole: Sequence[Layer]) -> str:
-    """``embedding, 6 blocks`` and so on; of a head in pieces the share."""
+    """``embedding, 6 transformer blocks`` and so on; of a head in pieces the share."""
     names = []
     for kind in dict.fromkeys(layer.kind for layer in layers):
         count, total = (sum(layer.kind == kind for layer in some) for some in (layers, whole))
         if kind == "block":
-            names.append(f"{count} block{'s' if count > 1 else ''}")
+            names.append(f"{count} transformer block{'s' if count > 1 else ''}")
         else:
             names.append(kind if count == total else f"{count}/{total} of the {kind}")
     return ", ".join(names)
