@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetune.errors import ConfigError
@@ -23,6 +23,7 @@ def best_by_trying_all(costs: list[float], stages: int) -> tuple[float, float]:
     return min((max(total), sum(cost * cost for cost in total)) for total in totals)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 20).map(float), min_size=1, max_size=9), st.data())
 def test_the_slowest_stage_costs_least_and_stages_are_most_alike(costs: list[float], data: st.DataObject) -> None:
     stages = data.draw(st.integers(1, len(costs)))
@@ -34,6 +35,7 @@ def test_the_slowest_stage_costs_least_and_stages_are_most_alike(costs: list[flo
     assert (max(totals), sum(cost * cost for cost in totals)) == best_by_trying_all(costs, stages)
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(1e-6, 1e3), min_size=2, max_size=8))
 def test_measured_times_are_cut_as_well(costs: list[float]) -> None:
     assert max(stage_costs(costs, balanced(costs, 2))) == pytest.approx(best_by_trying_all(costs, 2)[0])
@@ -65,6 +67,7 @@ def test_the_head_is_cut_only_where_that_helps(costs: list[float], stages: int, 
     assert head_pieces(costs, stages) == pieces
 
 
+@settings(deadline=None)
 @given(st.integers(2, 6), st.floats(0.1, 60.0))
 def test_a_head_in_pieces_makes_stages_alike_whatever_the_vocabulary(stages: int, head: float) -> None:
     costs = [0.1, *[1.0] * 24, head]
