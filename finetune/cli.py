@@ -25,6 +25,7 @@ from finetune.options import apply_overrides, build, describe, read_yaml, split_
 DTYPES = ("float32", "bfloat16", "float16")
 _COMMANDS = {
     "tune": "train a new or existing model from text",
+    "pretrain": "train a GPT-NeoX, GPT-2 or Llama through a pipeline of stages",
     "prepare": "tokenise the data of a run ahead of it",
     "data": "check: list every faulty record; show: print a row with its targets",
     "export": "write a checkpoint elsewhere, in any dtype",
@@ -63,6 +64,7 @@ def _run(words: list[str]) -> int:
     command, rest = words[0], words[1:]
     runners = {
         "tune": _tune,
+        "pretrain": _pretrain,
         "prepare": _prepare,
         "data": _data,
         "export": _export,
@@ -84,25 +86,37 @@ def _parser(command: str, **options: Any) -> argparse.ArgumentParser:
 # -- tune
 
 
-def load_config(path: Path, overrides: Sequence[tuple[str, str]] = ()) -> TuneConfig:
-    """Read a run's YAML file, with ``overrides`` on top.
+def load_config(path: Path, overrides: Sequence[tuple[str, str]] = (), *, command: str = "tune") -> TuneConfig:
+    """Read the YAML file of a run of ``command``, with ``overrides`` on top.
 
     Raises:
         ConfigError: names the file and line, or the option, the key and the rule.
     """
     tree, places = read_yaml(path)
     apply_overrides(tree, places, overrides)
+    if command == "pretrain" and isinstance(tree.setdefault("zero", {}), dict):
+        tree["zero"].setdefault("stage", 1)
     try:
-        return build(TuneConfig, tree, places)
+        config = build(TuneConfig, tree, places)
+        config.check_command(command)
+        return config
     except ConfigError as error:
         message = str(error)
         raise ConfigError(message if message.startswith((str(path), "command line")) else f"{path}: {message}") from None
 
 
 def _tune(words: list[str]) -> int:
+    return _train("tune", words)
+
+
+def _pretrain(words: list[str]) -> int:
+    return _train("pretrain", words)
+
+
+def _train(command: str, words: list[str]) -> int:
     keys = "\n".join(f"  --{name} ({default})\n      {meaning}" for name, default, meaning in describe(TuneConfig))
     parser = _parser(
-        "tune",
+        command,
         epilog=f"Every key of the file can be given as an option, its value read as YAML:\n\n{keys}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -113,11 +127,11 @@ def _tune(words: list[str]) -> int:
     options = parser.parse_args(rest)
     if options.resume:
         overrides.append(("run.resume", "auto"))
-    config = load_config(options.config, overrides)
+    config = load_config(options.config, overrides, command=command)
     if options.print_config:
         yaml.safe_dump(_plain(asdict(config)), sys.stdout, sort_keys=False, allow_unicode=True)
         return 0
-    return tune(config, Console())
+    return tune(config, Console(), command=command)
 
 
 def _plain(value: Any) -> Any:
@@ -127,7 +141,7 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, tuple | list) else value
 
 
-def tune(config: TuneConfig, console: Console) -> int:
+def tune(config: TuneConfig, console: Console, *, command: str = "tune") -> int:
     """Prepare the data, start the ranks, and wait for them.
 
     The ranks import what is slow while the data is tokenised here.
@@ -144,7 +158,7 @@ def tune(config: TuneConfig, console: Console) -> int:
         console.print(f"[dim]{escape(text)}[/]", highlight=False, soft_wrap=True)
 
     settings = _plain(asdict(config))
-    start = partial(Ranks, run={"config": settings}, ranks=config.run.ranks, threads=config.run.threads)
+    start = partial(Ranks, run={"config": settings, "command": command}, ranks=config.run.ranks, threads=config.run.threads)
     with claimed_output(config) as output, start(output) as ranks:
         (output / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True), encoding="utf-8")
         try:

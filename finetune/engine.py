@@ -90,6 +90,7 @@ class ZeroEngine:
         With ``config.lora`` adapters are put beside the filled model; ``fill_adapters(model, gather)`` sets theirs.
         """
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.data_rank, self.data_ranks = self.rank, self.world_size
         self.device = device
         self._stage = config.zero.stage
         self._accumulation = config.accumulation
@@ -187,6 +188,10 @@ class ZeroEngine:
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(tensor)
         return [float(value) for value in tensor]
+
+    def describe(self) -> list[str]:
+        """Nothing beyond the configuration."""
+        return []
 
     def agree(self, good: bool) -> bool:
         """Whether ``good`` is true on every rank."""

@@ -6,7 +6,7 @@ Names of parameters are transformers' names everywhere; tied weights are one par
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -162,8 +162,8 @@ def fill(model: nn.Module, read: Callable[[str], torch.Tensor], gather: Gather, 
         trained: leave frozen parameters as they are.
     """
     for name, parameter in model.named_parameters():
-        if trained and not parameter.requires_grad:
-            continue
+        if parameter.is_meta or (trained and not parameter.requires_grad):
+            continue  # another pipeline stage holds it, or it stays as it is
         with gather([parameter]) as writes:
             if writes:
                 parameter.copy_(read(name))
@@ -187,11 +187,16 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     return {name: first[id(p)] for name, p in everyone if first[id(p)] != name}
 
 
-def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Parameters for the optimizer: matrices and embeddings decay, vectors (biases, norms) do not."""
+def decay_groups(model: nn.Module, weight_decay: float, *, only: Container[str] | None = None) -> list[dict[str, Any]]:
+    """Parameters for the optimizer: matrices and embeddings decay, vectors (biases, norms) do not.
+
+    Args:
+        only: names of the parameters taken; unset: all.
+    """
     shapes = shapes_of(model)
-    decayed = [p for name, p in model.named_parameters() if p.requires_grad and len(shapes[name]) >= 2]
-    others = [p for name, p in model.named_parameters() if p.requires_grad and len(shapes[name]) < 2]
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad and (only is None or name in only)]
+    decayed = [p for name, p in trained if len(shapes[name]) >= 2]
+    others = [p for name, p in trained if len(shapes[name]) < 2]
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 

@@ -31,7 +31,7 @@ def main(run_file: Path) -> int:
     job = json.loads(run_file.read_text(encoding="utf-8"))
     config = build(TuneConfig, job["config"], {})
     try:
-        _train(config, rank, stop)
+        _train(config, rank, stop, pipeline=job.get("command") == "pretrain")
     except BaseException as error:
         traceback.print_exc()
         code = error.exit_code if isinstance(error, FinetuneError) else 1
@@ -43,7 +43,7 @@ def main(run_file: Path) -> int:
     return 0
 
 
-def _train(config: TuneConfig, rank: int, stop: threading.Event) -> None:
+def _train(config: TuneConfig, rank: int, stop: threading.Event, *, pipeline: bool) -> None:
     import torch
 
     device = _device(config, torch.cuda.is_available(), torch.cuda.device_count())
@@ -72,6 +72,7 @@ def _train(config: TuneConfig, rank: int, stop: threading.Event) -> None:
         precision=precision,
         cpu_adam="cpu_adam" in go["ops"],
         disk=None if go["disk"] is None else Disk(**go["disk"]),
+        pipeline=pipeline,
     )
     with open(int(os.environ["TESSERA_CONSOLE_FD"]) if rank == 0 else os.devnull, "w", encoding="utf-8") as out:
         width = int(os.environ.get("TESSERA_CONSOLE_WIDTH", "0")) or None

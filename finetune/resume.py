@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from checkpoint import Checkpoint, CheckpointError, open_checkpoint, resolve_latest
 from finetune.config import TuneConfig
 from finetune.data.tokenise import Prepared
-from finetune.engine import ZeroEngine
+from finetune.engines import TrainingEngine
 from finetune.errors import ConfigError
 from finetune.folders import RESUME, step_folders
 from finetune.model import Gather, fill
@@ -79,7 +79,7 @@ class ResumeState:
         """Give the trained parameters of a model with adapters the weights of this state."""
         fill(model, self.master, gather, trained=True)
 
-    def restore(self, engine: ZeroEngine) -> None:
+    def restore(self, engine: TrainingEngine) -> None:
         """Set weights, moments, the optimizer's step and, if the saved run had this rank, its random state."""
         engine.set_exact_weights(self.master)
         engine.set_moments(self._checkpoint.read, self.progressed.adam_steps)

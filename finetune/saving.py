@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from checkpoint import CheckpointWriter
-from finetune.engine import ZeroEngine
+from finetune.engines import TrainingEngine
 from finetune.errors import RunError
 from finetune.folders import CHECKPOINTS, RESUME, prune
 from finetune.types import Progressed
@@ -41,7 +41,7 @@ class Keeper:
     adapter_config: Mapping[str, Any] | None = None
     """``adapter_config.json`` of a run that trains adapters; its checkpoints are then peft's folders."""
 
-    def save(self, engine: ZeroEngine, progressed: Progressed) -> Path:
+    def save(self, engine: TrainingEngine, progressed: Progressed) -> Path:
         """Write both; then remove what is older than ``keep``. All ranks call it.
 
         Raises:
@@ -59,7 +59,7 @@ class Keeper:
 
     def _write(
         self,
-        engine: ZeroEngine,
+        engine: TrainingEngine,
         root: str,
         progressed: Progressed,
         tensors: Callable[[], Iterable[tuple[str, torch.Tensor | None]]],
@@ -105,7 +105,7 @@ class Keeper:
         )
 
 
-def _resume_tensors(engine: ZeroEngine, rng_states: list[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor | None]]:
+def _resume_tensors(engine: TrainingEngine, rng_states: list[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor | None]]:
     for name, tensor in engine.masters():
         yield f"master.{name}", tensor
     yield from engine.moments()

@@ -19,6 +19,7 @@ from finetune.data.prepared import Prepared, described
 from finetune.data.rows import open_rows
 from finetune.data.tokenizer import TOKENIZER_FILES
 from finetune.engine import ZeroEngine
+from finetune.engines import Fill, TrainingEngine
 from finetune.errors import NotFinite, RunError
 from finetune.folders import LOG
 from finetune.isolation import check_isolation
@@ -54,6 +55,8 @@ class Job:
     cpu_adam: bool
     disk: Disk | None = None
     """Set when anything is offloaded to NVMe."""
+    pipeline: bool = False
+    """Whether the layers are spread over stages (``pretrain``) rather than repeated."""
 
 
 def run_rank(job: Job, console: Console, should_stop: Callable[[], bool]) -> None:
@@ -94,19 +97,11 @@ class _Run:
         if state is not None:
             state.check(settings)
         self._keeper = _keeper(job, origin, settings)  # before the engine: training changes the configuration it is given
-        self.engine = ZeroEngine(
-            config,
-            origin.hf_config,
-            origin.fill if state is None or config.lora is not None else state.fill,
-            fill_adapters=None if state is None else state.fill_adapters,
-            device=job.device,
-            precision=job.precision,
-            cpu_adam=job.cpu_adam,
-            disk=job.disk,
-        )
+        fill = origin.fill if state is None or config.lora is not None else state.fill
+        self.engine = _engine(job, origin.hf_config, fill, None if state is None else state.fill_adapters)
         if config.lora is not None:
             self._keeper = replace(self._keeper, adapter_config=adapter_config_of(self.engine.model))
-        self._share = Share(self.engine.rank, self.engine.world_size, config.batch.micro, config.accumulation)
+        self._share = Share(self.engine.data_rank, self.engine.data_ranks, config.batch.micro, config.accumulation)
         self._progressed = Progressed(step=0, samples=0, tokens=0, adam_steps=0, skipped_in_a_row=0)
         self._last_save: Path | None = None
         # Dropout differs between ranks; it starts here, so that building the model does not move it.
@@ -131,12 +126,14 @@ class _Run:
         offload = [f"{what} on {place}" for what, place in places.items() if place != "none"]
         parts = [
             f"{origin.name}, {count:,} parameters" + (f", {trained:,} trained" if trained < count else ""),
+            *([f"{self.config.pipeline.stages} pipeline stages"] if job.pipeline else []),
             f"ZeRO-{self.config.zero.stage}{' with ' + ' and '.join(offload) if offload else ''}",
             f"{self.engine.world_size} rank{'s' if self.engine.world_size > 1 else ''} on {job.device.type}, {job.precision}",
             described(job.prepared),
             f"{self.schedule.steps} steps of {self._share.step_samples} x {self.config.data.seq_len} tokens",
         ]
-        self._console.print("; ".join(parts), highlight=False, soft_wrap=True)
+        for line in ("; ".join(parts), *self.engine.describe()):
+            self._console.print(line, highlight=False, soft_wrap=True)
         if state is not None:
             self._console.print(f"resumed at step {self._progressed.step} from {state.path}", highlight=False, soft_wrap=True)
 
@@ -224,6 +221,15 @@ class _Run:
             say(f"merge it:   tessera-finetune merge {self._last_save} MERGED", highlight=False, soft_wrap=True)
         else:
             say(f"serve it:   tessera-serve --model {self._last_save}", highlight=False, soft_wrap=True)
+
+
+def _engine(job: Job, hf_config: Any, fill: Fill, fill_adapters: Fill | None) -> TrainingEngine:
+    common = {"device": job.device, "precision": job.precision}
+    if job.pipeline:
+        from finetune.pipeline import PipelineEngine
+
+        return PipelineEngine(job.config, hf_config, fill, **common)
+    return ZeroEngine(job.config, hf_config, fill, fill_adapters=fill_adapters, cpu_adam=job.cpu_adam, disk=job.disk, **common)
 
 
 def _due(step: int, every: int) -> bool:

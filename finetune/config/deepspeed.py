@@ -27,7 +27,13 @@ class DiskSettings:
 
 
 def to_deepspeed(
-    config: TuneConfig, *, device: str, precision: str, cpu_adam: bool, disk: DiskSettings | None = None
+    config: TuneConfig,
+    *,
+    device: str,
+    precision: str,
+    cpu_adam: bool,
+    disk: DiskSettings | None = None,
+    pipeline: bool = False,
 ) -> dict[str, Any]:
     """Make DeepSpeed's configuration: the only place that knows its keys.
 
@@ -36,6 +42,7 @@ def to_deepspeed(
         precision: ``bf16`` or ``fp32``, already decided.
         cpu_adam: whether DeepSpeed's CPU Adam was built; without it an offloaded optimizer is torch's.
         disk: needed when anything is offloaded to NVMe.
+        pipeline: for ``finetune.pipeline``, which clips by itself.
     """
     json = {
         "train_micro_batch_size_per_gpu": config.batch.micro,
@@ -57,6 +64,15 @@ def to_deepspeed(
             "single_submit": False,
             "overlap_events": True,
         }
+    if pipeline:
+        json["zero_optimization"]["overlap_comm"] = False
+        json["gradient_clipping"] = 0.0
+        if precision == "bf16":
+            # Gradients are added up in fp32. The optimizer's state is spread over the ranks of a stage in stage 0 too.
+            json["zero_optimization"]["stage"] = 1
+            json["data_types"] = {"grad_accum_dtype": "fp32"}
+        elif config.zero.stage == 1:
+            json["zero_optimization"]["compute_grad_norm"] = False
     return json
 
 

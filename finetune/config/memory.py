@@ -12,8 +12,8 @@ from finetune.config.checks import require
 class ZeroConfig:
     """How the model's state is spread over the ranks."""
 
-    stage: Literal[1, 2, 3] = 3
-    """1 spreads the optimizer's state, 2 also the gradients, 3 also the parameters."""
+    stage: Literal[0, 1, 2, 3] = 3
+    """0 repeats all state (``pretrain`` alone), 1 spreads the optimizer's state, 2 also gradients, 3 also parameters."""
 
     bucket_elements: int = 50_000_000
     """Gradient elements reduced, and parameter elements gathered, in one piece."""

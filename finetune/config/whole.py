@@ -11,7 +11,7 @@ from finetune.config.lora import LoraConfig
 from finetune.config.memory import OffloadConfig, ZeroConfig
 from finetune.config.model import ModelConfig, TokenizerConfig
 from finetune.config.optimization import BatchConfig, OptimizerConfig, ScheduleConfig
-from finetune.config.pipeline import PipelineConfig
+from finetune.config.pipeline import PipelineConfig, check_splittable
 from finetune.config.run import EvalConfig, LogConfig, RunConfig, SaveConfig
 
 
@@ -68,6 +68,30 @@ class TuneConfig:
         if offload.method == "superoffload":
             require(self.run.device != "cpu", "offload.method", "superoffload", "be plain on the CPU: it needs CUDA")
             require(self.optimizer.name == "adamw", "offload.method", "superoffload", "be plain unless optimizer.name is adamw")
+
+    def check_command(self, command: str) -> None:
+        """Rules that hold for ``tune`` or for ``pretrain`` alone.
+
+        Raises:
+            ConfigError: names the key, the rule and the other command.
+        """
+        stage, stages = self.zero.stage, self.pipeline.stages
+        if command != "pretrain":
+            require(stages == 1, "pipeline.stages", stages, "be 1 for tune; `tessera-finetune pretrain` trains through stages")
+            require(stage > 0, "zero.stage", stage, "be 1, 2 or 3 for tune; 0 is for pretrain")
+            return
+        rule = "be 0 or 1 for pretrain: stages pass gradients on whole, so only the optimizer's state can be spread"
+        require(stage <= 1, "zero.stage", stage, rule)
+        precision = self.run.precision
+        require(precision in ("auto", "bf16", "fp32"), "run.precision", precision, "be bf16 or fp32 for pretrain")
+        for name in ("optimizer", "parameters"):
+            rule = "be none for pretrain: every stage keeps its own part on its device; add stages, or offload with `tune`"
+            require(getattr(self.offload, name) == "none", f"offload.{name}", getattr(self.offload, name), rule)
+        require(self.lora is None, "lora", "set", "be absent for pretrain; `tessera-finetune tune` trains adapters")
+        require(self.optimizer.name == "adamw", "optimizer.name", self.optimizer.name, "be adamw for pretrain")
+        rule = "be none for pretrain; pipeline.checkpoint_activations does it there"
+        require(self.activations.checkpoint == "none", "activations.checkpoint", self.activations.checkpoint, rule)
+        check_splittable(self.model)
 
     def _check_batch(self) -> None:
         batch, ranks = self.batch, self.data_ranks

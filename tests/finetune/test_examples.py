@@ -19,7 +19,8 @@ TRAINING = [path for path in EXAMPLES if "\ndata:" in path.read_text()]
 
 @pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.name)
 def test_an_example_is_a_configuration(path: Path) -> None:
-    assert load_config(path).run.output.startswith("runs/")
+    command = "pretrain" if path.name.startswith("pretrain") else "tune"
+    assert load_config(path, command=command).run.output.startswith("runs/")
 
 
 def test_the_guide_names_real_examples_and_keys(tmp_path: Path) -> None:

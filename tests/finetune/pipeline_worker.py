@@ -1,0 +1,386 @@
+"""One of several ranks that drive the pipeline engine directly: ``python -m tests.finetune.pipeline_worker OUT``.
+
+Starting ranks is what takes time, so one set of them goes through all cases and writes what it saw to OUT.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import finetune.pipeline
+from checkpoint import open_checkpoint
+from finetune.config import (
+    BatchConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PipelineConfig,
+    RunConfig,
+    TokenizerConfig,
+    TuneConfig,
+    ZeroConfig,
+)
+from finetune.data.batches import Microbatch
+from finetune.engine import ZeroEngine, start_ranks
+from finetune.engines import TrainingEngine
+from finetune.loss import token_losses
+from finetune.model import build_empty, decay_groups, initialise, new_config, saved_config
+from finetune.pipeline import PipelineEngine
+from finetune.resume import ResumeState
+from finetune.saving import Keeper
+from finetune.schedule import Schedule
+from finetune.stages import Layer, num_parameters
+from finetune.types import Progressed
+
+STEPS = 50
+VOCABULARY = 61
+LENGTH = 16
+MICROBATCHES = 4
+"""Of one step, all pipelines together."""
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": {"model_type": "gpt2", "n_embd": 36, "n_layer": 3, "n_head": 4},
+    "gpt_neox": {
+        "model_type": "gpt_neox",
+        "hidden_size": 36,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "intermediate_size": 50,
+    },
+    "llama": {
+        "model_type": "llama",
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 50,
+    },
+}
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+OPTIMIZER = OptimizerConfig(lr=3e-3, weight_decay=0.1, clip=0.5)
+SCHEDULE = Schedule(STEPS, 3, OPTIMIZER.lr, 0.1)
+PARITY = {
+    2: {
+        "gpt2-zero0": ("gpt2", 2, 0, "uniform"),
+        "gpt2-zero1": ("gpt2", 2, 1, "parameters"),
+        "gpt2-head-in-pieces": ("gpt2", 2, 1, "profile"),
+        "gpt_neox-zero1": ("gpt_neox", 2, 1, "type:Layer$"),
+        "gpt_neox-head-in-pieces": ("gpt_neox", 2, 0, "profile"),
+        "llama-zero0": ("llama", 2, 0, "uniform"),
+    },
+    4: {
+        "gpt_neox-zero0": ("gpt_neox", 2, 0, "uniform"),
+        "gpt2-head-in-pieces": ("gpt2", 2, 1, "profile"),
+        "llama-four-stages": ("llama", 4, 1, "parameters"),
+    },
+}
+"""By ranks: model, stages, ZeRO stage, partition."""
+
+
+def hf_config(model: str, *, dropout: bool = False) -> Any:
+    settings = {**MODELS[model], **(NO_DROPOUT if model == "gpt2" and not dropout else {}), "vocab_size": VOCABULARY}
+    return new_config(settings, num_ids=VOCABULARY, seq_len=LENGTH, end_of_text_id=0)
+
+
+def step_data(step: int) -> list[Microbatch]:
+    """All micro-batches of one step, every pipeline's: targets that do not count are spread unevenly."""
+    draw = torch.Generator().manual_seed(step % 4)
+    batches = []
+    for number in range(MICROBATCHES):
+        tokens = torch.randint(0, VOCABULARY, (2, LENGTH + 1), generator=draw)
+        targets = tokens[:, 1:].clone()
+        targets[:, : 3 * number] = -100
+        batches.append(Microbatch(tokens[:, :-1], targets))
+    return batches
+
+
+def mine(engine: TrainingEngine, step: int) -> list[Microbatch]:
+    return step_data(step)[engine.data_rank :: engine.data_ranks]
+
+
+@contextmanager
+def whole(parameters: list[nn.Parameter]) -> Iterator[bool]:
+    yield True
+
+
+def reference(model_name: str) -> dict[str, Any]:
+    """Plain PyTorch on the whole batch: losses and gradient norms of every step, and the starting weights."""
+    model = build_empty(hf_config(model_name), torch.float32, nullcontext())
+    initialise(model, whole, 5)
+    start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizer = torch.optim.AdamW(decay_groups(model, OPTIMIZER.weight_decay), betas=OPTIMIZER.betas, eps=OPTIMIZER.eps)  # type: ignore[arg-type]
+    losses, norms = [], []
+    for step in range(STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = SCHEDULE.rate(step)
+        inputs = torch.cat([batch.inputs for batch in step_data(step)])
+        targets = torch.cat([batch.targets for batch in step_data(step)])
+        loss = token_losses(model(input_ids=inputs, use_cache=False).logits, targets) / (targets != -100).sum()
+        loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    with torch.no_grad():
+        evaluated = [
+            float(token_losses(model(input_ids=batch.inputs, use_cache=False).logits, batch.targets)) for batch in step_data(1)
+        ]
+    return {"losses": losses, "norms": norms, "start": start, "evaluated": sum(evaluated)}
+
+
+def make_engine(
+    model: str,
+    *,
+    stages: int = 2,
+    zero: int = 1,
+    precision: str = "fp32",
+    dropout: bool = False,
+    fill: Callable[..., None] | None = None,
+    **pipeline: Any,
+) -> PipelineEngine:
+    config = run_config(model, stages, zero, **pipeline)
+    fill = fill or (lambda model, gather: initialise(model, gather, 5))
+    settings = hf_config(model, dropout=dropout)
+    return PipelineEngine(config, settings, fill, device=torch.device("cpu"), precision=precision)
+
+
+def run_config(model: str, stages: int, zero: int, **pipeline: Any) -> TuneConfig:
+    ranks = int(os.environ["WORLD_SIZE"])
+    return TuneConfig(
+        run=RunConfig(output="no-such-folder", ranks=ranks),
+        data=DataConfig(train=("unused",), seq_len=LENGTH),
+        model=ModelConfig(new=MODELS[model]),
+        tokenizer=TokenizerConfig(path="unused"),
+        batch=BatchConfig(micro=2, accumulation=MICROBATCHES * stages // ranks),
+        optimizer=OPTIMIZER,
+        zero=ZeroConfig(stage=zero),  # type: ignore[arg-type]
+        pipeline=PipelineConfig(stages=stages, **{"partition": "uniform", **pipeline}),
+    )
+
+
+def costly_head(layers: Sequence[Layer], **_: Any) -> list[float]:
+    """Costs as of a very large vocabulary, which only a head in pieces can balance."""
+    heads = sum(layer.kind == "head" for layer in layers)
+    return [30.0 / heads if layer.kind == "head" else 1.0 for layer in layers]
+
+
+def snapshot(engine: TrainingEngine) -> dict[str, torch.Tensor]:
+    """All weights, exact and computing, and moments; on rank 0."""
+    tensors = {f"exact.{name}": tensor for name, tensor in engine.weights(torch.float32, exact=True)}
+    tensors |= {f"computing.{name}": tensor for name, tensor in engine.weights(torch.float32)}
+    tensors |= dict(engine.moments())
+    return {name: tensor.clone() for name, tensor in tensors.items() if tensor is not None}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def parity(model: str, stages: int, zero: int, partition: str, expected: dict[str, Any]) -> dict[str, Any]:
+    """Losses and norms of every step, and whether the starting weights were those of plain PyTorch."""
+    engine = make_engine(model, stages=stages, zero=zero, partition=partition)
+    own = engine._stage_layers(engine.stage)
+    held = sum(parameter.numel() for parameter in engine.model.parameters() if not parameter.is_meta)
+    begin = {name: tensor.clone() for name, tensor in engine.weights(torch.float32) if tensor is not None}
+    seen = [engine.train_step(mine(engine, step), SCHEDULE.rate(step)) for step in range(STEPS)]
+    return {
+        "bounds": list(engine.bounds),
+        "layers": engine.describe(),
+        "holds_its_stage_alone": held == num_parameters(*own),
+        "evaluated": engine.evaluate(mine(engine, 1))[0],
+        "same_start": engine.rank != 0 or same(begin, expected["start"]),
+        "losses": [outcome.loss for outcome in seen],
+        "norms": [outcome.grad_norm for outcome in seen],
+    }
+
+
+def not_finite(zero: int, precision: str) -> dict[str, Any]:
+    """One good step, one with a NaN gradient on rank 1 alone, one with an infinite loss on the last rank, one good step."""
+    # With the head in pieces, rank 1 has nothing of its own to update.
+    engine = make_engine("gpt2", zero=zero, precision=precision, partition="profile" if precision == "bf16" else "uniform")
+    seen = [engine.train_step(mine(engine, 0), 1e-3)]
+    before, adam_steps = snapshot(engine), engine.adam_steps
+    if engine.rank == 1:
+        own = next(parameter for parameter in engine.model.parameters() if not parameter.is_meta and parameter.dim() == 2)
+        handle = own.register_hook(lambda gradient: gradient * math.nan)
+    seen.append(engine.train_step(mine(engine, 1), 1e-3))
+    if engine.rank == 1:
+        handle.remove()
+    if engine.rank == engine.world_size - 1:
+        add = engine._tally.add
+        engine._tally.add = lambda loss: add(loss * math.inf)  # type: ignore[method-assign]
+    seen.append(engine.train_step(mine(engine, 2), 1e-3))
+    untouched = same(before, snapshot(engine)) and engine.adam_steps == adam_steps
+    if engine.rank == engine.world_size - 1:
+        engine._tally.add = add  # type: ignore[method-assign]
+    seen.append(engine.train_step(mine(engine, 3), 1e-3))
+    after = snapshot(engine)
+    return {
+        "skipped": [outcome.skipped for outcome in seen],
+        "untouched": untouched,
+        "moved_on": engine.rank != 0 or not same(before, after),
+        "finite": all(bool(tensor.isfinite().all()) for tensor in after.values()),
+    }
+
+
+def keeper(output: Path, model: str) -> Keeper:
+    return Keeper(
+        output=output,
+        config=saved_config(hf_config(model), torch.float32),
+        generation_config={},
+        tokenizer_files=(),
+        dtype=torch.float32,
+        exact=True,
+        max_shard_bytes=1 << 20,
+        keep=0,
+        resume_state=True,
+        settings={},
+    )
+
+
+def resumed(output: Path, zero: int, precision: str) -> dict[str, Any]:
+    """Losses of steps 4 to 7, with dropout: uninterrupted, and resumed from a state saved after step 3."""
+    torch.manual_seed(100 + int(os.environ["RANK"]))
+    engine = make_engine("gpt2", zero=zero, precision=precision, dropout=True)
+    for step in range(4):
+        engine.train_step(mine(engine, step), SCHEDULE.rate(step))
+    progressed = Progressed(step=4, samples=0, tokens=0, adam_steps=engine.adam_steps, skipped_in_a_row=0)
+    keeper(output, "gpt2").save(engine, progressed)
+    losses = {"uninterrupted": go_on(engine)}
+    final = snapshot(engine)
+    state = ResumeState(open_checkpoint(output / "resume"))
+    again = make_engine("gpt2", zero=zero, precision=precision, dropout=True, fill=state.fill)
+    state.restore(again)
+    losses["resumed"] = go_on(again)
+    return {"losses": losses, "bitwise": same(final, snapshot(again))}
+
+
+def go_on(engine: TrainingEngine) -> list[float]:
+    return [engine.train_step(mine(engine, step), SCHEDULE.rate(step)).loss for step in range(4, 8)]
+
+
+def elsewhere(output: Path) -> dict[str, list[float]]:
+    """Losses of steps 4 to 7 of a state saved by two stages: there, on one stage, and without a pipeline; and back."""
+    engine = make_engine("gpt2")
+    for step in range(4):
+        engine.train_step(mine(engine, step), SCHEDULE.rate(step))
+    progressed = Progressed(step=4, samples=0, tokens=0, adam_steps=engine.adam_steps, skipped_in_a_row=0)
+    keeper(output / "pipeline", "gpt2").save(engine, progressed)
+    losses = {"uninterrupted": go_on(engine)}
+
+    def from_state(path: Path, make: Callable[..., TrainingEngine]) -> TrainingEngine:
+        state = ResumeState(open_checkpoint(path / "resume"))
+        engine = make(fill=state.fill)
+        state.restore(engine)
+        return engine
+
+    def zero3(fill: Callable[..., None]) -> ZeroEngine:
+        config = run_config("gpt2", 1, 3)
+        return ZeroEngine(config, hf_config("gpt2"), fill, device=torch.device("cpu"), precision="fp32", cpu_adam=False)
+
+    losses["one stage"] = go_on(from_state(output / "pipeline", lambda fill: make_engine("gpt2", stages=1, fill=fill)))
+    without = from_state(output / "pipeline", zero3)
+    keeper(output / "zero", "gpt2").save(without, progressed)
+    losses["no pipeline"] = go_on(without)
+    losses["back"] = go_on(from_state(output / "zero", lambda fill: make_engine("gpt2", zero=0, fill=fill)))
+    return losses
+
+
+def checkpointed() -> dict[str, list[float]]:
+    """Losses with dropout, activations kept and computed again."""
+    losses = {}
+    for again in (False, True):
+        engine = make_engine("gpt2", dropout=True, partition="profile", checkpoint_activations=again)
+        torch.manual_seed(7 + engine.rank)
+        losses[str(again)] = [engine.train_step(mine(engine, step), 1e-3).loss for step in range(4)]
+    return losses
+
+
+def packed(model: str) -> dict[str, Any]:
+    """A step and an evaluation of samples packed into one row, and of the same samples apart."""
+    draw = torch.Generator().manual_seed(3)
+    lengths = (7, 4, 5)
+    samples = [torch.randint(0, VOCABULARY, (2, length + 1), generator=draw) for length in lengths]
+    segments = torch.cat([torch.full((2, length), number) for number, length in enumerate(lengths)], dim=1)
+    inputs = torch.cat([sample[:, :-1] for sample in samples], dim=1)
+    row = Microbatch(inputs, torch.cat([sample[:, 1:] for sample in samples], dim=1), segments)
+    plain = build_empty(hf_config(model), torch.float32, nullcontext())
+    initialise(plain, whole, 5)
+    apart = sum(
+        float(token_losses(plain(input_ids=sample[:, :-1], use_cache=False).logits, sample[:, 1:])) for sample in samples
+    )
+    engine = make_engine(model)
+    loss_sum, count = engine.evaluate([row])
+    outcome = engine.train_step([row] * MICROBATCHES, 1e-3)
+    return {"packed": [loss_sum / count, outcome.loss], "apart": apart / row.num_targets}
+
+
+def mixed_shapes() -> dict[str, float]:
+    """An evaluation whose batches differ in length and in being packed, here and in plain PyTorch."""
+    draw = torch.Generator().manual_seed(4)
+    rows = [torch.randint(0, VOCABULARY, (2, length + 1), generator=draw) for length in (16, 9, 12)]
+    batches = [Microbatch(row[:, :-1], row[:, 1:]) for row in rows]
+    batches[1] = replace(batches[1], segments=torch.zeros_like(batches[1].inputs))
+    plain = build_empty(hf_config("gpt2"), torch.float32, nullcontext())
+    initialise(plain, whole, 5)
+    with torch.no_grad():
+        expected = [float(token_losses(plain(batch.inputs, use_cache=False).logits, batch.targets)) for batch in batches]
+    return {"pipeline": make_engine("gpt2").evaluate(batches)[0], "plain": sum(expected)}
+
+
+def served(output: Path, model: str) -> float:
+    """Largest difference between the evaluation of the trained engine and that of its checkpoint in transformers."""
+    engine = make_engine(model, zero=0)
+    for step in range(2):
+        engine.train_step(mine(engine, step), 1e-2)
+    progressed = Progressed(step=2, samples=0, tokens=0, adam_steps=engine.adam_steps, skipped_in_a_row=0)
+    path = keeper(output, model).save(engine, progressed)
+    batches = mine(engine, 5)
+    loss_sum, _ = engine.evaluate(batches)
+    if engine.rank != 0:
+        return 0.0
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        expected = sum(float(token_losses(plain(batch.inputs).logits, batch.targets)) for batch in batches)
+    return abs(loss_sum - expected) / abs(expected)
+
+
+def main(out: Path) -> None:
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    start_ranks("cpu", rank)
+    finetune.pipeline.measure = costly_head  # type: ignore[assignment]
+    report: dict[str, Any] = {"reference": {}, "parity": {}}
+    for case, (model, stages, zero, partition) in PARITY[ranks].items():
+        if model not in report["reference"]:
+            report["reference"][model] = reference(model) if rank == 0 else {"start": {}}
+        report["parity"][case] = parity(model, stages, zero, partition, report["reference"][model])
+    for expected in report["reference"].values():
+        del expected["start"]
+    precisions = ((0, "fp32"), (1, "fp32"), (1, "bf16"))
+    report["not_finite"] = {f"zero{zero}-{precision}": not_finite(zero, precision) for zero, precision in precisions}
+    report["resumed"] = {
+        f"zero{zero}-{precision}": resumed(out / f"resumed-{zero}-{precision}", zero, precision)
+        for zero, precision in (precisions if ranks == 2 else precisions[1:2])
+    }
+    if ranks == 2:
+        report["elsewhere"] = elsewhere(out / "elsewhere")
+        report["checkpointed"] = checkpointed()
+        report["packed"] = {model: packed(model) for model in MODELS}
+        report["mixed_shapes"] = mixed_shapes()
+        report["served"] = {model: served(out / f"served-{model}", model) for model in MODELS}
+    (out / f"rank-{rank}.json").write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

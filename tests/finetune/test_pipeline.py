@@ -1,0 +1,126 @@
+"""The pipeline learns what plain PyTorch learns, skips what is not finite, resumes exactly, and balances its stages."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.launch import rank_environment
+from tests.finetune.pipeline_worker import MODELS, PARITY
+from tests.finetune.support import ROOT
+
+Reports = dict[int, list[dict[str, Any]]]
+CASES = [(ranks, case) for ranks, cases in PARITY.items() for case in cases]
+
+
+def run_ranks(out: Path, ranks: int) -> list[dict[str, Any]]:
+    shared = {**rank_environment(ranks, 1), "DS_ACCELERATOR": "cpu"}
+    processes = []
+    for rank in range(ranks):
+        with (out / f"rank-{rank}.log").open("wb") as log:
+            command = [sys.executable, "-m", "tests.finetune.pipeline_worker", str(out)]
+            environment = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT))
+    try:
+        codes = [process.wait(timeout=400) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert codes == [0] * ranks, "\n".join((out / f"rank-{rank}.log").read_text()[-3000:] for rank in range(ranks))
+    return [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
+    """What the ranks saw, by number of ranks then by rank."""
+    return {ranks: run_ranks(tmp_path_factory.mktemp(f"ranks-{ranks}"), ranks) for ranks in PARITY}
+
+
+@pytest.mark.parametrize(("ranks", "case"), CASES)
+def test_losses_and_gradient_norms_equal_plain_pytorch(reports: Reports, ranks: int, case: str) -> None:
+    report = reports[ranks][0]
+    expected, seen = report["reference"][PARITY[ranks][case][0]], report["parity"][case]
+    assert seen["losses"] == pytest.approx(expected["losses"], abs=1e-5)
+    assert seen["norms"] == pytest.approx(expected["norms"], abs=2e-5)
+    assert seen["losses"][-1] < seen["losses"][0] - 0.3
+    assert seen["evaluated"] == pytest.approx(expected["evaluated"], rel=1e-5)
+
+
+@pytest.mark.parametrize(("ranks", "case"), CASES)
+def test_new_weights_do_not_depend_on_the_stages(reports: Reports, ranks: int, case: str) -> None:
+    assert reports[ranks][0]["parity"][case]["same_start"]
+
+
+@pytest.mark.parametrize(("ranks", "case"), CASES)
+def test_a_rank_holds_its_own_stage_alone(reports: Reports, ranks: int, case: str) -> None:
+    assert all(report["parity"][case]["holds_its_stage_alone"] for report in reports[ranks])
+
+
+@pytest.mark.parametrize("ranks", PARITY)
+def test_all_ranks_report_the_same_steps(reports: Reports, ranks: int) -> None:
+    first, *others = ({case: seen["losses"] for case, seen in report["parity"].items()} for report in reports[ranks])
+    assert all(other == first for other in others)
+
+
+def test_a_head_that_costs_more_than_a_stage_is_cut(reports: Reports) -> None:
+    lines = reports[2][0]["parity"]["gpt2-head-in-pieces"]["layers"]
+    assert "of the head" in lines[0]
+    assert "of the head" in lines[1]
+    assert lines[2].startswith("slowest stage: 1.04 x the mean")
+
+
+@pytest.mark.parametrize("ranks", PARITY)
+@pytest.mark.parametrize("case", ["zero0-fp32", "zero1-fp32", "zero1-bf16"])
+def test_what_is_not_finite_never_reaches_the_weights(reports: Reports, ranks: int, case: str) -> None:
+    for report in reports[ranks]:
+        seen = report["not_finite"][case]
+        assert seen["skipped"] == [None, "gradient", "loss", None]
+        assert seen["untouched"]
+        assert seen["moved_on"]
+        assert seen["finite"]
+
+
+@pytest.mark.parametrize(("ranks", "case"), [(2, "zero0-fp32"), (2, "zero1-fp32"), (2, "zero1-bf16"), (4, "zero1-fp32")])
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(reports: Reports, ranks: int, case: str) -> None:
+    seen = reports[ranks][0]["resumed"][case]
+    assert seen["losses"]["resumed"] == seen["losses"]["uninterrupted"]
+    assert seen["bitwise"]
+
+
+def test_bf16_learns_as_fp32_does(reports: Reports) -> None:
+    seen = reports[2][0]["resumed"]
+    assert seen["zero1-bf16"]["losses"]["resumed"] == pytest.approx(seen["zero1-fp32"]["losses"]["resumed"], abs=0.03)
+
+
+@pytest.mark.parametrize("where", ["one stage", "no pipeline", "back"])
+def test_a_state_goes_on_in_other_layouts(reports: Reports, where: str) -> None:
+    seen = reports[2][0]["elsewhere"]
+    assert seen[where] == pytest.approx(seen["uninterrupted"], abs=1e-6)
+
+
+def test_activations_computed_again_are_the_same_with_dropout(reports: Reports) -> None:
+    seen = reports[2][0]["checkpointed"]
+    assert seen["True"] == seen["False"]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_packed_samples_do_not_see_each_other(reports: Reports, model: str) -> None:
+    seen = reports[2][0]["packed"][model]
+    assert seen["packed"] == pytest.approx([seen["apart"]] * 2, abs=1e-5)
+
+
+def test_shapes_may_change_from_batch_to_batch(reports: Reports) -> None:
+    seen = reports[2][0]["mixed_shapes"]
+    assert seen["pipeline"] == pytest.approx(seen["plain"], rel=1e-6)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_transformers_opens_the_checkpoint_as_it_lies(reports: Reports, model: str) -> None:
+    assert reports[2][0]["served"][model] < 1e-6
