@@ -26,7 +26,9 @@ DTYPES = ("float32", "bfloat16", "float16")
 _COMMANDS = {
     "tune": "train a new or existing model from text",
     "export": "write a checkpoint elsewhere, in any dtype",
+    "plan": "what a run will need against what there is, without running it",
     "evaluate": "loss and perplexity of a checkpoint on text",
+    "predict": "complete a file of prompts with a checkpoint",
     "doctor": "what this machine has and what is missing",
 }
 
@@ -58,7 +60,14 @@ def _run(words: list[str]) -> int:
         parser.print_help(sys.stdout if words else sys.stderr)
         return 0 if words else 2
     command, rest = words[0], words[1:]
-    runners = {"tune": _tune, "export": _export, "evaluate": _evaluate, "doctor": _doctor}
+    runners = {
+        "tune": _tune,
+        "export": _export,
+        "plan": _plan,
+        "evaluate": _evaluate,
+        "predict": _predict,
+        "doctor": _doctor,
+    }
     if command not in runners:
         parser.error(f"unknown command {command!r}; there are {', '.join(_COMMANDS)}")
     return runners[command](rest)
@@ -97,6 +106,7 @@ def _tune(words: list[str]) -> int:
     )
     parser.add_argument("config", type=Path, metavar="CONFIG.yaml")
     parser.add_argument("--resume", action="store_true", help="go on from the newest save; short for --run.resume auto")
+    parser.add_argument("--anyway", action="store_true", help="start a run that the forecast says cannot fit")
     parser.add_argument("--print-config", action="store_true", help="show the whole configuration and stop")
     overrides, rest = split_overrides(words, [field.name for field in fields(TuneConfig)])
     options = parser.parse_args(rest)
@@ -106,7 +116,7 @@ def _tune(words: list[str]) -> int:
     if options.print_config:
         yaml.safe_dump(_plain(asdict(config)), sys.stdout, sort_keys=False, allow_unicode=True)
         return 0
-    return tune(config, Console())
+    return tune(config, Console(), anyway=options.anyway)
 
 
 def _plain(value: Any) -> Any:
@@ -116,10 +126,10 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, tuple | list) else value
 
 
-def tune(config: TuneConfig, console: Console) -> int:
+def tune(config: TuneConfig, console: Console, *, anyway: bool = False) -> int:
     """Prepare the data, start the ranks, and wait for them.
 
-    The ranks import what is slow while the data is tokenised here.
+    The ranks import what is slow while the data is tokenised here; rank 0 refuses what cannot fit, unless ``anyway``.
 
     Raises:
         FinetuneError: what was wrong; no process is left.
@@ -127,12 +137,16 @@ def tune(config: TuneConfig, console: Console) -> int:
     from finetune import ops
     from finetune.data.tokenise import prepare
     from finetune.launch import Ranks
+    from finetune.observe import observed
+    from finetune.sinks import check_sinks
+
+    check_sinks(config)
 
     def say(text: str) -> None:
         console.print(f"[dim]{escape(text)}[/]", highlight=False, soft_wrap=True)
 
     settings = _plain(asdict(config))
-    start = partial(Ranks, run={"config": settings}, ranks=config.run.ranks, threads=config.run.threads)
+    start = partial(Ranks, run={"config": settings, "anyway": anyway}, ranks=config.run.ranks, threads=config.run.threads)
     with claimed_output(config) as output, start(output) as ranks:
         (output / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True), encoding="utf-8")
         try:
@@ -149,11 +163,24 @@ def tune(config: TuneConfig, console: Console) -> int:
                 say(f"{adam.reason}; training goes on with torch's AdamW on the CPU, which is slower and as exact")
         ranks.check()
         ranks.go({"prepared": asdict(prepared), "cpu_adam": library})
-        ranks.wait()
+        with observed(config, ranks.process_ids, console):
+            ranks.wait()
         return 1 if ranks.interrupted is signal.SIGINT else 0
 
 
 # -- the others
+
+
+def _plan(words: list[str]) -> int:
+    from finetune.commands.plan import main
+
+    return main(words)
+
+
+def _predict(words: list[str]) -> int:
+    from finetune.commands.predict import main
+
+    return main(words)
 
 
 def _export(words: list[str]) -> int:

@@ -1,0 +1,1 @@
+def write_report(config, *, failure=None): return None
