@@ -211,6 +211,11 @@ def _evaluate(words: list[str]) -> int:
     parser.add_argument("--seq-len", type=int, help="window in tokens; unset: the model's longest, at most 1024")
     parser.add_argument("--batch", type=int, default=8, help="windows computed at once (8)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="to compute in (float32)")
+    parser.add_argument(
+        "--last-word",
+        choices=("line", "document"),
+        help="also predict each one's last word, as LAMBADA does",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     options = parser.parse_args(words)
     for name, least in (("seq_len", 2), ("batch", 1)):
@@ -228,6 +233,7 @@ def _evaluate(words: list[str]) -> int:
         seq_len=options.seq_len,
         batch=options.batch,
         dtype=getattr(torch, options.dtype),
+        last_word=options.last_word,
     )
     if options.json:
         sys.stdout.write(json.dumps(asdict(result)) + "\n")
@@ -236,6 +242,8 @@ def _evaluate(words: list[str]) -> int:
             f"loss {result.loss:.4f}  perplexity {result.perplexity:.3f}  bits per byte {result.bits_per_byte:.4f}  "
             f"({result.tokens:,} tokens)\n"
         )
+        if result.last_word_accuracy is not None:
+            sys.stdout.write(f"last word {result.last_word_accuracy:.2%} of {result.last_words:,}\n")
     return 0
 
 

@@ -45,7 +45,9 @@ class TrainMetrics:
         self._eval_loss = self._gauge("eval_loss", "Loss on held-out text at the last evaluation, in nats.")
         self._rate = self._gauge("learning_rate", "Learning rate of the last step.")
         self._norm = self._gauge("grad_norm", "Norm of the whole gradient of the last step, before clipping.")
-        self._speed = self._gauge("tokens_per_second", "Target tokens a second, all ranks together, over the last log interval.")
+        self._speed = self._gauge(
+            "tokens_per_second", "Target tokens a second, all ranks together, over the last log interval."
+        )
         self._mfu = self._gauge("model_flops_utilization", "Share of the devices' peak that the model's own operations use.")
         self._step = self._gauge("step", "Steps done.")
         self._steps = self._gauge("steps", "Steps of the schedule.")

@@ -1,7 +1,8 @@
-"""What the launcher sees of a run from outside: memory while it lasts; at the end the peaks beside the forecast, and the report."""
+"""What the launcher sees of a run from outside: memory while it lasts, the peaks beside the forecast, and the report."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -59,10 +60,8 @@ def _keep(output: Path, watch: MemoryWatch) -> None:
     device = read_json(output / "logs" / "device.json")
     if device is not None:
         measured["device_bytes"] = device["peak_bytes"]
-    try:
+    with contextlib.suppress(OSError):  # a full disk has been told already
         write_json(output / MEASURED, measured)
-    except OSError:  # a full disk has been told already
-        pass
 
 
 def _disk_bytes(output: Path) -> int:
@@ -83,7 +82,9 @@ def _report(config: TuneConfig, failure: str | None, console: Console) -> None:
     try:
         path = write_report(config, failure=failure)
     except Exception as error:  # a run that is done is not undone by its report
-        console.print(f"[yellow]no report: {escape(f'{type(error).__name__}: {error}'[:300])}[/]", highlight=False, soft_wrap=True)
+        console.print(
+            f"[yellow]no report: {escape(f'{type(error).__name__}: {error}'[:300])}[/]", highlight=False, soft_wrap=True
+        )
         return
     if path is not None:
         console.print(f"report:     {escape(str(path))}", highlight=False, soft_wrap=True)

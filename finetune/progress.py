@@ -20,6 +20,7 @@ from finetune.folders import LOG
 from finetune.forecast.units import in_gib
 from finetune.gauges import Gauges
 from finetune.metrics import TrainMetrics
+from finetune.progress_log import forget_after
 from finetune.sinks import Sinks
 from finetune.spikes import Spike
 from finetune.types import StepOutcome
@@ -56,7 +57,7 @@ class RunProgress:
         self._gauges = gauges
         output = Path(config.run.output)
         self._log_path = output / LOG
-        _forget_after(self._log_path, done)
+        forget_after(self._log_path, done)
         self._metrics = TrainMetrics()
         self._metrics.began(step=done, steps=steps)
         self._endpoint = None if config.log.metrics_port is None else self._metrics.listen(config.log.metrics_port)
@@ -211,23 +212,3 @@ def _in_words(figures: Mapping[str, float]) -> str:
     elif "memory_bytes" in figures:
         parts.append(f"{in_gib(figures['memory_bytes'])} GiB")
     return "  ".join(parts)
-
-
-def _forget_after(log: Path, step: int) -> None:
-    """Drop lines of steps that a resumed run takes again, and a line cut short by a kill."""
-    if not log.is_file():
-        return
-    kept = []
-    for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            entry = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(entry, dict) and entry.get("step", 0) <= step:
-            kept.append(line + "\n")
-    log.write_text("".join(kept), encoding="utf-8")
-
-
-def read_log(log: Path) -> list[dict[str, Any]]:
-    """All whole lines of a run's log."""
-    return [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]

@@ -22,7 +22,9 @@ def check_sinks(config: TuneConfig) -> None:
     """
     log = config.log
     if log.wandb is not None and importlib.util.find_spec("wandb") is None:
-        raise ConfigError(f"log.wandb is {log.wandb!r}; the package wandb is not installed: pip install wandb, or leave the key out")
+        raise ConfigError(
+            f"log.wandb is {log.wandb!r}; the package wandb is not installed: pip install wandb, or leave the key out"
+        )
     if log.metrics_port:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""``tessera-finetune plan``: what a run will need against what there is, without running it. Exit code 2 when it does not fit."""
+"""``tessera-finetune plan``: what a run will need against what there is, without running it. Exit code 2: it does not fit."""
 
 from __future__ import annotations
 

@@ -50,7 +50,9 @@ def check_fits(config: TuneConfig, console: Console, *, anyway: bool) -> None:
         return
     what = "; ".join(shortages)
     if anyway:
-        console.print(f"[yellow]does not fit: {escape(what)}; started all the same (--anyway)[/]", highlight=False, soft_wrap=True)
+        console.print(
+            f"[yellow]does not fit: {escape(what)}; started all the same (--anyway)[/]", highlight=False, soft_wrap=True
+        )
         return
     remedy = "`tessera-finetune plan` with the same file and options says what to change; --anyway starts it all the same"
     raise ConfigError(f"the run does not fit this machine: {what}. {remedy}")

@@ -106,10 +106,10 @@ def facts_of(config: TuneConfig, hf_config: Any, precision: str, *, on_gpu: bool
 
 def _without_attention_dropout(hf_config: Any) -> Any:
     """A GPU's attention kernel drops inside; the CPU's, which is simulated, would keep whole squares for it."""
-    values = {name: 0.0 for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob") if hasattr(hf_config, name)}
     changed = type(hf_config)(**hf_config.to_dict())
-    for name, value in values.items():
-        setattr(changed, name, value)
+    for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
+        if hasattr(changed, name):
+            setattr(changed, name, 0.0)
     return changed
 
 

@@ -35,10 +35,11 @@ def beside(output: Path) -> str | None:
     if said is None or seen is None:
         return None
     parts = []
-    for what, key in (("host memory", "host_bytes"), ("device memory a rank", "device_bytes"), ("disk", "disk_bytes")):
+    for what, key in (("host memory", "host_bytes"), ("device memory a rank", "device_bytes")):
         forecast, measured = said.get(key), seen.get(key)
         if forecast and measured:
             difference = 100 * (forecast - measured) / measured
-            of_it = f"forecast {in_gib(forecast)}, {difference:+.0f} %" if key != "disk_bytes" else f"forecast at most {in_gib(forecast)}"
-            parts.append(f"{what} {in_gib(measured)} GiB ({of_it})")
+            parts.append(f"{what} {in_gib(measured)} GiB (forecast {in_gib(forecast)}, {difference:+.0f} %)")
+    if seen.get("disk_bytes"):
+        parts.append(f"disk {in_gib(seen['disk_bytes'])} GiB (forecast at most {in_gib(said.get('disk_bytes', 0))})")
     return f"peaks: {'; '.join(parts)}" if parts else None

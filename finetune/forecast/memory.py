@@ -276,7 +276,11 @@ def _step(facts: ModelFacts, layout: Layout) -> tuple[Phase, Phase]:
             return _merge(work, kept), {}
         return kept, {"optimizer's scratch": scratch}
     if layout.optimizer == "none":
-        return {"gradients": w * share, "gradients in fp32": (4 + (w if w == 2 else 0)) * group, "optimizer's scratch": scratch}, {}
+        return {
+            "gradients": w * share,
+            "gradients in fp32": (4 + (w if w == 2 else 0)) * group,
+            "optimizer's scratch": scratch,
+        }, {}
     return {}, {"optimizer's scratch": scratch}
 
 

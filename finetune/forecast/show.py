@@ -18,7 +18,9 @@ def summary(found: Forecast) -> list[str]:
     """Two or three lines: memory and disk against what there is, time if it is known."""
     hardware, layout = found.hardware, found.layout
     ranks = f"{layout.ranks} rank{'s' if layout.ranks > 1 else ''}"
-    lines = [f"needs {in_gib(found.host_bytes)} of {in_gib(hardware.ram_bytes)} GiB host memory ({ranks}, {found.need.host_phase})"]
+    lines = [
+        f"needs {in_gib(found.host_bytes)} of {in_gib(hardware.ram_bytes)} GiB host memory ({ranks}, {found.need.host_phase})"
+    ]
     if found.device_bytes:
         room = "an unknown amount of" if hardware.gpu_bytes is None else f"{in_gib(hardware.gpu_bytes)} GiB"
         lines[0] += f", {in_gib(found.device_bytes)} of {room} device memory a rank ({found.need.device_phase})"
@@ -47,13 +49,17 @@ def show_plan(found: Forecast, config: TuneConfig, advice: Sequence[Advice], con
     where = f"ZeRO-{layout.stage}" + (f", {layout.pipeline} pipeline stages" if layout.pipeline > 1 else "")
     console.print(
         f"{facts.total:,} parameters{frozen}; {where}; {layout.ranks} rank{'s' if layout.ranks > 1 else ''} on "
-        f"{layout.device}; {config.batch.micro} x {config.data.seq_len} tokens a micro-batch, {config.step_samples} samples a step",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
+        f"{layout.device}; micro-batches of {config.batch.micro} x {config.data.seq_len} tokens, "
+        f"{config.step_samples} samples a step",
+        highlight=False,
+        soft_wrap=True,
+    )
     if found.device_bytes:
         _items(console, f"device memory of one rank, {found.need.device_phase}", found.need.device, found.hardware.gpu_bytes)
-    title = f"host memory of all {layout.ranks} ranks, {found.need.host_phase}" if layout.ranks > 1 else (
-        f"host memory, {found.need.host_phase}"
+    title = (
+        f"host memory of all {layout.ranks} ranks, {found.need.host_phase}"
+        if layout.ranks > 1
+        else (f"host memory, {found.need.host_phase}")
     )
     _items(console, title, found.host_items, found.hardware.ram_bytes)
     disk = {"one checkpoint": found.checkpoint_bytes, "one resume state": found.resume_bytes}
@@ -74,7 +80,9 @@ def show_plan(found: Forecast, config: TuneConfig, advice: Sequence[Advice], con
 def show_advice(advice: Sequence[Advice], console: Console) -> None:
     """What to change, as lines of the run's file."""
     if not advice:
-        console.print("no change of this run's settings makes it fit: take a smaller model, shorter samples, more ranks or memory")
+        console.print(
+            "no change of this run's settings makes it fit: take a smaller model, shorter samples, more ranks or memory"
+        )
         return
     console.print("any one of these makes it fit:", highlight=False)
     for option in advice:

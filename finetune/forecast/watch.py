@@ -69,8 +69,10 @@ class MemoryWatch:
             pages = pages_of(process)
             if pages is not None:
                 before = self._seen.get(process)
-                self._seen[process] = pages if before is None else Pages(
-                    own=pages.own, peak=max(before.peak, pages.peak), files=max(before.files, pages.files)
+                self._seen[process] = (
+                    pages
+                    if before is None
+                    else Pages(own=pages.own, peak=max(before.peak, pages.peak), files=max(before.files, pages.files))
                 )
 
     @property
