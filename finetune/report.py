@@ -11,6 +11,7 @@ from typing import Any, Final
 from finetune import machine
 from finetune.config import TuneConfig
 from finetune.curves import Curve, Picture
+from finetune.errors import FinetuneError
 from finetune.folders import CHECKPOINTS, LOG, step_folders
 from finetune.forecast.files import FORECAST, MEASURED, read_json
 from finetune.forecast.units import in_gib
@@ -179,9 +180,12 @@ def _samples(config: TuneConfig, output: Path) -> str:
     from finetune.generate import Completer, Prompt, Sampling, quiet
 
     prompts = [Prompt(text=text, place="log.sample_prompts") for text in config.log.sample_prompts]
-    with quiet():
-        completer = Completer(output)
-        texts = list(completer.complete(prompts, Sampling(max_new_tokens=_SAMPLE_TOKENS)))
+    try:
+        with quiet():
+            completer = Completer(output)
+            texts = list(completer.complete(prompts, Sampling(max_new_tokens=_SAMPLE_TOKENS)))
+    except FinetuneError as error:
+        return f'<p class="dim">no samples: {escape(str(error))}</p>'
     shown = (
         f'<pre><span class="prompt">{escape(prompt.shown)}</span><span class="completion">{escape(text)}</span></pre>'
         for prompt, text in zip(prompts, texts, strict=True)

@@ -12,16 +12,19 @@ from pathlib import Path
 from rich.console import Console
 
 from finetune.config import TuneConfig
-from finetune.options import split_overrides
+from finetune.options import describe, split_overrides
 
 
 def main(words: Sequence[str]) -> int:
     """Run the command; returns the exit code."""
+    keys = "\n".join(f"  --{name} ({default})\n      {meaning}" for name, default, meaning in describe(TuneConfig))
     parser = argparse.ArgumentParser(
         prog="tessera-finetune plan",
         allow_abbrev=False,
         description="What a run will need against what this machine has, without running it: memory of the devices and the "
-        "host, NVMe, disk, time. Exit code 0: it fits, 2: it does not. Every key of the file is an option too, as for tune.",
+        "host, NVMe, disk, time. Exit code 0: it fits, 2: it does not.",
+        epilog=f"Every key of the file can be given as an option, its value read as YAML:\n\n{keys}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", type=Path, metavar="CONFIG.yaml")
     parser.add_argument("--gpus", type=int, help="GPUs of a described machine; 0: none")

@@ -78,6 +78,7 @@ def _kinds(config: TuneConfig, given: Forecast) -> list[list[Change]]:
         kinds.append([(("zero.stage", stage),) for stage in range(config.zero.stage + 1, 4)])
     on_gpu = given.hardware.device == "cuda"
     nvme = _has(config, "offload.path") and given.hardware.nvme_bytes is not None
+    path = getattr(config.offload, "path", None) or "NVME_FOLDER"
     if config.offload.optimizer == "none" and on_gpu and config.pipeline.stages == 1:
         kinds.append([(("offload.optimizer", "cpu"),)])
         kinds.append([(("zero.stage", 3), ("offload.optimizer", "cpu"), ("offload.parameters", "cpu"))])
@@ -86,8 +87,8 @@ def _kinds(config: TuneConfig, given: Forecast) -> list[list[Change]]:
     if nvme and config.pipeline.stages == 1:
         kinds.append(
             [
-                (("zero.stage", 3), ("offload.optimizer", "nvme"), ("offload.parameters", "cpu")),
-                (("zero.stage", 3), ("offload.optimizer", "nvme"), ("offload.parameters", "nvme")),
+                (("zero.stage", 3), ("offload.optimizer", "nvme"), ("offload.parameters", place), ("offload.path", path))
+                for place in ("cpu", "nvme")
             ]
         )
     if _has(config, "lora.rank") and config.lora is None and config.model.path is not None:  # type: ignore[attr-defined]

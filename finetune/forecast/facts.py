@@ -114,6 +114,8 @@ def _without_attention_dropout(hf_config: Any) -> Any:
 
 
 def _checkpointing(config: TuneConfig) -> str:
+    if config.pipeline.stages > 1 and getattr(config.pipeline, "checkpoint_activations", False):
+        return "device"
     return str(getattr(getattr(config, "activations", None), "checkpoint", "none"))
 
 

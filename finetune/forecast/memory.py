@@ -30,14 +30,20 @@ CONTEXT_BYTES: Final = 700 * _MIB
 """Device memory of a CUDA context with its libraries."""
 NCCL_BYTES: Final = 400 * _MIB
 """Device memory of NCCL's channels, with more than one rank."""
-HEAP_SLACK: Final = 1.25
-"""Tensors below 32 MiB come from the C heap, which keeps what is freed and finds no room in gaps that are too small."""
+HEAP_SLACK: Final = {0: 1.25, 1: 1.25, 2: 1.25, 3: 1.6}
+"""Tensors below 32 MiB come from the C heap, which keeps what is freed and finds no room in gaps that are too small; by ZeRO
+stage, since stage 3 mixes weights that come and go with activations."""
 DEVICE_SLACK: Final = 1.06
 """The same of torch's caching allocator on a GPU."""
 LIVE_PARAMETERS: Final = 1_000_000_000
 """Elements that ZeRO-3 leaves whole between uses, at most: DeepSpeed's stage3_max_live_parameters."""
 MOMENTS: Final = {"adamw": 2, "lion": 1, "adafactor": 1, "muon": 1}
 """fp32 tensors an optimizer keeps per weight."""
+
+_SWAP_BUFFERS: Final = 5
+_MOST_SUB_GROUP: Final = 50_000_000
+_PARAMETER_BUFFERS: Final = 6
+"""An optimizer's and the parameters' buffers on their way from and to NVMe: a few of the largest part's size."""
 
 Phase = dict[str, int]
 """Item -> bytes; the items of one side (device or host) in one phase."""
@@ -63,6 +69,8 @@ class Layout:
     bucket: int
     """Elements."""
     checkpoint_on_cpu: bool
+    on_host: float = 1.0
+    """Share of an offloaded optimizer's state that lies on the host (Twin-Flow)."""
 
     @property
     def shares(self) -> int:
@@ -85,6 +93,7 @@ def layout_of(config: TuneConfig, *, device: str, precision: str) -> Layout:
         accumulation=config.accumulation,
         bucket=config.zero.bucket_elements,
         checkpoint_on_cpu=getattr(getattr(config, "activations", None), "checkpoint", "none") == "cpu",
+        on_host=float(getattr(offload, "ratio", 1.0)),
     )
 
 
@@ -114,7 +123,7 @@ def need_of(facts: ModelFacts, layout: Layout) -> Need:
     if layout.device == "cpu":
         merged = {name: _merge(device, host) for name, (device, host) in phases.items()}
         name, items = _busiest(merged.items())
-        return Need(host=_with_heap_slack(items), host_phase=name, nvme_bytes=_nvme(facts, layout))
+        return Need(host=_with_heap_slack(items, layout), host_phase=name, nvme_bytes=_nvme(facts, layout))
     on_device = {name: _merge(device, _context(layout)) for name, (device, _) in phases.items()}
     on_host = {name: host for name, (_, host) in phases.items()}
     device_phase, device = _busiest(on_device.items())
@@ -141,10 +150,10 @@ def _merge(*parts: Mapping[str, int]) -> Phase:
     return {name: size for name, size in merged.items() if size > 0}
 
 
-def _with_heap_slack(items: Phase) -> Phase:
+def _with_heap_slack(items: Phase, layout: Layout) -> Phase:
     """On a CPU, what passes through the heap (activations, gathered weights) leaves gaps behind."""
     loose = sum(items.get(name, 0) for name in ("activations", "gathered weights"))
-    return _merge(items, {"heap gaps": round((HEAP_SLACK - 1) * loose), "kernels": KERNELS_BYTES})
+    return _merge(items, {"heap gaps": round((HEAP_SLACK[layout.stage] - 1) * loose), "kernels": KERNELS_BYTES})
 
 
 def _context(layout: Layout) -> Phase:
@@ -171,7 +180,7 @@ def _sizes(facts: ModelFacts, layout: Layout) -> tuple[int, int, int]:
     """Trained and frozen elements of one pipeline stage, and one rank's share of the trained ones."""
     trained = -(-facts.trained // layout.pipeline)
     frozen = -(-facts.frozen // layout.pipeline)
-    return trained, frozen, -(-trained // layout.shares)
+    return trained, frozen, trained if layout.stage == 0 else -(-trained // layout.shares)
 
 
 def _load(facts: ModelFacts, layout: Layout) -> tuple[Phase, Phase]:
@@ -203,18 +212,23 @@ def _state(facts: ModelFacts, layout: Layout) -> tuple[Phase, Phase]:
     elif layout.parameters == "cpu":
         host["weights"] = weights
     # In fp32 a share that lies where the optimizer works is the optimizer's own.
-    same = layout.stage == 3 and w == 4 and layout.optimizer == "none" and layout.parameters == "none"
+    same = layout.stage in (0, 3) and w == 4 and layout.optimizer == "none" and layout.parameters == "none"
     master = 0 if same else 4 * share
     states = {"fp32 weights": master, "moments": 4 * layout.moments * share}
     if layout.optimizer == "none":
         device |= states
     elif layout.optimizer == "cpu":
-        host |= states
-        # fp32 gradients for the host's optimizer, and the updated weights on their way back.
-        host["gradients"] = 4 * share
+        # fp32 gradients for the host's optimizer go with its state.
+        every = {**states, "gradients": 4 * share}
+        host |= {name: round(size * layout.on_host) for name, size in every.items()}
+        device |= {name: round(size * (1 - layout.on_host)) for name, size in every.items()}
         if layout.stage < 3:
             host["copies for offload"] = w * share + w * facts.largest
             device["copies for offload"] = w * facts.largest
+    else:
+        host["swap buffers"] = _SWAP_BUFFERS * 4 * _sub_group(facts, layout)
+    if layout.parameters == "nvme":
+        host = _merge(host, {"swap buffers": _PARAMETER_BUFFERS * w * -(-facts.largest // layout.shares)})
     if layout.stage == 3:
         flat = {"gradients": w * share}
         if layout.optimizer == "none":
@@ -222,6 +236,11 @@ def _state(facts: ModelFacts, layout: Layout) -> tuple[Phase, Phase]:
         else:
             host = _merge(host, flat)
     return device, host
+
+
+def _sub_group(facts: ModelFacts, layout: Layout) -> int:
+    """Elements an optimizer on NVMe reads, updates and writes at once."""
+    return max(-(-facts.largest // layout.shares), min(_MOST_SUB_GROUP, _sizes(facts, layout)[2]))
 
 
 def _backward(facts: ModelFacts, layout: Layout) -> tuple[Phase, Phase]:
@@ -241,7 +260,9 @@ def _backward(facts: ModelFacts, layout: Layout) -> tuple[Phase, Phase]:
     if layout.stage == 3:
         live = min(LIVE_PARAMETERS, trained + facts.frozen // layout.pipeline)
         device["gathered weights"] = w * live
-        device["reduced copy"] += w * -(-in_bucket // layout.shares)
+        device["reduced copy"] += w * in_bucket
+    elif layout.stage == 0:
+        device["gradients"] = w * trained
     elif layout.optimizer == "none":
         device["gradients"] = w * share
         if layout.stage == 1 and layout.accumulation > 1:
