@@ -13,7 +13,7 @@ from finetune.errors import ConfigError
 from finetune.folders import CHECKPOINTS, RESUME, step_folders
 from finetune.forecast.facts import ModelFacts, facts_of
 from finetune.forecast.hardware import Hardware
-from finetune.forecast.memory import SHARED_FILES_BYTES, WRITER_BYTES, Layout, Need, layout_of, need_of
+from finetune.forecast.memory import SHARED_FILES_BYTES, WRITER_BYTES, Layout, Need, layout_of, mean_in_flight, need_of
 from finetune.forecast.pace import Pace
 from finetune.forecast.units import in_gib
 
@@ -108,6 +108,9 @@ def from_facts(
     if process_bytes:
         items["process"] = process_bytes
     everyone = {name: size * layout.ranks for name, size in items.items()}
+    for name in ("activations", "heap gaps"):
+        if name in everyone:
+            everyone[name] = round(everyone[name] * mean_in_flight(layout))
     everyone["shared libraries"] = SHARED_FILES_BYTES[layout.device]
     everyone["writing and figures"] = WRITER_BYTES
     checkpoint, resume = _save_bytes(config, facts, layout, precision)

@@ -128,6 +128,7 @@ def need_of(facts: ModelFacts, layout: Layout) -> Need:
     on_host = {name: host for name, (_, host) in phases.items()}
     device_phase, device = _busiest(on_device.items())
     host_phase, host = _busiest(on_host.items())
+    host = _merge(host, {"pinned rounding": _pinned_rounding(host)})
     slack = round((DEVICE_SLACK - 1) * (sum(device.values()) - sum(_context(layout).values())))
     return Need(
         device={**device, "fragmentation": slack},
@@ -154,6 +155,12 @@ def _with_heap_slack(items: Phase, layout: Layout) -> Phase:
     """On a CPU, what passes through the heap (activations, gathered weights) leaves gaps behind."""
     loose = sum(items.get(name, 0) for name in ("activations", "gathered weights"))
     return _merge(items, {"heap gaps": round((HEAP_SLACK[layout.stage] - 1) * loose), "kernels": KERNELS_BYTES})
+
+
+def _pinned_rounding(host: Phase) -> int:
+    """torch pins memory in powers of two; each kind of state is about one buffer."""
+    pinned = (host.get(name, 0) for name in ("weights", "fp32 weights", "gradients"))
+    return sum((1 << (size - 1).bit_length()) - size for size in pinned if size)
 
 
 def _context(layout: Layout) -> Phase:
@@ -250,7 +257,8 @@ def _backward(facts: ModelFacts, layout: Layout) -> tuple[Phase, Phase]:
     gpu = layout.device == "cuda"
     in_bucket = min(layout.bucket, trained)
     # A GPU's bucket is taken whole, and twice where communication overlaps; of a CPU's only what is written exists.
-    bucket = 2 * layout.bucket if gpu else in_bucket
+    twice = layout.stage in (1, 2) and layout.pipeline == 1
+    bucket = layout.bucket * (2 if twice else 1) if gpu else in_bucket
     device: Phase = {"reduce bucket": w * bucket, "reduced copy": w * in_bucket}
     activations, host_inputs = _activations(facts, layout)
     host: Phase = {}
@@ -282,6 +290,13 @@ def _activations(facts: ModelFacts, layout: Layout) -> tuple[int, int]:
         in_flight = min(layout.pipeline, layout.accumulation)
         total = total * in_flight // layout.pipeline
     return max(0, total - inputs), inputs
+
+
+def mean_in_flight(layout: Layout) -> float:
+    """Micro-batches a pipeline stage holds on average, as a share of what the first one does: each later one holds one less."""
+    first = min(layout.pipeline, layout.accumulation)
+    held = [min(layout.pipeline - stage, layout.accumulation) for stage in range(layout.pipeline)]
+    return sum(held) / (first * layout.pipeline)
 
 
 def _step(facts: ModelFacts, layout: Layout) -> tuple[Phase, Phase]:

@@ -35,7 +35,7 @@ class Pace:
 def peak_flops(device: str, ranks: int) -> float | None:
     """Operations a second that all ranks' devices do at best in bf16 (a CPU: fp32, measured); ``None`` if unknown."""
     if device == "cpu":
-        return _cpu_peak_flops()
+        return _cpu_peak_flops() * ranks
     import torch
 
     if not torch.cuda.is_available():
@@ -46,7 +46,7 @@ def peak_flops(device: str, ranks: int) -> float | None:
 
 
 def _cpu_peak_flops(seconds: float = 0.15) -> float:
-    """Best rate of a large product on the cores of this process: all ranks of a machine share them."""
+    """Best rate of a large product on the threads of this process, which are this rank's part of the machine."""
     import torch
 
     size = 512
