@@ -30,7 +30,9 @@ _COMMANDS = {
     "data": "check: list every faulty record; show: print a row with its targets",
     "export": "write a checkpoint elsewhere, in any dtype",
     "merge": "join a LoRA adapter with its base model",
+    "plan": "what a run will need against what there is, without running it",
     "evaluate": "loss and perplexity of a checkpoint on text",
+    "predict": "complete a file of prompts with a checkpoint",
     "doctor": "what this machine has and what is missing",
 }
 
@@ -69,7 +71,9 @@ def _run(words: list[str]) -> int:
         "data": _data,
         "export": _export,
         "merge": _merge,
+        "plan": _plan,
         "evaluate": _evaluate,
+        "predict": _predict,
         "doctor": _doctor,
     }
     if command not in runners:
@@ -122,6 +126,7 @@ def _train(command: str, words: list[str]) -> int:
     )
     parser.add_argument("config", type=Path, metavar="CONFIG.yaml")
     parser.add_argument("--resume", action="store_true", help="go on from the newest save; short for --run.resume auto")
+    parser.add_argument("--anyway", action="store_true", help="start a run that the forecast says cannot fit")
     parser.add_argument("--print-config", action="store_true", help="show the whole configuration and stop")
     overrides, rest = split_overrides(words, [field.name for field in fields(TuneConfig)])
     options = parser.parse_args(rest)
@@ -131,7 +136,7 @@ def _train(command: str, words: list[str]) -> int:
     if options.print_config:
         yaml.safe_dump(_plain(asdict(config)), sys.stdout, sort_keys=False, allow_unicode=True)
         return 0
-    return tune(config, Console(), command=command)
+    return tune(config, Console(), command=command, anyway=options.anyway)
 
 
 def _plain(value: Any) -> Any:
@@ -141,10 +146,10 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, tuple | list) else value
 
 
-def tune(config: TuneConfig, console: Console, *, command: str = "tune") -> int:
+def tune(config: TuneConfig, console: Console, *, command: str = "tune", anyway: bool = False) -> int:
     """Prepare the data, start the ranks, and wait for them.
 
-    The ranks import what is slow while the data is tokenised here.
+    The ranks import what is slow while the data is tokenised here; rank 0 refuses what cannot fit, unless ``anyway``.
 
     Raises:
         FinetuneError: what was wrong; no process is left.
@@ -153,12 +158,17 @@ def tune(config: TuneConfig, console: Console, *, command: str = "tune") -> int:
     from finetune.data.tokenise import prepare
     from finetune.launch import Ranks
     from finetune.nvme import prepare_disk
+    from finetune.observe import observed
+    from finetune.sinks import check_sinks
+
+    check_sinks(config)
 
     def say(text: str) -> None:
         console.print(f"[dim]{escape(text)}[/]", highlight=False, soft_wrap=True)
 
     settings = _plain(asdict(config))
-    start = partial(Ranks, run={"config": settings, "command": command}, ranks=config.run.ranks, threads=config.run.threads)
+    run = {"config": settings, "command": command, "anyway": anyway}
+    start = partial(Ranks, run=run, ranks=config.run.ranks, threads=config.run.threads)
     with claimed_output(config) as output, start(output) as ranks:
         (output / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True), encoding="utf-8")
         try:
@@ -181,7 +191,8 @@ def tune(config: TuneConfig, console: Console, *, command: str = "tune") -> int:
                 say(f"{adam.reason}; training goes on with torch's AdamW on the CPU, which is slower and as exact")
         ranks.check()
         ranks.go({"prepared": asdict(prepared), "ops": built, "disk": None if disk is None else asdict(disk)})
-        ranks.wait()
+        with observed(config, ranks.process_ids, console):
+            ranks.wait()
         return 1 if ranks.interrupted is signal.SIGINT else 0
 
 
@@ -198,6 +209,18 @@ def _data(words: list[str]) -> int:
     from finetune.commands.data import data
 
     return data(words)
+
+
+def _plan(words: list[str]) -> int:
+    from finetune.commands.plan import main
+
+    return main(words)
+
+
+def _predict(words: list[str]) -> int:
+    from finetune.commands.predict import main
+
+    return main(words)
 
 
 def _export(words: list[str]) -> int:
@@ -248,6 +271,11 @@ def _evaluate(words: list[str]) -> int:
     parser.add_argument("--seq-len", type=int, help="window in tokens; unset: the model's longest, at most 1024")
     parser.add_argument("--batch", type=int, default=8, help="windows computed at once (8)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="to compute in (float32)")
+    parser.add_argument(
+        "--last-word",
+        choices=("line", "document"),
+        help="also predict each one's last word, as LAMBADA does",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     options = parser.parse_args(words)
     for name, least in (("seq_len", 2), ("batch", 1)):
@@ -265,6 +293,7 @@ def _evaluate(words: list[str]) -> int:
         seq_len=options.seq_len,
         batch=options.batch,
         dtype=getattr(torch, options.dtype),
+        last_word=options.last_word,
     )
     if options.json:
         sys.stdout.write(json.dumps(asdict(result)) + "\n")
@@ -273,6 +302,8 @@ def _evaluate(words: list[str]) -> int:
             f"loss {result.loss:.4f}  perplexity {result.perplexity:.3f}  bits per byte {result.bits_per_byte:.4f}  "
             f"({result.tokens:,} tokens)\n"
         )
+        if result.last_word_accuracy is not None:
+            sys.stdout.write(f"last word {result.last_word_accuracy:.2%} of {result.last_words:,}\n")
     return 0
 
 

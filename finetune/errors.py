@@ -5,6 +5,7 @@ FinetuneError                   exit code in ``exit_code``
 │   └── DataError               a training text at fault; names file and line or byte      exit 2
 └── RunError                    training itself failed                                     exit 1
     ├── NotFinite               loss or gradients not finite too often; names the last good checkpoint
+    ├── LossSpike               the loss rose suddenly and spike.action is stop; names the last good checkpoint
     └── RankDied                a rank ended before its work was done
 """
 
@@ -33,6 +34,10 @@ class RunError(FinetuneError):
 
 class NotFinite(RunError):
     """Three steps in a row had a loss or gradient that is not a finite number."""
+
+
+class LossSpike(RunError):
+    """The loss rose far above what was usual, and the run was asked to stop then."""
 
 
 class RankDied(RunError):

@@ -92,6 +92,11 @@ class Ranks:
             reason = None
         self._ended.put(Ended(rank, code, reason))
 
+    @property
+    def process_ids(self) -> list[int]:
+        """Of the ranks, by rank."""
+        return [process.pid for process in self._processes]
+
     # -- signals
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

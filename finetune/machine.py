@@ -96,6 +96,11 @@ def gpus() -> list[str]:
     return [line.strip() for line in answer.stdout.splitlines() if line.strip()]
 
 
+def gpu_memory_bytes() -> list[int]:
+    """Memory of each NVIDIA GPU, by nvidia-smi."""
+    return [int(float(gpu.split(",")[1].split()[0]) * (1 << 20)) for gpu in gpus()]
+
+
 def version_of(distribution: str) -> str | None:
     """Installed version of a distribution."""
     try:

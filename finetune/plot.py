@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from finetune.progress import read_log
+from finetune.progress_log import read_log
 
 
 def draw_losses(log: Path, picture: Path) -> bool:

@@ -1,4 +1,4 @@
-"""What a run shows: a bar in a terminal, plain lines elsewhere, ``log.jsonl``, TensorBoard events."""
+"""What a run shows while it lasts: a bar in a terminal, plain lines elsewhere, and the same figures wherever they are kept."""
 
 from __future__ import annotations
 
@@ -15,32 +15,54 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.table import Column
 from rich.text import Text
 
-from finetune.config import LogConfig
+from finetune.config import TuneConfig
 from finetune.folders import LOG
+from finetune.forecast.units import in_gib
+from finetune.gauges import Gauges
+from finetune.metrics import TrainMetrics
+from finetune.progress_log import forget_after
+from finetune.sinks import Sinks
+from finetune.spikes import Spike
 from finetune.types import StepOutcome
 
 
 class _Figures(ProgressColumn):
-    """Loss and speed of the newest steps."""
+    """Loss, speed and memory of the newest steps."""
 
     def render(self, task: Task) -> Text:
         loss, speed = task.fields.get("loss"), task.fields.get("speed")
         if loss is None or speed is None:
             return Text("starting …", style="dim")
-        return Text.assemble("loss ", (f"{loss:.3f}", "bold cyan"), f" {speed:,.0f} tokens/s")
+        mfu, memory = task.fields.get("mfu"), task.fields.get("memory")
+        text = Text.assemble("loss ", (f"{loss:.3f}", "bold cyan"), f" {speed:,.0f} tokens/s")
+        if mfu is not None:
+            text.append(f" MFU {mfu:.0%}", style="dim")
+        if memory is not None:
+            text.append(f" {in_gib(memory)} GiB", style="dim")
+        return text
 
 
 class RunProgress:
-    """Shows and records the steps of one run; only rank 0 has one. Use as a context manager."""
+    """Shows and records the steps of one run; only rank 0 has one. Use as a context manager.
 
-    def __init__(self, console: Console, output: Path, config: LogConfig, *, steps: int, done: int) -> None:
+    Args:
+        gauges: what is measured beside the steps themselves.
+    """
+
+    def __init__(self, console: Console, config: TuneConfig, gauges: Gauges, *, steps: int, done: int) -> None:
         self._console = console
-        self._every = config.every
+        self._config = config
+        self._every = config.log.every
         self._steps = steps
+        self._gauges = gauges
+        output = Path(config.run.output)
         self._log_path = output / LOG
-        _forget_after(self._log_path, done)
+        forget_after(self._log_path, done)
+        self._metrics = TrainMetrics()
+        self._metrics.began(step=done, steps=steps)
+        self._endpoint = None if config.log.metrics_port is None else self._metrics.listen(config.log.metrics_port)
         self._log = self._log_path.open("a", encoding="utf-8")
-        self._events = _events(output / "tensorboard", done) if config.tensorboard else None
+        self._sinks = Sinks(config, done=done)
         self._bar = Progress(
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
@@ -55,63 +77,121 @@ class RunProgress:
         )
         self._task = self._bar.add_task("train", total=steps, completed=done)
         self._window: list[StepOutcome] = []
-        self._window_began = self._began = time.monotonic()
+        self._seconds: list[float] = []
+        """Durations of the window's steps, without evaluations and saves between them."""
+        self._durations: list[float] = []
+        """Of all steps of this process."""
+        self._began = self._last = time.monotonic()
         self._first_step = done
 
     def __enter__(self) -> Self:
+        if self._endpoint is not None:
+            self._console.print(f"metrics: {self._endpoint.url}", highlight=False)
         self._bar.start()
+        self._last = time.monotonic()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._bar.stop()
+        self._gauges.keep(self._config, self._durations)
         self._log.close()
-        if self._events is not None:
-            self._events.close()
+        self._sinks.close()
+        if self._endpoint is not None:
+            self._endpoint.close()
 
     def step(self, step: int, outcome: StepOutcome, rate: float, tokens: int) -> None:
         """Record one step: ``step`` steps are done, ``tokens`` target tokens were taken in all."""
+        seconds = self._lap()
         self._window.append(outcome)
+        self._seconds.append(seconds)
+        self._durations.append(seconds)
         if outcome.skipped:
             self.note(f"step {step}: the {outcome.skipped} is not a finite number; skipped on all ranks", style="yellow")
             self._write({"step": step, "skipped": outcome.skipped}, {})
+            self._metrics.skipped(step, outcome.skipped)
+        else:
+            self._metrics.stepped(
+                step,
+                loss=outcome.loss,
+                rate=rate,
+                grad_norm=outcome.grad_norm,
+                tokens=outcome.num_targets,
+                seconds=seconds,
+            )
         good = [seen for seen in self._window if not seen.skipped]
-        elapsed = max(time.monotonic() - self._window_began, 1e-9)
-        speed = sum(seen.num_targets for seen in self._window) / elapsed
         loss = sum(seen.loss for seen in good) / len(good) if good else None
-        if loss is not None:
-            self._bar.update(self._task, completed=step, loss=loss, speed=speed)
-        if step % self._every and step != self._steps:
+        due = step % self._every == 0 or step == self._steps
+        figures = self._figures() if due or self._console.is_terminal else {}
+        if loss is not None and figures:
+            self._bar.update(
+                self._task,
+                completed=step,
+                loss=loss,
+                speed=figures["tokens_per_second"],
+                mfu=figures.get("mfu"),
+                memory=figures.get("device_memory_bytes", figures.get("memory_bytes")),
+            )
+        if not due:
             return
         if loss is not None:
-            figures = {"loss": loss, "lr": rate, "grad_norm": good[-1].grad_norm, "tokens_per_second": speed}
-            self._write({"step": step, **figures, "tokens": tokens}, {f"train/{key}": value for key, value in figures.items()})
+            whole = {"loss": loss, "lr": rate, "grad_norm": good[-1].grad_norm, **figures}
+            self._write(
+                {"step": step, **whole, "tokens": tokens, "seconds_left": round(self._seconds_left(step))},
+                {f"train/{key}": value for key, value in whole.items()},
+            )
+            self._metrics.interval(figures)
             if not self._console.is_terminal:
-                self._line(step, f"loss {loss:.4f}  lr {rate:.2e}  {speed:,.0f} tokens/s  {self._left(step)} left")
+                self._line(step, f"loss {loss:.4f}  lr {rate:.2e}  {_in_words(figures)}  {self._left(step)} left")
         self._window.clear()
-        self._window_began = time.monotonic()
+        self._seconds.clear()
 
     def evaluation(self, step: int, loss: float) -> None:
         """Record the loss on held-out text."""
         self._write({"step": step, "eval_loss": loss}, {"eval/loss": loss})
+        self._metrics.evaluated(loss)
         self._line(step, f"evaluation loss {loss:.4f}")
-        self._window_began = time.monotonic() if not self._window else self._window_began
+        self._lap()
 
     def saved(self, step: int, path: Path, seconds: float) -> None:
         """Record a save."""
         self._write({"step": step, "saved": str(path), "seconds": round(seconds, 3)}, {})
+        self._metrics.saved(seconds)
         self._line(step, f"saved {path} in {seconds:.1f} s")
+        self._lap()
+
+    def spike(self, spike: Spike, last_good: Path | None) -> None:
+        """Record a rise of the loss, and the last save before it."""
+        good = "none was saved before it" if last_good is None else f"last checkpoint before it: {last_good}"
+        self._write({"step": spike.step, "spike": spike.loss, "usual": spike.usual, "since": spike.first_step}, {})
+        self._metrics.spiked()
+        self.note(f"{spike}; {good}", style="yellow")
 
     def note(self, text: str, style: str = "dim") -> None:
         """A line for the reader."""
         self._console.print(f"[{style}]{escape(text)}[/]", highlight=False, soft_wrap=True)
 
+    def _lap(self) -> float:
+        """Seconds since the last call."""
+        now = time.monotonic()
+        seconds, self._last = now - self._last, now
+        return max(seconds, 1e-9)
+
+    def _figures(self) -> dict[str, float]:
+        """Speed and memory over the window's steps."""
+        elapsed = sum(self._seconds)
+        targets = sum(seen.num_targets for seen in self._window)
+        figures = {"tokens_per_second": targets / elapsed, "step_seconds": elapsed / len(self._seconds)}
+        return {**figures, **self._gauges.read(len(self._seconds) / elapsed)}
+
     def _line(self, step: int, text: str) -> None:
         self._console.print(f"step {step}/{self._steps}  {escape(text)}", highlight=False, soft_wrap=True)
 
-    def _left(self, step: int) -> str:
+    def _seconds_left(self, step: int) -> float:
         per_step = (time.monotonic() - self._began) / max(1, step - self._first_step)
-        seconds = round(per_step * (self._steps - step))
-        minutes, seconds = divmod(seconds, 60)
+        return per_step * (self._steps - step)
+
+    def _left(self, step: int) -> str:
+        minutes, seconds = divmod(round(self._seconds_left(step)), 60)
         hours, minutes = divmod(minutes, 60)
         return f"{hours}:{minutes:02d}:{seconds:02d}"
 
@@ -120,32 +200,15 @@ class RunProgress:
         stamped = {**line, "seconds_since_start": round(time.monotonic() - self._began, 3)}
         self._log.write(json.dumps(stamped) + "\n")
         self._log.flush()
-        if self._events is not None:
-            for name, value in scalars.items():
-                self._events.add_scalar(name, value, line["step"])
+        self._sinks.write(line["step"], scalars)
 
 
-def _events(folder: Path, done: int) -> Any:
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(str(folder), purge_step=done + 1 if done else None, flush_secs=30)
-
-
-def _forget_after(log: Path, step: int) -> None:
-    """Drop lines of steps that a resumed run takes again, and a line cut short by a kill."""
-    if not log.is_file():
-        return
-    kept = []
-    for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            entry = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(entry, dict) and entry.get("step", 0) <= step:
-            kept.append(line + "\n")
-    log.write_text("".join(kept), encoding="utf-8")
-
-
-def read_log(log: Path) -> list[dict[str, Any]]:
-    """All whole lines of a run's log."""
-    return [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
+def _in_words(figures: Mapping[str, float]) -> str:
+    parts = [f"{figures['tokens_per_second']:,.0f} tokens/s"]
+    if "mfu" in figures:
+        parts.append(f"MFU {figures['mfu']:.1%}")
+    if "device_memory_bytes" in figures:
+        parts.append(f"{in_gib(figures['device_memory_bytes'])} GiB device")
+    elif "memory_bytes" in figures:
+        parts.append(f"{in_gib(figures['memory_bytes'])} GiB")
+    return "  ".join(parts)

@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from finetune.config import TuneConfig
 from finetune.errors import ConfigError, FinetuneError
@@ -31,7 +31,7 @@ def main(run_file: Path) -> int:
     job = json.loads(run_file.read_text(encoding="utf-8"))
     config = build(TuneConfig, job["config"], {})
     try:
-        _train(config, rank, stop, pipeline=job.get("command") == "pretrain")
+        _train(config, rank, stop, pipeline=job.get("command") == "pretrain", anyway=bool(job.get("anyway")))
     except BaseException as error:
         traceback.print_exc()
         code = error.exit_code if isinstance(error, FinetuneError) else 1
@@ -43,7 +43,7 @@ def main(run_file: Path) -> int:
     return 0
 
 
-def _train(config: TuneConfig, rank: int, stop: threading.Event, *, pipeline: bool) -> None:
+def _train(config: TuneConfig, rank: int, stop: threading.Event, *, pipeline: bool, anyway: bool) -> None:
     import torch
 
     device = _device(config, torch.cuda.is_available(), torch.cuda.device_count())
@@ -52,10 +52,14 @@ def _train(config: TuneConfig, rank: int, stop: threading.Event, *, pipeline: bo
 
     from finetune import engine, model, tune
     from finetune.data.tokenise import Prepared
+    from finetune.forecast.check import check_fits
     from finetune.nvme import Disk
 
     if config.model.new is not None:
         model.check_new_config(config.model.new)
+    if rank == 0:
+        with _console() as out:
+            check_fits(config, Console(file=out, width=_width()), anyway=anyway)
     line = sys.stdin.readline()
     if not line:
         return  # the launcher gave up before training began
@@ -74,9 +78,17 @@ def _train(config: TuneConfig, rank: int, stop: threading.Event, *, pipeline: bo
         disk=None if go["disk"] is None else Disk(**go["disk"]),
         pipeline=pipeline,
     )
-    with open(int(os.environ["TESSERA_CONSOLE_FD"]) if rank == 0 else os.devnull, "w", encoding="utf-8") as out:
-        width = int(os.environ.get("TESSERA_CONSOLE_WIDTH", "0")) or None
-        tune.run_rank(job, Console(file=out, width=width), stop.is_set)
+    with _console() if rank == 0 else open(os.devnull, "w") as out:
+        tune.run_rank(job, Console(file=out, width=_width()), stop.is_set)
+
+
+def _console() -> TextIO:
+    """The launcher's terminal, or wherever its output goes; rank 0 alone has it."""
+    return open(os.dup(int(os.environ["TESSERA_CONSOLE_FD"])), "w", encoding="utf-8")
+
+
+def _width() -> int | None:
+    return int(os.environ.get("TESSERA_CONSOLE_WIDTH", "0")) or None
 
 
 def _device(config: TuneConfig, has_cuda: bool, num_gpus: int) -> str:

@@ -20,8 +20,9 @@ from finetune.data.rows import open_rows
 from finetune.data.tokenizer import TOKENIZER_FILES
 from finetune.engine import ZeroEngine
 from finetune.engines import Fill, TrainingEngine
-from finetune.errors import NotFinite, RunError
+from finetune.errors import LossSpike, NotFinite, RunError
 from finetune.folders import LOG
+from finetune.gauges import Gauges
 from finetune.isolation import check_isolation
 from finetune.model import saved_config, shapes_of
 from finetune.nvme import Disk
@@ -31,6 +32,7 @@ from finetune.progress import RunProgress
 from finetune.resume import ResumeState, find_resume_state, settings_of
 from finetune.saving import Keeper
 from finetune.schedule import Schedule, make_schedule
+from finetune.spikes import Spike, SpikeWatch
 from finetune.types import Progressed
 
 DTYPES: Final[Mapping[str, torch.dtype]] = {
@@ -104,11 +106,15 @@ class _Run:
         self._share = Share(self.engine.data_rank, self.engine.data_ranks, config.batch.micro, config.accumulation)
         self._progressed = Progressed(step=0, samples=0, tokens=0, adam_steps=0, skipped_in_a_row=0)
         self._last_save: Path | None = None
+        self._spikes = SpikeWatch(config.spike)
+        self._spike: Spike | None = None
+        self._saves: list[tuple[int, Path]] = []
         # Dropout differs between ranks; it starts here, so that building the model does not move it.
         torch.manual_seed(config.run.seed + 1 + self.engine.rank)
         if state is not None:
             state.restore(self.engine)
             self._progressed, self._last_save = state.progressed, state.path
+            self._saves.append((state.progressed.step, state.path))
         elif origin.from_checkpoint and job.precision == "bf16" and config.lora is None:
             # The optimizer starts from the checkpoint's own numbers, not from their bf16 rounding.
             self.engine.set_exact_weights(origin.reader(self.engine.model))
@@ -144,9 +150,10 @@ class _Run:
         if self.engine.rank != 0:
             self._loop(None, should_stop, began)
             return
-        log = self.config.log
         started = self._progressed
-        with RunProgress(self._console, self._output, log, steps=self.schedule.steps, done=started.step) as progress:
+        tokens = self._share.step_samples * self.config.data.seq_len
+        gauges = Gauges(self.config, self.engine.device, ranks=self.engine.world_size, step_tokens=tokens)
+        with RunProgress(self._console, self.config, gauges, steps=self.schedule.steps, done=started.step) as progress:
             clock = time.monotonic()
             self._loop(progress, should_stop, began)
             seconds = time.monotonic() - clock
@@ -159,12 +166,14 @@ class _Run:
             stop = should_stop() or (limit is not None and time.monotonic() - began >= limit * 60)
             stopping = self._step(progress, stop)
             step = self._progressed.step
-            ending = stopping or self.finished
+            ending = stopping or self.finished or self._spike is not None
             if self.finished or _due(step, self.config.eval.every):  # not for a stop: who stops a run wants it to end
                 self._evaluate(progress)
-            if ending or _due(step, self.config.save.every):
+            if (ending or _due(step, self.config.save.every)) and not self._would_lose_good_save():
                 self._save(progress)
                 saved_at = step
+            if self._spike is not None:
+                raise LossSpike(f"{self._spike}; {self._good_save_in_words(self._spike)} (spike.action: stop)")
             if stopping and not self.finished:
                 if progress is not None:
                     progress.note(f"stopped after step {step} of {self.schedule.steps}; --resume goes on from here")
@@ -185,6 +194,8 @@ class _Run:
         )
         if progress is not None:
             progress.step(self._progressed.step, outcome, rate, self._progressed.tokens)
+        if not outcome.skipped:
+            self._watch(outcome.loss, progress)
         if self._progressed.skipped_in_a_row >= NOT_FINITE_LIMIT:
             last = self._last_save or "none was saved yet"
             raise NotFinite(
@@ -192,6 +203,29 @@ class _Run:
                 f"{self._progressed.step}; last good checkpoint: {last}. Lower optimizer.lr, or look at the data of these steps"
             )
         return outcome.stop
+
+    # -- loss spikes
+
+    def _watch(self, loss: float, progress: RunProgress | None) -> None:
+        """Every rank sees the same losses and comes to the same verdict."""
+        spike = self._spikes.see(self._progressed.step, loss)
+        if spike is None:
+            return
+        if progress is not None:
+            progress.spike(spike, self._good_save(spike))
+        if self.config.spike.action == "stop":
+            self._spike = spike
+
+    def _good_save(self, spike: Spike) -> Path | None:
+        return next((path for step, path in reversed(self._saves) if step < spike.first_step), None)
+
+    def _good_save_in_words(self, spike: Spike) -> str:
+        good = self._good_save(spike)
+        return "none was saved before it" if good is None else f"last checkpoint before it: {good}"
+
+    def _would_lose_good_save(self) -> bool:
+        """After a spike a save must not push out the last good one."""
+        return self._spike is not None and self.config.save.keep == 1 and self._good_save(self._spike) is not None
 
     def _evaluate(self, progress: RunProgress | None) -> None:
         batches = eval_batches(self._held_out, self._share, self.config.eval.samples)
@@ -208,6 +242,7 @@ class _Run:
         except RunError as error:
             raise RunError(f"{error}; last good save: {self._last_save or 'none'}") from error
         self._last_save = path
+        self._saves.append((self._progressed.step, path))
         if progress is not None:
             progress.saved(self._progressed.step, path, time.monotonic() - began)
 

@@ -8,7 +8,7 @@ from finetune.config.memory import OffloadConfig, ZeroConfig
 from finetune.config.model import ModelConfig, TokenizerConfig, TrainTokenizerConfig
 from finetune.config.optimization import BatchConfig, OptimizerConfig, ScheduleConfig
 from finetune.config.pipeline import PipelineConfig
-from finetune.config.run import EvalConfig, LogConfig, RunConfig, SaveConfig
+from finetune.config.run import EvalConfig, LogConfig, RunConfig, SaveConfig, SpikeConfig
 from finetune.config.whole import TuneConfig
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "SaveConfig",
     "ScheduleConfig",
     "SourceConfig",
+    "SpikeConfig",
     "TokenizerConfig",
     "TrainTokenizerConfig",
     "TuneConfig",

@@ -51,7 +51,7 @@ class SaveConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogConfig:
-    """What is seen of a run: the terminal, ``log.jsonl``, TensorBoard events, ``loss.png``."""
+    """What is seen of a run: the terminal, ``log.jsonl``, TensorBoard, Weights & Biases, Prometheus, ``loss.png``, a report."""
 
     every: int = 10
     """Steps between lines of the log (and of the terminal, when it is not interactive)."""
@@ -59,11 +59,49 @@ class LogConfig:
     tensorboard: bool = True
     """Whether TensorBoard events are written to ``<output>/tensorboard``."""
 
+    wandb: str | None = None
+    """Project of Weights & Biases that the figures go to as well; needs the package ``wandb``, and its own login."""
+
     plot: bool = True
     """Whether ``loss.png`` is drawn at the end."""
 
+    report: bool = True
+    """Whether ``report.html`` is written at the end: settings, curves, forecast against measurement, saves, sampled text."""
+
+    sample_prompts: tuple[str, ...] = ()
+    """Prompts that the trained model completes for the report."""
+
+    metrics_port: int | None = None
+    """Port on 127.0.0.1 that answers Prometheus with ``tessera_train_*``; 0 picks a free one and says which. Unset: none."""
+
     def __post_init__(self) -> None:
         require(self.every >= 1, "log.every", self.every, "be at least 1")
+        require(self.wandb is None or bool(self.wandb.strip()), "log.wandb", self.wandb, "name a project")
+        port = self.metrics_port
+        require(port is None or 0 <= port <= 65535, "log.metrics_port", port, "lie between 0 and 65535")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpikeConfig:
+    """The watch for sudden rises of the loss."""
+
+    action: Literal["off", "note", "stop"] = "note"
+    """``note`` says so in the terminal, the log and the metrics; ``stop`` also saves and ends the run."""
+
+    window: int = 50
+    """Steps before that a loss is compared with; the watch begins when half of them are there."""
+
+    deviations: float = 6.0
+    """A spike lies this many deviations above the window's median; a deviation is 1.48 times the median absolute deviation."""
+
+    steps: int = 3
+    """Steps in a row that must lie above before it is a spike: a single hard batch is none."""
+
+    def __post_init__(self) -> None:
+        require(self.window >= 4, "spike.window", self.window, "be at least 4")
+        good = math.isfinite(self.deviations) and self.deviations > 0
+        require(good, "spike.deviations", self.deviations, "be greater than 0")
+        require(self.steps >= 1, "spike.steps", self.steps, "be at least 1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

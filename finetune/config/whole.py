@@ -12,7 +12,7 @@ from finetune.config.memory import OffloadConfig, ZeroConfig
 from finetune.config.model import ModelConfig, TokenizerConfig
 from finetune.config.optimization import BatchConfig, OptimizerConfig, ScheduleConfig
 from finetune.config.pipeline import PipelineConfig, check_splittable
-from finetune.config.run import EvalConfig, LogConfig, RunConfig, SaveConfig
+from finetune.config.run import EvalConfig, LogConfig, RunConfig, SaveConfig, SpikeConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +34,7 @@ class TuneConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     save: SaveConfig = field(default_factory=SaveConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    spike: SpikeConfig = field(default_factory=SpikeConfig)
 
     def __post_init__(self) -> None:
         self._check_offload()

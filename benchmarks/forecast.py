@@ -1,0 +1,172 @@
+"""Forecast against measurement: host memory of whole runs on the CPU, one for each kind of configuration.
+
+``python -m benchmarks.forecast [NAME ...]`` trains a few steps with each and records both figures. What is measured is said in
+``finetune.forecast.watch``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from finetune import machine
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+RESULTS: Final = ROOT / "benchmarks" / "results"
+BAR: Final = 0.15
+"""Largest difference of forecast and measurement, as a share of what was measured."""
+
+MODELS: Final[dict[str, dict[str, Any]]] = {
+    "gpt_neox 46M": {
+        "model_type": "gpt_neox", "hidden_size": 512, "num_hidden_layers": 12, "num_attention_heads": 8,
+        "intermediate_size": 2048, "vocab_size": 8192,
+    },
+    "llama 68M": {
+        "model_type": "llama", "hidden_size": 640, "num_hidden_layers": 8, "num_attention_heads": 10, "num_key_value_heads": 5,
+        "intermediate_size": 1792, "vocab_size": 16384,
+    },
+}  # fmt: skip
+NEOX: Final = "gpt_neox 46M"
+LLAMA: Final = "llama 68M"
+
+CASES: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
+    "zero1": ("tune", NEOX, {"zero": {"stage": 1}}),
+    "zero2": ("tune", NEOX, {"zero": {"stage": 2}}),
+    "zero3": ("tune", NEOX, {"zero": {"stage": 3}}),
+    "zero3-offload": ("tune", NEOX, {"zero": {"stage": 3}, "offload": {"optimizer": "cpu", "parameters": "cpu"}}),
+    "lora": ("tune", NEOX, {"zero": {"stage": 2}, "lora": {"rank": 16}}),
+    "pipeline": ("pretrain", NEOX, {"zero": {"stage": 1}, "pipeline": {"stages": 2}, "batch": {"accumulation": 2}}),
+    "zero1-accumulate": ("tune", NEOX, {"zero": {"stage": 1}, "batch": {"accumulation": 2}}),
+    "zero2-bf16": ("tune", NEOX, {"zero": {"stage": 2}, "run": {"precision": "bf16"}}),
+    "zero2-offload": ("tune", NEOX, {"zero": {"stage": 2}, "offload": {"optimizer": "cpu"}}),
+    "zero3-bf16": ("tune", LLAMA, {"zero": {"stage": 3}, "run": {"precision": "bf16"}}),
+    "zero1-llama": ("tune", LLAMA, {"zero": {"stage": 1}}),
+    "zero3-llama": ("tune", LLAMA, {"zero": {"stage": 3}, "batch": {"micro": 4}}),
+    "one-rank": ("tune", LLAMA, {"zero": {"stage": 1}, "run": {"ranks": 1}}),
+}
+"""Name -> command, model, sections laid over the common ones."""
+
+
+def main() -> int:
+    """Run the cases; 1 when one of them misses the bar."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("cases", nargs="*", metavar="NAME", help=f"of {', '.join(CASES)}; none: all")
+    parser.add_argument("--steps", type=int, default=5, help="optimizer steps of each (5)")
+    parser.add_argument("--no-record", action="store_true", help="write no result file")
+    options = parser.parse_args()
+    for name in options.cases:
+        if name not in CASES:
+            parser.error(f"unknown case {name!r}; there are {', '.join(CASES)}")
+    rows = []
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        text = _write_text(folder / "text.txt")
+        for name in options.cases or CASES:
+            row = _run(name, text, folder, options.steps)
+            rows.append(row)
+            print(_line(row), flush=True)
+    if not options.no_record:
+        _record(rows)
+    return int(any(abs(row.get("difference", 0.0)) > BAR for row in rows))
+
+
+def _write_text(path: Path) -> Path:
+    draw = random.Random(1)
+    words = [f"{a}{b}" for a in ("re", "un", "in", "ex", "pro") for b in ("port", "tend", "form", "cede", "ject", "act")]
+    path.write_text("\n".join(" ".join(draw.choices(words, k=12)) for _ in range(6000)), encoding="utf-8")
+    return path
+
+
+def _run(name: str, text: Path, folder: Path, steps: int) -> dict[str, Any]:
+    command, model, sections = CASES[name]
+    output = folder / name
+    tree: dict[str, Any] = {
+        "model": {"new": MODELS[model]},
+        "tokenizer": {"train": {"vocab_size": 1024}},
+        "data": {"train": str(text), "seq_len": 256},
+        "batch": {"micro": 2},
+        "schedule": {"steps": steps},
+        "save": {"keep": 1},
+        "log": {"every": 1, "report": False},
+        "run": {"output": str(output), "ranks": 2, "device": "cpu"},
+    }
+    for section, values in sections.items():
+        tree[section] = {**tree.get(section, {}), **values}
+    if "lora" in sections:
+        tree["model"] = {"path": str(_base_model(model, text, folder) / "checkpoints")}
+        del tree["tokenizer"]
+    config = folder / f"{name}.yaml"
+    config.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    done = _command(command, config)
+    row: dict[str, Any] = {"case": name, "model": model, "command": command}
+    if done.returncode != 0:
+        return {**row, "failed": done.stderr.strip()[-500:]}
+    said, seen = (json.loads((output / file).read_text()) for file in ("forecast.json", "measured.json"))
+    forecast, measured = said["host_bytes"], seen["host_bytes"]
+    return {
+        **row,
+        "forecast_bytes": forecast,
+        "measured_bytes": measured,
+        "difference": round((forecast - measured) / measured, 4),
+        "phase": said["need"]["host_phase"],
+    }
+
+
+def _base_model(model: str, text: Path, folder: Path) -> Path:
+    """A run whose checkpoint adapters are put beside."""
+    output = folder / "base"
+    if not output.exists():
+        tree = {
+            "model": {"new": MODELS[model]},
+            "tokenizer": {"train": {"vocab_size": 1024}},
+            "data": {"train": str(text), "seq_len": 256},
+            "batch": {"micro": 1},
+            "schedule": {"steps": 1},
+            "save": {"resume_state": False},
+            "log": {"report": False},
+            "run": {"output": str(output), "device": "cpu"},
+        }
+        config = folder / "base.yaml"
+        config.write_text(yaml.safe_dump(tree), encoding="utf-8")
+        _command("tune", config).check_returncode()
+    return output
+
+
+def _command(command: str, config: Path) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "finetune", command, str(config)]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    if "failed" in row:
+        return f"{row['case']:18} failed: {str(row['failed']).splitlines()[-1] if row['failed'] else ''}"
+    figures = f"forecast {row['forecast_bytes'] / 2**20:7,.0f} MiB  measured {row['measured_bytes'] / 2**20:7,.0f} MiB"
+    return f"{row['case']:18} {figures}  {row['difference']:+.1%}  ({row['model']}, {row['phase']})"
+
+
+def _record(rows: list[dict[str, Any]]) -> None:
+    today = datetime.datetime.now(datetime.UTC).date()
+    path = RESULTS / f"forecast-cpu-{today}.json"
+    facts = {
+        "what": "peak host memory of all ranks together, forecast before the run and measured (finetune/forecast/watch.py)",
+        "hardware": f"{machine.cpu_description()}, {machine.usable_cores()} cores, {machine.memory_bytes() / 2**30:.0f} GiB",
+        "versions": {name: machine.version_of(name) for name in ("torch", "deepspeed", "transformers")},
+        "bar": BAR,
+        "rows": rows,
+    }
+    path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    print(path.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""``tessera-finetune plan``: what a run will need against what there is, without running it. Exit code 2: it does not fit."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+
+from rich.console import Console
+
+from finetune.config import TuneConfig
+from finetune.options import describe, split_overrides
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the command; returns the exit code."""
+    keys = "\n".join(f"  --{name} ({default})\n      {meaning}" for name, default, meaning in describe(TuneConfig))
+    parser = argparse.ArgumentParser(
+        prog="tessera-finetune plan",
+        allow_abbrev=False,
+        description="What a run will need against what this machine has, without running it: memory of the devices and the "
+        "host, NVMe, disk, time. Exit code 0: it fits, 2: it does not.",
+        epilog=f"Every key of the file can be given as an option, its value read as YAML:\n\n{keys}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", type=Path, metavar="CONFIG.yaml")
+    parser.add_argument("--gpus", type=int, help="GPUs of a described machine; 0: none")
+    parser.add_argument("--gpu-gib", type=float, help="memory of each of them")
+    parser.add_argument("--ram-gib", type=float, help="host memory of a described machine")
+    parser.add_argument("--nvme-gib", type=float, help="free space of its NVMe disk")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    overrides, rest = split_overrides(words, [field.name for field in fields(TuneConfig)])
+    options = parser.parse_args(rest)
+    if options.gpus is not None and options.gpus < 0:
+        parser.error(f"--gpus is {options.gpus}; it must be 0 or more")
+    if options.gpus and options.gpu_gib is None:
+        parser.error("--gpus needs --gpu-gib, the memory of each")
+    for name in ("gpu_gib", "ram_gib", "nvme_gib"):
+        value = getattr(options, name)
+        if value is not None and not 0 < value < 1e9:
+            parser.error(f"--{name.replace('_', '-')} is {value}; it must be greater than 0")
+
+    from finetune.cli import load_config
+
+    config = load_config(options.config, overrides)
+    return plan(config, options, Console())
+
+
+def plan(config: TuneConfig, options: argparse.Namespace, console: Console) -> int:
+    """Work the forecast out and show it; the exit code says whether the run fits.
+
+    Raises:
+        ConfigError: the configuration's model cannot be.
+    """
+    from finetune.forecast.advice import advise
+    from finetune.forecast.estimate import forecast, model_config_of, precision_of
+    from finetune.forecast.hardware import described_machine
+    from finetune.forecast.pace import kept_pace
+    from finetune.forecast.show import show_plan
+
+    hf_config = model_config_of(config)
+    hardware = described_machine(
+        config, gpus=options.gpus, gpu_gib=options.gpu_gib, ram_gib=options.ram_gib, nvme_gib=options.nvme_gib
+    )
+    precision = precision_of(config, hardware.device)
+    pace = None if hardware.described else kept_pace(config)
+    found = forecast(config, hf_config, hardware, precision=precision, pace=pace)
+    advice = advise(config, hf_config, found, precision=precision) if found.shortages() else []
+    if options.json:
+        changes = [dict(option.change) for option in advice]
+        sys.stdout.write(json.dumps({**found.as_json(), "advice": changes}, indent=2, default=str) + "\n")
+    else:
+        show_plan(found, config, advice, console)
+    return 2 if found.shortages() else 0

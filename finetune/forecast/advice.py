@@ -1,0 +1,136 @@
+"""What to change so that a run fits: the configuration's own keys, tried in the order of what they cost."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from finetune.config import TuneConfig
+from finetune.errors import ConfigError
+from finetune.forecast.estimate import Forecast, forecast
+
+Change = tuple[tuple[str, Any], ...]
+"""Dotted keys and their values, set together."""
+_MOST: Final = 3
+"""Combinations that are shown."""
+_TRIES: Final = 60
+"""Combinations that are worked out, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Keys that make a run fit, and what it needs with them."""
+
+    change: Change
+    forecast: Forecast
+
+    def as_yaml(self) -> str:
+        """The keys as lines of the run's file."""
+        sections: dict[str, list[str]] = {}
+        for key, value in self.change:
+            section, name = key.split(".", 1)
+            sections.setdefault(section, []).append(f"{name}: {value}")
+        return "\n".join(f"{section}: {{{', '.join(lines)}}}" for section, lines in sections.items())
+
+
+def advise(config: TuneConfig, hf_config: Any, given: Forecast, *, precision: str) -> list[Advice]:
+    """The first combinations of keys with which the run fits, cheapest first; empty if none was found.
+
+    A combination that holds another one found before is left out.
+    """
+    found: list[Advice] = []
+    for tries, change in enumerate(_combinations(config, given)):
+        if len(found) == _MOST or tries == _TRIES:
+            break
+        if any(set(advice.change) <= set(change) for advice in found):
+            continue
+        changed = _with(config, change)
+        if changed is None:
+            continue
+        trial = forecast(changed, hf_config, given.hardware, precision=precision)
+        if not trial.shortages():
+            found.append(Advice(change, trial))
+    return found
+
+
+def _combinations(config: TuneConfig, given: Forecast) -> Iterator[Change]:
+    """Fewest changes first; of one kind at most one."""
+    kinds = _kinds(config, given)
+    for count in range(1, min(5, len(kinds)) + 1):
+        for chosen in itertools.combinations(kinds, count):
+            for parts in itertools.product(*chosen):
+                yield tuple(itertools.chain.from_iterable(parts))
+
+
+def _kinds(config: TuneConfig, given: Forecast) -> list[list[Change]]:
+    """What could be changed, cheapest kind first; of each kind the milder value first."""
+    kinds: list[list[Change]] = []
+    micro, accumulation = config.batch.micro, config.accumulation
+    smaller = [micro // part for part in (2, 4, 8, 16, 32) if micro % part == 0]
+    if smaller:
+        kinds.append([(("batch.micro", size), ("batch.accumulation", accumulation * micro // size)) for size in smaller])
+    if _has(config, "activations.checkpoint") and config.activations.checkpoint == "none":  # type: ignore[attr-defined]
+        kinds.append([(("activations.checkpoint", "device"),)])
+    if config.run.ranks > 1 and config.zero.stage < 3 and config.pipeline.stages == 1:
+        kinds.append([(("zero.stage", stage),) for stage in range(config.zero.stage + 1, 4)])
+    on_gpu = given.hardware.device == "cuda"
+    nvme = _has(config, "offload.path") and given.hardware.nvme_bytes is not None
+    path = getattr(config.offload, "path", None) or "NVME_FOLDER"
+    if config.offload.optimizer == "none" and on_gpu and config.pipeline.stages == 1:
+        kinds.append([(("offload.optimizer", "cpu"),)])
+        kinds.append([(("zero.stage", 3), ("offload.optimizer", "cpu"), ("offload.parameters", "cpu"))])
+    elif config.offload.parameters == "none" and on_gpu and config.pipeline.stages == 1:
+        kinds.append([(("zero.stage", 3), ("offload.parameters", "cpu"))])
+    if nvme and config.pipeline.stages == 1:
+        kinds.append(
+            [
+                (("zero.stage", 3), ("offload.optimizer", "nvme"), ("offload.parameters", place), ("offload.path", path))
+                for place in ("cpu", "nvme")
+            ]
+        )
+    if _has(config, "lora.rank") and config.lora is None and config.model.path is not None:  # type: ignore[attr-defined]
+        kinds.append([(("lora.rank", 16),)])
+    if given.hardware.disk_bytes is not None and given.disk_bytes > given.hardware.disk_bytes:
+        kinds.insert(0, [(("save.keep", 1),), (("save.resume_state", False),)])
+    return kinds
+
+
+def _has(config: TuneConfig, key: str) -> bool:
+    """Whether this release has a key; its section may be unset."""
+    section, name = key.split(".")
+    if not hasattr(config, section):
+        return False
+    value = getattr(config, section)
+    return value is None or hasattr(value, name)
+
+
+def _with(config: TuneConfig, change: Change) -> TuneConfig | None:
+    """The configuration with the keys set; ``None`` when they break one of its rules, or set a key twice."""
+    if len({key for key, _ in change}) < len(change):
+        return None
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in change:
+        section, name = key.split(".", 1)
+        sections.setdefault(section, {})[name] = value
+    try:
+        return dataclasses.replace(config, **{name: _section(config, name, values) for name, values in sections.items()})
+    except ConfigError:
+        return None
+
+
+def _section(config: TuneConfig, name: str, values: dict[str, Any]) -> Any:
+    section = getattr(config, name)
+    if section is not None:
+        return dataclasses.replace(section, **values)
+    make: Callable[..., Any] = _unset_sections()[name]
+    return make(**values)
+
+
+def _unset_sections() -> dict[str, Callable[..., Any]]:
+    """Sections that are off until they are named."""
+    from finetune.config.lora import LoraConfig
+
+    return {"lora": LoraConfig}

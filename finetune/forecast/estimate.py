@@ -1,0 +1,216 @@
+"""A whole run's needs against what the machine has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from finetune.config import TuneConfig
+from finetune.data.tokenizer import TOKENIZER_FILES
+from finetune.errors import ConfigError
+from finetune.folders import CHECKPOINTS, RESUME, step_folders
+from finetune.forecast.facts import ModelFacts, facts_of
+from finetune.forecast.hardware import Hardware
+from finetune.forecast.memory import SHARED_FILES_BYTES, WRITER_BYTES, Layout, Need, layout_of, mean_in_flight, need_of
+from finetune.forecast.pace import Pace
+from finetune.forecast.units import in_gib
+
+_DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """What a run will need, and what there is. Bytes everywhere."""
+
+    facts: ModelFacts
+    layout: Layout
+    hardware: Hardware
+    need: Need
+    """Of the busiest rank."""
+    host_bytes: int
+    """Peak of all ranks together: each one's own pages, and pages of shared files once."""
+    host_items: Mapping[str, int]
+    """Of ``host_bytes``."""
+    checkpoint_bytes: int
+    resume_bytes: int
+    """One resume state; 0 if none is kept."""
+    saves: int | None
+    """Saves that lie on the disk together at most; ``None`` when unknown before the data is counted."""
+    disk_bytes: int
+    """What the run adds to the disk; with ``saves`` unknown, two saves."""
+    pace: Pace | None
+    """Seconds of a step, if known."""
+    flops_per_token: float
+
+    @property
+    def device_bytes(self) -> int:
+        """Of the busiest rank; 0 on a CPU."""
+        return self.need.device_bytes
+
+    @property
+    def nvme_bytes(self) -> int:
+        """Of all ranks together."""
+        return self.need.nvme_bytes * self.layout.ranks
+
+    def shortages(self) -> list[str]:
+        """What does not fit, one sentence each; empty if all does."""
+        found = []
+        hardware = self.hardware
+        if hardware.device == "cuda" and self.layout.ranks > hardware.gpus:
+            found.append(f"run.ranks is {self.layout.ranks}; there are {hardware.gpus} GPUs")
+        for what, needed, room in (
+            ("device memory of one rank", self.device_bytes, hardware.gpu_bytes),
+            ("host memory", self.host_bytes, hardware.ram_bytes),
+            ("NVMe space", self.nvme_bytes, hardware.nvme_bytes),
+            ("disk space", self.disk_bytes, hardware.disk_bytes),
+        ):
+            if room is not None and needed > room:
+                found.append(f"{what}: needs {in_gib(needed)} GiB of {in_gib(room)} GiB")
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        """For ``forecast.json`` and ``--json``."""
+        values = asdict(self)
+        values["facts"].pop("moments")
+        return {
+            **values,
+            "parameters": self.facts.total,
+            "device_bytes": self.device_bytes,
+            "activation_bytes": self.facts.activation_bytes,
+            "nvme_bytes": self.nvme_bytes,
+            "shortages": self.shortages(),
+        }
+
+
+def forecast(
+    config: TuneConfig, hf_config: Any, hardware: Hardware, *, precision: str, pace: Pace | None = None, process_bytes: int = 0
+) -> Forecast:
+    """Work out what ``config`` needs on ``hardware``.
+
+    Args:
+        hf_config: the transformers configuration of the run's model.
+        precision: ``bf16`` or ``fp32``, already decided.
+        process_bytes: host memory of one rank without a model, if measured; 0 takes the usual figure.
+    """
+    facts = facts_of(config, hf_config, precision, on_gpu=hardware.device == "cuda")
+    return from_facts(config, facts, hardware, precision=precision, pace=pace, process_bytes=process_bytes)
+
+
+def from_facts(
+    config: TuneConfig, facts: ModelFacts, hardware: Hardware, *, precision: str, pace: Pace | None, process_bytes: int = 0
+) -> Forecast:
+    """The same, for facts already counted."""
+    layout = layout_of(config, device=hardware.device, precision=precision)
+    need = need_of(facts, layout)
+    items = dict(need.host)
+    if process_bytes:
+        items["process"] = process_bytes
+    everyone = {name: size * layout.ranks for name, size in items.items()}
+    for name in ("activations", "heap gaps"):
+        if name in everyone:
+            everyone[name] = round(everyone[name] * mean_in_flight(layout))
+    everyone["shared libraries"] = SHARED_FILES_BYTES[layout.device]
+    everyone["writing and figures"] = WRITER_BYTES
+    checkpoint, resume = _save_bytes(config, facts, layout, precision)
+    saves = _saves(config)
+    data = _data_bytes(config)
+    return Forecast(
+        facts=facts,
+        layout=layout,
+        hardware=hardware,
+        need=need,
+        host_bytes=sum(everyone.values()),
+        host_items=everyone,
+        checkpoint_bytes=checkpoint,
+        resume_bytes=resume,
+        saves=saves,
+        disk_bytes=(2 if saves is None else max(0, saves - _kept_already(config))) * (checkpoint + resume) + data,
+        pace=pace,
+        flops_per_token=facts.flops_per_token(config.data.seq_len),
+    )
+
+
+def _save_bytes(config: TuneConfig, facts: ModelFacts, layout: Layout, precision: str) -> tuple[int, int]:
+    """One served checkpoint, and one resume state."""
+    adapters = facts.trained < facts.total and getattr(config, "lora", None) is not None
+    elements = facts.trained if adapters else facts.total
+    served = _DTYPE_BYTES[precision if config.save.dtype == "auto" else config.save.dtype] * elements
+    small_files = 2 << 20  # tokenizer, manifest, headers
+    resume = 4 * (elements + layout.moments * facts.trained) + small_files if config.save.resume_state else 0
+    return served + small_files, resume
+
+
+def _saves(config: TuneConfig) -> int | None:
+    """The kept ones and the one being written."""
+    if config.save.keep:
+        return config.save.keep + 1
+    if config.schedule.steps is None and config.save.every:
+        return None
+    return 1 if not config.save.every else -(-(config.schedule.steps or 1) // config.save.every)
+
+
+def _kept_already(config: TuneConfig) -> int:
+    """Saves of a resumed run that are on the disk now: they will be replaced, not added to."""
+    if config.run.resume != "auto":
+        return 0
+    output = Path(config.run.output)
+    return min(len(step_folders(output / CHECKPOINTS)), len(step_folders(output / RESUME)) or 1 << 30)
+
+
+def _data_bytes(config: TuneConfig) -> int:
+    """Token files still to be made, roughly: text is about four bytes a token, a token two to four."""
+    folder = Path(config.run.output) / "data"
+    if folder.is_dir() and any(folder.glob("*/prepared.json")):
+        return 0
+    from finetune.data.sources import find_files
+
+    try:
+        files = [*find_files(config.data.train, config.data.pattern, "data.train")]
+    except ConfigError:  # no data yet: a plan is made without it
+        return 0
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
+# -- the model of a configuration, without its data
+
+
+def model_config_of(config: TuneConfig) -> Any:
+    """The transformers configuration of the run's model, from the configuration alone: the data need not exist.
+
+    Raises:
+        ConfigError: there is no such model or tokenizer.
+    """
+    from checkpoint import CheckpointError, open_checkpoint
+    from finetune.model import check_new_config, config_of, new_config
+
+    if config.model.path is not None:
+        try:
+            with open_checkpoint(Path(config.model.path).expanduser()) as checkpoint:
+                return config_of(checkpoint)
+        except CheckpointError as error:
+            raise ConfigError(f"model.path: {config.model.path}: {error}") from error
+    assert config.model.new is not None, "ModelConfig holds exactly one of the two"
+    check_new_config(config.model.new)
+    return new_config(config.model.new, num_ids=_num_ids(config), seq_len=config.data.seq_len, end_of_text_id=0)
+
+
+def _num_ids(config: TuneConfig) -> int:
+    """Ids of the tokenizer: one that is still to be learned has as many as it is asked for."""
+    if config.tokenizer.train is not None:
+        return config.tokenizer.train.vocab_size
+    assert config.tokenizer.path is not None, "TuneConfig refuses a new model without a tokenizer"
+    from finetune.data.tokenizer import num_ids, open_tokenizer
+
+    folder = Path(config.tokenizer.path).expanduser()
+    if not (folder / TOKENIZER_FILES[0]).is_file():
+        raise ConfigError(f"tokenizer.path: {folder} holds no {TOKENIZER_FILES[0]}")
+    return num_ids(open_tokenizer(folder))
+
+
+def precision_of(config: TuneConfig, device: str) -> str:
+    """``bf16`` or ``fp32``."""
+    if config.run.precision != "auto":
+        return config.run.precision
+    return "bf16" if device == "cuda" else "fp32"

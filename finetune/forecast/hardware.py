@@ -1,0 +1,108 @@
+"""What the machine has, or what a described one would have: the right side of every comparison."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from finetune import machine
+from finetune.config import TuneConfig
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """Room for a run. ``None`` is unknown: nothing is compared with it."""
+
+    device: str
+    """``cpu`` or ``cuda``."""
+    gpus: int
+    gpu_bytes: int | None
+    """Memory of the smallest device."""
+    ram_bytes: int
+    """Host memory this run may take: what is there and not taken by others."""
+    disk_bytes: int | None
+    """Free where the run is kept."""
+    nvme_bytes: int | None
+    """Free where the offloaded state lies."""
+    described: bool = False
+    """Whether any of it was given by hand."""
+
+
+def this_machine(config: TuneConfig, *, already_taken: int = 0) -> Hardware:
+    """The machine this process runs on.
+
+    Args:
+        already_taken: bytes of host memory that the run itself holds already.
+    """
+    gpus = machine.gpu_memory_bytes()
+    wants_gpu = config.run.device == "cuda" or (config.run.device == "auto" and config.run.ranks <= len(gpus))
+    device = "cuda" if gpus and wants_gpu else "cpu"
+    return Hardware(
+        device=device,
+        gpus=len(gpus),
+        gpu_bytes=min(gpus) if device == "cuda" else None,
+        ram_bytes=min(machine.memory_bytes(), available_bytes() + already_taken),
+        disk_bytes=free_bytes(Path(config.run.output)),
+        nvme_bytes=_nvme_free(config),
+    )
+
+
+def described_machine(
+    config: TuneConfig, *, gpus: int | None, gpu_gib: float | None, ram_gib: float | None, nvme_gib: float | None
+) -> Hardware:
+    """This machine, with what is given put in its place; ``gpus`` of 0 is a machine without any."""
+    here = this_machine(config)
+    if gpus is None and gpu_gib is not None:
+        gpus = config.run.ranks
+    count = here.gpus if gpus is None else gpus
+    device = here.device if gpus is None else ("cuda" if gpus > 0 and config.run.device != "cpu" else "cpu")
+    memory = here.gpu_bytes if gpu_gib is None else gib(gpu_gib)
+    return Hardware(
+        device=device,
+        gpus=count,
+        gpu_bytes=memory if device == "cuda" else None,
+        ram_bytes=here.ram_bytes if ram_gib is None else gib(ram_gib),
+        disk_bytes=here.disk_bytes,
+        nvme_bytes=here.nvme_bytes if nvme_gib is None else gib(nvme_gib),
+        described=any(value is not None for value in (gpus, gpu_gib, ram_gib, nvme_gib)),
+    )
+
+
+def gib(value: float) -> int:
+    return round(value * (1 << 30))
+
+
+def available_bytes(cgroup: Path = _CGROUP) -> int:
+    """Host memory that can be had without taking it from others: the system's figure, cut by the container's limit."""
+    available = int(psutil.virtual_memory().available)
+    limit = machine.cgroup_memory_limit(cgroup)
+    used = _cgroup_used(cgroup)
+    return available if limit is None or used is None else min(available, max(0, limit - used))
+
+
+def _cgroup_used(cgroup: Path) -> int | None:
+    """Memory of the container that cannot be given back: its usage without cached files."""
+    try:
+        usage = int((cgroup / "memory.current").read_text())
+        rows = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        return usage - int(rows.get("inactive_file", 0)) - int(rows.get("active_file", 0))
+    except (OSError, ValueError):
+        return None
+
+
+def free_bytes(folder: Path) -> int | None:
+    """Free space where ``folder`` is, or would be made."""
+    for parent in (folder.absolute(), *folder.absolute().parents):
+        if parent.is_dir():
+            return shutil.disk_usage(parent).free
+    return None
+
+
+def _nvme_free(config: TuneConfig) -> int | None:
+    path = getattr(config.offload, "path", None)
+    return None if path is None else free_bytes(Path(str(path)).expanduser())

@@ -1,0 +1,331 @@
+"""Bytes a run holds, by phase: what DeepSpeed 0.19 and torch allocate for a configuration, counted from the model's facts.
+
+Per rank and phase; the busiest phase counts. On a CPU everything is the host's memory. Constants were measured (see
+``benchmarks/forecast.py``, which compares every kind of configuration with a real run).
+
+P trained elements   F frozen ones   N ranks that share the state   w bytes of a weight that computes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from finetune.config import TuneConfig
+from finetune.forecast.facts import ModelFacts
+
+_MIB: Final = 1 << 20
+_GIB: Final = 1 << 30
+
+PROCESS_BYTES: Final = {"cpu": 285 * _MIB, "cuda": 2200 * _MIB}
+"""Host memory of one rank before it has a model, pages of shared files not counted: Python, torch, DeepSpeed, transformers."""
+SHARED_FILES_BYTES: Final = {"cpu": 115 * _MIB, "cuda": 900 * _MIB}
+"""Pages of libraries, mapped by all ranks in common."""
+WRITER_BYTES: Final = 45 * _MIB
+"""What rank 0 has more than the others: log, events, figures, the shard it writes."""
+KERNELS_BYTES: Final = 30 * _MIB
+"""Scratch memory and thread stacks of a CPU's matrix kernels."""
+CONTEXT_BYTES: Final = 700 * _MIB
+"""Device memory of a CUDA context with its libraries."""
+NCCL_BYTES: Final = 400 * _MIB
+"""Device memory of NCCL's channels, with more than one rank."""
+HEAP_SLACK: Final = {0: 1.25, 1: 1.25, 2: 1.25, 3: 1.6}
+"""Tensors below 32 MiB come from the C heap, which keeps what is freed and finds no room in gaps that are too small; by ZeRO
+stage, since stage 3 mixes weights that come and go with activations."""
+DEVICE_SLACK: Final = 1.06
+"""The same of torch's caching allocator on a GPU."""
+LIVE_PARAMETERS: Final = 1_000_000_000
+"""Elements that ZeRO-3 leaves whole between uses, at most: DeepSpeed's stage3_max_live_parameters."""
+MOMENTS: Final = {"adamw": 2, "lion": 1, "adafactor": 1, "muon": 1}
+"""fp32 tensors an optimizer keeps per weight."""
+
+_SWAP_BUFFERS: Final = 5
+_MOST_SUB_GROUP: Final = 50_000_000
+_PARAMETER_BUFFERS: Final = 6
+"""An optimizer's and the parameters' buffers on their way from and to NVMe: a few of the largest part's size."""
+
+Phase = dict[str, int]
+"""Item -> bytes; the items of one side (device or host) in one phase."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The part of a configuration that decides where bytes lie."""
+
+    stage: int
+    ranks: int
+    """All of them."""
+    pipeline: int
+    """Pipeline stages; 1 is none."""
+    device: str
+    weight_bytes: int
+    moments: int
+    optimizer: str
+    """Where the optimizer's state lies: ``none`` (the device), ``cpu``, ``nvme``."""
+    parameters: str
+    cpu_adam: bool
+    accumulation: int
+    bucket: int
+    """Elements."""
+    checkpoint_on_cpu: bool
+    on_host: float = 1.0
+    """Share of an offloaded optimizer's state that lies on the host (Twin-Flow)."""
+
+    @property
+    def shares(self) -> int:
+        """Ranks that share one copy of the state."""
+        return self.ranks // self.pipeline
+
+
+def layout_of(config: TuneConfig, *, device: str, precision: str) -> Layout:
+    offload = config.offload
+    return Layout(
+        stage=config.zero.stage,
+        ranks=config.run.ranks,
+        pipeline=config.pipeline.stages,
+        device=device,
+        weight_bytes=4 if precision == "fp32" else 2,
+        moments=MOMENTS.get(getattr(config.optimizer, "name", "adamw"), 2),
+        optimizer=offload.optimizer,
+        parameters=offload.parameters,
+        cpu_adam=offload.optimizer != "none" and getattr(config.optimizer, "name", "adamw") == "adamw",
+        accumulation=config.accumulation,
+        bucket=config.zero.bucket_elements,
+        checkpoint_on_cpu=getattr(getattr(config, "activations", None), "checkpoint", "none") == "cpu",
+        on_host=float(getattr(offload, "ratio", 1.0)),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """What one rank holds at its busiest."""
+
+    device: Mapping[str, int] = field(default_factory=dict)
+    """Item -> bytes on the device; empty on a CPU, whose device is the host."""
+    device_phase: str = ""
+    host: Mapping[str, int] = field(default_factory=dict)
+    host_phase: str = ""
+    nvme_bytes: int = 0
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(self.device.values())
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(self.host.values())
+
+
+def need_of(facts: ModelFacts, layout: Layout) -> Need:
+    """The busiest moment of one rank, on its device and in the host's memory."""
+    phases = _phases(facts, layout)
+    if layout.device == "cpu":
+        merged = {name: _merge(device, host) for name, (device, host) in phases.items()}
+        name, items = _busiest(merged.items())
+        return Need(host=_with_heap_slack(items, layout), host_phase=name, nvme_bytes=_nvme(facts, layout))
+    on_device = {name: _merge(device, _context(layout)) for name, (device, _) in phases.items()}
+    on_host = {name: host for name, (_, host) in phases.items()}
+    device_phase, device = _busiest(on_device.items())
+    host_phase, host = _busiest(on_host.items())
+    host = _merge(host, {"pinned rounding": _pinned_rounding(host)})
+    slack = round((DEVICE_SLACK - 1) * (sum(device.values()) - sum(_context(layout).values())))
+    return Need(
+        device={**device, "fragmentation": slack},
+        device_phase=device_phase,
+        host=host,
+        host_phase=host_phase,
+        nvme_bytes=_nvme(facts, layout),
+    )
+
+
+def _busiest(phases: Iterable[tuple[str, Phase]]) -> tuple[str, Phase]:
+    return max(phases, key=lambda phase: sum(phase[1].values()))
+
+
+def _merge(*parts: Mapping[str, int]) -> Phase:
+    merged: Phase = {}
+    for part in parts:
+        for name, size in part.items():
+            merged[name] = merged.get(name, 0) + size
+    return {name: size for name, size in merged.items() if size > 0}
+
+
+def _with_heap_slack(items: Phase, layout: Layout) -> Phase:
+    """On a CPU, what passes through the heap (activations, gathered weights) leaves gaps behind."""
+    loose = sum(items.get(name, 0) for name in ("activations", "gathered weights"))
+    return _merge(items, {"heap gaps": round((HEAP_SLACK[layout.stage] - 1) * loose), "kernels": KERNELS_BYTES})
+
+
+def _pinned_rounding(host: Phase) -> int:
+    """torch pins memory in powers of two; each kind of state is about one buffer."""
+    pinned = (host.get(name, 0) for name in ("weights", "fp32 weights", "gradients"))
+    return sum((1 << (size - 1).bit_length()) - size for size in pinned if size)
+
+
+def _context(layout: Layout) -> Phase:
+    return {"CUDA context": CONTEXT_BYTES, "NCCL": NCCL_BYTES if layout.ranks > 1 else 0}
+
+
+def _phases(facts: ModelFacts, layout: Layout) -> dict[str, tuple[Phase, Phase]]:
+    """Phase -> what it holds on the device and in the host's memory."""
+    process = {"process": PROCESS_BYTES[layout.device]}
+    state_device, state_host = _state(facts, layout)
+    backward_device, backward_host = _backward(facts, layout)
+    step_device, step_host = _step(facts, layout)
+    # What the heap of a CPU took for activations it does not give back before the optimizer's step.
+    kept = {"activations": backward_device.get("activations", 0)} if layout.device == "cpu" else {}
+    load_device, load_host = _load(facts, layout)
+    return {
+        "load": (load_device, _merge(process, load_host)),
+        "backward pass": (_merge(state_device, backward_device), _merge(process, state_host, backward_host)),
+        "optimizer step": (_merge(state_device, step_device, kept), _merge(process, state_host, step_host)),
+    }
+
+
+def _sizes(facts: ModelFacts, layout: Layout) -> tuple[int, int, int]:
+    """Trained and frozen elements of one pipeline stage, and one rank's share of the trained ones."""
+    trained = -(-facts.trained // layout.pipeline)
+    frozen = -(-facts.frozen // layout.pipeline)
+    return trained, frozen, trained if layout.stage == 0 else -(-trained // layout.shares)
+
+
+def _load(facts: ModelFacts, layout: Layout) -> tuple[Phase, Phase]:
+    """Building and filling the model, then DeepSpeed's flat copy of it."""
+    trained, frozen, share = _sizes(facts, layout)
+    w = layout.weight_bytes
+    reading = {"tensor being read": 8 * facts.largest}
+    if layout.stage == 3:
+        parts = {"weights": w * -(-(trained + frozen) // layout.shares)}
+        return ({}, _merge(parts, reading)) if layout.parameters != "none" else (parts, reading)
+    whole = {"weights": w * (trained + frozen)}
+    flat = {"weights": w * (2 * trained + frozen), "fp32 weights": 4 * share}
+    if layout.device == "cpu":
+        return flat, {}
+    return flat, _merge(whole, reading)
+
+
+def _state(facts: ModelFacts, layout: Layout) -> tuple[Phase, Phase]:
+    """What lies there during all of training."""
+    trained, frozen, share = _sizes(facts, layout)
+    w = layout.weight_bytes
+    device: Phase = {}
+    host: Phase = {}
+    weights = w * (trained + frozen)
+    if layout.stage == 3:
+        weights = w * -(-(trained + frozen) // layout.shares)
+    if layout.parameters == "none":
+        device["weights"] = weights
+    elif layout.parameters == "cpu":
+        host["weights"] = weights
+    # In fp32 a share that lies where the optimizer works is the optimizer's own.
+    same = layout.stage in (0, 3) and w == 4 and layout.optimizer == "none" and layout.parameters == "none"
+    master = 0 if same else 4 * share
+    states = {"fp32 weights": master, "moments": 4 * layout.moments * share}
+    if layout.optimizer == "none":
+        device |= states
+    elif layout.optimizer == "cpu":
+        # fp32 gradients for the host's optimizer go with its state.
+        every = {**states, "gradients": 4 * share}
+        host |= {name: round(size * layout.on_host) for name, size in every.items()}
+        device |= {name: round(size * (1 - layout.on_host)) for name, size in every.items()}
+        if layout.stage < 3:
+            host["copies for offload"] = w * share + w * facts.largest
+            device["copies for offload"] = w * facts.largest
+    else:
+        host["swap buffers"] = _SWAP_BUFFERS * 4 * _sub_group(facts, layout)
+    if layout.parameters == "nvme":
+        host = _merge(host, {"swap buffers": _PARAMETER_BUFFERS * w * -(-facts.largest // layout.shares)})
+    if layout.stage == 3:
+        flat = {"gradients": w * share}
+        if layout.optimizer == "none":
+            device = _merge(device, flat)
+        else:
+            host = _merge(host, flat)
+    return device, host
+
+
+def _sub_group(facts: ModelFacts, layout: Layout) -> int:
+    """Elements an optimizer on NVMe reads, updates and writes at once."""
+    return max(-(-facts.largest // layout.shares), min(_MOST_SUB_GROUP, _sizes(facts, layout)[2]))
+
+
+def _backward(facts: ModelFacts, layout: Layout) -> tuple[Phase, Phase]:
+    """The last micro-batch of a step: activations, gradients as they come, buckets in which they are reduced."""
+    trained, _, share = _sizes(facts, layout)
+    w = layout.weight_bytes
+    gpu = layout.device == "cuda"
+    in_bucket = min(layout.bucket, trained)
+    # A GPU's bucket is taken whole, and twice where communication overlaps; of a CPU's only what is written exists.
+    twice = layout.stage in (1, 2) and layout.pipeline == 1
+    bucket = layout.bucket * (2 if twice else 1) if gpu else in_bucket
+    device: Phase = {"reduce bucket": w * bucket, "reduced copy": w * in_bucket}
+    activations, host_inputs = _activations(facts, layout)
+    host: Phase = {}
+    if layout.checkpoint_on_cpu:
+        host["block inputs"] = host_inputs
+    device["activations"] = activations
+    if layout.stage == 3:
+        live = min(LIVE_PARAMETERS, trained + facts.frozen // layout.pipeline)
+        device["gathered weights"] = w * live
+        device["reduced copy"] += w * in_bucket
+    elif layout.stage == 0:
+        device["gradients"] = w * trained
+    elif layout.optimizer == "none":
+        device["gradients"] = w * share
+        if layout.stage == 1 and layout.accumulation > 1:
+            device["gradients"] += w * trained
+    elif layout.accumulation > 1:
+        device["gradients"] = w * trained if layout.stage == 1 else 0
+        host["added gradients"] = w * share
+    return device, host
+
+
+def _activations(facts: ModelFacts, layout: Layout) -> tuple[int, int]:
+    """Bytes of activations on the device, and of block inputs that wait in the host's memory."""
+    total = facts.activation_bytes
+    inputs = facts.saved_inputs_bytes if layout.checkpoint_on_cpu else 0
+    if layout.pipeline > 1:
+        # The first stage holds as many micro-batches as there are stages, of a stage's part of the layers.
+        in_flight = min(layout.pipeline, layout.accumulation)
+        total = total * in_flight // layout.pipeline
+    return max(0, total - inputs), inputs
+
+
+def mean_in_flight(layout: Layout) -> float:
+    """Micro-batches a pipeline stage holds on average, as a share of what the first one does: each later one holds one less."""
+    first = min(layout.pipeline, layout.accumulation)
+    held = [min(layout.pipeline - stage, layout.accumulation) for stage in range(layout.pipeline)]
+    return sum(held) / (first * layout.pipeline)
+
+
+def _step(facts: ModelFacts, layout: Layout) -> tuple[Phase, Phase]:
+    """The update: gradients in fp32, and what the optimizer computes with."""
+    trained, _, share = _sizes(facts, layout)
+    w = layout.weight_bytes
+    group = min(share, -(-facts.largest_group // (layout.pipeline * layout.shares)))
+    scratch = 0 if layout.cpu_adam else 8 * group
+    if layout.stage == 3:
+        work = {"gradients in fp32": 4 * share, "optimizer's scratch": scratch}
+        kept = {"reduce bucket": w * min(layout.bucket, trained)} if layout.device == "cpu" else {}
+        if layout.optimizer == "none":
+            return _merge(work, kept), {}
+        return kept, {"optimizer's scratch": scratch}
+    if layout.optimizer == "none":
+        return {
+            "gradients": w * share,
+            "gradients in fp32": (4 + (w if w == 2 else 0)) * group,
+            "optimizer's scratch": scratch,
+        }, {}
+    return {}, {"optimizer's scratch": scratch}
+
+
+def _nvme(facts: ModelFacts, layout: Layout) -> int:
+    """Bytes of this rank's swap files: fp32 weights and moments, gradients, and the weights that compute."""
+    _, _, share = _sizes(facts, layout)
+    needed = 0
+    if layout.optimizer == "nvme":
+        needed += (4 + 4 * layout.moments + 4) * share
+    if layout.parameters == "nvme":
+        needed += layout.weight_bytes * -(-facts.total // (layout.pipeline * layout.shares))
+    return needed

@@ -1,0 +1,278 @@
+"""The forecast: what it counts, what it compares, what it says to change. Real runs are compared in ``test_observed.py``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from finetune.commands import plan
+from finetune.config import (
+    BatchConfig,
+    DataConfig,
+    OffloadConfig,
+    OptimizerConfig,
+    RunConfig,
+    SaveConfig,
+    TokenizerConfig,
+    TuneConfig,
+    ZeroConfig,
+)
+from finetune.config.model import ModelConfig, TrainTokenizerConfig
+from finetune.errors import ConfigError
+from finetune.forecast.estimate import Forecast, forecast, model_config_of, precision_of
+from finetune.forecast.facts import facts_of
+from finetune.forecast.hardware import Hardware, available_bytes
+from finetune.forecast.memory import layout_of, need_of
+from finetune.forecast.pace import keep_pace, kept_pace
+from finetune.forecast.watch import MemoryWatch, pages_of
+from finetune.model import build_empty, token_losses
+from tests.finetune.support import small_run, write_config
+
+GIB = 1 << 30
+NEW = {
+    "model_type": "gpt_neox",
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 160,
+    "vocab_size": 512,
+}
+
+
+def config_of(output: Path | str = "x", new: dict[str, Any] | None = None, **sections: Any) -> TuneConfig:
+    run = {"output": str(output), "ranks": 2, "device": "cpu", **sections.pop("run", {})}
+    return TuneConfig(
+        run=RunConfig(**run),
+        data=DataConfig(train=("x",), seq_len=48),
+        model=ModelConfig(new=new or NEW),
+        tokenizer=TokenizerConfig(train=TrainTokenizerConfig(vocab_size=300)),
+        **{"batch": BatchConfig(micro=2), **sections},
+    )
+
+
+def hardware(**changes: Any) -> Hardware:
+    usual: dict[str, Any] = {"device": "cpu", "gpus": 0, "gpu_bytes": None, "ram_bytes": 64 * GIB}
+    return Hardware(**{**usual, "disk_bytes": 1000 * GIB, "nvme_bytes": None, **changes})
+
+
+def forecast_of(config: TuneConfig, room: Hardware | None = None) -> Forecast:
+    room = room or hardware()
+    return forecast(config, model_config_of(config), room, precision=precision_of(config, room.device))
+
+
+# -- what the model's facts are
+
+
+@pytest.mark.parametrize("model_type", ["gpt_neox", "gpt2", "llama", "gpt_neo", "opt"])
+def test_parameters_are_counted_as_transformers_builds_them(model_type: str) -> None:
+    new: dict[str, Any] = {"model_type": model_type, "vocab_size": 512}
+    config = config_of(new=new | ({} if model_type != "gpt_neox" else NEW))
+    hf_config = model_config_of(config)
+    for key, value in (("num_hidden_layers", 2), ("hidden_size", 64), ("num_attention_heads", 4)):
+        if model_type not in ("gpt_neo",):
+            setattr(hf_config, key, value)
+    if model_type == "opt":
+        hf_config.word_embed_proj_dim, hf_config.ffn_dim = 64, 96
+    if model_type == "llama":
+        hf_config.num_key_value_heads, hf_config.head_dim = 4, 16
+    facts = facts_of(config, hf_config, "fp32", on_gpu=False)
+    with torch.device("meta"):
+        model = build_empty(hf_config, torch.float32, nullcontext())
+    assert facts.total == facts.trained == sum(p.numel() for p in model.parameters())
+    assert facts.largest == max(p.numel() for p in model.parameters())
+
+
+def test_activations_are_what_autograd_really_saves() -> None:
+    config = config_of()
+    hf_config = model_config_of(config)
+    facts = facts_of(config, hf_config, "fp32", on_gpu=False)
+    model = build_empty(hf_config, torch.float32, nullcontext()).train()
+    owned = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
+    saved: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in owned:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    ids = torch.zeros(2, 48, dtype=torch.int64)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = token_losses(model(input_ids=ids, use_cache=False).logits, ids)
+    assert loss.requires_grad
+    total = sum(saved.values())
+    logits = 2 * 48 * 512 * 4
+    assert total <= facts.activation_bytes <= total + 2.5 * logits, "what is saved, and the temporaries of the loss beside it"
+
+
+def test_activations_grow_with_the_batch_and_shrink_in_bf16() -> None:
+    def activations(micro: int, precision: str) -> int:
+        config = config_of(batch=BatchConfig(micro=micro))
+        return facts_of(config, model_config_of(config), precision, on_gpu=False).activation_bytes
+
+    assert activations(4, "fp32") == pytest.approx(2 * activations(2, "fp32"), rel=0.02)
+    assert activations(4, "bf16") < 0.8 * activations(4, "fp32")
+
+
+def test_model_flops_are_six_a_weight_and_the_attention() -> None:
+    config = config_of()
+    facts = facts_of(config, model_config_of(config), "fp32", on_gpu=False)
+    blocks = 3 * (64 * 192 + 64 * 64 + 2 * 64 * 160)
+    assert facts.multiplied == blocks + 64 * 512, "the output layer multiplies, the embedding is looked up"
+    assert facts.flops_per_token(48) == 6 * facts.multiplied + 12 * 3 * 64 * 48
+
+
+# -- what is done with them
+
+
+def device_bytes(stage: int, ranks: int, **offload: str) -> int:
+    """State on a described GPU, by need's items."""
+    config = config_of(run={"ranks": ranks, "device": "auto"}, zero=ZeroConfig(stage=stage), offload=OffloadConfig(**offload))
+    facts = facts_of(config, model_config_of(config), "bf16", on_gpu=False)
+    need = need_of(facts, layout_of(config, device="cuda", precision="bf16"))
+    return sum(need.device.get(name, 0) for name in ("weights", "fp32 weights", "moments", "gradients")) / facts.total
+
+
+def test_states_on_a_gpu_follow_the_stages() -> None:
+    """Bytes a parameter: 2 for bf16, 4 + 8 for the optimizer, 2 for gradients, each divided where the stage divides it."""
+    assert device_bytes(1, 1) == pytest.approx(16, rel=0.01)
+    assert device_bytes(2, 4) == pytest.approx(2 + 14 / 4, rel=0.01)
+    assert device_bytes(3, 4) == pytest.approx(16 / 4, rel=0.01)
+    assert device_bytes(3, 4, optimizer="cpu", parameters="cpu") == 0
+    assert device_bytes(2, 4, optimizer="cpu") == pytest.approx(2, rel=0.01)
+
+
+def test_offload_moves_the_state_to_the_host() -> None:
+    room = hardware(device="cuda", gpus=4, gpu_bytes=80 * GIB)
+    big = {**NEW, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096, "num_hidden_layers": 4}
+    run = {"ranks": 4, "device": "auto"}
+    stays = forecast_of(config_of(new=big, run=run, zero=ZeroConfig(stage=3)), room)
+    moved = forecast_of(
+        config_of(new=big, run=run, zero=ZeroConfig(stage=3), offload=OffloadConfig(optimizer="cpu", parameters="cpu")), room
+    )
+    assert moved.device_bytes < stays.device_bytes
+    assert moved.host_bytes - stays.host_bytes > 14 * moved.facts.total
+
+
+def test_disk_counts_what_is_kept_and_the_save_being_written(tmp_path: Path) -> None:
+    found = forecast_of(config_of(tmp_path / "run", save=SaveConfig(keep=2)))
+    weights = 4 * found.facts.total
+    assert found.checkpoint_bytes == pytest.approx(weights, abs=4 << 20)
+    assert found.resume_bytes == pytest.approx(3 * weights, abs=4 << 20)
+    assert found.saves == 3
+    assert found.disk_bytes == 3 * (found.checkpoint_bytes + found.resume_bytes)
+    without = forecast_of(config_of(tmp_path / "run", save=SaveConfig(keep=1, resume_state=False)))
+    assert without.disk_bytes == 2 * without.checkpoint_bytes
+
+
+def test_every_shortage_is_named() -> None:
+    room = hardware(device="cuda", gpus=1, gpu_bytes=1 << 20, ram_bytes=1 << 20, disk_bytes=1 << 20)
+    found = forecast_of(config_of(run={"device": "auto"}), room).shortages()
+    assert [sentence.split(":")[0].split(" is")[0] for sentence in found] == [
+        "run.ranks",
+        "device memory of one rank",
+        "host memory",
+        "disk space",
+    ]
+
+
+def test_what_cannot_be_is_refused_as_a_run_would() -> None:
+    with pytest.raises(ConfigError, match="hiden_size"):
+        model_config_of(config_of(new={**NEW, "hiden_size": 3}))
+    missing = dataclasses.replace(config_of(), model=ModelConfig(path="nowhere"))
+    with pytest.raises(ConfigError, match="nowhere"):
+        model_config_of(missing)
+
+
+# -- plan
+
+
+def planned(tmp_path: Path, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    tree = small_run(tmp_path, tmp_path / "run")
+    tree["model"]["new"] |= {"hidden_size": 2048, "num_attention_heads": 16, "intermediate_size": 8192, "num_hidden_layers": 8}
+    tree["batch"] = {"micro": 8}
+    tree["run"]["device"] = "auto"
+    code = plan.main([str(write_config(tree, tmp_path / "run.yaml")), *words])
+    return code, capsys.readouterr().out
+
+
+def test_plan_needs_neither_data_nor_hardware(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, said = planned(tmp_path, capsys, "--gpus", "1", "--gpu-gib", "80", "--ram-gib", "256")
+    assert code == 0
+    for words in ("fits", "ZeRO-3", "moments", "not calibrated", "device memory of one rank"):
+        assert words in said
+
+
+def test_plan_says_what_to_change_and_that_is_true(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    room = ("--gpus", "1", "--gpu-gib", "5", "--ram-gib", "64")
+    code, said = planned(tmp_path, capsys, *room, "--json")
+    assert code == 2
+    answer = json.loads(said)
+    assert answer["shortages"]
+    assert answer["advice"], "there is room on the host"
+    for change in answer["advice"]:
+        words = [word for key, value in change.items() for word in (f"--{key}", str(value))]
+        assert planned(tmp_path, capsys, *room, *words)[0] == 0
+    code, said = planned(tmp_path, capsys, *room)
+    assert code == 2
+    assert "does not fit" in said
+    assert "offload: {optimizer: cpu" in said
+
+
+def test_plan_refuses_bad_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--gpus", "2"], ["--ram-gib", "0"], ["--gpus", "-1", "--gpu-gib", "1"]):
+        with pytest.raises(SystemExit) as stopped:
+            plan.main([str(tmp_path / "x.yaml"), *words])
+        assert stopped.value.code == 2
+    assert "--gpus" in capsys.readouterr().err
+
+
+# -- time and measurement
+
+
+def test_a_pace_is_kept_for_the_same_shape_alone(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    assert kept_pace(config) is None
+    keep_pace(tmp_path, config, step_seconds=0.5, tokens_per_second=100.0)
+    kept = kept_pace(config)
+    assert kept is not None
+    assert kept.step_seconds == 0.5
+    changed = dataclasses.replace(config, batch=BatchConfig(micro=4))
+    assert kept_pace(changed) is None
+    assert kept_pace(dataclasses.replace(config, optimizer=OptimizerConfig(lr=1.0))) == kept
+
+
+def test_a_watch_sees_a_peak_that_is_gone_again() -> None:
+    program = (
+        "import sys; x = bytearray(200 << 20); x[::4096] = b'1' * len(x[::4096]); del x; print(flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        with MemoryWatch([child.pid]) as watch:
+            pass
+        pages = pages_of(child.pid)
+        child.communicate(b"")
+    assert pages is not None
+    assert pages.own < 100 << 20
+    assert 200 << 20 <= watch.peaks[0] < 260 << 20
+    assert watch.peak_bytes >= watch.peaks[0]
+    assert pages_of(child.pid) is None
+
+
+def test_memory_that_others_hold_is_not_ours(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text(f"{8 * GIB}\n")
+    (tmp_path / "memory.current").write_text(f"{6 * GIB}\n")
+    (tmp_path / "memory.stat").write_text(f"anon 1\ninactive_file {GIB}\nactive_file {GIB}\n")
+    assert available_bytes(tmp_path) <= 4 * GIB
+    assert available_bytes(tmp_path / "none") > 0
+    assert os.path.exists("/proc/self/status")

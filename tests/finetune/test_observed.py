@@ -1,0 +1,101 @@
+"""Runs from end to end: forecast first, refused or measured, with report, metrics and samples."""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from finetune.cli import main
+from tests.finetune.conftest import TrainedRun
+from tests.finetune.support import run_command, small_run, start_command, write_config
+
+
+def test_a_run_says_its_forecast_first_and_its_peaks_last(trained: TrainedRun) -> None:
+    lines = trained.stdout.splitlines()
+    said = next(number for number, line in enumerate(lines) if line.startswith("forecast: needs"))
+    assert said < next(number for number, line in enumerate(lines) if "12 steps of" in line)
+    assert any(line.startswith("peaks: host memory") for line in lines[said:])
+    forecast, measured = (json.loads((trained.output / name).read_text()) for name in ("forecast.json", "measured.json"))
+    assert len(measured["rank_bytes"]) == 2
+    assert forecast["host_bytes"] == pytest.approx(measured["host_bytes"], rel=0.15)
+    assert measured["disk_bytes"] <= forecast["disk_bytes"]
+    log = [json.loads(line) for line in (trained.output / "log.jsonl").read_text().splitlines()]
+    step = next(entry for entry in log if "loss" in entry)
+    assert {"mfu", "memory_bytes", "seconds_left", "step_seconds"} <= set(step)
+    assert 0 < step["mfu"] < 1
+    assert "report.html" in trained.stdout
+    assert (trained.output / "report.html").read_text().count("<svg") == 4
+
+
+def test_a_later_plan_knows_the_pace(trained: TrainedRun, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(trained.config), "--json"]) == 0
+    pace = json.loads(capsys.readouterr().out)["pace"]
+    assert pace["step_seconds"] > 0
+    assert "earlier run" in pace["source"]
+
+
+def test_what_cannot_fit_is_refused_before_anything_is_loaded(text_folder: Path, tmp_path: Path) -> None:
+    tree = small_run(text_folder, tmp_path / "run")
+    tree["model"]["new"] |= {"hidden_size": 65536, "num_attention_heads": 64, "intermediate_size": 262144}
+    done = run_command("tune", write_config(tree, tmp_path / "run.yaml"))
+    assert done.returncode == 2, done.stderr
+    assert "host memory: needs" in done.stderr
+    assert "--anyway" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_loss_spike_stops_a_run_that_asks_for_it(text_folder: Path, tmp_path: Path) -> None:
+    tree = small_run(text_folder, tmp_path / "run", schedule={"steps": 40, "warmup": 39}, save={"every": 4})
+    # The learning rate climbs to where the loss cannot but rise.
+    tree["optimizer"] = {"lr": 30.0, "clip": 0}
+    tree["spike"] = {"action": "stop", "window": 4, "steps": 1, "deviations": 3.0}
+    tree["log"] |= {"sample_prompts": ["def get_path("], "metrics_port": 0}
+    done = run_command("tune", write_config(tree, tmp_path / "run.yaml"))
+    assert done.returncode == 1, done.stderr
+    assert "the loss rose to" in done.stderr
+    assert "spike.action: stop" in done.stderr
+    log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    (spike,) = [entry for entry in log if "spike" in entry]
+    last = max(entry["step"] for entry in log if "saved" in entry)
+    assert last == spike["step"], "the run saves where it stops"
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "The run ended early" in page
+    assert "def get_path(" in page
+
+
+def test_metrics_answer_while_a_run_lasts(text_folder: Path, tmp_path: Path) -> None:
+    tree = small_run(text_folder, tmp_path / "run", schedule={"steps": 1_000_000}, save={"every": 0})
+    tree["log"] |= {"metrics_port": 0, "report": False}
+    with start_command(["tune", write_config(tree, tmp_path / "run.yaml")]) as process:
+        assert process.stdout is not None
+        address = ""
+        for line in process.stdout:
+            if found := re.search(r"metrics: (http://127\.0\.0\.1:\d+/metrics)", line):
+                address = found[1]
+            if address and line.startswith("step "):
+                break
+        with urllib.request.urlopen(address, timeout=20) as answer:
+            text = answer.read().decode()
+        process.kill()
+        process.communicate(timeout=60)
+    assert float(re.search(r"^tessera_train_tokens_total (\S+)$", text, re.MULTILINE)[1]) > 0
+    assert 'tessera_train_memory_bytes{where="host"}' in text
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"), [("log.wandb", "mine", "pip install wandb"), ("log.metrics_port", "70000", "between 0 and 65535")]
+)
+def test_what_is_asked_for_and_missing_is_refused_at_once(
+    trained: TrainedRun, key: str, value: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["tune", str(trained.config), f"--{key}", value, "--run.output", "never"]) == 2
+    error = capsys.readouterr().err.replace("\n", " ")
+    assert key in error
+    assert says in error
+    assert not Path("never").exists()
