@@ -128,10 +128,18 @@ def _train(command: str, words: list[str]) -> int:
     parser.add_argument("--resume", action="store_true", help="go on from the newest save; short for --run.resume auto")
     parser.add_argument("--anyway", action="store_true", help="start a run that the forecast says cannot fit")
     parser.add_argument("--print-config", action="store_true", help="show the whole configuration and stop")
+    parser.add_argument("--hostfile", type=Path, help="start the ranks on the nodes of this file, by DeepSpeed's launcher")
     overrides, rest = split_overrides(words, [field.name for field in fields(TuneConfig)])
     options = parser.parse_args(rest)
     if options.resume:
         overrides.append(("run.resume", "auto"))
+    from finetune import joined
+
+    if joined.started_by_launcher():
+        overrides.append(("run.ranks", str(joined.world_size())))
+    elif options.hostfile is not None:
+        at = words.index("--hostfile") if "--hostfile" in words else None
+        joined.hand_over(options.hostfile, [command, *(words if at is None else words[:at] + words[at + 2 :])])
     config = load_config(options.config, overrides, command=command)
     if options.print_config:
         yaml.safe_dump(_plain(asdict(config)), sys.stdout, sort_keys=False, allow_unicode=True)
@@ -154,11 +162,10 @@ def tune(config: TuneConfig, console: Console, *, command: str = "tune", anyway:
     Raises:
         FinetuneError: what was wrong; no process is left.
     """
-    from finetune import ops
-    from finetune.data.tokenise import prepare
+    from finetune import joined
     from finetune.launch import Ranks
-    from finetune.nvme import prepare_disk
     from finetune.observe import observed
+    from finetune.ready import make_ready
     from finetune.sinks import check_sinks
 
     check_sinks(config)
@@ -167,30 +174,13 @@ def tune(config: TuneConfig, console: Console, *, command: str = "tune", anyway:
         console.print(f"[dim]{escape(text)}[/]", highlight=False, soft_wrap=True)
 
     settings = _plain(asdict(config))
+    if joined.started_by_launcher():
+        return joined.train(config, settings, console, command=command, anyway=anyway)
     run = {"config": settings, "command": command, "anyway": anyway}
     start = partial(Ranks, run=run, ranks=config.run.ranks, threads=config.run.threads)
     with claimed_output(config) as output, start(output) as ranks:
         (output / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True), encoding="utf-8")
-        try:
-            prepared = prepare(config, say, ranks.check)
-        except OSError as error:
-            raise ConfigError(f"run.output: {output}: the tokenised data cannot be written: {error}") from error
-        ranks.check()
-        built: dict[str, str] = {}
-        disk = None
-        if config.offload.on_disk:
-            disk = prepare_disk(config, say)
-            built |= {op: str(ops.library_of(op)) for op in (ops.PIN_MEMORY, ops.ASYNC_IO)}
-        if config.offload.optimizer != "none" and config.optimizer.name == "adamw":
-            adam = ops.ensure(ops.CPU_ADAM, say)
-            if adam.available:
-                built[ops.CPU_ADAM] = str(ops.library_of(ops.CPU_ADAM))
-            elif config.offload.optimizer == "nvme":
-                raise ConfigError(f"offload.optimizer: nvme needs DeepSpeed's CPU Adam, but {adam.reason}; or offload to cpu")
-            else:
-                say(f"{adam.reason}; training goes on with torch's AdamW on the CPU, which is slower and as exact")
-        ranks.check()
-        ranks.go({"prepared": asdict(prepared), "ops": built, "disk": None if disk is None else asdict(disk)})
+        ranks.go(make_ready(config, say, ranks.check))
         with observed(config, ranks.process_ids, console):
             ranks.wait()
         return 1 if ranks.interrupted is signal.SIGINT else 0

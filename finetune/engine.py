@@ -67,6 +67,18 @@ def start_ranks(device: str, rank: int) -> torch.device:
     return torch.device(device, rank) if device == "cuda" else torch.device("cpu")
 
 
+def tell_everyone(text: str) -> str:
+    """Rank 0's ``text`` on every rank, sent as bytes. Every rank calls it, and waits for the others."""
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
+    size = torch.tensor([len(data)], device=device)
+    dist.broadcast(size, 0)
+    if dist.get_rank() != 0:
+        data = torch.empty(int(size), dtype=torch.uint8, device=device)
+    dist.broadcast(data, 0)
+    return bytes(data.cpu().tolist()).decode()
+
+
 class ZeroEngine:
     """One model under DeepSpeed ZeRO on this rank.
 

@@ -13,13 +13,18 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from finetune.config import TuneConfig
 from finetune.errors import ConfigError, FinetuneError
 from finetune.lifetime import die_with_parent
 from finetune.options import build
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
 
 
 def main(run_file: Path) -> int:
@@ -43,43 +48,72 @@ def main(run_file: Path) -> int:
     return 0
 
 
-def _train(config: TuneConfig, rank: int, stop: threading.Event, *, pipeline: bool, anyway: bool) -> None:
-    import torch
-
-    device = _device(config, torch.cuda.is_available(), torch.cuda.device_count())
+def _train(config: TuneConfig, rank: int, stop: threading.Event, **options: bool) -> None:
+    device = choose_device(config, local_ranks=config.run.ranks)
     os.environ["DS_ACCELERATOR"] = device  # DeepSpeed decides when it is imported
     from rich.console import Console
 
-    from finetune import engine, model, tune
-    from finetune.data.tokenise import Prepared
-    from finetune.forecast.check import check_fits
-    from finetune.nvme import Disk
+    from finetune import engine
 
-    if config.model.new is not None:
-        model.check_new_config(config.model.new)
-    if rank == 0:
-        with _console() as out:
-            check_fits(config, Console(file=out, width=_width()), anyway=anyway)
+    look_ahead(config, Console(file=_console(), width=_width()) if rank == 0 else None, anyway=options["anyway"])
     line = sys.stdin.readline()
     if not line:
         return  # the launcher gave up before training began
-    go: dict[str, Any] = json.loads(line)
-    for name, library in go["ops"].items():
+    told: dict[str, Any] = json.loads(line)
+    place = engine.start_ranks(device, rank)
+    with _console() if rank == 0 else open(os.devnull, "w") as out:
+        train_rank(config, told, place, stop.is_set, Console(file=out, width=_width()), pipeline=options["pipeline"])
+
+
+def look_ahead(config: TuneConfig, console: Console | None, *, anyway: bool) -> None:
+    """Refuse, before the data is ready, what can be seen to fail; the rank that has a console forecasts what the run needs.
+
+    Raises:
+        ConfigError: a new model that cannot be, or a run that cannot fit.
+    """
+    from finetune import model
+    from finetune.forecast.check import check_fits
+
+    if config.model.new is not None:
+        model.check_new_config(config.model.new)
+    if console is not None:
+        check_fits(config, console, anyway=anyway)
+
+
+def train_rank(
+    config: TuneConfig,
+    told: Mapping[str, Any],
+    place: torch.device,
+    should_stop: Callable[[], bool],
+    console: Console,
+    *,
+    pipeline: bool,
+) -> None:
+    """Train as one of the ranks that have joined.
+
+    Args:
+        told: what ``finetune.ready.make_ready`` returned.
+        place: this rank's device.
+    """
+    from finetune import engine, tune
+    from finetune.data.tokenise import Prepared
+    from finetune.nvme import Disk
+
+    for name, library in told["ops"].items():
         engine.load_op(name, Path(library))
     precision = config.run.precision
     if precision == "auto":
-        precision = "bf16" if device == "cuda" else "fp32"
+        precision = "bf16" if place.type == "cuda" else "fp32"
     job = tune.Job(
         config=config,
-        prepared=Prepared(**go["prepared"]),
-        device=engine.start_ranks(device, rank),
+        prepared=Prepared(**told["prepared"]),
+        device=place,
         precision=precision,
-        cpu_adam="cpu_adam" in go["ops"],
-        disk=None if go["disk"] is None else Disk(**go["disk"]),
+        cpu_adam="cpu_adam" in told["ops"],
+        disk=None if told["disk"] is None else Disk(**told["disk"]),
         pipeline=pipeline,
     )
-    with _console() if rank == 0 else open(os.devnull, "w") as out:
-        tune.run_rank(job, Console(file=out, width=_width()), stop.is_set)
+    tune.run_rank(job, console, should_stop)
 
 
 def _console() -> TextIO:
@@ -91,14 +125,20 @@ def _width() -> int | None:
     return int(os.environ.get("TESSERA_CONSOLE_WIDTH", "0")) or None
 
 
-def _device(config: TuneConfig, has_cuda: bool, num_gpus: int) -> str:
+def choose_device(config: TuneConfig, *, local_ranks: int) -> str:
+    """``cpu`` or ``cuda``, by ``run.device`` and the GPUs of this machine.
+
+    Raises:
+        ConfigError: fewer GPUs than ranks on this machine.
+    """
+    import torch
+
+    has_cuda, num_gpus = torch.cuda.is_available(), torch.cuda.device_count()
     device = config.run.device
     if device == "auto":
-        return "cuda" if has_cuda and config.run.ranks <= num_gpus else "cpu"
-    if device == "cuda" and config.run.ranks > num_gpus:
-        raise ConfigError(
-            f"run.ranks is {config.run.ranks}; it must be at most {num_gpus}, the GPUs torch sees (run.device: cuda)"
-        )
+        return "cuda" if has_cuda and local_ranks <= num_gpus else "cpu"
+    if device == "cuda" and local_ranks > num_gpus:
+        raise ConfigError(f"run.ranks is {local_ranks}; it must be at most {num_gpus}, the GPUs torch sees (run.device: cuda)")
     return device
 
 

@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_iter
 from transformers import PreTrainedModel
 
 from finetune.config import TuneConfig
-from finetune.model import build_empty, token_losses
+from finetune.loss import token_losses
+from finetune.model import build_empty
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

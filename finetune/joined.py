@@ -1,0 +1,139 @@
+"""A run whose ranks another launcher started: torchrun, DeepSpeed's launcher on several nodes, Slurm's srun.
+
+Such a launcher starts ``tessera-finetune tune CONFIG`` once per rank, with RANK, LOCAL_RANK, WORLD_SIZE and MASTER_* in the
+environment. Rank 0 prepares the data and tells the others; ``run.output`` must be a folder that all nodes see.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Mapping, MutableMapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.markup import escape
+
+from finetune import machine
+from finetune.config import TuneConfig
+from finetune.errors import FinetuneError
+from finetune.folders import claimed_output
+
+_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+_OTHER_NAMES = {
+    "RANK": ("SLURM_PROCID",),
+    "LOCAL_RANK": ("SLURM_LOCALID",),
+    "WORLD_SIZE": ("SLURM_NTASKS",),
+    "LOCAL_WORLD_SIZE": ("LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"),  # the first is DeepSpeed's launcher's
+}
+
+
+def started_by_launcher(environment: MutableMapping[str, str] = os.environ) -> bool:
+    """Whether this process is one of several ranks already; then the usual names are set from Slurm's or DeepSpeed's own."""
+    found = dict(environment)
+    for name, others in _OTHER_NAMES.items():
+        value = next((environment[other] for other in (name, *others) if environment.get(other)), None)
+        if value is not None:
+            found[name] = value
+    if not all(name in found for name in _NAMES):
+        return False
+    environment.update(found)
+    return True
+
+
+def world_size() -> int:
+    """Ranks the launcher started."""
+    return int(os.environ["WORLD_SIZE"])
+
+
+def train(config: TuneConfig, settings: Mapping[str, Any], console: Console, *, command: str, anyway: bool) -> int:
+    """Be one rank of the run; returns its exit code. Rank 0 alone writes to ``console``."""
+    rank = int(os.environ["RANK"])
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    # Launchers set one thread per rank, or none; the fair share is what an offloaded optimizer needs.
+    os.environ["OMP_NUM_THREADS"] = str(config.run.threads or max(1, machine.usable_cores() // local_ranks))
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    quiet = Console(file=open(os.devnull, "w"))  # noqa: SIM115  # as long as the process
+    with ExitStack() as stack:
+        try:
+            _rank(config, settings, console if rank == 0 else quiet, stop, stack, command=command, anyway=anyway)
+        except BaseException as error:
+            code = error.exit_code if isinstance(error, FinetuneError) else 1
+            if not isinstance(error, FinetuneError):
+                traceback.print_exc()
+            elif str(error):
+                print(f"error: rank {rank}: {error}", file=sys.stderr)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            # No clean-up that could wait for other ranks: threads of a torn process group may never end.
+            os._exit(code)
+    return 0
+
+
+def _rank(
+    config: TuneConfig,
+    settings: Mapping[str, Any],
+    console: Console,
+    stop: threading.Event,
+    stack: ExitStack,
+    *,
+    command: str,
+    anyway: bool,
+) -> None:
+    from finetune.rank import choose_device, look_ahead, train_rank
+    from finetune.ready import built_ops, make_ready
+
+    def say(text: str) -> None:
+        console.print(f"[dim]{escape(text)}[/]", highlight=False, soft_wrap=True)
+
+    device = choose_device(config, local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    os.environ["DS_ACCELERATOR"] = device
+    from finetune import engine
+
+    place = engine.start_ranks(device, int(os.environ.get("LOCAL_RANK", "0")))
+    told: dict[str, Any] = {}
+    if int(os.environ["RANK"]) == 0:
+        try:
+            output = stack.enter_context(claimed_output(config))
+            (output / "logs").mkdir(exist_ok=True)
+            text = yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True)
+            (output / "config.yaml").write_text(text, encoding="utf-8")
+            look_ahead(config, console, anyway=anyway)
+            told = make_ready(config, say)
+        except FinetuneError as error:
+            told = {"error": str(error), "exit_code": error.exit_code}
+    told = json.loads(engine.tell_everyone(json.dumps(told)))
+    if "error" in told:
+        error = FinetuneError(told["error"] if int(os.environ["RANK"]) == 0 else "")
+        error.exit_code = told["exit_code"]
+        raise error
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        built_ops(config, say)  # rank 0 built them on its own node
+    engine.tell_everyone("built")
+    told["ops"] = built_ops(config, lambda _: None)
+    train_rank(config, told, place, stop.is_set, console, pipeline=command == "pretrain")
+
+
+def hand_over(hostfile: Path, words: list[str]) -> None:
+    """Become DeepSpeed's launcher, which starts this command on every node of ``hostfile``; does not return.
+
+    Raises:
+        FinetuneError: there is no such file.
+    """
+    if not hostfile.is_file():
+        error = FinetuneError(f"--hostfile: {hostfile} is no file; a line is HOSTNAME slots=RANKS")
+        error.exit_code = 2
+        raise error
+    launcher = ["-m", "deepspeed.launcher.runner", "--hostfile", str(hostfile), "--no_local_rank", "--module", "finetune"]
+    os.execv(sys.executable, [sys.executable, *launcher, *words])

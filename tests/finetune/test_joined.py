@@ -1,0 +1,64 @@
+"""Ranks that another launcher started: torchrun, and whatever sets the same environment."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from finetune.joined import started_by_launcher
+from tests.finetune.support import ROOT, run_command, small_run, write_config
+from tests.finetune.test_tune import losses_of
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "finetune")
+
+
+def torchrun(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    return subprocess.run(
+        [*TORCHRUN, *map(str, words)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+
+
+def test_torchrun_trains_as_the_command_alone_does(text_folder: Path, tmp_path: Path) -> None:
+    tree = small_run(text_folder, tmp_path / "own", schedule={"steps": 4, "warmup": 1}, offload={"optimizer": "cpu"})
+    own = write_config({**tree, "run": {**tree["run"], "ranks": 2}}, tmp_path / "own.yaml")
+    done = run_command("tune", own)
+    assert done.returncode == 0, done.stderr
+    # As many ranks as the launcher started, whatever the file says.
+    done = torchrun("tune", write_config(tree, tmp_path / "run.yaml"), "--run.output", tmp_path / "theirs")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("2 ranks on cpu") == 1, "rank 0 alone speaks"
+    assert losses_of(tmp_path / "theirs") == losses_of(tmp_path / "own")
+
+
+def test_a_fault_ends_every_rank_and_is_told_once(tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text('{"text": broken}\n')
+    tree = small_run(tmp_path, tmp_path / "run", data={"train": str(tmp_path / "data.jsonl")})
+    done = torchrun("tune", write_config(tree, tmp_path / "run.yaml"))
+    assert done.returncode != 0
+    assert done.stderr.count("data.jsonl, line 1") == 1
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_one_process_is_not_taken_for_a_rank() -> None:
+    assert not started_by_launcher({"RANK": "0"})
+    assert not started_by_launcher({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}), "a plain job of Slurm"
+    assert started_by_launcher({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"})
+
+
+def test_slurm_names_are_understood() -> None:
+    environment = {
+        "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "2",
+        "MASTER_ADDR": "h", "MASTER_PORT": "1",
+    }  # fmt: skip
+    assert started_by_launcher(environment)
+    assert [environment[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")] == ["3", "1", "4", "2"]
+
+
+def test_a_missing_hostfile_is_named(text_folder: Path, tmp_path: Path) -> None:
+    config = write_config(small_run(text_folder, tmp_path / "run"), tmp_path / "run.yaml")
+    done = run_command("tune", config, "--hostfile", tmp_path / "hosts")
+    assert done.returncode == 2
+    assert "hosts is no file" in done.stderr
