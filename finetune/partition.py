@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 
 from finetune.errors import ConfigError
 
 Bounds = tuple[int, ...]
 """Stage s holds the layers [bounds[s], bounds[s + 1])."""
+ALIKE = 1.05
+"""Cost of the slowest stage over the mean that asks for no finer pieces."""
 
 
 def balanced(costs: Sequence[float], stages: int) -> Bounds:
@@ -76,26 +78,29 @@ def of_type(types: Sequence[str], pattern: str, stages: int) -> Bounds:
     return balanced(matches, stages)
 
 
-def head_pieces(costs: Sequence[float], stages: int, *, most: int = 16, good: float = 1.05) -> int:
-    """Equal pieces, each a layer, that the last layer should be cut into: the fewest with which stages are alike.
+def head_pieces(costs: Sequence[float], stages: int, *, most: int = 16) -> int:
+    """Equal pieces, each a layer, that the last layer should be cut into, as far as its cost alone can tell.
 
     Args:
         costs: of each layer, the last one whole.
         most: pieces at most.
-        good: slowest stage over the mean that needs no further cut.
     """
     *others, last = costs
-    found: dict[int, float] = {}
+    found: dict[int, list[float]] = {}
     pieces = 1
     while pieces <= most:
-        cut = [*others, *[last / pieces] * pieces]
-        if len(cut) >= stages:
-            found[pieces] = imbalance(cut, balanced(cut, stages))
-            if found[pieces] <= good:
-                break
+        found[pieces] = [*others, *[last / pieces] * pieces]
+        if len(found[pieces]) >= stages and imbalance(found[pieces], balanced(found[pieces], stages)) <= ALIKE:
+            break
         pieces *= 2
-    least = min(found.values(), default=1.0)
-    return min((number for number, ratio in found.items() if ratio <= least * 1.02), default=1)
+    return fewest(found, stages)
+
+
+def fewest(found: Mapping[int, Sequence[float]], stages: int) -> int:
+    """The smallest number of pieces whose layers, of these costs, make stages about as alike as any number does."""
+    ratios = {pieces: imbalance(costs, balanced(costs, stages)) for pieces, costs in found.items() if len(costs) >= stages}
+    least = min(ratios.values(), default=1.0)
+    return min((pieces for pieces, ratio in ratios.items() if ratio <= max(ALIKE, least * 1.01)), default=1)
 
 
 def imbalance(costs: Sequence[float], bounds: Bounds) -> float:

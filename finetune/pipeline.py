@@ -199,12 +199,7 @@ class PipelineEngine:
     def _choose_bounds(self, config: TuneConfig, dtype: torch.dtype) -> Bounds:
         method, stages = config.pipeline.partition, self.stages
         if method == "profile":
-            self.costs = self._measure(config, dtype)
-            most = min(16, config.batch.micro * config.data.seq_len)  # beyond, each is too small to be computed well
-            pieces = partition.head_pieces(self.costs, stages, most=most)
-            if pieces > 1:
-                self._layers = self._split(head_pieces=pieces)
-                self.costs = self._measure(config, dtype)
+            self.costs = self._measured_costs(config, dtype)
         layers = self._layers
         if len(layers) < stages:
             raise ConfigError(
@@ -219,30 +214,54 @@ class PipelineEngine:
             return partition.uniform(len(layers), stages)
         return partition.of_type([type_of(layer) for layer in layers], method.removeprefix("type:"), stages)
 
-    def _measure(self, config: TuneConfig, dtype: torch.dtype) -> list[float]:
-        """Seconds of each layer as rank 0 measures them, the same numbers on every rank."""
-        costs = torch.zeros(len(self._layers), dtype=torch.float64, device=self.device)
-        if self.rank == 0:
-            costs.copy_(torch.tensor(self._measured(config, dtype), dtype=torch.float64))
-        dist.broadcast(costs, src=0)
-        return [float(cost) for cost in costs]
+    def _measured_costs(self, config: TuneConfig, dtype: torch.dtype) -> list[float]:
+        """Seconds of each layer, the head cut into as many pieces as the stages need to be alike."""
+        most = min(16, config.batch.micro * config.data.seq_len)  # beyond, each is too small to be computed well
+        costs = self._measure(self._layers, config, dtype)
+        pieces = partition.head_pieces(costs, self.stages, most=most)
+        found = {1: costs}
+        while pieces > 1 and pieces <= most:  # a piece costs a little more than its share: look before choosing
+            layers = self._split(head_pieces=pieces)
+            found[pieces] = [*costs[:-1], *self._measure(layers[-1:], config, dtype) * pieces]
+            if partition.imbalance(found[pieces], partition.balanced(found[pieces], self.stages)) <= partition.ALIKE:
+                break
+            pieces *= 2
+        pieces = partition.fewest(found, self.stages)
+        if pieces > 1:
+            self._layers = self._split(head_pieces=pieces)
+        return found[pieces]
 
-    def _measured(self, config: TuneConfig, dtype: torch.dtype) -> list[float]:
-        size = {"micro": config.batch.micro, "seq_len": config.data.seq_len, "hidden_size": self.model.config.hidden_size}
+    def _measure(self, layers: Sequence[Layer], config: TuneConfig, dtype: torch.dtype) -> list[float]:
+        """Seconds of each layer, the same numbers on every rank.
+
+        All ranks measure at the same time, since at the same time they will compute, and may share a machine's memory.
+        """
+        size = {
+            "micro": config.batch.micro,
+            "seq_len": config.data.seq_len,
+            "hidden_size": self.model.config.hidden_size,
+            "vocab_size": self.model.config.vocab_size,
+        }
         conditions = {
             **size,
-            "layers": [f"{type_of(layer)} {num_parameters(layer)}" for layer in self._layers],
+            "layers": [layer.signature for layer in layers],
             "checkpoint_activations": config.pipeline.checkpoint_activations,
             "device": self.device.type,
             "dtype": str(dtype),
         }
         file = Path(config.run.output) / PROFILE
-        seconds = recall(file, conditions) if config.run.resume == "auto" else None
-        if seconds is None:
-            seconds = measure(self._layers, **size, device=self.device, dtype=dtype)
-            if file.parent.is_dir():
-                remember(file, conditions, seconds)
-        return seconds
+        costs = torch.zeros(len(layers), dtype=torch.float64, device=self.device)
+        known = recall(file, conditions) if self.rank == 0 and config.run.resume == "auto" else None
+        if known is not None:
+            costs.copy_(torch.tensor(known, dtype=torch.float64))
+        dist.broadcast(costs, src=0)
+        if not costs.any():
+            seconds = measure(layers, **size, device=self.device, dtype=dtype)
+            costs.copy_(torch.tensor(seconds, dtype=torch.float64) / self.world_size)
+            dist.all_reduce(costs)
+            if self.rank == 0 and file.parent.is_dir():
+                remember(file, conditions, costs.tolist())
+        return [float(cost) for cost in costs]
 
     def _stage_layers(self, stage: int) -> list[Layer]:
         return self._layers[self.bounds[stage] : self.bounds[stage + 1]]

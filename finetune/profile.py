@@ -12,27 +12,34 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune.stages import Layer, lent_memory, num_parameters, type_of
+from finetune.stages import Layer, lent_memory
 
 _RUNS = 7
 _ENOUGH_SECONDS = 3.0
 
 
 def measure(
-    layers: Sequence[Layer], *, micro: int, seq_len: int, hidden_size: int, device: torch.device, dtype: torch.dtype
+    layers: Sequence[Layer],
+    *,
+    micro: int,
+    seq_len: int,
+    hidden_size: int,
+    vocab_size: int,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> list[float]:
-    """Seconds of each layer, the loss counted with the head. Layers of one kind and size are measured once.
+    """Seconds of each layer, the loss counted with the head. Layers of one signature are measured once.
 
     Only one layer has memory at a time, and only for as long as it is measured.
     """
-    seconds: dict[tuple[str, str, int], float] = {}
+    seconds: dict[str, float] = {}
     costs = []
     for layer in layers:
-        key = (layer.kind, type_of(layer), num_parameters(layer))
+        key = layer.signature
         if key not in seconds:
             with lent_memory(layer.parameters(), device):
                 _make_ordinary(layer)
-                seconds[key] = _fastest(_round(layer, micro, seq_len, hidden_size, device, dtype), device)
+                seconds[key] = _fastest(_round(layer, micro, seq_len, hidden_size, vocab_size, device, dtype), device)
                 layer.zero_grad(set_to_none=True)
         costs.append(seconds[key])
     return costs
@@ -75,11 +82,11 @@ def _make_ordinary(layer: nn.Module) -> None:
 
 
 def _round(
-    layer: Layer, micro: int, seq_len: int, hidden_size: int, device: torch.device, dtype: torch.dtype
+    layer: Layer, micro: int, seq_len: int, hidden_size: int, vocab_size: int, device: torch.device, dtype: torch.dtype
 ) -> Callable[[], None]:
     """One forward and backward pass of ``layer`` alone; of the head the first piece."""
     draw = torch.Generator(device=device).manual_seed(0)
-    ids = torch.randint(0, 100, (micro, seq_len), generator=draw, device=device)
+    ids = torch.randint(0, vocab_size, (micro, seq_len), generator=draw, device=device)
     hidden = torch.randn((micro, seq_len, hidden_size), generator=draw, device=device).to(dtype)
     if layer.kind == "head":
         hidden, ids = hidden.flatten(0, 1), ids.flatten()

@@ -59,7 +59,11 @@ class Layer(nn.Module):
     """One piece of the model that goes to one stage whole."""
 
     kind: str
-    """Layers of one model and one kind cost the same."""
+
+    @property
+    def signature(self) -> str:
+        """Layers of the same cost have the same one: kind, class and size."""
+        return f"{self.kind} {type_of(self)} {num_parameters(self)}"
 
 
 class Surroundings:
@@ -173,7 +177,7 @@ class HeadLayer(Layer):
     def __init__(self, head: nn.Module, tally: LossTally, piece: int, pieces: int, *, checkpointed: bool) -> None:
         super().__init__()
         self.head = head
-        self._tally, self._left = tally, pieces - piece
+        self._tally, self._left, self._pieces = tally, pieces - piece, pieces
         self._checkpointed = checkpointed and pieces > 1  # of one piece the backward pass follows at once
 
     def forward(self, flow: Flow) -> Flow | torch.Tensor:
@@ -186,6 +190,10 @@ class HeadLayer(Layer):
         if self._left == 1:
             return loss * self._tally.last_scale
         return _Joined.apply(hidden_nH[count:], loss, self._tally.scale), targets_n[count:]
+
+    @property
+    def signature(self) -> str:
+        return f"1/{self._pieces} {super().signature}"
 
     def _loss(self, hidden_BLH: torch.Tensor, targets_BL: torch.Tensor) -> torch.Tensor:
         if self._left == 1 and type(self.head) is nn.Linear:  # its backward pass follows at once, so gradients may come early

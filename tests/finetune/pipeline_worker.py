@@ -41,7 +41,7 @@ from finetune.pipeline import PipelineEngine
 from finetune.resume import ResumeState
 from finetune.saving import Keeper
 from finetune.schedule import Schedule
-from finetune.stages import Layer, num_parameters
+from finetune.stages import HeadLayer, Layer, num_parameters
 from finetune.types import Progressed
 
 STEPS = 50
@@ -171,8 +171,7 @@ def run_config(model: str, stages: int, zero: int, **pipeline: Any) -> TuneConfi
 
 def costly_head(layers: Sequence[Layer], **_: Any) -> list[float]:
     """Costs as of a very large vocabulary, which only a head in pieces can balance."""
-    heads = sum(layer.kind == "head" for layer in layers)
-    return [30.0 / heads if layer.kind == "head" else 1.0 for layer in layers]
+    return [30.0 / layer._pieces if isinstance(layer, HeadLayer) else 1.0 for layer in layers]
 
 
 def snapshot(engine: TrainingEngine) -> dict[str, torch.Tensor]:

@@ -77,7 +77,7 @@ def test_measuring_leaves_no_memory_behind() -> None:
     model = build_on_meta(config, torch.float32)
     device = torch.device("cpu")
     layers = split(model, device, LossTally(device), checkpointed=False, head_pieces=2)
-    seconds = measure(layers, micro=1, seq_len=8, hidden_size=32, device=device, dtype=torch.float32)
+    seconds = measure(layers, micro=1, seq_len=8, hidden_size=32, vocab_size=61, device=device, dtype=torch.float32)
     assert len(seconds) == 7
     assert all(second > 0 for second in seconds)
     assert seconds[1] == seconds[2] == seconds[3]  # blocks of one kind are measured once
