@@ -34,7 +34,8 @@ from finetune.forecast.hardware import Hardware, available_bytes
 from finetune.forecast.memory import layout_of, need_of
 from finetune.forecast.pace import keep_pace, kept_pace
 from finetune.forecast.watch import MemoryWatch, pages_of
-from finetune.model import build_empty, token_losses
+from finetune.loss import token_losses
+from finetune.model import build_empty
 from tests.finetune.support import small_run, write_config
 
 GIB = 1 << 30
