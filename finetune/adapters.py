@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from checkpoint import CheckpointError, open_checkpoint
+from checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from finetune.config import LoraConfig
 from finetune.errors import ConfigError
 from finetune.export import require_new, tokenizer_files_of, write_new
@@ -101,25 +101,11 @@ def merge(
         RunError: writing failed.
     """
     require_new(out)
-    folder = checkpoint_folder(adapter)
-    folder = next((path for _, path in reversed(step_folders(folder))), folder) if not (folder / _ADAPTER).is_file() else folder
-    if not (folder / _ADAPTER).is_file():
+    folder = adapter_folder(adapter)
+    if folder is None:
         raise ConfigError(f"{adapter}: holds no {_ADAPTER}; it is not an adapter")
-    if not (folder / _WEIGHTS).is_file():
-        raise ConfigError(f"{folder}: holds no {_WEIGHTS}; adapters of other formats are not opened")
-    from peft import PeftConfig
-
-    try:
-        described = PeftConfig.from_pretrained(str(folder))
-    except Exception as error:
-        raise ConfigError(f"{folder / _ADAPTER}: {' '.join(str(error).split())}") from error
-    base = base or Path(str(described.base_model_name_or_path)).expanduser()
-    try:
-        checkpoint = open_checkpoint(base)
-    except CheckpointError as error:
-        raise ConfigError(f"{base}: {error}; name the base model with --base") from error
-    with checkpoint:
-        model = _merged(checkpoint.path, folder, dtype)
+    with open_base(folder, base) as checkpoint:
+        model = merged_model(checkpoint.path, folder, dtype)
         source = folder if (folder / "tokenizer.json").is_file() else checkpoint.path
         tied = tied_names(model)
         return write_new(
@@ -133,7 +119,41 @@ def merge(
         )
 
 
-def _merged(base: Path, folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
+def adapter_folder(path: Path) -> Path | None:
+    """The newest adapter of a run or of a folder of checkpoints, or ``path`` itself; ``None`` if that is no adapter."""
+    folder = checkpoint_folder(path)
+    if not (folder / _ADAPTER).is_file():
+        folder = next((found for _, found in reversed(step_folders(folder))), folder)
+    return folder if (folder / _ADAPTER).is_file() else None
+
+
+def open_base(folder: Path, base: Path | None = None) -> Checkpoint:
+    """The base model of the adapter in ``folder``: at ``base``, or where the adapter says.
+
+    Raises:
+        ConfigError: the adapter's format is another one, or there is no such model.
+    """
+    if not (folder / _WEIGHTS).is_file():
+        raise ConfigError(f"{folder}: holds no {_WEIGHTS}; adapters of other formats are not opened")
+    from peft import PeftConfig
+
+    try:
+        described = PeftConfig.from_pretrained(str(folder))
+    except Exception as error:
+        raise ConfigError(f"{folder / _ADAPTER}: {' '.join(str(error).split())}") from error
+    base = base or Path(str(described.base_model_name_or_path)).expanduser()
+    try:
+        return open_checkpoint(base)
+    except CheckpointError as error:
+        raise ConfigError(f"{base}: {error}; name the base model with --base") from error
+
+
+def merged_model(base: Path, folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
+    """The base model with the adapter of ``folder`` in it.
+
+    Raises:
+        ConfigError: the two do not fit.
+    """
     from peft import PeftModel
 
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(

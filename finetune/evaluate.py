@@ -6,7 +6,6 @@ import math
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -14,18 +13,16 @@ from typing import Literal
 import numpy as np
 import torch
 from tokenizers import Tokenizer
-from torch import nn
 from transformers import PreTrainedModel
 
-from checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from finetune.data.pack import TokenStream
 from finetune.data.sources import Source, find_files
 from finetune.data.tokenise import write_stream
-from finetune.data.tokenizer import end_of_text_id, open_tokenizer
-from finetune.errors import ConfigError, DataError
-from finetune.folders import checkpoint_folder
+from finetune.data.tokenizer import end_of_text_id, num_ids, open_tokenizer
+from finetune.errors import DataError
+from finetune.inference import open_trained
 from finetune.loss import token_losses
-from finetune.model import build_empty, check_fit, config_of, fill, shapes_of, tied_names
+from finetune.model import check_fit
 
 _LONGEST_WINDOW = 1024
 _LAST_WORD = re.compile(r"\s\S+$")
@@ -75,17 +72,16 @@ def evaluate(
         ConfigError: the checkpoint, its tokenizer or a text is at fault.
     """
     source = Source(files=find_files(text, pattern, "--data"), text_key="text", invalid_text="refuse")
-    try:
-        with open_checkpoint(checkpoint_folder(path)) as checkpoint, tempfile.TemporaryDirectory() as scratch:
-            model = load_model(checkpoint, dtype or torch.float32)
-            longest = int(getattr(model.config, "max_position_embeddings", _LONGEST_WINDOW))
-            seq_len = min(longest, _LONGEST_WINDOW) if seq_len is None else seq_len
-            stream, text_bytes = _tokenised(checkpoint, source, Path(scratch), seq_len)
-            check_fit(model.config, num_ids=checkpoint.tokenizer_vocab_size or 0, seq_len=seq_len, key=str(path))
-            loss_sum, count = _score(model, stream, batch)
-            right, words = (0, 0) if last_word is None else _last_words(model, checkpoint, source, last_word, batch, seq_len)
-    except CheckpointError as error:
-        raise ConfigError(f"{path}: {error}") from error
+    trained = open_trained(path, dtype or torch.float32)
+    model, folder = trained.model, trained.tokenizer_folder
+    longest = int(getattr(model.config, "max_position_embeddings", _LONGEST_WINDOW))
+    seq_len = min(longest, _LONGEST_WINDOW) if seq_len is None else seq_len
+    tokenizer = open_tokenizer(folder)
+    check_fit(model.config, num_ids=num_ids(tokenizer), seq_len=seq_len, key=str(path))
+    with tempfile.TemporaryDirectory() as scratch:
+        stream, text_bytes = _tokenised(tokenizer, folder, source, Path(scratch), seq_len)
+        loss_sum, count = _score(model, stream, batch)
+    right, words = (0, 0) if last_word is None else _last_words(model, tokenizer, source, last_word, batch, seq_len)
     loss = loss_sum / count
     perplexity = math.exp(loss) if loss < 700 else math.inf
     bits = loss_sum / math.log(2) / max(1, text_bytes)
@@ -100,33 +96,18 @@ def evaluate(
     )
 
 
-def _tokenised(checkpoint: Checkpoint, source: Source, folder: Path, seq_len: int) -> tuple[TokenStream, int]:
-    """The text as tokens of the checkpoint's tokenizer, and its size in bytes."""
-    tokenizer = open_tokenizer(checkpoint.path)
-    file = folder / "text.bin"
-    _, text_bytes = write_stream(tokenizer, source.pieces(), file, "uint32", end_of_text_id(checkpoint.path, tokenizer))
+def _tokenised(tokenizer: Tokenizer, folder: Path, source: Source, scratch: Path, seq_len: int) -> tuple[TokenStream, int]:
+    """The text as tokens, and its size in bytes.
+
+    Args:
+        folder: of the tokenizer.
+    """
+    file = scratch / "text.bin"
+    _, text_bytes = write_stream(tokenizer, source.pieces(), file, "uint32", end_of_text_id(folder, tokenizer))
     stream = TokenStream(file, "uint32", seq_len)
     if stream.num_tokens < 2:
         raise DataError(f"--data: {len(source.files)} files hold only {stream.num_tokens} tokens; a loss needs 2")
     return stream, text_bytes
-
-
-def load_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
-    """The whole model of a checkpoint, filled tensor by tensor, ready to compute losses.
-
-    Raises:
-        CheckpointError: the tensors are not those of config.json.
-    """
-    model = build_empty(config_of(checkpoint), dtype, nullcontext())
-    tied = tied_names(model)
-    checkpoint.check_tensors(shapes_of(model), tied=tied)
-    fill(model, lambda name: checkpoint.read(checkpoint.resolve(name, tied), dtype=dtype), _always)
-    return model.eval()
-
-
-@contextmanager
-def _always(parameters: list[nn.Parameter]) -> Iterator[bool]:
-    yield True
 
 
 @torch.no_grad()
@@ -151,10 +132,9 @@ def _score(model: PreTrainedModel, stream: TokenStream, batch: int) -> tuple[flo
 
 
 def _last_words(
-    model: PreTrainedModel, checkpoint: Checkpoint, source: Source, items: Items, batch: int, longest: int
+    model: PreTrainedModel, tokenizer: Tokenizer, source: Source, items: Items, batch: int, longest: int
 ) -> tuple[int, int]:
     """How many last words are predicted, and how many there are."""
-    tokenizer = open_tokenizer(checkpoint.path)
     rows = [row for text in _items(source, items) if (row := _last_word_ids(tokenizer, text, longest)) is not None]
     if not rows:
         raise DataError(f"--last-word: no {items} of the data has two words")

@@ -13,11 +13,8 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from checkpoint import CheckpointError, open_checkpoint
-from finetune.data.tokenizer import TOKENIZER_FILES
 from finetune.errors import ConfigError, DataError
-from finetune.evaluate import load_model
-from finetune.folders import checkpoint_folder
+from finetune.inference import open_trained
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,16 +58,11 @@ class Completer:
     """
 
     def __init__(self, path: Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
-        try:
-            with open_checkpoint(checkpoint_folder(path)) as checkpoint:
-                self.folder = checkpoint.path
-                if not (self.folder / TOKENIZER_FILES[0]).is_file():
-                    raise ConfigError(f"{self.folder}: holds no {TOKENIZER_FILES[0]}")
-                self._tokenizer = _open_tokenizer(self.folder)
-                self._model: PreTrainedModel = load_model(checkpoint, dtype).to(device)
-                self._defaults = dict(checkpoint.generation_config)
-        except CheckpointError as error:
-            raise ConfigError(f"{path}: {error}") from error
+        trained = open_trained(path, dtype)
+        self.folder = trained.folder
+        self._tokenizer = _open_tokenizer(trained.tokenizer_folder)
+        self._model: PreTrainedModel = trained.model.to(device)
+        self._defaults = trained.generation_config
         self._model.config.use_cache = True
         self._longest = int(getattr(self._model.config, "max_position_embeddings", 0) or 1 << 30)
 

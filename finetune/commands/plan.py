@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from finetune.config import TuneConfig
-from finetune.options import describe, split_overrides
+from finetune.options import apply_overrides, describe, read_yaml, split_overrides
 
 
 def main(words: Sequence[str]) -> int:
@@ -45,8 +45,17 @@ def main(words: Sequence[str]) -> int:
 
     from finetune.cli import load_config
 
-    config = load_config(options.config, overrides)
+    config = load_config(options.config, overrides, command=_command_of(options.config, overrides))
     return plan(config, options, Console())
+
+
+def _command_of(path: Path, overrides: Sequence[tuple[str, str]]) -> str:
+    """``pretrain`` for a file that has stages, or repeats all state; else ``tune``."""
+    tree, places = read_yaml(path)
+    apply_overrides(tree, places, overrides)
+    sections = (tree.get("pipeline"), tree.get("zero"))
+    pipeline, zero = (section if isinstance(section, dict) else {} for section in sections)
+    return "pretrain" if pipeline.get("stages", 1) != 1 or zero.get("stage") == 0 else "tune"
 
 
 def plan(config: TuneConfig, options: argparse.Namespace, console: Console) -> int:

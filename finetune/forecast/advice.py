@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from finetune.config import TuneConfig
+from finetune.config import LoraConfig, TuneConfig
 from finetune.errors import ConfigError
 from finetune.forecast.estimate import Forecast, forecast
 
@@ -72,13 +72,15 @@ def _kinds(config: TuneConfig, given: Forecast) -> list[list[Change]]:
     smaller = [micro // part for part in (2, 4, 8, 16, 32) if micro % part == 0]
     if smaller:
         kinds.append([(("batch.micro", size), ("batch.accumulation", accumulation * micro // size)) for size in smaller])
-    if _has(config, "activations.checkpoint") and config.activations.checkpoint == "none":  # type: ignore[attr-defined]
+    if config.pipeline.stages > 1 and not config.pipeline.checkpoint_activations:
+        kinds.append([(("pipeline.checkpoint_activations", True),)])
+    elif config.pipeline.stages == 1 and config.activations.checkpoint == "none":
         kinds.append([(("activations.checkpoint", "device"),)])
     if config.run.ranks > 1 and config.zero.stage < 3 and config.pipeline.stages == 1:
         kinds.append([(("zero.stage", stage),) for stage in range(config.zero.stage + 1, 4)])
     on_gpu = given.hardware.device == "cuda"
-    nvme = _has(config, "offload.path") and given.hardware.nvme_bytes is not None
-    path = getattr(config.offload, "path", None) or "NVME_FOLDER"
+    nvme = given.hardware.nvme_bytes is not None
+    path = config.offload.path or "NVME_FOLDER"
     if config.offload.optimizer == "none" and on_gpu and config.pipeline.stages == 1:
         kinds.append([(("offload.optimizer", "cpu"),)])
         kinds.append([(("zero.stage", 3), ("offload.optimizer", "cpu"), ("offload.parameters", "cpu"))])
@@ -91,20 +93,11 @@ def _kinds(config: TuneConfig, given: Forecast) -> list[list[Change]]:
                 for place in ("cpu", "nvme")
             ]
         )
-    if _has(config, "lora.rank") and config.lora is None and config.model.path is not None:  # type: ignore[attr-defined]
+    if config.lora is None and config.model.path is not None and config.pipeline.stages == 1:
         kinds.append([(("lora.rank", 16),)])
     if given.hardware.disk_bytes is not None and given.disk_bytes > given.hardware.disk_bytes:
         kinds.insert(0, [(("save.keep", 1),), (("save.resume_state", False),)])
     return kinds
-
-
-def _has(config: TuneConfig, key: str) -> bool:
-    """Whether this release has a key; its section may be unset."""
-    section, name = key.split(".")
-    if not hasattr(config, section):
-        return False
-    value = getattr(config, section)
-    return value is None or hasattr(value, name)
 
 
 def _with(config: TuneConfig, change: Change) -> TuneConfig | None:
@@ -125,12 +118,5 @@ def _section(config: TuneConfig, name: str, values: dict[str, Any]) -> Any:
     section = getattr(config, name)
     if section is not None:
         return dataclasses.replace(section, **values)
-    make: Callable[..., Any] = _unset_sections()[name]
-    return make(**values)
-
-
-def _unset_sections() -> dict[str, Callable[..., Any]]:
-    """Sections that are off until they are named."""
-    from finetune.config.lora import LoraConfig
-
-    return {"lora": LoraConfig}
+    assert name == "lora", "every other section has a value"
+    return LoraConfig(**values)

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from finetune.config import TuneConfig
+from finetune.config import SourceConfig, TuneConfig
+from finetune.data.sources import find_files
 from finetune.data.tokenizer import TOKENIZER_FILES
 from finetune.errors import ConfigError
 from finetune.folders import CHECKPOINTS, RESUME, step_folders
@@ -134,8 +135,7 @@ def from_facts(
 
 def _save_bytes(config: TuneConfig, facts: ModelFacts, layout: Layout, precision: str) -> tuple[int, int]:
     """One served checkpoint, and one resume state."""
-    adapters = facts.trained < facts.total and getattr(config, "lora", None) is not None
-    elements = facts.trained if adapters else facts.total
+    elements = facts.trained if config.lora is not None else facts.total
     served = _DTYPE_BYTES[precision if config.save.dtype == "auto" else config.save.dtype] * elements
     small_files = 2 << 20  # tokenizer, manifest, headers
     resume = 4 * (elements + layout.moments * facts.trained) + small_files if config.save.resume_state else 0
@@ -160,15 +160,19 @@ def _kept_already(config: TuneConfig) -> int:
 
 
 def _data_bytes(config: TuneConfig) -> int:
-    """Token files still to be made, roughly: text is about four bytes a token, a token two to four."""
+    """Token files still to be made: no larger than the text, since a token is about four bytes of it and two or four of ids."""
     folder = Path(config.run.output) / "data"
-    if folder.is_dir() and any(folder.glob("*/prepared.json")):
+    if folder.is_dir() and any(folder.iterdir()):
         return 0
-    from finetune.data.sources import find_files
+    return sum(_size_of(entry, config) for entry in (*config.data.train, *config.data.eval))
 
+
+def _size_of(entry: str | SourceConfig, config: TuneConfig) -> int:
+    """Bytes of a source's files; 0 for what is not there (a plan needs no data) or lies elsewhere."""
+    path, pattern = (entry, None) if isinstance(entry, str) else (entry.path, entry.pattern)
     try:
-        files = [*find_files(config.data.train, config.data.pattern, "data.train")]
-    except ConfigError:  # no data yet: a plan is made without it
+        files = find_files([path], pattern or config.data.pattern, "data.train")
+    except ConfigError:
         return 0
     return sum(file.stat().st_size for file in files if file.is_file())
 

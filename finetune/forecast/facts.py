@@ -19,9 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import PreTrainedModel
 
+from finetune.adapters import add_adapters
 from finetune.config import TuneConfig
-from finetune.loss import token_losses
+from finetune.loss import HeadLoss, chunk_rows, token_losses
 from finetune.model import build_empty
+from finetune.recompute import recompute_blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,21 +117,15 @@ def _without_attention_dropout(hf_config: Any) -> Any:
 
 
 def _checkpointing(config: TuneConfig) -> str:
-    if config.pipeline.stages > 1 and getattr(config.pipeline, "checkpoint_activations", False):
-        return "device"
-    return str(getattr(getattr(config, "activations", None), "checkpoint", "none"))
+    return "device" if config.pipeline.checkpoint_activations else config.activations.checkpoint
 
 
 def _prepared(model: PreTrainedModel, config: TuneConfig) -> nn.Module:
     """The model as the engine trains it: adapters beside frozen weights, blocks that are computed again."""
     wrapped: nn.Module = model
-    if getattr(config, "lora", None) is not None:
-        from finetune.adapters import add_adapters
-
+    if config.lora is not None:
         wrapped = add_adapters(model, config.lora, base=str(config.model.path), seed=config.run.seed)
     if _checkpointing(config) != "none":
-        from finetune.recompute import recompute_blocks
-
         recompute_blocks(model, "device", pin_memory=False)
     return wrapped.train()
 
@@ -166,13 +162,8 @@ def _follow(wrapped: nn.Module, model: PreTrainedModel, config: TuneConfig) -> t
 @contextmanager
 def _loss_as_trained(model: PreTrainedModel, config: TuneConfig) -> Iterator[bool]:
     """Let the output layer answer with a loss that takes the memory of the real one; false when that has whole logits."""
-    rows = getattr(getattr(config, "activations", None), "loss_rows", 0)
-    if rows == 0:
-        yield False
-        return
-    from finetune.loss import HeadLoss, chunk_rows
-
-    if not HeadLoss.supports(model):
+    rows = config.activations.loss_rows
+    if rows == 0 or not HeadLoss.supports(model):
         yield False
         return
     head: Any = model.get_output_embeddings()

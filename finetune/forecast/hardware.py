@@ -104,5 +104,5 @@ def free_bytes(folder: Path) -> int | None:
 
 
 def _nvme_free(config: TuneConfig) -> int | None:
-    path = getattr(config.offload, "path", None)
-    return None if path is None else free_bytes(Path(str(path)).expanduser())
+    path = config.offload.path
+    return None if path is None else free_bytes(Path(path).expanduser())

@@ -37,7 +37,7 @@ DEVICE_SLACK: Final = 1.06
 """The same of torch's caching allocator on a GPU."""
 LIVE_PARAMETERS: Final = 1_000_000_000
 """Elements that ZeRO-3 leaves whole between uses, at most: DeepSpeed's stage3_max_live_parameters."""
-MOMENTS: Final = {"adamw": 2, "lion": 1, "adafactor": 1, "muon": 1}
+MOMENTS: Final = {"adamw": 2, "lion": 1}
 """fp32 tensors an optimizer keeps per weight."""
 
 _SWAP_BUFFERS: Final = 5
@@ -86,14 +86,14 @@ def layout_of(config: TuneConfig, *, device: str, precision: str) -> Layout:
         pipeline=config.pipeline.stages,
         device=device,
         weight_bytes=4 if precision == "fp32" else 2,
-        moments=MOMENTS.get(getattr(config.optimizer, "name", "adamw"), 2),
+        moments=MOMENTS[config.optimizer.name],
         optimizer=offload.optimizer,
         parameters=offload.parameters,
-        cpu_adam=offload.optimizer != "none" and getattr(config.optimizer, "name", "adamw") == "adamw",
+        cpu_adam=offload.optimizer != "none" and config.optimizer.name == "adamw",
         accumulation=config.accumulation,
         bucket=config.zero.bucket_elements,
-        checkpoint_on_cpu=getattr(getattr(config, "activations", None), "checkpoint", "none") == "cpu",
-        on_host=float(getattr(offload, "ratio", 1.0)),
+        checkpoint_on_cpu=config.activations.checkpoint == "cpu",
+        on_host=offload.ratio,
     )
 
 

@@ -13,13 +13,13 @@ from finetune.config import TuneConfig
 from finetune.options import describe
 from tests.finetune.support import ROOT, write_config
 
-EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
+EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))
 TRAINING = [path for path in EXAMPLES if "\ndata:" in path.read_text()]
 
 
 @pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.name)
 def test_an_example_is_a_configuration(path: Path) -> None:
-    command = "pretrain" if path.name.startswith("pretrain") else "tune"
+    command = "pretrain" if "pretrain" in path.name else "tune"
     assert load_config(path, command=command).run.output.startswith("runs/")
 
 
@@ -34,5 +34,5 @@ def test_the_guide_names_real_examples_and_keys(tmp_path: Path) -> None:
     named = {name for name in re.findall(r"`(?:--)?([a-z]+\.[a-z_]+)[`:]", guide) if name.split(".")[0] in sections}
     assert named - keys == set()
     assert len(named) > 10
-    for example in re.findall(r"`([a-z-]+\.yaml)`", guide):
+    for example in re.findall(r"`([a-z0-9/-]+\.yaml)`", guide):
         assert (ROOT / "examples" / example).is_file()

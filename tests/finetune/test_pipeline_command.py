@@ -145,7 +145,7 @@ def test_tune_points_to_pretrain(
     assert "pretrain" in error
 
 
-@pytest.mark.parametrize("name", ["pretrain-cpu.yaml", "pretrain-125m.yaml"])
+@pytest.mark.parametrize("name", ["cpu/pretrain.yaml", "pretrain-125m.yaml"])
 def test_the_examples_are_configurations_of_pretrain(name: str) -> None:
     config: TuneConfig = load_config(ROOT / "examples" / name, command="pretrain")
     assert config.accumulation >= config.pipeline.stages
