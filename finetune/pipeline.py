@@ -375,6 +375,8 @@ class PipelineEngine:
         idle = getattr(self._module, "idle", None)
         if idle is not None:
             idle.grad = torch.zeros_like(idle)
+            if self._precision == "bf16":
+                self._wrapper.update_hp_grads()  # DeepSpeed's norm asks for at least one gradient
         if self._plain:
             gradients = [parameter.grad for parameter in self._updated() if parameter.grad is not None]
             if self.data_ranks > 1:
