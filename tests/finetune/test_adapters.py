@@ -96,6 +96,10 @@ def test_merged_is_what_peft_computes(trained: TrainedRun, adapted: tuple[Path, 
     assert (tmp_path / "merged" / "tokenizer.json").is_file()
     with open_checkpoint(tmp_path / "merged", verify="sha256") as checkpoint:
         assert set(checkpoint.tensors) == set(open_checkpoint(trained.output / "checkpoints").tensors)
+    from finetune.evaluate import evaluate
+
+    text = [str(trained.text / "module_0.py")]
+    assert evaluate(adapted[1], text).loss == pytest.approx(evaluate(tmp_path / "merged", text).loss, abs=1e-5)
 
 
 @pytest.mark.parametrize(("method", "stage"), [("rslora", 2), ("dora", 3)])
