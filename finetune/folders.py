@@ -16,6 +16,8 @@ CHECKPOINTS = "checkpoints"
 """Served checkpoints, one folder a save."""
 RESUME = "resume"
 """Resume states, one folder a save."""
+SNAPSHOTS = "snapshots"
+"""Weights alone, one folder a snapshot; never removed."""
 LOG = "log.jsonl"
 _STEP_FOLDER = re.compile(r"step-(\d{8,})")
 

@@ -16,7 +16,7 @@ import torch
 from checkpoint import CheckpointWriter
 from finetune.engines import TrainingEngine
 from finetune.errors import RunError
-from finetune.folders import CHECKPOINTS, RESUME, prune
+from finetune.folders import CHECKPOINTS, RESUME, SNAPSHOTS, prune
 from finetune.types import Progressed
 
 
@@ -47,7 +47,7 @@ class Keeper:
         Raises:
             RunError: on every rank, when rank 0 could not write; the saves before are untouched.
         """
-        served = self._write(engine, CHECKPOINTS, progressed, lambda: engine.weights(self.dtype, exact=self.exact), {})
+        served = self._write_weights(engine, CHECKPOINTS, progressed)
         if self.resume_state:
             states = engine.rng_states()
             extra = {"progress": asdict(progressed), "settings": dict(self.settings)}
@@ -56,6 +56,17 @@ class Keeper:
             for root in (CHECKPOINTS, RESUME):
                 prune(self.output / root, self.keep)
         return served
+
+    def snapshot(self, engine: TrainingEngine, progressed: Progressed) -> Path:
+        """Write the weights alone, to be kept. All ranks call it.
+
+        Raises:
+            RunError: as ``save``.
+        """
+        return self._write_weights(engine, SNAPSHOTS, progressed)
+
+    def _write_weights(self, engine: TrainingEngine, root: str, progressed: Progressed) -> Path:
+        return self._write(engine, root, progressed, lambda: engine.weights(self.dtype, exact=self.exact), {})
 
     def _write(
         self,
@@ -92,7 +103,7 @@ class Keeper:
         return folder
 
     def _writer(self, root: str, progressed: Progressed, extra: Mapping[str, Any]) -> CheckpointWriter:
-        served = root == CHECKPOINTS
+        served = root != RESUME
         return CheckpointWriter(
             self.output / root,
             step=progressed.step,

@@ -172,6 +172,8 @@ class _Run:
             if (ending or _due(step, self.config.save.every)) and not self._would_lose_good_save():
                 self._save(progress)
                 saved_at = step
+            if _due(step, self.config.save.snapshot_every):
+                self._snapshot(progress)
             if self._spike is not None:
                 raise LossSpike(f"{self._spike}; {self._good_save_in_words(self._spike)} (spike.action: stop)")
             if stopping and not self.finished:
@@ -243,6 +245,15 @@ class _Run:
             raise RunError(f"{error}; last good save: {self._last_save or 'none'}") from error
         self._last_save = path
         self._saves.append((self._progressed.step, path))
+        if progress is not None:
+            progress.saved(self._progressed.step, path, time.monotonic() - began)
+
+    def _snapshot(self, progress: RunProgress | None) -> None:
+        began = time.monotonic()
+        try:
+            path = self._keeper.snapshot(self.engine, self._progressed)
+        except RunError as error:
+            raise RunError(f"{error}; last good save: {self._last_save or 'none'}") from error
         if progress is not None:
             progress.saved(self._progressed.step, path, time.monotonic() - began)
 

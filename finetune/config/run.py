@@ -34,6 +34,9 @@ class SaveConfig:
     keep: int = 2
     """Checkpoints and resume states kept, newest first; 0 keeps all."""
 
+    snapshot_every: int = 0
+    """Steps between snapshots, weights alone in ``<output>/snapshots``, which are all kept; 0 makes none."""
+
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the saved weights: ``auto`` is the training type, ``float32`` the optimizer's own exact weights."""
 
@@ -44,7 +47,7 @@ class SaveConfig:
     """Whether moments, position and random states are kept too, so that training can go on exactly."""
 
     def __post_init__(self) -> None:
-        for name in ("every", "keep"):
+        for name in ("every", "keep", "snapshot_every"):
             require(getattr(self, name) >= 0, f"save.{name}", getattr(self, name), "be 0 or more")
         require(self.max_shard_mib >= 1, "save.max_shard_mib", self.max_shard_mib, "be at least 1")
 

@@ -137,6 +137,17 @@ def test_three_steps_that_are_not_finite_end_the_run_and_name_the_last_good_save
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+def test_snapshots_hold_the_weights_alone_and_are_all_kept(text_folder: Path, tmp_path: Path) -> None:
+    sections = {"save": {"every": 2, "keep": 1, "snapshot_every": 2}, "schedule": {"steps": 4, "warmup": 1}}
+    done = run_command("tune", write_config(small_run(text_folder, tmp_path / "run", **sections), tmp_path / "run.yaml"))
+    assert done.returncode == 0, done.stderr
+    names = {root: sorted(path.name for path in (tmp_path / "run" / root).iterdir()) for root in ("checkpoints", "snapshots")}
+    assert names == {"checkpoints": ["latest", "step-00000004"], "snapshots": ["latest", "step-00000002", "step-00000004"]}
+    run = tmp_path / "run"
+    with open_checkpoint(run / "snapshots", verify="sha256") as ours, open_checkpoint(run / "checkpoints") as saved:
+        assert all(torch.equal(ours.read(name), saved.read(name)) for name in saved.tensors)
+
+
 def test_without_a_compiler_training_goes_on_with_the_torch_optimizer(text_folder: Path, tmp_path: Path) -> None:
     empty = tmp_path / "bin"
     empty.mkdir()
