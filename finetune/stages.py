@@ -178,7 +178,7 @@ class HeadLayer(Layer):
         super().__init__()
         self.head = head
         self._tally, self._left, self._pieces = tally, pieces - piece, pieces
-        self._checkpointed = checkpointed and pieces > 1  # of one piece the backward pass follows at once
+        self._checkpointed = checkpointed and self._left > 1  # after the last one the backward pass follows at once
 
     def forward(self, flow: Flow) -> Flow | torch.Tensor:
         hidden_nH, targets_n = flow

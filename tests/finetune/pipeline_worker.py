@@ -72,12 +72,10 @@ OPTIMIZER = OptimizerConfig(lr=3e-3, weight_decay=0.1, clip=0.5)
 SCHEDULE = Schedule(STEPS, 3, OPTIMIZER.lr, 0.1)
 PARITY = {
     2: {
-        "gpt2-zero0": ("gpt2", 2, 0, "uniform"),
         "gpt2-zero1": ("gpt2", 2, 1, "parameters"),
         "gpt2-head-in-pieces": ("gpt2", 2, 1, "profile"),
-        "gpt_neox-zero1": ("gpt_neox", 2, 1, "type:Layer$"),
         "gpt_neox-head-in-pieces": ("gpt_neox", 2, 0, "profile"),
-        "llama-zero0": ("llama", 2, 0, "uniform"),
+        "llama-zero0": ("llama", 2, 0, "type:DecoderLayer$"),
     },
     4: {
         "gpt_neox-zero0": ("gpt_neox", 2, 0, "uniform"),
