@@ -157,6 +157,10 @@ def _line(row: Mapping[str, Any]) -> str:
 def _record(rows: list[dict[str, Any]]) -> None:
     today = datetime.datetime.now(datetime.UTC).date()
     path = RESULTS / f"forecast-cpu-{today}.json"
+    if path.is_file():  # cases may be run in several goes
+        fresh = {row["case"] for row in rows}
+        rows = [row for row in json.loads(path.read_text())["rows"] if row["case"] not in fresh] + rows
+        rows.sort(key=lambda row: list(CASES).index(row["case"]))
     facts = {
         "what": "peak host memory of all ranks together, forecast before the run and measured (finetune/forecast/watch.py)",
         "hardware": f"{machine.cpu_description()}, {machine.usable_cores()} cores, {machine.memory_bytes() / 2**30:.0f} GiB",

@@ -6,6 +6,7 @@ have made is counted while it lives, so recomputed blocks, chunked losses and ad
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -81,10 +82,11 @@ def facts_of(config: TuneConfig, hf_config: Any, precision: str, *, on_gpu: bool
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     if on_gpu:
         hf_config = _without_attention_dropout(hf_config)
-    with FakeTensorMode():
+    with torch.device("meta"):  # adapters move themselves to their layer's device, which fake tensors cannot follow
         model = build_empty(hf_config, dtype, nullcontext())
-        model.config.use_cache = False
         wrapped = _prepared(model, config)
+    with FakeTensorMode():
+        _pretend(wrapped)
         moments = _follow(wrapped, model, config)
     trained = sum(p.numel() for p in wrapped.parameters() if p.requires_grad)
     every = [p.numel() for p in wrapped.parameters()]
@@ -124,10 +126,33 @@ def _prepared(model: PreTrainedModel, config: TuneConfig) -> nn.Module:
     """The model as the engine trains it: adapters beside frozen weights, blocks that are computed again."""
     wrapped: nn.Module = model
     if config.lora is not None:
-        wrapped = add_adapters(model, config.lora, base=str(config.model.path), seed=config.run.seed)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # peft misses the name of a model that was built from its configuration
+            wrapped = add_adapters(model, config.lora, base=str(config.model.path), seed=config.run.seed)
     if _checkpointing(config) != "none":
         recompute_blocks(model, "device", pin_memory=False)
     return wrapped.train()
+
+
+def _pretend(model: nn.Module) -> None:
+    """Put a fake tensor on the CPU in the place of every parameter and buffer; tied ones stay tied."""
+    made: dict[int, torch.Tensor] = {}
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in made:
+            empty = torch.empty(tensor.shape, dtype=tensor.dtype)
+            made[id(tensor)] = (
+                nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+            )
+        return made[id(tensor)]
+
+    originals = [*model.parameters(), *model.buffers()]  # alive until the end, so that no two have one id
+    for module in model.modules():
+        for owned in (module._parameters, module._buffers):
+            for name, tensor in owned.items():
+                if tensor is not None:
+                    owned[name] = fake(tensor)  # type: ignore[assignment]
+    del originals
 
 
 def _multiplied(model: PreTrainedModel, wrapped: nn.Module) -> int:

@@ -16,8 +16,10 @@ import torch
 
 from finetune.commands import plan
 from finetune.config import (
+    ActivationConfig,
     BatchConfig,
     DataConfig,
+    LoraConfig,
     OffloadConfig,
     OptimizerConfig,
     RunConfig,
@@ -120,8 +122,32 @@ def test_activations_grow_with_the_batch_and_shrink_in_bf16() -> None:
         config = config_of(batch=BatchConfig(micro=micro))
         return facts_of(config, model_config_of(config), precision, on_gpu=False).activation_bytes
 
-    assert activations(4, "fp32") == pytest.approx(2 * activations(2, "fp32"), rel=0.02)
+    assert activations(4, "fp32") == pytest.approx(2 * activations(2, "fp32"), rel=0.1)
     assert activations(4, "bf16") < 0.8 * activations(4, "fp32")
+
+
+def test_adapters_and_recomputed_blocks_are_followed_as_they_are() -> None:
+    plain = config_of()
+    hf_config = model_config_of(plain)
+    whole = facts_of(plain, hf_config, "fp32", on_gpu=False)
+    adapted = dataclasses.replace(plain, model=ModelConfig(path="x"), lora=LoraConfig(rank=4, method="dora"))
+    facts = facts_of(adapted, hf_config, "fp32", on_gpu=False)
+    ranks = 3 * 4 * ((64 + 192) + (64 + 64) + 2 * (64 + 160))
+    assert facts.frozen == whole.total
+    assert facts.trained == ranks + 3 * (192 + 64 + 160 + 64), "two factors and a magnitude for each linear layer"
+    recomputed = dataclasses.replace(plain, activations=ActivationConfig(checkpoint="device"))
+    facts = facts_of(recomputed, hf_config, "fp32", on_gpu=False)
+    assert facts.total == whole.total
+    assert facts.activation_bytes < 0.6 * whole.activation_bytes
+    assert facts.saved_inputs_bytes == 3 * 2 * 48 * 64 * 4
+
+
+def test_a_chunked_loss_takes_less_than_whole_logits() -> None:
+    def activations(rows: int | None) -> int:
+        config = dataclasses.replace(config_of(new={**NEW, "vocab_size": 8192}), activations=ActivationConfig(loss_rows=rows))
+        return facts_of(config, model_config_of(config), "fp32", on_gpu=False).activation_bytes
+
+    assert activations(None) < 0.7 * activations(0)
 
 
 def test_model_flops_are_six_a_weight_and_the_attention() -> None:
