@@ -1,8 +1,9 @@
 # Every target sets up what it needs by itself. `make help` lists them.
 #
-# PYTHON chooses the interpreter the virtual environment is made with (3.11 or newer).
+# PYTHON chooses the interpreter the virtual environment is made with (3.11 or newer), WORKERS how many processes test.
 
 PYTHON ?= python3
+WORKERS ?= 2
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
@@ -38,8 +39,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## train a small GPT, keep it as shards, serve it on two ranks, stream from it
 	@$(PY) -m examples.demo
 
+# Side by side in WORKERS processes, each test file in one of them.
 test: $(STAMP) ## every test that needs no GPU
-	@$(PY) -m pytest -q -m "not gpu"
+	@$(PY) -m pytest -q -m "not gpu" -n $(WORKERS) --dist loadfile
 
 check: lint types imports proto-check test ## what continuous integration runs
 

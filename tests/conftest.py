@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
+
+# Before torch is imported. Tests run side by side, one thread each; the programs under test set their own number.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import hypothesis
 import pytest

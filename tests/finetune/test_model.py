@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from finetune.errors import ConfigError
-from finetune.evaluate import _always
+from finetune.inference import _always
 from finetune.model import (
     build_empty,
     decay_groups,
