@@ -15,7 +15,7 @@ export HF_HUB_OFFLINE := 1
 MAKEFLAGS += --no-print-directory
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint types imports proto proto-check bench bench-training test-gpu bench-gpu clean distclean
+.PHONY: help setup libaio demo test check lint types imports proto proto-check bench bench-training test-gpu bench-gpu clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,8 +39,14 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## train a small GPT, keep it as shards, serve it on two ranks, stream from it
 	@$(PY) -m examples.demo
 
+# NVMe offload needs libaio, which pip does not have. Where it is missing and we may install it, we do; its test says if it is missing.
+libaio:
+	@[ -e /usr/include/libaio.h ] || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	    { apt-get install -y -qq libaio-dev || { apt-get update -qq && apt-get install -y -qq libaio-dev; }; } >/dev/null 2>&1; } || \
+	    echo "libaio is missing (apt-get install libaio-dev): NVMe offload is not tested"
+
 # Side by side in WORKERS processes, each test file in one of them.
-test: $(STAMP) ## every test that needs no GPU
+test: $(STAMP) libaio ## every test that needs no GPU
 	@$(PY) -m pytest -q -m "not gpu" -n $(WORKERS) --dist loadfile
 
 check: lint types imports proto-check test ## what continuous integration runs

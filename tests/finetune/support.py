@@ -10,8 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
+from finetune import machine
+
+NEEDS_LIBAIO = pytest.mark.skipif(machine.libaio() is None, reason="libaio is missing: apt-get install libaio-dev")
 COMMAND = (sys.executable, "-m", "finetune")
 ROOT = Path(__file__).parents[2]
 

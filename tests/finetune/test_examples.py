@@ -11,7 +11,8 @@ import yaml
 from finetune.cli import load_config
 from finetune.config import TuneConfig
 from finetune.options import describe
-from tests.finetune.support import ROOT, write_config
+from tests.finetune.support import NEEDS_LIBAIO, ROOT, run_command, write_config
+from tests.finetune.test_tune import losses_of
 
 EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))
 TRAINING = [path for path in EXAMPLES if "\ndata:" in path.read_text()]
@@ -31,8 +32,45 @@ def test_the_guide_names_real_examples_and_keys(tmp_path: Path) -> None:
         load_config(write_config({**first, **other}, tmp_path / "part.yaml"))
     keys = {name for name, _, _ in describe(TuneConfig)} | {"model.new", "tokenizer.train"}
     sections = {name.split(".")[0] for name in keys}
-    named = {name for name in re.findall(r"`(?:--)?([a-z]+\.[a-z_]+)[`:]", guide) if name.split(".")[0] in sections}
+    named = {name for name in re.findall(r"`(?:--)?([a-z]+\.[a-z_]+)[`:]", guide) if name.split(".")[0] in sections} - {
+        "log.jsonl"
+    }
     assert named - keys == set()
     assert len(named) > 10
     for example in re.findall(r"`([a-z0-9/-]+\.yaml)`", guide):
         assert (ROOT / "examples" / example).is_file()
+
+
+def test_a_chat_model_is_trained_given_adapters_merged_and_pretrained(tmp_path: Path, text_folder: Path) -> None:
+    """The small examples as they lie, one after the other; only where they write differs."""
+    chat, lora, pretrained = (tmp_path / name for name in ("chat", "lora", "pretrained"))
+    run = {name: ROOT / "examples" / "cpu" / f"{name}.yaml" for name in ("chat-offload", "lora", "pretrain")}
+    done = run_command("tune", run["chat-offload"], "--run.output", chat)
+    assert done.returncode == 0, done.stderr
+    assert (chat / "checkpoints" / "step-00000060" / "chat_template.jinja").is_file()
+    losses = losses_of(chat)
+    assert losses[60] < 0.3 * losses[10], "sixteen answers are learned by heart"
+    done = run_command("tune", run["lora"], "--run.output", lora, "--model.path", chat / "checkpoints")
+    assert done.returncode == 0, done.stderr
+    done = run_command("merge", lora, tmp_path / "merged")
+    assert done.returncode == 0, done.stderr
+    words = [
+        "--data.train",
+        text_folder,
+        "--schedule.steps",
+        "4",
+        "--data.seq_len",
+        "32",
+        "--tokenizer.train.vocab_size",
+        "300",
+    ]
+    done = run_command("pretrain", run["pretrain"], "--run.output", pretrained, *words)
+    assert done.returncode == 0, done.stderr
+
+
+@NEEDS_LIBAIO
+def test_the_small_example_with_a_disk_trains(tmp_path: Path) -> None:
+    words = ["--run.output", tmp_path / "run", "--offload.path", tmp_path / "disk"]
+    done = run_command("tune", ROOT / "examples" / "cpu" / "chat-nvme.yaml", *words)
+    assert done.returncode == 0, done.stderr
+    assert list((tmp_path / "disk").rglob("*.swp"))

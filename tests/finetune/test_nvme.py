@@ -21,7 +21,7 @@ from finetune.config import (
 )
 from finetune.errors import ConfigError
 from finetune.nvme import Disk, disk_settings
-from tests.finetune.support import run_command, small_run, write_config
+from tests.finetune.support import NEEDS_LIBAIO, run_command, small_run, write_config
 from tests.finetune.test_tune import losses_of
 
 DISK = Disk(block_bytes=1 << 20, queue_depth=8, threads=1, read_gib_s=1.0, write_gib_s=1.0)
@@ -55,6 +55,7 @@ def in_memory(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> di
     return losses_of(folder / "run")
 
 
+@NEEDS_LIBAIO
 def test_a_disk_trains_as_memory_does_and_resumes_exactly(
     text_folder: Path, tmp_path: Path, in_memory: dict[int, float]
 ) -> None:
