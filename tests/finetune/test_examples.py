@@ -11,8 +11,10 @@ import yaml
 from finetune.cli import load_config
 from finetune.config import TuneConfig
 from finetune.options import describe
+from serve.client import Client
 from tests.finetune.support import NEEDS_LIBAIO, ROOT, run_command, write_config
 from tests.finetune.test_tune import losses_of
+from tests.support.server import serving
 
 EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))
 TRAINING = [path for path in EXAMPLES if "\ndata:" in path.read_text()]
@@ -50,6 +52,12 @@ def test_a_chat_model_is_trained_given_adapters_merged_and_pretrained(tmp_path: 
     assert (chat / "checkpoints" / "step-00000060" / "chat_template.jinja").is_file()
     losses = losses_of(chat)
     assert losses[60] < 0.3 * losses[10], "sixteen answers are learned by heart"
+    with serving(chat / "checkpoints", "--tensor-parallel-size", "2") as server, Client(server.address) as client:
+        asked = {"What is LoRA?": "Small adapters beside frozen weights.", "Who watches at night?": "Prometheus does."}
+        for question, known in asked.items():
+            answer = client.generate([{"role": "user", "content": question}], max_new_tokens=40)
+            assert answer.text.strip() == known, "it answers in the format it was trained on"
+            assert answer.completions[0].finish.reason == "eos", "it learned where an answer ends"
     done = run_command("tune", run["lora"], "--run.output", lora, "--model.path", chat / "checkpoints")
     assert done.returncode == 0, done.stderr
     done = run_command("merge", lora, tmp_path / "merged")
