@@ -222,7 +222,8 @@ class PipelineEngine:
         found = {1: costs}
         while pieces > 1 and pieces <= most:  # a piece costs a little more than its share: look before choosing
             layers = self._split(head_pieces=pieces)
-            found[pieces] = [*costs[:-1], *self._measure(layers[-1:], config, dtype) * pieces]
+            each, last = self._measure([layers[-pieces], layers[-1]], config, dtype)
+            found[pieces] = [*costs[:-1], *[each] * (pieces - 1), last]
             if partition.imbalance(found[pieces], partition.balanced(found[pieces], self.stages)) <= partition.ALIKE:
                 break
             pieces *= 2

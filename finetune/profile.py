@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune.stages import Layer, lent_memory
+from finetune.stages import HeadLayer, Layer, lent_memory
 
 _RUNS = 7
 _ENOUGH_SECONDS = 3.0
@@ -84,12 +85,13 @@ def _make_ordinary(layer: nn.Module) -> None:
 def _round(
     layer: Layer, micro: int, seq_len: int, hidden_size: int, vocab_size: int, device: torch.device, dtype: torch.dtype
 ) -> Callable[[], None]:
-    """One forward and backward pass of ``layer`` alone; of the head the first piece."""
+    """One forward and backward pass of ``layer`` alone."""
     draw = torch.Generator(device=device).manual_seed(0)
     ids = torch.randint(0, vocab_size, (micro, seq_len), generator=draw, device=device)
     hidden = torch.randn((micro, seq_len, hidden_size), generator=draw, device=device).to(dtype)
-    if layer.kind == "head":
-        hidden, ids = hidden.flatten(0, 1), ids.flatten()
+    if isinstance(layer, HeadLayer):
+        tokens = math.ceil(ids.numel() * layer.share)
+        hidden, ids = hidden.flatten(0, 1)[:tokens], ids.flatten()[:tokens]
 
     def run() -> None:
         given = ids if layer.kind == "embedding" else hidden.detach().requires_grad_()

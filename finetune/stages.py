@@ -193,7 +193,12 @@ class HeadLayer(Layer):
 
     @property
     def signature(self) -> str:
-        return f"1/{self._pieces} {super().signature}"
+        return f"{'last ' if self._left == 1 else ''}1/{self._pieces} {super().signature}"
+
+    @property
+    def share(self) -> float:
+        """Part of a micro-batch's tokens that have no loss yet when they come to this piece."""
+        return self._left / self._pieces
 
     def _loss(self, hidden_BLH: torch.Tensor, targets_BL: torch.Tensor) -> torch.Tensor:
         if self._left == 1 and type(self.head) is nn.Linear:  # its backward pass follows at once, so gradients may come early

@@ -14,7 +14,7 @@ from finetune.config import TuneConfig
 from finetune.evaluate import evaluate
 from finetune.model import new_config
 from finetune.profile import measure, recall, remember
-from finetune.stages import LossTally, build_on_meta, positions_of, split
+from finetune.stages import HeadLayer, LossTally, build_on_meta, positions_of, split
 from tests.finetune.support import ROOT, run_command, small_run, write_config
 
 GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 3, "n_head": 4}
@@ -82,6 +82,17 @@ def test_measuring_leaves_no_memory_behind() -> None:
     assert all(second > 0 for second in seconds)
     assert seconds[1] == seconds[2] == seconds[3]  # blocks of one kind are measured once
     assert all(parameter.is_meta and parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_piece_of_the_head_is_measured_on_its_part_of_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = new_config({**GPT2, "vocab_size": 61}, num_ids=61, seq_len=8, end_of_text_id=0)
+    device = torch.device("cpu")
+    head = split(build_on_meta(config, torch.float32), device, LossTally(device), checkpointed=False, head_pieces=4)[-4:]
+    computed: list[int] = []
+    monkeypatch.setattr(HeadLayer, "_loss", lambda self, hidden, targets: computed.append(targets.numel()) or hidden.sum())
+    measure(head, micro=2, seq_len=8, hidden_size=32, vocab_size=61, device=device, dtype=torch.float32)
+    assert set(computed) == {4}
+    assert len({layer.signature for layer in head}) == 2  # the last one computes its loss otherwise
 
 
 def test_positions_start_again_with_each_segment() -> None:
