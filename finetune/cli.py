@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -76,6 +77,9 @@ def _run(words: list[str]) -> int:
         "predict": _predict,
         "doctor": _doctor,
     }
+    if command not in ("tune", "pretrain"):  # their ranks choose for themselves
+        # transformers imports DeepSpeed, which otherwise looks for devices and says so among what these commands print.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if command not in runners:
         parser.error(f"unknown command {command!r}; there are {', '.join(_COMMANDS)}")
     return runners[command](rest)

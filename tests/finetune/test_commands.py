@@ -91,7 +91,7 @@ def test_evaluate_scores_every_token_once(trained: TrainedRun, tmp_path: Path, c
     ("words", "says"),
     [
         ([], "usage"),
-        (["pretrain", "x.yaml"], "unknown command 'pretrain'"),
+        (["retrain", "x.yaml"], "unknown command 'retrain'"),
         (["tune"], "CONFIG.yaml"),
         (["tune", "no-such.yaml"], "no-such.yaml"),
         (["tune", "x.yaml", "--nonsense"], "--nonsense"),
