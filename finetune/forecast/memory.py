@@ -35,6 +35,10 @@ HEAP_SLACK: Final = {0: 1.25, 1: 1.25, 2: 1.25, 3: 1.6}
 stage, since stage 3 mixes weights that come and go with activations."""
 DEVICE_SLACK: Final = 1.06
 """The same of torch's caching allocator on a GPU."""
+ADAPTER_SLACK: Final = 1.6
+"""The same with adapters, whose small tensors lie between the large ones."""
+ADAPTER_LIBRARY_BYTES: Final = 20 * _MIB
+"""peft, imported by each rank."""
 LIVE_PARAMETERS: Final = 1_000_000_000
 """Elements that ZeRO-3 leaves whole between uses, at most: DeepSpeed's stage3_max_live_parameters."""
 MOMENTS: Final = {"adamw": 2, "lion": 1}
@@ -123,7 +127,7 @@ def need_of(facts: ModelFacts, layout: Layout) -> Need:
     if layout.device == "cpu":
         merged = {name: _merge(device, host) for name, (device, host) in phases.items()}
         name, items = _busiest(merged.items())
-        return Need(host=_with_heap_slack(items, layout), host_phase=name, nvme_bytes=_nvme(facts, layout))
+        return Need(host=_with_heap_slack(items, facts, layout), host_phase=name, nvme_bytes=_nvme(facts, layout))
     on_device = {name: _merge(device, _context(layout)) for name, (device, _) in phases.items()}
     on_host = {name: host for name, (_, host) in phases.items()}
     device_phase, device = _busiest(on_device.items())
@@ -151,10 +155,11 @@ def _merge(*parts: Mapping[str, int]) -> Phase:
     return {name: size for name, size in merged.items() if size > 0}
 
 
-def _with_heap_slack(items: Phase, layout: Layout) -> Phase:
+def _with_heap_slack(items: Phase, facts: ModelFacts, layout: Layout) -> Phase:
     """On a CPU, what passes through the heap (activations, gathered weights) leaves gaps behind."""
     loose = sum(items.get(name, 0) for name in ("activations", "gathered weights"))
-    return _merge(items, {"heap gaps": round((HEAP_SLACK[layout.stage] - 1) * loose), "kernels": KERNELS_BYTES})
+    slack = ADAPTER_SLACK if facts.frozen else HEAP_SLACK[layout.stage]
+    return _merge(items, {"heap gaps": round((slack - 1) * loose), "kernels": KERNELS_BYTES})
 
 
 def _pinned_rounding(host: Phase) -> int:
@@ -169,7 +174,7 @@ def _context(layout: Layout) -> Phase:
 
 def _phases(facts: ModelFacts, layout: Layout) -> dict[str, tuple[Phase, Phase]]:
     """Phase -> what it holds on the device and in the host's memory."""
-    process = {"process": PROCESS_BYTES[layout.device]}
+    process = {"process": PROCESS_BYTES[layout.device], "peft": ADAPTER_LIBRARY_BYTES if facts.frozen else 0}
     state_device, state_host = _state(facts, layout)
     backward_device, backward_host = _backward(facts, layout)
     step_device, step_host = _step(facts, layout)
