@@ -36,6 +36,7 @@ from finetune import partition
 from finetune.config import TuneConfig, to_deepspeed
 from finetune.data.batches import Microbatch
 from finetune.errors import ConfigError
+from finetune.isolation import positions_of
 from finetune.model import decay_groups
 from finetune.partition import Bounds
 from finetune.profile import measure, recall, remember
@@ -47,7 +48,6 @@ from finetune.stages import (
     give_memory,
     lent_memory,
     num_parameters,
-    positions_of,
     split,
     type_of,
 )

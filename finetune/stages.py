@@ -302,11 +302,3 @@ def lent_memory(parameters: Iterable[nn.Parameter], device: torch.device) -> Ite
         for parameter in borrowers:
             nothing = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
             torch.utils.swap_tensors(parameter, nothing)
-
-
-def positions_of(segments_BL: torch.Tensor) -> torch.Tensor:
-    """Position of each token in its own segment, int64 [B, L], from the numbers of the segments."""
-    index = torch.arange(segments_BL.shape[1], device=segments_BL.device).expand_as(segments_BL)
-    starts = torch.zeros_like(segments_BL, dtype=torch.bool)
-    starts[:, 1:] = segments_BL[:, 1:] != segments_BL[:, :-1]
-    return index - torch.where(starts, index, 0).cummax(dim=1).values

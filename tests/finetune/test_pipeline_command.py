@@ -12,9 +12,10 @@ import torch
 from finetune.cli import load_config, main
 from finetune.config import TuneConfig
 from finetune.evaluate import evaluate
+from finetune.isolation import positions_of
 from finetune.model import new_config
 from finetune.profile import measure, recall, remember
-from finetune.stages import HeadLayer, LossTally, build_on_meta, positions_of, split
+from finetune.stages import HeadLayer, LossTally, build_on_meta, split
 from tests.finetune.support import ROOT, run_command, small_run, write_config
 
 GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 3, "n_head": 4}
