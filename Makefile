@@ -15,7 +15,7 @@ export HF_HUB_OFFLINE := 1
 MAKEFLAGS += --no-print-directory
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help setup libaio demo test check lint types imports proto proto-check bench bench-training test-gpu bench-gpu clean distclean
+.PHONY: help setup libaio demo test test-slow check lint types imports proto proto-check bench bench-training test-gpu bench-gpu clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,10 +46,13 @@ libaio:
 	    echo "libaio is missing (apt-get install libaio-dev): NVMe offload is not tested"
 
 # Side by side in WORKERS processes, each test file in one of them.
-test: $(STAMP) libaio ## every test that needs no GPU
-	@$(PY) -m pytest -q -m "not gpu" -n $(WORKERS) --dist loadfile
+test: $(STAMP) ## the tests that need no GPU, but for whole runs of training
+	@$(PY) -m pytest -q -m "not gpu and not slow" -n $(WORKERS) --dist loadfile
 
-check: lint types imports proto-check test ## what continuous integration runs
+test-slow: $(STAMP) libaio ## whole runs of training, the rest of the tests that need no GPU
+	@$(PY) -m pytest -q -m "slow and not gpu" -n $(WORKERS) --dist loadfile
+
+check: lint types imports proto-check test test-slow ## what continuous integration runs
 
 lint: $(STAMP) ## ruff: rules and format
 	@$(PY) -m ruff check -q .

@@ -18,6 +18,8 @@ from tests.finetune.conftest import TrainedRun
 from tests.finetune.support import run_command, small_run, write_config
 from tests.finetune.test_tune import losses_of
 
+pytestmark = pytest.mark.slow
+
 IDS = torch.tensor([[5, 9, 40, 200, 17, 3, 88]])
 
 

@@ -43,6 +43,7 @@ def test_the_guide_names_real_examples_and_keys(tmp_path: Path) -> None:
         assert (ROOT / "examples" / example).is_file()
 
 
+@pytest.mark.slow
 def test_a_chat_model_is_trained_given_adapters_merged_and_pretrained(tmp_path: Path, text_folder: Path) -> None:
     """The small examples as they lie, one after the other; only where they write differs."""
     chat, lora, pretrained = (tmp_path / name for name in ("chat", "lora", "pretrained"))
@@ -76,6 +77,7 @@ def test_a_chat_model_is_trained_given_adapters_merged_and_pretrained(tmp_path: 
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 @NEEDS_LIBAIO
 def test_the_small_example_with_a_disk_trains(tmp_path: Path) -> None:
     words = ["--run.output", tmp_path / "run", "--offload.path", tmp_path / "disk"]

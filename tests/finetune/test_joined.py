@@ -7,9 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from finetune.joined import started_by_launcher
 from tests.finetune.support import ROOT, run_command, small_run, write_config
 from tests.finetune.test_tune import losses_of
+
+pytestmark = pytest.mark.slow
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "finetune")
 

@@ -55,6 +55,7 @@ def in_memory(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> di
     return losses_of(folder / "run")
 
 
+@pytest.mark.slow
 @NEEDS_LIBAIO
 def test_a_disk_trains_as_memory_does_and_resumes_exactly(
     text_folder: Path, tmp_path: Path, in_memory: dict[int, float]

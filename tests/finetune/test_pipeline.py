@@ -15,6 +15,8 @@ from finetune.launch import rank_environment
 from tests.finetune.pipeline_worker import MODELS, PARITY
 from tests.finetune.support import ROOT
 
+pytestmark = pytest.mark.slow
+
 Reports = dict[int, list[dict[str, Any]]]
 CASES = [(ranks, case) for ranks, cases in PARITY.items() for case in cases]
 

@@ -18,6 +18,8 @@ from finetune.folders import step_folders
 from tests.finetune.support import run_command, small_run, start_command, write_config
 from tests.finetune.test_tune import losses_of
 
+pytestmark = pytest.mark.slow
+
 KILLS = int(os.environ.get("TESSERA_KILLS", "3"))
 """Kills of the test below; more of them when looking for trouble."""
 

@@ -7,10 +7,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from checkpoint import open_checkpoint
 from tests.finetune.support import run_command, small_run, write_config
+
+pytestmark = pytest.mark.slow
 
 TEMPLATE = """\
 {%- for message in messages -%}{{ '<|' + message.role + '|>' + message.content + '<|end|>' }}{%- endfor -%}
