@@ -75,8 +75,8 @@ def main() -> int:
             row = _run(name, text, folder, options.steps)
             rows.append(row)
             print(_line(row), flush=True)
-    if not options.no_record:
-        _record(rows)
+            if not options.no_record:
+                _record(row)
     return int(any(abs(row.get("difference", 0.0)) > BAR for row in rows))
 
 
@@ -154,13 +154,13 @@ def _line(row: Mapping[str, Any]) -> str:
     return f"{row['case']:18} {figures}  {row['difference']:+.1%}  ({row['model']}, {row['phase']})"
 
 
-def _record(rows: list[dict[str, Any]]) -> None:
+def _record(row: dict[str, Any]) -> None:
+    """Put one case's row into the file of today."""
     today = datetime.datetime.now(datetime.UTC).date()
     path = RESULTS / f"forecast-cpu-{today}.json"
-    if path.is_file():  # cases may be run in several goes
-        fresh = {row["case"] for row in rows}
-        rows = [row for row in json.loads(path.read_text())["rows"] if row["case"] not in fresh] + rows
-        rows.sort(key=lambda row: list(CASES).index(row["case"]))
+    before = json.loads(path.read_text())["rows"] if path.is_file() else []
+    rows = [*(other for other in before if other["case"] != row["case"]), row]
+    rows.sort(key=lambda row: list(CASES).index(row["case"]))
     facts = {
         "what": "peak host memory of all ranks together, forecast before the run and measured (finetune/forecast/watch.py)",
         "hardware": f"{machine.cpu_description()}, {machine.usable_cores()} cores, {machine.memory_bytes() / 2**30:.0f} GiB",
@@ -169,7 +169,6 @@ def _record(rows: list[dict[str, Any]]) -> None:
         "rows": rows,
     }
     path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-    print(path.relative_to(ROOT))
 
 
 if __name__ == "__main__":
