@@ -21,7 +21,8 @@ def test_a_run_says_its_forecast_first_and_its_peaks_last(trained: TrainedRun) -
     assert any(line.startswith("peaks: host memory") for line in lines[said:])
     forecast, measured = (json.loads((trained.output / name).read_text()) for name in ("forecast.json", "measured.json"))
     assert len(measured["rank_bytes"]) == 2
-    assert forecast["host_bytes"] == pytest.approx(measured["host_bytes"], rel=0.15)
+    # A run this small is mostly the pages of libraries, which vary with the installation; benchmarks/forecast.py has the bar.
+    assert forecast["host_bytes"] == pytest.approx(measured["host_bytes"], rel=0.3)
     assert measured["disk_bytes"] <= forecast["disk_bytes"]
     log = [json.loads(line) for line in (trained.output / "log.jsonl").read_text().splitlines()]
     step = next(entry for entry in log if "loss" in entry)

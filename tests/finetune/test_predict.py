@@ -12,6 +12,8 @@ from checkpoint import open_checkpoint
 from finetune.cli import main
 from tests.finetune.conftest import TrainedRun
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = ["def get_path(", "    return self.", "    total = value + 3\n"]
 
 
