@@ -18,6 +18,7 @@ from serve.engine.executor import Executor, ModelFacts
 from serve.errors import ConfigError, StartError
 from serve.metrics import Metrics
 from serve.rpc.server import RpcServer
+from serve.runtime.edition import Edition
 from serve.runtime.gateway import Gateway
 from serve.runtime.supervisor import RankGroup
 from serve.text.detokenizer import open_text
@@ -63,20 +64,19 @@ async def serve(config: ServerConfig, *, version: str, make_group: Callable[[Ser
         StartError: the server cannot start, or cannot go on.
     """
     # Build.
-    config = with_checkpoint_folder(config)
-    tokenizer = load_tokenizer(config.model.path)
+    edition = open_edition(config)
     metrics = Metrics(version=version, num_ranks=config.model.tensor_parallel_size)
 
     # Wire.
-    def make_engine(facts: ModelFacts, executor: Executor) -> Engine:
-        return Engine(
-            facts=facts, limits=engine_limits(config), executor=executor, open_text=open_text(tokenizer), clock=time.monotonic
-        )
-
     gateway = Gateway(
-        config=config, make_group=lambda: make_group(config), make_engine=make_engine, metrics=metrics, clock=time.monotonic
+        edition=edition,
+        reopen=lambda: open_edition(config),
+        make_group=lambda edition: make_group(edition.config),
+        make_engine=make_engine,
+        metrics=metrics,
+        clock=time.monotonic,
     )
-    rpc = RpcServer(gateway, metrics, tokenizer, config)
+    rpc = RpcServer(gateway, metrics, edition.config)
     told = _Signals()
 
     # Start. The ports come first: one that is taken is known before the model is loaded.
@@ -85,7 +85,7 @@ async def serve(config: ServerConfig, *, version: str, make_group: Callable[[Ser
         try:
             gateway.launch()
             if await _unless(told.stop, gateway.until_serving()):
-                print(ready_line(config, gateway.facts, address, endpoint.url), flush=True)
+                print(ready_line(edition.config, gateway.facts, address, endpoint.url), flush=True)
                 await _unless(told.stop, _until_fatal(gateway))
             # Drain.
             _log.info("stopping: %d calls in flight", gateway.num_in_flight)
@@ -95,8 +95,24 @@ async def serve(config: ServerConfig, *, version: str, make_group: Callable[[Ser
             await asyncio.gather(gateway.stop(), rpc.stop(0.0 if told.hurry.is_set() else STOP_GRACE_SECONDS))
 
 
+def open_edition(config: ServerConfig) -> Edition:
+    """What the model's folder holds now.
+
+    Raises:
+        ConfigError: there is no such folder, no whole checkpoint in it, or a tokenizer that cannot be read.
+    """
+    found = with_checkpoint_folder(config)
+    return Edition(found, load_tokenizer(found.model.path))
+
+
+def make_engine(edition: Edition, facts: ModelFacts, executor: Executor) -> Engine:
+    """The engine on ranks that are ready."""
+    limits, open_text_of = engine_limits(edition.config), open_text(edition.tokenizer)
+    return Engine(facts=facts, limits=limits, executor=executor, open_text=open_text_of, clock=time.monotonic)
+
+
 def with_checkpoint_folder(config: ServerConfig) -> ServerConfig:
-    """The same configuration with the folder that is served for its whole life: a run that writes its next checkpoint
+    """The same configuration with the folder that is served until the next reload: a run that writes its next checkpoint
     meanwhile changes neither the tokenizer nor what a restarted rank loads.
 
     Raises:

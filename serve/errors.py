@@ -10,6 +10,7 @@ ServeError
 │   ├── DeadlineExpired         the call's deadline passed, queued or running          DEADLINE_EXCEEDED
 │   ├── RequestAborted          cancelled by the client or by Admin.Abort              CANCELLED
 │   ├── FeatureOff              this model or server cannot do it (no chat template)   FAILED_PRECONDITION
+│   ├── ReloadRefused           the folder holds nothing that can be served            FAILED_PRECONDITION
 │   ├── NotAuthenticated        missing or wrong token                                 UNAUTHENTICATED
 │   ├── Unavailable             loading, draining or engine down; retry                UNAVAILABLE
 │   │   ├── Loading
@@ -90,6 +91,10 @@ class RequestAborted(RequestError):
 
 class FeatureOff(RequestError):
     """The loaded model or the server's options do not provide this."""
+
+
+class ReloadRefused(RequestError):
+    """The model was not loaded again; the one before is served. For operators alone: the message may name files."""
 
 
 class NotAuthenticated(RequestError):

@@ -241,6 +241,18 @@ class Client:
         """Forget cached prompt prefixes; returns how many blocks held one. Needs the Admin service on this address."""
         return int(self._call(self._admin.FlushPrefixCache, admin_pb2.FlushPrefixCacheRequest(), timeout).blocks)
 
+    def drain(self, *, timeout: float | None = None) -> None:
+        """Have the server take nothing new for good, and return when what is in flight has ended. Needs the Admin service."""
+        self._call(self._admin.Drain, admin_pb2.DrainRequest(), timeout)
+
+    def reload(self, *, timeout: float | None = None) -> None:
+        """Have the server serve what its model's folder holds by now; returns when it does. Needs the Admin service.
+
+        Raises:
+            TesseraError: FAILED_PRECONDITION, with the reason; what was served before goes on.
+        """
+        self._call(self._admin.Reload, admin_pb2.ReloadRequest(), timeout)
+
     def is_serving(self, *, timeout: float = 5.0) -> bool:
         """Whether the server would take a request now; False also when there is none."""
         try:

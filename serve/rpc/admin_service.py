@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from serve.errors import FeatureOff, InvalidRequest, NotFound, Unavailable
+from serve.errors import InvalidRequest, NotFound, Unavailable
 from serve.rpc.checks import REQUEST_ID
 from serve.rpc.scoring import Scorer
 from serve.runtime.gateway import Gateway, State
@@ -42,8 +42,9 @@ class AdminService:
         return admin_pb2.DrainResponse()
 
     async def Reload(self, request: admin_pb2.ReloadRequest, context: Any) -> admin_pb2.ReloadResponse:
-        """Not possible in this version."""
-        raise FeatureOff("this server cannot load a model while it runs; start another one and drain this")
+        """Serve what the model's folder holds now. It goes on when the caller does not wait for it."""
+        await self._gateway.reload()
+        return admin_pb2.ReloadResponse()
 
     async def FlushPrefixCache(
         self, request: admin_pb2.FlushPrefixCacheRequest, context: Any

@@ -11,6 +11,7 @@ from typing import Final, TypeVar
 from serve.config import ServerConfig
 from serve.engine.executor import ModelFacts
 from serve.errors import FeatureOff, NotFound
+from serve.runtime.edition import Edition
 from serve.text.chat import ChatTemplate
 from serve.text.tokenizer import Tokenizer
 
@@ -28,8 +29,15 @@ class ServedModel:
     """The model, its tokenizer and the configuration, at one moment."""
 
     facts: ModelFacts
-    config: ServerConfig
-    tokenizer: Tokenizer | None
+    edition: Edition
+
+    @property
+    def config(self) -> ServerConfig:
+        return self.edition.config
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.edition.tokenizer
 
     @property
     def capacity(self) -> int:

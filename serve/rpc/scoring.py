@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -61,13 +62,14 @@ class Scorer:
         room = asyncio.Semaphore(ITEMS_AT_ONCE)
         streams = self._live.setdefault(request_id, set())
         try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(
-                        self._one(sequence, _generation(request_id, place, sequence, request, call), room, streams)
-                    )
-                    for place, sequence in enumerate(sequences)
-                ]
+            with self._gateway.call(model.edition) as start:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [
+                        group.create_task(
+                            self._one(sequence, _generation(request_id, place, sequence, request, call), start, room, streams)
+                        )
+                        for place, sequence in enumerate(sequences)
+                    ]
         except* Exception as failures:
             failure: BaseException = failures
             while isinstance(failure, BaseExceptionGroup):
@@ -86,12 +88,17 @@ class Scorer:
             stream.cut(RequestAborted("the request was aborted by an administrator"))
         return bool(streams)
 
+    @staticmethod
     async def _one(
-        self, sequence: _Sequence, generation: Generation, room: asyncio.Semaphore, streams: set[Stream]
+        sequence: _Sequence,
+        generation: Generation,
+        start: Callable[[Generation], Stream],
+        room: asyncio.Semaphore,
+        streams: set[Stream],
     ) -> inference_pb2.ScoreResult:
         result = inference_pb2.ScoreResult()
         async with room:
-            stream = self._gateway.start(generation)
+            stream = start(generation)
             streams.add(stream)
             try:
                 async for event in stream:

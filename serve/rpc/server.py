@@ -22,7 +22,6 @@ from serve.rpc.reflection import reflection_handlers
 from serve.rpc.service import InferenceService, Models
 from serve.rpc.text_service import TokenizerService
 from serve.runtime.gateway import Gateway
-from serve.text.tokenizer import Tokenizer
 from serve.v1 import admin_pb2, inference_pb2, models_pb2, tokenizer_pb2
 
 INFERENCE: Final = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
@@ -61,18 +60,15 @@ class RpcServer:
         self,
         gateway: Gateway,
         metrics: Metrics,
-        tokenizer: Tokenizer | None,
         config: ServerConfig,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
-            tokenizer: ``None`` for a model without one: requests then carry token ids only.
             clock: monotonic seconds, the same clock as the engine's.
         """
         self._gateway = gateway
         self._metrics = metrics
-        self._tokenizer = tokenizer
         self._config = config
         self._clock = clock
         self._servers: list[Any] = []
@@ -92,7 +88,7 @@ class RpcServer:
         public = {INFERENCE: None, TOKENIZER: None, MODELS: None}
         names = [service.full_name for service in public]
         self._health = HealthService(self._gateway, [*names, ADMIN.full_name] if shares_port else names)
-        models = Models(self._gateway, self._tokenizer)
+        models = Models(self._gateway)
         inference = InferenceService(self._gateway, models, self._metrics, self._clock)
         servicers: dict[ServiceDescriptor, object] = {
             INFERENCE: inference,

@@ -15,7 +15,6 @@ from serve.rpc.scoring import Scorer
 from serve.rpc.wire import Malformed
 from serve.runtime.gateway import Gateway
 from serve.runtime.stream import Stream
-from serve.text.tokenizer import Tokenizer
 from serve.types import Generation
 from serve.v1 import inference_pb2
 
@@ -27,9 +26,8 @@ no answer is as quick."""
 class Models:
     """Hands out the served model, once there is one."""
 
-    def __init__(self, gateway: Gateway, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._tokenizer = tokenizer
 
     def current(self) -> ServedModel:
         """
@@ -38,7 +36,7 @@ class Models:
         """
         if self._gateway.facts is None:
             raise Loading("the model is being loaded")
-        return ServedModel(self._gateway.facts, self._gateway.config, self._tokenizer)
+        return ServedModel(self._gateway.facts, self._gateway.edition)
 
 
 class InferenceService:
@@ -57,9 +55,10 @@ class InferenceService:
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> inference_pb2.GenerateResponse:
         """Generate and answer once."""
-        generation = await convert.to_generation(request, self._model(), self._call(context))
+        model = self._model()
+        generation = await convert.to_generation(request, model, self._call(context))
         answer = answers.ResponseBuilder(generation)
-        async for event in self._start(generation, context):
+        async for event in self._start(generation, model, context):
             answer.add(event)
         return answer.build()
 
@@ -67,8 +66,9 @@ class InferenceService:
         self, request: inference_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[inference_pb2.GenerateEvent]:
         """Generate and answer piece by piece. However the call ends, its KV blocks are freed."""
-        generation = await convert.to_generation(request, self._model(), self._call(context))
-        async for event in self._start(generation, context):
+        model = self._model()
+        generation = await convert.to_generation(request, model, self._call(context))
+        async for event in self._start(generation, model, context):
             if answers.says_something(event, generation):
                 yield answers.event_message(event, generation)
 
@@ -80,8 +80,9 @@ class InferenceService:
 
         async def start(request: inference_pb2.GenerateRequest) -> tuple[Generation, Stream]:
             now = Call(self._clock(), call.deadline_seconds)
-            generation = await convert.to_generation(request, self._model(), now)
-            return generation, self._gateway.start(generation)
+            model = self._model()
+            generation = await convert.to_generation(request, model, now)
+            return generation, self._gateway.start(generation, model.edition)
 
         async for message in run_batch(requests, start, self._gateway.config):
             yield message
@@ -90,8 +91,8 @@ class InferenceService:
         """Measure how likely given texts are."""
         return await self.scorer.score(request, self._model(), self._call(context))
 
-    def _start(self, generation: Generation, context: Any) -> Stream:
-        stream = self._gateway.start(generation)
+    def _start(self, generation: Generation, model: ServedModel, context: Any) -> Stream:
+        stream = self._gateway.start(generation, model.edition)
         # Runs however the call ends, also where no exception can reach the handler.
         context.add_done_callback(lambda _: self._leave(stream))
         return stream

@@ -27,6 +27,7 @@ STATUS_OF: Final[Mapping[type[errors.RequestError], StatusCode]] = {
     errors.DeadlineExpired: StatusCode.DEADLINE_EXCEEDED,
     errors.RequestAborted: StatusCode.CANCELLED,
     errors.FeatureOff: StatusCode.FAILED_PRECONDITION,
+    errors.ReloadRefused: StatusCode.FAILED_PRECONDITION,
     errors.NotAuthenticated: StatusCode.UNAUTHENTICATED,
     errors.Unavailable: StatusCode.UNAVAILABLE,  # clients retry exactly this one by themselves
     errors.Loading: StatusCode.UNAVAILABLE,

@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass
 from enum import Enum
 from typing import ParamSpec
 
-from serve.config import ServerConfig
 from serve.engine.engine import Engine
 from serve.engine.executor import Executor, ModelFacts
 from serve.engine.stats import EngineStats
-from serve.errors import Draining, EngineDown, Loading, QueueFull, RequestAborted, RequestError, StartError, Unavailable
+from serve.errors import (
+    Draining,
+    EngineDown,
+    Loading,
+    QueueFull,
+    ReloadRefused,
+    RequestAborted,
+    StartError,
+    Unavailable,
+)
 from serve.metrics import Metrics
 from serve.runtime.commands import Abort, Add, Drop, FlushPrefixCache
+from serve.runtime.edition import Edition
 from serve.runtime.engine_thread import Delivery, EngineThread
+from serve.runtime.flight import Flight
 from serve.runtime.stream import Stream
 from serve.runtime.supervisor import RankGroup, Supervisor
 from serve.types import Generation, RequestId
 
 LAG_PROBE_SECONDS = 0.5
-FAREWELL_SECONDS = 1.0
-"""After the drain's time is up: for readers to meet the error their streams end with."""
 
 P = ParamSpec("P")
 
@@ -35,7 +45,7 @@ class State(Enum):
     """What the server does with a new generation request."""
 
     LOADING = "loading"
-    """The model is not loaded yet: refused with ``Loading``."""
+    """The model is not loaded yet, or is about to be loaded again: refused with ``Loading``; those in flight go on."""
     SERVING = "serving"
     DRAINING = "draining"
     """Refused with ``Draining``; those in flight go on. Never left but for STOPPED."""
@@ -43,6 +53,17 @@ class State(Enum):
     """A rank died and the supervisor brings the engine back: refused with ``EngineDown``."""
     STOPPED = "stopped"
     """Refused with ``Draining``; nothing is left."""
+
+
+@dataclass(slots=True)
+class _Reload:
+    """An exchange of editions that the supervisor has in hand."""
+
+    edition: Edition
+    settled: asyncio.Future[None]
+    """Done when there is an engine again, or never will be."""
+    error: StartError | None = None
+    """Why it is not this edition's."""
 
 
 class Gateway:
@@ -55,45 +76,50 @@ class Gateway:
     def __init__(
         self,
         *,
-        config: ServerConfig,
-        make_group: Callable[[], RankGroup],
-        make_engine: Callable[[ModelFacts, Executor], Engine],
+        edition: Edition,
+        reopen: Callable[[], Edition],
+        make_group: Callable[[Edition], RankGroup],
+        make_engine: Callable[[Edition, ModelFacts, Executor], Engine],
         metrics: Metrics,
         clock: Callable[[], float],
     ) -> None:
         """Wire the threads without starting them.
 
         Args:
-            config: the server's options.
+            edition: what to serve.
+            reopen: reads the model's folder again for a reload; called on a thread of its own, and may raise ``StartError``.
             make_group: makes the ranks' handle; called once for every life of the engine.
             make_engine: makes the engine on ranks that are ready.
             metrics: told of everything.
             clock: monotonic seconds, the same that ``Generation.deadline_seconds`` is on.
         """
-        self.config = config
+        self.edition = edition
+        """What is served; before the model is loaded, what will be."""
+        self.config = edition.config
+        """The server's options. A reload changes nothing of them but which checkpoint ``model.path`` is."""
         self.facts: ModelFacts | None = None
         """What the ranks said when they were last ready."""
+        self._reopen = reopen
         self._state = State.LOADING
         self._loop = asyncio.get_running_loop()
         self._metrics = metrics
         self._clock = clock
-        self._live: set[Stream] = set()
-        self._all_over = asyncio.Event()
-        self._all_over.set()
+        self._flight = Flight()
         self._listeners: list[Callable[[State], None]] = []
         self._serving = asyncio.Event()
         self._end: asyncio.Future[StartError] = self._loop.create_future()
         self._draining: asyncio.Task[None] | None = None
+        self._reloading: asyncio.Task[None] | None = None
+        self._reload: _Reload | None = None
         self._lag_probe: asyncio.TimerHandle | None = None
         self._bridge = EngineThread(deliver=self._deliver_soon, metrics=metrics, clock=clock)
         self._supervisor = Supervisor(
-            config.supervisor,
+            edition,
             make_group=make_group,
             make_engine=make_engine,
             bridge=self._bridge,
             listener=self,
             metrics=metrics,
-            model=config.model.served_name,
             clock=clock,
         )
 
@@ -103,7 +129,7 @@ class Gateway:
 
     @property
     def num_in_flight(self) -> int:
-        return len(self._live)
+        return len(self._flight)
 
     def on_state_change(self, callback: Callable[[State], None]) -> None:
         """Call ``callback`` with every state entered from now on, on the loop's thread."""
@@ -111,34 +137,53 @@ class Gateway:
 
     # What the RPC layer asks for.
 
-    def start(self, generation: Generation) -> Stream:
+    def start(self, generation: Generation, edition: Edition | None = None) -> Stream:
         """Put a request in the engine's queue.
 
+        Args:
+            generation: the request.
+            edition: what it was made for; ``None`` if it does not matter.
+
         Raises:
-            Loading, EngineDown, Draining: the server takes no requests now.
+            Loading, EngineDown, Draining: the server takes no requests now, or serves another edition by now.
             QueueFull: so many requests wait to be looked at that the queue is full beyond doubt.
 
         The stream's first event may still be ``QueueFull``, ``DuplicateRequest`` or ``InvalidRequest``, from the engine.
         """
-        refusal = self._refusal()
+        refusal = self._unavailable() or self._mismatch(edition) or self._overload()
         if refusal is not None:
             self._metrics.rejected(refusal)
             raise refusal
-        stream = Stream(
-            generation,
-            buffer_events=self.config.rpc.stream_buffer_events,
-            slow_reader_seconds=self.config.rpc.slow_reader_seconds,
-            abort=lambda stream, error: self._bridge.send(Drop(stream, error)),
-            over=self._forget,
-        )
-        self._live.add(stream)
-        self._all_over.clear()
-        self._bridge.send(Add(generation, stream))
-        return stream
+        return self._start(generation)
+
+    @contextlib.contextmanager
+    def call(self, edition: Edition | None = None) -> Iterator[Callable[[Generation], Stream]]:
+        """A call of several requests, in flight as one: a drain waits for it and takes what it starts later.
+
+        Yields:
+            What starts one of its requests, and raises as ``start`` does.
+
+        Raises:
+            Loading, EngineDown, Draining: as for ``start``.
+        """
+        refusal = self._unavailable() or self._mismatch(edition)
+        if refusal is not None:
+            self._metrics.rejected(refusal)
+            raise refusal
+        with self._flight.call() as call:
+
+            def start(generation: Generation) -> Stream:
+                refusal = call.error or self._overload()
+                if refusal is not None:
+                    self._metrics.rejected(refusal)
+                    raise refusal
+                return self._start(generation)
+
+            yield start
 
     async def abort(self, request_id: RequestId) -> bool:
         """End a live request, whoever started it, with ``RequestAborted``. False if there is no such request."""
-        if self._state not in (State.SERVING, State.DRAINING):
+        if self._state not in (State.LOADING, State.SERVING, State.DRAINING) or not self._flight:
             return False
         found: Future[bool] = Future()
         self._bridge.send(Abort(request_id, RequestAborted("the request was aborted by an administrator"), found))
@@ -177,6 +222,25 @@ class Gateway:
             self._draining = asyncio.create_task(self._drain())
         await asyncio.shield(self._draining)
 
+    async def reload(self) -> None:
+        """Read the model's folder again and serve what is in it now: its newest checkpoint, for a folder of several.
+
+        Calls in flight have ``rpc.drain_seconds`` to end; the rest ends with ``Loading``. A folder that cannot be read is found
+        out before anything is given up; a model that the ranks refuse is found out later, and the one before is loaded again.
+
+        Raises:
+            Loading, EngineDown, Draining: there is no model to replace, or the server is going away.
+            ReloadRefused: a reload goes on already, or the folder cannot be served; the edition before it is.
+        """
+        if self._reloading is not None:
+            raise ReloadRefused("the model is being loaded again already; ask when that has ended")
+        unavailable = self._unavailable()
+        if unavailable is not None:
+            raise unavailable
+        self._reloading = asyncio.create_task(self._exchange())
+        self._reloading.add_done_callback(self._reload_ended)
+        await asyncio.shield(self._reloading)
+
     # What the composition root asks for.
 
     def launch(self) -> None:
@@ -207,42 +271,55 @@ class Gateway:
         if self._state is State.STOPPED:
             return
         self._enter(State.STOPPED)
-        self._cut_all(Draining("the server is stopping"))
-        if self._draining is not None:
-            self._draining.cancel()
+        self._flight.cut_all(Draining("the server is stopping"))
+        for task in (self._draining, self._reloading):
+            if task is not None:
+                task.cancel()
         if self._lag_probe is not None:
             self._lag_probe.cancel()
         await asyncio.to_thread(self._supervisor.stop)
 
     # What the supervisor's threads report (a LifeListener).
 
-    def engine_up(self, facts: ModelFacts) -> None:
+    def engine_up(self, edition: Edition, facts: ModelFacts) -> None:
         """The ranks are ready. Any thread."""
-        self._post(self._on_up, facts)
+        self._post(self._on_up, edition, facts)
 
     def engine_down(self, error: EngineDown) -> None:
         """The ranks are lost. Any thread."""
         self._post(self._on_down, error)
 
+    def taken_back(self, error: StartError) -> None:
+        """A reload has failed, and the edition before it is being loaded. Any thread."""
+        self._post(self._on_taken_back, error)
+
     def gave_up(self, error: StartError) -> None:
         """There will be no engine again. Any thread."""
         self._post(self._on_end, error)
 
-    def _on_up(self, facts: ModelFacts) -> None:
-        self.facts = facts
+    def _on_up(self, edition: Edition, facts: ModelFacts) -> None:
+        if self._reload is not None and self._reload.edition is not edition and self._reload.error is None:
+            return  # news from before the exchange
+        self.edition, self.facts = edition, facts
         self._enter(State.SERVING)
         if self._state is State.SERVING:
             self._serving.set()
+        self._settle_reload()
 
     def _on_down(self, error: EngineDown) -> None:
         self._enter(State.DOWN)
-        for stream in tuple(self._live):
-            stream.fail(error)
+        self._flight.fail_all(error)
+
+    def _on_taken_back(self, error: StartError) -> None:
+        assert self._reload is not None
+        self._reload.error = error
 
     def _on_end(self, error: StartError) -> None:
         self._enter(State.DOWN)
-        for stream in tuple(self._live):
-            stream.fail(EngineDown("the engine could not be brought back"))
+        self._flight.fail_all(EngineDown("the engine could not be brought back"))
+        if self._reload is not None:
+            self._reload.error = self._reload.error or error
+            self._settle_reload()
         if not self._end.done():
             self._end.set_result(error)
 
@@ -259,14 +336,28 @@ class Gateway:
         for listener in tuple(self._listeners):
             listener(state)
 
-    def _refusal(self) -> RequestError | None:
-        unavailable = self._unavailable()
-        if unavailable is not None:
-            return unavailable
+    def _start(self, generation: Generation) -> Stream:
+        stream = Stream(
+            generation,
+            buffer_events=self.config.rpc.stream_buffer_events,
+            slow_reader_seconds=self.config.rpc.slow_reader_seconds,
+            abort=lambda stream, error: self._bridge.send(Drop(stream, error)),
+            over=self._flight.remove,
+        )
+        self._flight.add(stream)
+        self._bridge.send(Add(generation, stream))
+        return stream
+
+    def _overload(self) -> QueueFull | None:
         limit = self.config.admission.max_queued_requests
         if self._bridge.backlog >= limit + self.config.scheduler.max_num_seqs:
             return QueueFull(f"{limit} requests are waiting already", reason="requests", retry_after_seconds=1.0)
         return None
+
+    def _mismatch(self, edition: Edition | None) -> Loading | None:
+        if edition is None or edition is self.edition:
+            return None
+        return Loading("the model was loaded again while this call was read; send it again")
 
     def _unavailable(self) -> Unavailable | None:
         match self._state:
@@ -295,30 +386,44 @@ class Gateway:
             if not self._loop.is_closed():
                 raise
 
-    def _forget(self, stream: Stream) -> None:
-        self._live.discard(stream)
-        if not self._live:
-            self._all_over.set()
-
     async def _drain(self) -> None:
-        try:
-            async with asyncio.timeout(self.config.rpc.drain_seconds):
-                await self._all_over.wait()
-        except TimeoutError:
-            _log.warning("drain: %d requests did not end in time", len(self._live))
-            self._cut_all(Draining("the server is stopping and this call did not end in time"))
-            await self._farewell()
+        late = Draining("the server is stopping and this call did not end in time")
+        await self._flight.until_over(at_most_seconds=self.config.rpc.drain_seconds, error=late)
 
-    async def _farewell(self) -> None:
+    async def _exchange(self) -> None:
+        """One reload."""
         try:
-            async with asyncio.timeout(FAREWELL_SECONDS):
-                await self._all_over.wait()
-        except TimeoutError:
-            _log.warning("drain: %d readers have gone silent", len(self._live))
+            edition = await asyncio.to_thread(self._reopen)
+        except StartError as error:
+            raise ReloadRefused(f"{error}; what was served before goes on") from error
+        unavailable = self._unavailable()
+        if unavailable is not None:
+            raise unavailable
+        late = Loading("the model is being loaded again and this call did not end in time")
+        while self._state is State.SERVING:  # also again, if the ranks died meanwhile and are back
+            self._enter(State.LOADING)
+            await self._flight.until_over(at_most_seconds=self.config.rpc.drain_seconds, error=late)
+        if self._end.done() or self._state in (State.DRAINING, State.STOPPED):
+            raise self._unavailable() or Draining("the server is going away")
+        self._reload = _Reload(edition, self._loop.create_future())
+        try:
+            self._supervisor.reload(edition)
+            await self._reload.settled
+            failure = self._reload.error
+        finally:
+            self._reload = None
+        if failure is not None:
+            raise ReloadRefused(f"{failure}; what was served before is served again") from failure
 
-    def _cut_all(self, error: Draining) -> None:
-        for stream in tuple(self._live):
-            stream.cut(error)
+    def _settle_reload(self) -> None:
+        if self._reload is not None and not self._reload.settled.done():
+            self._reload.settled.set_result(None)
+
+    def _reload_ended(self, task: asyncio.Task[None]) -> None:
+        self._reloading = None
+        # Also where whoever asked for it has gone.
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.warning("the model was not loaded again: %s", error)
 
     def _probe_lag(self, due_seconds: float) -> None:
         now = self._loop.time()

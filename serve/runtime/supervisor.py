@@ -8,13 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from serve.config import SupervisorConfig
 from serve.engine.engine import Engine
 from serve.engine.executor import Executor, ExecutorDied, ModelFacts
 from serve.engine.plan import StepPlan, StepResult
-from serve.errors import Draining, EngineDown, RankStartError, StartError
+from serve.errors import Draining, EngineDown, Loading, RankStartError, StartError, Unavailable
 from serve.metrics import Metrics
 from serve.runtime.commands import Wake
+from serve.runtime.edition import Edition
 from serve.runtime.engine_thread import EngineThread
 
 POLL_SECONDS = 0.05
@@ -68,9 +68,13 @@ class RankGroup(Protocol):
 class LifeListener(Protocol):
     """Hears of the engine's life. Called on the supervisor's threads; must not block."""
 
-    def engine_up(self, facts: ModelFacts) -> None: ...
+    def engine_up(self, edition: Edition, facts: ModelFacts) -> None: ...
 
     def engine_down(self, error: EngineDown) -> None: ...
+
+    def taken_back(self, error: StartError) -> None:
+        """The edition of the last ``reload`` cannot be loaded; the one before it is being started again."""
+        ...
 
     def gave_up(self, error: StartError) -> None:
         """The server cannot go on."""
@@ -81,9 +85,12 @@ class LifeListener(Protocol):
 class _Life:
     """One group of ranks and what was found out about it."""
 
+    edition: Edition
     group: RankGroup
     started_seconds: float
     serving: bool = False
+    replaced: bool = False
+    """It ends because another edition is to be served."""
     cause: str | None = None
     """Why it must end; set once, by whoever finds out first."""
 
@@ -99,27 +106,28 @@ class Supervisor:
 
     def __init__(
         self,
-        config: SupervisorConfig,
+        edition: Edition,
         *,
-        make_group: Callable[[], RankGroup],
-        make_engine: Callable[[ModelFacts, Executor], Engine],
+        make_group: Callable[[Edition], RankGroup],
+        make_engine: Callable[[Edition, ModelFacts, Executor], Engine],
         bridge: EngineThread,
         listener: LifeListener,
         metrics: Metrics,
-        model: str,
         clock: Callable[[], float],
     ) -> None:
-        self._config = config
+        self._config = edition.config.supervisor
         self._make_group = make_group
         self._make_engine = make_engine
         self._bridge = bridge
         self._listener = listener
         self._metrics = metrics
-        self._model = model
         self._clock = clock
         self._stop = threading.Event()
-        self._lock = threading.Lock()  # guards _life and every _Life.cause
+        self._lock = threading.Lock()  # guards what follows, and cause and replaced of every _Life
         self._life: _Life | None = None
+        self._edition = edition
+        self._previous: Edition | None = None
+        """What to go back to, from a reload until the new edition serves."""
         self._worker = threading.Thread(target=self._live, name="tessera-engine", daemon=True)
         self._watcher = threading.Thread(target=self._watch, name="tessera-watch", daemon=True)
 
@@ -142,6 +150,21 @@ class Supervisor:
             self._join(self._worker, POLL_SECONDS)
         self._join(self._watcher, None)
 
+    def reload(self, edition: Edition) -> None:
+        """End this life and begin the next one with another edition; returns at once. Any thread.
+
+        The listener hears ``engine_up`` with it, or ``taken_back`` and then ``engine_up`` with the one before. What is still
+        in flight ends with ``Loading``.
+        """
+        with self._lock:
+            self._previous, self._edition = self._edition, edition
+            life = self._life
+            if life is not None:
+                life.replaced = True
+        if life is not None and not life.serving:
+            self._close(life)
+        self._bridge.send(Wake())
+
     # The thread that lives the lives.
 
     def _live(self) -> None:
@@ -152,6 +175,9 @@ class Supervisor:
             served = served or life.serving
             if self._stop.is_set():
                 break
+            if life.replaced or self._take_back(life, error):
+                failures = 0
+                continue
             if not served:
                 self._listener.gave_up(error)
                 break
@@ -170,25 +196,35 @@ class Supervisor:
         with self._lock:
             if self._stop.is_set():
                 return None
-            self._life = _Life(self._make_group(), self._clock())
+            self._life = _Life(self._edition, self._make_group(self._edition), self._clock())
             return self._life
+
+    def _take_back(self, life: _Life, error: StartError) -> bool:
+        """Whether this life was a reload's and never served; the edition before it is then due again."""
+        with self._lock:
+            if life.serving or self._previous is None or life.edition is not self._edition:
+                return False
+            self._edition, self._previous = self._previous, None
+        _log.error("the reload failed, going back to the model before it: %s", error)
+        self._listener.taken_back(error)
+        return True
 
     def _live_once(self, life: _Life) -> tuple[StartError, bool]:
         """Start the ranks, serve, and clear up. Returns why it ended and whether a step succeeded."""
         engine: Engine | None = None
         error: StartError = RankStartError("the engine stopped")
-        _log.info("loading the model: %s", self._model)
+        _log.info("loading the model: %s", life.edition.config.model.served_name)
         try:
             facts = life.group.start()
-            engine = self._make_engine(facts, life.group)
+            engine = self._make_engine(life.edition, facts, life.group)
             self._announce(life, engine, facts)
-            self._bridge.run(engine, should_leave=lambda: self._stop.is_set() or life.cause is not None)
+            self._bridge.run(engine, should_leave=lambda: self._stop.is_set() or life.cause is not None or life.replaced)
         except StartError as start_error:
             error = start_error
         except ExecutorDied as death:
             self._condemn(life, str(death) or "the ranks died")
         except Exception as defect:
-            if not self._stop.is_set() and life.cause is None:
+            if not self._stop.is_set() and life.cause is None and not life.replaced:
                 _log.exception("the engine broke")
             self._condemn(life, f"{type(defect).__name__} in the engine")
         if life.cause is not None:
@@ -198,20 +234,29 @@ class Supervisor:
         return error, did_work
 
     def _announce(self, life: _Life, engine: Engine, facts: ModelFacts) -> None:
-        self._metrics.engine_started(engine.stats(), facts, model=self._model)
+        with self._lock:
+            if life.replaced:
+                return
+            life.serving = True
+            self._previous = None
+        self._metrics.engine_started(engine.stats(), facts, model=life.edition.config.model.served_name)
         self._metrics.heartbeat_ages(life.group.heartbeat_ages())
-        life.serving = True
         _log.info(
             "engine up: family=%s dtype=%s device=%s kv_blocks=%d loaded in %.1f s",
             facts.family, facts.dtype, facts.device, facts.num_blocks, self._clock() - life.started_seconds,
         )  # fmt: skip
-        self._listener.engine_up(facts)
+        self._listener.engine_up(life.edition, facts)
 
     def _end(self, life: _Life, engine: Engine | None) -> None:
         """Tell the clients first, then kill what is left of the ranks: the killing may take a moment."""
         self._metrics.engine_stopped()
-        self._bridge.fail(engine, Draining("the server is stopping") if self._stop.is_set() else _engine_down())
+        self._bridge.fail(engine, self._farewell(life))
         self._close(life)
+
+    def _farewell(self, life: _Life) -> Unavailable:
+        if self._stop.is_set():
+            return Draining("the server is stopping")
+        return Loading("the model is being loaded again") if life.replaced else _engine_down()
 
     @staticmethod
     def _close(life: _Life) -> None:
@@ -226,6 +271,8 @@ class Supervisor:
             if life.cause is not None or self._stop.is_set():
                 return
             life.cause = cause
+            if life.replaced:  # its end is no news
+                return
         _log.error("engine down: %s", cause)
         self._listener.engine_down(_engine_down())
 

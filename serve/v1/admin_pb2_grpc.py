@@ -82,7 +82,9 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Reload(self, request, context):
-        """Load the model's folder again. FAILED_PRECONDITION where the server cannot do that without a restart.
+        """Serve what the model's folder holds by now: the newest checkpoint, where it is a run's. Health is NOT_SERVING and new
+        requests end with UNAVAILABLE until it is loaded; those in flight have the server's drain time to end. Answers when the
+        new model serves. FAILED_PRECONDITION, with the reason, when it cannot be served: the one before is then served again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

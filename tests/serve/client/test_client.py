@@ -155,6 +155,10 @@ async def test_the_other_services_are_there() -> None:
             with pytest.raises(TesseraError) as caught:
                 client.abort("nobody")
             assert caught.value.code == "NOT_FOUND"
+            client.reload()
+            assert len(server.lives) == 2
+            client.drain()
+            assert client.load().state == "draining"
 
         await blocking(server, work)
 
@@ -289,6 +293,10 @@ async def test_the_asyncio_client_does_the_same() -> None:
             await client.abort("nobody")
         with pytest.raises(TesseraError, match="INVALID_ARGUMENT"):
             await client.generate("")
+        await client.reload()
+        assert len(server.lives) == 2
+        await client.drain()
+        assert (await client.load()).state == "draining"
 
 
 async def test_an_abandoned_asyncio_stream_cancels_its_request() -> None:

@@ -21,6 +21,7 @@ from serve.engine.plan import StepPlan, StepResult
 from serve.engine.stats import EngineStats
 from serve.metrics import Metrics
 from serve.rpc.server import RpcServer
+from serve.runtime.edition import Edition
 from serve.runtime.gateway import Gateway, State
 from serve.text.detokenizer import open_text
 from serve.text.tokenizer import Tokenizer, load_tokenizer
@@ -157,6 +158,7 @@ async def serving(
     fault_token: int | None = None,
     prepare: Callable[[FakeRanks], None] = lambda ranks: None,
     wait: bool = True,
+    reopen: Callable[[Edition], Edition] = lambda edition: Edition(edition.config, edition.tokenizer),
     **sections: dict[str, Any],
 ) -> AsyncIterator[RunningServer]:
     """Start a server on a free port, and stop it at the end.
@@ -167,6 +169,7 @@ async def serving(
         fault_token: a prompt with this id breaks inside the engine.
         prepare: called with the ranks of each life before they start.
         wait: whether to wait until the model is loaded.
+        reopen: what a reload finds, given the first edition.
         sections: options by section.
     """
     chosen: Tokenizer | None = tokenizer() if isinstance(text, str) else text
@@ -176,12 +179,12 @@ async def serving(
     metrics = Metrics(version="0", num_ranks=1)
     lives: list[FakeRanks] = []
 
-    def make_group() -> FakeRanks:
+    def make_group(edition: Edition) -> FakeRanks:
         lives.append(FakeRanks(facts, FakeExecutor(facts, fault_token=fault_token)))
         prepare(lives[-1])
         return lives[-1]
 
-    def make_engine(found: ModelFacts, executor: Executor) -> Engine:
+    def make_engine(edition: Edition, found: ModelFacts, executor: Executor) -> Engine:
         limits = EngineLimits(
             max_num_seqs=config.scheduler.max_num_seqs,
             max_step_tokens=config.scheduler.max_step_tokens,
@@ -189,10 +192,20 @@ async def serving(
             max_queued_tokens=config.admission.max_queued_tokens,
             prefix_caching=True,
         )
-        return Engine(facts=found, limits=limits, executor=executor, open_text=open_text(chosen), clock=time.monotonic)
+        return Engine(
+            facts=found, limits=limits, executor=executor, open_text=open_text(edition.tokenizer), clock=time.monotonic
+        )
 
-    gateway = Gateway(config=config, make_group=make_group, make_engine=make_engine, metrics=metrics, clock=time.monotonic)
-    server = RpcServer(gateway, metrics, chosen, config)
+    edition = Edition(config, chosen)
+    gateway = Gateway(
+        edition=edition,
+        reopen=lambda: reopen(edition),
+        make_group=make_group,
+        make_engine=make_engine,
+        metrics=metrics,
+        clock=time.monotonic,
+    )
+    server = RpcServer(gateway, metrics, config)
     address = await server.start()
     gateway.launch()
     # Channels to one address share a connection unless told otherwise, also across tests.

@@ -11,6 +11,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from serve.rpc.status import DETAILS_KEY
 from serve.runtime.gateway import State
+from serve.v1 import inference_pb2
 from tests.serve.fake_executor import expected_tokens
 from tests.serve.rpc.running import request, serving, state_is
 
@@ -159,12 +160,25 @@ async def test_draining_refuses_new_calls_and_lets_the_others_finish() -> None:
         await draining
 
 
+async def test_a_scoring_call_under_way_is_drained_whole() -> None:
+    async with serving() as server:
+        server.ranks.go.clear()
+        items = [{"token_ids": {"ids": [5, 6, n]}} for n in range(40)]
+        call = asyncio.ensure_future(server.inference.Score(inference_pb2.ScoreRequest(items=items)))
+        await server.until(lambda: server.gateway.num_in_flight == 16)
+        draining = asyncio.ensure_future(server.gateway.drain())
+        await server.until(state_is(server, State.DRAINING))
+        server.ranks.go.set()
+        assert len((await call).results) == 40, "also the items that no step had begun"
+        await draining
+
+
 async def test_a_bug_is_internal_and_tells_the_client_nothing_of_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with serving() as server:
 
-        def broken(generation: object) -> None:
+        def broken(generation: object, edition: object) -> None:
             raise ZeroDivisionError("a secret path")
 
         monkeypatch.setattr(server.gateway, "start", broken)

@@ -16,7 +16,7 @@ from tests.serve.rpc.running import config_of, request, serving
 
 async def start_another(running: object, **rpc: object) -> RpcServer:
     """A second server on the first one's gateway."""
-    server = RpcServer(running.gateway, running.metrics, None, config_of(rpc=rpc))  # type: ignore[attr-defined]
+    server = RpcServer(running.gateway, running.metrics, config_of(rpc=rpc))  # type: ignore[attr-defined]
     await server.start()
     return server
 

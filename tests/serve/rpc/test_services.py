@@ -10,9 +10,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
+from serve.errors import ConfigError
+from serve.runtime.edition import Edition
 from serve.runtime.gateway import State
 from serve.v1 import admin_pb2, models_pb2, tokenizer_pb2, types_pb2
-from tests.serve.rpc.running import EOS, request, serving, state_is, tokenizer
+from tests.serve.rpc.running import EOS, FakeRanks, request, serving, state_is, tokenizer
 from tests.serve.rpc.test_validation import violations
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -138,11 +140,38 @@ async def test_drain_waits_and_then_nothing_new_is_taken() -> None:
         assert len((await call).completions[0].token_ids) == 20
 
 
-async def test_reload_says_that_it_cannot() -> None:
-    async with serving() as server:
+async def test_reload_serves_what_the_folder_holds_by_now() -> None:
+    other = tokenizer(chat=False)
+    lives: list[FakeRanks] = []
+
+    def prepare(ranks: FakeRanks) -> None:
+        if lives:
+            ranks.loaded.clear()
+        lives.append(ranks)
+
+    async with serving(prepare=prepare, reopen=lambda edition: Edition(edition.config, other)) as server:
+        assert (await server.models.GetModel(models_pb2.GetModelRequest())).has_chat_template
+        reload = asyncio.ensure_future(server.admin.Reload(admin_pb2.ReloadRequest()))
+        await server.until(lambda: len(lives) == 2)
+        assert await check(server.channel) == NOT_SERVING
+        assert not reload.done()
+        lives[-1].loaded.set()
+        await reload
+        assert await check(server.channel) == SERVING
+        assert not (await server.models.GetModel(models_pb2.GetModelRequest())).has_chat_template
+        assert len((await server.inference.Generate(request())).completions[0].token_ids) == 4
+
+
+async def test_a_reload_that_cannot_be_says_why_and_harms_nobody() -> None:
+    def reopen(edition: Edition) -> Edition:
+        raise ConfigError("model.path: tensor w is missing")
+
+    async with serving(reopen=reopen) as server:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await server.admin.Reload(admin_pb2.ReloadRequest())
         assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert "tensor w is missing" in caught.value.details()
+        assert await check(server.channel) == SERVING
 
 
 async def check(channel: Any, service: str = "") -> int:

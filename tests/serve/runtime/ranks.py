@@ -16,6 +16,7 @@ from serve.engine.executor import Executor, ExecutorDied, ModelFacts
 from serve.engine.plan import Sampled, StepPlan, StepResult
 from serve.engine.text import TextDelta
 from serve.metrics import Metrics
+from serve.runtime.edition import Edition
 from serve.runtime.gateway import Gateway, State
 from serve.runtime.stream import Stream, StreamEvent
 from serve.types import (
@@ -240,13 +241,18 @@ def options(**sections: dict[str, Any]) -> ServerConfig:
 
 @contextlib.asynccontextmanager
 async def bench(
-    prepare: Callable[[FakeRanks, int], None] = lambda ranks, life: None, *, wait: bool = True, **sections: dict[str, Any]
+    prepare: Callable[[FakeRanks, int], None] = lambda ranks, life: None,
+    *,
+    wait: bool = True,
+    reopen: Callable[[Edition], Edition] = lambda edition: Edition(edition.config, edition.tokenizer),
+    **sections: dict[str, Any],
 ) -> AsyncIterator[Bench]:
     """A gateway that has been launched, and is stopped at the end.
 
     Args:
         prepare: called with the ranks of each life, and its number from 0, before they start.
         wait: whether to wait until the first life serves.
+        reopen: what a reload finds, given the first edition.
         sections: options by section.
     """
     config = options(**sections)
@@ -254,13 +260,13 @@ async def bench(
     groups: list[FakeRanks] = []
     clock = Clock()
 
-    def make_group() -> FakeRanks:
+    def make_group(edition: Edition) -> FakeRanks:
         ranks = FakeRanks(config.model.tensor_parallel_size)
         prepare(ranks, len(groups))
         groups.append(ranks)
         return ranks
 
-    def make_engine(facts: ModelFacts, executor: Executor) -> Engine:
+    def make_engine(edition: Edition, facts: ModelFacts, executor: Executor) -> Engine:
         limits = EngineLimits(
             max_num_seqs=config.scheduler.max_num_seqs,
             max_step_tokens=config.scheduler.max_step_tokens,
@@ -270,7 +276,15 @@ async def bench(
         )
         return Engine(facts=facts, limits=limits, executor=executor, open_text=lambda *_: IdText(), clock=clock)
 
-    gateway = Gateway(config=config, make_group=make_group, make_engine=make_engine, metrics=metrics, clock=clock)
+    edition = Edition(config, None)
+    gateway = Gateway(
+        edition=edition,
+        reopen=lambda: reopen(edition),
+        make_group=make_group,
+        make_engine=make_engine,
+        metrics=metrics,
+        clock=clock,
+    )
     made = Bench(gateway, metrics, groups, clock)
     gateway.on_state_change(made.states.append)
     gateway.launch()

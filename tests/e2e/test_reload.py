@@ -1,0 +1,98 @@
+"""A run writes its next checkpoint; the server is told to serve it, and goes on."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+from checkpoint import CheckpointWriter
+from serve.v1 import admin_pb2, inference_pb2, models_pb2, tokenizer_pb2
+from tests.support import reference
+from tests.support.models import save
+from tests.support.server import Server, serving
+
+PROMPT = (5, 6, 7, 8)
+
+
+def put_step(root: Path, step: int, family: str, source: Path, **config: int) -> Path:
+    """A small model of this family as the run's checkpoint of this step; ``config`` overrides what its file says."""
+    save(family, source)
+    said = json.loads((source / "config.json").read_text()) | config
+    tokenizer = [path for path in source.iterdir() if path.name.startswith("tokenizer")]
+    with CheckpointWriter(root, step=step, config=said, tokenizer_files=tokenizer) as writer:
+        for name, tensor in load_file(source / "model.safetensors").items():
+            writer.add(name, tensor)
+    return root / f"step-{step:08d}"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    put_step(tmp_path / "run", 1, "gpt_neox", tmp_path / "first")
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def server(root: Path) -> Iterator[Server]:
+    with serving(root, "--tensor-parallel-size", "2") as running:
+        yield running
+
+
+def ask(tokens: int) -> inference_pb2.GenerateRequest:
+    request = inference_pb2.GenerateRequest()
+    request.token_ids.ids.extend(PROMPT)
+    request.stopping.max_new_tokens = tokens
+    request.stopping.ignore_eos = True
+    return request
+
+
+def test_the_next_checkpoint_is_served_by_the_same_server(server: Server, root: Path, tmp_path: Path) -> None:
+    old = reference.greedy(reference.load(root / "step-00000001"), PROMPT, 400)
+    calls: list[list[int]] = []
+    began = threading.Event()
+
+    def stream() -> None:
+        ids: list[int] = []
+        for event in server.inference.GenerateStream(ask(400), timeout=120):
+            ids.extend(event.delta.token_ids)
+            began.set()
+        calls.append(ids)
+
+    under_way = threading.Thread(target=stream)
+    new = put_step(root, 2, "gpt2", tmp_path / "second")
+    under_way.start()
+    assert began.wait(60)
+    ranks = server.rank_pids()
+    server.admin.Reload(admin_pb2.ReloadRequest(), timeout=120)
+    under_way.join()
+    assert calls == [old], "a call in flight ends as it began"
+
+    model = server.models.GetModel(models_pb2.GetModelRequest(), timeout=30)
+    assert (model.family, model.checkpoint_step, model.name) == ("gpt2", 2, "run")
+    answer = server.inference.Generate(ask(64), timeout=60).completions[0]
+    assert list(answer.token_ids) == reference.greedy(reference.load(new), PROMPT, 64)
+    assert server.tokenizer.Tokenize(tokenizer_pb2.TokenizeRequest(text="def"), timeout=30).token_ids
+    assert not any(psutil.pid_exists(pid) for pid in ranks)
+    assert len(server.rank_pids()) == 2
+    metrics = server.metrics()
+    assert metrics["tessera_engine_up"] == 1
+    assert metrics["tessera_engine_restarts_total"] == 0
+
+
+def test_a_checkpoint_that_cannot_be_served_leaves_the_one_before(server: Server, root: Path, tmp_path: Path) -> None:
+    put_step(root, 2, "gpt_neox", tmp_path / "second", intermediate_size=170)
+    with pytest.raises(grpc.RpcError) as caught:
+        server.admin.Reload(admin_pb2.ReloadRequest(), timeout=120)
+    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert "dense_h_to_4h" in caught.value.details()
+    assert "what was served before is served again" in caught.value.details()
+    assert server.health() == "SERVING"
+    answer = server.inference.Generate(ask(32), timeout=60).completions[0]
+    assert list(answer.token_ids) == reference.greedy(reference.load(root / "step-00000001"), PROMPT, 32)
+    assert server.models.GetModel(models_pb2.GetModelRequest(), timeout=30).checkpoint_step == 1

@@ -1,0 +1,155 @@
+"""Serving what the model's folder holds by now, and going on with what was served where that cannot be."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from serve.errors import ConfigError, Draining, Loading, RankStartError, ReloadRefused
+from serve.runtime import flight, supervisor
+from serve.runtime.edition import Edition
+from serve.runtime.gateway import State
+from tests.serve.runtime.ranks import FakeRanks, bench, expected_ids, ids_of, options, read, request
+
+AGAIN = Edition(options(model={"path": "/models/newer", "name": "fake"}), None)
+
+
+async def test_a_reload_lets_calls_end_and_brings_the_new_model_up() -> None:
+    async with bench(reopen=lambda _: AGAIN) as b:
+        first = b.gateway.edition
+        b.ranks.open.clear()
+        stream = b.gateway.start(request())
+        reloading = asyncio.create_task(b.gateway.reload())
+        await b.until_state(State.LOADING)
+        with pytest.raises(Loading):
+            b.gateway.start(request("late"))
+        with pytest.raises(ReloadRefused, match="already"):
+            await b.gateway.reload()
+        assert len(b.groups) == 1
+        b.ranks.open.set()
+        events, error = await read(stream)
+        assert error is None
+        assert ids_of(events) == expected_ids((5, 6, 7), 4)
+        await reloading
+        assert b.states == [State.SERVING, State.LOADING, State.SERVING]
+        assert [ranks.num_closes > 0 for ranks in b.groups] == [True, False]
+        assert b.gateway.edition is AGAIN
+        with pytest.raises(Loading, match="send it again"):
+            b.gateway.start(request("made for the one before"), first)
+        assert (await read(b.gateway.start(request("after"), AGAIN)))[1] is None
+        assert b.value("engine_restarts_total") == 0, "nothing has failed"
+        await b.gateway.reload()  # and again
+        assert len(b.groups) == 3
+
+
+async def test_calls_that_do_not_end_in_time_are_cut() -> None:
+    async with bench(rpc={"drain_seconds": 0.02}) as b:
+        b.ranks.step_seconds = 0.002
+        stream = b.gateway.start(request(tokens=9_000))
+        await anext(stream)
+        reading = asyncio.create_task(read(stream))
+        await b.gateway.reload()
+        assert isinstance((await reading)[1], Loading)
+        assert (await read(b.gateway.start(request())))[1] is None
+
+
+async def test_a_folder_that_cannot_be_read_changes_nothing() -> None:
+    def reopen(edition: Edition) -> Edition:
+        raise ConfigError("model.path: config.json is missing")
+
+    async with bench(reopen=reopen) as b:
+        stream = b.gateway.start(request(tokens=300))
+        with pytest.raises(ReloadRefused, match=r"config\.json is missing; what was served before goes on"):
+            await b.gateway.reload()
+        assert ids_of((await read(stream))[0]) == expected_ids((5, 6, 7), 300)
+        assert b.states == [State.SERVING]
+        assert len(b.groups) == 1
+
+
+@pytest.mark.parametrize("error", [ConfigError("w: has the wrong shape"), RankStartError("rank 1 ran out of memory")])
+async def test_a_model_that_the_ranks_refuse_is_taken_back(error: ConfigError | RankStartError) -> None:
+    def prepare(ranks: FakeRanks, life: int) -> None:
+        ranks.start_error = error if life == 1 else None
+
+    async with bench(prepare, reopen=lambda _: AGAIN) as b:
+        first = b.gateway.edition
+        with pytest.raises(ReloadRefused, match=f"{error}; what was served before is served again"):
+            await b.gateway.reload()
+        assert b.gateway.state is State.SERVING, "an operator who is told so finds it so"
+        assert b.gateway.edition is first
+        assert len(b.groups) == 3
+        assert (await read(b.gateway.start(request(), first)))[1] is None
+
+
+async def test_ranks_that_die_while_calls_end_do_not_keep_the_new_model_away() -> None:
+    async with bench(reopen=lambda _: AGAIN) as b:
+        b.ranks.open.clear()
+        stream = b.gateway.start(request())
+        reloading = asyncio.create_task(b.gateway.reload())
+        await b.until_state(State.LOADING)
+        b.ranks.kill()
+        await read(stream)
+        await reloading
+        assert b.gateway.edition is AGAIN
+        assert (await read(b.gateway.start(request(), AGAIN)))[1] is None
+
+
+async def test_a_new_model_whose_ranks_die_later_is_brought_back_as_itself() -> None:
+    async with bench(reopen=lambda _: AGAIN) as b:
+        await b.gateway.reload()
+        b.ranks.kill()
+        await b.until_life(2)
+        assert b.gateway.edition is AGAIN
+
+
+async def test_a_server_that_is_told_to_go_while_it_loads_again_goes() -> None:
+    def prepare(ranks: FakeRanks, life: int) -> None:
+        if life == 1:
+            ranks.ready.clear()
+
+    async with bench(prepare) as b:
+        reloading = asyncio.create_task(b.gateway.reload())
+        await b.until(lambda: len(b.groups) == 2)
+        await b.gateway.drain()
+        assert b.gateway.state is State.DRAINING
+        await b.gateway.stop()
+        await asyncio.wait([reloading])
+        assert b.ranks.num_closes > 0
+        with pytest.raises(Draining):
+            await b.gateway.reload()
+
+
+async def test_a_model_before_that_cannot_come_back_either_is_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "FIRST_BACKOFF_SECONDS", 0.0)
+
+    def prepare(ranks: FakeRanks, life: int) -> None:
+        ranks.start_error = RankStartError("no memory") if life else None
+
+    async with bench(prepare, supervisor={"max_restarts_in_a_row": 2}) as b:
+        with pytest.raises(ReloadRefused, match="no memory"):
+            await b.gateway.reload()
+        assert isinstance(await b.gateway.until_given_up(), RankStartError)
+        assert b.gateway.state is State.DOWN
+
+
+async def test_a_call_of_several_requests_is_waited_for_as_one() -> None:
+    async with bench() as b:
+        with b.gateway.call() as start:
+            assert (await read(start(request("first"))))[1] is None
+            draining = asyncio.create_task(b.gateway.drain())
+            await b.until_state(State.DRAINING)
+            with pytest.raises(Draining), b.gateway.call():
+                pass
+            assert ids_of((await read(start(request("second"))))[0]) == expected_ids((5, 6, 7), 4)
+            assert not draining.done()
+        await draining
+
+
+async def test_a_call_that_is_late_may_start_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flight, "FAREWELL_SECONDS", 0.0)
+    async with bench(rpc={"drain_seconds": 0.0}) as b:
+        with b.gateway.call() as start:
+            await b.gateway.drain()
+            with pytest.raises(Draining, match="did not end in time"):
+                start(request("late"))
