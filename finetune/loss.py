@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 
 IGNORED: Final = -100
 """Target of a position that does not count."""
-_CHUNK_BYTES: Final = {"cpu": 32 << 20, "cuda": 256 << 20}
-"""A GPU wants larger products: each chunk also reads and writes the weight's gradient."""
+_CHUNK_BYTES: Final = {"cpu": (16 << 20, 32 << 20), "cuda": (128 << 20, 256 << 20)}
+"""Fewest and most. Each chunk also reads and writes the weight's gradient, so small ones cost time; a GPU wants larger ones."""
 _FEWEST_ROWS: Final = 16
 _SCALED_LOGITS: Final = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 """Keys of configurations whose models change their logits after the output layer."""
@@ -37,7 +37,7 @@ class HeadLoss:
     """Makes a model's output layer return the summed loss while ``of`` holds targets, and logits otherwise.
 
     Args:
-        rows: target rows whose logits exist at once; ``None`` chooses (about 32 MiB, a sixteenth of all at most).
+        rows: target rows whose logits exist at once; ``None`` chooses, see ``chunk_rows``.
     """
 
     def __init__(self, model: PreTrainedModel, rows: int | None = None) -> None:
@@ -83,8 +83,9 @@ def linear_cross_entropy(
 
 
 def chunk_rows(num_targets: int, vocab_size: int, device: str = "cpu") -> int:
-    """Rows of fp32 logits at once: about 32 MiB (256 on a GPU), at most a sixteenth of all, at least 16."""
-    return max(_FEWEST_ROWS, min(_CHUNK_BYTES.get(device, 32 << 20) // (4 * vocab_size), -(-num_targets // 16)))
+    """Rows of fp32 logits at once: a sixteenth of all, within 16 to 32 MiB (128 to 256 on a GPU), at least 16."""
+    fewest, most = (size // (4 * vocab_size) for size in _CHUNK_BYTES.get(device, _CHUNK_BYTES["cpu"]))
+    return max(_FEWEST_ROWS, min(most, max(fewest, -(-num_targets // 16))))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -105,10 +106,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         rows = rows or chunk_rows(len(targets_T), len(weight_VH), weight_VH.device.type)
         wanted = [with_gradients and needed for needed in ctx.needs_input_grad[:3]]
         gradients = _Gradients(hidden_TH, weight_VH, bias_V, *wanted)
+        # One buffer for all chunks: made anew for each, blocks of this size leave holes in the allocator's heap.
+        logits_RV = weight_VH.new_empty(min(rows, len(targets_T)), len(weight_VH))
         loss = torch.zeros((), dtype=torch.float64, device=hidden_NH.device)
         for begin in range(0, len(targets_T), rows):
             part = slice(begin, begin + rows)
-            loss += _chunk(hidden_TH[part], weight_VH, bias_V, targets_T[part], gradients, part)
+            loss += _chunk(hidden_TH[part], weight_VH, bias_V, targets_T[part], logits_RV, gradients, part)
         ctx.gradients = gradients
         ctx.index_T, ctx.num_rows = (None if everything else index_T), len(hidden_NH)
         return loss.float()
@@ -145,10 +148,19 @@ class _Gradients:
 
 
 def _chunk(
-    hidden_RH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_R: Tensor, gradients: _Gradients, part: slice
+    hidden_RH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    targets_R: Tensor,
+    buffer_RV: Tensor,
+    gradients: _Gradients,
+    part: slice,
 ) -> Tensor:
-    """The summed loss of some rows, fp64; their share is added to the gradients."""
-    logits_RV = nn.functional.linear(hidden_RH, weight_VH, bias_V).float()
+    """The summed loss of some rows, fp64; their share is added to the gradients. ``buffer_RV`` is overwritten."""
+    typed_RV = torch.mm(hidden_RH, weight_VH.t(), out=buffer_RV[: len(hidden_RH)])
+    if bias_V is not None:
+        typed_RV += bias_V
+    logits_RV = typed_RV.float()  # the same memory, if that is its type
     largest_R1 = logits_RV.amax(dim=1, keepdim=True)
     target_R1 = logits_RV.gather(1, targets_R[:, None])
     logits_RV.sub_(largest_R1).exp_()
@@ -159,7 +171,8 @@ def _chunk(
         logits_RV.div_(sum_R1).scatter_add_(1, targets_R[:, None], torch.full_like(target_R1, -1.0))
         if gradients.bias_V is not None:
             gradients.bias_V += logits_RV.sum(dim=0)
-        typed_RV = logits_RV.to(weight_VH.dtype)
+        if typed_RV is not logits_RV:
+            typed_RV.copy_(logits_RV)
         if gradients.hidden_TH is not None:
             torch.mm(typed_RV, weight_VH, out=gradients.hidden_TH[part])
         if gradients.weight_VH is not None:

@@ -194,7 +194,7 @@ def _loss_as_trained(model: PreTrainedModel, config: TuneConfig) -> Iterator[boo
     head: Any = model.get_output_embeddings()
     count = config.batch.micro * config.data.seq_len
     head.forward = lambda hidden: _ChunkedLoss.apply(
-        hidden.flatten(0, -2), head.weight, rows or chunk_rows(count, len(head.weight), "cpu")
+        hidden.flatten(0, -2), head.weight, min(count, rows or chunk_rows(count, len(head.weight)))
     )
     yield True
 

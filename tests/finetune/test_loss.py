@@ -101,10 +101,16 @@ class _LargestTensor(TorchDispatchMode):
 
 
 def test_logits_are_never_whole() -> None:
-    p = problem(rows=512, vocab=1000, hidden=8)
-    with _LargestTensor(1000) as seen:
+    p = problem(rows=2048, vocab=20_000, hidden=8)
+    count = int((p["targets"] != -100).sum())
+    with _LargestTensor(20_000) as seen:
         linear_cross_entropy(p["hidden"], p["weight"], None, p["targets"]).backward()
-    assert 0 < seen.rows == chunk_rows(508, 1000) <= 512 // 8
+    assert 0 < seen.rows == chunk_rows(count, 20_000) <= 2048 // 8
+
+
+@pytest.mark.parametrize(("targets", "rows"), [(100, 83), (2048, 128), (16_000, 166)])
+def test_chunks_are_a_sixteenth_within_bounds(targets: int, rows: int) -> None:
+    assert chunk_rows(targets, 50_304) == rows
 
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 97}
