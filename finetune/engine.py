@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import json
+import math
 import os
 import sys
 import time
@@ -27,6 +28,7 @@ from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder, PinMemoryBu
 from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.utils import (
     safe_get_full_fp32_param,
+    safe_get_full_grad,
     safe_get_full_optimizer_state,
     safe_set_full_fp32_param,
     safe_set_full_optimizer_state,
@@ -40,10 +42,12 @@ from transformers.integrations import HfDeepSpeedConfig
 from finetune.adapters import add_adapters, as_peft_names_them, base_of
 from finetune.config import TuneConfig, to_deepspeed
 from finetune.data.batches import Microbatch
+from finetune.diagnosis import BadOutput, first_bad_output, gradient_in_words, is_finite, output_in_words
 from finetune.isolation import forward_inputs
 from finetune.lifetime import die_with_parent
 from finetune.lion import Lion
 from finetune.loss import HeadLoss, token_losses
+from finetune.loss_scale import LossScale
 from finetune.model import build_empty, decay_groups, meta_shapes
 from finetune.nvme import CANDIDATES, PROBE_BYTES, Disk, disk_settings
 from finetune.recompute import recompute_blocks
@@ -106,9 +110,11 @@ class ZeroEngine:
         self.device = device
         self._stage = config.zero.stage
         self._accumulation = config.accumulation
-        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
+        self.loss_scale = LossScale() if precision == "fp16" else None
         settings = None if disk is None else disk_settings(config, disk, meta_shapes(hf_config), dtype.itemsize)
-        ds = to_deepspeed(config, device=device.type, precision=precision, cpu_adam=cpu_adam, disk=settings)
+        elements = sum(map(math.prod, meta_shapes(hf_config).values())) if config.offload.ratio < 1.0 else None
+        ds = to_deepspeed(config, device=device.type, precision=precision, cpu_adam=cpu_adam, disk=settings, elements=elements)
         partitioned = deepspeed.zero.Init(config_dict_or_path=ds) if self._stage == 3 else nullcontext()
         base = build_empty(hf_config, dtype, partitioned)
         fill(base, self.gather)
@@ -128,6 +134,12 @@ class ZeroEngine:
         self._engine, *_ = deepspeed.initialize(model=self.model, optimizer=optimizer, config=ds, dist_init_required=False)
         self._zero = self._engine.optimizer
         self._inner = self._zero.optimizer
+        self._updaters = [self._inner]
+        if config.offload.ratio < 1.0:
+            # DeepSpeed updates what stays on the device with an optimizer of its own, which neither follows the schedule nor
+            # is saved. With one state and one guard for both, it is.
+            self._zero.backup_optimizer.state = self._inner.state
+            self._updaters.append(self._zero.backup_optimizer)
         self._moments = MOMENTS[config.optimizer.name]
         self._offloaded = config.offload.optimizer != "none"
         self._on_disk = config.offload.optimizer == "nvme"
@@ -146,11 +158,16 @@ class ZeroEngine:
 
     # -- training
 
-    def train_step(self, batches: Sequence[Microbatch], rate: float, *, stop: bool = False) -> StepOutcome:
+    def train_step(
+        self, batches: Sequence[Microbatch], rate: float, *, stop: bool = False, diagnose: bool = False
+    ) -> StepOutcome:
         """One optimizer step over this rank's micro-batches, normalised by the target tokens of all ranks together."""
         assert len(batches) == self._accumulation, "a step takes exactly the configured number of micro-batches"
-        for group in self._zero.param_groups:
-            group["lr"] = rate
+        for updater in self._updaters:
+            for group in updater.param_groups:
+                group["lr"] = rate
+        if self.loss_scale is not None:
+            self._zero.override_loss_scale(self.loss_scale.value)
         self._engine.train()
         num_targets = int(self._sum(float(sum(batch.num_targets for batch in batches)))[0])
         loss_sum = torch.zeros((), dtype=torch.float64)
@@ -161,18 +178,25 @@ class ZeroEngine:
             self._engine.backward(loss * (self._accumulation * self.world_size / max(1, num_targets)))
             if number < len(batches) - 1:
                 self._engine.step()
-        return self._finish_step(float(loss_sum), num_targets, stop)
+        return self._finish_step(batches, float(loss_sum), num_targets, stop, diagnose)
 
-    def _finish_step(self, loss_sum: float, num_targets: int, stop: bool) -> StepOutcome:
+    def _finish_step(
+        self, batches: Sequence[Microbatch], loss_sum: float, num_targets: int, stop: bool, diagnose: bool
+    ) -> StepOutcome:
         bad_loss = not torch.tensor(loss_sum).isfinite().item()
         bad_gradient = not self._gradients_finite()
         loss_total, losses, gradients, stops = self._sum(loss_sum, float(bad_loss), float(bad_gradient), float(stop))
         skipped = "loss" if losses else "gradient" if gradients else None
+        diagnosis = self._diagnose(batches, skipped) if skipped is not None and diagnose else None
+        if skipped == "gradient" and self.loss_scale is not None and self.loss_scale.can_fall:
+            skipped = "scale"
+        if self.loss_scale is not None and skipped != "loss":
+            self.loss_scale.stepped(overflowed=skipped is not None)
         self._skip_update = skipped is not None
         self._forget_adam_history()
         self._engine.step()
         norm = float("nan") if skipped else float(self._engine.get_global_grad_norm() or 0.0)
-        return StepOutcome(loss_total / max(1, num_targets), norm, num_targets, skipped, stops > 0)
+        return StepOutcome(loss_total / max(1, num_targets), norm, num_targets, skipped, stops > 0, diagnosis)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Microbatch]) -> tuple[float, int]:
@@ -213,19 +237,20 @@ class ZeroEngine:
 
     def _guard_inner_step(self) -> None:
         """Make the update itself refuse a skipped step: DeepSpeed's clean-up around it runs as after any other step."""
-        update = self._inner.step
+        for updater in self._updaters:
+            updater.step = self._guarded(updater.step)
 
+    def _guarded(self, update: Callable[..., Any]) -> Callable[..., Any]:
         def guarded(*args: Any, **kwargs: Any) -> Any:
             return None if self._skip_update else update(*args, **kwargs)
 
-        self._inner.step = guarded
+        return guarded
 
     def _gradients_finite(self) -> bool:
         """Whether this rank's part of the reduced gradient is finite. Looked at before DeepSpeed steps."""
         pieces = list(self._reduced_gradients())
         assert pieces, "DeepSpeed keeps its reduced gradients elsewhere than this release was written for"
-        # The extremes of a tensor are NaN as soon as one element is; this needs no second tensor.
-        return all(torch.stack(torch.aminmax(piece)).isfinite().all().item() for piece in pieces if piece.numel())
+        return all(is_finite(piece) for piece in pieces)
 
     def _reduced_gradients(self) -> Iterator[torch.Tensor]:
         if self._on_disk:
@@ -249,6 +274,32 @@ class ZeroEngine:
             one = [torch.zeros(1) for _ in range(4)]
             other = [(1.0 + beta) / 2 for beta in group["betas"]]
             self._inner.ds_opt_adam.adam_update(self._inner.opt_id, 1, 0.0, *other, 1.0, 0.0, True, *one)
+
+    def _diagnose(self, batches: Sequence[Microbatch], skipped: str) -> str | None:
+        """Where this step's first value that is not finite came from, the same on every rank."""
+        if skipped == "gradient":
+            trained = self._trained()
+            bad = torch.tensor([float(self._is_gradient_bad(parameter)) for _, parameter in trained], device=self.device)
+            dist.all_reduce(bad, dist.ReduceOp.MAX)
+            return gradient_in_words(name for (name, _), flag in zip(trained, bad, strict=True) if flag)
+        state = torch.get_rng_state() if self.device.type == "cpu" else torch.cuda.get_rng_state()
+        self._engine.eval()
+        found = [first_bad_output(self._engine.module, lambda b=batch: self._forward(b), stop=False) for batch in batches]  # type: ignore[misc]
+        torch.set_rng_state(state) if self.device.type == "cpu" else torch.cuda.set_rng_state(state)
+        nowhere = len(list(self._engine.module.modules()))
+        mine = min((f for f in found if f is not None), key=lambda f: f.module, default=BadOutput(nowhere, 0.0))
+        first = torch.tensor(mine.module, device=self.device)
+        dist.all_reduce(first, dist.ReduceOp.MIN)
+        largest = torch.tensor(mine.largest_input if mine.module == first else 0.0, device=self.device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        module = int(first)
+        return None if module == nowhere else output_in_words(self._engine.module, BadOutput(module, float(largest)))
+
+    def _is_gradient_bad(self, parameter: nn.Parameter) -> bool:
+        if self._on_disk:
+            return not math.isfinite(float(self._zero.norm_for_param_grads.get(self._zero.get_param_id(parameter), 0.0)))
+        gradient = safe_get_full_grad(parameter)
+        return gradient is not None and not is_finite(gradient)
 
     # -- state, one parameter at a time
 
@@ -346,8 +397,9 @@ class ZeroEngine:
 
     def _create_moments(self) -> None:
         """Create the moments now, as the optimizer would in its first step, so that they can be saved and set at any time."""
-        counts = isinstance(self._inner, torch.optim.AdamW)  # as a tensor, the others as a number
         for number, flat in enumerate(self._flat_weights()):
+            here = len(self._updaters) > 1 and self._zero.subgroup_to_device[number] != "cpu"
+            counts = here or isinstance(self._inner, torch.optim.AdamW)  # as a tensor, the others as a number
             swapped = self._on_disk and self._zero._swappable_optimizer_subgroup(number)
             if swapped:
                 self._zero._optimizer_states_and_gradient_swap_in(number)

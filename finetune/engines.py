@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from finetune.data.batches import Microbatch
+from finetune.loss_scale import LossScale
 from finetune.types import StepOutcome
 
 
@@ -24,8 +25,18 @@ class TrainingEngine(Protocol):
     model: nn.Module
     """All parameters by name and shape; their values may be elsewhere."""
 
-    def train_step(self, batches: Sequence[Microbatch], rate: float, *, stop: bool = False) -> StepOutcome:
-        """One optimizer step, normalised by the target tokens of all ranks together."""
+    loss_scale: LossScale | None
+    """In fp16."""
+
+    def train_step(
+        self, batches: Sequence[Microbatch], rate: float, *, stop: bool = False, diagnose: bool = False
+    ) -> StepOutcome:
+        """One optimizer step, normalised by the target tokens of all ranks together.
+
+        Args:
+            stop: whether this rank would stop; all learn of it.
+            diagnose: find out where a value that is not finite came from, should there be one. Takes another forward pass.
+        """
 
     def evaluate(self, batches: Sequence[Microbatch]) -> tuple[float, int]:
         """Sum of the losses and number of targets over all ranks."""

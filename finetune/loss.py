@@ -22,6 +22,8 @@ IGNORED: Final = -100
 _CHUNK_BYTES: Final = {"cpu": (16 << 20, 32 << 20), "cuda": (128 << 20, 256 << 20)}
 """Fewest and most. Each chunk also reads and writes the weight's gradient, so small ones cost time; a GPU wants larger ones."""
 _FEWEST_ROWS: Final = 16
+_GRADIENT_SCALE: Final = {torch.float16: 16.0}
+"""Factor of the gradient of the logits while it is in a type whose small numbers are coarse."""
 _SCALED_LOGITS: Final = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 """Keys of configurations whose models change their logits after the output layer."""
 
@@ -122,22 +124,26 @@ class _LinearCrossEntropy(torch.autograd.Function):
         del ctx.gradients  # large, and of no use twice
         hidden = None
         if found.hidden_TH is not None:
-            hidden = found.hidden_TH.mul_(grad)
+            hidden = found.hidden_TH.mul_(grad / found.scale)
             if ctx.index_T is not None:
                 scattered = hidden.new_zeros(ctx.num_rows, hidden.shape[1])
                 hidden = scattered.index_copy_(0, ctx.index_T, hidden)
-        weight = None if found.weight_VH is None else found.weight_VH.mul_(grad).to(found.dtype)
+        weight = None if found.weight_VH is None else found.weight_VH.mul_(grad / found.scale).to(found.dtype)
         bias = None if found.bias_V is None else found.bias_V.mul_(grad).to(found.dtype)
         return hidden, weight, bias, None, None, None
 
 
 class _Gradients:
-    """Where the gradients of one forward pass are collected: of the weight in fp32, of the hidden states in their type."""
+    """Where the gradients of one forward pass are collected: of the weight in fp32, of the hidden states in their type.
+
+    Both are ``scale`` times too large.
+    """
 
     def __init__(
         self, hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, of_hidden: bool, of_weight: bool, of_bias: bool
     ) -> None:
         self.dtype = weight_VH.dtype
+        self.scale = _GRADIENT_SCALE.get(self.dtype, 1.0)
         self.hidden_TH = torch.empty_like(hidden_TH) if of_hidden else None
         self.weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if of_weight else None
         self.bias_V = torch.zeros_like(bias_V, dtype=torch.float32) if bias_V is not None and of_bias else None
@@ -172,7 +178,7 @@ def _chunk(
         if gradients.bias_V is not None:
             gradients.bias_V += logits_RV.sum(dim=0)
         if typed_RV is not logits_RV:
-            typed_RV.copy_(logits_RV)
+            typed_RV.copy_(logits_RV.mul_(gradients.scale) if gradients.scale != 1.0 else logits_RV)
         if gradients.hidden_TH is not None:
             torch.mm(typed_RV, weight_VH, out=gradients.hidden_TH[part])
         if gradients.weight_VH is not None:

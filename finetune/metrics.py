@@ -13,7 +13,7 @@ from finetune.errors import ConfigError
 
 HOST: Final = "127.0.0.1"
 SECONDS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0)
-_SKIP_CAUSES: Final = ("loss", "gradient")
+_SKIP_CAUSES: Final = ("loss", "gradient", "scale")
 
 
 @dataclass(frozen=True, slots=True)

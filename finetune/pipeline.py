@@ -35,6 +35,7 @@ from transformers import PreTrainedModel
 from finetune import partition
 from finetune.config import TuneConfig, to_deepspeed
 from finetune.data.batches import Microbatch
+from finetune.diagnosis import gradient_in_words, is_finite
 from finetune.errors import ConfigError
 from finetune.isolation import positions_of
 from finetune.model import decay_groups
@@ -189,7 +190,8 @@ class PipelineEngine:
         self._watch_copies()
         self._create_moments()
         self._guard_inner_step()
-        self._skip_update = self._stop = False
+        self._skip_update = self._stop = self._diagnose = False
+        self.loss_scale = None
         self._num_targets = 0
         self._shape: tuple[Any, ...] | None = None
         self._outcome: StepOutcome | None = None
@@ -347,14 +349,16 @@ class PipelineEngine:
 
     # -- training
 
-    def train_step(self, batches: Sequence[Microbatch], rate: float, *, stop: bool = False) -> StepOutcome:
+    def train_step(
+        self, batches: Sequence[Microbatch], rate: float, *, stop: bool = False, diagnose: bool = False
+    ) -> StepOutcome:
         """One optimizer step over this pipeline's micro-batches, normalised by the target tokens of all ranks together."""
         assert len(batches) == self._accumulation, "a step takes exactly the configured number of micro-batches"
         for group in self._inner.param_groups:
             group["lr"] = rate
         counted = sum(batch.num_targets for batch in batches) if self.stage == 0 else 0
         self._num_targets = int(self._sum(float(counted))[0])
-        self._stop, self._outcome = stop, None
+        self._stop, self._diagnose, self._outcome = stop, diagnose, None
         self._fit_shapes(batches)
         # DeepSpeed averages over the ranks of a stage; what must remain is the mean over targets.
         self._tally.start(self.data_ranks / max(1, self._num_targets), self._accumulation)
@@ -405,14 +409,29 @@ class PipelineEngine:
         norm = math.sqrt(squares)
         if skipped is None and self._clip and norm > self._clip:
             torch._foreach_mul_(gradients, self._clip / (norm + 1e-6))
+        diagnosis = self._first_bad_gradient() if skipped == "gradient" and self._diagnose else None
         self._skip_update = skipped is not None
         self._schedule._take_model_step(None)
         if skipped is None:
             self._renew_copies()
         mean = loss_total / max(1, self._num_targets)
-        self._outcome = StepOutcome(
-            float("nan") if losses else mean, float("nan") if skipped else norm, self._num_targets, skipped, stops > 0
-        )
+        mean, norm = float("nan") if losses else mean, float("nan") if skipped else norm
+        self._outcome = StepOutcome(mean, norm, self._num_targets, skipped, stops > 0, diagnosis)
+
+    def _first_bad_gradient(self) -> str | None:
+        """In words; ``None`` where ZeRO has cut the gradients up already."""
+        names = [name for name, _ in self.model.named_parameters()]
+        owned = dict(self._owned())
+
+        def is_bad(name: str) -> bool:
+            own = owned.get(name)
+            gradient = getattr(own, "_hp_grad", None)
+            gradient = getattr(own, "grad", None) if gradient is None else gradient
+            return gradient is not None and not is_finite(gradient)
+
+        bad = torch.tensor([float(is_bad(name)) for name in names], device=self.device)
+        dist.all_reduce(bad, dist.ReduceOp.MAX)
+        return gradient_in_words(name for name, flag in zip(names, bad, strict=True) if flag)
 
     def _reduced_gradients(self) -> list[torch.Tensor]:
         """The parts of the reduced gradient that this rank updates with."""

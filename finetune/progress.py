@@ -106,8 +106,9 @@ class RunProgress:
         self._seconds.append(seconds)
         self._durations.append(seconds)
         if outcome.skipped:
-            self.note(f"step {step}: the {outcome.skipped} is not a finite number; skipped on all ranks", style="yellow")
-            self._write({"step": step, "skipped": outcome.skipped}, {})
+            self.note(f"step {step}: {skip_in_words(outcome)}; skipped on all ranks", style="yellow")
+            where = {} if outcome.diagnosis is None else {"diagnosis": outcome.diagnosis}
+            self._write({"step": step, "skipped": outcome.skipped, **where}, {})
             self._metrics.skipped(step, outcome.skipped)
         else:
             self._metrics.stepped(
@@ -201,6 +202,14 @@ class RunProgress:
         self._log.write(json.dumps(stamped) + "\n")
         self._log.flush()
         self._sinks.write(line["step"], scalars)
+
+
+def skip_in_words(outcome: StepOutcome) -> str:
+    """Why a step was skipped, and where that began if it is known."""
+    where = "" if outcome.diagnosis is None else f"; it began with {outcome.diagnosis}"
+    if outcome.skipped == "scale":
+        return f"a gradient overflowed fp16, so the loss is scaled by half as much from now on{where}"
+    return f"the {outcome.skipped} is not a finite number{where}"
 
 
 def _in_words(figures: Mapping[str, float]) -> str:

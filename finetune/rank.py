@@ -101,9 +101,7 @@ def train_rank(
 
     for name, library in told["ops"].items():
         engine.load_op(name, Path(library))
-    precision = config.run.precision
-    if precision == "auto":
-        precision = "bf16" if place.type == "cuda" else "fp32"
+    precision = choose_precision(config, place.type, pipeline=pipeline)
     job = tune.Job(
         config=config,
         prepared=Prepared(**told["prepared"]),
@@ -129,17 +127,43 @@ def choose_device(config: TuneConfig, *, local_ranks: int) -> str:
     """``cpu`` or ``cuda``, by ``run.device`` and the GPUs of this machine.
 
     Raises:
-        ConfigError: fewer GPUs than ranks on this machine.
+        ConfigError: fewer GPUs than ranks on this machine, or options that need CUDA where there is none.
     """
     import torch
 
     has_cuda, num_gpus = torch.cuda.is_available(), torch.cuda.device_count()
     device = config.run.device
     if device == "auto":
-        return "cuda" if has_cuda and local_ranks <= num_gpus else "cpu"
+        device = "cuda" if has_cuda and local_ranks <= num_gpus else "cpu"
+        if device == "cpu":
+            _check_cpu(config)
+        return device
     if device == "cuda" and local_ranks > num_gpus:
         raise ConfigError(f"run.ranks is {local_ranks}; it must be at most {num_gpus}, the GPUs torch sees (run.device: cuda)")
     return device
+
+
+def choose_precision(config: TuneConfig, device: str, *, pipeline: bool) -> str:
+    """``bf16``, ``fp16`` or ``fp32``, by ``run.precision`` and what the device computes with; a pipeline has no fp16."""
+    import torch
+
+    if config.run.precision != "auto":
+        return config.run.precision
+    if device != "cuda":
+        return "fp32"
+    if torch.cuda.is_bf16_supported(including_emulation=False):
+        return "bf16"
+    return "fp32" if pipeline else "fp16"
+
+
+def _check_cpu(config: TuneConfig) -> None:
+    """What the configuration refuses for ``run.device: cpu``, where ``auto`` has come to mean it."""
+    for key, value, rule in (
+        ("run.precision", config.run.precision == "fp16", "fp16 needs CUDA, and no GPU was found; use bf16 or fp32"),
+        ("offload.method", config.offload.method == "superoffload", "superoffload needs CUDA, and no GPU was found; use plain"),
+    ):
+        if value:
+            raise ConfigError(f"{key}: {rule}")
 
 
 def _leave_reason(output: Path, rank: int, error: BaseException, code: int) -> None:

@@ -52,6 +52,8 @@ def built_ops(config: TuneConfig, say: Say) -> dict[str, str]:
         found = ops.ensure(op, say)
         if found.available:
             built[op] = str(ops.library_of(op))
+        elif op == ops.CPU_ADAM and offload.ratio < 1.0:
+            raise ConfigError(f"offload.ratio: below 1 needs DeepSpeed's CPU Adam, but {found.reason}; or leave it at 1")
         elif op == ops.CPU_ADAM and not offload.on_disk:
             say(f"{found.reason}; training goes on with torch's AdamW on the CPU, which is slower and as exact")
         else:

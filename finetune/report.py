@@ -162,7 +162,9 @@ def _events(entries: Sequence[Mapping[str, Any]]) -> list[Row]:
         elif "spike" in entry:
             rows.append((step, "loss spike", f"{entry['spike']:.4f} since step {entry['since']}, usually {entry['usual']:.4f}"))
         elif "skipped" in entry:
-            rows.append((step, "skipped", f"the {entry['skipped']} was not finite"))
+            cause = "the scaled gradient" if entry["skipped"] == "scale" else f"the {entry['skipped']}"
+            where = f": {entry['diagnosis']}" if "diagnosis" in entry else ""
+            rows.append((step, "skipped", f"{cause} was not finite{where}"))
     return rows
 
 

@@ -83,6 +83,8 @@ class ResumeState:
         """Set weights, moments, the optimizer's step and, if the saved run had this rank, its random state."""
         engine.set_exact_weights(self.master)
         engine.set_moments(self._checkpoint.read, self.progressed.adam_steps)
+        if engine.loss_scale is not None and self.progressed.loss_scale is not None:
+            engine.loss_scale.value, engine.loss_scale.good_steps = self.progressed.loss_scale
         name = f"rng.{engine.device.type}.{engine.rank}"
         if name in self._checkpoint.tensors:
             engine.set_rng_state(self._checkpoint.read(name))

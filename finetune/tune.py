@@ -41,6 +41,7 @@ DTYPES: Final[Mapping[str, torch.dtype]] = {
     "float16": torch.float16,
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
+    "fp16": torch.float16,
 }
 NOT_FINITE_LIMIT = 3
 """Skipped steps in a row that end a run."""
@@ -108,6 +109,8 @@ class _Run:
         self._last_save: Path | None = None
         self._spikes = SpikeWatch(config.spike)
         self._spike: Spike | None = None
+        self._diagnosis: str | None = None
+        """Of the first of the latest steps that were skipped."""
         self._saves: list[tuple[int, Path]] = []
         # Dropout differs between ranks; it starts here, so that building the model does not move it.
         torch.manual_seed(config.run.seed + 1 + self.engine.rank)
@@ -115,8 +118,8 @@ class _Run:
             state.restore(self.engine)
             self._progressed, self._last_save = state.progressed, state.path
             self._saves.append((state.progressed.step, state.path))
-        elif origin.from_checkpoint and job.precision == "bf16" and config.lora is None:
-            # The optimizer starts from the checkpoint's own numbers, not from their bf16 rounding.
+        elif origin.from_checkpoint and job.precision != "fp32" and config.lora is None:
+            # The optimizer starts from the checkpoint's own numbers, not from their rounding to 16 bits.
             self.engine.set_exact_weights(origin.reader(self.engine.model))
         if self.engine.rank == 0:
             self._introduce(job, origin, state)
@@ -186,13 +189,17 @@ class _Run:
         done = self._progressed
         rate = self.schedule.rate(done.step)
         batches = step_batches(self._rows, self._order, self._share, done.samples)
-        outcome = self.engine.train_step(batches, rate, stop=stop)
+        outcome = self.engine.train_step(batches, rate, stop=stop, diagnose=done.skipped_in_a_row == 0)
+        scale = self.engine.loss_scale
+        if outcome.diagnosis is not None:
+            self._diagnosis = outcome.diagnosis
         self._progressed = Progressed(
             step=done.step + 1,
             samples=done.samples + self._share.step_samples,
             tokens=done.tokens + outcome.num_targets,
             adam_steps=self.engine.adam_steps,
-            skipped_in_a_row=done.skipped_in_a_row + 1 if outcome.skipped else 0,
+            skipped_in_a_row=done.skipped_in_a_row + 1 if outcome.skipped in ("loss", "gradient") else 0,
+            loss_scale=None if scale is None else (scale.value, scale.good_steps),
         )
         if progress is not None:
             progress.step(self._progressed.step, outcome, rate, self._progressed.tokens)
@@ -200,9 +207,11 @@ class _Run:
             self._watch(outcome.loss, progress)
         if self._progressed.skipped_in_a_row >= NOT_FINITE_LIMIT:
             last = self._last_save or "none was saved yet"
+            where = f"; it began with {self._diagnosis}" if self._diagnosis else ""
             raise NotFinite(
                 f"the {outcome.skipped} was not a finite number {NOT_FINITE_LIMIT} steps in a row, last at step "
-                f"{self._progressed.step}; last good checkpoint: {last}. Lower optimizer.lr, or look at the data of these steps"
+                f"{self._progressed.step}{where}; last good checkpoint: {last}. Lower optimizer.lr, or look at the data of "
+                "these steps" + ("" if scale is None else "; bf16 and fp32 hold larger numbers than fp16")
             )
         return outcome.stop
 

@@ -15,9 +15,12 @@ class StepOutcome:
     """Norm of the whole gradient before clipping; NaN when the step was skipped."""
     num_targets: int
     skipped: str | None
-    """``loss`` or ``gradient``: what was not finite. The weights are untouched then."""
+    """``loss`` or ``gradient``: what was not finite; ``scale``: a gradient in fp16, answered with a smaller loss scale. The
+    weights are untouched then."""
     stop: bool
     """Whether any rank asked to stop."""
+    diagnosis: str | None = None
+    """Of a skipped step, if it was looked for: the first value that was not finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,3 +36,6 @@ class Progressed:
     adam_steps: int
     """Updates the optimizer made."""
     skipped_in_a_row: int
+    """Without those that a smaller loss scale answered."""
+    loss_scale: tuple[float, int] | None = None
+    """In fp16: the scale, and the steps since it changed."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from finetune.config.whole import TuneConfig
+
+SUB_GROUPS: Final = 32
+"""Pieces that ``offload.ratio`` shares out, about."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,15 +36,17 @@ def to_deepspeed(
     precision: str,
     cpu_adam: bool,
     disk: DiskSettings | None = None,
+    elements: int | None = None,
     pipeline: bool = False,
 ) -> dict[str, Any]:
     """Make DeepSpeed's configuration: the only place that knows its keys.
 
     Args:
         device: ``cpu`` or ``cuda``, already decided.
-        precision: ``bf16`` or ``fp32``, already decided.
+        precision: ``bf16``, ``fp16`` or ``fp32``, already decided.
         cpu_adam: whether DeepSpeed's CPU Adam was built; without it an offloaded optimizer is torch's.
         disk: needed when anything is offloaded to NVMe.
+        elements: of the model, on all ranks together; needed for ``offload.ratio``.
         pipeline: for ``finetune.pipeline``, which clips by itself.
     """
     json = {
@@ -50,7 +55,9 @@ def to_deepspeed(
         "train_batch_size": config.step_samples,
         "gradient_clipping": config.optimizer.clip,
         "bf16": {"enabled": precision == "bf16"},
-        "zero_optimization": _zero(config, device, disk),
+        # A fixed scale as far as DeepSpeed knows: the engine sets it before each step, so that it can be saved and explained.
+        "fp16": {"enabled": precision == "fp16", "loss_scale": 1.0},
+        "zero_optimization": _zero(config, device, disk, elements),
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": config.offload.optimizer != "none" and cpu_adam,
         "steps_per_print": 2**31,
@@ -76,7 +83,7 @@ def to_deepspeed(
     return json
 
 
-def _zero(config: TuneConfig, device: str, disk: DiskSettings | None) -> dict[str, Any]:
+def _zero(config: TuneConfig, device: str, disk: DiskSettings | None, elements: int | None) -> dict[str, Any]:
     offload, buckets = config.offload, config.zero.bucket_elements
     assert disk is not None or not offload.on_disk, "NVMe offload was configured before the disk was measured"
     zero: dict[str, Any] = {
@@ -96,7 +103,10 @@ def _zero(config: TuneConfig, device: str, disk: DiskSettings | None) -> dict[st
     if offload.optimizer != "none":
         zero["offload_optimizer"] = {"device": offload.optimizer, **pinned}
         if offload.ratio < 1.0:
+            assert elements is not None, "a ratio of what?"
             zero["offload_optimizer"]["ratio"] = offload.ratio
+            # Whole sub-groups go to one side or the other: enough of them to come near any ratio.
+            zero["sub_group_size"] = max(1, elements // config.run.ranks // SUB_GROUPS)
         if offload.method == "superoffload":
             zero["offload_optimizer"]["super_offload"] = True
     if disk is not None:

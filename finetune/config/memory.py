@@ -38,8 +38,9 @@ class OffloadConfig:
     ratio: float = 1.0
     """Twin-Flow: share of the optimizer's state that lies on the CPU, the rest on the device; ZeRO stage 3, optimizer cpu."""
 
-    method: Literal["plain", "superoffload"] = "plain"
-    """``superoffload``: the CPU's update overlaps the GPU's work (GH200 and the like); CUDA, ZeRO stage 3, optimizer cpu."""
+    method: Literal["plain", "superoffload", "zenflow"] = "plain"
+    """``superoffload``: the CPU's update overlaps the GPU's work (GH200 and the like); CUDA, ZeRO stage 3, optimizer cpu.
+    ``zenflow`` is refused: see docs/adr/0010-no-zenflow.md."""
 
     def __post_init__(self) -> None:
         on_disk = [name for name in ("optimizer", "parameters") if getattr(self, name) == "nvme"]
@@ -52,6 +53,11 @@ class OffloadConfig:
             )
         else:
             require(self.path is None, "offload.path", self.path, "be absent when nothing is offloaded to nvme")
+        rule = (
+            "be plain or superoffload: DeepSpeed's ZenFlow changes weights before a gradient that is not finite can be seen, "
+            "and its state cannot be saved; offload.ratio also keeps part of the update on the device"
+        )
+        require(self.method != "zenflow", "offload.method", "zenflow", rule)
         require(0.0 <= self.ratio <= 1.0, "offload.ratio", self.ratio, "lie between 0 and 1")
         for name, used in (("ratio", self.ratio < 1.0), ("method", self.method != "plain")):
             rule = f"be left alone unless offload.optimizer is cpu (it is {self.optimizer})"

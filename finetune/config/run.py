@@ -120,8 +120,9 @@ class RunConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """``auto`` is cuda where there is one, else cpu."""
 
-    precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """Type of weights, activations and gradients; the optimizer always keeps fp32. ``auto``: bf16 on a GPU, fp32 on CPU."""
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    """Type of weights, activations and gradients; the optimizer always keeps fp32. ``auto``: bf16 on a GPU (fp16, with dynamic
+    loss scaling, where it has no bf16), fp32 on CPU. fp16 needs CUDA."""
 
     seed: int = 0
     """New weights and dropout."""

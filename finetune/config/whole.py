@@ -66,6 +66,11 @@ class TuneConfig:
             allowed = {"parameters": "none", "optimizer": "none or cpu", "ratio": "1", "method": "plain"}[name]
             rule = f"be {allowed} unless zero.stage is 3 (it is {stage})"
             require(not used or stage == 3, f"offload.{name}", getattr(offload, name), rule)
+        require(self.run.precision != "fp16" or self.run.device != "cpu", "run.precision", "fp16", "be bf16 or fp32 on the CPU")
+        rule = "be 1 with lora: what adapters need of the optimizer is too little to be shared out"
+        require(self.lora is None or offload.ratio == 1.0, "offload.ratio", offload.ratio, rule)
+        if offload.ratio < 1.0:
+            require(self.optimizer.name == "adamw", "offload.ratio", offload.ratio, "be 1 unless optimizer.name is adamw")
         if offload.method == "superoffload":
             require(self.run.device != "cpu", "offload.method", "superoffload", "be plain on the CPU: it needs CUDA")
             require(self.optimizer.name == "adamw", "offload.method", "superoffload", "be plain unless optimizer.name is adamw")

@@ -69,6 +69,9 @@ def _up_to(pieces: Iterator[Piece], max_bytes: int) -> Iterator[str]:
 def copy_tokenizer(source: Path, folder: Path, key: str) -> None:
     """Copy the tokenizer's files of ``source`` into ``folder``; a tokenizer of older files is converted by transformers.
 
+    Most tokenizer classes of transformers build normalizer, pre-tokenizer, post-processor and decoder themselves, whatever
+    ``tokenizer.json`` says. The copy has what the class builds: a run learns the ids that transformers and the server give.
+
     Raises:
         ConfigError: there is no tokenizer in ``source``; names ``key``.
     """
@@ -77,6 +80,7 @@ def copy_tokenizer(source: Path, folder: Path, key: str) -> None:
         for name in TOKENIZER_FILES:
             if (source / name).is_file():
                 shutil.copyfile(source / name, folder / name)
+        _settle_pipeline(source, folder / "tokenizer.json")
         return
     try:
         from transformers import AutoTokenizer
@@ -86,6 +90,36 @@ def copy_tokenizer(source: Path, folder: Path, key: str) -> None:
         raise ConfigError(f"{key}: {source} has no tokenizer.json, and what it has does not open: {error}") from error
     if not (folder / "tokenizer.json").is_file():
         raise ConfigError(f"{key}: {source} has no tokenizer.json, and its tokenizer cannot be written as one")
+
+
+def _settle_pipeline(source: Path, copy: Path) -> None:
+    """Give the file the pipeline of its class, and the tokens that only ``tokenizer_config.json`` declares.
+
+    Tokens that transformers would add beyond those stay out: the model has no rows for them.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        opened = AutoTokenizer.from_pretrained(source, local_files_only=True, trust_remote_code=False)
+        theirs = opened.backend_tokenizer
+    except Exception:  # an unknown class, or none: the file stands for itself, and is checked when it is opened
+        return
+    ours = open_tokenizer(copy.parent)
+    before = ours.to_str()
+    declared = {int(number) for number in opened.init_kwargs.get("added_tokens_decoder", {})}
+    known = {token.content for token in ours.get_added_tokens_decoder().values()}
+    for number, token in sorted(theirs.get_added_tokens_decoder().items()):
+        if number in declared and token.content not in known:
+            ours.add_tokens([token])
+            if ours.token_to_id(token.content) != number:
+                raise ConfigError(
+                    f"{source / 'tokenizer_config.json'}: gives {token.content!r} the id {number}; "
+                    f"the vocabulary's next free id is {ours.token_to_id(token.content)}"
+                )
+    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        setattr(ours, part, getattr(theirs, part))
+    if ours.to_str() != before:
+        ours.save(str(copy))
 
 
 def open_tokenizer(folder: Path) -> Tokenizer:

@@ -214,7 +214,7 @@ def _num_ids(config: TuneConfig) -> int:
 
 
 def precision_of(config: TuneConfig, device: str) -> str:
-    """``bf16`` or ``fp32``."""
+    """``bf16``, ``fp16`` or ``fp32``; a GPU that is only described has bf16."""
     if config.run.precision != "auto":
         return config.run.precision
     return "bf16" if device == "cuda" else "fp32"

@@ -79,7 +79,7 @@ class ModelFacts:
 
 def facts_of(config: TuneConfig, hf_config: Any, precision: str, *, on_gpu: bool) -> ModelFacts:
     """Build the run's model on fake tensors, adapters and recomputation included, and follow one micro-batch through it."""
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     if on_gpu:
         hf_config = _without_attention_dropout(hf_config)
     with torch.device("meta"):  # adapters move themselves to their layer's device, which fake tensors cannot follow

@@ -15,9 +15,10 @@ from finetune.cli import load_config
 from finetune.data.pack import SampleOrder, Share, TokenStream
 from finetune.data.rows import JoinedRows, open_rows
 from finetune.data.tokenise import Prepared, prepare
-from finetune.data.tokenizer import end_of_text_id, open_tokenizer
+from finetune.data.tokenizer import copy_tokenizer, end_of_text_id, open_tokenizer
 from finetune.errors import ConfigError, DataError
 from tests.finetune.support import small_run, write_config, write_text_folder
+from tests.serve.text.folders import FOLDERS, TEXTS, make_folder
 
 
 def prepared(tmp_path: Path, text: Path, **sections: object) -> Prepared:
@@ -60,6 +61,22 @@ def test_the_trained_tokenizer_opens_in_transformers_and_agrees(tmp_path: Path, 
     assert theirs.eos_token == "<|endoftext|>"
     assert theirs.eos_token_id == made.end_of_text_id
     assert made.num_ids == len(theirs) <= 300
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_given_tokenizer_gives_the_ids_of_transformers(name: str, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    source = make_folder(name, tmp_path)
+    copy_tokenizer(source, tmp_path / "copy", "tokenizer.path")
+    ours, theirs = open_tokenizer(tmp_path / "copy"), AutoTokenizer.from_pretrained(source)
+    compared = [text for text in TEXTS if "<|endoftext|>" not in text]
+    assert len(compared) > len(TEXTS) / 2
+    for text in compared:
+        assert ours.encode(text).ids == theirs(text)["input_ids"], text
+        plain = ours.encode(text, add_special_tokens=False).ids
+        assert plain == theirs(text, add_special_tokens=False)["input_ids"], text
+        assert ours.decode(plain) == theirs.decode(plain, skip_special_tokens=True, clean_up_tokenization_spaces=False), text
 
 
 def test_preparing_again_finds_the_files_and_a_changed_text_makes_new_ones(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from finetune.options import describe
 from serve.client import Client
 from tests.finetune.support import NEEDS_LIBAIO, ROOT, run_command, write_config
 from tests.finetune.test_tune import losses_of
+from tests.support import reference
 from tests.support.server import serving
 
 EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))
@@ -75,6 +76,11 @@ def test_a_chat_model_is_trained_given_adapters_merged_and_pretrained(tmp_path: 
     ]
     done = run_command("pretrain", run["pretrain"], "--run.output", pretrained, *words)
     assert done.returncode == 0, done.stderr
+    prompt = [5, 6, 7, 8]
+    with serving(pretrained / "checkpoints", "--tensor-parallel-size", "2") as server, Client(server.address) as client:
+        answer = client.generate(prompt, max_new_tokens=16, ignore_eos=True)
+    expected = reference.greedy(reference.load(pretrained / "checkpoints" / "step-00000004"), prompt, 16)
+    assert list(answer.completions[0].token_ids) == expected, "stages leave a plain checkpoint"
 
 
 @pytest.mark.slow

@@ -49,14 +49,15 @@ def test_chunks_give_the_loss_and_the_gradients_of_whole_logits(rows: int | None
         torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-5, atol=1e-6)
 
 
-def test_bf16_is_as_near_to_fp32_as_whole_logits_are() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bits_are_as_near_to_fp32_as_whole_logits_are(dtype: torch.dtype) -> None:
     exact = problem()
     reference = gradients(exact, whole(exact))
-    p = problem(torch.bfloat16)
+    p = problem(dtype)
     plain = gradients(p, whole(p))
     chunked = gradients(p, linear_cross_entropy(p["hidden"], p["weight"], p["bias"], p["targets"], 8))
     for name, gradient in chunked.items():
-        assert gradient.dtype == torch.bfloat16
+        assert gradient.dtype == dtype
         error = (gradient.float() - reference[name]).norm()
         assert error <= 1.2 * (plain[name].float() - reference[name]).norm() + 1e-3
 

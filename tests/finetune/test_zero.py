@@ -13,7 +13,7 @@ import pytest
 from finetune import ops
 from finetune.launch import rank_environment
 from tests.finetune.support import ROOT
-from tests.finetune.zero_worker import CASES, RANKS
+from tests.finetune.zero_worker import CASES, HALF, RANKS
 
 Reports = list[dict[str, Any]]
 
@@ -42,8 +42,14 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
     return [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(RANKS)]
 
 
+def needs_cpu_adam(reports: Reports, case: str) -> None:
+    if case == "zero3-ratio" and not reports[0]["cpu_adam"]:
+        pytest.skip("no compiler for DeepSpeed's CPU Adam, without which there is no ratio")
+
+
 @pytest.mark.parametrize("case", [*CASES, "zero3-offload-torch"])
 def test_losses_equal_plain_adamw(reports: Reports, case: str) -> None:
+    needs_cpu_adam(reports, case)
     losses = reports[0]["parity"][case]["losses"]
     assert losses == pytest.approx(reports[0]["reference"], abs=1e-4)
     assert losses[-1] < losses[0]
@@ -51,6 +57,7 @@ def test_losses_equal_plain_adamw(reports: Reports, case: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_new_weights_do_not_depend_on_the_stage(reports: Reports, case: str) -> None:
+    needs_cpu_adam(reports, case)
     assert reports[0]["parity"][case]["same_start"]
 
 
@@ -59,14 +66,36 @@ def test_all_ranks_report_the_same_losses(reports: Reports) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("case", ["zero1", "zero2-offload", "zero3", "zero3-offload-all"])
+@pytest.mark.parametrize("case", ["zero1", "zero2-offload", "zero3", "zero3-offload-all", "zero3-ratio"])
 def test_what_is_not_finite_never_reaches_the_weights(reports: Reports, case: str, precision: str) -> None:
+    needs_cpu_adam(reports, case)
     for report in reports:
         seen = report["not_finite"][f"{case}-{precision}"]
         assert seen["skipped"] == [None, "gradient", "loss", None]
         assert seen["untouched"]
         assert seen["moved_on"]
         assert seen["finite"]
+        assert seen["diagnoses"] == [None, "the gradient of gpt_neox.embed_in.weight", None, None]
+
+
+@pytest.mark.parametrize("case", HALF)
+def test_fp16_learns_what_fp32_learns(reports: Reports, case: str) -> None:
+    seen = reports[0]["half"][case]
+    assert seen["losses"] == pytest.approx(reports[0]["reference"][:10], rel=0.05)
+    assert seen["good_steps"] == 10
+    assert seen["norm"] < 100, "clipping and logs see the gradient of the loss, not of the scaled one"
+
+
+@pytest.mark.parametrize("case", HALF)
+def test_fp16_answers_an_overflow_and_says_where_it_began(reports: Reports, case: str) -> None:
+    for report in reports:
+        seen = report["half"][case]
+        assert seen["skipped"] == ["scale", "loss", None]
+        assert seen["scales"] == [2.0**59, 2.0**16], "no smaller scale mends activations"
+        gradient, activations = seen["diagnoses"]
+        assert gradient.startswith("the gradient of lm_head.weight, and of")
+        assert activations.startswith("the output of gpt_neox.layers.1.mlp.act (")
+        assert seen["untouched"]
 
 
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(reports: Reports) -> None:
@@ -75,8 +104,9 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(reports: Reports) -> Non
     assert seen["bitwise"]
 
 
-@pytest.mark.parametrize("case", ["zero3", "zero2-offload", "zero1"])
+@pytest.mark.parametrize("case", ["zero3", "zero2-offload", "zero1", "zero3-ratio"])
 def test_a_run_can_be_resumed_in_another_stage(reports: Reports, case: str) -> None:
+    needs_cpu_adam(reports, case)
     seen = reports[0]["resumed"]["losses"]
     assert seen[case] == pytest.approx(seen["uninterrupted"], abs=1e-5)
 

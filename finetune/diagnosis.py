@@ -1,0 +1,89 @@
+"""Where a value that is not finite came from: the first module of a forward pass, or the first gradient of a backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class BadOutput:
+    """The first module whose output is not finite."""
+
+    module: int
+    """Its place among ``named_modules()``, the same on every rank."""
+    largest_input: float
+    """Magnitude of the largest number that went in."""
+
+
+class _Found(Exception):
+    """Ends a forward pass that has shown enough."""
+
+
+def first_bad_output(model: nn.Module, run: Callable[[], Any], *, stop: bool) -> BadOutput | None:
+    """Do ``run``, a forward pass through ``model``, and find the first module whose inputs are finite and whose output is not.
+
+    Modules are looked at as they return, so it is the innermost one.
+
+    Args:
+        stop: end the pass there. False where other ranks compute along and would wait.
+    """
+    found: list[BadOutput] = []
+
+    def watch(number: int) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]:
+        def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            if found or all(is_finite(tensor) for tensor in _tensors(output)):
+                return
+            inputs = [tensor.detach().abs().max() for tensor in _tensors((args, kwargs)) if tensor.numel()]
+            found.append(BadOutput(number, float(torch.stack([i.float() for i in inputs]).max()) if inputs else float("nan")))
+            if stop:
+                raise _Found
+
+        return look
+
+    hooks = [module.register_forward_hook(watch(n), with_kwargs=True) for n, (_, module) in enumerate(model.named_modules())]
+    try:
+        with torch.no_grad():
+            run()
+    except _Found:
+        pass
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found[0] if found else None
+
+
+def output_in_words(model: nn.Module, found: BadOutput) -> str:
+    """For example: ``the output of gpt_neox.layers.3.mlp (GPTNeoXMLP), whose largest input was 4.1e+04``."""
+    name, module = list(model.named_modules())[found.module]
+    inputs = f"whose largest input was {found.largest_input:.2g}"
+    return f"the output of {name or 'the model'} ({type(module).__name__}), {inputs}"
+
+
+def gradient_in_words(bad: Iterable[str]) -> str | None:
+    """Of the parameters with a bad gradient, in the model's order, a backward pass met the last first. None of none."""
+    names = list(bad)
+    if not names:
+        return None
+    others = len(names) - 1
+    return f"the gradient of {names[-1]}" + (f", and of {others} before it" if others else "")
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all elements are. The extremes of a tensor are NaN as soon as one element is; this needs no second tensor."""
+    return bool(torch.stack(torch.aminmax(tensor.detach())).isfinite().all()) if tensor.numel() else True
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """Floating-point tensors anywhere in a module's arguments or answer. Masks hold minus infinity on purpose."""
+    if isinstance(value, torch.Tensor):
+        return [value] if value.is_floating_point() else []
+    if isinstance(value, dict):
+        return [tensor for key, part in value.items() if "mask" not in str(key) for tensor in _tensors(part)]
+    if isinstance(value, tuple | list):
+        return [tensor for part in value for tensor in _tensors(part)]
+    return []
