@@ -6,9 +6,11 @@ environment. Rank 0 prepares the data and tells the others; ``run.output`` must 
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import traceback
@@ -17,6 +19,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 from rich.console import Console
 from rich.markup import escape
@@ -55,6 +58,24 @@ def world_size() -> int:
     return int(os.environ["WORLD_SIZE"])
 
 
+def interface_towards(host: str) -> str | None:
+    """The network interface that this machine reaches ``host`` through; ``None`` for itself, or where that is unknown.
+
+    Gloo listens on the address of the machine's own name, which on many systems is a loopback one that no other node reaches.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # sends nothing
+            mine = probe.getsockname()[0]
+    except OSError:
+        return None
+    if ipaddress.ip_address(mine.partition("%")[0]).is_loopback:
+        return None
+    named = psutil.net_if_addrs().items()
+    return next((name for name, found in named if any(one.address.partition("%")[0] == mine for one in found)), None)
+
+
 def train(config: TuneConfig, settings: Mapping[str, Any], console: Console, *, command: str, anyway: bool) -> int:
     """Be one rank of the run; returns its exit code. Rank 0 alone writes to ``console``."""
     rank = int(os.environ["RANK"])
@@ -62,6 +83,9 @@ def train(config: TuneConfig, settings: Mapping[str, Any], console: Console, *, 
     # Launchers set one thread per rank, or none; the fair share is what an offloaded optimizer needs.
     os.environ["OMP_NUM_THREADS"] = str(config.run.threads or max(1, machine.usable_cores() // local_ranks))
     os.environ["HF_HUB_OFFLINE"] = "1"
+    interface = interface_towards(os.environ["MASTER_ADDR"])
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     quiet = Console(file=open(os.devnull, "w"))  # noqa: SIM115  # as long as the process

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
-from finetune.joined import started_by_launcher
+from finetune.joined import interface_towards, started_by_launcher
 from tests.finetune.support import ROOT, run_command, small_run, write_config
 from tests.finetune.test_tune import losses_of
 
@@ -37,6 +39,35 @@ def test_torchrun_trains_as_the_command_alone_does(text_folder: Path, tmp_path: 
     assert losses_of(tmp_path / "theirs") == losses_of(tmp_path / "own")
 
 
+def test_ranks_that_slurm_started_train_together(text_folder: Path, tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    tree = small_run(text_folder, tmp_path / "run", schedule={"steps": 2, "warmup": 1}, eval={"every": 0})
+    config = write_config(tree, tmp_path / "run.yaml")
+    shared = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "finetune", "tune", str(config)],
+            cwd=ROOT,
+            env={**os.environ, **shared, "SLURM_PROCID": str(n), "SLURM_LOCALID": str(n), "GLOO_SOCKET_IFNAME": "lo"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for n in range(2)
+    ]
+    try:
+        told = [task.communicate(timeout=120) for task in tasks]
+    finally:
+        for task in tasks:
+            task.kill()
+    assert [task.returncode for task in tasks] == [0, 0], told
+    assert "2 ranks on cpu" in told[0][0]
+    assert told[1][0] == "", "rank 0 alone speaks"
+    assert sorted(losses_of(tmp_path / "run")) == [1, 2]
+
+
 def test_a_fault_ends_every_rank_and_is_told_once(tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_text('{"text": broken}\n')
     tree = small_run(tmp_path, tmp_path / "run", data={"train": str(tmp_path / "data.jsonl")})
@@ -59,6 +90,15 @@ def test_slurm_names_are_understood() -> None:
     }  # fmt: skip
     assert started_by_launcher(environment)
     assert [environment[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")] == ["3", "1", "4", "2"]
+
+
+def test_ranks_of_other_nodes_are_met_on_the_network_that_leads_there() -> None:
+    for name, addresses in psutil.net_if_addrs().items():
+        for one in addresses:
+            if one.family == socket.AF_INET:
+                expected = None if one.address.startswith("127.") else name
+                assert interface_towards(one.address) == expected
+    assert interface_towards("localhost") is None
 
 
 def test_a_missing_hostfile_is_named(text_folder: Path, tmp_path: Path) -> None:
