@@ -209,9 +209,8 @@ def half(case: str, adam: bool, rank: int) -> dict[str, Any]:
     }
 
 
-def not_finite(case: str, adam: bool, rank: int, precision: str) -> dict[str, Any]:
+def not_finite(engine: ZeroEngine, rank: int) -> dict[str, Any]:
     """One good step, one with a NaN gradient on rank 1 alone, one with a NaN loss there, one good step."""
-    engine = make_engine(case, adam, precision)
     seen = [engine.train_step(mine(step_data(0), rank), 1e-3)]
     before, adam_steps = snapshot(engine), engine.adam_steps
     if rank == 1:
@@ -297,7 +296,7 @@ def main(out: Path, library: str) -> None:
     report["parity"] = {case: parity(case, adam, rank, start) for case in CASES if adam or case != "zero3-ratio"}
     report["parity"]["zero3-offload-torch"] = parity("zero3-offload", False, rank, start)
     report["not_finite"] = {
-        f"{case}-{precision}": not_finite(case, adam, rank, precision)
+        f"{case}-{precision}": not_finite(make_engine(case, adam, precision), rank)
         for case in ("zero1", "zero2-offload", "zero3", "zero3-offload-all", *(["zero3-ratio"] if adam else []))
         for precision in ("fp32", "bf16")
     }
