@@ -34,6 +34,9 @@ class Muon(ShardedOptimizer):
     The momentum is spread as the weights are. Only for the iterations a matrix is whole, on one rank: matrices are
     dealt out by the work they make, every rank gets one in turn, and its update goes back in pieces. So a rank holds about six
     matrices' worth of memory besides its share.
+
+    DeepSpeed has a Muon too. It moves the momentum before the inner optimizer steps, which is where a step that is not finite
+    is skipped here, and its state belongs to one number of ranks.
     """
 
     def __init__(
