@@ -314,6 +314,7 @@ def test_a_pace_is_kept_for_the_same_shape_alone(tmp_path: Path) -> None:
     changed = dataclasses.replace(config, batch=BatchConfig(micro=4))
     assert kept_pace(changed) is None
     assert kept_pace(dataclasses.replace(config, optimizer=OptimizerConfig(lr=1.0))) == kept
+    assert kept_pace(dataclasses.replace(config, optimizer=OptimizerConfig(name="muon"))) is None
 
 
 def test_a_watch_sees_a_peak_that_is_gone_again() -> None:
