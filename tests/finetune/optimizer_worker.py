@@ -39,7 +39,7 @@ from finetune.model import build_empty, decay_groups, initialise, new_config
 from finetune.resume import ResumeState
 from finetune.schedule import Schedule
 from finetune.types import Progressed
-from tests.finetune.zero_worker import SETTINGS, keeper, not_finite, same, snapshot, step_data, whole
+from tests.finetune.zero_worker import SETTINGS, keeper, leave, not_finite, same, snapshot, step_data, whole
 
 STEPS = 10
 SAVED, RESUMED = 4, 7
@@ -254,6 +254,7 @@ def main(out: Path) -> None:
     ds.start_ranks("cpu", rank)
     report = {name: pair(name, rank, out) if ranks > 1 else alone(name, out) for name in OPTIMIZERS}
     (out / f"{ranks}-rank-{rank}.json").write_text(json.dumps(report))
+    leave()
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 from transformers import PreTrainedModel
@@ -285,6 +286,12 @@ def failing_save(adam: bool) -> str:
     return "nothing"
 
 
+def leave() -> None:
+    """End the ranks together: one that goes while its threads of communication live is sometimes aborted on its way out."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def main(out: Path, library: str) -> None:
     rank = int(os.environ["RANK"])
     adam = bool(library)
@@ -304,6 +311,7 @@ def main(out: Path, library: str) -> None:
     report["resumed"] = resumed(adam, rank, out / "resumed")
     report["failing_save"] = failing_save(adam)
     (out / f"rank-{rank}.json").write_text(json.dumps(report))
+    leave()
 
 
 if __name__ == "__main__":
