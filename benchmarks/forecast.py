@@ -52,6 +52,8 @@ CASES: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
     "zero3-bf16": ("tune", LLAMA, {"zero": {"stage": 3}, "run": {"precision": "bf16"}}),
     "zero1-llama": ("tune", LLAMA, {"zero": {"stage": 1}}),
     "zero3-llama": ("tune", LLAMA, {"zero": {"stage": 3}, "batch": {"micro": 4}}),
+    "zero2-muon": ("tune", NEOX, {"zero": {"stage": 2}, "optimizer": {"name": "muon"}}),
+    "zero3-adafactor": ("tune", NEOX, {"zero": {"stage": 3}, "optimizer": {"name": "adafactor"}}),
     "one-rank": ("tune", LLAMA, {"zero": {"stage": 1}, "run": {"ranks": 1}}),
 }
 """Name -> command, model, sections laid over the common ones."""

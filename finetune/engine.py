@@ -39,23 +39,26 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
 
+from finetune.adafactor import Adafactor
 from finetune.adapters import add_adapters, as_peft_names_them, base_of
 from finetune.config import TuneConfig, to_deepspeed
 from finetune.data.batches import Microbatch
 from finetune.diagnosis import BadOutput, first_bad_output, gradient_in_words, is_finite, output_in_words
+from finetune.fragments import fragments_of
 from finetune.isolation import forward_inputs
 from finetune.lifetime import die_with_parent
 from finetune.lion import Lion
 from finetune.loss import HeadLoss, token_losses
 from finetune.loss_scale import LossScale
-from finetune.model import build_empty, decay_groups, meta_shapes
+from finetune.model import build_empty, meta_shapes
+from finetune.moments import groups_of, matrices_of, moments_of
+from finetune.muon import Muon
 from finetune.nvme import CANDIDATES, PROBE_BYTES, Disk, disk_settings
 from finetune.recompute import recompute_blocks
+from finetune.sharded import ShardedOptimizer
 from finetune.types import StepOutcome
 from finetune.unity import merge_sources
 
-MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",)}
-"""Tensors an optimizer keeps per weight, by its name."""
 _COLLECTIVE_TIMEOUT = timedelta(hours=2)  # rank 0 alone writes checkpoints while the others wait
 
 
@@ -129,8 +132,8 @@ class ZeroEngine:
         recompute_blocks(base, config.activations.checkpoint, pin_memory=device.type == "cuda")
         rows = config.activations.loss_rows
         self._head_loss = HeadLoss(base, rows) if rows != 0 and HeadLoss.supports(base) else None
-        groups = decay_groups(self.model, config.optimizer.weight_decay)
-        optimizer = _make_optimizer(config, groups, cpu_adam=cpu_adam)
+        self._moments = moments_of(self.model, config.optimizer.name)
+        optimizer = _make_optimizer(config, self.model, cpu_adam=cpu_adam)
         self._engine, *_ = deepspeed.initialize(model=self.model, optimizer=optimizer, config=ds, dist_init_required=False)
         self._zero = self._engine.optimizer
         self._inner = self._zero.optimizer
@@ -140,11 +143,12 @@ class ZeroEngine:
             # is saved. With one state and one guard for both, it is.
             self._zero.backup_optimizer.state = self._inner.state
             self._updaters.append(self._zero.backup_optimizer)
-        self._moments = MOMENTS[config.optimizer.name]
         self._offloaded = config.offload.optimizer != "none"
         self._on_disk = config.offload.optimizer == "nvme"
         self._skip_update = False
         self._guard_inner_step()
+        names = {parameter: name for name, parameter in self._trained()}
+        self._fragments = fragments_of(self._zero, names, stage=self._stage, rank=self.rank)
         self._create_moments()
 
     @contextmanager
@@ -343,12 +347,16 @@ class ZeroEngine:
 
     @torch.no_grad()
     def moments(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """``exp_avg.<name>`` and so on of every trained parameter, whole, fp32, on rank 0 alone."""
-        for key in self._moments:
-            for name, parameter in self.model.named_parameters():
-                if parameter.requires_grad:
-                    whole = safe_get_full_optimizer_state(parameter, key)
-                    yield f"{key}.{name}", whole.to("cpu", torch.float32) if self.rank == 0 else None
+        """``exp_avg.<name>`` and so on of every trained parameter, whole, fp32, on rank 0 alone.
+
+        Which keys a parameter has depends on the optimizer: see ``finetune.moments``, and ``Adafactor`` for its factors.
+        """
+        for name, parameter in self._trained():
+            for key in self._moments[name]:
+                whole = safe_get_full_optimizer_state(parameter, key)
+                yield f"{key}.{name}", whole.to("cpu", torch.float32) if self.rank == 0 else None
+        for name, whole in self._whole_moments.items():
+            yield name, whole.cpu() if self.rank == 0 else None
 
     @torch.no_grad()
     def set_exact_weights(self, read: Callable[[str], torch.Tensor]) -> None:
@@ -360,9 +368,11 @@ class ZeroEngine:
     @torch.no_grad()
     def set_moments(self, read: Callable[[str], torch.Tensor], adam_steps: int) -> None:
         """Set the moments from ``read('exp_avg.<name>')`` and so on, and the number of updates the optimizer has made."""
-        for name, parameter in self.model.named_parameters():
-            for key in self._moments if parameter.requires_grad else ():
+        for name, parameter in self._trained():
+            for key in self._moments[name]:
                 self._set(parameter, read(f"{key}.{name}"), key)
+        for name, whole in self._whole_moments.items():
+            whole.copy_(read(name))
         for flat in self._flat_weights():
             state = self._inner.state[flat]
             state["step"] = torch.tensor(float(adam_steps)) if torch.is_tensor(state["step"]) else adam_steps
@@ -397,18 +407,24 @@ class ZeroEngine:
 
     def _create_moments(self) -> None:
         """Create the moments now, as the optimizer would in its first step, so that they can be saved and set at any time."""
-        for number, flat in enumerate(self._flat_weights()):
+        flats = self._flat_weights()
+        for number, flat in enumerate(flats):
             here = len(self._updaters) > 1 and self._zero.subgroup_to_device[number] != "cpu"
             counts = here or isinstance(self._inner, torch.optim.AdamW)  # as a tensor, the others as a number
             swapped = self._on_disk and self._zero._swappable_optimizer_subgroup(number)
             if swapped:
                 self._zero._optimizer_states_and_gradient_swap_in(number)
-            moments = {key: torch.zeros_like(flat, dtype=torch.float32) for key in self._moments}
+            keys = self._moments[self._fragments[number][0].name]  # all parameters of one flat tensor have the same
+            moments = {key: torch.zeros_like(flat, dtype=torch.float32) for key in keys}
             self._inner.state[flat] = {"step": torch.tensor(0.0) if counts else 0, **moments}
             if swapped:
                 self._zero._optimizer_states_and_gradient_swap_out(number)
         if self._stage < 3:
             self._zero._lazy_init_hp_params_optimizer_state()
+        self._whole_moments: dict[str, torch.Tensor] = {}
+        if isinstance(self._inner, ShardedOptimizer):
+            self._inner.place(dict(zip(flats, self._fragments, strict=True)), self.device)
+            self._whole_moments = self._inner.whole
 
     # -- random states
 
@@ -430,17 +446,21 @@ class ZeroEngine:
         dist.destroy_process_group()
 
 
-def _make_optimizer(config: TuneConfig, groups: list[dict[str, Any]], *, cpu_adam: bool) -> torch.optim.Optimizer:
+def _make_optimizer(config: TuneConfig, model: nn.Module, *, cpu_adam: bool) -> torch.optim.Optimizer:
     options = config.optimizer
-    betas = (options.betas[0], options.betas[1])
+    groups = groups_of(model, options.name, options.weight_decay)
+    matrices = matrices_of(model, options.name)
+    lr, eps, betas = options.lr, options.eps, (options.betas[0], options.betas[1])
     if options.name == "lion":
-        return Lion(groups, lr=options.lr, betas=betas)
+        return Lion(groups, lr=lr, betas=betas)
+    if options.name == "adafactor":
+        return Adafactor(groups, matrices=matrices, lr=lr)
+    if options.name == "muon":
+        return Muon(groups, matrices=matrices, lr=lr, momentum=options.momentum, betas=betas, eps=eps)
     if config.offload.optimizer != "none" and cpu_adam:
-        optimizer: torch.optim.Optimizer = DeepSpeedCPUAdam(
-            groups, lr=options.lr, betas=betas, eps=options.eps, adamw_mode=True
-        )
+        optimizer: torch.optim.Optimizer = DeepSpeedCPUAdam(groups, lr=lr, betas=betas, eps=eps, adamw_mode=True)
         return optimizer
-    return torch.optim.AdamW(groups, lr=options.lr, betas=betas, eps=options.eps)
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps)
 
 
 def build_op(name: str, needed: Sequence[Path] = ()) -> None:

@@ -32,15 +32,20 @@ class BatchConfig:
 class OptimizerConfig:
     """How gradients become updates. Biases and norms are not decayed."""
 
-    name: Literal["adamw", "lion"] = "adamw"
-    """``adamw`` (DeepSpeed's CPU Adam when offloaded), or ``lion`` (signs of a momentum: half the state, a learning rate about
-    a third to a tenth of AdamW's)."""
+    name: Literal["adamw", "lion", "muon", "adafactor"] = "adamw"
+    """``adamw`` (DeepSpeed's CPU Adam when offloaded), ``lion`` (signs of a momentum: half the state, a learning rate about
+    a third to a tenth of AdamW's), ``muon`` (matrices move along their momentum made orthogonal, embeddings, output layer and
+    vectors as by AdamW: half the state of matrices, AdamW's learning rate), or ``adafactor`` (a second moment by rows and
+    columns: almost no state; takes neither ``betas`` nor ``eps``)."""
 
     lr: float = 3e-4
     """Learning rate after warm-up."""
 
     betas: tuple[float, ...] = (0.9, 0.95)
-    """Decay of the first and second moment; for ``lion`` of the update and of the momentum."""
+    """Decay of the first and second moment; for ``lion`` of the update and of the momentum; for ``muon`` of what AdamW does."""
+
+    momentum: float = 0.95
+    """Decay of the momentum of ``muon``'s matrices; the others do not use it."""
 
     eps: float = 1e-8
     """Added to the root of the second moment."""
@@ -59,6 +64,7 @@ class OptimizerConfig:
             list(self.betas),
             "be two numbers from 0 to 1, 1 excluded",
         )
+        require(0 <= self.momentum < 1, "optimizer.momentum", self.momentum, "lie between 0 and 1, 1 excluded")
         for name in ("eps", "weight_decay", "clip"):
             value = getattr(self, name)
             require(math.isfinite(value) and value >= 0, f"optimizer.{name}", value, "be 0 or more")

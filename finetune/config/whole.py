@@ -38,6 +38,7 @@ class TuneConfig:
 
     def __post_init__(self) -> None:
         self._check_offload()
+        self._check_optimizer()
         require(
             self.model.path is not None or self.tokenizer.path is not None or self.tokenizer.train is not None,
             "tokenizer",
@@ -69,11 +70,17 @@ class TuneConfig:
         require(self.run.precision != "fp16" or self.run.device != "cpu", "run.precision", "fp16", "be bf16 or fp32 on the CPU")
         rule = "be 1 with lora: what adapters need of the optimizer is too little to be shared out"
         require(self.lora is None or offload.ratio == 1.0, "offload.ratio", offload.ratio, rule)
-        if offload.ratio < 1.0:
-            require(self.optimizer.name == "adamw", "offload.ratio", offload.ratio, "be 1 unless optimizer.name is adamw")
         if offload.method == "superoffload":
             require(self.run.device != "cpu", "offload.method", "superoffload", "be plain on the CPU: it needs CUDA")
-            require(self.optimizer.name == "adamw", "offload.method", "superoffload", "be plain unless optimizer.name is adamw")
+
+    def _check_optimizer(self) -> None:
+        """Some ways of offloading are made for one optimizer."""
+        offload, name = self.offload, self.optimizer.name
+        for key, used, allowed in (("method", offload.method != "plain", "plain"), ("ratio", offload.ratio < 1.0, "1")):
+            rule = f"be {allowed} unless optimizer.name is adamw (it is {name}): DeepSpeed has this for its own CPU Adam alone"
+            require(not used or name == "adamw", f"offload.{key}", getattr(offload, key), rule)
+        rule = f"be none or cpu with optimizer.name {name}, which passes parts of matrices between ranks while it updates them"
+        require(offload.optimizer != "nvme" or name not in ("muon", "adafactor"), "offload.optimizer", "nvme", rule)
 
     def check_command(self, command: str) -> None:
         """Rules that hold for ``tune`` or for ``pretrain`` alone.

@@ -14,7 +14,16 @@ from finetune.errors import ConfigError
 from finetune.folders import CHECKPOINTS, RESUME, step_folders
 from finetune.forecast.facts import ModelFacts, facts_of
 from finetune.forecast.hardware import Hardware
-from finetune.forecast.memory import SHARED_FILES_BYTES, WRITER_BYTES, Layout, Need, layout_of, mean_in_flight, need_of
+from finetune.forecast.memory import (
+    SHARED_FILES_BYTES,
+    WRITER_BYTES,
+    Layout,
+    Need,
+    layout_of,
+    mean_in_flight,
+    moment_elements,
+    need_of,
+)
 from finetune.forecast.pace import Pace
 from finetune.forecast.units import in_gib
 
@@ -138,7 +147,8 @@ def _save_bytes(config: TuneConfig, facts: ModelFacts, layout: Layout, precision
     elements = facts.trained if config.lora is not None else facts.total
     served = _DTYPE_BYTES[precision if config.save.dtype == "auto" else config.save.dtype] * elements
     small_files = 2 << 20  # tokenizer, manifest, headers
-    resume = 4 * (elements + layout.moments * facts.trained) + small_files if config.save.resume_state else 0
+    moments = sum(moment_elements(facts, layout.algorithm))
+    resume = 4 * (elements + moments) + small_files if config.save.resume_state else 0
     return served + small_files, resume
 
 

@@ -24,6 +24,7 @@ from finetune.adapters import add_adapters
 from finetune.config import TuneConfig
 from finetune.loss import HeadLoss, chunk_rows, token_losses
 from finetune.model import build_empty
+from finetune.moments import groups_of, matrices_of
 from finetune.recompute import recompute_blocks
 
 
@@ -48,7 +49,13 @@ class ModelFacts:
     largest: int
     """Elements of the largest tensor."""
     largest_group: int
-    """Elements of the optimizer's larger group: those that decay, or those that do not."""
+    """Elements of the optimizer's largest group: those that decay, those that do not, or matrices it treats as such."""
+    matrices: int
+    """Elements of what the optimizer treats as matrices; 0 for one that works element by element."""
+    factors: int
+    """Rows and columns of all those matrices, added."""
+    largest_matrix: int
+    """Elements of the largest of them."""
     multiplied: int
     """Elements that every token is multiplied with: no lookup tables."""
     layers: int
@@ -90,7 +97,9 @@ def facts_of(config: TuneConfig, hf_config: Any, precision: str, *, on_gpu: bool
         moments = _follow(wrapped, model, config)
     trained = sum(p.numel() for p in wrapped.parameters() if p.requires_grad)
     every = [p.numel() for p in wrapped.parameters()]
-    matrices = sum(p.numel() for p in wrapped.parameters() if p.requires_grad and p.ndim >= 2)
+    names = matrices_of(wrapped, config.optimizer.name)
+    matrices = [p.shape for name, p in wrapped.named_parameters() if name in names]
+    groups = groups_of(wrapped, config.optimizer.name, config.optimizer.weight_decay)
     hidden = int(model.config.hidden_size)
     layers = int(model.config.num_hidden_layers)
     recomputed = _checkpointing(config) != "none"
@@ -99,7 +108,10 @@ def facts_of(config: TuneConfig, hf_config: Any, precision: str, *, on_gpu: bool
         trained=trained,
         frozen=sum(every) - trained,
         largest=max(every),
-        largest_group=max(matrices, trained - matrices),
+        largest_group=max(sum(p.numel() for p in group["params"]) for group in groups),
+        matrices=sum(shape.numel() for shape in matrices),
+        factors=sum(sum(shape) for shape in matrices),
+        largest_matrix=max((shape.numel() for shape in matrices), default=0),
         multiplied=_multiplied(model, wrapped),
         layers=layers,
         hidden=hidden,

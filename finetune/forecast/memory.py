@@ -14,6 +14,7 @@ from typing import Final
 
 from finetune.config import TuneConfig
 from finetune.forecast.facts import ModelFacts
+from finetune.moments import MOMENTS, OF_MATRICES
 
 _MIB: Final = 1 << 20
 _GIB: Final = 1 << 30
@@ -41,8 +42,8 @@ ADAPTER_LIBRARY_BYTES: Final = 20 * _MIB
 """peft, imported by each rank."""
 LIVE_PARAMETERS: Final = 1_000_000_000
 """Elements that ZeRO-3 leaves whole between uses, at most: DeepSpeed's stage3_max_live_parameters."""
-MOMENTS: Final = {"adamw": 2, "lion": 1}
-"""fp32 tensors an optimizer keeps per weight."""
+MATRIX_BUFFERS: Final = 6
+"""Copies of one matrix, in fp32, that Muon holds while it makes it orthogonal."""
 
 _SWAP_BUFFERS: Final = 5
 _MOST_SUB_GROUP: Final = 50_000_000
@@ -64,7 +65,8 @@ class Layout:
     """Pipeline stages; 1 is none."""
     device: str
     weight_bytes: int
-    moments: int
+    algorithm: str
+    """``optimizer.name``."""
     optimizer: str
     """Where the optimizer's state lies: ``none`` (the device), ``cpu``, ``nvme``."""
     parameters: str
@@ -90,7 +92,7 @@ def layout_of(config: TuneConfig, *, device: str, precision: str) -> Layout:
         pipeline=config.pipeline.stages,
         device=device,
         weight_bytes=4 if precision == "fp32" else 2,
-        moments=MOMENTS[config.optimizer.name],
+        algorithm=config.optimizer.name,
         optimizer=offload.optimizer,
         parameters=offload.parameters,
         cpu_adam=offload.optimizer != "none" and config.optimizer.name == "adamw",
@@ -226,7 +228,7 @@ def _state(facts: ModelFacts, layout: Layout) -> tuple[Phase, Phase]:
     # In fp32 a share that lies where the optimizer works is the optimizer's own.
     same = layout.stage in (0, 3) and w == 4 and layout.optimizer == "none" and layout.parameters == "none"
     master = 0 if same else 4 * share
-    states = {"fp32 weights": master, "moments": 4 * layout.moments * share}
+    states = {"fp32 weights": master, "moments": 4 * _moments(facts, layout)}
     if layout.optimizer == "none":
         device |= states
     elif layout.optimizer == "cpu":
@@ -248,6 +250,19 @@ def _state(facts: ModelFacts, layout: Layout) -> tuple[Phase, Phase]:
         else:
             host = _merge(host, flat)
     return device, host
+
+
+def moment_elements(facts: ModelFacts, algorithm: str) -> tuple[int, int]:
+    """Elements of all moments of a whole model: those that are spread as the weights are, and those every rank has."""
+    usual = len(MOMENTS[algorithm])
+    spread = usual * facts.trained + (len(OF_MATRICES.get(algorithm, ())) - usual) * facts.matrices
+    return spread, facts.factors if algorithm == "adafactor" else 0
+
+
+def _moments(facts: ModelFacts, layout: Layout) -> int:
+    """Elements of one rank's moments."""
+    spread, whole = moment_elements(facts, layout.algorithm)
+    return -(-spread // (layout.pipeline * (1 if layout.stage == 0 else layout.shares))) + whole
 
 
 def _sub_group(facts: ModelFacts, layout: Layout) -> int:
@@ -309,20 +324,32 @@ def _step(facts: ModelFacts, layout: Layout) -> tuple[Phase, Phase]:
     trained, _, share = _sizes(facts, layout)
     w = layout.weight_bytes
     group = min(share, -(-facts.largest_group // (layout.pipeline * layout.shares)))
-    scratch = 0 if layout.cpu_adam else 8 * group
+    scratch = _scratch(facts, layout, share)
+    turn = {"whole matrices": 4 * MATRIX_BUFFERS * facts.largest_matrix if layout.algorithm == "muon" else 0}
     if layout.stage == 3:
         work = {"gradients in fp32": 4 * share, "optimizer's scratch": scratch}
         kept = {"reduce bucket": w * min(layout.bucket, trained)} if layout.device == "cpu" else {}
         if layout.optimizer == "none":
-            return _merge(work, kept), {}
-        return kept, {"optimizer's scratch": scratch}
+            return _merge(work, kept, turn), {}
+        return _merge(kept, turn), {"optimizer's scratch": scratch}
     if layout.optimizer == "none":
         return {
             "gradients": w * share,
             "gradients in fp32": (4 + (w if w == 2 else 0)) * group,
             "optimizer's scratch": scratch,
+            **turn,
         }, {}
-    return {}, {"optimizer's scratch": scratch}
+    return turn, {"optimizer's scratch": scratch}
+
+
+def _scratch(facts: ModelFacts, layout: Layout, share: int) -> int:
+    """Bytes the optimizer computes with, where its state lies: a group's share, or of Adafactor's matrices one's."""
+    if layout.cpu_adam:
+        return 0
+    if layout.algorithm == "adafactor":
+        return 8 * min(share, facts.largest_matrix)
+    group = facts.trained - facts.matrices if layout.algorithm == "muon" else facts.largest_group
+    return 8 * min(share, -(-group // (layout.pipeline * layout.shares)))
 
 
 def _nvme(facts: ModelFacts, layout: Layout) -> int:
@@ -330,7 +357,7 @@ def _nvme(facts: ModelFacts, layout: Layout) -> int:
     _, _, share = _sizes(facts, layout)
     needed = 0
     if layout.optimizer == "nvme":
-        needed += (4 + 4 * layout.moments + 4) * share
+        needed += (4 + 4) * share + 4 * _moments(facts, layout)
     if layout.parameters == "nvme":
         needed += layout.weight_bytes * -(-facts.total // (layout.pipeline * layout.shares))
     return needed

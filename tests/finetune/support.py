@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from finetune import machine
+from finetune.launch import rank_environment
 
 NEEDS_LIBAIO = pytest.mark.skipif(machine.libaio() is None, reason="libaio is missing: apt-get install libaio-dev")
 COMMAND = (sys.executable, "-m", "finetune")
@@ -74,6 +75,24 @@ def run_command(
         timeout=seconds,
         check=False,
     )
+
+
+def run_ranks(module: str, ranks: int, out: Path, *words: str | Path, seconds: float = 240) -> None:
+    """Run ``python -m MODULE OUT WORDS`` once for each rank of a run on the CPU; all must succeed. Their logs go to ``out``."""
+    environment = {**os.environ, **rank_environment(ranks, 1), "DS_ACCELERATOR": "cpu"}
+    started = []
+    for rank in range(ranks):
+        with (out / f"rank-{rank}.log").open("wb") as log:
+            own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            command = [sys.executable, "-m", module, str(out), *map(str, words)]
+            started.append(subprocess.Popen(command, cwd=ROOT, env=own, stdout=log, stderr=subprocess.STDOUT))
+    try:
+        codes = [process.wait(timeout=seconds) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    assert codes == [0] * ranks, "\n".join((out / f"rank-{rank}.log").read_text()[-3000:] for rank in range(ranks))
 
 
 def start_command(words: Sequence[str | Path]) -> subprocess.Popen[str]:

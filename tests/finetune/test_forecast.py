@@ -33,7 +33,7 @@ from finetune.errors import ConfigError
 from finetune.forecast.estimate import Forecast, forecast, model_config_of, precision_of
 from finetune.forecast.facts import facts_of
 from finetune.forecast.hardware import Hardware, available_bytes
-from finetune.forecast.memory import layout_of, need_of
+from finetune.forecast.memory import MATRIX_BUFFERS, _state, _step, layout_of, need_of
 from finetune.forecast.pace import keep_pace, kept_pace
 from finetune.forecast.watch import MemoryWatch, pages_of
 from finetune.loss import token_losses
@@ -178,6 +178,44 @@ def test_states_on_a_gpu_follow_the_stages() -> None:
     assert device_bytes(2, 4, optimizer="cpu") == pytest.approx(2, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("name", "of_matrices", "of_others"), [("adamw", 8, 8), ("lion", 4, 4), ("muon", 4, 8), ("adafactor", 0, 4)]
+)
+def test_moments_follow_the_optimizer(name: str, of_matrices: int, of_others: int) -> None:
+    """Bytes an element of the blocks' matrices, and of all else but the two tables, which are Muon's others."""
+    found = forecast_of(config_of(optimizer=OptimizerConfig(name=name), run={"ranks": 1}))  # type: ignore[arg-type]
+    matrices, tables = 3 * (64 * 192 + 64 * 64 + 2 * 64 * 160), 2 * 512 * 64
+    vectors = found.facts.total - matrices - tables
+    of_tables = of_matrices if name == "adafactor" else of_others
+    factors = 4 * (3 * (64 + 192 + 64 + 64 + 2 * (64 + 160)) + 2 * (512 + 64)) if name == "adafactor" else 0
+    expected = of_matrices * matrices + of_tables * tables + of_others * vectors + factors
+    assert found.need.host["moments"] == expected
+    assert found.resume_bytes == 4 * found.facts.total + expected + (2 << 20)
+
+
+def test_factors_are_on_every_rank_and_whole_matrices_on_the_device() -> None:
+    def needs(name: str, ranks: int) -> tuple[dict[str, int], dict[str, int]]:
+        config = config_of(
+            run={"ranks": ranks, "device": "auto"},
+            optimizer=OptimizerConfig(name=name),  # type: ignore[arg-type]
+            zero=ZeroConfig(stage=2),
+            offload=OffloadConfig(optimizer="cpu"),
+        )
+        facts = facts_of(config, model_config_of(config), "bf16", on_gpu=False)
+        device, host = _step(facts, layout_of(config, device="cuda", precision="bf16"))
+        _, state = _state(facts, layout_of(config, device="cuda", precision="bf16"))
+        return device, {**host, **state}
+
+    device, host = needs("adafactor", 4)
+    _, alone = needs("adafactor", 1)
+    factors = 4 * (3 * (64 + 192 + 64 + 64 + 2 * (64 + 160)) + 2 * (512 + 64))
+    assert host["moments"] - factors == pytest.approx((alone["moments"] - factors) / 4, abs=4)
+    assert not device.get("whole matrices")
+    device, host = needs("muon", 4)
+    assert device["whole matrices"] == 4 * MATRIX_BUFFERS * 64 * 192
+    assert "whole matrices" not in host
+
+
 def test_offload_moves_the_state_to_the_host() -> None:
     room = hardware(device="cuda", gpus=4, gpu_bytes=80 * GIB)
     big = {**NEW, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096, "num_hidden_layers": 4}
@@ -276,6 +314,7 @@ def test_a_pace_is_kept_for_the_same_shape_alone(tmp_path: Path) -> None:
     changed = dataclasses.replace(config, batch=BatchConfig(micro=4))
     assert kept_pace(changed) is None
     assert kept_pace(dataclasses.replace(config, optimizer=OptimizerConfig(lr=1.0))) == kept
+    assert kept_pace(dataclasses.replace(config, optimizer=OptimizerConfig(name="muon"))) is None
 
 
 def test_a_watch_sees_a_peak_that_is_gone_again() -> None:

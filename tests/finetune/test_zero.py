@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 from finetune import ops
-from finetune.launch import rank_environment
-from tests.finetune.support import ROOT
+from tests.finetune.support import run_ranks
 from tests.finetune.zero_worker import CASES, HALF, RANKS
 
 Reports = list[dict[str, Any]]
@@ -24,21 +20,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
     out = tmp_path_factory.mktemp("zero")
     adam = ops.ensure(ops.CPU_ADAM, lambda _: None)
     library = str(ops.library_of(ops.CPU_ADAM)) if adam.available else ""
-    shared = {**rank_environment(RANKS, 1), "DS_ACCELERATOR": "cpu"}
-    ranks = []
-    for rank in range(RANKS):
-        log = (out / f"rank-{rank}.log").open("wb")
-        command = [sys.executable, "-m", "tests.finetune.zero_worker", str(out), library]
-        environment = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        ranks.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT))
-        log.close()
-    try:
-        codes = [rank.wait(timeout=240) for rank in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    assert codes == [0] * RANKS, "\n".join((out / f"rank-{rank}.log").read_text()[-3000:] for rank in range(RANKS))
+    run_ranks("tests.finetune.zero_worker", RANKS, out, library)
     return [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(RANKS)]
 
 

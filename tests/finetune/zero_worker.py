@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 from transformers import PreTrainedModel
@@ -209,9 +210,8 @@ def half(case: str, adam: bool, rank: int) -> dict[str, Any]:
     }
 
 
-def not_finite(case: str, adam: bool, rank: int, precision: str) -> dict[str, Any]:
+def not_finite(engine: ZeroEngine, rank: int) -> dict[str, Any]:
     """One good step, one with a NaN gradient on rank 1 alone, one with a NaN loss there, one good step."""
-    engine = make_engine(case, adam, precision)
     seen = [engine.train_step(mine(step_data(0), rank), 1e-3)]
     before, adam_steps = snapshot(engine), engine.adam_steps
     if rank == 1:
@@ -286,6 +286,12 @@ def failing_save(adam: bool) -> str:
     return "nothing"
 
 
+def leave() -> None:
+    """End the ranks together: one that goes while its threads of communication live is sometimes aborted on its way out."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def main(out: Path, library: str) -> None:
     rank = int(os.environ["RANK"])
     adam = bool(library)
@@ -297,7 +303,7 @@ def main(out: Path, library: str) -> None:
     report["parity"] = {case: parity(case, adam, rank, start) for case in CASES if adam or case != "zero3-ratio"}
     report["parity"]["zero3-offload-torch"] = parity("zero3-offload", False, rank, start)
     report["not_finite"] = {
-        f"{case}-{precision}": not_finite(case, adam, rank, precision)
+        f"{case}-{precision}": not_finite(make_engine(case, adam, precision), rank)
         for case in ("zero1", "zero2-offload", "zero3", "zero3-offload-all", *(["zero3-ratio"] if adam else []))
         for precision in ("fp32", "bf16")
     }
@@ -305,6 +311,7 @@ def main(out: Path, library: str) -> None:
     report["resumed"] = resumed(adam, rank, out / "resumed")
     report["failing_save"] = failing_save(adam)
     (out / f"rank-{rank}.json").write_text(json.dumps(report))
+    leave()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,54 @@
+"""What each optimizer keeps of each parameter, and which parameters it treats as matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from torch import nn
+
+from finetune.adapters import base_of
+from finetune.model import decay_groups, shapes_of
+
+MOMENTS: Final[Mapping[str, tuple[str, ...]]] = {
+    "adamw": ("exp_avg", "exp_avg_sq"),
+    "lion": ("exp_avg",),
+    "muon": ("exp_avg", "exp_avg_sq"),
+    "adafactor": ("exp_avg_sq",),
+}
+"""Tensors as large as the parameter, by the optimizer's name."""
+OF_MATRICES: Final[Mapping[str, tuple[str, ...]]] = {"muon": ("momentum",), "adafactor": ()}
+"""The same of its matrices, for optimizers that treat those in their own way."""
+
+
+def matrices_of(model: nn.Module, optimizer: str) -> frozenset[str]:
+    """Names of the trained parameters that ``optimizer`` treats as matrices; none for one that works element by element.
+
+    Adafactor takes every parameter of two dimensions. Muon leaves out embeddings and the output layer, whose rows belong to
+    single tokens; an adapter's factors are matrices to both. GPT-2's weights are stored transposed and its queries, keys and
+    values fused, as GPT-NeoX's are: each tensor is one matrix, the way round it is stored.
+    """
+    if optimizer not in OF_MATRICES:
+        return frozenset()
+    tables: set[int] = set()
+    if optimizer == "muon":
+        tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+        head: Any = base_of(model).get_output_embeddings()
+        tables |= set() if head is None else {id(head.weight)}
+    shapes = shapes_of(model)
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return frozenset(name for name, parameter in trained if len(shapes[name]) == 2 and id(parameter) not in tables)
+
+
+def moments_of(model: nn.Module, optimizer: str) -> dict[str, tuple[str, ...]]:
+    """Trained parameter -> keys of the state that has an element for each of its own."""
+    matrices = matrices_of(model, optimizer)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return {name: OF_MATRICES[optimizer] if name in matrices else MOMENTS[optimizer] for name in trained}
+
+
+def groups_of(model: nn.Module, optimizer: str, weight_decay: float) -> list[dict[str, Any]]:
+    """Parameters for the optimizer, those that decay and those that do not; what it treats as matrices in its own groups."""
+    matrices = matrices_of(model, optimizer)
+    others = moments_of(model, optimizer).keys() - matrices
+    return [*decay_groups(model, weight_decay, only=matrices), *decay_groups(model, weight_decay, only=others)]

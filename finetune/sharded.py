@@ -1,0 +1,57 @@
+"""What optimizers have in common that treat matrices as matrices, although ZeRO gives each rank a flat piece of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from finetune.fragments import Fragments
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """Updates ZeRO's flat tensors and speaks with the other ranks on the way, so all of them step together.
+
+    A flat tensor holds either matrices alone or none, see ``finetune.moments``. DeepSpeed may hand over all of them in one
+    step or one after the other; the order is the same on every rank. State that has an element for each weight lies in
+    ``state[flat]``, flat as the weights are; what a matrix has besides lies in ``whole``.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]], defaults: dict[str, Any], *, matrices: frozenset[str]) -> None:
+        super().__init__(groups, {"weight_decay": 0.0, **defaults})
+        self.whole: dict[str, torch.Tensor] = {}
+        """``<key>.<parameter>`` -> state that is whole and equal on every rank; filled by ``place``."""
+        self._matrices = matrices
+        self._layout: Mapping[torch.Tensor, Fragments] = {}
+        self._device = torch.device("cpu")
+
+    def place(self, layout: Mapping[torch.Tensor, Fragments], device: torch.device) -> None:
+        """Learn, before the first step, what lies in each flat tensor. All ranks call it.
+
+        Args:
+            device: where ranks communicate; the flat tensors may lie elsewhere.
+        """
+        self._layout, self._device = layout, device
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """One update of every flat tensor in ``param_groups``. All ranks call it."""
+        assert closure is None, "DeepSpeed calls it without one"
+        for group in self.param_groups:
+            for flat in group["params"]:
+                assert flat.grad is not None, "a rank without a gradient would leave the others waiting"
+                self.state[flat]["step"] += 1
+                update = self._update_matrices if self._holds_matrices(self._layout[flat]) else self._update_others
+                update(group, flat, self.state[flat], self._layout[flat])
+
+    def _holds_matrices(self, fragments: Fragments) -> bool:
+        return fragments[0].name in self._matrices
+
+    def _update_matrices(
+        self, group: Mapping[str, Any], flat: torch.Tensor, state: dict[str, Any], fragments: Fragments
+    ) -> None:
+        raise NotImplementedError
+
+    def _update_others(self, group: Mapping[str, Any], flat: torch.Tensor, state: dict[str, Any], fragments: Fragments) -> None:
+        raise NotImplementedError
