@@ -67,11 +67,11 @@ def worker(system: str, stage: int, offload: bool, steps: int, adam: str) -> Non
     os.environ["DS_ACCELERATOR"] = "cpu"
     import torch
 
-    from finetune import engine
+    from finetune import built, engine
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if adam:
-        engine.load_op("cpu_adam", Path(adam))
+        built.load_op("cpu_adam", Path(adam))
     rank = int(os.environ["RANK"])
     device = engine.start_ranks("cpu", rank)
     draw = torch.Generator().manual_seed(rank)
@@ -114,10 +114,9 @@ def _model() -> Any:
 
 
 def _optimizer(config: Any, model: Any, adam: bool) -> Any:
-    from finetune.engine import _make_optimizer
-    from finetune.model import decay_groups
+    from finetune.engine import make_optimizer
 
-    return _make_optimizer(config, decay_groups(model, config.optimizer.weight_decay), cpu_adam=adam)
+    return make_optimizer(config, model, cpu_adam=adam)
 
 
 def _deepspeed(config: Any, device: Any, tokens: Any, steps: int, adam: bool) -> list[float]:

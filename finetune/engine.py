@@ -1,22 +1,14 @@
-"""DeepSpeed, and nothing else of the project imports it for tuning: ZeRO stages, offload, and exact access to their state.
+"""DeepSpeed ZeRO for tuning: stages, offload, and exact access to their state.
 
 What always holds: a loss or gradient that is not finite on any rank changes no weight and no moment on any rank.
 """
 
 from __future__ import annotations
 
-import ctypes
-import importlib.util
-import json
 import math
-import os
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -24,8 +16,6 @@ import deepspeed.ops
 import torch
 import torch.distributed as dist
 from deepspeed.ops.adam import DeepSpeedCPUAdam
-from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder, PinMemoryBuilder
-from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -46,18 +36,17 @@ from finetune.data.batches import Microbatch
 from finetune.diagnosis import BadOutput, first_bad_output, gradient_in_words, is_finite, output_in_words
 from finetune.fragments import fragments_of
 from finetune.isolation import forward_inputs
-from finetune.lifetime import die_with_parent
 from finetune.lion import Lion
 from finetune.loss import HeadLoss, token_losses
 from finetune.loss_scale import LossScale
 from finetune.model import build_empty, meta_shapes
 from finetune.moments import groups_of, matrices_of, moments_of
 from finetune.muon import Muon
-from finetune.nvme import CANDIDATES, PROBE_BYTES, Disk, disk_settings
+from finetune.nvme import Disk, disk_settings
+from finetune.ranks import Ranked, random_state, set_random_state
 from finetune.recompute import recompute_blocks
 from finetune.sharded import ShardedOptimizer
 from finetune.types import StepOutcome
-from finetune.unity import merge_sources
 
 _COLLECTIVE_TIMEOUT = timedelta(hours=2)  # rank 0 alone writes checkpoints while the others wait
 
@@ -74,19 +63,7 @@ def start_ranks(device: str, rank: int) -> torch.device:
     return torch.device(device, rank) if device == "cuda" else torch.device("cpu")
 
 
-def tell_everyone(text: str) -> str:
-    """Rank 0's ``text`` on every rank, sent as bytes. Every rank calls it, and waits for the others."""
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-    data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
-    size = torch.tensor([len(data)], device=device)
-    dist.broadcast(size, 0)
-    if dist.get_rank() != 0:
-        data = torch.empty(int(size), dtype=torch.uint8, device=device)
-    dist.broadcast(data, 0)
-    return bytes(data.cpu().tolist()).decode()
-
-
-class ZeroEngine:
+class ZeroEngine(Ranked):
     """One model under DeepSpeed ZeRO on this rank.
 
     Every method is collective: all ranks call it, in the same order.
@@ -108,9 +85,8 @@ class ZeroEngine:
 
         With ``config.lora`` adapters are put beside the filled model; ``fill_adapters(model, gather)`` sets theirs.
         """
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        super().__init__(device)
         self.data_rank, self.data_ranks = self.rank, self.world_size
-        self.device = device
         self._stage = config.zero.stage
         self._accumulation = config.accumulation
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
@@ -133,7 +109,7 @@ class ZeroEngine:
         rows = config.activations.loss_rows
         self._head_loss = HeadLoss(base, rows) if rows != 0 and HeadLoss.supports(base) else None
         self._moments = moments_of(self.model, config.optimizer.name)
-        optimizer = _make_optimizer(config, self.model, cpu_adam=cpu_adam)
+        optimizer = make_optimizer(config, self.model, cpu_adam=cpu_adam)
         self._engine, *_ = deepspeed.initialize(model=self.model, optimizer=optimizer, config=ds, dist_init_required=False)
         self._zero = self._engine.optimizer
         self._inner = self._zero.optimizer
@@ -224,18 +200,9 @@ class ZeroEngine:
         logits: torch.Tensor = self._engine(**forward_inputs(batch, base_of(self.model).config, self.device)).logits
         return logits
 
-    def _sum(self, *values: float) -> list[float]:
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor)
-        return [float(value) for value in tensor]
-
     def describe(self) -> list[str]:
         """Nothing beyond the configuration."""
         return []
-
-    def agree(self, good: bool) -> bool:
-        """Whether ``good`` is true on every rank."""
-        return self._sum(float(not good))[0] == 0
 
     # -- the guard
 
@@ -286,10 +253,10 @@ class ZeroEngine:
             bad = torch.tensor([float(self._is_gradient_bad(parameter)) for _, parameter in trained], device=self.device)
             dist.all_reduce(bad, dist.ReduceOp.MAX)
             return gradient_in_words(name for (name, _), flag in zip(trained, bad, strict=True) if flag)
-        state = torch.get_rng_state() if self.device.type == "cpu" else torch.cuda.get_rng_state()
+        state = random_state(self.device)
         self._engine.eval()
         found = [first_bad_output(self._engine.module, lambda b=batch: self._forward(b), stop=False) for batch in batches]  # type: ignore[misc]
-        torch.set_rng_state(state) if self.device.type == "cpu" else torch.cuda.set_rng_state(state)
+        set_random_state(self.device, state)
         nowhere = len(list(self._engine.module.modules()))
         mine = min((f for f in found if f is not None), key=lambda f: f.module, default=BadOutput(nowhere, 0.0))
         first = torch.tensor(mine.module, device=self.device)
@@ -426,27 +393,12 @@ class ZeroEngine:
             self._inner.place(dict(zip(flats, self._fragments, strict=True)), self.device)
             self._whole_moments = self._inner.whole
 
-    # -- random states
-
-    def rng_states(self) -> list[torch.Tensor]:
-        """The random state of every rank's device, uint8, by rank."""
-        mine = (torch.cuda.get_rng_state() if self.device.type == "cuda" else torch.get_rng_state()).to(self.device)
-        everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
-        dist.all_gather(everyone, mine)
-        return [state.cpu() for state in everyone]
-
-    def set_rng_state(self, state: torch.Tensor) -> None:
-        """Set this rank's random state."""
-        torch.cuda.set_rng_state(state) if self.device.type == "cuda" else torch.set_rng_state(state)
-
     def close(self) -> None:
         """Leave the ranks."""
-        self._engine.destroy()
-        dist.barrier()
-        dist.destroy_process_group()
+        self._leave(self._engine)
 
 
-def _make_optimizer(config: TuneConfig, model: nn.Module, *, cpu_adam: bool) -> torch.optim.Optimizer:
+def make_optimizer(config: TuneConfig, model: nn.Module, *, cpu_adam: bool) -> torch.optim.Optimizer:
     options = config.optimizer
     groups = groups_of(model, options.name, options.weight_decay)
     matrices = matrices_of(model, options.name)
@@ -461,72 +413,3 @@ def _make_optimizer(config: TuneConfig, model: nn.Module, *, cpu_adam: bool) -> 
         optimizer: torch.optim.Optimizer = DeepSpeedCPUAdam(groups, lr=lr, betas=betas, eps=eps, adamw_mode=True)
         return optimizer
     return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps)
-
-
-def build_op(name: str, needed: Sequence[Path] = ()) -> None:
-    """Build, or load from the cache, one of DeepSpeed's C++ operations; ``name`` is its builder's NAME.
-
-    Args:
-        needed: libraries of operations, named as they are, that this one loads first.
-    """
-    for library in needed:
-        load_op(library.stem, library)
-    builders = {"cpu_adam": CPUAdamBuilder, "pin_memory": PinMemoryBuilder, "async_io": AsyncIOBuilder}
-    builder = builders[name]()
-    if name in ("pin_memory", "async_io"):
-        _build_as_one(builder)
-    builder.load(verbose=True)
-
-
-def _build_as_one(builder: Any) -> None:
-    """Have an operation compiled as one source, without the debugging symbols that nobody reads."""
-    place = Path(deepspeed.ops.__file__).parent
-    folders = [place / path for path in builder.include_paths()]
-    copies = Path(os.environ["TORCH_EXTENSIONS_DIR"]) / f"{builder.name}_sources"
-    merged = merge_sources([place / path for path in builder.sources()], folders, copies)
-    arguments = [argument for argument in builder.cxx_args() if argument != "-g"]
-    builder.sources = lambda: [str(merged)]
-    builder.include_paths = lambda: [str(copies), *map(str, folders)]
-    builder.cxx_args = lambda: arguments
-
-
-def load_op(name: str, library: Path) -> None:
-    """Load a built operation as DeepSpeed will ask for it: without a compiler, a lock or a look at its sources."""
-    spec = importlib.util.spec_from_file_location(name, library)
-    assert spec is not None, f"{library} is not an extension module"
-    assert spec.loader is not None, f"{library} is not an extension module"
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)  # file access finds the symbols of pinned memory this way
-    OpBuilder._loaded_ops[name] = module
-
-
-def measure_disk(folder: Path, libraries: Sequence[Path]) -> Disk:
-    """Try ``nvme.CANDIDATES`` with DeepSpeed's own file access; the one with the best read and write together."""
-    for library in libraries:
-        load_op(library.stem, library)
-    access = AsyncIOBuilder().load().aio_handle
-    data = torch.zeros(PROBE_BYTES, dtype=torch.uint8)
-    probe = folder / f"probe-{os.getpid()}"
-    found: list[Disk] = []
-    try:
-        for block, depth, threads in CANDIDATES:
-            handle = access(block, depth, False, True, threads)
-            seconds = []
-            for act in (handle.sync_pwrite, handle.sync_pread):
-                began = time.perf_counter()
-                act(data, str(probe), 0)
-                seconds.append(time.perf_counter() - began)
-            write, read = (PROBE_BYTES / 2**30 / second for second in seconds)
-            found.append(Disk(block_bytes=block, queue_depth=depth, threads=threads, read_gib_s=read, write_gib_s=write))
-    finally:
-        probe.unlink(missing_ok=True)
-    return min(found, key=lambda disk: 1 / disk.read_gib_s + 1 / disk.write_gib_s)
-
-
-if __name__ == "__main__":
-    die_with_parent(int(os.environ["TESSERA_PARENT"]))
-    if sys.argv[1] == "measure-disk":
-        print(json.dumps(asdict(measure_disk(Path(sys.argv[2]), [Path(library) for library in sys.argv[3:]]))))
-    else:
-        build_op(sys.argv[1], [Path(library) for library in sys.argv[2:]])

@@ -116,6 +116,7 @@ def _rank(
     anyway: bool,
 ) -> None:
     from finetune.rank import choose_device, look_ahead, train_rank
+    from finetune.ranks import tell_everyone
     from finetune.ready import built_ops, make_ready
 
     def say(text: str) -> None:
@@ -137,14 +138,14 @@ def _rank(
             told = make_ready(config, say)
         except FinetuneError as error:
             told = {"error": str(error), "exit_code": error.exit_code}
-    told = json.loads(engine.tell_everyone(json.dumps(told)))
+    told = json.loads(tell_everyone(json.dumps(told)))
     if "error" in told:
         error = FinetuneError(told["error"] if int(os.environ["RANK"]) == 0 else "")
         error.exit_code = told["exit_code"]
         raise error
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         built_ops(config, say)  # rank 0 built them on its own node
-    engine.tell_everyone("built")
+    tell_everyone("built")
     told["ops"] = built_ops(config, lambda _: None)
     train_rank(config, told, place, stop.is_set, console, pipeline=command == "pretrain")
 

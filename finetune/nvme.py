@@ -90,7 +90,7 @@ def _measure(folder: Path) -> Disk:
     environment = {**os.environ, "PATH": machine.search_path(), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     environment["TESSERA_PARENT"] = str(os.getpid())
     libraries = [str(ops.library_of(op)) for op in (ops.PIN_MEMORY, ops.ASYNC_IO)]
-    command = [sys.executable, "-m", "finetune.engine", "measure-disk", str(folder), *libraries]
+    command = [sys.executable, "-m", "finetune.built", "measure-disk", str(folder), *libraries]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True)
         return Disk(**json.loads(done.stdout.strip().splitlines()[-1]))

@@ -112,7 +112,7 @@ def _run_build(op: str, folder: Path) -> str | None:
     try:
         with log.open("wb") as out:
             needed = [str(library_of(PIN_MEMORY))] if op == ASYNC_IO else []
-            command = [sys.executable, "-m", "finetune.engine", op, *needed]
+            command = [sys.executable, "-m", "finetune.built", op, *needed]
             subprocess.run(
                 command,
                 env=environment,

@@ -41,6 +41,7 @@ from finetune.isolation import positions_of
 from finetune.model import decay_groups
 from finetune.partition import Bounds
 from finetune.profile import measure, recall, remember
+from finetune.ranks import Ranked
 from finetune.stages import (
     Flow,
     Layer,
@@ -137,7 +138,7 @@ class _Shared:
         weight.grad = None
 
 
-class PipelineEngine:
+class PipelineEngine(Ranked):
     """One stage of a model under DeepSpeed's pipeline on this rank, ZeRO-0 or ZeRO-1 among the ranks of the stage.
 
     Every method is collective: all ranks call it, in the same order, all ranks of a pipeline with the same batches.
@@ -157,11 +158,10 @@ class PipelineEngine:
         Raises:
             ConfigError: the model cannot be split this way.
         """
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        super().__init__(device)
         self.stages = config.pipeline.stages
         self.data_ranks = self.world_size // self.stages
         self.stage, self.data_rank = divmod(self.rank, self.data_ranks)
-        self.device = device
         self._accumulation, self._clip = config.accumulation, config.optimizer.clip
         self._precision = precision
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
@@ -462,15 +462,6 @@ class PipelineEngine:
         total, count = self._sum(float(self._tally.total), float(counted))
         return total, int(count)
 
-    def _sum(self, *values: float) -> list[float]:
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor)
-        return [float(value) for value in tensor]
-
-    def agree(self, good: bool) -> bool:
-        """Whether ``good`` is true on every rank."""
-        return self._sum(float(not good))[0] == 0
-
     # -- state, one parameter at a time
 
     @torch.no_grad()
@@ -573,22 +564,9 @@ class PipelineEngine:
 
     # -- random states
 
-    def rng_states(self) -> list[torch.Tensor]:
-        """The random state of every rank's device, uint8, by rank."""
-        mine = (torch.cuda.get_rng_state() if self.device.type == "cuda" else torch.get_rng_state()).to(self.device)
-        everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
-        dist.all_gather(everyone, mine)
-        return [state.cpu() for state in everyone]
-
-    def set_rng_state(self, state: torch.Tensor) -> None:
-        """Set this rank's random state."""
-        torch.cuda.set_rng_state(state) if self.device.type == "cuda" else torch.set_rng_state(state)
-
     def close(self) -> None:
         """Leave the ranks."""
-        self._schedule.destroy()
-        dist.barrier()
-        dist.destroy_process_group()
+        self._leave(self._schedule)
 
 
 def _flow(batch: Microbatch) -> tuple[Flow, torch.Tensor]:

@@ -95,12 +95,12 @@ def train_rank(
         told: what ``finetune.ready.make_ready`` returned.
         place: this rank's device.
     """
-    from finetune import engine, tune
+    from finetune import built, tune
     from finetune.data.tokenise import Prepared
     from finetune.nvme import Disk
 
     for name, library in told["ops"].items():
-        engine.load_op(name, Path(library))
+        built.load_op(name, Path(library))
     precision = choose_precision(config, place.type, pipeline=pipeline)
     job = tune.Job(
         config=config,

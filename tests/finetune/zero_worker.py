@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from checkpoint import open_checkpoint
 from finetune import engine as ds
+from finetune.built import load_op
 from finetune.config import (
     BatchConfig,
     DataConfig,
@@ -296,7 +297,7 @@ def main(out: Path, library: str) -> None:
     rank = int(os.environ["RANK"])
     adam = bool(library)
     if adam:
-        ds.load_op("cpu_adam", Path(library))
+        load_op("cpu_adam", Path(library))
     ds.start_ranks("cpu", rank)
     losses, start = reference()
     report: dict[str, Any] = {"reference": losses, "cpu_adam": adam}

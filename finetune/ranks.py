@@ -1,0 +1,65 @@
+"""What the engines have in common: this rank among the others, and what all of them know together. No DeepSpeed here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class Ranked:
+    """One of the ranks that train together. Every method is collective: all ranks call it, in the same order."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.device = device
+
+    def agree(self, good: bool) -> bool:
+        """Whether ``good`` is true on every rank."""
+        return self._sum(float(not good))[0] == 0
+
+    def rng_states(self) -> list[torch.Tensor]:
+        """The random state of every rank's device, uint8, by rank."""
+        mine = random_state(self.device).to(self.device)
+        everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(everyone, mine)
+        return [state.cpu() for state in everyone]
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        """Set this rank's random state."""
+        set_random_state(self.device, state)
+
+    def _sum(self, *values: float) -> list[float]:
+        """Each value added up over all ranks, in fp64."""
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor)
+        return [float(value) for value in tensor]
+
+    def _leave(self, engine: Any) -> None:
+        """Free DeepSpeed's engine, and leave when all do."""
+        engine.destroy()
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def random_state(device: torch.device) -> torch.Tensor:
+    """Of the device's generator, uint8."""
+    return torch.cuda.get_rng_state() if device.type == "cuda" else torch.get_rng_state()
+
+
+def set_random_state(device: torch.device, state: torch.Tensor) -> None:
+    """Set the device's generator."""
+    torch.cuda.set_rng_state(state) if device.type == "cuda" else torch.set_rng_state(state)
+
+
+def tell_everyone(text: str) -> str:
+    """Rank 0's ``text`` on every rank, sent as bytes. Every rank calls it, and waits for the others."""
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
+    size = torch.tensor([len(data)], device=device)
+    dist.broadcast(size, 0)
+    if dist.get_rank() != 0:
+        data = torch.empty(int(size), dtype=torch.uint8, device=device)
+    dist.broadcast(data, 0)
+    return bytes(data.cpu().tolist()).decode()
