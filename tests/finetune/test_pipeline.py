@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from finetune.launch import rank_environment
 from tests.finetune.pipeline_worker import MODELS, PARITY
-from tests.finetune.support import ROOT
+from tests.finetune.support import run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -21,28 +17,15 @@ Reports = dict[int, list[dict[str, Any]]]
 CASES = [(ranks, case) for ranks, cases in PARITY.items() for case in cases]
 
 
-def run_ranks(out: Path, ranks: int) -> list[dict[str, Any]]:
-    shared = {**rank_environment(ranks, 1), "DS_ACCELERATOR": "cpu"}
-    processes = []
-    for rank in range(ranks):
-        with (out / f"rank-{rank}.log").open("wb") as log:
-            command = [sys.executable, "-m", "tests.finetune.pipeline_worker", str(out)]
-            environment = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT))
-    try:
-        codes = [process.wait(timeout=400) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert codes == [0] * ranks, "\n".join((out / f"rank-{rank}.log").read_text()[-3000:] for rank in range(ranks))
+def run_worker(out: Path, ranks: int) -> list[dict[str, Any]]:
+    run_ranks("tests.finetune.pipeline_worker", ranks, out, seconds=400)
     return [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
 
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
     """What the ranks saw, by number of ranks then by rank."""
-    return {ranks: run_ranks(tmp_path_factory.mktemp(f"ranks-{ranks}"), ranks) for ranks in PARITY}
+    return {ranks: run_worker(tmp_path_factory.mktemp(f"ranks-{ranks}"), ranks) for ranks in PARITY}
 
 
 @pytest.mark.parametrize(("ranks", "case"), CASES)
