@@ -38,7 +38,7 @@ from finetune.fragments import fragments_of
 from finetune.isolation import forward_inputs
 from finetune.lion import Lion
 from finetune.loss import HeadLoss, token_losses
-from finetune.loss_scale import LossScale
+from finetune.loss_scale import SMALL, LossScale
 from finetune.model import build_empty, meta_shapes
 from finetune.moments import groups_of, matrices_of, moments_of
 from finetune.muon import Muon
@@ -167,9 +167,11 @@ class ZeroEngine(Ranked):
         bad_gradient = not self._gradients_finite()
         loss_total, losses, gradients, stops = self._sum(loss_sum, float(bad_loss), float(bad_gradient), float(stop))
         skipped = "loss" if losses else "gradient" if gradients else None
-        diagnosis = self._diagnose(batches, skipped) if skipped is not None and diagnose else None
         if skipped == "gradient" and self.loss_scale is not None and self.loss_scale.can_fall:
             skipped = "scale"
+        # A scale that was too large is an everyday event, and not worth a look at every gradient until it has become small.
+        everyday = skipped == "scale" and self.loss_scale is not None and self.loss_scale.value > SMALL
+        diagnosis = self._diagnose(batches, skipped) if skipped is not None and diagnose and not everyday else None
         if self.loss_scale is not None and skipped != "loss":
             self.loss_scale.stepped(overflowed=skipped is not None)
         self._skip_update = skipped is not None
@@ -248,14 +250,14 @@ class ZeroEngine(Ranked):
 
     def _diagnose(self, batches: Sequence[Microbatch], skipped: str) -> str | None:
         """Where this step's first value that is not finite came from, the same on every rank."""
-        if skipped == "gradient":
+        if skipped != "loss":
             trained = self._trained()
             bad = torch.tensor([float(self._is_gradient_bad(parameter)) for _, parameter in trained], device=self.device)
             dist.all_reduce(bad, dist.ReduceOp.MAX)
             return gradient_in_words(name for (name, _), flag in zip(trained, bad, strict=True) if flag)
         state = random_state(self.device)
         self._engine.eval()
-        found = [first_bad_output(self._engine.module, lambda b=batch: self._forward(b), stop=False) for batch in batches]  # type: ignore[misc]
+        found = [first_bad_output(self._engine.module, lambda b=batch: self._loss(b), stop=False) for batch in batches]  # type: ignore[misc]
         set_random_state(self.device, state)
         nowhere = len(list(self._engine.module.modules()))
         mine = min((f for f in found if f is not None), key=lambda f: f.module, default=BadOutput(nowhere, 0.0))

@@ -32,6 +32,9 @@ from finetune.folders import claimed_output
 _NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
+_ELSEWHERE = "192.0.2.1"
+"""An address that is nobody's (RFC 5737): the way to it is the way to other nodes, also from one whose own name is a loopback
+address."""
 _OTHER_NAMES = {
     "RANK": ("SLURM_PROCID",),
     "LOCAL_RANK": ("SLURM_LOCALID",),
@@ -61,12 +64,14 @@ def world_size() -> int:
 def interface_towards(host: str) -> str | None:
     """The network interface that this machine reaches ``host`` through; ``None`` for itself, or where that is unknown.
 
+    Nothing is sent.
+
     Gloo listens on the address of the machine's own name, which on many systems is a loopback one that no other node reaches.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # sends nothing
+            probe.connect(address)
             mine = probe.getsockname()[0]
     except OSError:
         return None
@@ -83,7 +88,8 @@ def train(config: TuneConfig, settings: Mapping[str, Any], console: Console, *, 
     # Launchers set one thread per rank, or none; the fair share is what an offloaded optimizer needs.
     os.environ["OMP_NUM_THREADS"] = str(config.run.threads or max(1, machine.usable_cores() // local_ranks))
     os.environ["HF_HUB_OFFLINE"] = "1"
-    interface = interface_towards(os.environ["MASTER_ADDR"])
+    others = world_size() > local_ranks
+    interface = interface_towards(os.environ["MASTER_ADDR"]) or (interface_towards(_ELSEWHERE) if others else None)
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     stop = threading.Event()

@@ -22,8 +22,10 @@ IGNORED: Final = -100
 _CHUNK_BYTES: Final = {"cpu": (16 << 20, 32 << 20), "cuda": (128 << 20, 256 << 20)}
 """Fewest and most. Each chunk also reads and writes the weight's gradient, so small ones cost time; a GPU wants larger ones."""
 _FEWEST_ROWS: Final = 16
-_GRADIENT_SCALE: Final = {torch.float16: 16.0}
-"""Factor of the gradient of the logits while it is in a type whose small numbers are coarse."""
+_HALF_SCALE: Final = 16.0
+_HALF_SUM: Final = 4096.0
+"""Factor of the gradient of the logits while it is in fp16, whose small numbers are coarse; with many rows at once less, since
+fp16 ends at 65,504 and each may add as much to one element of the weight's gradient."""
 _SCALED_LOGITS: Final = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 """Keys of configurations whose models change their logits after the output layer."""
 
@@ -107,7 +109,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         targets_T = targets_N if everything else targets_N[index_T]
         rows = rows or chunk_rows(len(targets_T), len(weight_VH), weight_VH.device.type)
         wanted = [with_gradients and needed for needed in ctx.needs_input_grad[:3]]
-        gradients = _Gradients(hidden_TH, weight_VH, bias_V, *wanted)
+        gradients = _Gradients(hidden_TH, weight_VH, bias_V, *wanted, rows)
         # One buffer for all chunks: made anew for each, blocks of this size leave holes in the allocator's heap.
         logits_RV = weight_VH.new_empty(min(rows, len(targets_T)), len(weight_VH))
         loss = torch.zeros((), dtype=torch.float64, device=hidden_NH.device)
@@ -140,10 +142,17 @@ class _Gradients:
     """
 
     def __init__(
-        self, hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, of_hidden: bool, of_weight: bool, of_bias: bool
+        self,
+        hidden_TH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        of_hidden: bool,
+        of_weight: bool,
+        of_bias: bool,
+        rows: int,
     ) -> None:
         self.dtype = weight_VH.dtype
-        self.scale = _GRADIENT_SCALE.get(self.dtype, 1.0)
+        self.scale = min(_HALF_SCALE, _HALF_SUM / rows) if self.dtype == torch.float16 else 1.0
         self.hidden_TH = torch.empty_like(hidden_TH) if of_hidden else None
         self.weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if of_weight else None
         self.bias_V = torch.zeros_like(bias_V, dtype=torch.float32) if bias_V is not None and of_bias else None

@@ -10,6 +10,8 @@ from typing import Final
 
 START: Final = 2.0**16
 LEAST: Final = 1.0
+SMALL: Final = 2.0**10
+"""From here down, something overflows that a smaller scale will hardly mend."""
 MOST: Final = 2.0**24
 WINDOW: Final = 1000
 """Good steps in a row after which a larger scale is tried."""

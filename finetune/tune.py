@@ -191,7 +191,7 @@ class _Run:
         batches = step_batches(self._rows, self._order, self._share, done.samples)
         outcome = self.engine.train_step(batches, rate, stop=stop, diagnose=done.skipped_in_a_row == 0)
         scale = self.engine.loss_scale
-        if outcome.diagnosis is not None:
+        if outcome.skipped in ("loss", "gradient") and done.skipped_in_a_row == 0:
             self._diagnosis = outcome.diagnosis
         self._progressed = Progressed(
             step=done.step + 1,

@@ -183,7 +183,7 @@ class Gateway:
 
     async def abort(self, request_id: RequestId) -> bool:
         """End a live request, whoever started it, with ``RequestAborted``. False if there is no such request."""
-        if self._state not in (State.LOADING, State.SERVING, State.DRAINING) or not self._flight:
+        if self._state not in (State.LOADING, State.SERVING, State.DRAINING) or not self._flight or self._reload is not None:
             return False
         found: Future[bool] = Future()
         self._bridge.send(Abort(request_id, RequestAborted("the request was aborted by an administrator"), found))
@@ -219,6 +219,8 @@ class Gateway:
         """
         if self._draining is None:
             self._enter(State.DRAINING)
+            if self._reloading is not None and self._reload is None:
+                self._reloading.cancel()  # its calls have the drain's time now, not what it had left
             self._draining = asyncio.create_task(self._drain())
         await asyncio.shield(self._draining)
 
@@ -237,9 +239,12 @@ class Gateway:
         unavailable = self._unavailable()
         if unavailable is not None:
             raise unavailable
-        self._reloading = asyncio.create_task(self._exchange())
+        task = self._reloading = asyncio.create_task(self._exchange())
         self._reloading.add_done_callback(self._reload_ended)
-        await asyncio.shield(self._reloading)
+        await asyncio.wait((task,))  # the reload goes on when its caller has gone
+        if task.cancelled():
+            raise Draining("the server is going away")
+        task.result()
 
     # What the composition root asks for.
 
@@ -311,8 +316,8 @@ class Gateway:
         self._flight.fail_all(error)
 
     def _on_taken_back(self, error: StartError) -> None:
-        assert self._reload is not None
-        self._reload.error = error
+        if self._reload is not None:  # else the server is stopping
+            self._reload.error = error
 
     def _on_end(self, error: StartError) -> None:
         self._enter(State.DOWN)
@@ -407,11 +412,13 @@ class Gateway:
             raise self._unavailable() or Draining("the server is going away")
         self._reload = _Reload(edition, self._loop.create_future())
         try:
-            self._supervisor.reload(edition)
+            await asyncio.to_thread(self._supervisor.reload, edition)  # it may have to wait for ranks to die
             await self._reload.settled
             failure = self._reload.error
         finally:
             self._reload = None
+        if failure is not None and self._end.done():
+            raise EngineDown(f"{failure}, and what was served before cannot be brought back") from failure
         if failure is not None:
             raise ReloadRefused(f"{failure}; what was served before is served again") from failure
 

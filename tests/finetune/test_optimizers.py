@@ -34,6 +34,8 @@ from tests.finetune.optimizer_worker import CASES, OPTIMIZERS, hf_config
 from tests.finetune.support import run_command, run_ranks, small_run, write_config
 from tests.finetune.test_tune import losses_of
 
+pytestmark = pytest.mark.slow
+
 Reports = list[dict[str, Any]]
 
 
@@ -278,7 +280,6 @@ def test_a_momentum_lies_below_one(momentum: float) -> None:
 # -- whole runs
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_run_goes_on_with_other_ranks(text_folder: Path, tmp_path: Path, name: str) -> None:
     tree = small_run(text_folder, tmp_path / "run", optimizer={"name": name}, offload={"optimizer": "cpu"})

@@ -72,10 +72,11 @@ def test_fp16_learns_what_fp32_learns(reports: Reports, case: str) -> None:
 def test_fp16_answers_an_overflow_and_says_where_it_began(reports: Reports, case: str) -> None:
     for report in reports:
         seen = report["half"][case]
-        assert seen["skipped"] == ["scale", "loss", None]
+        assert seen["skipped"] == ["scale", "scale", "loss", None]
         assert seen["scales"] == [2.0**59, 2.0**16], "no smaller scale mends activations"
-        gradient, activations = seen["diagnoses"]
-        assert gradient.startswith("the gradient of lm_head.weight, and of")
+        everyday, gradient, activations = seen["diagnoses"]
+        assert everyday is None, "a scale that was too large is no fault of a layer"
+        assert gradient == "the gradient of gpt_neox.embed_in.weight"
         assert activations.startswith("the output of gpt_neox.layers.1.mlp.act (")
         assert seen["untouched"]
 

@@ -193,6 +193,12 @@ def half(case: str, adam: bool, rank: int) -> dict[str, Any]:
     engine.loss_scale.value = 2.0**60
     overflow = engine.train_step(mine(step_data(10), rank), 1e-3, diagnose=True)
     lowered = engine.loss_scale.value
+    engine.loss_scale.value = 2.0**9
+    if rank == 1:
+        handle = next(engine.model.parameters()).register_hook(lambda gradient: gradient * math.inf)
+    small = engine.train_step(mine(step_data(10), rank), 1e-3, diagnose=True)
+    if rank == 1:
+        handle.remove()
     engine.loss_scale.value = 2.0**16
     block = engine.model.get_submodule("gpt_neox.layers.1.mlp.act")
     handle = block.register_forward_hook(lambda module, args, output: output * (3e5 if rank == 1 else 1.0))
@@ -203,8 +209,8 @@ def half(case: str, adam: bool, rank: int) -> dict[str, Any]:
     return {
         "losses": losses,
         "good_steps": good_steps,
-        "skipped": [overflow.skipped, activations.skipped, last.skipped],
-        "diagnoses": [overflow.diagnosis, activations.diagnosis],
+        "skipped": [overflow.skipped, small.skipped, activations.skipped, last.skipped],
+        "diagnoses": [overflow.diagnosis, small.diagnosis, activations.diagnosis],
         "scales": [lowered, engine.loss_scale.value],
         "untouched": untouched,
         "norm": last.grad_norm,

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from serve.errors import ConfigError, Draining, Loading, RankStartError, ReloadRefused
+from serve.errors import ConfigError, Draining, EngineDown, Loading, RankStartError, ReloadRefused
 from serve.runtime import flight, supervisor
 from serve.runtime.edition import Edition
 from serve.runtime.gateway import State
@@ -120,6 +120,34 @@ async def test_a_server_that_is_told_to_go_while_it_loads_again_goes() -> None:
             await b.gateway.reload()
 
 
+async def test_a_drain_gives_calls_its_own_time_and_ends_a_reload_that_waits_for_them() -> None:
+    async with bench() as b:
+        b.ranks.open.clear()
+        stream = b.gateway.start(request())
+        reloading = asyncio.create_task(b.gateway.reload())
+        await b.until_state(State.LOADING)
+        draining = asyncio.create_task(b.gateway.drain())
+        await asyncio.wait([reloading])
+        assert isinstance(reloading.exception(), Draining)
+        assert not draining.done()
+        b.ranks.open.set()
+        assert ids_of((await read(stream))[0]) == expected_ids((5, 6, 7), 4)
+        await draining
+        assert len(b.groups) == 1
+
+
+async def test_a_reload_goes_on_when_its_caller_has_gone() -> None:
+    async with bench(reopen=lambda _: AGAIN) as b:
+        b.ranks.open.clear()
+        stream = b.gateway.start(request())
+        caller = asyncio.create_task(b.gateway.reload())
+        await b.until_state(State.LOADING)
+        caller.cancel()
+        b.ranks.open.set()
+        await read(stream)
+        await b.until(lambda: b.gateway.edition is AGAIN)
+
+
 async def test_a_model_before_that_cannot_come_back_either_is_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "FIRST_BACKOFF_SECONDS", 0.0)
 
@@ -127,7 +155,7 @@ async def test_a_model_before_that_cannot_come_back_either_is_the_end(monkeypatc
         ranks.start_error = RankStartError("no memory") if life else None
 
     async with bench(prepare, supervisor={"max_restarts_in_a_row": 2}) as b:
-        with pytest.raises(ReloadRefused, match="no memory"):
+        with pytest.raises(EngineDown, match="no memory, and what was served before cannot be brought back"):
             await b.gateway.reload()
         assert isinstance(await b.gateway.until_given_up(), RankStartError)
         assert b.gateway.state is State.DOWN
