@@ -2,14 +2,16 @@
 
 Shapes.  T tokens of the step, all sequences flat   H query heads on this rank   G key/value heads on this rank
          D head size   B blocks in the pool         S positions per block        Q sequences in the step
-         W width of the block tables
+         W width of the block tables                R features of a head that the rotary embedding turns
 """
 
 from __future__ import annotations
 
 import ctypes
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FunctionType, MethodType
 from typing import Any, Final, Protocol
 
 import torch
@@ -37,12 +39,34 @@ class StepLayout:
     """int32 [Q, W]: block ids of each sequence in order of position, padded with 0."""
 
 
+Rotary = tuple[Tensor, Tensor]
+"""Cosines and sines of a step's positions, [T, R] each, contiguous: transformers' ``position_embeddings``."""
+
+
 class Backend(Protocol):
     """One way to compute attention over blocks."""
 
-    def store(self, key_TGD: Tensor, value_TGD: Tensor, layer: LayerCache, layout: StepLayout) -> None: ...
+    rotates: bool
+    """Whether ``attend`` can turn queries and keys itself."""
 
-    def attend(self, query_THD: Tensor, layer: LayerCache, layout: StepLayout, scale: float, window: int) -> Tensor: ...
+    def attend(
+        self,
+        query_THD: Tensor,
+        key_TGD: Tensor,
+        value_TGD: Tensor,
+        layer: LayerCache,
+        layout: StepLayout,
+        *,
+        scale: float,
+        window: int,
+        rotary: Rotary | None = None,
+    ) -> Tensor:
+        """Write the step's keys and values into their slots, then attend.
+
+        Causal attention of each token over its own sequence's cached positions; [T, H, D] in the query's type. With ``rotary``
+        the first R features of queries and keys are turned first, in the convention of GPT-NeoX and Llama.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +83,19 @@ class LayerCache:
 class StepState:
     """The layout of the step being computed: the runner sets it, every layer's attention reads it."""
 
-    __slots__ = ("layout",)
+    __slots__ = ("layout", "rotary")
 
     def __init__(self) -> None:
         self.layout: StepLayout | None = None
+        self.rotary: Rotary | None = None
+        """What the layer being computed has left to the back end to turn its queries and keys with."""
+
+    def postpone_rotary(
+        self, query: Tensor, key: Tensor, cosines_1TR: Tensor, sines_1TR: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Stands in for transformers' ``apply_rotary_pos_emb``: the attention that follows turns queries and keys itself."""
+        self.rotary = (cosines_1TR[0].contiguous(), sines_1TR[0].contiguous())
+        return query, key
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,24 +112,43 @@ class PagedAttention:
         """Write the step's keys and values, then attend; returns [1, T, H, D]."""
         layout = self.state.layout
         assert layout is not None, "attention was called outside a step"
-        self.backend.store(key_1GTD[0].transpose(0, 1), value_1GTD[0].transpose(0, 1), self.cache, layout)
-        return self.backend.attend(query_1HTD[0].transpose(0, 1), self.cache, layout, scale, window).unsqueeze(0)
+        out_THD = self.backend.attend(
+            query_1HTD[0].transpose(0, 1),
+            key_1GTD[0].transpose(0, 1),
+            value_1GTD[0].transpose(0, 1),
+            self.cache,
+            layout,
+            scale=scale,
+            window=window,
+            rotary=self.state.rotary,
+        )
+        return out_THD.unsqueeze(0)
 
 
 class TorchBackend:
     """Attention in plain torch operations: every device, every type; gathers each sequence's blocks."""
 
-    def store(self, key_TGD: Tensor, value_TGD: Tensor, layer: LayerCache, layout: StepLayout) -> None:
-        """Write the step's keys and values into their slots."""
+    rotates = False
+
+    def attend(
+        self,
+        query_THD: Tensor,
+        key_TGD: Tensor,
+        value_TGD: Tensor,
+        layer: LayerCache,
+        layout: StepLayout,
+        *,
+        scale: float,
+        window: int,
+        rotary: Rotary | None = None,
+    ) -> Tensor:
+        """See ``Backend``."""
+        assert rotary is None, "queries and keys come turned already"
         block_tokens = layer.values.shape[2]
         block, offset = layout.slots // block_tokens, layout.slots % block_tokens
         layer.keys[block, :, :, offset] = key_TGD
         layer.values[block, :, offset] = value_TGD
-
-    def attend(self, query_THD: Tensor, layer: LayerCache, layout: StepLayout, scale: float, window: int) -> Tensor:
-        """Causal attention of each token over its own sequence's cached positions; returns [T, H, D] in the query's type."""
         out_THD = torch.empty(query_THD.shape, dtype=query_THD.dtype, device=query_THD.device)
-        block_tokens = layer.values.shape[2]
         for i, length in enumerate(layout.context_lengths):
             begin, end = layout.query_starts[i], layout.query_starts[i + 1]
             first = max(0, length - (end - begin) - window + 1) // block_tokens if window else 0
@@ -126,20 +178,31 @@ class _Step(ctypes.Structure):
 
     _fields_ = (
         ("query", ctypes.c_void_p),
+        ("key", ctypes.c_void_p),
+        ("value", ctypes.c_void_p),
         ("query_stride_token", ctypes.c_int64),
         ("query_stride_head", ctypes.c_int64),
+        ("key_stride_token", ctypes.c_int64),
+        ("key_stride_head", ctypes.c_int64),
+        ("value_stride_token", ctypes.c_int64),
+        ("value_stride_head", ctypes.c_int64),
+        ("cosines", ctypes.c_void_p),
+        ("sines", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
         ("key_cache", ctypes.c_void_p),
         ("value_cache", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
         ("tiles", ctypes.c_void_p),
         ("positions", ctypes.c_void_p),
         ("tables", ctypes.c_void_p),
+        ("tokens", ctypes.c_int64),
         ("num_tiles", ctypes.c_int64),
         ("table_width", ctypes.c_int64),
         ("query_heads", ctypes.c_int64),
         ("kv_heads", ctypes.c_int64),
         ("head_dim", ctypes.c_int64),
         ("block_tokens", ctypes.c_int64),
+        ("rotary_dim", ctypes.c_int64),
         ("window", ctypes.c_int64),
         ("scale", ctypes.c_float),
     )
@@ -148,6 +211,7 @@ class _Step(ctypes.Structure):
 class CpuKernelBackend:
     """Attention by the C++ kernel: fp32 and bf16 on the CPU, nothing gathered."""
 
+    rotates = True
     _TILE_TOKENS = 16
 
     def __init__(self) -> None:
@@ -156,50 +220,58 @@ class CpuKernelBackend:
             KernelUnavailable: it cannot be built here.
         """
         self._kernels = load_cpu_kernels()
+        self._kernels.tessera_attend.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.POINTER(_Step))
+        self._kernels.tessera_attend.restype = None
         self._max_rows = int(self._kernels.tessera_max_rows())
         self._tiles: tuple[StepLayout, int, Tensor] | None = None
 
-    def store(self, key_TGD: Tensor, value_TGD: Tensor, layer: LayerCache, layout: StepLayout) -> None:
-        """Write the step's keys and values into their slots."""
-        key_TGD, value_TGD = _rows(key_TGD), _rows(value_TGD)
-        self._kernels.tessera_store(
-            ctypes.c_int(key_TGD.dtype == torch.bfloat16),
-            *_strided(key_TGD),
-            *_strided(value_TGD),
-            ctypes.c_void_p(layer.keys.data_ptr()),
-            ctypes.c_void_p(layer.values.data_ptr()),
-            ctypes.c_void_p(layout.slots.data_ptr()),
-            *(ctypes.c_int64(n) for n in (*key_TGD.shape, layer.values.shape[2])),
-        )
-
-    def attend(self, query_THD: Tensor, layer: LayerCache, layout: StepLayout, scale: float, window: int) -> Tensor:
-        """Causal attention of each token over its own sequence's cached positions; returns [T, H, D] in the query's type."""
-        query_THD = _rows(query_THD)
-        heads, kv_heads = query_THD.shape[1], layer.keys.shape[1]
-        out_THD = torch.empty(query_THD.shape, dtype=query_THD.dtype)
+    def attend(
+        self,
+        query_THD: Tensor,
+        key_TGD: Tensor,
+        value_TGD: Tensor,
+        layer: LayerCache,
+        layout: StepLayout,
+        *,
+        scale: float,
+        window: int,
+        rotary: Rotary | None = None,
+    ) -> Tensor:
+        """See ``Backend``."""
+        query_THD, key_TGD, value_TGD = _rows(query_THD), _rows(key_TGD), _rows(value_TGD)
+        tokens, heads, width = query_THD.shape
+        kv_heads, block_tokens = layer.values.shape[1:3]
+        out_THD = torch.empty(tokens, heads, width, dtype=query_THD.dtype)
         tiles = self._tiles_of(layout, max(1, min(self._TILE_TOKENS, self._max_rows // (heads // kv_heads))))
+        cosines, sines, turned = (rotary[0].data_ptr(), rotary[1].data_ptr(), rotary[0].shape[1]) if rotary else (None, None, 0)
         step = _Step(
             query_THD.data_ptr(),
-            query_THD.stride(0),
-            query_THD.stride(1),
+            key_TGD.data_ptr(),
+            value_TGD.data_ptr(),
+            *query_THD.stride()[:2],
+            *key_TGD.stride()[:2],
+            *value_TGD.stride()[:2],
+            cosines,
+            sines,
+            layout.slots.data_ptr(),
             layer.keys.data_ptr(),
             layer.values.data_ptr(),
             out_THD.data_ptr(),
             tiles.data_ptr(),
             layout.positions.data_ptr(),
             layout.block_tables.data_ptr(),
+            tokens,
             tiles.shape[0],
             layout.block_tables.shape[1],
             heads,
             kv_heads,
-            query_THD.shape[2],
-            layer.values.shape[2],
+            width,
+            block_tokens,
+            turned,
             window,
             scale,
         )
-        self._kernels.tessera_attend(
-            ctypes.c_int(query_THD.dtype == torch.bfloat16), ctypes.c_int(torch.get_num_threads()), ctypes.byref(step)
-        )
+        self._kernels.tessera_attend(query_THD.dtype == torch.bfloat16, torch.get_num_threads(), ctypes.byref(step))
         return out_THD
 
     def _tiles_of(self, layout: StepLayout, tile_tokens: int) -> Tensor:
@@ -217,10 +289,6 @@ class CpuKernelBackend:
 
 def _rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def _strided(tensor: Tensor) -> tuple[ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]:
-    return ctypes.c_void_p(tensor.data_ptr()), ctypes.c_int64(tensor.stride(0)), ctypes.c_int64(tensor.stride(1))
 
 
 def _through_interface(
@@ -253,13 +321,27 @@ def register_interface() -> None:
     AttentionInterface.register(INTERFACE_NAME, _through_interface)
 
 
-def attach(module: nn.Module, attention: PagedAttention, *, replace_attn: bool, scale: float) -> None:
+def attach(module: nn.Module, attention: PagedAttention, *, replace_attn: bool, scale: float, rotary_function: str) -> None:
     """Give one attention module its paged attention.
 
     With ``replace_attn`` the module's ``_attn`` is replaced on the instance (families outside transformers' interface) and
     ``scale`` multiplies its scores; otherwise the module finds it through the interface, which brings its own scale.
+    Where the back end can, it takes over what the module's forward does by ``rotary_function``.
     """
     if replace_attn:
         module._attn = _as_attn(attention, scale)  # type: ignore[assignment]
     else:
         object.__setattr__(module, "tessera_attention", attention)
+    if rotary_function and attention.backend.rotates:
+        module.forward = _with_global(module, rotary_function, attention.state.postpone_rotary)  # type: ignore[method-assign]
+
+
+def _with_global(module: nn.Module, name: str, value: object) -> MethodType:
+    """The module's own forward, one global name of which means something else; other modules are left as they are."""
+    forward = inspect.unwrap(type(module).forward)
+    assert name in forward.__code__.co_names, f"{type(module).__name__}.forward has no {name}"
+    changed = FunctionType(
+        forward.__code__, {**forward.__globals__, name: value}, forward.__name__, forward.__defaults__, forward.__closure__
+    )
+    changed.__kwdefaults__ = forward.__kwdefaults__
+    return MethodType(changed, module)

@@ -29,6 +29,10 @@ class Family:
     """Column-parallel layers whose output rows are [all q | all k | all v]: each third is cut by itself."""
     conv1d: bool = False
     """Linear layers are transformers' ``Conv1D``: stored as [in, out]."""
+    activated: tuple[str, str] = ("", "")
+    """The linear layer of the feed-forward part that an activation follows at once, and that activation's name beside it."""
+    rotary_function: str = ""
+    """What the attention's forward calls to turn queries and keys: (q, k, cosines, sines), halves of the features paired."""
     attention: str = "self_attn"
     """End of the path of each layer's attention module."""
     replaces_attn: bool = False
@@ -38,6 +42,7 @@ class Family:
 
 
 _SEPARATE_QKV: Final = ("q_proj", "k_proj", "v_proj")
+_ROTARY: Final = "apply_rotary_pos_emb"
 
 FAMILIES: Final[Mapping[str, Family]] = {
     family.name: family
@@ -48,6 +53,8 @@ FAMILIES: Final[Mapping[str, Family]] = {
             column=("query_key_value", "dense_h_to_4h"),
             row=("attention.dense", "dense_4h_to_h"),
             attention="attention",
+            activated=("mlp.dense_h_to_4h", "act"),
+            rotary_function=_ROTARY,
         ),
         Family(
             name="gpt2",
@@ -55,12 +62,14 @@ FAMILIES: Final[Mapping[str, Family]] = {
             row=("attn.c_proj", "mlp.c_proj"),
             fused_thirds=("attn.c_attn",),
             conv1d=True,
+            activated=("mlp.c_fc", "act"),
             attention="attn",
         ),
         Family(
             name="gptj",
             column=(*_SEPARATE_QKV, "mlp.fc_in"),
             row=("out_proj", "mlp.fc_out"),
+            activated=("mlp.fc_in", "act"),
             attention="attn",
             replaces_attn=True,
         ),
@@ -68,15 +77,29 @@ FAMILIES: Final[Mapping[str, Family]] = {
             name="gpt_neo",
             column=(*_SEPARATE_QKV, "mlp.c_fc"),
             row=("out_proj", "mlp.c_proj"),
+            activated=("mlp.c_fc", "act"),
             attention="attn.attention",
             replaces_attn=True,
             scaled=False,
         ),
-        Family(name="opt", column=(*_SEPARATE_QKV, "fc1"), row=("out_proj", "fc2")),
-        Family(name="llama", column=(*_SEPARATE_QKV, "gate_proj", "up_proj"), row=("o_proj", "down_proj")),
-        Family(name="mistral", column=(*_SEPARATE_QKV, "gate_proj", "up_proj"), row=("o_proj", "down_proj")),
-        Family(name="qwen2", column=(*_SEPARATE_QKV, "gate_proj", "up_proj"), row=("o_proj", "down_proj")),
-        Family(name="phi", column=(*_SEPARATE_QKV, "mlp.fc1"), row=("self_attn.dense", "mlp.fc2")),
+        Family(name="opt", column=(*_SEPARATE_QKV, "fc1"), row=("out_proj", "fc2"), activated=("fc1", "activation_fn")),
+        *(
+            Family(
+                name=name,
+                column=(*_SEPARATE_QKV, "gate_proj", "up_proj"),
+                row=("o_proj", "down_proj"),
+                activated=("mlp.gate_proj", "act_fn"),
+                rotary_function=_ROTARY,
+            )
+            for name in ("llama", "mistral", "qwen2")
+        ),
+        Family(
+            name="phi",
+            column=(*_SEPARATE_QKV, "mlp.fc1"),
+            row=("self_attn.dense", "mlp.fc2"),
+            activated=("mlp.fc1", "activation_fn"),
+            rotary_function=_ROTARY,
+        ),
     )
 }
 

@@ -1,4 +1,4 @@
-"""Linear layers as the CPU likes them: weights packed once, when they are loaded.
+"""Linear layers as the CPU likes them: weights packed once, when they are loaded, the activation applied on the way out.
 
 Three routes, the best one that the machine has: our own kernel (AVX-512: few rows at the speed of memory, many about as fast
 as oneDNN), oneDNN's packed weights, and plain torch. A packed weight replaces the plain one: no rank holds both.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from functools import partial
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +19,32 @@ from serve.model.kernels.build import KernelUnavailable, load_cpu_kernels
 # Shapes.  M rows, over all leading dimensions   I input features   O output features
 
 Matmul = Callable[[Tensor], Tensor]
-"""x [..., I] -> x @ weight.T [..., O], bias included where the maker was given one."""
+"""x [..., I] -> x @ weight.T [..., O], with bias and activation where the maker was given them."""
 
-Packer = Callable[[Tensor, Tensor | None], Matmul]
-"""(weight [O, I], bias [O] or None) -> the product; the plain weight can be dropped afterwards."""
+ACTIVATIONS: Final = ("none", "gelu", "gelu_tanh", "silu", "relu")
+"""What can follow a product at once, in the order of ``Activation`` in kernels/linear.cpp."""
+
+
+class Packer(Protocol):
+    """(weight [O, I], bias [O] or None, one of ``ACTIVATIONS``) -> the product; the plain weight can be dropped afterwards."""
+
+    def __call__(self, weight_OI: Tensor, bias_O: Tensor | None, activation: str = "none") -> Matmul: ...
+
+
+_BY_CLASS: Final = {
+    "GELUActivation": "gelu",
+    "NewGELUActivation": "gelu_tanh",
+    "FastGELUActivation": "gelu_tanh",
+    "GELUTanh": "gelu_tanh",
+    "SiLUActivation": "silu",
+    "SiLU": "silu",
+    "ReLU": "relu",
+}
+
+
+def activation_of(module: nn.Module) -> str:
+    """The name in ``ACTIVATIONS`` of a module of transformers' ``ACT2FN``; "none" where it is another function."""
+    return _BY_CLASS.get(type(module).__name__, "none")
 
 
 def choose_packer(device: torch.device, dtype: torch.dtype) -> Packer | None:
@@ -40,20 +64,41 @@ def choose_packer(device: torch.device, dtype: torch.dtype) -> Packer | None:
     return _pack_onednn
 
 
-def plain(weight_OI: Tensor, bias_O: Tensor | None) -> Matmul:
+_FUNCTIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
+    "none": lambda x: x,
+    "gelu": nn.functional.gelu,
+    "gelu_tanh": partial(nn.functional.gelu, approximate="tanh"),
+    "silu": nn.functional.silu,
+    "relu": torch.relu,
+}
+
+
+def plain(weight_OI: Tensor, bias_O: Tensor | None, activation: str = "none") -> Matmul:
     """The product without packing: every device and type."""
+    activate = _FUNCTIONS[activation]
 
     def matmul(x: Tensor) -> Tensor:
-        return nn.functional.linear(x, weight_OI, bias_O)
+        return activate(nn.functional.linear(x, weight_OI, bias_O))
 
     return matmul
 
 
-def _pack_onednn(weight_OI: Tensor, bias_O: Tensor | None) -> Matmul:
+_ONEDNN_ACTIVATIONS: Final = {
+    "none": ("none", ""),
+    "gelu": ("gelu", "none"),
+    "gelu_tanh": ("gelu", "tanh"),
+    "silu": ("swish", ""),
+}
+
+
+def _pack_onednn(weight_OI: Tensor, bias_O: Tensor | None, activation: str = "none") -> Matmul:
     packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI, None)
+    # oneDNN's relu makes 0 of NaN, which would then never be reported.
+    name, algorithm = _ONEDNN_ACTIVATIONS["none" if activation == "relu" else activation]
 
     def matmul(x: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, packed, bias_O, "none", [], "")  # type: ignore[no-any-return]
+        out = torch.ops.mkldnn._linear_pointwise(x, packed, bias_O, name, [], algorithm)
+        return out.relu_() if activation == "relu" else out
 
     return matmul
 
@@ -63,44 +108,47 @@ class _Own:
 
     def __init__(self, kernels: ctypes.CDLL) -> None:
         self._kernels = kernels
-        kernels.tessera_linear_packed_numbers.restype = ctypes.c_int64
+        flag, whole, place = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
+        kernels.tessera_linear_packed_numbers.argtypes = (whole, whole)
+        kernels.tessera_linear_packed_numbers.restype = whole
+        kernels.tessera_linear_pack.argtypes = (flag, flag, place, place, whole, whole)
+        kernels.tessera_linear_pack.restype = None
+        kernels.tessera_linear.argtypes = (flag, flag, place, whole, whole, place, place, flag, place, whole, whole)
+        kernels.tessera_linear.restype = None
 
-    def pack(self, weight_OI: Tensor, bias_O: Tensor | None) -> Matmul:
+    def pack(self, weight_OI: Tensor, bias_O: Tensor | None, activation: str = "none") -> Matmul:
         """Pack a weight; see ``Packer``. A layer with an odd number of inputs goes to oneDNN: bf16 inputs come in pairs."""
         outputs, inputs = weight_OI.shape
         dtype = weight_OI.dtype
-        is_bf16 = ctypes.c_int(dtype == torch.bfloat16)
-        if dtype == torch.bfloat16 and inputs % 2:
-            return _pack_onednn(weight_OI, bias_O)
-        size = (ctypes.c_int64(outputs), ctypes.c_int64(inputs))
+        is_bf16 = int(dtype == torch.bfloat16)
+        if is_bf16 and inputs % 2:
+            return _pack_onednn(weight_OI, bias_O, activation)
         plain_OI = weight_OI.contiguous()
-        packed = torch.empty(self._kernels.tessera_linear_packed_numbers(*size), dtype=dtype)
-        self._kernels.tessera_linear_pack(is_bf16, _threads(), _pointer(plain_OI), _pointer(packed), *size)
+        packed = torch.empty(self._kernels.tessera_linear_packed_numbers(outputs, inputs), dtype=dtype)
+        self._kernels.tessera_linear_pack(
+            is_bf16, torch.get_num_threads(), plain_OI.data_ptr(), packed.data_ptr(), outputs, inputs
+        )
+        multiply, kind = self._kernels.tessera_linear, ACTIVATIONS.index(activation)
 
         def matmul(x: Tensor) -> Tensor:
             rows_MI = x.reshape(-1, inputs)
             if rows_MI.stride(1) != 1:
                 rows_MI = rows_MI.contiguous()
-            out_MO = torch.empty(rows_MI.shape[0], outputs, dtype=dtype)
-            self._kernels.tessera_linear(
+            rows = rows_MI.shape[0]
+            out_MO = torch.empty(rows, outputs, dtype=dtype)
+            multiply(
                 is_bf16,
-                _threads(),
-                _pointer(rows_MI),
-                ctypes.c_int64(rows_MI.shape[0]),
-                ctypes.c_int64(rows_MI.stride(0)),
-                _pointer(packed),
-                None if bias_O is None else _pointer(bias_O),
-                _pointer(out_MO),
-                *size,
+                torch.get_num_threads(),
+                rows_MI.data_ptr(),
+                rows,
+                rows_MI.stride(0),
+                packed.data_ptr(),
+                None if bias_O is None else bias_O.data_ptr(),
+                kind,
+                out_MO.data_ptr(),
+                outputs,
+                inputs,
             )
             return out_MO.view(*x.shape[:-1], outputs)
 
         return matmul
-
-
-def _pointer(tensor: Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(tensor.data_ptr())
-
-
-def _threads() -> ctypes.c_int:
-    return ctypes.c_int(torch.get_num_threads())

@@ -20,7 +20,8 @@ from serve.errors import ConfigError
 from serve.model.attention import Backend, CpuKernelBackend, PagedAttention, StepState, TorchBackend, attach, register_interface
 from serve.model.families import Family, attention_window, check_tensor_parallel, head_dim, key_value_heads
 from serve.model.kernels.build import KernelUnavailable
-from serve.model.linear import Matmul, choose_packer, plain
+from serve.model.lean import call_leaves_directly
+from serve.model.linear import Matmul, activation_of, choose_packer, plain
 from serve.model.load import ShardOf, SliceReader, build_on_meta, choose_dtype, fill, read_config
 from serve.worker.kv_cache import allocate, block_bytes, choose_num_blocks
 from serve.worker.parallel import Ranks, is_row_parallel, shard, vocabulary_widths
@@ -88,7 +89,10 @@ def load_rank(
         if device.type == "cuda":
             torch.cuda.set_device(device)
         fill(
-            blueprint.model, SliceReader(checkpoint, blueprint, shards, device), device, _linear_installer(device, dtype, ranks)
+            blueprint.model,
+            SliceReader(checkpoint, blueprint, shards, device),
+            device,
+            _linear_installer(device, dtype, ranks, _activations(blueprint.model, family)),
         )
         watch.lap("weights")
         step = checkpoint.step
@@ -122,6 +126,7 @@ def load_rank(
         checkpoint_step=step,
         load_seconds=tuple(watch.phases),
     )
+    call_leaves_directly(model)
     head = model.get_output_embeddings()
     rank_model = RankModel(
         body=model.base_model,
@@ -161,17 +166,36 @@ def _eos_ids(*sources: object) -> tuple[int, ...]:
     return ()
 
 
+def _activations(model: nn.Module, family: Family) -> dict[nn.Module, tuple[nn.Module, str]]:
+    """Linear layers that an activation follows at once: the module it is called from, and the activation's name there."""
+    linear, activation = family.activated
+    return {
+        module: (model.get_submodule(path.rpartition(".")[0]), activation)
+        for path, module in model.named_modules()
+        if path.endswith("." + linear)
+    }
+
+
 def _linear_installer(
-    device: torch.device, dtype: torch.dtype, ranks: Ranks
+    device: torch.device, dtype: torch.dtype, ranks: Ranks, activations: dict[nn.Module, tuple[nn.Module, str]]
 ) -> Callable[[nn.Module, Tensor, Tensor | None], bool]:
-    """What is done with each linear layer as it is read: pack it where that is faster, sum row-parallel products."""
+    """What is done with each linear layer as it is read: pack it where that is faster, sum row-parallel products.
+
+    A packed layer takes over the activation that follows it.
+    """
     packer = choose_packer(device, dtype)
 
     def install(module: nn.Module, weight_OI: Tensor, bias_O: Tensor | None) -> bool:
         summed = ranks.size > 1 and is_row_parallel(module)
         if packer is None and ranks.size == 1:
             return False
-        matmul: Matmul = (packer or plain)(weight_OI, None if summed else bias_O)
+        activation = "none"
+        if packer is not None and module in activations:
+            parent, name = activations[module]
+            activation = activation_of(getattr(parent, name))
+            if activation != "none":
+                setattr(parent, name, nn.Identity())
+        matmul: Matmul = (packer or plain)(weight_OI, None if summed else bias_O, activation)
         module.forward = _summed(matmul, bias_O, ranks) if summed else matmul  # type: ignore[method-assign]
         _give_back_freed_memory()
         return True
@@ -234,7 +258,13 @@ def _page_attention(
     assert len(modules) == len(caches), f"{family.name}: {len(modules)} attention modules, {len(caches)} layers"
     for layer, (module, cache) in enumerate(zip(modules, caches, strict=True)):
         attention = PagedAttention(cache, state, backend, attention_window(model_config, layer))
-        attach(module, attention, replace_attn=family.replaces_attn, scale=width**-0.5 if family.scaled else 1.0)
+        attach(
+            module,
+            attention,
+            replace_attn=family.replaces_attn,
+            scale=width**-0.5 if family.scaled else 1.0,
+            rotary_function=family.rotary_function,
+        )
     return state
 
 

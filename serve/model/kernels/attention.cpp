@@ -1,99 +1,60 @@
-// Paged attention on the CPU: one pass over the KV blocks of each sequence, nothing gathered or copied.
+// Paged attention on the CPU: the step's keys and values are rotated and written to their blocks, then one pass over the blocks
+// of each sequence, nothing gathered or copied.
 //
 // Shapes.  T tokens of the step   H query heads   G key/value heads   D head size   B blocks   S positions per block
 //   queries [T, H, D], keys and values of the step [T, G, D] (any strides over T and heads, D contiguous)
 //   key cache [B, G, D, S] (transposed inside a block, so that one vector holds S positions), value cache [B, G, S, D]
+//   R features of a head that the rotary embedding turns, the first ones; R / 2 apart lie the two that are turned together
 //
 // A work item is a tile of consecutive tokens of one sequence and one key/value head: its query rows share every block
 // that is read. Softmax is computed online (Milakov and Gimelshein 2018), in fp32 whatever the storage type.
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <vector>
 
+#include "vectors.h"
+
 namespace {
-
-struct bf16 {
-    uint16_t bits;
-};
-
-inline float to_float(float x) { return x; }
-inline float to_float(bf16 x) {
-    uint32_t wide = uint32_t(x.bits) << 16;
-    float out;
-    std::memcpy(&out, &wide, 4);
-    return out;
-}
-// A block's numbers as fp32: in place for fp32, widened into scratch for bf16. A loop of its own, so that it becomes vector code.
-inline const float* widen(const float* source, float*, int64_t) { return source; }
-inline const float* widen(const bf16* source, float* scratch, int64_t count) {
-    uint32_t* wide = reinterpret_cast<uint32_t*>(scratch);
-    for (int64_t i = 0; i < count; ++i) wide[i] = uint32_t(source[i].bits) << 16;
-    return scratch;
-}
-inline void from_float(float x, float& out) { out = x; }
-inline void from_float(float x, bf16& out) {
-    uint32_t wide;
-    std::memcpy(&wide, &x, 4);
-    // Round to nearest even; a NaN stays one.
-    out.bits = std::isnan(x) ? uint16_t(0x7fc0) : uint16_t((wide + 0x7fffu + ((wide >> 16) & 1u)) >> 16);
-}
-
-// Sixteen floats at once; the compiler maps them to whatever vectors the processor has.
-constexpr int kLanes = 16;
-typedef float vec __attribute__((vector_size(64)));
-typedef int32_t ivec __attribute__((vector_size(64)));
-
-inline vec load(const float* source) {
-    vec out;
-    std::memcpy(&out, source, sizeof(out));
-    return out;
-}
-inline void save(vec value, float* target) { std::memcpy(target, &value, sizeof(value)); }
-inline vec all(float x) { return vec{} + x; }
-inline float highest(vec value) {
-    float peak = value[0];
-    for (int i = 1; i < kLanes; ++i) peak = value[i] > peak ? value[i] : peak;
-    return peak;
-}
-
-// exp(x) for x <= 0, relative error about 2e-7: 2^n times a polynomial of the remainder (Cephes' coefficients).
-inline vec exp_nonpositive(vec x) {
-    x = x < all(-87.0f) ? all(-87.0f) : x;
-    const vec magic = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to the nearest integer
-    const vec n = (x * 1.44269504088896341f + magic) - magic;
-    const vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    vec p = all(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    const ivec bits = (__builtin_convertvector(n, ivec) + 127) << 23;
-    vec scale;
-    std::memcpy(&scale, &bits, sizeof(scale));
-    return p * scale;
-}
-inline float exp_nonpositive(float x) { return exp_nonpositive(all(x))[0]; }
 
 struct Step {
     const void* query;
+    const void* key;
+    const void* value;
     int64_t query_stride_token, query_stride_head;
-    const void* key_cache;
-    const void* value_cache;
+    int64_t key_stride_token, key_stride_head;
+    int64_t value_stride_token, value_stride_head;
+    const void* cosines;        // [T, R], contiguous; unused where R is 0
+    const void* sines;
+    const int64_t* slots;       // [T]: block * S + offset of each token
+    void* key_cache;
+    void* value_cache;
     void* out;                  // [T, H, D], contiguous
     const int32_t* tiles;       // [items, 3]: sequence, first token, number of tokens
     const int32_t* positions;   // [T]
     const int32_t* tables;      // [Q, table_width]
-    int64_t num_tiles, table_width;
+    int64_t tokens, num_tiles, table_width;
     int64_t query_heads, kv_heads, head_dim, block_tokens;
+    int64_t rotary_dim;         // R
     int64_t window;             // 0: no window; else position p sees (p - window, p]
     float scale;
 };
 
 constexpr int kMaxRows = 64;    // query rows of one work item: tile tokens times query heads per key/value head
+constexpr int kTilesPerThread = 4;
 constexpr float kLowest = -3.0e38f;
+
+// The first R features of one head's query or key after the rotary embedding (Su et al. 2021), as GPT-NeoX and Llama turn them.
+template <typename scalar>
+inline void rotate(const Step& step, const scalar* head, int64_t token, float* out) {
+    const int64_t R = step.rotary_dim, half = R / 2;
+    const scalar* cosines = static_cast<const scalar*>(step.cosines) + token * R;
+    const scalar* sines = static_cast<const scalar*>(step.sines) + token * R;
+    for (int64_t d = 0; d < half; ++d) {
+        const float low = to_float(head[d]), high = to_float(head[d + half]);
+        out[d] = low * to_float(cosines[d]) - high * to_float(sines[d]);
+        out[d + half] = high * to_float(cosines[d + half]) + low * to_float(sines[d + half]);
+    }
+}
 
 // One query row against one block: positions [begin, end) of the block are seen.
 struct Row {
@@ -153,6 +114,17 @@ inline void attend_block_of_lanes(const Row& row, const float* keys, const float
     *row.peak = peak;
 }
 
+// Ask for a block's keys and values of one head, into the second-level cache: it can wait for more lines at once than the first.
+template <typename scalar>
+inline void prefetch_block(const Step& step, int64_t block, int64_t head, int64_t numbers) {
+    constexpr int64_t line = 64 / int64_t(sizeof(scalar));
+    const int64_t base = (block * step.kv_heads + head) * numbers;
+    const scalar* keys = static_cast<const scalar*>(step.key_cache) + base;
+    const scalar* values = static_cast<const scalar*>(step.value_cache) + base;
+    for (int64_t i = 0; i < numbers; i += line) __builtin_prefetch(keys + i, 0, 2);
+    for (int64_t i = 0; i < numbers; i += line) __builtin_prefetch(values + i, 0, 2);
+}
+
 // kD: the head size where it is common and blocks have 16 positions, else 0.
 template <typename scalar, int kD>
 void attend_item(const Step& step, int64_t item) {
@@ -177,7 +149,9 @@ void attend_item(const Step& step, int64_t item) {
     for (int64_t r = 0; r < rows; ++r) {
         const scalar* source = static_cast<const scalar*>(step.query) + (tile[1] + r / group) * step.query_stride_token +
                                (head * group + r % group) * step.query_stride_head;
-        for (int64_t d = 0; d < D; ++d) queries[r * D + d] = to_float(source[d]) * step.scale;
+        rotate(step, source, tile[1] + r / group, queries + r * D);
+        for (int64_t d = step.rotary_dim; d < D; ++d) queries[r * D + d] = to_float(source[d]);
+        for (int64_t d = 0; d < D; ++d) queries[r * D + d] *= step.scale;
         for (int64_t d = 0; d < D; ++d) sums[r * D + d] = 0.0f;
         peaks[r] = kLowest;
         masses[r] = 0.0f;
@@ -186,6 +160,10 @@ void attend_item(const Step& step, int64_t item) {
     const int64_t last = positions[tokens - 1];
     const int64_t first = step.window && positions[0] >= step.window ? positions[0] - step.window + 1 : 0;
     for (int64_t b = first / S; b <= last / S; ++b) {
+        if (b < last / S)
+            prefetch_block<scalar>(step, table[b + 1], head, D * S);
+        else if (head + 1 < step.kv_heads)
+            prefetch_block<scalar>(step, table[first / S], head + 1, D * S);
         const int64_t base = (int64_t(table[b]) * step.kv_heads + head) * D * S;
         const float* keys = widen(static_cast<const scalar*>(step.key_cache) + base, wide_keys, D * S);
         const float* values = widen(static_cast<const scalar*>(step.value_cache) + base, wide_values, D * S);
@@ -211,11 +189,36 @@ void attend_item(const Step& step, int64_t item) {
     }
 }
 
+// One token's key and value of one head, into their slot.
+template <typename scalar>
+void store_item(const Step& step, int64_t item) {
+    const int64_t D = step.head_dim, S = step.block_tokens;
+    const int64_t token = item / step.kv_heads, head = item % step.kv_heads;
+    const int64_t offset = step.slots[token] % S;
+    const int64_t base = (step.slots[token] / S * step.kv_heads + head) * D * S;
+    const scalar* key = static_cast<const scalar*>(step.key) + token * step.key_stride_token + head * step.key_stride_head;
+    const scalar* value = static_cast<const scalar*>(step.value) + token * step.value_stride_token + head * step.value_stride_head;
+    scalar* keys = static_cast<scalar*>(step.key_cache) + base;
+    thread_local std::vector<float> turned;
+    turned.resize(size_t(step.rotary_dim));
+    rotate(step, key, token, turned.data());
+    for (int64_t d = 0; d < step.rotary_dim; ++d) from_float(turned[size_t(d)], keys[d * S + offset]);
+    for (int64_t d = step.rotary_dim; d < D; ++d) keys[d * S + offset] = key[d];
+    std::memcpy(static_cast<scalar*>(step.value_cache) + base + offset * D, value, size_t(D) * sizeof(scalar));
+}
+
 template <typename scalar, int kD>
 void attend_all(const Step& step, int threads) {
     const int64_t items = step.num_tiles * step.kv_heads;
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
-    for (int64_t item = 0; item < items; ++item) attend_item<scalar, kD>(step, item);
+    // With tiles enough for all threads, a thread takes all heads of a tile: their parts of a block lie side by side.
+    const int64_t chunk = step.num_tiles >= kTilesPerThread * threads ? step.kv_heads : 1;
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for schedule(static)
+        for (int64_t item = 0; item < step.tokens * step.kv_heads; ++item) store_item<scalar>(step, item);
+#pragma omp for schedule(dynamic, chunk)
+        for (int64_t item = 0; item < items; ++item) attend_item<scalar, kD>(step, item);
+    }
 }
 
 template <typename scalar>
@@ -234,27 +237,11 @@ void attend(const Step& step, int threads) {
     attend_all<scalar, 0>(step, threads);
 }
 
-template <typename scalar>
-void store(const scalar* keys, int64_t key_stride_token, int64_t key_stride_head, const scalar* values,
-           int64_t value_stride_token, int64_t value_stride_head, scalar* key_cache, scalar* value_cache,
-           const int64_t* slots, int64_t tokens, int64_t heads, int64_t D, int64_t S) {
-    for (int64_t t = 0; t < tokens; ++t) {
-        const int64_t block = slots[t] / S, offset = slots[t] % S;
-        for (int64_t h = 0; h < heads; ++h) {
-            const int64_t base = (block * heads + h) * D * S;
-            const scalar* key = keys + t * key_stride_token + h * key_stride_head;
-            const scalar* value = values + t * value_stride_token + h * value_stride_head;
-            for (int64_t d = 0; d < D; ++d) key_cache[base + d * S + offset] = key[d];
-            std::memcpy(value_cache + base + offset * D, value, size_t(D) * sizeof(scalar));
-        }
-    }
-}
-
 }  // namespace
 
 extern "C" {
 
-int tessera_kernel_version() { return 1; }
+int tessera_kernel_version() { return 2; }
 int tessera_max_rows() { return kMaxRows; }
 
 void tessera_attend(int is_bf16, int threads, const Step* step) {
@@ -262,18 +249,5 @@ void tessera_attend(int is_bf16, int threads, const Step* step) {
         attend<bf16>(*step, threads);
     else
         attend<float>(*step, threads);
-}
-
-void tessera_store(int is_bf16, const void* keys, int64_t key_stride_token, int64_t key_stride_head, const void* values,
-                   int64_t value_stride_token, int64_t value_stride_head, void* key_cache, void* value_cache,
-                   const int64_t* slots, int64_t tokens, int64_t heads, int64_t head_dim, int64_t block_tokens) {
-    if (is_bf16)
-        store(static_cast<const bf16*>(keys), key_stride_token, key_stride_head, static_cast<const bf16*>(values),
-              value_stride_token, value_stride_head, static_cast<bf16*>(key_cache), static_cast<bf16*>(value_cache), slots,
-              tokens, heads, head_dim, block_tokens);
-    else
-        store(static_cast<const float*>(keys), key_stride_token, key_stride_head, static_cast<const float*>(values),
-              value_stride_token, value_stride_head, static_cast<float*>(key_cache), static_cast<float*>(value_cache), slots,
-              tokens, heads, head_dim, block_tokens);
 }
 }

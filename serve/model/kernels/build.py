@@ -20,6 +20,7 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 _SOURCES = tuple(Path(__file__).with_name(name) for name in ("attention.cpp", "linear.cpp"))
+_HEADERS = (Path(__file__).with_name("vectors.h"),)
 _FLAGS = (
     "-O3",
     "-march=native",
@@ -33,7 +34,7 @@ _FLAGS = (
     "-fno-strict-aliasing",
     "-Wno-psabi",
 )
-_VERSION = 1
+_VERSION = 2
 _COMPILERS = ("c++", "g++", "clang++")
 
 
@@ -78,7 +79,7 @@ def _cache_folder() -> Path:
 def _fingerprint(compiler: str | None) -> str:
     """Names a build by everything that decides it: source, flags, compiler, and the instructions of this processor."""
     digest = hashlib.sha256()
-    for source in _SOURCES:
+    for source in (*_SOURCES, *_HEADERS):
         digest.update(source.read_bytes())
     digest.update(" ".join(_FLAGS).encode())
     digest.update((compiler or "none").encode())

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "vectors.h"
 #ifdef __AVX512F__
 #include <immintrin.h>
 #endif
@@ -50,6 +51,45 @@ void pack(const number* plain, number* packed, int64_t O, int64_t I, int threads
 
 #ifdef __AVX512F__
 
+// What is done to each output before it is stored: ``ACTIVATIONS`` of serve/model/linear.py.
+enum Activation { kNone, kGelu, kGeluTanh, kSilu, kRelu };
+
+// 1 / (1 + exp(-x)) without overflow on either side.
+inline vec sigmoid(vec x) {
+    const vec shrunk = exp_nonpositive(x < 0.0f ? x : -x);
+    return (x < 0.0f ? shrunk : all(1.0f)) / (shrunk + 1.0f);
+}
+
+// The normal distribution's mass below x, by erfc(a) = exp(-a Q(a)), a = |x| / sqrt(2). Q is a polynomial fitted for this file
+// over [0, 5]: erfc within 5e-8; beyond, erfc stays at 1.5e-12.
+inline vec normal_mass(vec x) {
+    vec a = (x < 0.0f ? -x : x) * 0.70710678118654752f;
+    a = a > 5.0f ? all(5.0f) : a;
+    vec q = all(5.165622e-07f);
+    q = q * a - 1.1645552e-05f;
+    q = q * a + 1.1069056e-04f;
+    q = q * a - 5.6475616e-04f;
+    q = q * a + 1.4850782e-03f;
+    q = q * a + 7.7668185e-05f;
+    q = q * a - 1.9318648e-02f;
+    q = q * a + 1.0283731e-01f;
+    q = q * a + 6.3660970e-01f;
+    q = q * a + 1.1283797f;
+    const vec half_tail = exp_nonpositive(-a * q) * 0.5f;
+    return x < 0.0f ? half_tail : 1.0f - half_tail;
+}
+
+inline vec activate(Activation activation, vec x) {
+    switch (activation) {
+        case kGelu: return x * normal_mass(x);
+        case kGeluTanh: return x * sigmoid(1.5957691216057308f * (x + 0.044715f * x * x * x));
+        case kSilu: return x * sigmoid(x);
+        case kRelu: return x < 0.0f ? all(0.0f) : x;
+        case kNone: break;
+    }
+    return x;
+}
+
 struct Fp32 {
     typedef float number;
     static constexpr int64_t kInputs = 1;  // inputs consumed by one multiply
@@ -81,7 +121,7 @@ struct Bf16 {
 // One panel times R rows. With few rows the sums are split U ways along the inputs, so that additions do not wait for one another.
 template <typename kind, int R, int U>
 void panel_times_rows(const typename kind::number* panel, const typename kind::number* x, int64_t stride, const typename kind::number* bias,
-                      typename kind::number* y, int64_t O, int64_t I, int64_t outputs) {
+                      Activation activation, typename kind::number* y, int64_t O, int64_t I, int64_t outputs) {
     constexpr int64_t step = kind::kInputs, half = kPanel / 2 * step;
     __m512 totals[R][2];
     for (int r = 0; r < R; ++r) totals[r][0] = totals[r][1] = _mm512_setzero_ps();
@@ -112,16 +152,17 @@ void panel_times_rows(const typename kind::number* panel, const typename kind::n
         const int64_t left = outputs - h * 16;
         const __mmask16 lanes = left >= 16 ? 0xffff : left <= 0 ? 0 : __mmask16((1u << left) - 1);
         const __m512 start = bias ? kind::load(bias + h * 16, lanes) : _mm512_setzero_ps();
-        for (int r = 0; r < R; ++r) kind::save(y + r * O + h * 16, _mm512_add_ps(totals[r][h], start), lanes);
+        for (int r = 0; r < R; ++r)
+            kind::save(y + r * O + h * 16, (__m512)activate(activation, (vec)_mm512_add_ps(totals[r][h], start)), lanes);
     }
 }
 
 template <typename kind>
 void linear(const typename kind::number* x, int64_t M, int64_t stride, const typename kind::number* packed,
-            const typename kind::number* bias, typename kind::number* y, int64_t O, int64_t I, int threads) {
+            const typename kind::number* bias, Activation activation, typename kind::number* y, int64_t O, int64_t I, int threads) {
     const int64_t panels = panels_of(O), blocks = (M + kBlockRows - 1) / kBlockRows;
 // Dynamic, since another thread of the machine may hold one of ours up: the others then take over its panels.
-#pragma omp parallel for schedule(dynamic, 2) num_threads(threads)
+#pragma omp parallel for schedule(dynamic, 4) num_threads(threads)
     for (int64_t item = 0; item < blocks * panels; ++item) {
         const int64_t p = item / blocks, first = item % blocks * kBlockRows;
         const int64_t end = first + kBlockRows < M ? first + kBlockRows : M;
@@ -130,7 +171,7 @@ void linear(const typename kind::number* x, int64_t M, int64_t stride, const typ
         const int64_t outputs = O - p * kPanel < kPanel ? O - p * kPanel : kPanel;
         int64_t m = first;
 #define TESSERA_ROWS(R, U) \
-    panel_times_rows<kind, R, U>(panel, x + m * stride, stride, own_bias, y + m * O + p * kPanel, O, I, outputs)
+    panel_times_rows<kind, R, U>(panel, x + m * stride, stride, own_bias, activation, y + m * O + p * kPanel, O, I, outputs)
         for (; m + kRows <= end; m += kRows) TESSERA_ROWS(8, 1);
         switch (end - m) {
             case 7: TESSERA_ROWS(7, 1); break;
@@ -171,17 +212,17 @@ void tessera_linear_pack(int is_bf16, int threads, const void* plain, void* pack
 }
 
 // x is [M, I] with rows ``stride`` apart; in bf16 I must be even. y is [M, O], contiguous.
-void tessera_linear(int is_bf16, int threads, const void* x, int64_t M, int64_t stride, const void* packed, const void* bias, void* y,
-                    int64_t O, int64_t I) {
+void tessera_linear(int is_bf16, int threads, const void* x, int64_t M, int64_t stride, const void* packed, const void* bias,
+                    int activation, void* y, int64_t O, int64_t I) {
 #ifdef __AVX512F__
     if (!is_bf16)
         linear<Fp32>(static_cast<const float*>(x), M, stride, static_cast<const float*>(packed), static_cast<const float*>(bias),
-                     static_cast<float*>(y), O, I, threads);
+                     Activation(activation), static_cast<float*>(y), O, I, threads);
 #endif
 #ifdef __AVX512BF16__
     if (is_bf16)
         linear<Bf16>(static_cast<const uint16_t*>(x), M, stride, static_cast<const uint16_t*>(packed),
-                     static_cast<const uint16_t*>(bias), static_cast<uint16_t*>(y), O, I, threads);
+                     static_cast<const uint16_t*>(bias), Activation(activation), static_cast<uint16_t*>(y), O, I, threads);
 #endif
 }
 }

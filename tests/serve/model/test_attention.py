@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb
 
 from serve.model.attention import Backend, CpuKernelBackend, LayerCache, StepLayout, TorchBackend
 from serve.model.kernels.build import KernelUnavailable
@@ -110,12 +111,46 @@ def test_attention_over_blocks_is_attention(
     new = [torch.cat([getattr(s, name)[s.length - s.new :] for s in sequences]) for name in ("query", "key", "value")]
     scale = head_dim**-0.5
 
-    backend.store(new[1], new[2], cache, layout)
-    out = backend.attend(new[0], cache, layout, scale, window)
+    out = backend.attend(*new, cache, layout, scale=scale, window=window)
 
     expected = torch.cat([s.expected(scale, window) for s in sequences])
     tolerance = 3e-6 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (64, 16), (20, 6)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernel_turns_queries_and_keys_as_transformers_does(head_dim: int, rotary_dim: int, dtype: torch.dtype) -> None:
+    try:
+        kernel = CpuKernelBackend()
+    except KernelUnavailable as reason:
+        pytest.skip(f"no CPU kernel here: {reason}")
+    torch.manual_seed(head_dim + rotary_dim)
+    random.seed(1)
+    sequences = [_Sequence(*lengths, 6, 3, head_dim, dtype) for lengths in [(40, 40), (9, 9), (1, 1)]]
+    size = {"layers": 1, "num_blocks": 8, "kv_heads": 3, "head_dim": head_dim, "block_tokens": 16, "dtype": dtype}
+    [plain], [turned] = (allocate(**size, device=torch.device("cpu")) for _ in range(2))  # type: ignore[arg-type]
+    layout = _lay_out(sequences, 16, 8)
+    query, key, value = (torch.cat([getattr(s, name) for s in sequences]) for name in ("query", "key", "value"))
+    angles = torch.outer(layout.positions.float(), 0.7 ** torch.arange(rotary_dim // 2)).repeat(1, 2)
+    cosines, sines = angles.cos().to(dtype), angles.sin().to(dtype)
+    query_turned, key_turned = (
+        part[0].transpose(0, 1)
+        for part in apply_rotary_pos_emb(
+            query.transpose(0, 1)[None].double(),
+            key.transpose(0, 1)[None].double(),
+            cosines[None].double(),
+            sines[None].double(),
+        )
+    )
+
+    expected = TorchBackend().attend(query_turned.to(dtype), key_turned.to(dtype), value, plain, layout, scale=0.3, window=0)
+    out = kernel.attend(query, key, value, turned, layout, scale=0.3, window=0, rotary=(cosines, sines))
+
+    tolerance = 3e-6 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(turned.keys, plain.keys, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(turned.values, plain.values, rtol=0, atol=0)
+    torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
 
 
 def test_strided_inputs_are_read_where_they_lie(backend: Backend) -> None:
@@ -137,7 +172,6 @@ def test_strided_inputs_are_read_where_they_lie(backend: Backend) -> None:
     fused = torch.cat([sequence.query, sequence.key, sequence.value], dim=2).transpose(0, 1)
     query, key, value = (part.transpose(0, 1) for part in fused.chunk(3, dim=-1))
 
-    backend.store(key, value, cache, layout)
-    out = backend.attend(query, cache, layout, 0.2, 0)
+    out = backend.attend(query, key, value, cache, layout, scale=0.2, window=0)
 
     torch.testing.assert_close(out.double(), sequence.expected(0.2, 0), rtol=3e-6, atol=3e-6)

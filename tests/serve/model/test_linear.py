@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+import transformers.activations
 
 from serve.model import linear
 from serve.model.kernels.build import KernelUnavailable
@@ -48,6 +51,47 @@ def test_bf16_rounds_once(rows: int, outputs: int, inputs: int) -> None:
     weight, x, bias = (torch.randn(*shape).bfloat16() for shape in ((outputs, inputs), (rows, inputs), (outputs,)))
     expected = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
     torch.testing.assert_close(packer(weight, bias)(x).double(), expected, rtol=2**-7, atol=0.02)
+
+
+DEFINITIONS = {
+    "none": lambda x: x,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    "silu": torch.nn.functional.silu,
+    "relu": torch.relu,
+}
+
+
+@pytest.mark.parametrize("activation", linear.ACTIVATIONS)
+@pytest.mark.parametrize("rows", [1, 9])
+def test_an_activation_follows_the_product(packer: linear.Packer | None, activation: str, rows: int) -> None:
+    """Over the whole range of inputs, both tails included: each output is one input, so that nothing else is measured."""
+    x = torch.cat([torch.linspace(-30, 30, 1501), torch.tensor([0.0, -0.0, 1e-30, -1e-30, 88.0, -88.0, 3e4, -3e4])])
+    for product in (packer, linear.plain):
+        assert product is not None
+        out = product(x[:, None].contiguous(), None, activation)(torch.ones(rows, 1))
+        expected = DEFINITIONS[activation](x.double()).expand(rows, -1)
+        torch.testing.assert_close(out.double(), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("activation", linear.ACTIVATIONS)
+def test_nan_is_not_activated_away(packer: linear.Packer | None, activation: str) -> None:
+    assert packer is not None
+    assert packer(torch.full((3, 4), math.nan), None, activation)(torch.ones(1, 4)).isnan().all()
+
+
+@pytest.mark.parametrize("name", ["gelu", "gelu_python", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "silu", "swish", "relu"])
+def test_the_activations_of_transformers_are_known(name: str) -> None:
+    x = torch.linspace(-6, 6, 501, dtype=torch.float64)
+    module = transformers.activations.ACT2FN[name]
+    known = linear.activation_of(module)
+    assert known != "none"
+    torch.testing.assert_close(DEFINITIONS[known](x), module(x), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["gelu_10", "quick_gelu", "relu2", "mish", "tanh"])
+def test_other_activations_are_left_to_transformers(name: str) -> None:
+    assert linear.activation_of(transformers.activations.ACT2FN[name]) == "none"
 
 
 def test_rows_need_not_lie_next_to_one_another() -> None:

@@ -1,0 +1,74 @@
+// Vectors of sixteen floats and 16-bit floats, for the kernels beside this file.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+struct bf16 {
+    uint16_t bits;
+};
+
+inline float to_float(float x) { return x; }
+inline float to_float(bf16 x) {
+    uint32_t wide = uint32_t(x.bits) << 16;
+    float out;
+    std::memcpy(&out, &wide, 4);
+    return out;
+}
+// A block's numbers as fp32: in place for fp32, widened into scratch for bf16. A loop of its own, so that it becomes vector code.
+inline const float* widen(const float* source, float*, int64_t) { return source; }
+inline const float* widen(const bf16* source, float* scratch, int64_t count) {
+    uint32_t* wide = reinterpret_cast<uint32_t*>(scratch);
+    for (int64_t i = 0; i < count; ++i) wide[i] = uint32_t(source[i].bits) << 16;
+    return scratch;
+}
+inline void from_float(float x, float& out) { out = x; }
+inline void from_float(float x, bf16& out) {
+    uint32_t wide;
+    std::memcpy(&wide, &x, 4);
+    // Round to nearest even; a NaN stays one.
+    out.bits = std::isnan(x) ? uint16_t(0x7fc0) : uint16_t((wide + 0x7fffu + ((wide >> 16) & 1u)) >> 16);
+}
+
+// Sixteen floats at once; the compiler maps them to whatever vectors the processor has.
+constexpr int kLanes = 16;
+typedef float vec __attribute__((vector_size(64)));
+typedef int32_t ivec __attribute__((vector_size(64)));
+
+inline vec load(const float* source) {
+    vec out;
+    std::memcpy(&out, source, sizeof(out));
+    return out;
+}
+inline void save(vec value, float* target) { std::memcpy(target, &value, sizeof(value)); }
+inline vec all(float x) { return vec{} + x; }
+inline float highest(vec value) {
+    float peak = value[0];
+    for (int i = 1; i < kLanes; ++i) peak = value[i] > peak ? value[i] : peak;
+    return peak;
+}
+
+// exp(x) for x <= 0, relative error about 2e-7: 2^n times a polynomial of the remainder (Cephes' coefficients).
+inline vec exp_nonpositive(vec x) {
+    x = x < all(-87.0f) ? all(-87.0f) : x;
+    const vec magic = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to the nearest integer
+    const vec n = (x * 1.44269504088896341f + magic) - magic;
+    const vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    vec p = all(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    const ivec bits = (__builtin_convertvector(n, ivec) + 127) << 23;
+    vec scale;
+    std::memcpy(&scale, &bits, sizeof(scale));
+    return p * scale;
+}
+inline float exp_nonpositive(float x) { return exp_nonpositive(all(x))[0]; }
+
+}  // namespace
