@@ -180,7 +180,8 @@ def main() -> int:
     out = options.out or RESULTS / f"serving-{options.device}-{today}.json"
     out.parent.mkdir(exist_ok=True)
     record = {
-        "what": f"decode tokens/s, Pythia-160M shape, {PROMPT_TOKENS} + {NEW_TOKENS} tokens, medians of {options.repeats} or more repetitions",
+        "what": f"decode tokens/s, Pythia-160M shape, {PROMPT_TOKENS} + {NEW_TOKENS} tokens, "
+        f"medians of {options.repeats} or more repetitions",
         "date": today, "machine": machine(options.device), "tokens_per_second": results, "ratios": ratios,
     }  # fmt: skip
     out.write_text(json.dumps(record, indent=2) + "\n")

@@ -3,8 +3,8 @@
     make bench-training
 
 Every system trains the same seeded GPT-NeoX on the same random batches with the same DeepSpeed settings on two ranks of this
-machine. The systems take turns, each in fresh processes. A figure is the median over runs of the median step, the first ones
-left out.
+machine. The systems are loaded side by side and take turns of a few steps, so that a slow minute of the machine falls on all of
+them; the others wait for their turn without computing. A figure is the median of a system's steps, the first ones left out.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 RESULTS = Path(__file__).with_name("results")
 SYSTEMS = ("tessera", "deepspeed", "trainer")
@@ -29,7 +31,10 @@ MODEL = {
     "model_type": "gpt_neox", "hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6, "intermediate_size": 1536,
     "vocab_size": 16_384, "max_position_embeddings": 512,
 }  # fmt: skip
-SEQ, MICRO, ACCUMULATION, RANKS, WARM = 256, 2, 2, 2, 3
+SEQ, MICRO, ACCUMULATION, RANKS = 256, 2, 2, 2
+TURN = 3
+"""Steps of a system before it is another one's turn. The first turn warms up and is not counted."""
+_WAITING, _FIGURES = "waiting for a turn", "seconds of steps"
 LOSS = {"tokens": 2048, "hidden": 768, "vocab": 50_304}
 
 
@@ -62,8 +67,31 @@ def config(output: str, stage: int, offload: bool) -> Any:
 # -- one rank of one system
 
 
+class Turns:
+    """The seconds of each step of this rank; lets it compute only while it is its system's turn."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """One step: waits for the word from outside first, where a turn begins there."""
+        self.begin()
+        yield
+        self.end()
+
+    def begin(self) -> None:
+        if len(self.seconds) % TURN == 0:
+            print(_WAITING, flush=True)
+            sys.stdin.readline()
+        self._began = time.perf_counter()
+
+    def end(self) -> None:
+        self.seconds.append(time.perf_counter() - self._began)
+
+
 def worker(system: str, stage: int, offload: bool, steps: int, adam: str) -> None:
-    """Train and, on rank 0, print the seconds of every step as JSON."""
+    """Train in turns and print the seconds of every step as JSON."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     import torch
 
@@ -78,14 +106,14 @@ def worker(system: str, stage: int, offload: bool, steps: int, adam: str) -> Non
     tokens = torch.randint(0, MODEL["vocab_size"], (ACCUMULATION * MICRO * 4, SEQ + 1), generator=draw)  # type: ignore[call-overload]
     with tempfile.TemporaryDirectory() as folder:
         run = {"tessera": _tessera, "deepspeed": _deepspeed, "trainer": _trainer}[system]
-        seconds = run(config(folder, stage, offload), device, tokens, steps, bool(adam))
-    if rank == 0:
-        print(json.dumps(seconds), flush=True)
+        turns = Turns()
+        run(config(folder, stage, offload), device, tokens, steps, bool(adam), turns)
+    print(_FIGURES, json.dumps(turns.seconds), flush=True)
     torch.distributed.barrier()
     os._exit(0)
 
 
-def _tessera(config: Any, device: Any, tokens: Any, steps: int, adam: bool) -> list[float]:
+def _tessera(config: Any, device: Any, tokens: Any, steps: int, adam: bool, turns: Turns) -> None:
     from finetune.data.batches import Microbatch
     from finetune.engine import ZeroEngine
     from finetune.model import initialise, new_config
@@ -95,12 +123,9 @@ def _tessera(config: Any, device: Any, tokens: Any, steps: int, adam: bool) -> l
         config, hf_config, lambda model, gather: initialise(model, gather, 0), device=device, precision="fp32", cpu_adam=adam
     )
     rows = [Microbatch(part[:, :-1], part[:, 1:].clone()) for part in tokens.split(MICRO)]
-    seconds = []
     for step in range(steps):
-        began = time.perf_counter()
-        made.train_step([rows[(step * ACCUMULATION + n) % len(rows)] for n in range(ACCUMULATION)], 1e-4)
-        seconds.append(time.perf_counter() - began)
-    return seconds
+        with turns.step():
+            made.train_step([rows[(step * ACCUMULATION + n) % len(rows)] for n in range(ACCUMULATION)], 1e-4)
 
 
 def _model() -> Any:
@@ -119,7 +144,7 @@ def _optimizer(config: Any, model: Any, adam: bool) -> Any:
     return make_optimizer(config, model, cpu_adam=adam)
 
 
-def _deepspeed(config: Any, device: Any, tokens: Any, steps: int, adam: bool) -> list[float]:
+def _deepspeed(config: Any, device: Any, tokens: Any, steps: int, adam: bool, turns: Turns) -> None:
     import deepspeed
 
     from finetune.config import to_deepspeed
@@ -128,36 +153,29 @@ def _deepspeed(config: Any, device: Any, tokens: Any, steps: int, adam: bool) ->
     settings = to_deepspeed(config, device="cpu", precision="fp32", cpu_adam=adam)
     engine, *_ = deepspeed.initialize(model=model, optimizer=_optimizer(config, model, adam), config=settings)
     rows = tokens.split(MICRO)
-    seconds = []
     for step in range(steps):
-        began = time.perf_counter()
-        for n in range(ACCUMULATION):
-            part = rows[(step * ACCUMULATION + n) % len(rows)]
-            loss = engine(input_ids=part, labels=part, use_cache=False).loss
-            engine.backward(loss)
-            engine.step()
-        seconds.append(time.perf_counter() - began)
-    return seconds
+        with turns.step():
+            for n in range(ACCUMULATION):
+                part = rows[(step * ACCUMULATION + n) % len(rows)]
+                loss = engine(input_ids=part, labels=part, use_cache=False).loss
+                engine.backward(loss)
+                engine.step()
 
 
-def _trainer(config: Any, device: Any, tokens: Any, steps: int, adam: bool) -> list[float]:
+def _trainer(config: Any, device: Any, tokens: Any, steps: int, adam: bool, turns: Turns) -> None:
     import torch
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     from finetune.config import to_deepspeed
 
     class Clock(TrainerCallback):
-        def __init__(self) -> None:
-            self.seconds: list[float] = []
-
         def on_step_begin(self, *_: Any, **__: Any) -> None:
-            self.began = time.perf_counter()
+            turns.begin()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            self.seconds.append(time.perf_counter() - self.began)
+            turns.end()
 
     settings = to_deepspeed(config, device="cpu", precision="fp32", cpu_adam=adam)
-    clock = Clock()
     arguments = TrainingArguments(
         output_dir=config.run.output, max_steps=steps, per_device_train_batch_size=MICRO,
         gradient_accumulation_steps=ACCUMULATION, use_cpu=True, deepspeed=settings, report_to=[], save_strategy="no",
@@ -171,10 +189,8 @@ def _trainer(config: Any, device: Any, tokens: Any, steps: int, adam: bool) -> l
     ]
     optimizer = _optimizer(config, model, adam)
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
-    trainer = Trainer(model=model, args=arguments, train_dataset=rows, optimizers=(optimizer, schedule), callbacks=[clock])
-    with contextlib.redirect_stdout(sys.stderr):
-        trainer.train()
-    return clock.seconds
+    trainer = Trainer(model=model, args=arguments, train_dataset=rows, optimizers=(optimizer, schedule), callbacks=[Clock()])
+    trainer.train()
 
 
 # -- the loss alone
@@ -227,30 +243,61 @@ def _memory(key: str) -> int:
 def _run(words: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "benchmarks.training", *words],
-        env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, **environment}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
 
 
-def step_seconds(system: str, stage: int, offload: bool, steps: int, adam: str) -> float:
-    """Median step of one run of one system."""
+def step_seconds(stage: int, offload: bool, turns: int, adam: str) -> dict[str, list[float]]:
+    """Seconds of every counted step, by system: all systems in one run, a turn at a time."""
     from finetune.launch import rank_environment
     from finetune.machine import usable_cores
 
-    shared = rank_environment(RANKS, max(1, usable_cores() // RANKS))
-    words = ["--worker", system, "--stage", str(stage), "--steps", str(steps), "--adam", adam if offload else ""]
+    words = ["--stage", str(stage), "--steps", str((1 + turns) * TURN), "--adam", adam if offload else ""]
     words += ["--offload"] if offload else []
-    ranks = [_run(words, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(RANKS)]
-    outputs = [rank.communicate(timeout=900) for rank in ranks]
-    if any(rank.returncode for rank in ranks):
-        raise SystemExit(f"{system} failed:\n{outputs[0][1][-3000:]}")
-    return statistics.median(json.loads(outputs[0][0].strip().splitlines()[-1])[WARM:])
+    systems: dict[str, list[subprocess.Popen[str]]] = {}
+    with ExitStack() as stack:
+        for system in SYSTEMS:
+            shared = rank_environment(RANKS, max(1, usable_cores() // RANKS))
+            systems[system] = [
+                _run(["--worker", system, *words], {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+                for rank in range(RANKS)
+            ]
+            for rank in systems[system]:
+                stack.callback(rank.kill)
+            for rank in systems[system]:
+                _wait_for(_WAITING, rank, system)
+        for turn in range(1 + turns):
+            for system, ranks in systems.items():
+                for rank in ranks:
+                    _pipe(rank.stdin).write("go\n")
+                    _pipe(rank.stdin).flush()
+                # The last turn ends with the figures.
+                if turn < turns:
+                    for rank in ranks:
+                        _wait_for(_WAITING, rank, system)
+        lines = {system: [_wait_for(_FIGURES, rank, system) for rank in ranks] for system, ranks in systems.items()}
+    return {system: json.loads(first.removeprefix(_FIGURES))[TURN:] for system, (first, *_) in lines.items()}
+
+
+def _wait_for(start: str, rank: subprocess.Popen[str], system: str) -> str:
+    """The next line of a rank that begins like this; what its libraries print between is passed over."""
+    for line in _pipe(rank.stdout):
+        if line.startswith(start):
+            return line
+    raise SystemExit(f"{system} ended early; what it said is above")
+
+
+def _pipe(end: IO[str] | None) -> IO[str]:
+    assert end is not None
+    return end
 
 
 def main() -> int:
     """Run the benchmark, print it and record it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--repeats", type=int, default=3, help="runs of the loss")
+    parser.add_argument("--turns", type=int, default=8, help=f"turns of {TURN} steps that each system has")
+    parser.add_argument("--steps", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--worker", choices=[*SYSTEMS, "loss-chunked", "loss-whole"], help=argparse.SUPPRESS)
     parser.add_argument("--stage", type=int, default=3, help=argparse.SUPPRESS)
     parser.add_argument("--offload", action="store_true", help=argparse.SUPPRESS)
@@ -271,10 +318,7 @@ def main() -> int:
     cases = {"ZeRO-3, all offloaded": (3, True), "ZeRO-2": (2, False)}
     table: dict[str, dict[str, float]] = {}
     for name, (stage, offload) in cases.items():
-        runs: dict[str, list[float]] = {system: [] for system in SYSTEMS}
-        for _ in range(options.repeats):
-            for system in SYSTEMS:
-                runs[system].append(step_seconds(system, stage, offload, options.steps, adam))
+        runs = step_seconds(stage, offload, options.turns, adam)
         medians = {system: statistics.median(values) for system, values in runs.items()}
         table[name] = medians | {f"tessera / {peer}": medians["tessera"] / medians[peer] for peer in SYSTEMS[1:]}
         print(name, {key: round(value, 4) for key, value in table[name].items()}, flush=True)

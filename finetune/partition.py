@@ -13,6 +13,8 @@ Bounds = tuple[int, ...]
 """Stage s holds the layers [bounds[s], bounds[s + 1])."""
 ALIKE = 1.05
 """Cost of the slowest stage over the mean that asks for no finer pieces."""
+ALIKE_ENOUGH = 1.1
+"""The same, of stages among which the quickest are taken."""
 
 
 def balanced(costs: Sequence[float], stages: int) -> Bounds:
@@ -93,14 +95,27 @@ def head_pieces(costs: Sequence[float], stages: int, *, most: int = 16) -> int:
         if len(found[pieces]) >= stages and imbalance(found[pieces], balanced(found[pieces], stages)) <= ALIKE:
             break
         pieces *= 2
-    return fewest(found, stages)
-
-
-def fewest(found: Mapping[int, Sequence[float]], stages: int) -> int:
-    """The smallest number of pieces whose layers, of these costs, make stages about as alike as any number does."""
-    ratios = {pieces: imbalance(costs, balanced(costs, stages)) for pieces, costs in found.items() if len(costs) >= stages}
+    ratios = _ratios(found, stages)
     least = min(ratios.values(), default=1.0)
     return min((pieces for pieces, ratio in ratios.items() if ratio <= max(ALIKE, least * 1.01)), default=1)
+
+
+def quickest(found: Mapping[int, Sequence[float]], stages: int) -> int:
+    """The number of pieces, of those measured, whose slowest stage takes least, as long as the stages are alike enough.
+
+    Many small pieces may be alike and take longer than fewer that are less alike: each has costs of its own. Where none are
+    alike enough, the number whose stages are most alike.
+    """
+    ratios = _ratios(found, stages)
+    least = min(ratios.values(), default=1.0)
+    slowest = {
+        pieces: ratio * sum(found[pieces]) for pieces, ratio in ratios.items() if ratio <= max(ALIKE_ENOUGH, least * 1.01)
+    }
+    return min(slowest, key=lambda pieces: (slowest[pieces], pieces), default=1)
+
+
+def _ratios(found: Mapping[int, Sequence[float]], stages: int) -> dict[int, float]:
+    return {pieces: imbalance(costs, balanced(costs, stages)) for pieces, costs in found.items() if len(costs) >= stages}
 
 
 def imbalance(costs: Sequence[float], bounds: Bounds) -> float:

@@ -229,7 +229,7 @@ class PipelineEngine(Ranked):
             if partition.imbalance(found[pieces], partition.balanced(found[pieces], self.stages)) <= partition.ALIKE:
                 break
             pieces *= 2
-        pieces = partition.fewest(found, self.stages)
+        pieces = partition.quickest(found, self.stages)
         if pieces > 1:
             self._layers = self._split(head_pieces=pieces)
         return found[pieces]

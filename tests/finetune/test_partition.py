@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetune.errors import ConfigError
-from finetune.partition import balanced, head_pieces, imbalance, of_type, uniform
+from finetune.partition import balanced, head_pieces, imbalance, of_type, quickest, uniform
 
 
 def stage_costs(costs: list[float], bounds: tuple[int, ...]) -> list[float]:
@@ -65,6 +65,24 @@ def test_a_type_that_is_not_there_is_refused_with_those_that_are() -> None:
 )
 def test_the_head_is_cut_only_where_that_helps(costs: list[float], stages: int, pieces: int) -> None:
     assert head_pieces(costs, stages) == pieces
+
+
+BODY = [0.1, *[1.0] * 4]
+
+
+@pytest.mark.parametrize(
+    ("found", "pieces"),
+    [
+        # With a whole head the slowest stage takes 1.42 times the mean, with quarters 1.06; sixteenths cost twice their share.
+        ({1: [*BODY, 10.0], 4: [*BODY, *[2.5] * 4], 16: [*BODY, *[1.25] * 16]}, 4),
+        ({1: [*BODY, 20.0], 4: [*BODY, *[7.0] * 4], 16: [*BODY, *[1.25] * 16]}, 16),  # quarters are slow here
+        ({1: [*BODY, 6.0]}, 1),
+        ({1: [*BODY, 20.0], 2: [*BODY, 10.5, 10.5]}, 2),  # nothing is alike enough: what is most alike
+        ({}, 1),
+    ],
+)
+def test_measured_pieces_are_chosen_by_the_slowest_stage(found: dict[int, list[float]], pieces: int) -> None:
+    assert quickest(found, 2) == pieces
 
 
 @settings(deadline=None)

@@ -58,6 +58,8 @@ def test_what_is_not_finite_never_reaches_the_weights(reports: Reports, case: st
         assert seen["moved_on"]
         assert seen["finite"]
         assert seen["diagnoses"] == [None, "the gradient of gpt_neox.embed_in.weight", None, None]
+        assert seen["norm_overflow_counted_as_it_was"]
+        assert seen["finite_beyond"]
 
 
 @pytest.mark.parametrize("case", HALF)

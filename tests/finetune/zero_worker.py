@@ -218,7 +218,7 @@ def half(case: str, adam: bool, rank: int) -> dict[str, Any]:
 
 
 def not_finite(engine: ZeroEngine, rank: int) -> dict[str, Any]:
-    """One good step, one with a NaN gradient on rank 1 alone, one with a NaN loss there, one good step."""
+    """A good step, one with a NaN gradient on rank 1 alone, one with a NaN loss there, a good one, one whose norm overflows."""
     seen = [engine.train_step(mine(step_data(0), rank), 1e-3)]
     before, adam_steps = snapshot(engine), engine.adam_steps
     if rank == 1:
@@ -234,9 +234,15 @@ def not_finite(engine: ZeroEngine, rank: int) -> dict[str, Any]:
     engine._loss = computed  # type: ignore[method-assign]
     seen.append(engine.train_step(mine(step_data(3), rank), 1e-3))
     after = snapshot(engine)
+    adam_steps = engine.adam_steps
+    handle = next(engine.model.parameters()).register_hook(lambda gradient: torch.full_like(gradient, 3e19))
+    beyond = engine.train_step(mine(step_data(4), rank), 1e-3)
+    handle.remove()
     return {
         "skipped": [outcome.skipped for outcome in seen],
         "diagnoses": [outcome.diagnosis for outcome in seen],
+        "norm_overflow_counted_as_it_was": engine.adam_steps == adam_steps + (beyond.skipped is None),
+        "finite_beyond": all(bool(tensor.isfinite().all()) for tensor in snapshot(engine).values()),
         "untouched": untouched,
         "moved_on": rank != 0 or not same(before, after),
         "finite": all(bool(tensor.isfinite().all()) for tensor in after.values()),
