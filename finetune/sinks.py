@@ -64,13 +64,21 @@ def _events(folder: Path, done: int) -> Any:
 
 
 def _wandb(config: TuneConfig, output: Path) -> Any:
-    """A run of the project, the same one again when a training run is resumed."""
+    """A run of the project, the same one again when a training run is resumed.
+
+    Raises:
+        ConfigError: Weights & Biases does not take it, for want of a login most often.
+    """
     import wandb
 
     kept = output / "wandb-run"
-    identity = kept.read_text(encoding="utf-8").strip() if kept.is_file() else wandb.util.generate_id()
-    run = wandb.init(
-        project=config.log.wandb, id=identity, resume="allow", dir=str(output), name=output.name, config=asdict(config)
-    )
-    kept.write_text(identity + "\n", encoding="utf-8")
+    known = kept.read_text(encoding="utf-8").strip() if kept.is_file() else None
+    try:
+        run = wandb.init(
+            project=config.log.wandb, id=known, resume="allow", dir=str(output), name=output.name, config=asdict(config)
+        )
+    except Exception as error:  # its own kinds, which differ from release to release
+        remedy = "log in with `wandb login`, set WANDB_MODE=offline, or leave the key out"
+        raise ConfigError(f"log.wandb is {config.log.wandb!r}; Weights & Biases said: {error}; {remedy}") from error
+    kept.write_text(f"{run.id}\n", encoding="utf-8")
     return run

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import urllib.request
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
 from finetune.cli import main
+from finetune.config import DataConfig, LogConfig, ModelConfig, RunConfig, TuneConfig
+from finetune.errors import ConfigError
+from finetune.sinks import Sinks
 from tests.finetune.conftest import TrainedRun
 from tests.finetune.support import run_command, small_run, start_command, write_config
 
@@ -100,3 +106,62 @@ def test_what_is_asked_for_and_missing_is_refused_at_once(
     assert key in error
     assert says in error
     assert not Path("never").exists()
+
+
+class _WeightsAndBiases(ModuleType):
+    """Stands in for the package ``wandb``: what this project calls of it, and no more, so that nothing else is relied on."""
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.runs: list[dict[str, Any]] = []
+        self.refusal: Exception | None = None
+
+    def init(self, *, project: str, id: str | None, resume: str, dir: str, name: str, config: dict[str, Any]) -> Any:
+        if self.refusal is not None:
+            raise self.refusal
+        made: dict[str, Any] = {"project": project, "id": id or "made-here", "resume": resume, "config": config, "logged": []}
+        self.runs.append(made)
+        return SimpleNamespace(
+            id=made["id"],
+            log=lambda scalars, step: made["logged"].append((step, scalars)),
+            finish=lambda: made.update(finished=True),
+        )
+
+
+@pytest.fixture
+def weights_and_biases(monkeypatch: pytest.MonkeyPatch) -> _WeightsAndBiases:
+    package = _WeightsAndBiases()
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    return package
+
+
+def _logged(tmp_path: Path) -> TuneConfig:
+    return TuneConfig(
+        run=RunConfig(output=str(tmp_path)),
+        data=DataConfig(train=("unused",)),
+        model=ModelConfig(path="unused"),
+        log=LogConfig(tensorboard=False, wandb="mine"),
+    )
+
+
+def test_figures_go_to_one_run_of_weights_and_biases_however_often_it_is_resumed(
+    weights_and_biases: _WeightsAndBiases, tmp_path: Path
+) -> None:
+    for step in (1, 2):
+        sinks = Sinks(_logged(tmp_path), done=step - 1)
+        sinks.write(step, {"train/loss": 3.0 / step})
+        sinks.close()
+    first, second = weights_and_biases.runs
+    assert (first["id"], second["id"]) == ("made-here", "made-here")
+    assert (first["project"], first["resume"]) == ("mine", "allow")
+    assert first["logged"] == [(1, {"train/loss": 3.0})]
+    assert second["logged"] == [(2, {"train/loss": 1.5})]
+    assert first["finished"]
+    assert first["config"]["log"]["wandb"] == "mine"
+
+
+def test_a_refusal_of_weights_and_biases_says_what_to_do(weights_and_biases: _WeightsAndBiases, tmp_path: Path) -> None:
+    weights_and_biases.refusal = RuntimeError("No API key configured")
+    with pytest.raises(ConfigError, match=r"log\.wandb is 'mine'.*No API key configured.*WANDB_MODE=offline"):
+        Sinks(_logged(tmp_path), done=0)
+    assert not (tmp_path / "wandb-run").exists()

@@ -131,6 +131,21 @@ def test_a_saved_data_set_is_read_by_split(tmp_path: Path) -> None:
         read([whole(found, split="dev")])
 
 
+def test_a_data_set_by_name_is_read_by_split(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A folder of plain files goes by its name as a data set of the hub does."""
+    folder = tmp_path / "poems"
+    folder.mkdir()
+    for split, count in (("train", 30), ("test", 2)):
+        rows = (json.dumps({"text": f"{split} {number}"}) + "\n" for number in range(count))
+        (folder / f"{split}.jsonl").write_text("".join(rows))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    for name, split, count in (("hf:poems", "train", 30), ("hf:poems:test", "test", 2), ("hf:poems,default:test", "test", 2)):
+        (found,) = find_files([name], "*", "data.train")
+        assert kind_of(found, records=False) == "datasets"
+        assert read([whole(found)]) == [{"text": f"{split} {number}"} for number in range(count)]
+
+
 def test_a_data_set_by_name_says_what_to_do_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
     import huggingface_hub
