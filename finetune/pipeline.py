@@ -38,7 +38,9 @@ from finetune.data.batches import Microbatch
 from finetune.diagnosis import gradient_in_words, is_finite
 from finetune.errors import ConfigError
 from finetune.isolation import positions_of
+from finetune.lion import Lion
 from finetune.model import decay_groups
+from finetune.moments import MOMENTS
 from finetune.partition import Bounds
 from finetune.profile import measure, recall, remember
 from finetune.ranks import Ranked
@@ -55,7 +57,6 @@ from finetune.stages import (
 )
 from finetune.types import StepOutcome
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 PROFILE = "profile.json"
 """In the run's folder: what the layers were measured to cost."""
 
@@ -181,8 +182,13 @@ class PipelineEngine(Ranked):
         # What another stage updates is not ours to update.
         groups = decay_groups(self.model, config.optimizer.weight_decay, only=dict(self._owned()))
         groups = groups or [{"params": [self._module.add_idle_parameter()], "weight_decay": 0.0}]
-        options = config.optimizer
-        self._inner = torch.optim.AdamW(groups, lr=options.lr, betas=(options.betas[0], options.betas[1]), eps=options.eps)
+        options, betas = config.optimizer, (config.optimizer.betas[0], config.optimizer.betas[1])
+        self._moments = MOMENTS[options.name]
+        self._inner: torch.optim.Optimizer
+        if options.name == "lion":
+            self._inner = Lion(groups, lr=options.lr, betas=betas)
+        else:
+            self._inner = torch.optim.AdamW(groups, lr=options.lr, betas=betas, eps=options.eps)
         json = to_deepspeed(config, device=device.type, precision=precision, cpu_adam=False, pipeline=True)
         self._schedule = _Schedule(self, self._module, self._inner, json)
         self._wrapper = self._schedule.optimizer
@@ -485,7 +491,7 @@ class PipelineEngine(Ranked):
 
     def moments(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         """``exp_avg.<name>`` and ``exp_avg_sq.<name>`` of every trained parameter, whole, fp32, on rank 0 alone."""
-        for key in MOMENTS:
+        for key in self._moments:
             for name, parameter in self.model.named_parameters():
                 if parameter.requires_grad:
                     whole = self._to_first(name, parameter, torch.float32, lambda own, key=key: self._moment(own, key))
@@ -532,14 +538,15 @@ class PipelineEngine(Ranked):
     def set_moments(self, read: Callable[[str], torch.Tensor], adam_steps: int) -> None:
         """Set the moments from ``read('exp_avg.<name>')`` and so on, and the number of updates the optimizer has made."""
         for name, parameter in self._owned():
-            for key in MOMENTS:
+            for key in self._moments:
                 value = read(f"{key}.{name}").to(self.device)
                 if self._plain:
                     self._inner.state[parameter][key].copy_(value)
                 else:
                     safe_set_full_optimizer_state(parameter, value, key)
         for tensor in self._updated():
-            self._inner.state[tensor]["step"].fill_(adam_steps)
+            state = self._inner.state[tensor]
+            state["step"] = torch.tensor(float(adam_steps)) if torch.is_tensor(state["step"]) else adam_steps
 
     @property
     def adam_steps(self) -> int:
@@ -557,8 +564,9 @@ class PipelineEngine(Ranked):
     def _create_moments(self) -> None:
         """Create the moments now, as the optimizer would in its first step, so that they can be saved and set at any time."""
         for tensor in self._updated():
-            moments = {key: torch.zeros_like(tensor, dtype=torch.float32) for key in MOMENTS}
-            self._inner.state[tensor] = {"step": torch.tensor(0.0), **moments}
+            moments = {key: torch.zeros_like(tensor, dtype=torch.float32) for key in self._moments}
+            counts = isinstance(self._inner, torch.optim.AdamW)  # as a tensor, Lion as a number
+            self._inner.state[tensor] = {"step": torch.tensor(0.0) if counts else 0, **moments}
         if not self._plain:
             self._wrapper._lazy_init_hp_params_optimizer_state()
 

@@ -262,7 +262,7 @@ def test_what_these_optimizers_cannot_do_is_refused_by_its_key(name: str) -> Non
         (key,) = changed
         with pytest.raises(ConfigError, match=rf"offload\.{key} is .* unless optimizer.name is adamw \(it is {name}\)"):
             config(name, offload=OffloadConfig(optimizer="cpu", **changed), run=RunConfig(output="out", device="cuda"))
-    with pytest.raises(ConfigError, match=rf"optimizer.name is '{name}'; it must be adamw for pretrain"):
+    with pytest.raises(ConfigError, match=rf"optimizer.name is '{name}'; it must be adamw or lion for pretrain"):
         config(name, zero=ZeroConfig(stage=1)).check_command("pretrain")
 
 
