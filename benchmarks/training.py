@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -34,6 +35,8 @@ MODEL = {
 SEQ, MICRO, ACCUMULATION, RANKS = 256, 2, 2, 2
 TURN = 3
 """Steps of a system before it is another one's turn. The first turn warms up and is not counted."""
+PATIENCE_SECONDS = 600.0
+"""After which a rank that says nothing is ended."""
 _WAITING, _FIGURES = "waiting for a turn", "seconds of steps"
 LOSS = {"tokens": 2048, "hidden": 768, "vocab": 50_304}
 
@@ -82,7 +85,7 @@ class Turns:
 
     def begin(self) -> None:
         if len(self.seconds) % TURN == 0:
-            print(_WAITING, flush=True)
+            print(f"\n{_WAITING}", flush=True)
             sys.stdin.readline()
         self._began = time.perf_counter()
 
@@ -108,7 +111,7 @@ def worker(system: str, stage: int, offload: bool, steps: int, adam: str) -> Non
         run = {"tessera": _tessera, "deepspeed": _deepspeed, "trainer": _trainer}[system]
         turns = Turns()
         run(config(folder, stage, offload), device, tokens, steps, bool(adam), turns)
-    print(_FIGURES, json.dumps(turns.seconds), flush=True)
+    print(f"\n{_FIGURES} {json.dumps(turns.seconds)}", flush=True)
     torch.distributed.barrier()
     os._exit(0)
 
@@ -281,9 +284,14 @@ def step_seconds(stage: int, offload: bool, turns: int, adam: str) -> dict[str, 
 
 def _wait_for(start: str, rank: subprocess.Popen[str], system: str) -> str:
     """The next line of a rank that begins like this; what its libraries print between is passed over."""
-    for line in _pipe(rank.stdout):
-        if line.startswith(start):
-            return line
+    patience = threading.Timer(PATIENCE_SECONDS, rank.kill)
+    patience.start()
+    try:
+        for line in _pipe(rank.stdout):
+            if line.startswith(start):
+                return line
+    finally:
+        patience.cancel()
     raise SystemExit(f"{system} ended early; what it said is above")
 
 

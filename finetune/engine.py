@@ -174,8 +174,8 @@ class ZeroEngine(Ranked):
         self._forget_adam_history()
         self._engine.step()
         if skipped is None and self._zero.overflow:
-            # Every number is finite, the norm of all is beyond fp32: DeepSpeed has made no update.
-            skipped = self._bad_gradient()
+            # DeepSpeed has made no update.
+            skipped, diagnosis = self._bad_gradient(), "the norm: every number is finite, the sum of their squares is not"
         if self.loss_scale is not None and skipped != "loss":
             self.loss_scale.stepped(overflowed=skipped is not None)
         norm = float("nan") if skipped else float(self._engine.get_global_grad_norm() or 0.0)

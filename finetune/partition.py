@@ -103,8 +103,8 @@ def head_pieces(costs: Sequence[float], stages: int, *, most: int = 16) -> int:
 def quickest(found: Mapping[int, Sequence[float]], stages: int) -> int:
     """The number of pieces, of those measured, whose slowest stage takes least, as long as the stages are alike enough.
 
-    Many small pieces may be alike and take longer than fewer that are less alike: each has costs of its own. Where none are
-    alike enough, the number whose stages are most alike.
+    Alikeness comes first: it is what a partition by profile promises. But many small pieces may be alike and take longer than
+    fewer that are less alike, since each has costs of its own. Where none are alike enough, the most alike.
     """
     ratios = _ratios(found, stages)
     least = min(ratios.values(), default=1.0)

@@ -94,6 +94,7 @@ class StepState:
         self, query: Tensor, key: Tensor, cosines_1TR: Tensor, sines_1TR: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Stands in for transformers' ``apply_rotary_pos_emb``: the attention that follows turns queries and keys itself."""
+        assert cosines_1TR.shape[-1] <= query.shape[-1], "check_rope refuses to turn more features than a head has"
         self.rotary = (cosines_1TR[0].contiguous(), sines_1TR[0].contiguous())
         return query, key
 
@@ -112,6 +113,7 @@ class PagedAttention:
         """Write the step's keys and values, then attend; returns [1, T, H, D]."""
         layout = self.state.layout
         assert layout is not None, "attention was called outside a step"
+        rotary, self.state.rotary = self.state.rotary, None
         out_THD = self.backend.attend(
             query_1HTD[0].transpose(0, 1),
             key_1GTD[0].transpose(0, 1),
@@ -120,7 +122,7 @@ class PagedAttention:
             layout,
             scale=scale,
             window=window,
-            rotary=self.state.rotary,
+            rotary=rotary,
         )
         return out_THD.unsqueeze(0)
 
@@ -239,6 +241,9 @@ class CpuKernelBackend:
     ) -> Tensor:
         """See ``Backend``."""
         query_THD, key_TGD, value_TGD = _rows(query_THD), _rows(key_TGD), _rows(value_TGD)
+        # The kernel sees addresses alone.
+        assert {key_TGD.dtype, value_TGD.dtype, layer.keys.dtype} == {query_THD.dtype}
+        assert rotary is None or {part.dtype for part in rotary} == {query_THD.dtype}
         tokens, heads, width = query_THD.shape
         kv_heads, block_tokens = layer.values.shape[1:3]
         out_THD = torch.empty(tokens, heads, width, dtype=query_THD.dtype)

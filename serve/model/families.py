@@ -148,12 +148,25 @@ def check_tensor_parallel(config: PretrainedConfig, size: int) -> None:
 
 
 def check_rope(config: PretrainedConfig) -> None:
-    """Refuse rotary embeddings whose angles depend on the longest sequence of the batch.
+    """Refuse rotary embeddings whose angles depend on the longest sequence of the batch, or that fit no head.
 
     Raises:
-        ConfigError: one request's output would change with its neighbours'.
+        ConfigError: one request's output would change with its neighbours', or no family turns that part of a head.
     """
     rope = getattr(config, "rope_parameters", None) or {}
+    width, factor = head_dim(config), float(rope.get("partial_rotary_factor", 1.0))
+    if FAMILIES[config.model_type].rotary_function:
+        turned = int(width * factor)
+        if not 0.0 <= factor <= 1.0 or (turned % 2 and turned == width):
+            raise ConfigError(
+                f"config.json: partial_rotary_factor {factor:g} of a head of {width} features; at most all of them, in pairs, "
+                "can be turned"
+            )
+        if config.model_type != "gpt_neox" and (turned % 2 or (turned != width and config.model_type != "phi")):
+            raise ConfigError(
+                f"config.json: partial_rotary_factor is {factor:g}; {config.model_type} with heads of {width} features cannot "
+                f"turn {turned} of them"
+            )
     kind = rope.get("rope_type", "default")
     if kind in ("dynamic", "longrope"):
         raise ConfigError(

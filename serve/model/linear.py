@@ -131,6 +131,7 @@ class _Own:
         multiply, kind = self._kernels.tessera_linear, ACTIVATIONS.index(activation)
 
         def matmul(x: Tensor) -> Tensor:
+            assert x.dtype == dtype, "the kernel sees addresses alone"
             rows_MI = x.reshape(-1, inputs)
             if rows_MI.stride(1) != 1:
                 rows_MI = rows_MI.contiguous()

@@ -81,7 +81,7 @@ BODY = [0.1, *[1.0] * 4]
         ({}, 1),
     ],
 )
-def test_measured_pieces_are_chosen_by_the_slowest_stage(found: dict[int, list[float]], pieces: int) -> None:
+def test_of_measured_pieces_that_are_alike_enough_the_quickest_are_chosen(found: dict[int, list[float]], pieces: int) -> None:
     assert quickest(found, 2) == pieces
 
 

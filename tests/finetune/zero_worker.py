@@ -241,6 +241,7 @@ def not_finite(engine: ZeroEngine, rank: int) -> dict[str, Any]:
     return {
         "skipped": [outcome.skipped for outcome in seen],
         "diagnoses": [outcome.diagnosis for outcome in seen],
+        "norm_overflow": beyond.skipped,
         "norm_overflow_counted_as_it_was": engine.adam_steps == adam_steps + (beyond.skipped is None),
         "finite_beyond": all(bool(tensor.isfinite().all()) for tensor in snapshot(engine).values()),
         "untouched": untouched,

@@ -61,10 +61,10 @@ inline vec sigmoid(vec x) {
 }
 
 // The normal distribution's mass below x, by erfc(a) = exp(-a Q(a)), a = |x| / sqrt(2). Q is a polynomial fitted for this file
-// over [0, 5]: erfc within 5e-8; beyond, erfc stays at 1.5e-12.
+// over [0, 5]: erfc within 5e-8; beyond, where it is below 2e-12, it is 0.
 inline vec normal_mass(vec x) {
-    vec a = (x < 0.0f ? -x : x) * 0.70710678118654752f;
-    a = a > 5.0f ? all(5.0f) : a;
+    const vec whole = (x < 0.0f ? -x : x) * 0.70710678118654752f;
+    const vec a = whole > 5.0f ? all(5.0f) : whole;
     vec q = all(5.165622e-07f);
     q = q * a - 1.1645552e-05f;
     q = q * a + 1.1069056e-04f;
@@ -75,7 +75,7 @@ inline vec normal_mass(vec x) {
     q = q * a + 1.0283731e-01f;
     q = q * a + 6.3660970e-01f;
     q = q * a + 1.1283797f;
-    const vec half_tail = exp_nonpositive(-a * q) * 0.5f;
+    const vec half_tail = whole > 5.0f ? all(0.0f) : exp_nonpositive(-a * q) * 0.5f;
     return x < 0.0f ? half_tail : 1.0f - half_tail;
 }
 

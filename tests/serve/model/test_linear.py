@@ -66,12 +66,29 @@ DEFINITIONS = {
 @pytest.mark.parametrize("rows", [1, 9])
 def test_an_activation_follows_the_product(packer: linear.Packer | None, activation: str, rows: int) -> None:
     """Over the whole range of inputs, both tails included: each output is one input, so that nothing else is measured."""
-    x = torch.cat([torch.linspace(-30, 30, 1501), torch.tensor([0.0, -0.0, 1e-30, -1e-30, 88.0, -88.0, 3e4, -3e4])])
+    x = torch.cat(
+        [torch.linspace(-30, 30, 1501), torch.tensor([0.0, -0.0, 1e-30, -1e-30, 88.0, -88.0, 3e4, -3e4, 1e20, -1e20])]
+    )
     for product in (packer, linear.plain):
         assert product is not None
         out = product(x[:, None].contiguous(), None, activation)(torch.ones(rows, 1))
         expected = DEFINITIONS[activation](x.double()).expand(rows, -1)
         torch.testing.assert_close(out.double(), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("activation", linear.ACTIVATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_bias_is_added_first(activation: str, dtype: torch.dtype) -> None:
+    packer = linear.choose_packer(CPU, dtype)
+    if packer is None:
+        pytest.skip("this processor has no packed bf16 route")
+    torch.manual_seed(1)
+    weight, x, bias = (torch.randn(*shape).to(dtype) for shape in ((40, 24), (5, 24), (40,)))
+    expected = DEFINITIONS[activation](torch.nn.functional.linear(x.double(), weight.double(), bias.double()))
+    tolerance = 1e-5 if dtype == torch.float32 else 2**-7
+    for product in (packer, linear.plain):
+        out = product(weight, bias, activation)(x).double()
+        torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance * 3)
 
 
 @pytest.mark.parametrize("activation", linear.ACTIVATIONS)
