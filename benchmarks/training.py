@@ -269,17 +269,15 @@ def step_seconds(stage: int, offload: bool, turns: int, adam: str) -> dict[str, 
                 stack.callback(rank.kill)
             for rank in systems[system]:
                 _wait_for(_WAITING, rank, system)
+        said: dict[str, list[str]] = {}
         for turn in range(1 + turns):
+            end = _WAITING if turn < turns else _FIGURES
             for system, ranks in systems.items():
                 for rank in ranks:
                     _pipe(rank.stdin).write("go\n")
                     _pipe(rank.stdin).flush()
-                # The last turn ends with the figures.
-                if turn < turns:
-                    for rank in ranks:
-                        _wait_for(_WAITING, rank, system)
-        lines = {system: [_wait_for(_FIGURES, rank, system) for rank in ranks] for system, ranks in systems.items()}
-    return {system: json.loads(first.removeprefix(_FIGURES))[TURN:] for system, (first, *_) in lines.items()}
+                said[system] = [_wait_for(end, rank, system) for rank in ranks]
+    return {system: json.loads(first.removeprefix(_FIGURES))[TURN:] for system, (first, *_) in said.items()}
 
 
 def _wait_for(start: str, rank: subprocess.Popen[str], system: str) -> str:
