@@ -166,7 +166,7 @@ class ZeroEngine(Ranked):
         bad_loss = not torch.tensor(loss_sum).isfinite().item()
         bad_gradient = not self._gradients_finite()
         loss_total, losses, gradients, stops = self._sum(loss_sum, float(bad_loss), float(bad_gradient), float(stop))
-        skipped = "loss" if losses else self._bad_gradient() if gradients else None
+        skipped = "loss" if losses else self._reason_of_bad_gradient() if gradients else None
         # A scale that was too large is an everyday event, and not worth a look at every gradient until it has become small.
         everyday = skipped == "scale" and self.loss_scale is not None and self.loss_scale.value > SMALL
         diagnosis = self._diagnose(batches, skipped) if skipped is not None and diagnose and not everyday else None
@@ -175,13 +175,14 @@ class ZeroEngine(Ranked):
         self._engine.step()
         if skipped is None and self._zero.overflow:
             # DeepSpeed has made no update.
-            skipped, diagnosis = self._bad_gradient(), "the norm: every number is finite, the sum of their squares is not"
+            skipped = self._reason_of_bad_gradient()
+            diagnosis = "the norm: every number is finite, the sum of their squares is not"
         if self.loss_scale is not None and skipped != "loss":
             self.loss_scale.stepped(overflowed=skipped is not None)
         norm = float("nan") if skipped else float(self._engine.get_global_grad_norm() or 0.0)
         return StepOutcome(loss_total / max(1, num_targets), norm, num_targets, skipped, stops > 0, diagnosis)
 
-    def _bad_gradient(self) -> str:
+    def _reason_of_bad_gradient(self) -> str:
         """Why a step with a bad gradient is skipped: in fp16 the scale of the loss is to blame as long as it can fall."""
         return "scale" if self.loss_scale is not None and self.loss_scale.can_fall else "gradient"
 

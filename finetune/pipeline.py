@@ -490,7 +490,7 @@ class PipelineEngine(Ranked):
         return self.weights(torch.float32, exact=True)
 
     def moments(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """``exp_avg.<name>`` and ``exp_avg_sq.<name>`` of every trained parameter, whole, fp32, on rank 0 alone."""
+        """What ``finetune.moments`` lists of every trained parameter (``exp_avg.<name>``), whole, fp32, on rank 0 alone."""
         for key in self._moments:
             for name, parameter in self.model.named_parameters():
                 if parameter.requires_grad:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from finetune.fragments import Fragments
 
 
-class ShardedOptimizer(torch.optim.Optimizer):
+class ShardedOptimizer(torch.optim.Optimizer, ABC):
     """Updates ZeRO's flat tensors and speaks with the other ranks on the way, so all of them step together.
 
     A flat tensor holds either matrices alone or none, see ``finetune.moments``. DeepSpeed may hand over all of them in one
@@ -48,10 +49,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _holds_matrices(self, fragments: Fragments) -> bool:
         return fragments[0].name in self._matrices
 
+    @abstractmethod
     def _update_matrices(
         self, group: Mapping[str, Any], flat: torch.Tensor, state: dict[str, Any], fragments: Fragments
     ) -> None:
-        raise NotImplementedError
+        """Update one flat tensor of matrices."""
 
+    @abstractmethod
     def _update_others(self, group: Mapping[str, Any], flat: torch.Tensor, state: dict[str, Any], fragments: Fragments) -> None:
-        raise NotImplementedError
+        """Update one flat tensor without any."""
