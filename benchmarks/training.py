@@ -99,6 +99,7 @@ def worker(system: str, stage: int, offload: bool, steps: int, adam: str) -> Non
     import torch
 
     from finetune import built, engine
+    from finetune.lifetime import end_process
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if adam:
@@ -113,7 +114,7 @@ def worker(system: str, stage: int, offload: bool, steps: int, adam: str) -> Non
         run(config(folder, stage, offload), device, tokens, steps, bool(adam), turns)
     print(f"\n{_FIGURES} {json.dumps(turns.seconds)}", flush=True)
     torch.distributed.barrier()
-    os._exit(0)
+    end_process(0)
 
 
 def _tessera(config: Any, device: Any, tokens: Any, steps: int, adam: bool, turns: Turns) -> None:

@@ -179,7 +179,7 @@ def tune(config: TuneConfig, console: Console, *, command: str = "tune", anyway:
 
     settings = _plain(asdict(config))
     if joined.started_by_launcher():
-        return joined.train(config, settings, console, command=command, anyway=anyway)
+        joined.train(config, settings, console, command=command, anyway=anyway)
     run = {"config": settings, "command": command, "anyway": anyway}
     start = partial(Ranks, run=run, ranks=config.run.ranks, threads=config.run.threads)
     with claimed_output(config) as output, start(output) as ranks:

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Mapping, MutableMapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import yaml
@@ -28,6 +28,7 @@ from finetune import machine
 from finetune.config import TuneConfig
 from finetune.errors import FinetuneError
 from finetune.folders import claimed_output
+from finetune.lifetime import end_process
 
 _NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -81,8 +82,8 @@ def interface_towards(host: str) -> str | None:
     return next((name for name, found in named if any(one.address.partition("%")[0] == mine for one in found)), None)
 
 
-def train(config: TuneConfig, settings: Mapping[str, Any], console: Console, *, command: str, anyway: bool) -> int:
-    """Be one rank of the run; returns its exit code. Rank 0 alone writes to ``console``."""
+def train(config: TuneConfig, settings: Mapping[str, Any], console: Console, *, command: str, anyway: bool) -> NoReturn:
+    """Be one rank of the run, and end with it. Rank 0 alone writes to ``console``."""
     rank = int(os.environ["RANK"])
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     # Launchers set one thread per rank, or none; the fair share is what an offloaded optimizer needs.
@@ -108,7 +109,7 @@ def train(config: TuneConfig, settings: Mapping[str, Any], console: Console, *, 
             sys.stderr.flush()
             # No clean-up that could wait for other ranks: threads of a torn process group may never end.
             os._exit(code)
-    return 0
+    end_process(0)
 
 
 def _rank(

@@ -161,7 +161,9 @@ class Ranks:
         """The first thing that went wrong: a signal before an error, a rule of ours before the echo on other ranks."""
         killed = [rank for rank in failed if rank.code < 0]
         if killed:
-            return RankDied(f"rank {killed[0].rank} {_signal_text(-killed[0].code)}; its log: {self._log(killed[0].rank)}")
+            rank, number = killed[0].rank, -killed[0].code
+            said = "" if number == signal.SIGKILL else f": {self._last_lines(rank)}"
+            return RankDied(f"rank {rank} {_signal_text(number)}{said}; its log: {self._log(rank)}")
         told = sorted(
             (rank for rank in failed if rank.reason), key=lambda rank: (not rank.reason["expected"], rank.reason["time"])
         )  # type: ignore[index]
@@ -174,8 +176,10 @@ class Ranks:
             error.exit_code = int(first.reason["exit_code"])
             return error
         rank = failed[0].rank
-        tail = self._log(rank).read_text(errors="replace").strip().splitlines()[-3:]
-        return RankDied(f"rank {rank} ended with code {failed[0].code}: {' / '.join(tail)}; its log: {self._log(rank)}")
+        return RankDied(f"rank {rank} ended with code {failed[0].code}: {self._last_lines(rank)}; its log: {self._log(rank)}")
+
+    def _last_lines(self, rank: int) -> str:
+        return " / ".join(self._log(rank).read_text(errors="replace").strip().splitlines()[-3:])
 
     def _log(self, rank: int) -> Path:
         return self._logs / f"rank-{rank}.log"

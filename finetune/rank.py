@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from finetune.config import TuneConfig
 from finetune.errors import ConfigError, FinetuneError
-from finetune.lifetime import die_with_parent
+from finetune.lifetime import die_with_parent, end_process
 from finetune.options import build
 
 if TYPE_CHECKING:
@@ -177,4 +177,4 @@ def _leave_reason(output: Path, rank: int, error: BaseException, code: int) -> N
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    end_process(main(Path(sys.argv[1])))

@@ -44,6 +44,7 @@ from finetune.saving import Keeper
 from finetune.schedule import Schedule
 from finetune.stages import HeadLayer, Layer, num_parameters
 from finetune.types import Progressed
+from tests.finetune.zero_worker import leave
 
 STEPS = 50
 VOCABULARY = 61
@@ -416,6 +417,7 @@ def main(out: Path) -> None:
         report["mixed_shapes"] = mixed_shapes()
         report["served"] = {model: served(out / f"served-{model}", model) for model in MODELS}
     (out / f"rank-{rank}.json").write_text(json.dumps(report))
+    leave()
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,31 @@ def run_ranks(module: str, ranks: int, out: Path, *words: str | Path, seconds: f
             process.kill()
             process.wait()
     assert codes == [0] * ranks, "\n".join((out / f"rank-{rank}.log").read_text()[-3000:] for rank in range(ranks))
+
+
+_WITNESS = """
+import atexit, os, sys
+
+class Witness:
+    def __del__(self, make=os.mkdir, path={folder!r} + f"/taken-down-{{os.getpid()}}"):
+        make(path)
+
+if any("finetune" in word for word in sys.orig_argv):
+    witness = Witness()
+    atexit.register(os.mkdir, {folder!r} + f"/ended-{{os.getpid()}}")
+"""
+
+
+def witness_environment(folder: Path) -> tuple[dict[str, str], Callable[[], list[str]]]:
+    """An environment that has processes tell how they end, and what lists it: ``ended``, and ``taken-down`` where the
+    interpreter was taken down too."""
+    seen = folder / "witness"
+    seen.mkdir()
+    (seen / "sitecustomize.py").write_text(_WITNESS.format(folder=str(seen)))
+    search = os.pathsep.join([str(seen), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "PYTHONPATH": search}, lambda: sorted(
+        path.name.rpartition("-")[0] for path in seen.iterdir() if path.is_dir() and "-" in path.name
+    )
 
 
 def start_command(words: Sequence[str | Path]) -> subprocess.Popen[str]:

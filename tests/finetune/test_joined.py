@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from finetune.joined import interface_towards, started_by_launcher
-from tests.finetune.support import ROOT, run_command, small_run, write_config
+from tests.finetune.support import ROOT, run_command, small_run, witness_environment, write_config
 from tests.finetune.test_tune import losses_of
 
 pytestmark = pytest.mark.slow
@@ -43,6 +43,7 @@ def test_ranks_that_slurm_started_train_together(text_folder: Path, tmp_path: Pa
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    environment, seen = witness_environment(tmp_path)
     tree = small_run(text_folder, tmp_path / "run", schedule={"steps": 2, "warmup": 1}, eval={"every": 0})
     config = write_config(tree, tmp_path / "run.yaml")
     shared = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -50,7 +51,7 @@ def test_ranks_that_slurm_started_train_together(text_folder: Path, tmp_path: Pa
         subprocess.Popen(
             [sys.executable, "-m", "finetune", "tune", str(config)],
             cwd=ROOT,
-            env={**os.environ, **shared, "SLURM_PROCID": str(n), "SLURM_LOCALID": str(n), "GLOO_SOCKET_IFNAME": "lo"},
+            env={**environment, **shared, "SLURM_PROCID": str(n), "SLURM_LOCALID": str(n), "GLOO_SOCKET_IFNAME": "lo"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -66,6 +67,7 @@ def test_ranks_that_slurm_started_train_together(text_folder: Path, tmp_path: Pa
     assert "2 ranks on cpu" in told[0][0]
     assert told[1][0] == "", "rank 0 alone speaks"
     assert sorted(losses_of(tmp_path / "run")) == [1, 2]
+    assert seen() == ["ended", "ended"], "no rank takes the interpreter down under threads of Gloo"
 
 
 def test_a_fault_ends_every_rank_and_is_told_once(tmp_path: Path) -> None:

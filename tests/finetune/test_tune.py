@@ -40,6 +40,7 @@ def test_the_run_is_shown_and_recorded(trained: TrainedRun) -> None:
     assert losses_of(trained.output)[12] < losses_of(trained.output)[1]
     assert (trained.output / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert list((trained.output / "tensorboard").glob("events.*"))
+    assert "deprecated" not in (trained.output / "logs" / "rank-1.log").read_text()
 
 
 def test_both_saves_are_whole(trained: TrainedRun) -> None:
@@ -212,6 +213,19 @@ def test_a_killed_rank_ends_the_run_with_the_cause(text_folder: Path, tmp_path: 
         _, errors = process.communicate(timeout=60)
         assert process.returncode == 1
         assert "rank 1 was killed (SIGKILL)" in errors
+        assert all_gone(list(ranks.values()))
+
+
+def test_an_aborted_rank_ends_the_run_with_its_last_words(text_folder: Path, tmp_path: Path) -> None:
+    with start_command(["tune", endless(text_folder, tmp_path)]) as process:
+        ranks = until_training(process, tmp_path / "run")
+        with (tmp_path / "run" / "logs" / "rank-1.log").open("a") as log:
+            log.write("terminate called\n  what(): a reason\n")
+        ranks[1].send_signal(signal.SIGABRT)
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 1
+        assert "rank 1 was ended by SIGABRT: " in errors
+        assert "terminate called /   what(): a reason; its log: " in errors
         assert all_gone(list(ranks.values()))
 
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,7 @@ from finetune.config import (
 from finetune.data.batches import Microbatch
 from finetune.engine import ZeroEngine
 from finetune.errors import RunError
+from finetune.lifetime import end_process
 from finetune.loss import token_losses
 from finetune.model import build_empty, decay_groups, initialise, new_config
 from finetune.resume import ResumeState
@@ -300,10 +301,10 @@ def failing_save(adam: bool) -> str:
     return "nothing"
 
 
-def leave() -> None:
-    """End the ranks together: one that goes while its threads of communication live is sometimes aborted on its way out."""
+def leave() -> NoReturn:
+    """End when all ranks have come so far."""
     dist.barrier()
-    dist.destroy_process_group()
+    end_process(0)
 
 
 def main(out: Path, library: str) -> None:

@@ -1,0 +1,60 @@
+"""How processes of a run end: whole, but with the interpreter left standing, where threads of Gloo may still want it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from finetune.launch import rank_environment
+from tests.finetune.support import ROOT, small_run, witness_environment
+
+PROGRAM = """
+import atexit, sys, threading
+from finetune.lifetime import end_process
+
+class Witness:
+    def __del__(self, say=sys.stdout.write):
+        say("taken down\\n")
+
+witness = Witness()
+atexit.register(print, "at exit")
+go = threading.Event()
+threading.Thread(target=lambda: (go.wait(), print("thread"))).start()
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+threading.Timer(0, go.set).start()
+{end}(3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "last"), [("end_process", []), ("sys.exit", ["taken down"])], ids=["ours", "and what it would be without"]
+)
+def test_the_end_of_a_process_is_whole_and_leaves_the_interpreter(end: str, last: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(end=end)], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 3, done.stderr
+    assert done.stdout.splitlines() == ["thread", "at exit", *last]
+
+
+def test_a_rank_is_not_taken_down(tmp_path: Path) -> None:
+    environment, seen = witness_environment(tmp_path)
+    tree = small_run(tmp_path, tmp_path / "run")
+    (tmp_path / "run.json").write_text(json.dumps({"config": tree}))
+    done = subprocess.run(
+        [sys.executable, "-m", "finetune.rank", str(tmp_path / "run.json")],
+        cwd=ROOT,
+        env={**environment, **rank_environment(1, 1), "RANK": "1", "LOCAL_RANK": "0", "TESSERA_PARENT": str(os.getpid())},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert seen() == ["ended"]
