@@ -130,7 +130,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if ctx.index_T is not None:
                 scattered = hidden.new_zeros(ctx.num_rows, hidden.shape[1])
                 hidden = scattered.index_copy_(0, ctx.index_T, hidden)
-        weight = None if found.weight_VH is None else found.weight_VH.mul_(grad / found.scale).to(found.dtype)
+        weight = found.weight_VH(grad).mul_(grad / found.scale).to(found.dtype) if found.of_weight else None
         bias = None if found.bias_V is None else found.bias_V.mul_(grad).to(found.dtype)
         return hidden, weight, bias, None, None, None
 
@@ -154,12 +154,27 @@ class _Gradients:
         self.dtype = weight_VH.dtype
         self.scale = min(_HALF_SCALE, _HALF_SUM / rows) if self.dtype == torch.float16 else 1.0
         self.hidden_TH = torch.empty_like(hidden_TH) if of_hidden else None
-        self.weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if of_weight else None
+        self.of_weight = of_weight
+        self._weight_VH: Tensor | None = None
+        self._weight_shape = weight_VH.shape
         self.bias_V = torch.zeros_like(bias_V, dtype=torch.float32) if bias_V is not None and of_bias else None
 
     @property
     def wanted(self) -> bool:
-        return self.hidden_TH is not None or self.weight_VH is not None or self.bias_V is not None
+        return self.hidden_TH is not None or self.of_weight or self.bias_V is not None
+
+    def add_to_weight(self, typed_RV: Tensor, hidden_RH: Tensor) -> None:
+        """Add the gradient of the weight from some rows, that of their logits given."""
+        if self._weight_VH is None:  # zeros to add to would be a pass over memory more
+            self._weight_VH = (typed_RV.t() @ hidden_RH).float()
+        elif self.dtype == torch.float32:
+            self._weight_VH.addmm_(typed_RV.t(), hidden_RH)
+        else:
+            self._weight_VH += typed_RV.t() @ hidden_RH
+
+    def weight_VH(self, like: Tensor) -> Tensor:
+        """What was added up; zeros where nothing was."""
+        return like.new_zeros(self._weight_shape, dtype=torch.float32) if self._weight_VH is None else self._weight_VH
 
 
 def _chunk(
@@ -190,9 +205,6 @@ def _chunk(
             typed_RV.copy_(logits_RV.mul_(gradients.scale) if gradients.scale != 1.0 else logits_RV)
         if gradients.hidden_TH is not None:
             torch.mm(typed_RV, weight_VH, out=gradients.hidden_TH[part])
-        if gradients.weight_VH is not None:
-            if gradients.dtype == torch.float32:
-                gradients.weight_VH.addmm_(typed_RV.t(), hidden_RH)
-            else:
-                gradients.weight_VH += typed_RV.t() @ hidden_RH
+        if gradients.of_weight:
+            gradients.add_to_weight(typed_RV, hidden_RH)
     return loss

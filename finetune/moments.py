@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+import torch
 from torch import nn
 
 from finetune.adapters import base_of
@@ -52,3 +53,13 @@ def groups_of(model: nn.Module, optimizer: str, weight_decay: float) -> list[dic
     matrices = matrices_of(model, optimizer)
     others = moments_of(model, optimizer).keys() - matrices
     return [*decay_groups(model, weight_decay, only=matrices), *decay_groups(model, weight_decay, only=others)]
+
+
+def no_updates(optimizer: torch.optim.Optimizer, tensor: torch.Tensor) -> torch.Tensor | int:
+    """The count of updates of one tensor, none yet, as ``optimizer`` keeps it: torch's fused AdamW beside the tensor."""
+    return torch.zeros((), device=tensor.device) if isinstance(optimizer, torch.optim.AdamW) else 0
+
+
+def updates_made(counted: torch.Tensor | int, updates: int) -> torch.Tensor | int:
+    """The same kind of count as ``counted``, of so many updates."""
+    return torch.full_like(counted, updates) if isinstance(counted, torch.Tensor) else updates

@@ -33,6 +33,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from finetune import partition
+from finetune.buckets import reduce_in_place
 from finetune.config import TuneConfig, to_deepspeed
 from finetune.data.batches import Microbatch
 from finetune.diagnosis import gradient_in_words, is_finite
@@ -40,7 +41,7 @@ from finetune.errors import ConfigError
 from finetune.isolation import positions_of
 from finetune.lion import Lion
 from finetune.model import decay_groups
-from finetune.moments import MOMENTS
+from finetune.moments import MOMENTS, no_updates, updates_made
 from finetune.partition import Bounds
 from finetune.profile import measure, recall, remember
 from finetune.ranks import Ranked
@@ -188,11 +189,13 @@ class PipelineEngine(Ranked):
         if options.name == "lion":
             self._inner = Lion(groups, lr=options.lr, betas=betas)
         else:
-            self._inner = torch.optim.AdamW(groups, lr=options.lr, betas=betas, eps=options.eps)
+            self._inner = torch.optim.AdamW(groups, lr=options.lr, betas=betas, eps=options.eps, fused=True)
         json = to_deepspeed(config, device=device.type, precision=precision, cpu_adam=False, pipeline=True)
         self._schedule = _Schedule(self, self._module, self._inner, json)
         self._wrapper = self._schedule.optimizer
         self._plain = self._wrapper is self._inner
+        if not self._plain and precision == "fp32":
+            reduce_in_place(self._wrapper)
         self._watch_copies()
         self._create_moments()
         self._guard_inner_step()
@@ -546,7 +549,7 @@ class PipelineEngine(Ranked):
                     safe_set_full_optimizer_state(parameter, value, key)
         for tensor in self._updated():
             state = self._inner.state[tensor]
-            state["step"] = torch.tensor(float(adam_steps)) if torch.is_tensor(state["step"]) else adam_steps
+            state["step"] = updates_made(state["step"], adam_steps)
 
     @property
     def adam_steps(self) -> int:
@@ -565,8 +568,7 @@ class PipelineEngine(Ranked):
         """Create the moments now, as the optimizer would in its first step, so that they can be saved and set at any time."""
         for tensor in self._updated():
             moments = {key: torch.zeros_like(tensor, dtype=torch.float32) for key in self._moments}
-            counts = isinstance(self._inner, torch.optim.AdamW)  # as a tensor, Lion as a number
-            self._inner.state[tensor] = {"step": torch.tensor(0.0) if counts else 0, **moments}
+            self._inner.state[tensor] = {"step": no_updates(self._inner, tensor), **moments}
         if not self._plain:
             self._wrapper._lazy_init_hp_params_optimizer_state()
 

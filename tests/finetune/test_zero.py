@@ -43,6 +43,14 @@ def test_new_weights_do_not_depend_on_the_stage(reports: Reports, case: str) -> 
     assert reports[0]["parity"][case]["same_start"]
 
 
+@pytest.mark.parametrize("case", ["zero1", "zero2", "zero2-offload"])
+def test_gradients_are_reduced_where_they_lie(reports: Reports, case: str) -> None:
+    for report in reports:
+        seen = report["reductions"][case]
+        assert max(seen["cut"]) > 1, "parts of several ranks"
+        assert set(seen["made"]) == {1}, "no copy of them to join them"
+
+
 def test_all_ranks_report_the_same_losses(reports: Reports) -> None:
     assert reports[0]["parity"] == reports[1]["parity"]
 

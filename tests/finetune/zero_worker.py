@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -171,6 +173,25 @@ def parity(case: str, adam: bool, rank: int, start: dict[str, torch.Tensor]) -> 
     return {"same_start": rank != 0 or same(begin, start), "losses": losses}
 
 
+def reductions(case: str, adam: bool, rank: int) -> dict[str, list[int]]:
+    """How many tensors the all-reduces of one step were of: as DeepSpeed cut the buckets, and as they were made."""
+    cut: list[int] = []
+    made: list[int] = []
+    reduce = DeepSpeedZeroOptimizer.allreduce_bucket
+    with patch.object(
+        DeepSpeedZeroOptimizer,
+        "allreduce_bucket",
+        lambda self, bucket, *args, **words: made.append(len(bucket)) or reduce(self, bucket, *args, **words),
+    ):
+        engine = make_engine(case, adam)
+        in_place = engine._zero.allreduce_bucket
+        engine._zero.allreduce_bucket = lambda bucket, *args, **words: (
+            cut.append(len(bucket)) or in_place(bucket, *args, **words)
+        )
+        engine.train_step(mine(step_data(0), rank), 1e-3)
+    return {"cut": cut, "made": made}
+
+
 @contextmanager
 def fp16_on_cpu() -> Iterator[None]:
     """DeepSpeed trains in fp16 only where it is fast. Here it need not be."""
@@ -322,6 +343,7 @@ def main(out: Path, library: str) -> None:
         for case in ("zero1", "zero2-offload", "zero3", "zero3-offload-all", *(["zero3-ratio"] if adam else []))
         for precision in ("fp32", "bf16")
     }
+    report["reductions"] = {case: reductions(case, adam, rank) for case in ("zero1", "zero2", "zero2-offload")}
     report["half"] = {case: half(case, adam, rank) for case in HALF}
     report["resumed"] = resumed(adam, rank, out / "resumed")
     report["failing_save"] = failing_save(adam)

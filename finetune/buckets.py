@@ -1,0 +1,40 @@
+"""ZeRO-1 and ZeRO-2 reduce a bucket of gradients where it lies. No DeepSpeed here: its optimizer is handed in.
+
+DeepSpeed collects gradients in one buffer, cuts that by the ranks that own the parts, joins the parts in new memory for the
+all-reduce, and copies the sums back. The parts are neighbours, so the buffer itself can be reduced: the same sums, without two
+copies of every gradient and without a second bucket of memory. What a rank does not own is overwritten by its sum, too; no rank
+reads that before it makes the next gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+
+
+def reduce_in_place(zero: Any) -> None:
+    """Have a ``DeepSpeedZeroOptimizer`` reduce buckets where they lie, whenever their parts are neighbours."""
+    reduce = zero.allreduce_bucket
+
+    @wraps(reduce)
+    def reduce_joined(bucket: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        whole = joined(bucket)
+        reduced: torch.Tensor = reduce(bucket if whole is None else [whole], *args, **kwargs)
+        return reduced
+
+    zero.allreduce_bucket = reduce_joined
+
+
+def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """One flat tensor over the memory of ``parts``, if they lie one after the other in one storage; ``None`` if they do not."""
+    first = parts[0]
+    storage, end = first.untyped_storage().data_ptr(), first.storage_offset()
+    for part in parts:
+        same = part.dtype == first.dtype and part.untyped_storage().data_ptr() == storage
+        if not (same and part.is_contiguous() and part.storage_offset() == end):
+            return None
+        end += part.numel()
+    return first.as_strided((end - first.storage_offset(),), (1,))
