@@ -46,6 +46,7 @@ CASES: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
     "zero3-offload": ("tune", NEOX, {"zero": {"stage": 3}, "offload": {"optimizer": "cpu", "parameters": "cpu"}}),
     "lora": ("tune", NEOX, {"zero": {"stage": 2}, "lora": {"rank": 16}}),
     "pipeline": ("pretrain", NEOX, {"zero": {"stage": 1}, "pipeline": {"stages": 2}, "batch": {"accumulation": 2}}),
+    "pipeline-muon": ("pretrain", NEOX, {"zero": {"stage": 1}, "pipeline": {"stages": 2}, "optimizer": {"name": "muon"}}),
     "zero1-accumulate": ("tune", NEOX, {"zero": {"stage": 1}, "batch": {"accumulation": 2}}),
     "zero2-bf16": ("tune", NEOX, {"zero": {"stage": 2}, "run": {"precision": "bf16"}}),
     "zero2-offload": ("tune", NEOX, {"zero": {"stage": 2}, "offload": {"optimizer": "cpu"}}),

@@ -143,9 +143,9 @@ def _model() -> Any:
 
 
 def _optimizer(config: Any, model: Any, adam: bool) -> Any:
-    from finetune.engine import make_optimizer
+    from finetune.engine import choose_optimizer
 
-    return make_optimizer(config, model, cpu_adam=adam)
+    return choose_optimizer(config, model, cpu_adam=adam)
 
 
 def _deepspeed(config: Any, device: Any, tokens: Any, steps: int, adam: bool, turns: Turns) -> None:

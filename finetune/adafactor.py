@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 
 from finetune.fragments import Fragment, Fragments
+from finetune.moments import FACTORS
+from finetune.ranks import Peers
 from finetune.sharded import ShardedOptimizer
 
 _DECAY: Final = 0.8
@@ -32,13 +33,12 @@ class Adafactor(ShardedOptimizer):
     def __init__(self, groups: Iterable[dict[str, Any]], *, matrices: frozenset[str], lr: float) -> None:
         super().__init__(groups, {"lr": lr}, matrices=matrices)
 
-    def place(self, layout: Mapping[torch.Tensor, Fragments], device: torch.device) -> None:
-        super().place(layout, device)
+    def place(self, layout: Mapping[torch.Tensor, Fragments], device: torch.device, peers: Peers) -> None:
+        super().place(layout, device, peers)
         for flat, fragments in layout.items():
             for fragment in fragments if self._holds_matrices(fragments) else ():
-                for key, size in zip(("row", "col"), fragment.shape, strict=True):
-                    zeros = torch.zeros(size, dtype=torch.float32, device=flat.device)
-                    self.whole[f"exp_avg_sq_{key}.{fragment.name}"] = zeros
+                for key, size in zip(FACTORS, fragment.shape, strict=True):
+                    self.whole[f"{key}.{fragment.name}"] = torch.zeros(size, dtype=torch.float32, device=flat.device)
 
     def _update_matrices(
         self, group: Mapping[str, Any], flat: torch.Tensor, state: dict[str, Any], fragments: Fragments
@@ -71,7 +71,8 @@ class Adafactor(ShardedOptimizer):
             col_C.lerp_(next(totals) / len(row_R) + _SMALLEST, share)
 
     def _factors(self, fragment: Fragment) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.whole[f"exp_avg_sq_row.{fragment.name}"], self.whole[f"exp_avg_sq_col.{fragment.name}"]
+        row_R, col_C = (self.whole[f"{key}.{fragment.name}"] for key in FACTORS)
+        return row_R, col_C
 
     def _update_others(self, group: Mapping[str, Any], flat: torch.Tensor, state: dict[str, Any], fragments: Fragments) -> None:
         gradient, second = flat.grad, state["exp_avg_sq"]
@@ -89,7 +90,7 @@ class Adafactor(ShardedOptimizer):
 
     def _reduce(self, mine: torch.Tensor) -> torch.Tensor:
         everyone = mine.to(self._device)
-        dist.all_reduce(everyone)
+        self._peers.add_up(everyone)
         return everyone.to(mine.device)
 
 

@@ -30,7 +30,6 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
 
-from finetune.adafactor import Adafactor
 from finetune.adapters import add_adapters, as_peft_names_them, base_of
 from finetune.buckets import reduce_in_place
 from finetune.config import TuneConfig, to_deepspeed
@@ -38,14 +37,13 @@ from finetune.data.batches import Microbatch
 from finetune.diagnosis import BadOutput, first_bad_output, gradient_in_words, is_finite, output_in_words
 from finetune.fragments import fragments_of
 from finetune.isolation import forward_inputs
-from finetune.lion import Lion
 from finetune.loss import HeadLoss, token_losses
 from finetune.loss_scale import SMALL, LossScale
 from finetune.model import build_empty, meta_shapes
 from finetune.moments import groups_of, matrices_of, moments_of, no_updates, updates_made
-from finetune.muon import Muon
 from finetune.nvme import Disk, disk_settings
-from finetune.ranks import Ranked, random_state, set_random_state
+from finetune.optimizers import make_optimizer
+from finetune.ranks import Peers, Ranked, random_state, set_random_state
 from finetune.recompute import recompute_blocks
 from finetune.sharded import ShardedOptimizer
 from finetune.types import StepOutcome
@@ -113,7 +111,7 @@ class ZeroEngine(Ranked):
         rows = config.activations.loss_rows
         self._head_loss = HeadLoss(base, rows) if rows != 0 and HeadLoss.supports(base) else None
         self._moments = moments_of(self.model, config.optimizer.name)
-        optimizer = make_optimizer(config, self.model, cpu_adam=cpu_adam)
+        optimizer = choose_optimizer(config, self.model, cpu_adam=cpu_adam)
         self._engine, *_ = deepspeed.initialize(model=self.model, optimizer=optimizer, config=ds, dist_init_required=False)
         self._zero = self._engine.optimizer
         if self._stage < 3:
@@ -404,7 +402,7 @@ class ZeroEngine(Ranked):
             self._zero._lazy_init_hp_params_optimizer_state()
         self._whole_moments: dict[str, torch.Tensor] = {}
         if isinstance(self._inner, ShardedOptimizer):
-            self._inner.place(dict(zip(flats, self._fragments, strict=True)), self.device)
+            self._inner.place(dict(zip(flats, self._fragments, strict=True)), self.device, Peers.of())
             self._whole_moments = self._inner.whole
 
     def close(self) -> None:
@@ -412,18 +410,14 @@ class ZeroEngine(Ranked):
         self._leave(self._engine)
 
 
-def make_optimizer(config: TuneConfig, model: nn.Module, *, cpu_adam: bool) -> torch.optim.Optimizer:
+def choose_optimizer(config: TuneConfig, model: nn.Module, *, cpu_adam: bool) -> torch.optim.Optimizer:
+    """The optimizer of ``model``: DeepSpeed's CPU Adam where AdamW is offloaded and it was built."""
     options = config.optimizer
     groups = groups_of(model, options.name, options.weight_decay)
-    matrices = matrices_of(model, options.name)
-    lr, eps, betas = options.lr, options.eps, (options.betas[0], options.betas[1])
-    if options.name == "lion":
-        return Lion(groups, lr=lr, betas=betas)
-    if options.name == "adafactor":
-        return Adafactor(groups, matrices=matrices, lr=lr)
-    if options.name == "muon":
-        return Muon(groups, matrices=matrices, lr=lr, momentum=options.momentum, betas=betas, eps=eps)
-    if config.offload.optimizer != "none" and cpu_adam:
-        optimizer: torch.optim.Optimizer = DeepSpeedCPUAdam(groups, lr=lr, betas=betas, eps=eps, adamw_mode=True)
+    if options.name == "adamw" and config.offload.optimizer != "none" and cpu_adam:
+        betas = (options.betas[0], options.betas[1])
+        optimizer: torch.optim.Optimizer = DeepSpeedCPUAdam(
+            groups, lr=options.lr, betas=betas, eps=options.eps, adamw_mode=True
+        )
         return optimizer
-    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)  # one pass over memory instead of ten
+    return make_optimizer(options, groups, matrices_of(model, options.name))

@@ -29,7 +29,7 @@ class Fragment:
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """This fragment's elements, as a view."""
-        return flat.narrow(0, self.offset, self.count)
+        return flat.view(-1).narrow(0, self.offset, self.count)
 
 
 Fragments = Sequence[Fragment]
@@ -45,7 +45,17 @@ def fragments_of(zero: Any, names: Mapping[nn.Parameter, str], *, stage: int, ra
     """
     if stage == 3:
         return [_in_equal_parts(group, names, rank) for group in zero.fp16_groups]
-    return [[_in_one_range(parameter, names[parameter]) for parameter in group] for group in zero.bit16_groups]
+    return ranges_of(zero.bit16_groups, names)
+
+
+def ranges_of(groups: Sequence[Sequence[nn.Parameter]], names: Mapping[nn.Parameter, str]) -> list[Fragments]:
+    """The same where each rank has one range of all parameters of a group: ZeRO-1 and 2, and DeepSpeed's bf16 optimizer."""
+    return [[_in_one_range(parameter, names[parameter]) for parameter in group] for group in groups]
+
+
+def all_of(parameter: nn.Parameter, name: str) -> Fragments:
+    """A parameter that is whole on every rank, as a tensor of its own."""
+    return [Fragment(name=name, shape=tuple(parameter.shape), start=0, count=parameter.numel(), offset=0)]
 
 
 def _in_equal_parts(group: Sequence[Any], names: Mapping[nn.Parameter, str], rank: int) -> Fragments:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 import torch
@@ -20,6 +20,8 @@ MOMENTS: Final[Mapping[str, tuple[str, ...]]] = {
 """Tensors as large as the parameter, by the optimizer's name."""
 OF_MATRICES: Final[Mapping[str, tuple[str, ...]]] = {"muon": ("momentum",), "adafactor": ()}
 """The same of its matrices, for optimizers that treat those in their own way."""
+FACTORS: Final = ("exp_avg_sq_row", "exp_avg_sq_col")
+"""What Adafactor keeps whole of a matrix: one number for each row, and one for each column."""
 
 
 def matrices_of(model: nn.Module, optimizer: str) -> frozenset[str]:
@@ -48,10 +50,27 @@ def moments_of(model: nn.Module, optimizer: str) -> dict[str, tuple[str, ...]]:
     return {name: OF_MATRICES[optimizer] if name in matrices else MOMENTS[optimizer] for name in trained}
 
 
-def groups_of(model: nn.Module, optimizer: str, weight_decay: float) -> list[dict[str, Any]]:
-    """Parameters for the optimizer, those that decay and those that do not; what it treats as matrices in its own groups."""
-    matrices = matrices_of(model, optimizer)
-    others = moments_of(model, optimizer).keys() - matrices
+def factors_of(model: nn.Module, optimizer: str) -> dict[str, tuple[str, int]]:
+    """``<key>.<parameter>`` -> parameter and length, of the state that is whole on every rank that updates the parameter."""
+    if optimizer != "adafactor":
+        return {}
+    shapes, matrices = shapes_of(model), matrices_of(model, optimizer)
+    ordered = [name for name, _ in model.named_parameters() if name in matrices]
+    return {f"{key}.{name}": (name, size) for name in ordered for key, size in zip(FACTORS, shapes[name], strict=True)}
+
+
+def groups_of(
+    model: nn.Module, optimizer: str, weight_decay: float, *, only: Collection[str] | None = None
+) -> list[dict[str, Any]]:
+    """Parameters for the optimizer, those that decay and those that do not; what it treats as matrices in its own groups.
+
+    Args:
+        only: names of the parameters taken; unset: all that are trained.
+    """
+    trained = moments_of(model, optimizer).keys()
+    taken = trained if only is None else trained & set(only)
+    matrices = matrices_of(model, optimizer) & taken
+    others = taken - matrices
     return [*decay_groups(model, weight_decay, only=matrices), *decay_groups(model, weight_decay, only=others)]
 
 

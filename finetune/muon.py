@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 
 from finetune.fragments import Fragment, Fragments
+from finetune.ranks import Peers
 from finetune.sharded import ShardedOptimizer
 
 COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
@@ -53,17 +53,14 @@ class Muon(ShardedOptimizer):
         self._turns: dict[torch.Tensor, list[Turn]] = {}
         self._counts: dict[str, list[int]] = {}
 
-    def place(self, layout: Mapping[torch.Tensor, Fragments], device: torch.device) -> None:
-        super().place(layout, device)
-        ranks = dist.get_world_size()
+    def place(self, layout: Mapping[torch.Tensor, Fragments], device: torch.device, peers: Peers) -> None:
+        super().place(layout, device, peers)
         ours = {flat: fragments for flat, fragments in layout.items() if self._holds_matrices(fragments)}
         matrices = [fragment for fragments in ours.values() for fragment in fragments]
         mine = torch.tensor([fragment.count for fragment in matrices], device=device)
-        everyone = [torch.empty_like(mine) for _ in range(ranks)]
-        dist.all_gather(everyone, mine)
-        by_matrix = torch.stack(everyone, dim=1).tolist()
+        by_matrix = torch.stack(peers.collect(mine), dim=1).tolist()
         self._counts = {fragment.name: counts for fragment, counts in zip(matrices, by_matrix, strict=True)}
-        self._turns = {flat: turns_of(fragments, ranks) for flat, fragments in ours.items()}
+        self._turns = {flat: turns_of(fragments, peers.size) for flat, fragments in ours.items()}
 
     def _update_matrices(
         self, group: Mapping[str, Any], flat: torch.Tensor, state: dict[str, Any], fragments: Fragments
@@ -82,14 +79,14 @@ class Muon(ShardedOptimizer):
 
     def _make_orthogonal(self, turn: Turn, mine: torch.Tensor) -> None:
         """Change this rank's pieces of the turn's matrices, laid end to end; in between each matrix is whole on its rank."""
-        own = turn[dist.get_rank()]
+        own = turn[self._peers.rank]
         sent = [0 if fragment is None else fragment.count for fragment in turn]
         received = [0] * len(turn) if own is None else self._counts[own.name]
         whole = mine.new_empty(sum(received))
-        dist.all_to_all_single(whole, mine, received, sent)
+        self._peers.exchange(whole, mine, received, sent)
         if own is not None:
             whole = orthogonal(whole.view(own.shape)).flatten()
-        dist.all_to_all_single(mine, whole, sent, received)
+        self._peers.exchange(mine, whole, sent, received)
 
     def _update_others(self, group: Mapping[str, Any], flat: torch.Tensor, state: dict[str, Any], fragments: Fragments) -> None:
         """AdamW, element by element."""

@@ -9,7 +9,7 @@ Rank r of R with S stages is on stage r // (R / S) and takes the share r % (R / 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -38,13 +38,14 @@ from finetune.config import TuneConfig, to_deepspeed
 from finetune.data.batches import Microbatch
 from finetune.diagnosis import gradient_in_words, is_finite
 from finetune.errors import ConfigError
+from finetune.fragments import Fragments, all_of, ranges_of
 from finetune.isolation import positions_of
-from finetune.lion import Lion
-from finetune.model import decay_groups
-from finetune.moments import MOMENTS, no_updates, updates_made
+from finetune.moments import MOMENTS, factors_of, groups_of, matrices_of, moments_of, no_updates, updates_made
+from finetune.optimizers import make_optimizer
 from finetune.partition import Bounds
 from finetune.profile import measure, recall, remember
-from finetune.ranks import Ranked
+from finetune.ranks import Peers, Ranked
+from finetune.sharded import ShardedOptimizer
 from finetune.stages import (
     Flow,
     Layer,
@@ -58,6 +59,7 @@ from finetune.stages import (
 )
 from finetune.types import StepOutcome
 
+IDLE = "idle"
 PROFILE = "profile.json"
 """In the run's folder: what the layers were measured to cost."""
 
@@ -75,7 +77,7 @@ class _Stages(PipelineModule):
         self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
 
     def add_idle_parameter(self) -> nn.Parameter:
-        """Something to update for the optimizer of a stage that only has copies of others' weights."""
+        """Something to update for the optimizer of a stage that only has copies of others' weights; its name is ``IDLE``."""
         self.idle = nn.Parameter(torch.zeros(1, dtype=next(self.parameters()).dtype, device=next(self.parameters()).device))
         return self.idle
 
@@ -181,15 +183,12 @@ class PipelineEngine(Ranked):
         self._shared = self._find_shared()
         self._module = _Stages(self._layers, self.bounds)
         # What another stage updates is not ours to update.
-        groups = decay_groups(self.model, config.optimizer.weight_decay, only=dict(self._owned()))
+        options, owned = config.optimizer, dict(self._owned())
+        groups = groups_of(self.model, options.name, options.weight_decay, only=owned)
         groups = groups or [{"params": [self._module.add_idle_parameter()], "weight_decay": 0.0}]
-        options, betas = config.optimizer, (config.optimizer.betas[0], config.optimizer.betas[1])
-        self._moments = MOMENTS[options.name]
-        self._inner: torch.optim.Optimizer
-        if options.name == "lion":
-            self._inner = Lion(groups, lr=options.lr, betas=betas)
-        else:
-            self._inner = torch.optim.AdamW(groups, lr=options.lr, betas=betas, eps=options.eps, fused=True)
+        self._moments = {**moments_of(self.model, options.name), IDLE: MOMENTS[options.name]}
+        self._factors = factors_of(self.model, options.name)
+        self._inner = make_optimizer(options, groups, matrices_of(self.model, options.name))
         json = to_deepspeed(config, device=device.type, precision=precision, cpu_adam=False, pipeline=True)
         self._schedule = _Schedule(self, self._module, self._inner, json)
         self._wrapper = self._schedule.optimizer
@@ -197,6 +196,7 @@ class PipelineEngine(Ranked):
         if not self._plain and precision == "fp32":
             reduce_in_place(self._wrapper)
         self._watch_copies()
+        self._fragments = self._find_fragments(owned)
         self._create_moments()
         self._guard_inner_step()
         self._skip_update = self._stop = self._diagnose = False
@@ -482,9 +482,9 @@ class PipelineEngine(Ranked):
         """
         for name, parameter in self.model.named_parameters():
             if exact and parameter.requires_grad:
-                whole = self._to_first(name, parameter, torch.float32, self._exact)
+                whole = self._to_first(name, parameter.shape, torch.float32, partial(self._exact, parameter))
             else:
-                whole = self._to_first(name, parameter, parameter.dtype, nn.Parameter.detach)
+                whole = self._to_first(name, parameter.shape, parameter.dtype, parameter.detach)
             yield name, None if whole is None else whole.to("cpu", dtype)
 
     @torch.no_grad()
@@ -494,18 +494,20 @@ class PipelineEngine(Ranked):
 
     def moments(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         """What ``finetune.moments`` lists of every trained parameter (``exp_avg.<name>``), whole, fp32, on rank 0 alone."""
-        for key in self._moments:
-            for name, parameter in self.model.named_parameters():
-                if parameter.requires_grad:
-                    whole = self._to_first(name, parameter, torch.float32, lambda own, key=key: self._moment(own, key))
-                    yield f"{key}.{name}", None if whole is None else whole.to("cpu", torch.float32)
+        for name, parameter in self.model.named_parameters():
+            for key in self._moments[name] if parameter.requires_grad else ():
+                whole = self._to_first(name, parameter.shape, torch.float32, partial(self._moment, parameter, key))
+                yield f"{key}.{name}", None if whole is None else whole.to("cpu", torch.float32)
+        for factor, (name, size) in self._factors.items():
+            whole = self._to_first(name, (size,), torch.float32, partial(self._inner_factors.__getitem__, factor))
+            yield factor, None if whole is None else whole.cpu()
 
     def _to_first(
-        self, name: str, parameter: nn.Parameter, dtype: torch.dtype, read: Callable[[nn.Parameter], torch.Tensor]
+        self, name: str, shape: Sequence[int], dtype: torch.dtype, read: Callable[[], torch.Tensor]
     ) -> torch.Tensor | None:
-        """What ``read`` gives on the owning stage, on rank 0; ``read`` is called by all ranks of that stage."""
+        """What ``read`` gives on the stage that owns ``name``, on rank 0; ``read`` is called by all ranks of that stage."""
         stage = self._stage_of[name]
-        whole = read(parameter) if stage == self.stage else None
+        whole = read() if stage == self.stage else None
         if stage == 0:
             return whole if self.rank == 0 else None
         sender = stage * self.data_ranks
@@ -513,7 +515,7 @@ class PipelineEngine(Ranked):
             assert whole is not None, "the sender is on the owning stage"
             dist.send(whole.contiguous(), dst=0)
         elif self.rank == 0:
-            whole = torch.empty(parameter.shape, dtype=dtype, device=self.device)
+            whole = torch.empty(tuple(shape), dtype=dtype, device=self.device)
             dist.recv(whole, src=sender)
             return whole
         return None
@@ -541,12 +543,14 @@ class PipelineEngine(Ranked):
     def set_moments(self, read: Callable[[str], torch.Tensor], adam_steps: int) -> None:
         """Set the moments from ``read('exp_avg.<name>')`` and so on, and the number of updates the optimizer has made."""
         for name, parameter in self._owned():
-            for key in self._moments:
+            for key in self._moments[name]:
                 value = read(f"{key}.{name}").to(self.device)
                 if self._plain:
                     self._inner.state[parameter][key].copy_(value)
                 else:
                     safe_set_full_optimizer_state(parameter, value, key)
+        for factor, whole in self._inner_factors.items():
+            whole.copy_(read(factor))
         for tensor in self._updated():
             state = self._inner.state[tensor]
             state["step"] = updates_made(state["step"], adam_steps)
@@ -566,13 +570,30 @@ class PipelineEngine(Ranked):
 
     def _create_moments(self) -> None:
         """Create the moments now, as the optimizer would in its first step, so that they can be saved and set at any time."""
-        for tensor in self._updated():
-            moments = {key: torch.zeros_like(tensor, dtype=torch.float32) for key in self._moments}
+        for tensor, fragments in zip(self._updated(), self._fragments, strict=True):
+            keys = self._moments[fragments[0].name]  # all parameters of one flat tensor have the same
+            moments = {key: torch.zeros_like(tensor, dtype=torch.float32) for key in keys}
             self._inner.state[tensor] = {"step": no_updates(self._inner, tensor), **moments}
         if not self._plain:
             self._wrapper._lazy_init_hp_params_optimizer_state()
+        if isinstance(self._inner, ShardedOptimizer):
+            # Without ZeRO every rank of a stage updates all of its weights by itself, all to the same bits.
+            peers = Peers.alone() if self._plain else Peers.of(self._schedule.mpu.get_data_parallel_group())
+            self._inner.place(dict(zip(self._updated(), self._fragments, strict=True)), self.device, peers)
 
-    # -- random states
+    def _find_fragments(self, owned: Mapping[str, nn.Parameter]) -> list[Fragments]:
+        """What lies in each of the tensors that the optimizer updates, in its order."""
+        names = {parameter: name for name, parameter in owned.items()}
+        if hasattr(self._module, "idle"):
+            names[self._module.idle] = IDLE
+        if self._plain:
+            return [all_of(parameter, names[parameter]) for parameter in self._updated()]  # type: ignore[index]
+        return ranges_of(self._wrapper.bf16_groups if self._precision == "bf16" else self._wrapper.bit16_groups, names)
+
+    @property
+    def _inner_factors(self) -> dict[str, torch.Tensor]:
+        """Of the weights of this stage, what Adafactor keeps whole."""
+        return self._inner.whole if isinstance(self._inner, ShardedOptimizer) else {}
 
     def close(self) -> None:
         """Leave the ranks."""

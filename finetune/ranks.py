@@ -2,10 +2,52 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """The ranks that hold pieces of the same tensors, this one among them, in the order of the pieces."""
+
+    rank: int
+    """This one's place among them."""
+    size: int
+    group: Any = None
+    """``None``: all ranks there are, or this one alone if ``size`` is 1."""
+
+    @classmethod
+    def of(cls, group: Any = None) -> Self:
+        """The ranks of a process group; of all."""
+        return cls(dist.get_rank(group), dist.get_world_size(group), group)
+
+    @classmethod
+    def alone(cls) -> Self:
+        """This rank, which holds everything itself."""
+        return cls(0, 1)
+
+    def add_up(self, tensor: torch.Tensor) -> None:
+        """Sum over all peers, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor, group=self.group)
+
+    def collect(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Each peer's tensor, all of one shape."""
+        if self.size == 1:
+            return [tensor]
+        everyone = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(everyone, tensor, group=self.group)
+        return everyone
+
+    def exchange(self, received: torch.Tensor, sent: torch.Tensor, received_sizes: list[int], sent_sizes: list[int]) -> None:
+        """Send a piece of ``sent`` to each peer, and fill ``received`` with the pieces they send."""
+        if self.size == 1:
+            received.copy_(sent)
+        else:
+            dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=self.group)
 
 
 class Ranked:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from finetune.fragments import Fragments
+from finetune.ranks import Peers
 
 
 class ShardedOptimizer(torch.optim.Optimizer, ABC):
@@ -26,14 +27,16 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
         self._matrices = matrices
         self._layout: Mapping[torch.Tensor, Fragments] = {}
         self._device = torch.device("cpu")
+        self._peers = Peers.alone()
 
-    def place(self, layout: Mapping[torch.Tensor, Fragments], device: torch.device) -> None:
-        """Learn, before the first step, what lies in each flat tensor. All ranks call it.
+    def place(self, layout: Mapping[torch.Tensor, Fragments], device: torch.device, peers: Peers) -> None:
+        """Learn, before the first step, what lies in each tensor that is updated. All peers call it.
 
         Args:
-            device: where ranks communicate; the flat tensors may lie elsewhere.
+            device: where ranks communicate; the tensors may lie elsewhere.
+            peers: the ranks that hold the other fragments.
         """
-        self._layout, self._device = layout, device
+        self._layout, self._device, self._peers = layout, device, peers
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]

@@ -101,8 +101,6 @@ class TuneConfig:
             rule = "be none for pretrain: every stage keeps its own part on its device; add stages, or offload with `tune`"
             require(getattr(self.offload, name) == "none", f"offload.{name}", getattr(self.offload, name), rule)
         require(self.lora is None, "lora", "set", "be absent for pretrain; `tessera-finetune tune` trains adapters")
-        rule = "be adamw or lion for pretrain: the others need whole matrices, of which stages and ranks hold parts"
-        require(self.optimizer.name in ("adamw", "lion"), "optimizer.name", self.optimizer.name, rule)
         rule = "be none for pretrain; pipeline.checkpoint_activations does it there"
         require(self.activations.checkpoint == "none", "activations.checkpoint", self.activations.checkpoint, rule)
         check_splittable(self.model)

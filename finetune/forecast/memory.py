@@ -70,7 +70,6 @@ class Layout:
     optimizer: str
     """Where the optimizer's state lies: ``none`` (the device), ``cpu``, ``nvme``."""
     parameters: str
-    cpu_adam: bool
     accumulation: int
     bucket: int
     """Elements."""
@@ -95,7 +94,6 @@ def layout_of(config: TuneConfig, *, device: str, precision: str) -> Layout:
         algorithm=config.optimizer.name,
         optimizer=offload.optimizer,
         parameters=offload.parameters,
-        cpu_adam=offload.optimizer != "none" and config.optimizer.name == "adamw",
         accumulation=config.accumulation,
         bucket=config.zero.bucket_elements,
         checkpoint_on_cpu=config.activations.checkpoint == "cpu",
@@ -262,7 +260,7 @@ def moment_elements(facts: ModelFacts, algorithm: str) -> tuple[int, int]:
 def _moments(facts: ModelFacts, layout: Layout) -> int:
     """Elements of one rank's moments."""
     spread, whole = moment_elements(facts, layout.algorithm)
-    return -(-spread // (layout.pipeline * (1 if layout.stage == 0 else layout.shares))) + whole
+    return -(-spread // (layout.pipeline * (1 if layout.stage == 0 else layout.shares))) + -(-whole // layout.pipeline)
 
 
 def _sub_group(facts: ModelFacts, layout: Layout) -> int:
@@ -279,7 +277,9 @@ def _backward(facts: ModelFacts, layout: Layout) -> tuple[Phase, Phase]:
     # A GPU's bucket is taken whole, and twice where communication overlaps; of a CPU's only what is written exists.
     twice = layout.stage in (1, 2) and layout.pipeline == 1
     bucket = layout.bucket * (2 if twice else 1) if gpu else in_bucket
-    device: Phase = {"reduce bucket": w * bucket, "reduced copy": w * in_bucket}
+    # Buckets of ZeRO-1 and 2 are reduced where they lie, see ``finetune.buckets``; a pipeline's in bf16 are not.
+    in_place = layout.stage in (1, 2) and (layout.pipeline == 1 or w == 4)
+    device: Phase = {"reduce bucket": w * bucket, "reduced copy": 0 if in_place else w * in_bucket}
     activations, host_inputs = _activations(facts, layout)
     host: Phase = {}
     if layout.checkpoint_on_cpu:
@@ -344,8 +344,8 @@ def _step(facts: ModelFacts, layout: Layout) -> tuple[Phase, Phase]:
 
 def _scratch(facts: ModelFacts, layout: Layout, share: int) -> int:
     """Bytes the optimizer computes with, where its state lies: a group's share, or of Adafactor's matrices one's."""
-    if layout.cpu_adam:
-        return 0
+    if layout.algorithm == "adamw":
+        return 0  # DeepSpeed's on the CPU and torch's fused one go over the weights once
     if layout.algorithm == "adafactor":
         return 8 * min(share, facts.largest_matrix)
     group = facts.trained - facts.matrices if layout.algorithm == "muon" else facts.largest_group

@@ -84,8 +84,13 @@ def hf_config(model: str) -> Any:
 
 
 def fill(model: nn.Module, gather: Any) -> None:
-    """First weights; and the bias of GPT-2's keys stays as it is: its gradient is rounding alone, which optimizers blow up."""
+    """First weights, the same everywhere."""
     initialise(model, gather, 5)  # type: ignore[arg-type]
+    still_keys(model)
+
+
+def still_keys(model: nn.Module) -> None:
+    """Have the bias of GPT-2's keys stay as it is: its gradient is rounding alone, which optimizers blow up."""
     for n, parameter in model.named_parameters():
         if n.endswith("c_attn.bias"):
             others = torch.ones(3, 36)
@@ -120,9 +125,8 @@ def train(engine: ZeroEngine, steps: Iterable[int]) -> list[float]:
 # -- what torch's own optimizers do, in one process
 
 
-def torch_optimizers(name: str, model: nn.Module) -> list[torch.optim.Optimizer]:
-    options = settings(name)
-    if name == "adafactor":
+def torch_optimizers(options: OptimizerConfig, model: nn.Module) -> list[torch.optim.Optimizer]:
+    if options.name == "adafactor":
         # torch's scales the rate by the weights' length, at least by the second epsilon: here that is always 2.
         groups = decay_groups(model, 2 * options.weight_decay)
         return [torch.optim.Adafactor(groups, eps=(1e-15, 2.0), beta2_decay=-0.8, d=1.0)]
@@ -143,7 +147,7 @@ def reference(name: str, model_name: str) -> tuple[list[float], dict[str, torch.
     """Losses of every step on the whole batch, and the weights in the end."""
     model = build_empty(hf_config(model_name), torch.float32, nullcontext())
     fill(model, whole)
-    optimizers = torch_optimizers(name, model)
+    optimizers = torch_optimizers(settings(name), model)
     losses = []
     for step in range(STEPS):
         for optimizer in optimizers:

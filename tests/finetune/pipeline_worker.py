@@ -35,7 +35,6 @@ from finetune.config import (
 from finetune.data.batches import Microbatch
 from finetune.engine import ZeroEngine, start_ranks
 from finetune.engines import TrainingEngine
-from finetune.lion import Lion
 from finetune.loss import token_losses
 from finetune.model import build_empty, decay_groups, initialise, new_config, saved_config
 from finetune.pipeline import PipelineEngine
@@ -71,7 +70,6 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 OPTIMIZER = OptimizerConfig(lr=3e-3, weight_decay=0.1, clip=0.5)
-LION = OptimizerConfig(name="lion", lr=3e-4, weight_decay=0.1, clip=0.5)
 SCHEDULE = Schedule(STEPS, 3, OPTIMIZER.lr, 0.1)
 PARITY = {
     2: {
@@ -151,13 +149,13 @@ def make_engine(
     optimizer: OptimizerConfig = OPTIMIZER,
     **pipeline: Any,
 ) -> PipelineEngine:
-    config = replace(run_config(model, stages, zero, **pipeline), optimizer=optimizer)
+    config = run_config(model, stages, zero, optimizer=optimizer, **pipeline)
     fill = fill or (lambda model, gather: initialise(model, gather, 5))
     settings = hf_config(model, dropout=dropout)
     return PipelineEngine(config, settings, fill, device=torch.device("cpu"), precision=precision)
 
 
-def run_config(model: str, stages: int, zero: int, **pipeline: Any) -> TuneConfig:
+def run_config(model: str, stages: int, zero: int, *, optimizer: OptimizerConfig = OPTIMIZER, **pipeline: Any) -> TuneConfig:
     ranks = int(os.environ["WORLD_SIZE"])
     return TuneConfig(
         run=RunConfig(output="no-such-folder", ranks=ranks),
@@ -165,7 +163,7 @@ def run_config(model: str, stages: int, zero: int, **pipeline: Any) -> TuneConfi
         model=ModelConfig(new=MODELS[model]),
         tokenizer=TokenizerConfig(path="unused"),
         batch=BatchConfig(micro=2, accumulation=MICROBATCHES * stages // ranks),
-        optimizer=OPTIMIZER,
+        optimizer=optimizer,
         zero=ZeroConfig(stage=zero),  # type: ignore[arg-type]
         pipeline=PipelineConfig(stages=stages, **{"partition": "uniform", **pipeline}),
     )
@@ -265,41 +263,6 @@ def resumed(output: Path, zero: int, precision: str) -> dict[str, Any]:
     state.restore(again)
     losses["resumed"] = go_on(again)
     return {"losses": losses, "bitwise": same(final, snapshot(again))}
-
-
-def lion(output: Path) -> dict[str, Any]:
-    """Lion's losses of eight steps by plain PyTorch and by two stages, and of the last four resumed from a state."""
-    model = build_empty(hf_config("gpt2"), torch.float32, nullcontext())
-    initialise(model, whole, 5)
-    plain = Lion(decay_groups(model, LION.weight_decay), lr=LION.lr, betas=(LION.betas[0], LION.betas[1]))
-    losses: dict[str, list[float]] = {"plain": []}
-    for step in range(8):
-        for group in plain.param_groups:
-            group["lr"] = LION.lr
-        batches = step_data(step)
-        total = sum(token_losses(model(input_ids=b.inputs, use_cache=False).logits, b.targets) for b in batches)
-        loss = total / sum(b.num_targets for b in batches)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), LION.clip)
-        plain.step()
-        plain.zero_grad()
-        losses["plain"].append(loss.item())
-    bitwise = {}
-    for zero, precision in ((0, "fp32"), (1, "fp32"), (1, "bf16")):
-        case = f"zero{zero}-{precision}"
-        engine = make_engine("gpt2", zero=zero, precision=precision, optimizer=LION)
-        losses[case] = [engine.train_step(mine(engine, step), LION.lr).loss for step in range(4)]
-        progressed = Progressed(step=4, samples=0, tokens=0, adam_steps=engine.adam_steps, skipped_in_a_row=0)
-        keeper(output / case, "gpt2").save(engine, progressed)
-        losses[case] += [engine.train_step(mine(engine, step), LION.lr).loss for step in range(4, 8)]
-        final = snapshot(engine)
-        state = ResumeState(open_checkpoint(output / case / "resume"))
-        again = make_engine("gpt2", zero=zero, precision=precision, optimizer=LION, fill=state.fill)
-        state.restore(again)
-        for step in range(4, 8):
-            again.train_step(mine(again, step), LION.lr)
-        bitwise[case] = same(final, snapshot(again)) and again.adam_steps == engine.adam_steps == 8
-    return {"losses": losses, "bitwise": bitwise}
 
 
 def go_on(engine: TrainingEngine) -> list[float]:
@@ -411,7 +374,6 @@ def main(out: Path) -> None:
     }
     if ranks == 2:
         report["elsewhere"] = elsewhere(out / "elsewhere")
-        report["lion"] = lion(out / "lion")
         report["checkpointed"] = checkpointed()
         report["packed"] = {model: packed(model) for model in MODELS}
         report["mixed_shapes"] = mixed_shapes()

@@ -24,12 +24,12 @@ from finetune.config import (
     OptimizerConfig,
     RunConfig,
     TuneConfig,
-    ZeroConfig,
 )
 from finetune.errors import ConfigError
-from finetune.fragments import Fragment, Fragments, fragments_of
-from finetune.moments import groups_of, matrices_of, moments_of
+from finetune.fragments import Fragment, Fragments, all_of, fragments_of
+from finetune.moments import factors_of, groups_of, matrices_of, moments_of
 from finetune.muon import orthogonal, turns_of
+from finetune.ranks import Peers
 from tests.finetune.optimizer_worker import CASES, OPTIMIZERS, hf_config
 from tests.finetune.support import run_command, run_ranks, small_run, write_config
 from tests.finetune.test_tune import losses_of
@@ -164,6 +164,42 @@ def test_every_parameter_is_in_one_group_with_its_like() -> None:
     assert matrices_of(model, "adafactor") == blocks | {"transformer.wte.weight", "transformer.wpe.weight"}
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "adafactor"])
+def test_groups_can_be_of_some_parameters(optimizer: str) -> None:
+    model = gpt2()
+    wanted = {name: parameter for name, parameter in model.named_parameters() if ".mlp." in name}
+    found = [parameter for group in groups_of(model, optimizer, 0.1, only=wanted) for parameter in group["params"]]
+    assert sorted(map(id, found)) == sorted(map(id, wanted.values()))
+    assert groups_of(model, optimizer, 0.1, only=()) == []
+
+
+def test_only_adafactor_keeps_factors() -> None:
+    model = gpt2()
+    assert factors_of(model, "muon") == factors_of(model, "adamw") == {}
+    found = factors_of(model, "adafactor")
+    assert len(found) == 2 * len(matrices_of(model, "adafactor"))
+    name = "transformer.h.0.attn.c_attn.weight"
+    assert found[f"exp_avg_sq_row.{name}"] == (name, 36)
+    assert found[f"exp_avg_sq_col.{name}"] == (name, 108)
+
+
+def test_a_whole_parameter_is_one_fragment_of_itself() -> None:
+    parameter = nn.Parameter(torch.arange(6.0).view(2, 3))
+    (fragment,) = all_of(parameter, "w")
+    assert fragment.shape == (2, 3)
+    fragment.of(parameter.detach()).zero_()
+    assert not parameter.any()
+
+
+def test_a_rank_without_peers_asks_nobody() -> None:
+    alone, tensor = Peers.alone(), torch.arange(3.0)
+    alone.add_up(tensor)
+    (collected,) = alone.collect(tensor)
+    received = torch.empty(3)
+    alone.exchange(received, tensor, [3], [3])
+    assert tensor.tolist() == collected.tolist() == received.tolist() == [0, 1, 2]
+
+
 def cut(shape: tuple[int, ...], *ends: int) -> list[Fragment]:
     """A parameter's fragments on as many ranks as ``ends`` says, each from the end of the one before."""
     starts = (0, *ends[:-1])
@@ -262,8 +298,6 @@ def test_what_these_optimizers_cannot_do_is_refused_by_its_key(name: str) -> Non
         (key,) = changed
         with pytest.raises(ConfigError, match=rf"offload\.{key} is .* unless optimizer.name is adamw \(it is {name}\)"):
             config(name, offload=OffloadConfig(optimizer="cpu", **changed), run=RunConfig(output="out", device="cuda"))
-    with pytest.raises(ConfigError, match=rf"optimizer.name is '{name}'; it must be adamw or lion for pretrain"):
-        config(name, zero=ZeroConfig(stage=1)).check_command("pretrain")
 
 
 def test_twin_flow_is_for_adamw() -> None:
