@@ -26,7 +26,7 @@ class Adafactor(ShardedOptimizer):
     added, make a matrix's second moment: row_R x col_C / mean(row_R). An update whose root mean square over the whole tensor
     is above 1 is scaled down to 1. Other tensors keep the whole second moment.
 
-    The two factors are equal on every rank. They need one reduction of all matrices of a flat tensor together, the lengths of
+    The two factors are equal on all peers. They need one reduction of all matrices of a flat tensor together, the lengths of
     the updates another one of a number for each tensor. Updates are computed twice rather than kept in between.
     """
 

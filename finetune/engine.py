@@ -389,6 +389,7 @@ class ZeroEngine(Ranked):
         flats = self._flat_weights()
         for number, flat in enumerate(flats):
             here = len(self._updaters) > 1 and self._zero.subgroup_to_device[number] != "cpu"
+            # DeepSpeed's optimizer for what stays on the device is torch's AdamW, not fused: it counts on the host.
             none_yet = torch.tensor(0.0) if here else no_updates(self._inner, flat)
             swapped = self._on_disk and self._zero._swappable_optimizer_subgroup(number)
             if swapped:

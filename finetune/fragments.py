@@ -14,7 +14,7 @@ from torch import nn
 class Fragment:
     """What this rank holds of one parameter: a range of its elements in row-major order, and its place in a flat tensor.
 
-    The fragments of all ranks, in the order of the ranks, are the whole parameter, each element once.
+    The fragments of all peers, in their order, are the whole parameter, each element once.
     """
 
     name: str

@@ -179,7 +179,7 @@ class Ranks:
         return RankDied(f"rank {rank} ended with code {failed[0].code}: {self._last_lines(rank)}; its log: {self._log(rank)}")
 
     def _last_lines(self, rank: int) -> str:
-        return " / ".join(self._log(rank).read_text(errors="replace").strip().splitlines()[-3:])
+        return " / ".join(self._log(rank).read_text(errors="replace").strip().splitlines()[-3:]) or "it said nothing"
 
     def _log(self, rank: int) -> Path:
         return self._logs / f"rank-{rank}.log"

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+from contextlib import suppress
 from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
@@ -21,17 +22,21 @@ def die_with_parent(parent: int) -> None:
 
 
 def end_process(code: int) -> NoReturn:
-    """End a process that has communicated: all that ``sys.exit`` does, but the interpreter is not taken down.
+    """End a process that has communicated: as ``sys.exit`` does, but the interpreter is not taken down.
+
+    Threads are waited for, ``atexit`` runs, output is flushed; output that nobody takes does not change the code.
 
     Gloo's threads outlive ``destroy_process_group`` where DeepSpeed still holds the group, and may be about to let go of the
     last collective's tensors. A tensor that Python made needs the interpreter's lock for that; a thread that asks for the lock
     while the interpreter is taken down aborts the process ("terminate called without an active exception": PyTorch's issue
     190489, and pull request 179291, which was given up).
     """
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]  # tells pools of threads to end before it waits for them
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        ctypes.CDLL(None).fflush(None)  # what libraries in C have written
+    finally:
+        os._exit(code)

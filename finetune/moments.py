@@ -76,7 +76,7 @@ def groups_of(
 
 def no_updates(optimizer: torch.optim.Optimizer, tensor: torch.Tensor) -> torch.Tensor | int:
     """The count of updates of one tensor, none yet, as ``optimizer`` keeps it: torch's fused AdamW beside the tensor."""
-    return torch.zeros((), device=tensor.device) if isinstance(optimizer, torch.optim.AdamW) else 0
+    return torch.zeros((), dtype=torch.float32, device=tensor.device) if isinstance(optimizer, torch.optim.AdamW) else 0
 
 
 def updates_made(counted: torch.Tensor | int, updates: int) -> torch.Tensor | int:

@@ -33,7 +33,8 @@ class Muon(ShardedOptimizer):
 
     The momentum is spread as the weights are. Only for the iterations a matrix is whole, on one rank: matrices are
     dealt out by the work they make, every rank gets one in turn, and its update goes back in pieces. So a rank holds about six
-    matrices' worth of memory besides its share.
+    matrices' worth of memory besides its share. A rank without peers (a stage of a pipeline without ZeRO) does all by itself;
+    as with any data parallelism without ZeRO, ranks that do the same are alike as long as their machines are.
 
     DeepSpeed has a Muon too. It moves the momentum before the inner optimizer steps, which is where a step that is not finite
     is skipped here, and its state belongs to one number of ranks.
@@ -57,6 +58,8 @@ class Muon(ShardedOptimizer):
         super().place(layout, device, peers)
         ours = {flat: fragments for flat, fragments in layout.items() if self._holds_matrices(fragments)}
         matrices = [fragment for fragments in ours.values() for fragment in fragments]
+        if not matrices:
+            return
         mine = torch.tensor([fragment.count for fragment in matrices], device=device)
         by_matrix = torch.stack(peers.collect(mine), dim=1).tolist()
         self._counts = {fragment.name: counts for fragment, counts in zip(matrices, by_matrix, strict=True)}

@@ -23,7 +23,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
     def __init__(self, groups: Iterable[dict[str, Any]], defaults: dict[str, Any], *, matrices: frozenset[str]) -> None:
         super().__init__(groups, {"weight_decay": 0.0, **defaults})
         self.whole: dict[str, torch.Tensor] = {}
-        """``<key>.<parameter>`` -> state that is whole and equal on every rank; filled by ``place``."""
+        """``<key>.<parameter>`` -> state that is whole and equal on all peers; filled by ``place``."""
         self._matrices = matrices
         self._layout: Mapping[torch.Tensor, Fragments] = {}
         self._device = torch.device("cpu")
@@ -40,7 +40,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One update of every flat tensor in ``param_groups``. All ranks call it."""
+        """One update of every flat tensor in ``param_groups``. All peers call it."""
         assert closure is None, "DeepSpeed calls it without one"
         for group in self.param_groups:
             for flat in group["params"]:

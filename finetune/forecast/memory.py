@@ -277,8 +277,10 @@ def _backward(facts: ModelFacts, layout: Layout) -> tuple[Phase, Phase]:
     # A GPU's bucket is taken whole, and twice where communication overlaps; of a CPU's only what is written exists.
     twice = layout.stage in (1, 2) and layout.pipeline == 1
     bucket = layout.bucket * (2 if twice else 1) if gpu else in_bucket
-    # Buckets of ZeRO-1 and 2 are reduced where they lie, see ``finetune.buckets``; a pipeline's in bf16 are not.
-    in_place = layout.stage in (1, 2) and (layout.pipeline == 1 or w == 4)
+    # Buckets of ZeRO-1 and 2 are reduced where they lie, see ``finetune.buckets``; a pipeline's in bf16 are not. On a CPU the
+    # whole gradients that ZeRO-1 adds up first leave as much behind in the heap when they go into the bucket.
+    left_behind = layout.stage == 1 and layout.accumulation > 1 and layout.pipeline == 1 and not gpu
+    in_place = layout.stage in (1, 2) and (layout.pipeline == 1 or w == 4) and not left_behind
     device: Phase = {"reduce bucket": w * bucket, "reduced copy": 0 if in_place else w * in_bucket}
     activations, host_inputs = _activations(facts, layout)
     host: Phase = {}
@@ -345,9 +347,11 @@ def _step(facts: ModelFacts, layout: Layout) -> tuple[Phase, Phase]:
 def _scratch(facts: ModelFacts, layout: Layout, share: int) -> int:
     """Bytes the optimizer computes with, where its state lies: a group's share, or of Adafactor's matrices one's."""
     if layout.algorithm == "adamw":
-        return 0  # DeepSpeed's on the CPU and torch's fused one go over the weights once
+        return 0  # DeepSpeed's on the CPU and torch's fused one go over the weights once (Twin-Flow's rest is small)
     if layout.algorithm == "adafactor":
         return 8 * min(share, facts.largest_matrix)
+    if layout.stage == 0:
+        return 8 * min(share, facts.largest)  # nothing is flat: one parameter after the other
     group = facts.trained - facts.matrices if layout.algorithm == "muon" else facts.largest_group
     return 8 * min(share, -(-group // (layout.pipeline * layout.shares)))
 

@@ -54,7 +54,13 @@ CASES = {
         # All weights are the first stage's: the second has copies, and nothing of its own to update.
         "head-in-pieces": (1, "fp32", "profile"),
     },
-    4: {"zero0": (0, "fp32", "uniform"), "zero1": (1, "fp32", "uniform"), "zero1-bf16": (1, "bf16", "uniform")},
+    4: {
+        "zero0": (0, "fp32", "uniform"),
+        "zero1": (1, "fp32", "uniform"),
+        "zero1-bf16": (1, "bf16", "uniform"),
+        "head-in-pieces": (1, "bf16", "profile"),
+        "head-in-pieces-zero0": (0, "fp32", "profile"),
+    },
 }
 """By ranks: ZeRO stage, precision, partition into two stages."""
 

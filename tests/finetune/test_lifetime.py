@@ -15,6 +15,7 @@ from tests.finetune.support import ROOT, small_run, witness_environment
 
 PROGRAM = """
 import atexit, sys, threading
+from concurrent.futures import ThreadPoolExecutor
 from finetune.lifetime import end_process
 
 class Witness:
@@ -22,6 +23,8 @@ class Witness:
         say("taken down\\n")
 
 witness = Witness()
+idle = ThreadPoolExecutor(1)
+idle.submit(str).result()
 atexit.register(print, "at exit")
 go = threading.Event()
 threading.Thread(target=lambda: (go.wait(), print("thread"))).start()
@@ -40,6 +43,22 @@ def test_the_end_of_a_process_is_whole_and_leaves_the_interpreter(end: str, last
     )
     assert done.returncode == 3, done.stderr
     assert done.stdout.splitlines() == ["thread", "at exit", *last]
+
+
+BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+
+
+def test_output_that_nobody_takes_does_not_change_the_code() -> None:
+    program = "from finetune.lifetime import end_process; print('lost'); end_process(0)"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=BUFFERED, stdout=full, timeout=60, check=False)
+    assert done.returncode == 0
+
+
+def test_what_libraries_in_c_have_written_is_not_lost() -> None:
+    program = "import ctypes; from finetune.lifetime import end_process; ctypes.CDLL(None).printf(b'from C'); end_process(0)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=BUFFERED, capture_output=True, timeout=60, check=True)
+    assert done.stdout == b"from C"
 
 
 def test_a_rank_is_not_taken_down(tmp_path: Path) -> None:
