@@ -31,10 +31,10 @@ class Muon(ShardedOptimizer):
     and decoupled weight decay carry over (Liu et al., 2025, arXiv 2502.16982). A fused weight of queries, keys and values is
     one matrix.
 
-    The momentum is spread as the weights are. Only for the iterations a matrix is whole, on one rank: matrices are
-    dealt out by the work they make, every rank gets one in turn, and its update goes back in pieces. So a rank holds about six
-    matrices' worth of memory besides its share. A rank without peers (a stage of a pipeline without ZeRO) does all by itself;
-    as with any data parallelism without ZeRO, ranks that do the same are alike as long as their machines are.
+    The momentum is spread as ZeRO spreads an optimizer's state. Only for the iterations a matrix is whole, on one rank:
+    matrices are dealt out by the work they make, every rank gets one in turn, and its update goes back in pieces. So a rank
+    holds about six matrices' worth of memory besides its share. A rank without peers (a stage of a pipeline without ZeRO) does
+    all by itself; as with any data parallelism without ZeRO, ranks that do the same are alike as long as their machines are.
 
     DeepSpeed has a Muon too. It moves the momentum before the inner optimizer steps, which is where a step that is not finite
     is skipped here, and its state belongs to one number of ranks.

@@ -60,6 +60,7 @@ from finetune.stages import (
 from finetune.types import StepOutcome
 
 IDLE = "idle"
+"""Name of the parameter of a stage that has none of its own to update."""
 PROFILE = "profile.json"
 """In the run's folder: what the layers were measured to cost."""
 
@@ -77,7 +78,7 @@ class _Stages(PipelineModule):
         self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
 
     def add_idle_parameter(self) -> nn.Parameter:
-        """Something to update for the optimizer of a stage that only has copies of others' weights; its name is ``IDLE``."""
+        """Something to update for the optimizer of a stage that only has copies of others' weights."""
         self.idle = nn.Parameter(torch.zeros(1, dtype=next(self.parameters()).dtype, device=next(self.parameters()).device))
         return self.idle
 
@@ -577,7 +578,7 @@ class PipelineEngine(Ranked):
         if not self._plain:
             self._wrapper._lazy_init_hp_params_optimizer_state()
         if isinstance(self._inner, ShardedOptimizer):
-            # Without ZeRO every rank of a stage updates all of its weights by itself, all to the same bits.
+            # Without ZeRO every rank of a stage updates all of its weights by itself.
             peers = Peers.alone() if self._plain else Peers.of(self._schedule.mpu.get_data_parallel_group())
             self._inner.place(dict(zip(self._updated(), self._fragments, strict=True)), self.device, peers)
 

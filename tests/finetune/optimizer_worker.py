@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from finetune.config import (
     ZeroConfig,
     to_deepspeed,
 )
+from finetune.data.batches import Microbatch
 from finetune.engine import ZeroEngine
 from finetune.loss import token_losses
 from finetune.model import build_empty, decay_groups, initialise, new_config
@@ -148,23 +149,34 @@ def reference(name: str, model_name: str) -> tuple[list[float], dict[str, torch.
     model = build_empty(hf_config(model_name), torch.float32, nullcontext())
     fill(model, whole)
     optimizers = torch_optimizers(settings(name), model)
+    losses = train_plainly(model, optimizers, settings(name), [(step_data(step), SCHEDULE.rate(step)) for step in range(STEPS)])
+    return losses, {n: parameter.detach() for n, parameter in model.named_parameters()}
+
+
+def train_plainly(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    options: OptimizerConfig,
+    steps: Iterable[tuple[list[Microbatch], float]],
+) -> list[float]:
+    """Losses of ``steps``, the micro-batches and the rate of each, by plain PyTorch on the whole batch."""
     losses = []
-    for step in range(STEPS):
+    for batches, rate in steps:
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = SCHEDULE.rate(step) / (2 if name == "adafactor" else 1)
-        inputs = torch.cat([batch.inputs for batch in step_data(step)])
-        targets = torch.cat([batch.targets for batch in step_data(step)])
+                group["lr"] = rate / (2 if options.name == "adafactor" else 1)
+        inputs = torch.cat([batch.inputs for batch in batches])
+        targets = torch.cat([batch.targets for batch in batches])
         loss = token_losses(model(input_ids=inputs, use_cache=False).logits, targets) / (targets != -100).sum()
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), settings(name).clip)
+        nn.utils.clip_grad_norm_(model.parameters(), options.clip)
         # torch's Muon always computes in bf16; without that it is the same in fp32.
         with mock.patch.object(torch.Tensor, "bfloat16", torch.Tensor.clone):
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
         losses.append(loss.item())
-    return losses, {n: parameter.detach() for n, parameter in model.named_parameters()}
+    return losses
 
 
 def parity(make: Callable[[], ZeroEngine], expected: dict[str, torch.Tensor]) -> dict[str, Any]:

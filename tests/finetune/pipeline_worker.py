@@ -9,8 +9,8 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ from finetune.saving import Keeper
 from finetune.schedule import Schedule
 from finetune.stages import HeadLayer, Layer, num_parameters
 from finetune.types import Progressed
-from tests.finetune.zero_worker import leave
+from tests.finetune.zero_worker import leave, same, snapshot, whole
 
 STEPS = 50
 VOCABULARY = 61
@@ -108,11 +108,6 @@ def mine(engine: TrainingEngine, step: int) -> list[Microbatch]:
     return step_data(step)[engine.data_rank :: engine.data_ranks]
 
 
-@contextmanager
-def whole(parameters: list[nn.Parameter]) -> Iterator[bool]:
-    yield True
-
-
 def reference(model_name: str) -> dict[str, Any]:
     """Plain PyTorch on the whole batch: losses and gradient norms of every step, and the starting weights."""
     model = build_empty(hf_config(model_name), torch.float32, nullcontext())
@@ -172,18 +167,6 @@ def run_config(model: str, stages: int, zero: int, *, optimizer: OptimizerConfig
 def costly_head(layers: Sequence[Layer], **_: Any) -> list[float]:
     """Costs as of a very large vocabulary, which only a head in pieces can balance."""
     return [30.0 / layer._pieces if isinstance(layer, HeadLayer) else 1.0 for layer in layers]
-
-
-def snapshot(engine: TrainingEngine) -> dict[str, torch.Tensor]:
-    """All weights, exact and computing, and moments; on rank 0."""
-    tensors = {f"exact.{name}": tensor for name, tensor in engine.weights(torch.float32, exact=True)}
-    tensors |= {f"computing.{name}": tensor for name, tensor in engine.weights(torch.float32)}
-    tensors |= dict(engine.moments())
-    return {name: tensor.clone() for name, tensor in tensors.items() if tensor is not None}
-
-
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def parity(model: str, stages: int, zero: int, partition: str, expected: dict[str, Any]) -> dict[str, Any]:

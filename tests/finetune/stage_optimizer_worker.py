@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from deepspeed.utils import groups
@@ -21,11 +20,10 @@ from finetune.config import OptimizerConfig
 from finetune.engine import ZeroEngine, start_ranks
 from finetune.engines import TrainingEngine
 from finetune.lion import Lion
-from finetune.loss import token_losses
 from finetune.model import build_empty, decay_groups, initialise
 from finetune.resume import ResumeState
 from finetune.types import Progressed
-from tests.finetune.optimizer_worker import still_keys, torch_optimizers
+from tests.finetune.optimizer_worker import still_keys, torch_optimizers, train_plainly
 from tests.finetune.pipeline_worker import (
     costly_head,
     hf_config,
@@ -33,12 +31,9 @@ from tests.finetune.pipeline_worker import (
     make_engine,
     mine,
     run_config,
-    same,
-    snapshot,
     step_data,
-    whole,
 )
-from tests.finetune.zero_worker import leave
+from tests.finetune.zero_worker import leave, same, snapshot, whole
 
 SAVED, STEPS = 4, 8
 OPTIMIZERS = {
@@ -80,23 +75,7 @@ def reference(name: str) -> list[float]:
         optimizers: list[torch.optim.Optimizer] = [Lion(decay_groups(model, options.weight_decay), lr=options.lr, betas=betas)]
     else:
         optimizers = torch_optimizers(options, model)
-    losses = []
-    for step in range(STEPS):
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = options.lr / (2 if name == "adafactor" else 1)
-        inputs = torch.cat([batch.inputs for batch in step_data(step)])
-        targets = torch.cat([batch.targets for batch in step_data(step)])
-        loss = token_losses(model(input_ids=inputs, use_cache=False).logits, targets) / (targets != -100).sum()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), options.clip)
-        # torch's Muon always computes in bf16; without that it is the same in fp32.
-        with mock.patch.object(torch.Tensor, "bfloat16", torch.Tensor.clone):
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return train_plainly(model, optimizers, options, [(step_data(step), options.lr) for step in range(STEPS)])
 
 
 def train(engine: TrainingEngine, options: OptimizerConfig, steps: range) -> list[float]:

@@ -38,6 +38,7 @@ from finetune.config import (
 )
 from finetune.data.batches import Microbatch
 from finetune.engine import ZeroEngine
+from finetune.engines import TrainingEngine
 from finetune.errors import RunError
 from finetune.lifetime import end_process
 from finetune.loss import token_losses
@@ -153,7 +154,7 @@ def make_engine(
     return made
 
 
-def snapshot(engine: ZeroEngine) -> dict[str, torch.Tensor]:
+def snapshot(engine: TrainingEngine) -> dict[str, torch.Tensor]:
     """All weights, exact and computing, and moments; on rank 0."""
     tensors = {f"exact.{name}": tensor for name, tensor in engine.weights(torch.float32, exact=True)}
     tensors |= {f"computing.{name}": tensor for name, tensor in engine.weights(torch.float32)}
