@@ -7,7 +7,8 @@ from typing import Any, Final
 from serve.errors import InvalidRequest, NotFound, Unavailable
 from serve.rpc.checks import REQUEST_ID
 from serve.rpc.scoring import Scorer
-from serve.runtime.gateway import Gateway, State
+from serve.runtime.gateway import Gateway
+from serve.runtime.state import State
 from serve.types import RequestId
 from serve.v1 import admin_pb2
 

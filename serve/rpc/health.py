@@ -9,7 +9,8 @@ from typing import Any, Final
 from grpc_health.v1 import health_pb2
 
 from serve.errors import NotFound, QueueFull
-from serve.runtime.gateway import Gateway, State
+from serve.runtime.gateway import Gateway
+from serve.runtime.state import State
 
 MAX_WATCHERS: Final = 1000
 

@@ -22,7 +22,8 @@ from serve.engine.stats import EngineStats
 from serve.metrics import Metrics
 from serve.rpc.server import RpcServer
 from serve.runtime.edition import Edition
-from serve.runtime.gateway import Gateway, State
+from serve.runtime.gateway import Gateway
+from serve.runtime.state import State
 from serve.text.detokenizer import open_text
 from serve.text.tokenizer import Tokenizer, load_tokenizer
 from serve.v1 import admin_pb2_grpc, inference_pb2, inference_pb2_grpc, models_pb2_grpc, tokenizer_pb2_grpc

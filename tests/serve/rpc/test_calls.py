@@ -10,7 +10,7 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 
 from serve.rpc.status import DETAILS_KEY
-from serve.runtime.gateway import State
+from serve.runtime.state import State
 from serve.v1 import inference_pb2
 from tests.serve.fake_executor import expected_tokens
 from tests.serve.rpc.running import request, serving, state_is

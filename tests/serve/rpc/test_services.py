@@ -12,7 +12,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from serve.errors import ConfigError
 from serve.runtime.edition import Edition
-from serve.runtime.gateway import State
+from serve.runtime.state import State
 from serve.v1 import admin_pb2, models_pb2, tokenizer_pb2, types_pb2
 from tests.serve.rpc.running import EOS, FakeRanks, request, serving, state_is, tokenizer
 from tests.serve.rpc.test_validation import violations

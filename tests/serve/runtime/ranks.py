@@ -17,7 +17,8 @@ from serve.engine.plan import Sampled, StepPlan, StepResult
 from serve.engine.text import TextDelta
 from serve.metrics import Metrics
 from serve.runtime.edition import Edition
-from serve.runtime.gateway import Gateway, State
+from serve.runtime.gateway import Gateway
+from serve.runtime.state import State
 from serve.runtime.stream import Stream, StreamEvent
 from serve.types import (
     Generation,

@@ -17,7 +17,7 @@ from serve.errors import (
     RequestAborted,
     SlowReader,
 )
-from serve.runtime.gateway import State
+from serve.runtime.state import State
 from serve.types import FinishReason, PromptReady, RequestId
 from tests.serve.runtime.ranks import bench, expected_ids, finish_of, ids_of, read, request
 

@@ -9,7 +9,7 @@ import pytest
 from serve.errors import ConfigError, Draining, EngineDown, Loading, RankStartError, ReloadRefused
 from serve.runtime import flight, supervisor
 from serve.runtime.edition import Edition
-from serve.runtime.gateway import State
+from serve.runtime.state import State
 from tests.serve.runtime.ranks import FakeRanks, bench, expected_ids, ids_of, options, read, request
 
 AGAIN = Edition(options(model={"path": "/models/newer", "name": "fake"}), None)

@@ -9,7 +9,7 @@ import pytest
 from serve.engine.executor import ExecutorDied
 from serve.errors import ConfigError, EngineDown, RankStartError
 from serve.runtime import supervisor
-from serve.runtime.gateway import State
+from serve.runtime.state import State
 from tests.serve.runtime.ranks import Bench, FakeRanks, bench, expected_ids, ids_of, read, request
 
 
