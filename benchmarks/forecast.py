@@ -55,6 +55,8 @@ CASES: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
     "zero3-llama": ("tune", LLAMA, {"zero": {"stage": 3}, "batch": {"micro": 4}}),
     "zero2-muon": ("tune", NEOX, {"zero": {"stage": 2}, "optimizer": {"name": "muon"}}),
     "zero3-adafactor": ("tune", NEOX, {"zero": {"stage": 3}, "optimizer": {"name": "adafactor"}}),
+    "zero2-zenflow": ("tune", NEOX, {"zero": {"stage": 2}, "offload": {"optimizer": "cpu", "method": "zenflow"}}),
+    "zero3-zenflow": ("tune", NEOX, {"zero": {"stage": 3}, "offload": {"optimizer": "cpu", "method": "zenflow"}}),
     "one-rank": ("tune", LLAMA, {"zero": {"stage": 1}, "run": {"ranks": 1}}),
 }
 """Name -> command, model, sections laid over the common ones."""

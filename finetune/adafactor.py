@@ -64,7 +64,7 @@ class Adafactor(ShardedOptimizer):
             row_R = gradient.new_zeros(fragment.shape[0])
             row_R[rows] = squares_rC.sum(1)
             sums += [row_R, squares_rC.sum(0)]
-        totals = iter(self._reduce(torch.cat(sums)).split([len(one) for one in sums]))
+        totals = iter(self._sum_over_peers(torch.cat(sums)).split([len(one) for one in sums]))
         for fragment in fragments:
             row_R, col_C = self._factors(fragment)
             row_R.lerp_(next(totals) / len(col_C) + _SMALLEST, share)
@@ -82,16 +82,11 @@ class Adafactor(ShardedOptimizer):
 
     def _apply(self, group: Mapping[str, Any], flat: torch.Tensor, fragments: Fragments, direction: Any) -> None:
         """Decay, and subtract ``direction(fragment)`` from each fragment, scaled down where the whole tensor's is too long."""
-        squares = self._reduce(torch.stack([direction(fragment).square().sum() for fragment in fragments]))
+        squares = self._sum_over_peers(torch.stack([direction(fragment).square().sum() for fragment in fragments]))
         for fragment, square in zip(fragments, squares.tolist(), strict=True):
             rms = (square / torch.Size(fragment.shape).numel()) ** 0.5
             rate = group["lr"] / max(1.0, rms / _LARGEST_RMS)
             fragment.of(flat).mul_(1.0 - group["lr"] * group["weight_decay"]).sub_(direction(fragment), alpha=rate)
-
-    def _reduce(self, mine: torch.Tensor) -> torch.Tensor:
-        everyone = mine.to(self._device)
-        self._peers.add_up(everyone)
-        return everyone.to(mine.device)
 
 
 def in_rows(fragment: Fragment, values: torch.Tensor) -> tuple[slice, torch.Tensor, torch.Tensor]:

@@ -47,6 +47,7 @@ from finetune.ranks import Peers, Ranked, random_state, set_random_state
 from finetune.recompute import recompute_blocks
 from finetune.sharded import ShardedOptimizer
 from finetune.types import StepOutcome
+from finetune.zenflow import ZenFlow
 
 _COLLECTIVE_TIMEOUT = timedelta(hours=2)  # rank 0 alone writes checkpoints while the others wait
 
@@ -110,7 +111,7 @@ class ZeroEngine(Ranked):
         recompute_blocks(base, config.activations.checkpoint, pin_memory=device.type == "cuda")
         rows = config.activations.loss_rows
         self._head_loss = HeadLoss(base, rows) if rows != 0 and HeadLoss.supports(base) else None
-        self._moments = moments_of(self.model, config.optimizer.name)
+        self._moments = moments_of(self.model, config.algorithm)
         optimizer = choose_optimizer(config, self.model, cpu_adam=cpu_adam)
         self._engine, *_ = deepspeed.initialize(model=self.model, optimizer=optimizer, config=ds, dist_init_required=False)
         self._zero = self._engine.optimizer
@@ -118,6 +119,7 @@ class ZeroEngine(Ranked):
             reduce_in_place(self._zero)
         self._inner = self._zero.optimizer
         self._updaters = [self._inner]
+        self._zenflow = self._inner if isinstance(self._inner, ZenFlow) else None
         if config.offload.ratio < 1.0:
             # DeepSpeed updates what stays on the device with an optimizer of its own, which neither follows the schedule nor
             # is saved. With one state and one guard for both, it is.
@@ -158,6 +160,8 @@ class ZeroEngine(Ranked):
         for number, batch in enumerate(batches):
             loss = self._loss(batch)
             loss_sum += loss.detach().double().cpu()
+            if self._zenflow is not None and number == 0:
+                self._zenflow.release_gradients()
             # DeepSpeed divides by accumulation and by ranks; what must remain is the mean over targets.
             self._engine.backward(loss * (self._accumulation * self.world_size / max(1, num_targets)))
             if number < len(batches) - 1:
@@ -330,6 +334,7 @@ class ZeroEngine(Ranked):
 
         Which keys a parameter has depends on the optimizer: see ``finetune.moments``, and ``Adafactor`` for its factors.
         """
+        self._settle()
         for name, parameter in self._trained():
             for key in self._moments[name]:
                 whole = safe_get_full_optimizer_state(parameter, key)
@@ -340,6 +345,7 @@ class ZeroEngine(Ranked):
     @torch.no_grad()
     def set_exact_weights(self, read: Callable[[str], torch.Tensor]) -> None:
         """Set the optimizer's fp32 weights from ``read(name)``; those that compute must have been filled with the same."""
+        self._settle()
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
                 self._set(parameter, read(name), None)
@@ -347,6 +353,7 @@ class ZeroEngine(Ranked):
     @torch.no_grad()
     def set_moments(self, read: Callable[[str], torch.Tensor], adam_steps: int) -> None:
         """Set the moments from ``read('exp_avg.<name>')`` and so on, and the number of updates the optimizer has made."""
+        self._settle()
         for name, parameter in self._trained():
             for key in self._moments[name]:
                 self._set(parameter, read(f"{key}.{name}"), key)
@@ -355,6 +362,11 @@ class ZeroEngine(Ranked):
         for flat in self._flat_weights():
             state = self._inner.state[flat]
             state["step"] = updates_made(state["step"], adam_steps)
+
+    def _settle(self) -> None:
+        """Bring the state to where it is read and written."""
+        if self._zenflow is not None:
+            self._zenflow.settle()
 
     def _set(self, parameter: nn.Parameter, whole: torch.Tensor, key: str | None) -> None:
         if self._stage < 3:
@@ -408,17 +420,32 @@ class ZeroEngine(Ranked):
 
     def close(self) -> None:
         """Leave the ranks."""
+        if self._zenflow is not None:
+            self._zenflow.close()
         self._leave(self._engine)
 
 
 def choose_optimizer(config: TuneConfig, model: nn.Module, *, cpu_adam: bool) -> torch.optim.Optimizer:
     """The optimizer of ``model``: DeepSpeed's CPU Adam where AdamW is offloaded and it was built."""
     options = config.optimizer
-    groups = groups_of(model, options.name, options.weight_decay)
-    if options.name == "adamw" and config.offload.optimizer != "none" and cpu_adam:
+    groups = groups_of(model, config.algorithm, options.weight_decay)
+    if config.algorithm == "adamw" and config.offload.optimizer != "none" and cpu_adam:
         betas = (options.betas[0], options.betas[1])
         optimizer: torch.optim.Optimizer = DeepSpeedCPUAdam(
             groups, lr=options.lr, betas=betas, eps=options.eps, adamw_mode=True
         )
         return optimizer
-    return make_optimizer(options, groups, matrices_of(model, options.name))
+    matrices = matrices_of(model, config.algorithm)
+    if config.algorithm == "zenflow":
+        paces = config.offload.zenflow
+        return ZenFlow(
+            groups,
+            matrices=matrices,
+            lr=options.lr,
+            betas=(options.betas[0], options.betas[1]),
+            eps=options.eps,
+            share=paces.share,
+            update_every=paces.update_every,
+            select_every=paces.select_every,
+        )
+    return make_optimizer(options, groups, matrices)

@@ -36,6 +36,41 @@ Fragments = Sequence[Fragment]
 """All parameters of one flat tensor in order: the same ones on every rank, of other sizes."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Neighbouring elements of a matrix that fill whole rows, or a part of one row."""
+
+    first: int
+    """Row of the matrix in which they begin."""
+    rows: int
+    columns: int
+    offset: int
+    """Place of the first one in the flat tensor."""
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """These elements, (rows, columns), as a view."""
+        return flat.view(-1).narrow(0, self.offset, self.rows * self.columns).view(self.rows, self.columns)
+
+    def of_rows(self, by_row: torch.Tensor) -> torch.Tensor:
+        """Of a vector with a number for each row of the matrix, those of these rows, as a view."""
+        return by_row.narrow(0, self.first, self.rows)
+
+
+def pieces_of(fragment: Fragment) -> list[Piece]:
+    """A fragment of a matrix as at most three pieces: the end of a row, whole rows, the beginning of a row."""
+    columns = fragment.shape[1]
+    place, end = fragment.start, fragment.start + fragment.count
+    found: list[Piece] = []
+    while place < end:
+        row, column = divmod(place, columns)
+        rows = (end - place) // columns if column == 0 else 0
+        taken = rows * columns or min(end - place, columns - column)
+        offset = fragment.offset + place - fragment.start
+        found.append(Piece(first=row, rows=max(1, rows), columns=columns if rows else taken, offset=offset))
+        place += taken
+    return found
+
+
 def fragments_of(zero: Any, names: Mapping[nn.Parameter, str], *, stage: int, rank: int) -> list[Fragments]:
     """The fragments of each of this rank's flat fp32 tensors, in DeepSpeed's order.
 

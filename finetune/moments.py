@@ -16,20 +16,28 @@ MOMENTS: Final[Mapping[str, tuple[str, ...]]] = {
     "lion": ("exp_avg",),
     "muon": ("exp_avg", "exp_avg_sq"),
     "adafactor": ("exp_avg_sq",),
+    "zenflow": ("exp_avg", "exp_avg_sq"),
 }
-"""Tensors as large as the parameter, by the optimizer's name."""
-OF_MATRICES: Final[Mapping[str, tuple[str, ...]]] = {"muon": ("momentum",), "adafactor": ()}
+"""Tensors as large as the parameter, by ``TuneConfig.algorithm``."""
+OF_MATRICES: Final[Mapping[str, tuple[str, ...]]] = {
+    "muon": ("momentum",),
+    "adafactor": (),
+    "zenflow": ("exp_avg", "exp_avg_sq", "put_off", "pending"),
+}
 """The same of its matrices, for optimizers that treat those in their own way."""
 FACTORS: Final = ("exp_avg_sq_row", "exp_avg_sq_col")
 """What Adafactor keeps whole of a matrix: one number for each row, and one for each column."""
+CHOSEN: Final = "chosen"
+UPDATES: Final = "updates"
+"""What ZenFlow keeps whole of a matrix: whether a row is updated in every step, and how often it was updated."""
 
 
 def matrices_of(model: nn.Module, optimizer: str) -> frozenset[str]:
     """Names of the trained parameters that ``optimizer`` treats as matrices; none for one that works element by element.
 
-    Adafactor takes every parameter of two dimensions. Muon leaves out embeddings and the output layer, whose rows belong to
-    single tokens; an adapter's factors are matrices to both. GPT-2's weights are stored transposed and its queries, keys and
-    values fused, as GPT-NeoX's are: each tensor is one matrix, the way round it is stored.
+    Adafactor and ZenFlow take every parameter of two dimensions. Muon leaves out embeddings and the output layer, whose rows
+    belong to single tokens; an adapter's factors are matrices to all. GPT-2's weights are stored transposed and its queries,
+    keys and values fused, as GPT-NeoX's are: each tensor is one matrix, the way round it is stored.
     """
     if optimizer not in OF_MATRICES:
         return frozenset()

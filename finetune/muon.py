@@ -10,7 +10,7 @@ import torch
 
 from finetune.fragments import Fragment, Fragments
 from finetune.ranks import Peers
-from finetune.sharded import ShardedOptimizer
+from finetune.sharded import ShardedOptimizer, adamw
 
 COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
 """Of x, x^3 and x^5 in one iteration on a singular value x."""
@@ -92,13 +92,7 @@ class Muon(ShardedOptimizer):
         self._peers.exchange(mine, whole, sent, received)
 
     def _update_others(self, group: Mapping[str, Any], flat: torch.Tensor, state: dict[str, Any], fragments: Fragments) -> None:
-        """AdamW, element by element."""
-        rate, (first_beta, second_beta), steps = group["lr"], group["betas"], state["step"]
-        gradient, first, second = flat.grad, state["exp_avg"], state["exp_avg_sq"]
-        first.lerp_(gradient, 1.0 - first_beta)
-        second.mul_(second_beta).addcmul_(gradient, gradient, value=1.0 - second_beta)
-        root = second.sqrt().div_(math.sqrt(1.0 - second_beta**steps)).add_(group["eps"])
-        flat.mul_(1.0 - rate * group["weight_decay"]).addcdiv_(first, root, value=-rate / (1.0 - first_beta**steps))
+        adamw(group, flat, state)
 
 
 def orthogonal(matrix_MN: torch.Tensor) -> torch.Tensor:

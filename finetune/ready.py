@@ -46,7 +46,7 @@ def built_ops(config: TuneConfig, say: Say) -> dict[str, str]:
     built: dict[str, str] = {}
     offload = config.offload
     wanted = [ops.PIN_MEMORY, ops.ASYNC_IO] if offload.on_disk else []
-    if offload.optimizer != "none" and config.optimizer.name == "adamw":
+    if offload.optimizer != "none" and config.algorithm == "adamw":
         wanted.append(ops.CPU_ADAM)
     for op in wanted:
         found = ops.ensure(op, say)

@@ -32,7 +32,8 @@ def settings_of(config: TuneConfig, prepared: Prepared, hf_config: Any) -> dict[
         "data.seed": config.data.seed,
         "samples of a step": config.step_samples,
         "model": shape,
-        "optimizer": config.optimizer.name,
+        "optimizer": config.algorithm,
+        "offload.zenflow": asdict(config.offload.zenflow) if config.algorithm == "zenflow" else None,
         "lora": None if config.lora is None else {**asdict(config.lora), "targets": list(config.lora.targets)},
     }
 

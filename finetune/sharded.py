@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -49,6 +50,12 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
                 update = self._update_matrices if self._holds_matrices(self._layout[flat]) else self._update_others
                 update(group, flat, self.state[flat], self._layout[flat])
 
+    def _sum_over_peers(self, mine: torch.Tensor) -> torch.Tensor:
+        """``mine`` of all peers added up, in new memory where ``mine`` lies."""
+        everyone = mine.to(self._device, copy=True)
+        self._peers.add_up(everyone)
+        return everyone.to(mine.device)
+
     def _holds_matrices(self, fragments: Fragments) -> bool:
         return fragments[0].name in self._matrices
 
@@ -61,3 +68,14 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
     @abstractmethod
     def _update_others(self, group: Mapping[str, Any], flat: torch.Tensor, state: dict[str, Any], fragments: Fragments) -> None:
         """Update one flat tensor without any."""
+
+
+def adamw(group: Mapping[str, Any], flat: torch.Tensor, state: Mapping[str, Any]) -> None:
+    """AdamW (arXiv 1711.05101), element by element."""
+    rate, (first_beta, second_beta), steps = group["lr"], group["betas"], state["step"]
+    gradient, first, second = flat.grad, state["exp_avg"], state["exp_avg_sq"]
+    assert gradient is not None
+    first.lerp_(gradient, 1.0 - first_beta)
+    second.mul_(second_beta).addcmul_(gradient, gradient, value=1.0 - second_beta)
+    root = second.sqrt().div_(math.sqrt(1.0 - second_beta**steps)).add_(group["eps"])
+    flat.mul_(1.0 - rate * group["weight_decay"]).addcdiv_(first, root, value=-rate / (1.0 - first_beta**steps))

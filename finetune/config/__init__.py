@@ -4,7 +4,7 @@ from finetune.config.activations import ActivationConfig
 from finetune.config.data import DataConfig, SourceConfig
 from finetune.config.deepspeed import DiskSettings, to_deepspeed
 from finetune.config.lora import LoraConfig
-from finetune.config.memory import OffloadConfig, ZeroConfig
+from finetune.config.memory import OffloadConfig, ZenFlowConfig, ZeroConfig
 from finetune.config.model import ModelConfig, TokenizerConfig, TrainTokenizerConfig
 from finetune.config.optimization import BatchConfig, OptimizerConfig, ScheduleConfig
 from finetune.config.pipeline import PipelineConfig
@@ -31,6 +31,7 @@ __all__ = [
     "TokenizerConfig",
     "TrainTokenizerConfig",
     "TuneConfig",
+    "ZenFlowConfig",
     "ZeroConfig",
     "to_deepspeed",
 ]

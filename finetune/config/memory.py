@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from finetune.config.checks import require
@@ -23,6 +23,28 @@ class ZeroConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ZenFlowConfig:
+    """The two paces of ``offload.method: zenflow``."""
+
+    share: float = 0.1
+    """Share of each matrix's rows that are updated in every step: those with the largest gradients."""
+
+    update_every: int = 4
+    """Steps whose mean gradient makes one update of all other rows."""
+
+    select_every: int = 64
+    """Steps after which rows are chosen anew; a multiple of ``update_every``."""
+
+    def __post_init__(self) -> None:
+        require(0.0 < self.share <= 1.0, "offload.zenflow.share", self.share, "be above 0 and at most 1")
+        rule = "be at least 2: an update in every step is offload.method plain"
+        require(self.update_every >= 2, "offload.zenflow.update_every", self.update_every, rule)
+        rule = f"be a multiple of offload.zenflow.update_every, which is {self.update_every}"
+        good = self.select_every >= 1 and self.select_every % self.update_every == 0
+        require(good, "offload.zenflow.select_every", self.select_every, rule)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class OffloadConfig:
     """What lies in the host's memory, or on a disk, instead of the device's memory."""
 
@@ -40,7 +62,11 @@ class OffloadConfig:
 
     method: Literal["plain", "superoffload", "zenflow"] = "plain"
     """``superoffload``: the CPU's update overlaps the GPU's work (GH200 and the like); CUDA, ZeRO stage 3, optimizer cpu.
-    ``zenflow`` is refused: see docs/adr/0010-no-zenflow.md."""
+    ``zenflow``: the rows of each matrix with the largest gradients are updated in every step, the others every few steps and
+    beside the device's work; optimizer cpu, AdamW."""
+
+    zenflow: ZenFlowConfig = field(default_factory=ZenFlowConfig)
+    """Of ``method: zenflow``."""
 
     def __post_init__(self) -> None:
         on_disk = [name for name in ("optimizer", "parameters") if getattr(self, name) == "nvme"]
@@ -53,17 +79,15 @@ class OffloadConfig:
             )
         else:
             require(self.path is None, "offload.path", self.path, "be absent when nothing is offloaded to nvme")
-        rule = (
-            "be plain or superoffload: DeepSpeed's ZenFlow changes weights before a gradient that is not finite can be seen, "
-            "and its state cannot be saved; offload.ratio also keeps part of the update on the device"
-        )
-        require(self.method != "zenflow", "offload.method", "zenflow", rule)
         require(0.0 <= self.ratio <= 1.0, "offload.ratio", self.ratio, "lie between 0 and 1")
         for name, used in (("ratio", self.ratio < 1.0), ("method", self.method != "plain")):
             rule = f"be left alone unless offload.optimizer is cpu (it is {self.optimizer})"
             require(not used or self.optimizer == "cpu", f"offload.{name}", getattr(self, name), rule)
-        rule = "be 1 with superoffload, which decides by itself what lies where"
+        rule = f"be 1 with {self.method}, which decides by itself what lies where"
         require(self.method == "plain" or self.ratio == 1.0, "offload.ratio", self.ratio, rule)
+        rule = f"be absent unless offload.method is zenflow (it is {self.method})"
+        usual = self.zenflow == ZenFlowConfig()
+        require(self.method == "zenflow" or usual, "offload.zenflow", self.zenflow, rule)
 
     @property
     def on_disk(self) -> bool:

@@ -61,10 +61,10 @@ class TuneConfig:
             "parameters": offload.parameters != "none",
             "optimizer": offload.optimizer == "nvme",
             "ratio": offload.ratio < 1.0,
-            "method": offload.method != "plain",
+            "method": offload.method == "superoffload",
         }
         for name, used in needs_three.items():
-            allowed = {"parameters": "none", "optimizer": "none or cpu", "ratio": "1", "method": "plain"}[name]
+            allowed = {"parameters": "none", "optimizer": "none or cpu", "ratio": "1", "method": "plain or zenflow"}[name]
             rule = f"be {allowed} unless zero.stage is 3 (it is {stage})"
             require(not used or stage == 3, f"offload.{name}", getattr(offload, name), rule)
         require(self.run.precision != "fp16" or self.run.device != "cpu", "run.precision", "fp16", "be bf16 or fp32 on the CPU")
@@ -77,7 +77,7 @@ class TuneConfig:
         """Some ways of offloading are made for one optimizer."""
         offload, name = self.offload, self.optimizer.name
         for key, used, allowed in (("method", offload.method != "plain", "plain"), ("ratio", offload.ratio < 1.0, "1")):
-            rule = f"be {allowed} unless optimizer.name is adamw (it is {name}): DeepSpeed has this for its own CPU Adam alone"
+            rule = f"be {allowed} unless optimizer.name is adamw (it is {name}): this is AdamW's alone"
             require(not used or name == "adamw", f"offload.{key}", getattr(offload, key), rule)
         rule = f"be none or cpu with optimizer.name {name}, which passes parts of matrices between ranks while it updates them"
         require(offload.optimizer != "nvme" or name not in ("muon", "adafactor"), "offload.optimizer", "nvme", rule)
@@ -119,6 +119,11 @@ class TuneConfig:
             batch.accumulation,
             f"be {wanted} (or unset) to make batch.total = {batch.total} of batch.micro = {batch.micro} on {ranks} ranks",
         )
+
+    @property
+    def algorithm(self) -> str:
+        """How weights are updated: the optimizer's name, or ``zenflow``, which is AdamW at two paces."""
+        return "zenflow" if self.offload.method == "zenflow" else self.optimizer.name
 
     @property
     def data_ranks(self) -> int:

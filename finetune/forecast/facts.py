@@ -97,9 +97,9 @@ def facts_of(config: TuneConfig, hf_config: Any, precision: str, *, on_gpu: bool
         moments = _follow(wrapped, model, config)
     trained = sum(p.numel() for p in wrapped.parameters() if p.requires_grad)
     every = [p.numel() for p in wrapped.parameters()]
-    names = matrices_of(wrapped, config.optimizer.name)
+    names = matrices_of(wrapped, config.algorithm)
     matrices = [p.shape for name, p in wrapped.named_parameters() if name in names]
-    groups = groups_of(wrapped, config.optimizer.name, config.optimizer.weight_decay)
+    groups = groups_of(wrapped, config.algorithm, config.optimizer.weight_decay)
     hidden = int(model.config.hidden_size)
     layers = int(model.config.num_hidden_layers)
     recomputed = _checkpointing(config) != "none"

@@ -66,7 +66,7 @@ class Layout:
     device: str
     weight_bytes: int
     algorithm: str
-    """``optimizer.name``."""
+    """``TuneConfig.algorithm``."""
     optimizer: str
     """Where the optimizer's state lies: ``none`` (the device), ``cpu``, ``nvme``."""
     parameters: str
@@ -76,6 +76,8 @@ class Layout:
     checkpoint_on_cpu: bool
     on_host: float = 1.0
     """Share of an offloaded optimizer's state that lies on the host (Twin-Flow)."""
+    chosen: float = 0.0
+    """Share of a matrix's rows whose weights and moments are held once more (ZenFlow)."""
 
     @property
     def shares(self) -> int:
@@ -91,13 +93,14 @@ def layout_of(config: TuneConfig, *, device: str, precision: str) -> Layout:
         pipeline=config.pipeline.stages,
         device=device,
         weight_bytes=4 if precision == "fp32" else 2,
-        algorithm=config.optimizer.name,
+        algorithm=config.algorithm,
         optimizer=offload.optimizer,
         parameters=offload.parameters,
         accumulation=config.accumulation,
         bucket=config.zero.bucket_elements,
         checkpoint_on_cpu=config.activations.checkpoint == "cpu",
         on_host=offload.ratio,
+        chosen=offload.zenflow.share if offload.method == "zenflow" else 0.0,
     )
 
 
@@ -234,6 +237,7 @@ def _state(facts: ModelFacts, layout: Layout) -> tuple[Phase, Phase]:
         every = {**states, "gradients": 4 * share}
         host |= {name: round(size * layout.on_host) for name, size in every.items()}
         device |= {name: round(size * (1 - layout.on_host)) for name, size in every.items()}
+        host["chosen rows"] = round(12 * layout.chosen * facts.matrices / layout.shares)
         if layout.stage < 3:
             host["copies for offload"] = w * share + w * facts.largest
             device["copies for offload"] = w * facts.largest
@@ -348,6 +352,8 @@ def _scratch(facts: ModelFacts, layout: Layout, share: int) -> int:
     """Bytes the optimizer computes with, where its state lies: a group's share, or of Adafactor's matrices one's."""
     if layout.algorithm == "adamw":
         return 0  # DeepSpeed's on the CPU and torch's fused one go over the weights once (Twin-Flow's rest is small)
+    if layout.algorithm == "zenflow":
+        return 4 * min(share, facts.largest_matrix)  # the lengths of its rows
     if layout.algorithm == "adafactor":
         return 8 * min(share, facts.largest_matrix)
     if layout.stage == 0:

@@ -69,7 +69,7 @@ def shape_of(config: TuneConfig) -> dict[str, Any]:
         "seq_len": config.data.seq_len,
         "ranks": config.run.ranks,
         "stages": config.pipeline.stages,
-        "optimizer": config.optimizer.name,
+        "optimizer": config.algorithm,
         "zero": config.zero.stage,
         "offload": [config.offload.optimizer, config.offload.parameters],
         "processor": machine.cpu_description(),

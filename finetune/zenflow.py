@@ -1,0 +1,262 @@
+"""ZenFlow: AdamW at two paces, for an optimizer on the host (Lan et al., 2025, arXiv 2505.12242)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from finetune.adafactor import in_rows
+from finetune.fragments import Fragment, Fragments, Piece, pieces_of
+from finetune.moments import CHOSEN, UPDATES
+from finetune.ranks import Peers
+from finetune.sharded import ShardedOptimizer, adamw
+
+_CHUNK_ELEMENTS: Final = 1 << 18
+"""Updated at once in the background: what a core's cache holds of six tensors."""
+
+# Shapes.  R rows and C columns of a matrix   r, c rows and columns of a piece of it   k rows of a piece that are chosen
+
+
+@dataclass(slots=True)
+class _ChosenRows:
+    """Chosen rows of one piece, taken out of the flat tensors so that the rest can be updated beside them."""
+
+    name: str
+    piece: Piece
+    rows_k: torch.Tensor
+    weight_kc: torch.Tensor
+    first_kc: torch.Tensor
+    second_kc: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Rest:
+    """What the background needs to know of one piece of a matrix to update the rows that are not chosen."""
+
+    piece: Piece
+    chosen_k: torch.Tensor
+    updates_r: torch.Tensor
+    """Of each row, this one counted."""
+
+
+class ZenFlow(ShardedOptimizer):
+    """The rows of each matrix with the largest gradients are updated in every step, all others every few steps.
+
+    Every ``select_every`` steps each matrix chooses the ``share`` of its rows whose gradients, of all ranks, are longest
+    (rows as they are stored: of a linear layer outputs, of an embedding tokens). A chosen row has AdamW's update in each step.
+    Of all others the gradients of ``update_every`` steps are added up, and their mean makes one update of AdamW. The background
+    computes it during the next ``update_every`` steps, in the last of which it lands; where rows are chosen anew it is waited
+    for, so that nothing is under way. A row's moments are corrected for their start by the number of updates it has had. Biases
+    and norms have AdamW.
+
+    The paper chooses input channels and updates them on the GPU during the backward pass. Here gradients have been clipped and
+    are known to be finite before anything changes, and what is chosen lies in one piece of memory. All state has an element for
+    each weight, or a number for each row that is equal on all peers, so it can be saved after any step and belongs to no number
+    of ranks. A matrix keeps, besides AdamW's moments, ``put_off`` (the sum of gradients since the last update) and ``pending``
+    (what is subtracted from the weights next); and of each row ``chosen`` (1 or 0) and ``updates``.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        *,
+        matrices: frozenset[str],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        share: float,
+        update_every: int,
+        select_every: int,
+    ) -> None:
+        """``select_every`` is a multiple of ``update_every``, which is at least 2; all groups have the same betas and eps."""
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps}, matrices=matrices)
+        self._share, self._update_every, self._select_every = share, update_every, select_every
+        self._pieces: dict[torch.Tensor, list[tuple[str, Piece]]] = {}
+        self._chosen: dict[torch.Tensor, list[_ChosenRows]] = {}
+        self._adding = ThreadPoolExecutor(1, "zenflow-gradients")
+        self._updating = ThreadPoolExecutor(1, "zenflow-weights")
+        self._added: list[Future[None]] = []
+        self._updated: dict[torch.Tensor, Future[None]] = {}
+
+    def place(self, layout: Mapping[torch.Tensor, Fragments], device: torch.device, peers: Peers) -> None:
+        super().place(layout, device, peers)
+        for flat, fragments in layout.items():
+            if self._holds_matrices(fragments):
+                self._pieces[flat] = [(fragment.name, piece) for fragment in fragments for piece in pieces_of(fragment)]
+                for fragment in fragments:
+                    for key in (CHOSEN, UPDATES):
+                        self.whole[f"{key}.{fragment.name}"] = torch.zeros(fragment.shape[0], device=flat.device)
+
+    # -- what a caller must know of the background
+
+    def release_gradients(self) -> None:
+        """Wait until the gradients of the last step may be overwritten."""
+        while self._added:
+            self._added.pop(0).result()
+
+    def settle(self) -> None:
+        """Wait for the background, and bring the state into the tensors where it is saved and set."""
+        self.release_gradients()
+        for flat in list(self._updated):
+            self._updated.pop(flat).result()
+        for flat in list(self._chosen):
+            self._put_back(flat)
+
+    def close(self) -> None:
+        """End the background."""
+        self._adding.shutdown()
+        self._updating.shutdown()
+
+    # -- the steps
+
+    def _update_matrices(
+        self, group: Mapping[str, Any], flat: torch.Tensor, state: dict[str, Any], fragments: Fragments
+    ) -> None:
+        step = state["step"]
+        if (step - 1) % self._select_every == 0:
+            self._choose(flat, fragments)
+        if flat not in self._chosen:
+            self._chosen[flat] = list(self._take_out(flat))
+        gradient = flat.grad
+        assert gradient is not None
+        for fragment in fragments:
+            self._of(UPDATES, fragment.name).add_(self._of(CHOSEN, fragment.name))
+        for rows in self._chosen[flat]:
+            self._update_chosen(group, flat, gradient, rows)
+        in_interval = step % self._update_every
+        if in_interval:
+            put_off = state["put_off"]
+            self._added.append(self._adding.submit(put_off.copy_ if in_interval == 1 else put_off.add_, gradient))
+            return
+        if (step - self._update_every) % self._select_every:
+            self._land(flat)
+        self._start_rest(group, flat, gradient, fragments)
+        if step % self._select_every == 0:
+            self._land(flat)
+            self._put_back(flat)
+
+    def _update_others(self, group: Mapping[str, Any], flat: torch.Tensor, state: dict[str, Any], fragments: Fragments) -> None:
+        adamw(group, flat, state)
+
+    # -- chosen rows
+
+    def _choose(self, flat: torch.Tensor, fragments: Fragments) -> None:
+        assert flat not in self._chosen, "what was chosen before has been put back"
+        assert flat.grad is not None
+        lengths = self._sum_over_peers(torch.cat([_squares_of_rows(fragment, flat.grad) for fragment in fragments]))
+        for fragment, length_R in zip(fragments, lengths.split([fragment.shape[0] for fragment in fragments]), strict=True):
+            count = max(1, round(self._share * fragment.shape[0]))
+            chosen_R = self._of(CHOSEN, fragment.name).zero_()
+            chosen_R[length_R.topk(count).indices] = 1.0
+
+    def _take_out(self, flat: torch.Tensor) -> Iterator[_ChosenRows]:
+        state = self.state[flat]
+        for name, piece in self._pieces[flat]:
+            rows_k = self._chosen_of(name, piece)
+            if len(rows_k):
+                taken = (piece.of(tensor).index_select(0, rows_k) for tensor in (flat, state["exp_avg"], state["exp_avg_sq"]))
+                yield _ChosenRows(name, piece, rows_k, *taken)
+
+    def _chosen_of(self, name: str, piece: Piece) -> torch.Tensor:
+        """Rows of a piece, (k,)."""
+        return piece.of_rows(self._of(CHOSEN, name)).nonzero().squeeze(1)
+
+    def _update_chosen(self, group: Mapping[str, Any], flat: torch.Tensor, gradient: torch.Tensor, chosen: _ChosenRows) -> None:
+        rate, rows_k, piece = group["lr"], chosen.rows_k, chosen.piece
+        gradient_kc = piece.of(gradient).index_select(0, rows_k)
+        updates_k = piece.of_rows(self._of(UPDATES, chosen.name))[rows_k]
+        direction_kc = _direction(group, gradient_kc, chosen.first_kc, chosen.second_kc, updates_k)
+        chosen.weight_kc.mul_(1.0 - rate * group["weight_decay"]).sub_(direction_kc, alpha=rate)
+        piece.of(flat).index_copy_(0, rows_k, chosen.weight_kc)
+
+    def _put_back(self, flat: torch.Tensor) -> None:
+        """End the time of the chosen rows apart; the background must not be at work on this tensor."""
+        state = self.state[flat]
+        for rows in self._chosen.pop(flat):
+            for tensor, values in ((state["exp_avg"], rows.first_kc), (state["exp_avg_sq"], rows.second_kc)):
+                rows.piece.of(tensor).index_copy_(0, rows.rows_k, values)
+
+    # -- the rest
+
+    def _start_rest(self, group: Mapping[str, Any], flat: torch.Tensor, gradient: torch.Tensor, fragments: Fragments) -> None:
+        """Have the background prepare the update of all rows that are not chosen."""
+        for fragment in fragments:
+            self._of(UPDATES, fragment.name).add_(1.0 - self._of(CHOSEN, fragment.name))
+        told = [
+            _Rest(
+                piece,
+                piece.of_rows(self._of(CHOSEN, name)).nonzero().squeeze(1),
+                piece.of_rows(self._of(UPDATES, name)).clone(),
+            )
+            for name, piece in self._pieces[flat]
+        ]
+        added = self._adding.submit(self._complete_mean, self.state[flat], gradient)
+        self._added.append(added)
+        settings = {key: group[key] for key in ("lr", "weight_decay", "betas", "eps")}
+
+        def update() -> None:
+            added.result()
+            with torch.no_grad():
+                for rest in told:
+                    _prepare_rest(settings, flat, self.state[flat], rest)
+
+        self._updated[flat] = self._updating.submit(update)
+
+    def _complete_mean(self, state: Mapping[str, Any], gradient: torch.Tensor) -> None:
+        torch.add(state["put_off"], gradient, out=state["pending"]).div_(self._update_every)
+
+    def _land(self, flat: torch.Tensor) -> None:
+        """Make the update that is pending."""
+        under_way = self._updated.pop(flat, None)
+        if under_way is not None:
+            under_way.result()
+        flat.sub_(self.state[flat]["pending"])
+
+    def _of(self, key: str, name: str) -> torch.Tensor:
+        return self.whole[f"{key}.{name}"]
+
+
+def _squares_of_rows(fragment: Fragment, flat: torch.Tensor) -> torch.Tensor:
+    """Sum of the squares of each row of the whole matrix, (R,), as far as this rank holds it."""
+    rows, matrix_rC, _ = in_rows(fragment, fragment.of(flat))
+    square_R = flat.new_zeros(fragment.shape[0])
+    square_R[rows] = matrix_rC.square_().sum(1)
+    return square_R
+
+
+def _prepare_rest(settings: Mapping[str, Any], flat: torch.Tensor, state: Mapping[str, Any], rest: _Rest) -> None:
+    """Turn the mean gradient in ``pending`` into what is subtracted from the weights: nothing from chosen rows.
+
+    Their moments are changed here like all others and are overwritten when the chosen ones are put back.
+    """
+    tensors = [rest.piece.of(tensor) for tensor in (flat, state["exp_avg"], state["exp_avg_sq"], state["pending"])]
+    rate, decay = settings["lr"], settings["weight_decay"]
+    size = max(1, _CHUNK_ELEMENTS // rest.piece.columns)
+    for start in range(0, rest.piece.rows, size):
+        weight_rc, first_rc, second_rc, pending_rc = (tensor[start : start + size] for tensor in tensors)
+        direction_rc = _direction(settings, pending_rc, first_rc, second_rc, rest.updates_r[start : start + size])
+        torch.add(direction_rc, weight_rc, alpha=decay, out=pending_rc).mul_(rate)
+    tensors[-1].index_fill_(0, rest.chosen_k, 0.0)
+
+
+def _direction(
+    settings: Mapping[str, Any],
+    gradient_rc: torch.Tensor,
+    first_rc: torch.Tensor,
+    second_rc: torch.Tensor,
+    updates_r: torch.Tensor,
+) -> torch.Tensor:
+    """AdamW's direction, in new memory, after the moments have been moved.
+
+    Args:
+        updates_r: of the moments of each row, this one counted.
+    """
+    (first_beta, second_beta), counted_r1 = settings["betas"], updates_r.double().unsqueeze(1)
+    first_rc.lerp_(gradient_rc, 1.0 - first_beta)
+    second_rc.mul_(second_beta).addcmul_(gradient_rc, gradient_rc, value=1.0 - second_beta)
+    root_r1, rise_r1 = (1.0 - second_beta**counted_r1).sqrt().float(), (1.0 - first_beta**counted_r1).float()
+    return second_rc.sqrt().div_(root_r1).add_(settings["eps"]).mul_(rise_r1).reciprocal_().mul_(first_rc)

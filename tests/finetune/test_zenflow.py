@@ -1,0 +1,285 @@
+"""ZenFlow learns, on ZeRO's pieces and beside the rest of a step, what its explanation says of whole matrices."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from checkpoint import open_checkpoint
+from finetune.config import OffloadConfig, OptimizerConfig, TuneConfig, ZenFlowConfig, ZeroConfig
+from finetune.errors import ConfigError
+from finetune.fragments import Fragment, all_of, pieces_of
+from finetune.ranks import Peers
+from finetune.zenflow import ZenFlow
+from tests.finetune.support import run_command, run_ranks, small_run, write_config
+from tests.finetune.test_config import config as settings
+from tests.finetune.test_tune import losses_of
+from tests.finetune.zenflow_worker import CASES, OPTIONS, PACES, Matrix
+
+CPU = torch.device("cpu")
+
+
+# -- one matrix on one rank
+
+
+def optimizer_of(weight: nn.Parameter, paces: ZenFlowConfig, **more: Any) -> ZenFlow:
+    """ZenFlow over one whole matrix, with its state created as the engine does."""
+    made = ZenFlow(
+        [{"params": [weight], "weight_decay": 0.1}],
+        matrices=frozenset({"w"}),
+        lr=1e-2,
+        betas=(OPTIONS.betas[0], OPTIONS.betas[1]),
+        eps=OPTIONS.eps,
+        share=paces.share,
+        update_every=paces.update_every,
+        select_every=paces.select_every,
+    )
+    keys = ("exp_avg", "exp_avg_sq", "put_off", "pending")
+    made.state[weight] = {"step": 0, **{key: torch.zeros_like(weight) for key in keys}}
+    made.place({weight: all_of(weight, "w")}, CPU, Peers.alone())
+    return made
+
+
+def drawn(shape: tuple[int, int], step: int) -> torch.Tensor:
+    """Gradients of which some rows are much longer than others, other ones after a while."""
+    draw = torch.Generator().manual_seed(step)
+    scale = torch.ones(shape[0], 1)
+    scale[(step // 7) :: 5] = 10.0
+    return torch.randn(shape, generator=draw) * scale
+
+
+@pytest.mark.parametrize("shape", [(20, 6), (3, 300_000), (1, 4)], ids=["usual", "wide", "one row"])
+@pytest.mark.parametrize("paces", [PACES, ZenFlowConfig(share=0.01, update_every=3, select_every=3)], ids=["slow", "restless"])
+def test_a_whole_matrix_moves_as_explained(shape: tuple[int, int], paces: ZenFlowConfig) -> None:
+    start = torch.randn(shape, generator=torch.Generator().manual_seed(9))
+    weight, explained = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    optimizer, matrix = optimizer_of(weight, paces), Matrix(explained, 0.1, paces)
+    for step in range(20):
+        optimizer.release_gradients()
+        weight.grad = drawn(shape, step)
+        explained.grad = weight.grad.clone()
+        optimizer.step()
+        matrix.step(1e-2)
+        torch.testing.assert_close(weight, explained, atol=1e-5, rtol=0)
+    optimizer.close()
+    assert float((weight.detach() - start).abs().max()) > 0.02
+
+
+def test_rows_with_the_longest_gradients_move_in_the_first_step_and_the_rest_two_intervals_later() -> None:
+    weight = nn.Parameter(torch.zeros(10, 4))
+    optimizer = optimizer_of(weight, ZenFlowConfig(share=0.2, update_every=2, select_every=8))
+    moved: list[list[int]] = []
+    for _ in range(4):
+        optimizer.release_gradients()
+        before = weight.detach().clone()
+        weight.grad = torch.ones(10, 4)
+        weight.grad[[2, 7]] = 3.0
+        optimizer.step()
+        moved.append((weight != before).any(1).nonzero().squeeze(1).tolist())
+    optimizer.close()
+    assert moved == [[2, 7], [2, 7], [2, 7], list(range(10))]
+
+
+def test_gradients_are_released_once_they_have_been_added() -> None:
+    weight = nn.Parameter(torch.zeros(4, 4))
+    optimizer = optimizer_of(weight, PACES)
+    may_add, told = threading.Event(), []
+    optimizer._adding.submit(may_add.wait)
+    weight.grad = torch.ones(4, 4)
+    optimizer.step()
+    waiting = threading.Thread(target=lambda: (optimizer.release_gradients(), told.append("released")))
+    waiting.start()
+    told.append("adding")
+    may_add.set()
+    waiting.join()
+    assert told == ["adding", "released"]
+    assert torch.equal(optimizer.state[weight]["put_off"], torch.ones(4, 4))
+    optimizer.close()
+
+
+def test_a_failure_in_the_background_is_the_steps_failure() -> None:
+    weight = nn.Parameter(torch.zeros(4, 4))
+    optimizer = optimizer_of(weight, PACES)
+    optimizer.state[weight]["put_off"] = torch.zeros(3, 3)
+    weight.grad = torch.ones(4, 4)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="must match the size"):
+        optimizer.release_gradients()
+    optimizer.close()
+
+
+@pytest.mark.parametrize("ends", [(35,), (1, 35), (7, 14, 35), (3, 3, 11, 30, 35), (20, 35, 35), (34, 35), (9, 10, 35)])
+def test_pieces_are_whole_rows_and_parts_of_one(ends: tuple[int, ...]) -> None:
+    matrix = torch.arange(35.0).view(5, 7)
+    seen: list[float] = []
+    for start, end in zip((0, *ends[:-1]), ends, strict=True):
+        flat = torch.cat([torch.full((2,), -1.0), matrix.flatten()[start:end]])
+        pieces = pieces_of(Fragment(name="w", shape=(5, 7), start=start, count=end - start, offset=2))
+        assert len(pieces) <= 3
+        for piece in pieces:
+            values = piece.of(flat)
+            assert piece.columns == 7 or piece.rows == 1
+            assert torch.equal(piece.of_rows(torch.arange(5)), torch.arange(piece.first, piece.first + piece.rows))
+            assert {float(value) // 7 for value in values[0]} == {float(piece.first)}
+            seen += values.flatten().tolist()
+    assert seen == list(range(35))
+
+
+# -- configuration
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: ZenFlowConfig(share=0.0), r"offload\.zenflow\.share is 0\.0; it must be above 0 and at most 1"),
+        (lambda: ZenFlowConfig(update_every=1), r"offload\.zenflow\.update_every is 1; it must be at least 2"),
+        (lambda: ZenFlowConfig(update_every=3), r"select_every is 64; it must be a multiple of .*update_every, which is 3"),
+        (lambda: ZenFlowConfig(select_every=0), r"offload\.zenflow\.select_every is 0"),
+        (lambda: OffloadConfig(method="zenflow"), r"offload\.method is 'zenflow'; .* unless offload\.optimizer is cpu"),
+        (lambda: OffloadConfig(zenflow=PACES), r"offload\.zenflow is .* be absent unless offload\.method is zenflow"),
+        (
+            lambda: OffloadConfig(optimizer="cpu", method="zenflow", ratio=0.5),
+            r"offload\.ratio is 0\.5; it must be 1 with zenflow",
+        ),
+        (
+            lambda: settings(offload=OffloadConfig(optimizer="cpu", method="zenflow"), optimizer=OptimizerConfig(name="lion")),
+            r"offload\.method is 'zenflow'; it must be plain unless optimizer\.name is adamw",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_by_its_key(make: Any, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        make()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_it_is_a_word_for_every_stage_that_offloads(stage: int) -> None:
+    config: TuneConfig = settings(zero=ZeroConfig(stage=stage), offload=OffloadConfig(optimizer="cpu", method="zenflow"))  # type: ignore[arg-type]
+    assert config.algorithm == "zenflow"
+
+
+# -- pieces on several ranks
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("zenflow")
+
+
+@pytest.fixture(scope="module")
+def two(out: Path) -> list[dict[str, Any]]:
+    """What two ranks saw, by rank."""
+    run_ranks("tests.finetune.zenflow_worker", 2, out)
+    return [json.loads((out / f"2-rank-{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def one(two: list[dict[str, Any]], out: Path) -> dict[str, Any]:
+    """What one rank saw, which went on from the two ranks' save."""
+    run_ranks("tests.finetune.zenflow_worker", 1, out)
+    report: dict[str, Any] = json.loads((out / "1-rank-0.json").read_text())
+    return report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [*CASES, "zero3 in sub-groups"])
+def test_two_ranks_learn_what_one_process_learns(two: list[dict[str, Any]], case: str) -> None:
+    seen = two[0]["parity"][case]
+    assert seen["losses"] == pytest.approx(two[0]["reference"], abs=1e-5)
+    assert seen["difference"] < 1e-4
+    assert seen["losses"][-1] < seen["losses"][0] - 0.3
+
+
+@pytest.mark.slow
+def test_one_rank_learns_what_one_process_learns(one: dict[str, Any]) -> None:
+    assert one["parity"]["losses"] == pytest.approx(one["reference"], abs=1e-5)
+    assert one["parity"]["difference"] < 1e-4
+
+
+@pytest.mark.slow
+def test_transposed_and_tied_weights_are_learned_too(two: list[dict[str, Any]]) -> None:
+    assert two[0]["gpt2"]["losses"] == pytest.approx(two[0]["reference of gpt2"], abs=1e-5)
+
+
+@pytest.mark.slow
+def test_with_every_row_chosen_it_is_adamw(two: list[dict[str, Any]]) -> None:
+    assert two[0]["all chosen"]["losses"] == pytest.approx(two[0]["adamw"], abs=1e-5)
+    assert two[0]["all chosen"]["difference"] < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["zero1-fp32", "zero2-bf16", "zero3-bf16"])
+def test_what_is_not_finite_reaches_neither_weights_nor_state(two: list[dict[str, Any]], case: str) -> None:
+    for report in two:
+        seen = report["not_finite"][case]
+        assert seen["skipped"] == [None, "gradient", "loss", None]
+        assert seen["untouched"]
+        assert seen["moved_on"]
+        assert seen["finite"]
+        assert seen["finite_beyond"]
+
+
+@pytest.mark.slow
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(two: list[dict[str, Any]]) -> None:
+    seen = two[0]["resumed"]
+    assert seen["losses"]["zero3"] == seen["losses"]["uninterrupted"]
+    assert seen["alike"]["zero3"]
+
+
+@pytest.mark.slow
+def test_a_save_changes_nothing(two: list[dict[str, Any]]) -> None:
+    seen = two[0]["resumed"]
+    assert seen["losses"]["never saved"] == seen["losses"]["uninterrupted"]
+    assert seen["alike"]["never saved"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["zero1", "zero2"])
+def test_a_run_can_be_resumed_in_another_stage(two: list[dict[str, Any]], case: str) -> None:
+    seen = two[0]["resumed"]["losses"]
+    assert seen[case] == pytest.approx(seen["uninterrupted"], abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["zero1", "zero3"])
+def test_a_run_of_two_ranks_can_be_resumed_on_one(two: list[dict[str, Any]], one: dict[str, Any], case: str) -> None:
+    assert one["resumed"][case] == pytest.approx(two[0]["resumed"]["losses"]["uninterrupted"], abs=1e-5)
+
+
+@pytest.mark.slow
+def test_gradients_are_released_before_the_next_ones_are_computed(two: list[dict[str, Any]]) -> None:
+    assert two[0]["order"] == ["release_gradients", "backward", "backward"] * 2
+
+
+@pytest.mark.slow
+def test_the_command_trains_resumes_on_other_ranks_and_refuses_other_paces(text_folder: Path, tmp_path: Path) -> None:
+    offload = {"optimizer": "cpu", "method": "zenflow", "zenflow": {"share": 0.2, "update_every": 2, "select_every": 8}}
+    tree = small_run(text_folder, tmp_path / "run", offload=offload)
+    tree["model"]["new"] |= {"hidden_dropout": 0.0, "attention_bias": False}  # dropout draws per rank
+    tree["batch"] = {"micro": 2, "total": 8}
+    tree["run"]["ranks"] = 2
+    path = write_config(tree, tmp_path / "run.yaml")
+    done = run_command("tune", path)
+    assert done.returncode == 0, done.stderr
+    assert "CPU Adam" not in done.stdout, "nothing is built that the run does not use"
+    expected = losses_of(tmp_path / "run")
+    assert expected[12] < expected[1] - 0.1
+    for root in ("checkpoints", "resume"):
+        shutil.rmtree(tmp_path / "run" / root / "step-00000012")
+        (tmp_path / "run" / root / "latest").write_text("step-00000006\n")
+    refused = run_command("tune", path, "--resume", "--offload.zenflow.update_every", "4")
+    assert refused.returncode == 2
+    assert "these differ: offload.zenflow (was {" in refused.stderr
+    done = run_command("tune", path, "--resume", "--run.ranks", "1", "--zero.stage", "2")
+    assert done.returncode == 0, done.stderr
+    assert losses_of(tmp_path / "run") == pytest.approx(expected, abs=1e-5)
+    with open_checkpoint(tmp_path / "run" / "resume") as state:
+        kinds = {name.split(".", 1)[0] for name in state.tensors}
+    assert {"exp_avg", "exp_avg_sq", "put_off", "pending", "chosen", "updates"} <= kinds
