@@ -214,7 +214,9 @@ class ZenFlow(ShardedOptimizer):
         under_way = self._updated.pop(flat, None)
         if under_way is not None:
             under_way.result()
-        flat.sub_(self.state[flat]["pending"])
+        pending = self.state[flat]["pending"]
+        for _, piece in self._pieces[flat]:  # what pads a flat tensor stays as it is
+            piece.of(flat).sub_(piece.of(pending))
 
     def _of(self, key: str, name: str) -> torch.Tensor:
         return self.whole[f"{key}.{name}"]

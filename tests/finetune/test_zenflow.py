@@ -43,7 +43,8 @@ def optimizer_of(weight: nn.Parameter, paces: ZenFlowConfig, **more: Any) -> Zen
     )
     keys = ("exp_avg", "exp_avg_sq", "put_off", "pending")
     made.state[weight] = {"step": 0, **{key: torch.zeros_like(weight) for key in keys}}
-    made.place({weight: all_of(weight, "w")}, CPU, Peers.alone())
+    if weight.ndim == 2:
+        made.place({weight: all_of(weight, "w")}, CPU, Peers.alone())
     return made
 
 
@@ -85,6 +86,22 @@ def test_rows_with_the_longest_gradients_move_in_the_first_step_and_the_rest_two
         moved.append((weight != before).any(1).nonzero().squeeze(1).tolist())
     optimizer.close()
     assert moved == [[2, 7], [2, 7], [2, 7], list(range(10))]
+
+
+def test_what_pads_a_flat_tensor_stays_as_it_is() -> None:
+    flat = nn.Parameter(torch.full((26,), 0.5))
+    optimizer = optimizer_of(nn.Parameter(torch.zeros(1)), PACES)
+    keys = ("exp_avg", "exp_avg_sq", "put_off", "pending")
+    optimizer.param_groups[0]["params"] = [flat]
+    optimizer.state[flat] = {"step": 0, **{key: torch.zeros_like(flat) for key in keys}}
+    optimizer.place({flat: [Fragment(name="w", shape=(8, 4), start=5, count=20, offset=0)]}, CPU, Peers.alone())
+    for _ in range(6):
+        optimizer.release_gradients()
+        flat.grad = torch.ones(26)
+        optimizer.step()
+    optimizer.close()
+    assert torch.equal(flat[20:], torch.full((6,), 0.5))
+    assert bool((flat[:20] < 0.5).all())
 
 
 def test_gradients_are_released_once_they_have_been_added() -> None:
@@ -256,6 +273,15 @@ def test_a_run_of_two_ranks_can_be_resumed_on_one(two: list[dict[str, Any]], one
 @pytest.mark.slow
 def test_gradients_are_released_before_the_next_ones_are_computed(two: list[dict[str, Any]]) -> None:
     assert two[0]["order"] == ["release_gradients", "backward", "backward"] * 2
+
+
+@pytest.mark.slow
+def test_adapters_have_rows_too(two: list[dict[str, Any]]) -> None:
+    seen = two[0]["adapters"]
+    keys = ["chosen", "exp_avg", "exp_avg_sq", "pending", "put_off", "updates"]
+    assert seen["zero2"]["keys"] == seen["zero3"]["keys"] == keys
+    assert seen["zero2"]["losses"] == pytest.approx(seen["zero3"]["losses"], abs=1e-5)
+    assert seen["zero2"]["losses"][-1] < seen["zero2"]["losses"][0]
 
 
 @pytest.mark.slow

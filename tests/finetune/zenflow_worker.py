@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from checkpoint import open_checkpoint
 from finetune import engine as ds
 from finetune.config import (
     BatchConfig,
     DataConfig,
+    LoraConfig,
     ModelConfig,
     OffloadConfig,
     RunConfig,
@@ -44,13 +46,16 @@ CASES = {"zero1": (1, "none"), "zero2": (2, "none"), "zero3": (3, "cpu")}
 OPTIONS = settings("adamw")
 
 
-def make_engine(case: str, *, paces: ZenFlowConfig = PACES, model: str = "gpt_neox", **more: Any) -> ZeroEngine:
+def make_engine(
+    case: str, *, paces: ZenFlowConfig = PACES, model: str = "gpt_neox", lora: bool = False, **more: Any
+) -> ZeroEngine:
     stage, parameters = CASES[case]
     ranks = int(os.environ["WORLD_SIZE"])
     config = TuneConfig(
         run=RunConfig(output="unused", ranks=ranks),
         data=DataConfig(train=("unused",)),
-        model=ModelConfig(new=MODELS[model]),
+        model=ModelConfig(path="unused") if lora else ModelConfig(new=MODELS[model]),
+        lora=LoraConfig(rank=3) if lora else None,
         tokenizer=TokenizerConfig(path="unused"),
         batch=BatchConfig(micro=2, accumulation=ALL_SAMPLES // ranks),
         optimizer=OPTIONS,
@@ -169,6 +174,14 @@ def order(case: str) -> list[str]:
     return done
 
 
+def adapters(case: str) -> dict[str, Any]:
+    """Losses with LoRA, and what is kept of each adapter."""
+    engine = make_engine(case, lora=True)
+    losses = train(engine, range(8))
+    unset_hf_deepspeed_config()  # or later models would be built partitioned
+    return {"losses": losses, "keys": sorted({key.split(".", 1)[0] for key, _ in engine.moments()})}
+
+
 def pair(rank: int, out: Path) -> dict[str, Any]:
     """What two ranks go through."""
     losses, weights = reference(PACES, "gpt_neox")
@@ -191,6 +204,7 @@ def pair(rank: int, out: Path) -> dict[str, Any]:
         },
         "resumed": resumed(out / "run"),
         "order": order("zero2"),
+        "adapters": {case: adapters(case) for case in ("zero2", "zero3")},
     }
 
 
