@@ -50,6 +50,27 @@ class Peers:
             dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=self.group)
 
 
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Where a rank stands in a pipeline: ranks are numbered stage by stage, and within a stage by their share of the data."""
+
+    rank: int
+    data_ranks: int
+    """Ranks of one stage; each takes other samples."""
+
+    @property
+    def stage(self) -> int:
+        return self.rank // self.data_ranks
+
+    @property
+    def data_rank(self) -> int:
+        return self.rank % self.data_ranks
+
+    def rank_of(self, stage: int, data_rank: int = 0) -> int:
+        """The rank on ``stage`` with that share of the data."""
+        return stage * self.data_ranks + data_rank
+
+
 class Ranked:
     """One of the ranks that train together. Every method is collective: all ranks call it, in the same order."""
 

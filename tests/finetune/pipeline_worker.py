@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-import finetune.pipeline
+import finetune.division
 from checkpoint import open_checkpoint
 from finetune.config import (
     BatchConfig,
@@ -172,12 +172,12 @@ def costly_head(layers: Sequence[Layer], **_: Any) -> list[float]:
 def parity(model: str, stages: int, zero: int, partition: str, expected: dict[str, Any]) -> dict[str, Any]:
     """Losses and norms of every step, and whether the starting weights were those of plain PyTorch."""
     engine = make_engine(model, stages=stages, zero=zero, partition=partition)
-    own = engine._stage_layers(engine.stage)
+    own = engine.division.of(engine.stage)
     held = sum(parameter.numel() for parameter in engine.model.parameters() if not parameter.is_meta)
     begin = {name: tensor.clone() for name, tensor in engine.weights(torch.float32) if tensor is not None}
     seen = [engine.train_step(mine(engine, step), SCHEDULE.rate(step)) for step in range(STEPS)]
     return {
-        "bounds": list(engine.bounds),
+        "bounds": list(engine.division.bounds),
         "layers": engine.describe(),
         "holds_its_stage_alone": held == num_parameters(*own),
         "evaluated": engine.evaluate(mine(engine, 1))[0],
@@ -341,7 +341,7 @@ def served(output: Path, model: str) -> float:
 def main(out: Path) -> None:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     start_ranks("cpu", rank)
-    finetune.pipeline.measure = costly_head  # type: ignore[assignment]
+    finetune.division.measure = costly_head  # type: ignore[assignment]
     report: dict[str, Any] = {"reference": {}, "parity": {}}
     for case, (model, stages, zero, partition) in PARITY[ranks].items():
         if model not in report["reference"]:

@@ -14,7 +14,7 @@ import torch
 from deepspeed.utils import groups
 from torch import nn
 
-import finetune.pipeline
+import finetune.division
 from checkpoint import open_checkpoint
 from finetune.config import OptimizerConfig
 from finetune.engine import ZeroEngine, start_ranks
@@ -124,7 +124,7 @@ def trained(name: str, case: str, output: Path) -> dict[str, Any]:
 def main(out: Path) -> None:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     start_ranks("cpu", rank)
-    finetune.pipeline.measure = costly_head  # type: ignore[assignment]
+    finetune.division.measure = costly_head  # type: ignore[assignment]
     report = {
         name: {"reference": reference(name), **{case: trained(name, case, out / f"{name}-{case}") for case in CASES[ranks]}}
         for name in OPTIMIZERS
