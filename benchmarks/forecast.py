@@ -47,6 +47,16 @@ CASES: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
     "lora": ("tune", NEOX, {"zero": {"stage": 2}, "lora": {"rank": 16}}),
     "pipeline": ("pretrain", NEOX, {"zero": {"stage": 1}, "pipeline": {"stages": 2}, "batch": {"accumulation": 2}}),
     "pipeline-muon": ("pretrain", NEOX, {"zero": {"stage": 1}, "pipeline": {"stages": 2}, "optimizer": {"name": "muon"}}),
+    "pipeline-bf16": (
+        "pretrain",
+        NEOX,
+        {"zero": {"stage": 1}, "pipeline": {"stages": 2}, "batch": {"accumulation": 2}, "run": {"precision": "bf16"}},
+    ),
+    "pipeline-bf16-groups": (
+        "pretrain",
+        NEOX,
+        {"zero": {"stage": 0}, "pipeline": {"stages": 2}, "run": {"precision": "bf16", "ranks": 4}},
+    ),
     "zero1-accumulate": ("tune", NEOX, {"zero": {"stage": 1}, "batch": {"accumulation": 2}}),
     "zero2-bf16": ("tune", NEOX, {"zero": {"stage": 2}, "run": {"precision": "bf16"}}),
     "zero2-offload": ("tune", NEOX, {"zero": {"stage": 2}, "offload": {"optimizer": "cpu"}}),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 
@@ -18,6 +19,10 @@ class BadOutput:
     """Its place among ``named_modules()``, the same on every rank."""
     largest_input: float
     """Magnitude of the largest number that went in."""
+
+
+_NOWHERE: Final = 1 << 62
+_STAGE_BITS: Final = 32
 
 
 class _Found(Exception):
@@ -55,6 +60,20 @@ def first_bad_output(model: nn.Module, run: Callable[[], Any], *, stop: bool) ->
         for hook in hooks:
             hook.remove()
     return found[0] if found else None
+
+
+def first_on_any_rank(mine: BadOutput | None, device: torch.device, *, stage: int = 0) -> BadOutput | None:
+    """The first of what all ranks have found, the same on every rank. All of them call it.
+
+    Args:
+        stage: this rank's in a pipeline; what an earlier one found was earlier.
+    """
+    place = _NOWHERE if mine is None else (stage << _STAGE_BITS) + mine.module
+    first = torch.tensor(place, device=device)
+    dist.all_reduce(first, dist.ReduceOp.MIN)
+    largest = torch.tensor(mine.largest_input if mine is not None and place == first else 0.0, device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return None if first == _NOWHERE else BadOutput(int(first) % (1 << _STAGE_BITS), float(largest))
 
 
 def output_in_words(model: nn.Module, found: BadOutput) -> str:

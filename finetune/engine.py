@@ -34,11 +34,11 @@ from finetune.adapters import add_adapters, as_peft_names_them, base_of
 from finetune.buckets import reduce_in_place
 from finetune.config import TuneConfig, to_deepspeed
 from finetune.data.batches import Microbatch
-from finetune.diagnosis import BadOutput, first_bad_output, gradient_in_words, is_finite, output_in_words
+from finetune.diagnosis import first_bad_output, first_on_any_rank, gradient_in_words, is_finite, output_in_words
 from finetune.fragments import fragments_of
 from finetune.isolation import forward_inputs
 from finetune.loss import HeadLoss, token_losses
-from finetune.loss_scale import SMALL, LossScale
+from finetune.loss_scale import LossScale, is_everyday, reason_of_bad_gradient
 from finetune.model import build_empty, meta_shapes
 from finetune.moments import groups_of, matrices_of, moments_of, no_updates, updates_made
 from finetune.nvme import Disk, disk_settings
@@ -174,25 +174,20 @@ class ZeroEngine(Ranked):
         bad_loss = not torch.tensor(loss_sum).isfinite().item()
         bad_gradient = not self._gradients_finite()
         loss_total, losses, gradients, stops = self._sum(loss_sum, float(bad_loss), float(bad_gradient), float(stop))
-        skipped = "loss" if losses else self._reason_of_bad_gradient() if gradients else None
-        # A scale that was too large is an everyday event, and not worth a look at every gradient until it has become small.
-        everyday = skipped == "scale" and self.loss_scale is not None and self.loss_scale.value > SMALL
-        diagnosis = self._diagnose(batches, skipped) if skipped is not None and diagnose and not everyday else None
+        skipped = "loss" if losses else reason_of_bad_gradient(self.loss_scale) if gradients else None
+        look = diagnose and skipped is not None and not is_everyday(skipped, self.loss_scale)
+        diagnosis = self._diagnose(batches, skipped) if look else None
         self._skip_update = skipped is not None
         self._forget_adam_history()
         self._engine.step()
         if skipped is None and self._zero.overflow:
             # DeepSpeed has made no update.
-            skipped = self._reason_of_bad_gradient()
+            skipped = reason_of_bad_gradient(self.loss_scale)
             diagnosis = "the norm: every number is finite, the sum of their squares is not"
         if self.loss_scale is not None and skipped != "loss":
             self.loss_scale.stepped(overflowed=skipped is not None)
         norm = float("nan") if skipped else float(self._engine.get_global_grad_norm() or 0.0)
         return StepOutcome(loss_total / max(1, num_targets), norm, num_targets, skipped, stops > 0, diagnosis)
-
-    def _reason_of_bad_gradient(self) -> str:
-        """Why a step with a bad gradient is skipped: in fp16 the scale of the loss is to blame as long as it can fall."""
-        return "scale" if self.loss_scale is not None and self.loss_scale.can_fall else "gradient"
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Microbatch]) -> tuple[float, int]:
@@ -262,7 +257,7 @@ class ZeroEngine(Ranked):
             other = [(1.0 + beta) / 2 for beta in group["betas"]]
             self._inner.ds_opt_adam.adam_update(self._inner.opt_id, 1, 0.0, *other, 1.0, 0.0, True, *one)
 
-    def _diagnose(self, batches: Sequence[Microbatch], skipped: str) -> str | None:
+    def _diagnose(self, batches: Sequence[Microbatch], skipped: str | None) -> str | None:
         """Where this step's first value that is not finite came from, the same on every rank."""
         if skipped != "loss":
             trained = self._trained()
@@ -273,14 +268,9 @@ class ZeroEngine(Ranked):
         self._engine.eval()
         found = [first_bad_output(self._engine.module, lambda b=batch: self._loss(b), stop=False) for batch in batches]  # type: ignore[misc]
         set_random_state(self.device, state)
-        nowhere = len(list(self._engine.module.modules()))
-        mine = min((f for f in found if f is not None), key=lambda f: f.module, default=BadOutput(nowhere, 0.0))
-        first = torch.tensor(mine.module, device=self.device)
-        dist.all_reduce(first, dist.ReduceOp.MIN)
-        largest = torch.tensor(mine.largest_input if mine.module == first else 0.0, device=self.device)
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
-        module = int(first)
-        return None if module == nowhere else output_in_words(self._engine.module, BadOutput(module, float(largest)))
+        mine = min((f for f in found if f is not None), key=lambda f: f.module, default=None)
+        first = first_on_any_rank(mine, self.device)
+        return None if first is None else output_in_words(self._engine.module, first)
 
     def _is_gradient_bad(self, parameter: nn.Parameter) -> bool:
         if self._on_disk:

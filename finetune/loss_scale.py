@@ -17,6 +17,19 @@ WINDOW: Final = 1000
 """Good steps in a row after which a larger scale is tried."""
 
 
+def reason_of_bad_gradient(scale: LossScale | None) -> str:
+    """Why a step with a bad gradient is skipped: in fp16 the scale of the loss is to blame as long as it can fall."""
+    return "scale" if scale is not None and scale.can_fall else "gradient"
+
+
+def is_everyday(skipped: str | None, scale: LossScale | None) -> bool:
+    """Whether a scale that was too large is all there is to a skipped step, and every gradient not worth a look.
+
+    Until the scale has become small. Asked before it falls.
+    """
+    return skipped == "scale" and scale is not None and scale.value > SMALL
+
+
 class LossScale:
     """The factor of the loss. The same on every rank, since all learn of the same overflows."""
 

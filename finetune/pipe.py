@@ -8,10 +8,13 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe import schedule as instructions
 from deepspeed.runtime.pipe.engine import PipelineEngine as DeepSpeedPipeline
 from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.runtime.precision_config import DeepSpeedBF16Config
+from deepspeed.utils.timer import NoopTimer
 from torch import nn
 
 from finetune.partition import Bounds
@@ -65,6 +68,26 @@ class PipeSchedule(DeepSpeedPipeline):
             dist_init_required=False,
             config=json,
             config_class=config,
+        )
+
+    def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
+        """Put DeepSpeed's optimizer for bf16 around ``optimizer`` in fp16 too: nothing in it but its name depends on the type.
+
+        It adds up gradients in fp32. Those DeepSpeed has for fp16 add up in fp16, where the sum over many micro-batches, ranks
+        or copies of a weight overflows, or loses its last digits, although no single gradient does. They also scale the loss by
+        themselves, of which a head in pieces has several.
+        """
+        if not self.fp16_enabled():
+            return super()._configure_zero_optimizer(optimizer)
+        return BF16_Optimizer(
+            optimizer,
+            self.param_names,
+            bfloat16_config=DeepSpeedBF16Config(enabled=True),
+            mpu=self.mpu,
+            allgather_bucket_size=self.zero_allgather_bucket_size(),
+            dp_process_group=self.seq_data_parallel_group,
+            timers=NoopTimer(),
+            grad_acc_dtype=torch.float32,
         )
 
     def _exec_reduce_tied_grads(self) -> None:

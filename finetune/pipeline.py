@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,13 +22,14 @@ from transformers import PreTrainedModel
 from finetune.config import TuneConfig, to_deepspeed
 from finetune.copies import Copies
 from finetune.data.batches import Microbatch
-from finetune.diagnosis import gradient_in_words, is_finite
+from finetune.diagnosis import first_bad_output, first_on_any_rank, gradient_in_words, is_finite, output_in_words
 from finetune.division import divide
 from finetune.isolation import positions_of
+from finetune.loss_scale import LossScale, is_everyday, reason_of_bad_gradient
 from finetune.moments import MOMENTS, factors_of, groups_of, matrices_of, moments_of
 from finetune.optimizers import make_optimizer
 from finetune.pipe import PipeSchedule, StageModule, StepEnd
-from finetune.ranks import Grid, Ranked
+from finetune.ranks import Grid, Ranked, random_state, set_random_state
 from finetune.stage_optimizer import StageOptimizer
 from finetune.stage_state import StageState
 from finetune.stages import Flow, Layer, LossTally, build_on_meta, give_memory, lent_memory, split
@@ -61,7 +63,9 @@ class PipelineEngine(Ranked):
         grid = Grid(self.rank, self.world_size // config.pipeline.stages)
         self.stage, self.data_rank, self.data_ranks = grid.stage, grid.data_rank, grid.data_ranks
         self._accumulation, self._clip = config.accumulation, config.optimizer.clip
-        self.model = build_on_meta(hf_config, torch.bfloat16 if precision == "bf16" else torch.float32)
+        self.loss_scale = LossScale() if precision == "fp16" else None
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
+        self.model = build_on_meta(hf_config, dtype)
         self._tally = LossTally(device)
         self.division = divide(config, self.model, self._splitting(config), device)
         users = self.division.users()
@@ -78,7 +82,6 @@ class PipelineEngine(Ranked):
         moments, factors = moments_of(self.model, name), factors_of(self.model, name)
         self._state = StageState(parameters, self._stage_of, moments, factors, self._optimizer, grid, device)
         self._stop = self._diagnose = False
-        self.loss_scale = None
         self._num_targets = 0
         self._shape: tuple[Any, ...] | None = None
         self._outcome: StepOutcome | None = None
@@ -129,11 +132,18 @@ class PipelineEngine(Ranked):
         self._num_targets = int(self._sum(float(counted))[0])
         self._stop, self._diagnose, self._outcome = stop, diagnose, None
         self._fit_shapes(batches)
-        # DeepSpeed averages over the ranks of a stage; what must remain is the mean over targets.
-        self._tally.start(self.data_ranks / max(1, self._num_targets), self._accumulation)
+        # DeepSpeed averages over the ranks of a stage; what must remain is the mean over targets, times the loss scale.
+        self._tally.start(self._scale * self.data_ranks / max(1, self._num_targets), self._accumulation)
         self._schedule.train_batch(map(_flow, batches))
         assert self._outcome is not None, "DeepSpeed's schedule ends with the optimizer's step"
+        if self._outcome.skipped == "loss" and diagnose:
+            return replace(self._outcome, diagnosis=self._first_bad_output(batches))
         return self._outcome
+
+    @property
+    def _scale(self) -> float:
+        """By how much gradients are too large."""
+        return 1.0 if self.loss_scale is None else self.loss_scale.value
 
     def _fit_shapes(self, batches: Sequence[Microbatch]) -> None:
         """Let DeepSpeed tell the next stage new shapes: it does so once, unless told that they change all the time."""
@@ -152,7 +162,7 @@ class PipelineEngine(Ranked):
     def _finish_step(self) -> None:
         """Decide on all ranks together whether the step counts, clip, and update."""
         gradients = self._optimizer.reduced_gradients()
-        norm = float(torch.stack(torch._foreach_norm(gradients)).double().norm())
+        norm = float(torch.stack(torch._foreach_norm(gradients)).double().norm()) / self._scale
         loss_sum = float(self._tally.total)
         bad_loss, bad_gradient = not math.isfinite(loss_sum), not math.isfinite(norm)
         share = 1 / self.data_ranks if self._optimizer.plain else 1.0  # every rank of a stage holds all of its gradient
@@ -163,18 +173,35 @@ class PipelineEngine(Ranked):
             float(bad_gradient),
             float(self._stop),
         )
-        skipped = "loss" if losses else "gradient" if bad else None
+        skipped = "loss" if losses else reason_of_bad_gradient(self.loss_scale) if bad else None
         norm = math.sqrt(squares)
-        if skipped is None and self._clip and norm > self._clip:
-            torch._foreach_mul_(gradients, self._clip / (norm + 1e-6))
-        diagnosis = self._first_bad_gradient() if skipped == "gradient" and self._diagnose else None
+        if skipped is None:
+            self._unscale_and_clip(gradients, norm)
+        look = self._diagnose and skipped in ("gradient", "scale") and not is_everyday(skipped, self.loss_scale)
+        diagnosis = self._first_bad_gradient() if look else None
         self._optimizer.skip_update = skipped is not None
         self._optimizer.update()
         if skipped is None:
             self._copies.renew()
+        if self.loss_scale is not None and skipped != "loss":
+            self.loss_scale.stepped(overflowed=skipped is not None)
         mean = loss_total / max(1, self._num_targets)
         mean, norm = float("nan") if losses else mean, float("nan") if skipped else norm
         self._outcome = StepOutcome(mean, norm, self._num_targets, skipped, stops > 0, diagnosis)
+
+    def _unscale_and_clip(self, gradients: list[torch.Tensor], norm: float) -> None:
+        clipped = self._clip / (norm + 1e-6) if self._clip and norm > self._clip else 1.0
+        factor = clipped / self._scale  # a power of two: as exact as one after the other
+        if factor != 1.0:
+            torch._foreach_mul_(gradients, factor)
+
+    def _first_bad_output(self, batches: Sequence[Microbatch]) -> str | None:
+        """In words, of another forward pass; ``None`` if there is none but the loss itself."""
+        state = random_state(self.device)
+        mine = first_bad_output(self.model, lambda: self.evaluate(batches), stop=False)
+        set_random_state(self.device, state)
+        first = first_on_any_rank(mine, self.device, stage=self.stage)
+        return None if first is None else output_in_words(self.model, first)
 
     def _first_bad_gradient(self) -> str | None:
         """In words; ``None`` where ZeRO has cut the gradients up already."""

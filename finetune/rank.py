@@ -101,7 +101,7 @@ def train_rank(
 
     for name, library in told["ops"].items():
         built.load_op(name, Path(library))
-    precision = choose_precision(config, place.type, pipeline=pipeline)
+    precision = choose_precision(config, place.type)
     job = tune.Job(
         config=config,
         prepared=Prepared(**told["prepared"]),
@@ -143,17 +143,15 @@ def choose_device(config: TuneConfig, *, local_ranks: int) -> str:
     return device
 
 
-def choose_precision(config: TuneConfig, device: str, *, pipeline: bool) -> str:
-    """``bf16``, ``fp16`` or ``fp32``, by ``run.precision`` and what the device computes with; a pipeline has no fp16."""
+def choose_precision(config: TuneConfig, device: str) -> str:
+    """``bf16``, ``fp16`` or ``fp32``, by ``run.precision`` and what the device computes with."""
     import torch
 
     if config.run.precision != "auto":
         return config.run.precision
     if device != "cuda":
         return "fp32"
-    if torch.cuda.is_bf16_supported(including_emulation=False):
-        return "bf16"
-    return "fp32" if pipeline else "fp16"
+    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
 
 
 def _check_cpu(config: TuneConfig) -> None:

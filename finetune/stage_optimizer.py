@@ -79,12 +79,14 @@ class StageOptimizer:
 
     def reduce_gradients(self) -> None:
         """Average over the ranks of this stage."""
+        alone = self._peers().size == 1
         if self.plain:
             gradients = [parameter.grad for parameter in self._updated() if parameter.grad is not None]
-            if self._peers().size > 1:
+            if not alone:
                 self._schedule.buffered_allreduce_fallback(grads=gradients)
         elif self.sums_in_fp32:
-            self._schedule._bf16_reduce_grads()
+            if not alone:  # nobody to send a copy to, which DeepSpeed would make, of bf16 even rounded to 16 bits
+                self._schedule._bf16_reduce_grads()
         else:
             self._schedule.allreduce_gradients()
 

@@ -74,10 +74,13 @@ def to_deepspeed(
     if pipeline:
         json["zero_optimization"]["overlap_comm"] = False
         json["gradient_clipping"] = 0.0
-        if precision == "bf16":
+        if precision != "fp32":
             # Gradients are added up in fp32. The optimizer's state is spread over the ranks of a stage in stage 0 too.
             json["zero_optimization"]["stage"] = 1
             json["data_types"] = {"grad_accum_dtype": "fp32"}
+            if precision == "fp16":
+                # Over ranks as well: a sum can lie beyond fp16's largest number where none of its parts does.
+                json["communication_data_type"] = "fp32"
         elif config.zero.stage == 1:
             json["zero_optimization"]["compute_grad_norm"] = False
     return json

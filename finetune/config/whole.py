@@ -95,8 +95,6 @@ class TuneConfig:
             return
         rule = "be 0 or 1 for pretrain: stages pass gradients on whole, so only the optimizer's state can be spread"
         require(stage <= 1, "zero.stage", stage, rule)
-        precision = self.run.precision
-        require(precision in ("auto", "bf16", "fp32"), "run.precision", precision, "be bf16 or fp32 for pretrain")
         for name in ("optimizer", "parameters"):
             rule = "be none for pretrain: every stage keeps its own part on its device; add stages, or offload with `tune`"
             require(getattr(self.offload, name) == "none", f"offload.{name}", getattr(self.offload, name), rule)

@@ -101,7 +101,7 @@ def forecast(
 
     Args:
         hf_config: the transformers configuration of the run's model.
-        precision: ``bf16`` or ``fp32``, already decided.
+        precision: ``bf16``, ``fp16`` or ``fp32``, already decided.
         process_bytes: host memory of one rank without a model, if measured; 0 takes the usual figure.
     """
     facts = facts_of(config, hf_config, precision, on_gpu=hardware.device == "cuda")

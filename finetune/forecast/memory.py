@@ -78,6 +78,13 @@ class Layout:
     """Share of an offloaded optimizer's state that lies on the host (Twin-Flow)."""
     chosen: float = 0.0
     """Share of a matrix's rows whose weights and moments are held once more (ZenFlow)."""
+    sent_bytes: int = 4
+    """Of an element of a gradient on its way to other ranks of a pipeline stage."""
+
+    @property
+    def sums_in_fp32(self) -> bool:
+        """Whether a rank adds up the gradients of all it has in fp32: in a pipeline in 16 bits."""
+        return self.pipeline > 1 and self.weight_bytes == 2
 
     @property
     def shares(self) -> int:
@@ -87,8 +94,10 @@ class Layout:
 
 def layout_of(config: TuneConfig, *, device: str, precision: str) -> Layout:
     offload = config.offload
+    staged = config.pipeline.stages > 1
     return Layout(
-        stage=config.zero.stage,
+        # In 16 bits a pipeline spreads the optimizer's state in stage 0 too.
+        stage=max(1, config.zero.stage) if staged and precision != "fp32" else config.zero.stage,
         ranks=config.run.ranks,
         pipeline=config.pipeline.stages,
         device=device,
@@ -101,6 +110,7 @@ def layout_of(config: TuneConfig, *, device: str, precision: str) -> Layout:
         checkpoint_on_cpu=config.activations.checkpoint == "cpu",
         on_host=offload.ratio,
         chosen=offload.zenflow.share if offload.method == "zenflow" else 0.0,
+        sent_bytes=2 if precision == "bf16" else 4,
     )
 
 
@@ -187,6 +197,7 @@ def _phases(facts: ModelFacts, layout: Layout) -> dict[str, tuple[Phase, Phase]]
     return {
         "load": (load_device, _merge(process, load_host)),
         "backward pass": (_merge(state_device, backward_device), _merge(process, state_host, backward_host)),
+        "reduction": (_merge(state_device, _reduction(facts, layout), kept), _merge(process, state_host)),
         "optimizer step": (_merge(state_device, step_device, kept), _merge(process, state_host, step_host)),
     }
 
@@ -245,6 +256,8 @@ def _state(facts: ModelFacts, layout: Layout) -> tuple[Phase, Phase]:
         host["swap buffers"] = _SWAP_BUFFERS * 4 * _sub_group(facts, layout)
     if layout.parameters == "nvme":
         host = _merge(host, {"swap buffers": _PARAMETER_BUFFERS * w * -(-facts.largest // layout.shares)})
+    if layout.sums_in_fp32:
+        device["gradients in fp32"] = 4 * trained
     if layout.stage == 3:
         flat = {"gradients": w * share}
         if layout.optimizer == "none":
@@ -276,15 +289,17 @@ def _backward(facts: ModelFacts, layout: Layout) -> tuple[Phase, Phase]:
     """The last micro-batch of a step: activations, gradients as they come, buckets in which they are reduced."""
     trained, _, share = _sizes(facts, layout)
     w = layout.weight_bytes
+    if layout.sums_in_fp32:
+        return {"activations": _activations(facts, layout)[0], "gradients": w * trained}, {}
     gpu = layout.device == "cuda"
     in_bucket = min(layout.bucket, trained)
     # A GPU's bucket is taken whole, and twice where communication overlaps; of a CPU's only what is written exists.
     twice = layout.stage in (1, 2) and layout.pipeline == 1
     bucket = layout.bucket * (2 if twice else 1) if gpu else in_bucket
-    # Buckets of ZeRO-1 and 2 are reduced where they lie, see ``finetune.buckets``; a pipeline's in bf16 are not. On a CPU the
-    # whole gradients that ZeRO-1 adds up first leave as much behind in the heap when they go into the bucket.
+    # Buckets of ZeRO-1 and 2 are reduced where they lie, see ``finetune.buckets``. On a CPU whole gradients that ZeRO-1 adds
+    # up first leave as much behind in the heap when they go into the bucket.
     left_behind = layout.stage == 1 and layout.accumulation > 1 and layout.pipeline == 1 and not gpu
-    in_place = layout.stage in (1, 2) and (layout.pipeline == 1 or w == 4) and not left_behind
+    in_place = layout.stage in (1, 2) and not left_behind
     device: Phase = {"reduce bucket": w * bucket, "reduced copy": 0 if in_place else w * in_bucket}
     activations, host_inputs = _activations(facts, layout)
     host: Phase = {}
@@ -305,6 +320,15 @@ def _backward(facts: ModelFacts, layout: Layout) -> tuple[Phase, Phase]:
         device["gradients"] = w * trained if layout.stage == 1 else 0
         host["added gradients"] = w * share
     return device, host
+
+
+def _reduction(facts: ModelFacts, layout: Layout) -> Phase:
+    """Between the last backward pass and the update, where gradients were added up in fp32: their copy on its way to others."""
+    if not layout.sums_in_fp32:
+        return {}
+    trained, _, _ = _sizes(facts, layout)
+    sent = 4 + (layout.sent_bytes if layout.sent_bytes < 4 else 0)
+    return {"gradients": layout.weight_bytes * trained, "reduced copy": sent * trained if layout.shares > 1 else 0}
 
 
 def _activations(facts: ModelFacts, layout: Layout) -> tuple[int, int]:
@@ -332,6 +356,8 @@ def _step(facts: ModelFacts, layout: Layout) -> tuple[Phase, Phase]:
     group = min(share, -(-facts.largest_group // (layout.pipeline * layout.shares)))
     scratch = _scratch(facts, layout, share)
     turn = {"whole matrices": 4 * MATRIX_BUFFERS * facts.largest_matrix if layout.algorithm == "muon" else 0}
+    if layout.sums_in_fp32:
+        return {"gradients": w * trained, "optimizer's scratch": scratch, **turn}, {}
     if layout.stage == 3:
         work = {"gradients in fp32": 4 * share, "optimizer's scratch": scratch}
         kept = {"reduce bucket": w * min(layout.bucket, trained)} if layout.device == "cpu" else {}

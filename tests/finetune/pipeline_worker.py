@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.utils import groups
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import finetune.division
 from checkpoint import open_checkpoint
@@ -36,14 +37,14 @@ from finetune.data.batches import Microbatch
 from finetune.engine import ZeroEngine, start_ranks
 from finetune.engines import TrainingEngine
 from finetune.loss import token_losses
-from finetune.model import build_empty, decay_groups, initialise, new_config, saved_config
+from finetune.model import build_empty, decay_groups, fill, initialise, new_config, saved_config
 from finetune.pipeline import PipelineEngine
 from finetune.resume import ResumeState
 from finetune.saving import Keeper
 from finetune.schedule import Schedule
 from finetune.stages import HeadLayer, Layer, num_parameters
 from finetune.types import Progressed
-from tests.finetune.zero_worker import leave, same, snapshot, whole
+from tests.finetune.zero_worker import fp16_on_cpu, leave, same, snapshot, whole
 
 STEPS = 50
 VOCABULARY = 61
@@ -85,6 +86,13 @@ PARITY = {
     },
 }
 """By ranks: model, stages, ZeRO stage, partition."""
+HALF = {
+    # In pieces, the head leaves rank 1 with nothing of its own to update.
+    2: {"zero0-head-in-pieces": (0, "profile"), "zero1": (1, "uniform")},
+    4: {"zero1-head-in-pieces": (1, "profile")},
+}
+"""The same of GPT-2, with tied weights, on two stages in fp16: ZeRO stage, partition."""
+HALF_STEPS = 10
 
 
 def hf_config(model: str, *, dropout: bool = False) -> Any:
@@ -147,7 +155,8 @@ def make_engine(
     config = run_config(model, stages, zero, optimizer=optimizer, **pipeline)
     fill = fill or (lambda model, gather: initialise(model, gather, 5))
     settings = hf_config(model, dropout=dropout)
-    return PipelineEngine(config, settings, fill, device=torch.device("cpu"), precision=precision)
+    with fp16_on_cpu():
+        return PipelineEngine(config, settings, fill, device=torch.device("cpu"), precision=precision)
 
 
 def run_config(model: str, stages: int, zero: int, *, optimizer: OptimizerConfig = OPTIMIZER, **pipeline: Any) -> TuneConfig:
@@ -237,8 +246,7 @@ def resumed(output: Path, zero: int, precision: str) -> dict[str, Any]:
     engine = make_engine("gpt2", zero=zero, precision=precision, dropout=True)
     for step in range(4):
         engine.train_step(mine(engine, step), SCHEDULE.rate(step))
-    progressed = Progressed(step=4, samples=0, tokens=0, adam_steps=engine.adam_steps, skipped_in_a_row=0)
-    keeper(output, "gpt2").save(engine, progressed)
+    keeper(output, "gpt2").save(engine, progressed_of(engine))
     losses = {"uninterrupted": go_on(engine)}
     final = snapshot(engine)
     state = ResumeState(open_checkpoint(output / "resume"))
@@ -252,12 +260,114 @@ def go_on(engine: TrainingEngine) -> list[float]:
     return [engine.train_step(mine(engine, step), SCHEDULE.rate(step)).loss for step in range(4, 8)]
 
 
+def half(output: Path, zero: int, partition: str) -> dict[str, Any]:
+    """fp16: good steps, steps that overflow, good steps, the last of them again from a save, and one of large sums."""
+    engine = make_engine("gpt2", zero=zero, precision="fp16", partition=partition, fill=fill_as_fp32)
+    assert engine.loss_scale is not None
+    losses = [engine.train_step(mine(engine, step), SCHEDULE.rate(step)).loss for step in range(HALF_STEPS)]
+    squares = [float(tensor.square().sum()) for name, tensor in snapshot(engine).items() if name.startswith("exp_avg.")]
+    seen = {"losses": losses, "good_steps": engine.loss_scale.good_steps, "momentum": math.sqrt(sum(squares))}
+    seen |= overflows(engine)
+    good = [engine.train_step(mine(engine, 1), 1e-3)]
+    keeper(output, "gpt2").save(engine, progressed_of(engine))
+    good.append(engine.train_step(mine(engine, 2), 1e-3))
+    state = ResumeState(open_checkpoint(output / "resume"))
+    again = make_engine("gpt2", zero=zero, precision="fp16", partition=partition, fill=state.fill)
+    state.restore(again)
+    resumed = again.train_step(mine(again, 2), 1e-3)
+    return {
+        **seen,
+        "good": [outcome.skipped for outcome in good],
+        "norm": good[0].grad_norm,
+        "next_loss": good[1].loss,
+        "bitwise": resumed == good[1] and same(snapshot(engine), snapshot(again)),
+        "resumed_scale": [progressed_of(each).loss_scale for each in (engine, again)],
+        **large_sums(again),
+    }
+
+
+def overflows(engine: PipelineEngine) -> dict[str, Any]:
+    """Steps at a scale that is too large, with an infinite gradient at a small one, and with infinite activations."""
+    assert engine.loss_scale is not None
+    before, adam_steps = snapshot(engine), engine.adam_steps
+    broken = engine.data_rank == engine.data_ranks - 1  # a single rank of a stage
+    weight = engine.model.get_parameter("transformer.h.0.mlp.c_fc.weight")
+    act = engine.model.get_submodule("transformer.h.2.mlp.act")
+    seen, scales = [], []
+    for scale, break_it in (
+        (2.0**60, None),
+        (2.0**9, lambda: weight.register_hook(lambda gradient: gradient * (math.inf if broken else 1.0))),
+        (2.0**8, lambda: act.register_forward_hook(lambda module, args, output: output * (1e7 if broken else 1.0))),
+    ):
+        engine.loss_scale.value = scale
+        handle = break_it() if break_it else None
+        seen.append(engine.train_step(mine(engine, HALF_STEPS), 1e-3, diagnose=True))
+        scales.append(engine.loss_scale.value)
+        if handle is not None:
+            handle.remove()
+    return {
+        "skipped": [outcome.skipped for outcome in seen],
+        "diagnoses": [outcome.diagnosis for outcome in seen],
+        "scales": scales,
+        "untouched": same(before, snapshot(engine)) and engine.adam_steps == adam_steps,
+    }
+
+
+def large_sums(engine: PipelineEngine) -> dict[str, Any]:
+    """A step in which both stages have a gradient of the tied weight in each micro-batch that fp16 holds, but not their sum."""
+    assert engine.loss_scale is not None
+    engine.loss_scale.value = 2.0**16
+    tied = next(engine.model.parameters())
+    handle = tied.register_hook(lambda gradient: torch.full_like(gradient, 6e4))
+    outcome = engine.train_step(mine(engine, 3), 1e-3)
+    handle.remove()
+    expected = math.sqrt(tied.numel()) * 6e4 / 2.0**16 * engine.division.stages * MICROBATCHES / engine.data_ranks
+    return {"large_sums": outcome.skipped, "large_sums_norm": outcome.grad_norm / expected}
+
+
+def progressed_of(engine: TrainingEngine) -> Progressed:
+    """How far ``engine`` is, as a run would save it."""
+    scale = engine.loss_scale
+    kept = None if scale is None else (scale.value, scale.good_steps)
+    return Progressed(step=4, samples=0, tokens=0, adam_steps=engine.adam_steps, skipped_in_a_row=0, loss_scale=kept)
+
+
+def half_elsewhere(output: Path) -> dict[str, Any]:
+    """The step after ``half``'s save on one stage, and without a pipeline: loss, and scale and good steps after it."""
+
+    def without(fill: Callable[..., None]) -> ZeroEngine:
+        groups.mpu = None  # DeepSpeed remembers the last pipeline's ranks
+        with fp16_on_cpu():
+            config = run_config("gpt2", 1, 2)
+            return ZeroEngine(config, hf_config("gpt2"), fill, device=torch.device("cpu"), precision="fp16", cpu_adam=False)
+
+    def alone(fill: Callable[..., None]) -> PipelineEngine:
+        return make_engine("gpt2", stages=1, zero=0, precision="fp16", fill=fill)
+
+    seen = {}
+    for name, make in {"one stage": alone, "no pipeline": without}.items():
+        state = ResumeState(open_checkpoint(output / "resume"))
+        engine = make(state.fill)
+        state.restore(engine)
+        loss = engine.train_step(mine(engine, 2), 1e-3).loss
+        assert engine.loss_scale is not None
+        seen[name] = (loss, [engine.loss_scale.value, engine.loss_scale.good_steps])
+    return seen
+
+
+def fill_as_fp32(model: PreTrainedModel, gather: Any) -> None:
+    """The starting weights of ``reference``, rounded: drawn in another type they would be others."""
+    plain = build_empty(hf_config("gpt2"), torch.float32, nullcontext())
+    initialise(plain, whole, 5)
+    fill(model, dict(plain.named_parameters()).__getitem__, gather)
+
+
 def elsewhere(output: Path) -> dict[str, list[float]]:
     """Losses of steps 4 to 7 of a state saved by two stages: there, on one stage, and without a pipeline; and back."""
     engine = make_engine("gpt2")
     for step in range(4):
         engine.train_step(mine(engine, step), SCHEDULE.rate(step))
-    progressed = Progressed(step=4, samples=0, tokens=0, adam_steps=engine.adam_steps, skipped_in_a_row=0)
+    progressed = progressed_of(engine)
     keeper(output / "pipeline", "gpt2").save(engine, progressed)
     losses = {"uninterrupted": go_on(engine)}
 
@@ -355,7 +465,9 @@ def main(out: Path) -> None:
         f"zero{zero}-{precision}": resumed(out / f"resumed-{zero}-{precision}", zero, precision)
         for zero, precision in (precisions if ranks == 2 else precisions[1:2])
     }
+    report["half"] = {case: half(out / f"half-{case}", *settings) for case, settings in HALF[ranks].items()}
     if ranks == 2:
+        report["half_elsewhere"] = half_elsewhere(out / "half-zero1")
         report["elsewhere"] = elsewhere(out / "elsewhere")
         report["checkpointed"] = checkpointed()
         report["packed"] = {model: packed(model) for model in MODELS}

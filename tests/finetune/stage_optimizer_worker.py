@@ -33,7 +33,7 @@ from tests.finetune.pipeline_worker import (
     run_config,
     step_data,
 )
-from tests.finetune.zero_worker import leave, same, snapshot, whole
+from tests.finetune.zero_worker import fp16_on_cpu, leave, same, snapshot, whole
 
 SAVED, STEPS = 4, 8
 OPTIMIZERS = {
@@ -46,6 +46,7 @@ CASES = {
         "zero0": (0, "fp32", "uniform"),
         "zero1": (1, "fp32", "uniform"),
         "zero1-bf16": (1, "bf16", "uniform"),
+        "zero0-fp16": (0, "fp16", "uniform"),
         # All weights are the first stage's: the second has copies, and nothing of its own to update.
         "head-in-pieces": (1, "fp32", "profile"),
     },
@@ -92,8 +93,9 @@ def trained(name: str, case: str, output: Path) -> dict[str, Any]:
 
     def alone(fill: Callable[..., None]) -> TrainingEngine:
         groups.mpu = None  # DeepSpeed remembers the last pipeline's ranks
-        config = run_config("gpt2", 1, 3, optimizer=options)
-        return ZeroEngine(config, hf_config("gpt2"), fill, device=torch.device("cpu"), precision=precision, cpu_adam=False)
+        config, settings = run_config("gpt2", 1, 3, optimizer=options), hf_config("gpt2")
+        with fp16_on_cpu():
+            return ZeroEngine(config, settings, fill, device=torch.device("cpu"), precision=precision, cpu_adam=False)
 
     def restored(make: Callable[[Callable[..., None]], TrainingEngine]) -> TrainingEngine:
         state = ResumeState(open_checkpoint(output / "resume"))

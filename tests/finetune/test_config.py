@@ -16,6 +16,7 @@ from finetune.config import (
     ZeroConfig,
     to_deepspeed,
 )
+from finetune.rank import choose_precision
 from finetune.schedule import make_schedule
 
 
@@ -57,6 +58,23 @@ def test_without_cpu_adam_deepspeed_takes_the_torch_optimizer() -> None:
     offloaded = config(offload=OffloadConfig(optimizer="cpu"))
     assert to_deepspeed(offloaded, device="cpu", precision="fp32", cpu_adam=True)["zero_force_ds_cpu_optimizer"] is True
     assert to_deepspeed(offloaded, device="cpu", precision="fp32", cpu_adam=False)["zero_force_ds_cpu_optimizer"] is False
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_pipeline_in_16_bits_adds_up_gradients_in_fp32_and_spreads_its_state(stage: int) -> None:
+    given = config(zero=ZeroConfig(stage=stage))  # type: ignore[arg-type]
+    for precision, sent in (("bf16", None), ("fp16", "fp32")):
+        made = to_deepspeed(given, device="cuda", precision=precision, cpu_adam=False, pipeline=True)
+        assert made["zero_optimization"]["stage"] == 1
+        assert made["data_types"] == {"grad_accum_dtype": "fp32"}
+        assert made.get("communication_data_type") == sent
+
+
+@pytest.mark.parametrize(("has_bf16", "chosen"), [(True, "bf16"), (False, "fp16")])
+def test_a_gpu_without_bf16_computes_in_fp16(has_bf16: bool, chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: has_bf16)
+    assert choose_precision(config(), "cuda") == chosen
+    assert choose_precision(config(), "cpu") == "fp32"
 
 
 def test_steps_follow_from_epochs() -> None:

@@ -22,6 +22,7 @@ from finetune.config import (
     LoraConfig,
     OffloadConfig,
     OptimizerConfig,
+    PipelineConfig,
     RunConfig,
     SaveConfig,
     TokenizerConfig,
@@ -33,7 +34,7 @@ from finetune.errors import ConfigError
 from finetune.forecast.estimate import Forecast, forecast, model_config_of, precision_of
 from finetune.forecast.facts import facts_of
 from finetune.forecast.hardware import Hardware, available_bytes
-from finetune.forecast.memory import MATRIX_BUFFERS, _state, _step, layout_of, need_of
+from finetune.forecast.memory import MATRIX_BUFFERS, _phases, _state, _step, layout_of, need_of
 from finetune.forecast.pace import keep_pace, kept_pace
 from finetune.forecast.watch import MemoryWatch, pages_of
 from finetune.loss import token_losses
@@ -176,6 +177,28 @@ def test_states_on_a_gpu_follow_the_stages() -> None:
     assert device_bytes(3, 4) == pytest.approx(16 / 4, rel=0.01)
     assert device_bytes(3, 4, optimizer="cpu", parameters="cpu") == 0
     assert device_bytes(2, 4, optimizer="cpu") == pytest.approx(2, rel=0.01)
+
+
+@pytest.mark.parametrize(("precision", "sent"), [("bf16", 2), ("fp16", 0)])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_pipeline_in_16_bits_adds_up_gradients_in_fp32(stage: int, precision: str, sent: int) -> None:
+    """Two stages of two ranks: bytes a parameter of a stage. bf16 gradients are copied once more, in bf16, to be sent."""
+    config = config_of(
+        run={"ranks": 4, "device": "auto"},
+        pipeline=PipelineConfig(stages=2),
+        zero=ZeroConfig(stage=stage),  # type: ignore[arg-type]
+    )
+    facts = facts_of(config, model_config_of(config), precision, on_gpu=False)
+    phases = _phases(facts, layout_of(config, device="cuda", precision=precision))
+    trained = facts.trained / 2
+    for name in ("backward pass", "reduction", "optimizer step"):
+        device, _ = phases[name]
+        state = {"weights": 2, "fp32 weights": 4 / 2, "moments": 8 / 2, "gradients in fp32": 4, "gradients": 2}
+        assert {item: device[item] / trained for item in state} == pytest.approx(state, rel=0.01)
+    assert phases["reduction"][0]["reduced copy"] / trained == pytest.approx(4 + sent, rel=0.01)
+    alone = dataclasses.replace(config, run=dataclasses.replace(config.run, ranks=2))
+    reduction, _ = _phases(facts, layout_of(alone, device="cuda", precision=precision))["reduction"]
+    assert "reduced copy" not in reduction, "nobody to send to"
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from tests.finetune.pipeline_worker import MODELS, PARITY
+from tests.finetune.pipeline_worker import HALF, HALF_STEPS, MODELS, PARITY
 from tests.finetune.support import run_ranks
 
 pytestmark = pytest.mark.slow
 
 Reports = dict[int, list[dict[str, Any]]]
 CASES = [(ranks, case) for ranks, cases in PARITY.items() for case in cases]
+HALF_CASES = [(ranks, case) for ranks, cases in HALF.items() for case in cases]
 
 
 def run_worker(out: Path, ranks: int) -> list[dict[str, Any]]:
@@ -82,6 +83,50 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(reports: Reports, ranks:
 def test_bf16_learns_as_fp32_does(reports: Reports) -> None:
     seen = reports[2][0]["resumed"]
     assert seen["zero1-bf16"]["losses"]["resumed"] == pytest.approx(seen["zero1-fp32"]["losses"]["resumed"], abs=0.03)
+
+
+@pytest.mark.parametrize(("ranks", "case"), HALF_CASES)
+def test_fp16_learns_what_fp32_learns(reports: Reports, ranks: int, case: str) -> None:
+    expected, seen = reports[ranks][0]["reference"]["gpt2"], reports[ranks][0]["half"][case]
+    assert seen["losses"] == pytest.approx(expected["losses"][:HALF_STEPS], abs=1e-3)
+    assert seen["good_steps"] == HALF_STEPS
+    assert seen["norm"] < 10, "logs see the gradient of the loss, not of the scaled one"
+    assert 0.01 < seen["momentum"] < 0.5, "and so does the optimizer, of a gradient clipped at 0.5"
+
+
+@pytest.mark.parametrize(("ranks", "case"), HALF_CASES)
+def test_fp16_answers_an_overflow_on_all_ranks_and_says_where_it_began(reports: Reports, ranks: int, case: str) -> None:
+    for report in reports[ranks]:
+        seen = report["half"][case]
+        assert seen["skipped"] == ["scale", "scale", "loss"]
+        assert seen["scales"] == [2.0**59, 2.0**8, 2.0**8], "no smaller scale mends activations"
+        everyday, gradient, activations = seen["diagnoses"]
+        assert everyday is None, "a scale that was too large is no fault of a layer"
+        assert gradient == "the gradient of transformer.h.0.mlp.c_fc.weight"
+        assert activations.startswith("the output of transformer.h.2.mlp.act (")
+        assert seen["untouched"]
+        assert seen["good"] == [None, None]
+
+
+@pytest.mark.parametrize(("ranks", "case"), HALF_CASES)
+def test_fp16_resumes_bitwise_with_its_scale(reports: Reports, ranks: int, case: str) -> None:
+    seen = reports[ranks][0]["half"][case]
+    assert seen["bitwise"]
+    assert seen["resumed_scale"] == [[2.0**8, 2]] * 2
+
+
+@pytest.mark.parametrize(("ranks", "case"), HALF_CASES)
+def test_what_fp16_gradients_bring_together_may_be_more_than_fp16_holds(reports: Reports, ranks: int, case: str) -> None:
+    seen = reports[ranks][0]["half"][case]
+    assert seen["large_sums"] is None
+    assert seen["large_sums_norm"] == pytest.approx(1.0, rel=1e-3)
+
+
+@pytest.mark.parametrize("where", ["one stage", "no pipeline"])
+def test_an_fp16_state_goes_on_in_other_layouts(reports: Reports, where: str) -> None:
+    loss, scale = reports[2][0]["half_elsewhere"][where]
+    assert loss == pytest.approx(reports[2][0]["half"]["zero1"]["next_loss"], abs=1e-3)
+    assert scale == [2.0**8, 2]
 
 
 @pytest.mark.parametrize("where", ["one stage", "no pipeline", "back"])

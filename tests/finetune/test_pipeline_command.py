@@ -107,7 +107,13 @@ def test_pretrain_spreads_the_optimizer_unless_told_otherwise(tmp_path: Path, te
     assert load_config(config, [("zero.stage", "0")], command="pretrain").zero.stage == 0
 
 
+def test_pretrain_takes_fp16_where_there_is_a_gpu(tmp_path: Path, text_folder: Path) -> None:
+    tree = pretraining(text_folder, tmp_path / "run", run={"precision": "fp16", "device": "cuda"})
+    assert load_config(write_config(tree, tmp_path / "run.yaml"), command="pretrain").run.precision == "fp16"
+
+
 REFUSED = {
+    "precision": ({"run": {"precision": "fp16"}}, "run.precision is 'fp16'; it must be bf16 or fp32 on the CPU"),
     "zero": ({"zero": {"stage": 2}}, "zero.stage is 2; it must be 0 or 1 for pretrain"),
     "offload": ({"offload": {"optimizer": "cpu"}}, "offload.optimizer is 'cpu'; it must be none for pretrain"),
     "model": (
