@@ -42,6 +42,8 @@ ADAPTER_LIBRARY_BYTES: Final = 20 * _MIB
 """peft, imported by each rank."""
 LIVE_PARAMETERS: Final = 1_000_000_000
 """Elements that ZeRO-3 leaves whole between uses, at most: DeepSpeed's stage3_max_live_parameters."""
+JOINED_ELEMENTS: Final = 500_000_000
+"""Gradients of fewer are joined with those of another group to be sent: DeepSpeed's MEMORY_OPT_ALLREDUCE_SIZE."""
 MATRIX_BUFFERS: Final = 6
 """Copies of one matrix, in fp32, that Muon holds while it makes it orthogonal."""
 
@@ -327,8 +329,10 @@ def _reduction(facts: ModelFacts, layout: Layout) -> Phase:
     if not layout.sums_in_fp32:
         return {}
     trained, _, _ = _sizes(facts, layout)
-    sent = 4 + (layout.sent_bytes if layout.sent_bytes < 4 else 0)
-    return {"gradients": layout.weight_bytes * trained, "reduced copy": sent * trained if layout.shares > 1 else 0}
+    joined = 4 if facts.largest_group // layout.pipeline <= JOINED_ELEMENTS else 0
+    rounded = layout.sent_bytes if layout.sent_bytes < 4 else 0
+    copied = (joined + rounded) * trained if layout.shares > 1 else 0
+    return {"gradients": layout.weight_bytes * trained, "reduced copy": copied}
 
 
 def _activations(facts: ModelFacts, layout: Layout) -> tuple[int, int]:
