@@ -6,6 +6,7 @@ What always holds: a loss or gradient that is not finite on any rank changes no 
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -57,6 +58,9 @@ def start_ranks(device: str, rank: int) -> torch.device:
     # DeepSpeed would build its shared-memory all-reduce here. Only inference ever calls it, so training neither
     # waits for a compiler nor fails without one.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # Nothing here is compiled by torch. DeepSpeed's Muon is, as soon as DeepSpeed looks whether the optimizer is that one: a
+    # second and 40 MiB for a compiler that is never called.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     # DeepSpeed calls collectives by names that torch has deprecated: hundreds of lines that hide a rank's own.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     backend = "nccl" if device == "cuda" else "gloo"

@@ -19,7 +19,7 @@ from finetune.forecast.show import summary
 from finetune.forecast.watch import pages_of
 
 _logger = logging.getLogger(__name__)
-_TO_COME_BYTES = 15 << 20
+_TO_COME_BYTES = 8 << 20
 """What a rank's process still grows by before it has a model: the process group, its threads."""
 
 

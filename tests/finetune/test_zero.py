@@ -110,3 +110,7 @@ def test_a_save_that_fails_is_told_on_every_rank(reports: Reports) -> None:
     for report in reports:
         assert "the save of step 1 failed" in report["failing_save"]
     assert "no-such-place" in reports[0]["failing_save"]
+
+
+def test_no_rank_loads_torchs_compiler(reports: Reports) -> None:
+    assert [report["compiler"] for report in reports] == [False, False]

@@ -348,6 +348,7 @@ def main(out: Path, library: str) -> None:
     report["half"] = {case: half(case, adam, rank) for case in HALF}
     report["resumed"] = resumed(adam, rank, out / "resumed")
     report["failing_save"] = failing_save(adam)
+    report["compiler"] = "torch._inductor.compile_fx" in sys.modules
     (out / f"rank-{rank}.json").write_text(json.dumps(report))
     leave()
 
