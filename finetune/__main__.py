@@ -1,8 +1,15 @@
 """``python -m finetune`` is ``tessera-finetune``."""
 
-import sys
+from typing import NoReturn
 
 from finetune.cli import main
+from finetune.lifetime import end_process
+
+
+def run() -> NoReturn:
+    """Run one command in a process of its own."""
+    end_process(main())
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

@@ -19,8 +19,9 @@ from rich.markup import escape
 
 from finetune import machine
 from finetune.config import TuneConfig
-from finetune.errors import ConfigError, FinetuneError
+from finetune.errors import ConfigError, FinetuneError, RunError
 from finetune.folders import claimed_output
+from finetune.lifetime import without_collection
 from finetune.options import apply_overrides, build, describe, read_yaml, split_overrides
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -43,7 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     errors = Console(stderr=True)
     try:
-        return _run(words)
+        code = _run(words)
+        _flush_output()
+        return code
     except FinetuneError as error:
         errors.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         return error.exit_code
@@ -54,6 +57,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except SystemExit as error:  # argparse: 0 after --help, 2 after a usage error
         return error.code if isinstance(error.code, int) else 2
+
+
+def _flush_output() -> None:
+    """Write what is still buffered: here a failure is an error, at the process's end nobody would take notice.
+
+    Raises:
+        RunError: it cannot be written.
+    """
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise RunError(f"standard output cannot be written: {error}") from error
 
 
 def _run(words: list[str]) -> int:
@@ -227,9 +244,10 @@ def _export(words: list[str]) -> int:
     options = parser.parse_args(words)
     if options.max_shard_mib < 1:
         parser.error("--max-shard-mib must be at least 1")
-    import torch
+    with without_collection():
+        import torch
 
-    from finetune.export import export
+        from finetune.export import export
 
     dtype = getattr(torch, options.dtype) if options.dtype else None
     path = export(options.source, options.out, dtype=dtype, step=options.step, max_shard_bytes=options.max_shard_mib << 20)
@@ -247,9 +265,10 @@ def _merge(words: list[str]) -> int:
     options = parser.parse_args(words)
     if options.max_shard_mib < 1:
         parser.error(f"--max-shard-mib is {options.max_shard_mib}; it must be at least 1")
-    import torch
+    with without_collection():
+        import torch
 
-    from finetune.adapters import merge
+        from finetune.adapters import merge
 
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     out = merge(options.adapter, options.out, base=options.base, dtype=dtype, max_shard_bytes=options.max_shard_mib << 20)
@@ -275,9 +294,10 @@ def _evaluate(words: list[str]) -> int:
     for name, least in (("seq_len", 2), ("batch", 1)):
         if getattr(options, name) is not None and getattr(options, name) < least:
             parser.error(f"--{name.replace('_', '-')} must be at least {least}")
-    import torch
+    with without_collection():
+        import torch
 
-    from finetune.evaluate import evaluate
+        from finetune.evaluate import evaluate
 
     torch.set_num_threads(machine.usable_cores())
     result = evaluate(

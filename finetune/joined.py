@@ -28,7 +28,7 @@ from finetune import machine
 from finetune.config import TuneConfig
 from finetune.errors import FinetuneError
 from finetune.folders import claimed_output
-from finetune.lifetime import end_process
+from finetune.lifetime import end_process, without_collection
 
 _NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -122,16 +122,17 @@ def _rank(
     command: str,
     anyway: bool,
 ) -> None:
-    from finetune.rank import choose_device, look_ahead, train_rank
-    from finetune.ranks import tell_everyone
-    from finetune.ready import built_ops, make_ready
+    with without_collection():
+        from finetune.rank import choose_device, look_ahead, train_rank
+        from finetune.ranks import tell_everyone
+        from finetune.ready import built_ops, make_ready
+
+        device = choose_device(config, local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        os.environ["DS_ACCELERATOR"] = device
+        from finetune import engine
 
     def say(text: str) -> None:
         console.print(f"[dim]{escape(text)}[/]", highlight=False, soft_wrap=True)
-
-    device = choose_device(config, local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    os.environ["DS_ACCELERATOR"] = device
-    from finetune import engine
 
     place = engine.start_ranks(device, int(os.environ.get("LOCAL_RANK", "0")))
     told: dict[str, Any] = {}

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from finetune.config import TuneConfig
 from finetune.errors import ConfigError, FinetuneError
-from finetune.lifetime import die_with_parent, end_process
+from finetune.lifetime import die_with_parent, end_process, without_collection
 from finetune.options import build
 
 if TYPE_CHECKING:
@@ -49,11 +49,12 @@ def main(run_file: Path) -> int:
 
 
 def _train(config: TuneConfig, rank: int, stop: threading.Event, **options: bool) -> None:
-    device = choose_device(config, local_ranks=config.run.ranks)
-    os.environ["DS_ACCELERATOR"] = device  # DeepSpeed decides when it is imported
-    from rich.console import Console
+    with without_collection():
+        device = choose_device(config, local_ranks=config.run.ranks)
+        os.environ["DS_ACCELERATOR"] = device  # DeepSpeed decides when it is imported
+        from rich.console import Console
 
-    from finetune import engine
+        from finetune import engine
 
     look_ahead(config, Console(file=_console(), width=_width()) if rank == 0 else None, anyway=options["anyway"])
     line = sys.stdin.readline()

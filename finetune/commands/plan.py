@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from finetune.config import TuneConfig
+from finetune.lifetime import without_collection
 from finetune.options import apply_overrides, describe, read_yaml, split_overrides
 
 
@@ -64,11 +65,12 @@ def plan(config: TuneConfig, options: argparse.Namespace, console: Console) -> i
     Raises:
         ConfigError: the configuration's model cannot be.
     """
-    from finetune.forecast.advice import advise
-    from finetune.forecast.estimate import forecast, model_config_of, precision_of
-    from finetune.forecast.hardware import described_machine
-    from finetune.forecast.pace import kept_pace
-    from finetune.forecast.show import show_plan
+    with without_collection():
+        from finetune.forecast.advice import advise
+        from finetune.forecast.estimate import forecast, model_config_of, precision_of
+        from finetune.forecast.hardware import described_machine
+        from finetune.forecast.pace import kept_pace
+        from finetune.forecast.show import show_plan
 
     hf_config = model_config_of(config)
     hardware = described_machine(

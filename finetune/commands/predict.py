@@ -12,6 +12,7 @@ from typing import TextIO
 
 from finetune import machine
 from finetune.errors import ConfigError
+from finetune.lifetime import without_collection
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -54,9 +55,10 @@ def predict(options: argparse.Namespace) -> int:
     """
     if not options.checkpoint.exists():
         raise ConfigError(f"{options.checkpoint}: there is no such checkpoint")
-    import torch
+    with without_collection():
+        import torch
 
-    from finetune.generate import Completer, Sampling, quiet, read_prompts
+        from finetune.generate import Completer, Sampling, quiet, read_prompts
 
     prompts = read_prompts(options.prompts)
     has_gpu = torch.cuda.is_available()

@@ -1,7 +1,8 @@
-"""How processes of a run end: whole, but with the interpreter left standing, where threads of Gloo may still want it."""
+"""How processes of training end: whole, but with the interpreter left standing, where threads of Gloo may still want it."""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from finetune.launch import rank_environment
-from tests.finetune.support import ROOT, small_run, witness_environment
+from finetune.lifetime import without_collection
+from tests.finetune.support import COMMAND, ROOT, run_command, small_run, witness_environment
 
 PROGRAM = """
 import atexit, sys, threading
@@ -77,3 +79,28 @@ def test_a_rank_is_not_taken_down(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert seen() == ["ended"]
+
+
+def test_a_command_is_not_taken_down(tmp_path: Path) -> None:
+    environment, seen = witness_environment(tmp_path)
+    assert run_command("--help", env=environment).returncode == 0
+    assert seen() == ["ended"]
+
+
+def test_output_that_cannot_be_written_is_an_error() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*COMMAND, "--help"], cwd=ROOT, env=BUFFERED, stdout=full, stderr=subprocess.PIPE, timeout=60, check=False
+        )
+    assert done.returncode == 1
+    assert b"No space left" in done.stderr
+
+
+def test_what_is_imported_without_collection_is_old_afterwards() -> None:
+    with without_collection():
+        assert not gc.isenabled()
+        made = [[] for _ in range(5)]
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0, "it can be collected all the same"
+    old = {id(one) for one in gc.get_objects(generation=2)}
+    assert all(id(one) in old for one in made)
