@@ -133,6 +133,7 @@ class _Run:
         count, trained = sum(sizes.values()), sum(sizes[n] for n, p in self.engine.model.named_parameters() if p.requires_grad)
         places = {what: getattr(self.config.offload, what) for what in ("optimizer", "parameters")}
         offload = [f"{what} on {place}" for what, place in places.items() if place != "none"]
+        offload += [self.config.offload.method] if self.config.offload.method != "plain" else []
         parts = [
             f"{origin.name}, {count:,} parameters" + (f", {trained:,} trained" if trained < count else ""),
             *([f"{self.config.pipeline.stages} pipeline stages"] if job.pipeline else []),

@@ -46,18 +46,19 @@ class _Rest:
 class ZenFlow(ShardedOptimizer):
     """The rows of each matrix with the largest gradients are updated in every step, all others every few steps.
 
-    Every ``select_every`` steps each matrix chooses the ``share`` of its rows whose gradients, of all ranks, are longest
-    (rows as they are stored: of a linear layer outputs, of an embedding tokens). A chosen row has AdamW's update in each step.
-    Of all others the gradients of ``update_every`` steps are added up, and their mean makes one update of AdamW. The background
-    computes it during the next ``update_every`` steps, in the last of which it lands; where rows are chosen anew it is waited
-    for, so that nothing is under way. A row's moments are corrected for their start by the number of updates it has had. Biases
-    and norms have AdamW.
+    A matrix chooses the ``share`` of its rows whose gradients, of all ranks, are longest (rows as they are stored: of a linear
+    layer outputs, of an embedding tokens). A chosen row has AdamW's update in each step. Of all others the gradients of
+    ``update_every`` steps are added up, and their mean makes one update of AdamW, which the background computes during the next
+    ``update_every`` steps, in the last of which it lands. Rows are chosen in the first step; once more ``update_every`` steps
+    later, since the first gradient may be none (adapters) or like no other; then after each ``select_every`` steps. The step
+    before a choice waits for the background, so that nothing is under way. A row's moments are corrected for their start by the
+    number of updates it has had. Biases and norms have AdamW. Steps are those that were not skipped.
 
     The paper chooses input channels and updates them on the GPU during the backward pass. Here gradients have been clipped and
     are known to be finite before anything changes, and what is chosen lies in one piece of memory. All state has an element for
     each weight, or a number for each row that is equal on all peers, so it can be saved after any step and belongs to no number
     of ranks. A matrix keeps, besides AdamW's moments, ``put_off`` (the sum of gradients since the last update) and ``pending``
-    (what is subtracted from the weights next); and of each row ``chosen`` (1 or 0) and ``updates``.
+    (what will be subtracted from the weights); and of each row ``chosen`` (1 or 0) and ``updates``.
     """
 
     def __init__(
@@ -107,7 +108,8 @@ class ZenFlow(ShardedOptimizer):
             self._put_back(flat)
 
     def close(self) -> None:
-        """End the background."""
+        """End the background, once it has done what it was told; what went wrong there goes wrong here."""
+        self.settle()
         self._adding.shutdown()
         self._updating.shutdown()
 
@@ -117,7 +119,7 @@ class ZenFlow(ShardedOptimizer):
         self, group: Mapping[str, Any], flat: torch.Tensor, state: dict[str, Any], fragments: Fragments
     ) -> None:
         step = state["step"]
-        if (step - 1) % self._select_every == 0:
+        if self._is_last(step - 1):
             self._choose(flat, fragments)
         if flat not in self._chosen:
             self._chosen[flat] = list(self._take_out(flat))
@@ -132,12 +134,17 @@ class ZenFlow(ShardedOptimizer):
             put_off = state["put_off"]
             self._added.append(self._adding.submit(put_off.copy_ if in_interval == 1 else put_off.add_, gradient))
             return
-        if (step - self._update_every) % self._select_every:
+        if not self._is_last(step - self._update_every):
             self._land(flat)
         self._start_rest(group, flat, gradient, fragments)
-        if step % self._select_every == 0:
+        if self._is_last(step):
             self._land(flat)
+            state["pending"].zero_()
             self._put_back(flat)
+
+    def _is_last(self, step: int) -> bool:
+        """Whether this step is the last one with its chosen rows; nothing is under way after it."""
+        return step == self._update_every or step % self._select_every == 0
 
     def _update_others(self, group: Mapping[str, Any], flat: torch.Tensor, state: dict[str, Any], fragments: Fragments) -> None:
         adamw(group, flat, state)
@@ -151,7 +158,8 @@ class ZenFlow(ShardedOptimizer):
         for fragment, length_R in zip(fragments, lengths.split([fragment.shape[0] for fragment in fragments]), strict=True):
             count = max(1, round(self._share * fragment.shape[0]))
             chosen_R = self._of(CHOSEN, fragment.name).zero_()
-            chosen_R[length_R.topk(count).indices] = 1.0
+            # Among equal ones (tokens that were not there) the first, on however many ranks.
+            chosen_R[length_R.sort(descending=True, stable=True).indices[:count]] = 1.0
 
     def _take_out(self, flat: torch.Tensor) -> Iterator[_ChosenRows]:
         state = self.state[flat]
@@ -261,4 +269,5 @@ def _direction(
     first_rc.lerp_(gradient_rc, 1.0 - first_beta)
     second_rc.mul_(second_beta).addcmul_(gradient_rc, gradient_rc, value=1.0 - second_beta)
     root_r1, rise_r1 = (1.0 - second_beta**counted_r1).sqrt().float(), (1.0 - first_beta**counted_r1).float()
-    return second_rc.sqrt().div_(root_r1).add_(settings["eps"]).mul_(rise_r1).reciprocal_().mul_(first_rc)
+    below_rc = second_rc.sqrt().div_(root_r1).add_(settings["eps"]).mul_(rise_r1)
+    return torch.div(first_rc, below_rc, out=below_rc)

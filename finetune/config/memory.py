@@ -83,7 +83,7 @@ class OffloadConfig:
         for name, used in (("ratio", self.ratio < 1.0), ("method", self.method != "plain")):
             rule = f"be left alone unless offload.optimizer is cpu (it is {self.optimizer})"
             require(not used or self.optimizer == "cpu", f"offload.{name}", getattr(self, name), rule)
-        rule = f"be 1 with {self.method}, which decides by itself what lies where"
+        rule = f"be 1 with {self.method}: Twin-Flow is for the plain method"
         require(self.method == "plain" or self.ratio == 1.0, "offload.ratio", self.ratio, rule)
         rule = f"be absent unless offload.method is zenflow (it is {self.method})"
         usual = self.zenflow == ZenFlowConfig()

@@ -79,6 +79,10 @@ class TuneConfig:
         for key, used, allowed in (("method", offload.method != "plain", "plain"), ("ratio", offload.ratio < 1.0, "1")):
             rule = f"be {allowed} unless optimizer.name is adamw (it is {name}): this is AdamW's alone"
             require(not used or name == "adamw", f"offload.{key}", getattr(offload, key), rule)
+        steps, every = self.schedule.steps, offload.zenflow.update_every
+        rule = f"be at most schedule.steps, which is {steps}: most rows would never be updated"
+        late = offload.method == "zenflow" and steps is not None and steps < every
+        require(not late, "offload.zenflow.update_every", every, rule)
         rule = f"be none or cpu with optimizer.name {name}, which passes parts of matrices between ranks while it updates them"
         require(offload.optimizer != "nvme" or name not in ("muon", "adafactor"), "offload.optimizer", "nvme", rule)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from finetune.config import LoraConfig, TuneConfig
+from finetune.config import LoraConfig, TuneConfig, ZenFlowConfig
 from finetune.errors import ConfigError
 from finetune.forecast.estimate import Forecast, forecast
 
@@ -86,13 +86,12 @@ def _kinds(config: TuneConfig, given: Forecast) -> list[list[Change]]:
         kinds.append([(("zero.stage", 3), ("offload.optimizer", "cpu"), ("offload.parameters", "cpu"))])
     elif config.offload.parameters == "none" and on_gpu and config.pipeline.stages == 1:
         kinds.append([(("zero.stage", 3), ("offload.parameters", "cpu"))])
+    plain: Change = (("offload.method", "plain"),) if config.offload.method == "zenflow" else ()
+    if plain:
+        kinds.append([plain])
     if nvme and config.pipeline.stages == 1:
-        kinds.append(
-            [
-                (("zero.stage", 3), ("offload.optimizer", "nvme"), ("offload.parameters", place), ("offload.path", path))
-                for place in ("cpu", "nvme")
-            ]
-        )
+        on_disk: Change = (("zero.stage", 3), ("offload.optimizer", "nvme"), ("offload.path", path), *plain)
+        kinds.append([(*on_disk, ("offload.parameters", place)) for place in ("cpu", "nvme")])
     if config.lora is None and config.model.path is not None and config.pipeline.stages == 1:
         kinds.append([(("lora.rank", 16),)])
     if given.hardware.disk_bytes is not None and given.disk_bytes > given.hardware.disk_bytes:
@@ -116,6 +115,8 @@ def _with(config: TuneConfig, change: Change) -> TuneConfig | None:
 
 def _section(config: TuneConfig, name: str, values: dict[str, Any]) -> Any:
     section = getattr(config, name)
+    if values.get("method") == "plain":
+        values = {**values, "zenflow": ZenFlowConfig()}
     if section is not None:
         return dataclasses.replace(section, **values)
     assert name == "lora", "every other section has a value"

@@ -383,7 +383,9 @@ def _scratch(facts: ModelFacts, layout: Layout, share: int) -> int:
     if layout.algorithm == "adamw":
         return 0  # DeepSpeed's on the CPU and torch's fused one go over the weights once (Twin-Flow's rest is small)
     if layout.algorithm == "zenflow":
-        return 4 * min(share, facts.largest_matrix)  # the lengths of its rows
+        # A matrix whose rows are measured, or gradients and directions of those that are chosen.
+        part = -(-facts.largest_matrix // layout.shares) if layout.stage == 3 else min(share, facts.largest_matrix)
+        return round(max(4.0, 8.0 * layout.chosen) * part)
     if layout.algorithm == "adafactor":
         return 8 * min(share, facts.largest_matrix)
     if layout.stage == 0:

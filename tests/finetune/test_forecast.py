@@ -316,6 +316,19 @@ def test_plan_says_what_to_change_and_that_is_true(tmp_path: Path, capsys: pytes
     assert "offload: {optimizer: cpu" in said
 
 
+def test_plan_offers_the_plain_method_where_zenflow_is_too_large(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    zenflow = ("--zero.stage=2", "--offload.optimizer=cpu", "--offload.method=zenflow")
+    machine = ("--gpus", "1", "--gpu-gib", "80", "--nvme-gib", "500", "--json")
+    for ram, key, value in (("11", "offload.method", "plain"), ("8", "offload.optimizer", "nvme")):
+        room = (*machine, "--ram-gib", ram)
+        code, said = planned(tmp_path, capsys, *zenflow, "--offload.zenflow.share=0.2", *room)
+        assert code == 2
+        (change, *_) = (change for change in json.loads(said)["advice"] if change.get(key) == value)
+        assert change["offload.method"] == "plain"
+        words = [f"--{key}={value}" for key, value in change.items()]
+        assert planned(tmp_path, capsys, *zenflow, *words, *room)[0] == 0
+
+
 def test_plan_refuses_bad_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["--gpus", "2"], ["--ram-gib", "0"], ["--gpus", "-1", "--gpu-gib", "1"]):
         with pytest.raises(SystemExit) as stopped:

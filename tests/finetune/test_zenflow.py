@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from checkpoint import open_checkpoint
-from finetune.config import OffloadConfig, OptimizerConfig, TuneConfig, ZenFlowConfig, ZeroConfig
+from finetune.config import OffloadConfig, OptimizerConfig, ScheduleConfig, TuneConfig, ZenFlowConfig, ZeroConfig
 from finetune.errors import ConfigError
 from finetune.fragments import Fragment, all_of, pieces_of
 from finetune.ranks import Peers
@@ -73,11 +73,11 @@ def test_a_whole_matrix_moves_as_explained(shape: tuple[int, int], paces: ZenFlo
     assert float((weight.detach() - start).abs().max()) > 0.02
 
 
-def test_rows_with_the_longest_gradients_move_in_the_first_step_and_the_rest_two_intervals_later() -> None:
+def test_chosen_rows_move_in_each_step_and_the_rest_where_rows_are_chosen_and_an_interval_late() -> None:
     weight = nn.Parameter(torch.zeros(10, 4))
     optimizer = optimizer_of(weight, ZenFlowConfig(share=0.2, update_every=2, select_every=8))
     moved: list[list[int]] = []
-    for _ in range(4):
+    for _ in range(8):
         optimizer.release_gradients()
         before = weight.detach().clone()
         weight.grad = torch.ones(10, 4)
@@ -85,7 +85,94 @@ def test_rows_with_the_longest_gradients_move_in_the_first_step_and_the_rest_two
         optimizer.step()
         moved.append((weight != before).any(1).nonzero().squeeze(1).tolist())
     optimizer.close()
-    assert moved == [[2, 7], [2, 7], [2, 7], list(range(10))]
+    chosen, every = [2, 7], list(range(10))
+    #                interval        1                2               3               4
+    assert moved == [*[chosen, every], *[chosen, chosen], *[chosen, every], *[chosen, every]]
+
+
+def test_rows_are_chosen_by_later_gradients_where_the_first_ones_are_none() -> None:
+    weight = nn.Parameter(torch.zeros(12, 3))
+    optimizer = optimizer_of(weight, PACES)
+    chosen = []
+    for step in range(3):
+        optimizer.release_gradients()
+        weight.grad = torch.zeros(12, 3)
+        weight.grad[[3, 9]] = float(step)
+        optimizer.step()
+        chosen.append(optimizer.whole["chosen.w"].nonzero().squeeze(1).tolist())
+    optimizer.close()
+    assert chosen == [[0, 1], [0, 1], [3, 9]]
+
+
+@pytest.mark.parametrize(("rows", "share", "chosen"), [(13, 0.2, 3), (12, 0.2, 2), (3, 0.01, 1)])
+def test_the_share_is_rounded_to_rows(rows: int, share: float, chosen: int) -> None:
+    weight = nn.Parameter(torch.zeros(rows, 2))
+    optimizer = optimizer_of(weight, ZenFlowConfig(share=share))
+    weight.grad = torch.rand(rows, 2)
+    optimizer.step()
+    optimizer.close()
+    assert int(optimizer.whole["chosen.w"].sum()) == chosen
+
+
+def test_a_step_does_not_wait_for_the_rest_and_settling_does() -> None:
+    """With the background held up, weights and state are in the end those of a run that nothing held up."""
+    paces = ZenFlowConfig(share=0.2, update_every=2, select_every=8)
+    start = torch.randn((20, 6), generator=torch.Generator().manual_seed(9))
+    weights = [nn.Parameter(start.clone()) for _ in range(2)]
+    held, free = (optimizer_of(weight, paces) for weight in weights)
+    for step in range(5):
+        may_go = threading.Event()
+        if step == 3:  # starts the update of the rest, which lands two steps later
+            held._updating.submit(may_go.wait)
+        for weight, optimizer in zip(weights, (held, free), strict=True):
+            optimizer.release_gradients()
+            optimizer.param_groups[0]["lr"] = 1e-2 / (step + 1)
+            weight.grad = drawn((20, 6), step)
+            optimizer.step()
+        free.settle()
+        if step == 3:
+            held.param_groups[0]["lr"] = 100.0  # what is under way has its own
+            threading.Timer(0.0, may_go.set).start()
+            held.settle()
+        assert torch.equal(*weights)
+    held.settle()
+    for key in ("exp_avg", "exp_avg_sq", "put_off", "pending"):
+        assert torch.equal(held.state[weights[0]][key], free.state[weights[1]][key]), key
+    held.close()
+    free.close()
+
+
+def test_the_lengths_of_rows_are_those_of_all_ranks_together() -> None:
+    """A matrix cut in the middle of a row, of which either part alone would choose other rows."""
+    gradient = torch.ones(4, 4)
+    gradient[1, :2], gradient[1, 2:], gradient[3] = 3.0, 3.0, 4.0
+    gradient[0] = 3.5
+    sums = [gradient.flatten()[:6], gradient.flatten()[6:]]
+    other = {0: torch.stack([part.square().sum() for part in _rows_of(sums[1], 6)])}
+    flat = nn.Parameter(torch.zeros(6))
+    optimizer = optimizer_of(nn.Parameter(torch.zeros(1)), ZenFlowConfig(share=0.25))
+    optimizer.param_groups[0]["params"] = [flat]
+    keys = ("exp_avg", "exp_avg_sq", "put_off", "pending")
+    optimizer.state[flat] = {"step": 0, **{key: torch.zeros_like(flat) for key in keys}}
+
+    class Known(Peers):
+        def add_up(self, tensor: torch.Tensor) -> None:
+            tensor += other[0]
+
+    optimizer.place({flat: [Fragment(name="w", shape=(4, 4), start=0, count=6, offset=0)]}, CPU, Known(0, 2))
+    flat.grad = sums[0].clone()
+    optimizer.step()
+    optimizer.close()
+    assert optimizer.whole["chosen.w"].tolist() == [0.0, 0.0, 0.0, 1.0]
+    assert torch.equal(flat, torch.zeros(6)), "the chosen row is the other rank's"
+
+
+def _rows_of(values: torch.Tensor, start: int) -> list[torch.Tensor]:
+    """The elements from ``start`` on of a matrix of four columns, by row, none for the rows before."""
+    rows: list[list[float]] = [[], [], [], []]
+    for place, value in enumerate(values.tolist(), start):
+        rows[place // 4].append(value)
+    return [torch.tensor(row) for row in rows]
 
 
 def test_what_pads_a_flat_tensor_stays_as_it_is() -> None:
@@ -128,8 +215,7 @@ def test_a_failure_in_the_background_is_the_steps_failure() -> None:
     weight.grad = torch.ones(4, 4)
     optimizer.step()
     with pytest.raises(RuntimeError, match="must match the size"):
-        optimizer.release_gradients()
-    optimizer.close()
+        optimizer.close()
 
 
 @pytest.mark.parametrize("ends", [(35,), (1, 35), (7, 14, 35), (3, 3, 11, 30, 35), (20, 35, 35), (34, 35), (9, 10, 35)])
@@ -164,6 +250,10 @@ def test_pieces_are_whole_rows_and_parts_of_one(ends: tuple[int, ...]) -> None:
         (
             lambda: OffloadConfig(optimizer="cpu", method="zenflow", ratio=0.5),
             r"offload\.ratio is 0\.5; it must be 1 with zenflow",
+        ),
+        (
+            lambda: settings(offload=OffloadConfig(optimizer="cpu", method="zenflow"), schedule=ScheduleConfig(steps=3)),
+            r"update_every is 4; it must be at most schedule\.steps, which is 3",
         ),
         (
             lambda: settings(offload=OffloadConfig(optimizer="cpu", method="zenflow"), optimizer=OptimizerConfig(name="lion")),
@@ -272,7 +362,7 @@ def test_a_run_of_two_ranks_can_be_resumed_on_one(two: list[dict[str, Any]], one
 
 @pytest.mark.slow
 def test_gradients_are_released_before_the_next_ones_are_computed(two: list[dict[str, Any]]) -> None:
-    assert two[0]["order"] == ["release_gradients", "backward", "backward"] * 2
+    assert two[0]["order"] == [*["release_gradients", "backward", "backward"] * 2, "release_gradients"]
 
 
 @pytest.mark.slow

@@ -88,10 +88,10 @@ class Matrix:
     def step(self, rate: float) -> None:
         gradient, every = self.weight.grad, self.paces.update_every
         assert gradient is not None
-        if self.steps % self.paces.select_every == 0:
-            lengths = gradient.norm(dim=1)
-            count = max(1, round(self.paces.share * len(lengths)))
-            self.chosen = (lengths >= lengths.sort(descending=True).values[count - 1]).unsqueeze(1)
+        if self.steps == every or self.steps % self.paces.select_every == 0:
+            count = max(1, round(self.paces.share * len(gradient)))
+            self.chosen[:] = False
+            self.chosen[gradient.norm(dim=1).argsort(descending=True, stable=True)[:count]] = True
         self.steps += 1
         self.weight -= self.moved(gradient, self.chosen, rate)
         self.sum += gradient
@@ -99,7 +99,7 @@ class Matrix:
             self.weight -= self.pending
             self.pending = self.moved(self.sum / every, ~self.chosen, rate)
             self.sum = torch.zeros_like(self.sum)
-        if self.steps % self.paces.select_every == 0:
+        if self.steps == every or self.steps % self.paces.select_every == 0:
             self.weight -= self.pending
             self.pending = torch.zeros_like(self.pending)
 
