@@ -1,8 +1,8 @@
 """How long a step waits for an update on the host: DeepSpeed's CPU Adam, torch's fused AdamW, and ZenFlow, in turns.
 
 ``python -m benchmarks.stall`` updates 100 million weights. Between two updates the host is left to itself, as while a GPU
-computes; ``--device-share`` says for how long, as a multiple of DeepSpeed's update. Only the time in which the next step could
-not go on counts: the update itself, and waiting until gradients may be overwritten.
+computes: as long as one of DeepSpeed's updates, and four times as long. Only the time in which the next step could not go on
+counts: the update itself, and waiting until gradients may be overwritten.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,6 +31,7 @@ RESULTS: Final = Path(__file__).resolve().parent / "results"
 SHAPES: Final = [(3072, 1024), (1024, 1024), (4096, 1024), (1024, 4096)] * 8
 """Matrices of eight blocks of hidden size 1,024."""
 PACES: Final = ZenFlowConfig()
+DEVICE_SHARES: Final = (1.0, 4.0)
 BETAS: Final = (0.9, 0.95)
 
 Update = Callable[[], float]
@@ -92,10 +94,9 @@ def _turn(update: Update, count: int, pause: float) -> list[float]:
 
 
 def main() -> int:
-    """Print and record the mean seconds of each, and the ratios."""
+    """Print and record."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=3, help="of each, one after the other (3)")
-    parser.add_argument("--device-share", type=float, default=1.0, help="time of the device, in updates of DeepSpeed's (1)")
     parser.add_argument("--no-record", action="store_true", help="write no result file")
     options = parser.parse_args()
     elements = sum(rows * columns for rows, columns in SHAPES)
@@ -106,32 +107,37 @@ def main() -> int:
     }
     for update in systems.values():
         _turn(update, 2, 0.0)
-    pause = options.device_share * statistics.median(_turn(systems["deepspeed"], 5, 0.0))
+    one = statistics.median(_turn(systems["deepspeed"], 5, 0.0))
+    rows = [_compare(systems, share * one, options.turns) for share in DEVICE_SHARES]
+    if not options.no_record:
+        _record(elements, rows)
+    return 0
+
+
+def _compare(systems: Mapping[str, Update], pause: float, turns: int) -> dict[str, Any]:
+    """Mean seconds waited for each, which take turns, and the ratios."""
     means: dict[str, list[float]] = {name: [] for name in systems}
-    for _ in range(options.turns):
+    for _ in range(turns):
         for name, update in systems.items():
             # ZenFlow's steps are not alike: a turn is as long as its longest period.
             means[name].append(statistics.mean(_turn(update, PACES.select_every if name == "zenflow" else 16, pause)))
     waited = {name: statistics.median(each) for name, each in means.items()}
-    ratio = {name: round(waited["zenflow"] / seconds, 3) for name, seconds in waited.items() if name != "zenflow"}
+    ratios = {name: round(waited["zenflow"] / seconds, 3) for name, seconds in waited.items() if name != "zenflow"}
     print(f"device computes for {pause * 1000:.0f} ms a step")
     for name, seconds in waited.items():
-        print(f"{name:12} {seconds * 1000:7.1f} ms waited a step")
-    print(f"zenflow / others: {ratio}")
-    if not options.no_record:
-        _record(elements, pause, waited, ratio)
-    return 0
+        print(f"  {name:12} {seconds * 1000:7.1f} ms waited a step")
+    print(f"  zenflow / others: {ratios}", flush=True)
+    return {"device_seconds": pause, "waited_seconds": waited, "zenflow_to": ratios}
 
 
-def _record(elements: int, pause: float, waited: dict[str, float], ratio: dict[str, float]) -> None:
+def _record(elements: int, rows: list[dict[str, Any]]) -> None:
     facts: dict[str, Any] = {
         "what": "mean seconds a step waits for the update on the host, which is idle while a device would compute",
         "hardware": f"{machine.cpu_description()}, {machine.usable_cores()} cores, {machine.memory_bytes() / 2**30:.0f} GiB",
         "versions": {name: machine.version_of(name) for name in ("torch", "deepspeed")},
         "weights": elements,
-        "device_seconds": pause,
-        "waited_seconds": waited,
-        "zenflow_to": ratio,
+        "zenflow": asdict(PACES),
+        "rows": rows,
     }
     path = RESULTS / f"stall-cpu-{datetime.datetime.now(datetime.UTC).date()}.json"
     path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")

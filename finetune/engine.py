@@ -17,38 +17,24 @@ import deepspeed
 import deepspeed.ops
 import torch
 import torch.distributed as dist
-from deepspeed.ops.adam import DeepSpeedCPUAdam
-from deepspeed.utils import (
-    safe_get_full_fp32_param,
-    safe_get_full_grad,
-    safe_get_full_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_optimizer_state,
-    safe_set_local_fp32_param,
-    safe_set_local_optimizer_state,
-)
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
 
 from finetune.adapters import add_adapters, as_peft_names_them, base_of
-from finetune.buckets import reduce_in_place
 from finetune.config import TuneConfig, to_deepspeed
 from finetune.data.batches import Microbatch
-from finetune.diagnosis import first_bad_output, first_on_any_rank, gradient_in_words, is_finite, output_in_words
-from finetune.fragments import fragments_of
+from finetune.diagnosis import first_bad_output, first_on_any_rank, gradient_in_words, output_in_words
 from finetune.isolation import forward_inputs
 from finetune.loss import HeadLoss, token_losses
 from finetune.loss_scale import LossScale, is_everyday, reason_of_bad_gradient
 from finetune.model import build_empty, meta_shapes
-from finetune.moments import groups_of, matrices_of, moments_of, no_updates, updates_made
+from finetune.moments import moments_of
 from finetune.nvme import Disk, disk_settings
-from finetune.optimizers import make_optimizer
-from finetune.ranks import Peers, Ranked, random_state, set_random_state
+from finetune.ranks import Ranked, random_state, set_random_state
 from finetune.recompute import recompute_blocks
-from finetune.sharded import ShardedOptimizer
 from finetune.types import StepOutcome
-from finetune.zenflow import ZenFlow
+from finetune.zero_optimizer import ZeroOptimizer, choose_optimizer
 
 _COLLECTIVE_TIMEOUT = timedelta(hours=2)  # rank 0 alone writes checkpoints while the others wait
 
@@ -118,24 +104,8 @@ class ZeroEngine(Ranked):
         self._moments = moments_of(self.model, config.algorithm)
         optimizer = choose_optimizer(config, self.model, cpu_adam=cpu_adam)
         self._engine, *_ = deepspeed.initialize(model=self.model, optimizer=optimizer, config=ds, dist_init_required=False)
-        self._zero = self._engine.optimizer
-        if self._stage < 3:
-            reduce_in_place(self._zero)
-        self._inner = self._zero.optimizer
-        self._updaters = [self._inner]
-        self._zenflow = self._inner if isinstance(self._inner, ZenFlow) else None
-        if config.offload.ratio < 1.0:
-            # DeepSpeed updates what stays on the device with an optimizer of its own, which neither follows the schedule nor
-            # is saved. With one state and one guard for both, it is.
-            self._zero.backup_optimizer.state = self._inner.state
-            self._updaters.append(self._zero.backup_optimizer)
-        self._offloaded = config.offload.optimizer != "none"
-        self._on_disk = config.offload.optimizer == "nvme"
-        self._skip_update = False
-        self._guard_inner_step()
         names = {parameter: name for name, parameter in self._trained()}
-        self._fragments = fragments_of(self._zero, names, stage=self._stage, rank=self.rank)
-        self._create_moments()
+        self._optimizer = ZeroOptimizer(self._engine.optimizer, config, names, self._moments, device=device, rank=self.rank)
 
     @contextmanager
     def gather(self, parameters: list[nn.Parameter]) -> Iterator[bool]:
@@ -153,19 +123,15 @@ class ZeroEngine(Ranked):
     ) -> StepOutcome:
         """One optimizer step over this rank's micro-batches, normalised by the target tokens of all ranks together."""
         assert len(batches) == self._accumulation, "a step takes exactly the configured number of micro-batches"
-        for updater in self._updaters:
-            for group in updater.param_groups:
-                group["lr"] = rate
-        if self.loss_scale is not None:
-            self._zero.override_loss_scale(self.loss_scale.value)
+        self._optimizer.begin_step(rate, None if self.loss_scale is None else self.loss_scale.value)
         self._engine.train()
         num_targets = int(self._sum(float(sum(batch.num_targets for batch in batches)))[0])
         loss_sum = torch.zeros((), dtype=torch.float64)
         for number, batch in enumerate(batches):
             loss = self._loss(batch)
             loss_sum += loss.detach().double().cpu()
-            if self._zenflow is not None and number == 0:
-                self._zenflow.release_gradients()
+            if number == 0:
+                self._optimizer.release_gradients()
             # DeepSpeed divides by accumulation and by ranks; what must remain is the mean over targets.
             self._engine.backward(loss * (self._accumulation * self.world_size / max(1, num_targets)))
             if number < len(batches) - 1:
@@ -176,15 +142,15 @@ class ZeroEngine(Ranked):
         self, batches: Sequence[Microbatch], loss_sum: float, num_targets: int, stop: bool, diagnose: bool
     ) -> StepOutcome:
         bad_loss = not torch.tensor(loss_sum).isfinite().item()
-        bad_gradient = not self._gradients_finite()
+        bad_gradient = not self._optimizer.gradients_finite()
         loss_total, losses, gradients, stops = self._sum(loss_sum, float(bad_loss), float(bad_gradient), float(stop))
         skipped = "loss" if losses else reason_of_bad_gradient(self.loss_scale) if gradients else None
         look = diagnose and skipped is not None and not is_everyday(skipped, self.loss_scale)
         diagnosis = self._diagnose(batches, skipped) if look else None
-        self._skip_update = skipped is not None
-        self._forget_adam_history()
+        self._optimizer.skip_update = skipped is not None
+        self._optimizer.forget_history()
         self._engine.step()
-        if skipped is None and self._zero.overflow:
+        if skipped is None and self._optimizer.overflowed:
             # DeepSpeed has made no update.
             skipped = reason_of_bad_gradient(self.loss_scale)
             diagnosis = "the norm: every number is finite, the sum of their squares is not"
@@ -219,53 +185,13 @@ class ZeroEngine(Ranked):
         """Nothing beyond the configuration."""
         return []
 
-    # -- the guard
-
-    def _guard_inner_step(self) -> None:
-        """Make the update itself refuse a skipped step: DeepSpeed's clean-up around it runs as after any other step."""
-        for updater in self._updaters:
-            updater.step = self._guarded(updater.step)
-
-    def _guarded(self, update: Callable[..., Any]) -> Callable[..., Any]:
-        def guarded(*args: Any, **kwargs: Any) -> Any:
-            return None if self._skip_update else update(*args, **kwargs)
-
-        return guarded
-
-    def _gradients_finite(self) -> bool:
-        """Whether this rank's part of the reduced gradient is finite. Looked at before DeepSpeed steps."""
-        pieces = list(self._reduced_gradients())
-        assert pieces, "DeepSpeed keeps its reduced gradients elsewhere than this release was written for"
-        return all(is_finite(piece) for piece in pieces)
-
-    def _reduced_gradients(self) -> Iterator[torch.Tensor]:
-        if self._on_disk:
-            # The gradients are files by now; the norm of each, taken on the way there, is finite as long as they are.
-            yield torch.tensor([float(norm) for norm in self._zero.norm_for_param_grads.values()])
-            return
-        if self._offloaded:
-            yield from (flat.grad for flat in self._flat_weights() if flat.grad is not None)
-            return
-        for pieces in self._zero.averaged_gradients.values():
-            yield from pieces or ()
-
-    def _forget_adam_history(self) -> None:
-        """Let CPU Adam compute its bias corrections from the step number alone.
-
-        It multiplies them up from one step to the next, so after a resume they would differ in the last bit. A call with
-        other betas, on a tensor nobody owns, makes the next call start over.
-        """
-        if isinstance(self._inner, DeepSpeedCPUAdam):
-            group = self._inner.param_groups[0]
-            one = [torch.zeros(1) for _ in range(4)]
-            other = [(1.0 + beta) / 2 for beta in group["betas"]]
-            self._inner.ds_opt_adam.adam_update(self._inner.opt_id, 1, 0.0, *other, 1.0, 0.0, True, *one)
-
     def _diagnose(self, batches: Sequence[Microbatch], skipped: str | None) -> str | None:
         """Where this step's first value that is not finite came from, the same on every rank."""
         if skipped != "loss":
             trained = self._trained()
-            bad = torch.tensor([float(self._is_gradient_bad(parameter)) for _, parameter in trained], device=self.device)
+            bad = torch.tensor(
+                [float(self._optimizer.is_gradient_bad(parameter)) for _, parameter in trained], device=self.device
+            )
             dist.all_reduce(bad, dist.ReduceOp.MAX)
             return gradient_in_words(name for (name, _), flag in zip(trained, bad, strict=True) if flag)
         state = random_state(self.device)
@@ -275,12 +201,6 @@ class ZeroEngine(Ranked):
         mine = min((f for f in found if f is not None), key=lambda f: f.module, default=None)
         first = first_on_any_rank(mine, self.device)
         return None if first is None else output_in_words(self._engine.module, first)
-
-    def _is_gradient_bad(self, parameter: nn.Parameter) -> bool:
-        if self._on_disk:
-            return not math.isfinite(float(self._zero.norm_for_param_grads.get(self._zero.get_param_id(parameter), 0.0)))
-        gradient = safe_get_full_grad(parameter)
-        return gradient is not None and not is_finite(gradient)
 
     # -- state, one parameter at a time
 
@@ -315,7 +235,7 @@ class ZeroEngine(Ranked):
     ) -> Iterator[tuple[str, torch.Tensor | None]]:
         for name, parameter in parameters:
             if exact and parameter.requires_grad:
-                whole = safe_get_full_fp32_param(parameter)
+                whole = self._optimizer.exact(parameter)
                 yield name, whole.to("cpu", dtype) if self.rank == 0 else None
                 continue
             gathering = deepspeed.zero.GatheredParameters([parameter]) if self._stage == 3 else nullcontext()
@@ -328,118 +248,38 @@ class ZeroEngine(Ranked):
 
         Which keys a parameter has depends on the optimizer: see ``finetune.moments``, and ``Adafactor`` for its factors.
         """
-        self._settle()
+        self._optimizer.settle()
         for name, parameter in self._trained():
             for key in self._moments[name]:
-                whole = safe_get_full_optimizer_state(parameter, key)
+                whole = self._optimizer.moment(parameter, key)
                 yield f"{key}.{name}", whole.to("cpu", torch.float32) if self.rank == 0 else None
-        for name, whole in self._whole_moments.items():
+        for name, whole in self._optimizer.whole.items():
             yield name, whole.cpu() if self.rank == 0 else None
 
     @torch.no_grad()
     def set_exact_weights(self, read: Callable[[str], torch.Tensor]) -> None:
         """Set the optimizer's fp32 weights from ``read(name)``; those that compute must have been filled with the same."""
-        self._settle()
-        for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad:
-                self._set(parameter, read(name), None)
+        self._optimizer.settle()
+        for name, parameter in self._trained():
+            self._optimizer.set_exact(parameter, read(name))
 
     @torch.no_grad()
     def set_moments(self, read: Callable[[str], torch.Tensor], adam_steps: int) -> None:
         """Set the moments from ``read('exp_avg.<name>')`` and so on, and the number of updates the optimizer has made."""
-        self._settle()
+        self._optimizer.settle()
         for name, parameter in self._trained():
             for key in self._moments[name]:
-                self._set(parameter, read(f"{key}.{name}"), key)
-        for name, whole in self._whole_moments.items():
+                self._optimizer.set_moment(parameter, key, read(f"{key}.{name}"))
+        for name, whole in self._optimizer.whole.items():
             whole.copy_(read(name))
-        for flat in self._flat_weights():
-            state = self._inner.state[flat]
-            state["step"] = updates_made(state["step"], adam_steps)
-
-    def _settle(self) -> None:
-        """Bring the state to where it is read and written."""
-        if self._zenflow is not None:
-            self._zenflow.settle()
-
-    def _set(self, parameter: nn.Parameter, whole: torch.Tensor, key: str | None) -> None:
-        if self._stage < 3:
-            value = whole.to(self.device)
-            if key is None:
-                safe_set_full_fp32_param(parameter, value)
-            else:
-                safe_set_full_optimizer_state(parameter, value, key)
-            return
-        # ZeRO-3 pads each parameter to equal parts; the padding is zero.
-        size = parameter.ds_tensor.numel()
-        part = torch.zeros(size, dtype=torch.float32)
-        mine = whole.flatten()[self.rank * size : (self.rank + 1) * size]
-        part[: mine.numel()] = mine
-        if key is None:
-            safe_set_local_fp32_param(parameter, part)
-        else:
-            safe_set_local_optimizer_state(parameter, part, key)
+        self._optimizer.set_updates(adam_steps)
 
     @property
     def adam_steps(self) -> int:
         """Updates the optimizer has made: steps taken without the skipped ones."""
-        return int(self._inner.state[self._flat_weights()[0]]["step"])
-
-    def _flat_weights(self) -> list[torch.Tensor]:
-        """This rank's fp32 weights as the optimizer holds them, one flat tensor per group."""
-        flats = self._zero.fp32_partitioned_groups_flat if self._stage == 3 else self._zero.single_partition_of_fp32_groups
-        return list(flats)
-
-    def _create_moments(self) -> None:
-        """Create the moments now, as the optimizer would in its first step, so that they can be saved and set at any time."""
-        flats = self._flat_weights()
-        for number, flat in enumerate(flats):
-            here = len(self._updaters) > 1 and self._zero.subgroup_to_device[number] != "cpu"
-            # DeepSpeed's optimizer for what stays on the device is torch's AdamW, not fused: it counts on the host.
-            none_yet = torch.tensor(0.0) if here else no_updates(self._inner, flat)
-            swapped = self._on_disk and self._zero._swappable_optimizer_subgroup(number)
-            if swapped:
-                self._zero._optimizer_states_and_gradient_swap_in(number)
-            keys = self._moments[self._fragments[number][0].name]  # all parameters of one flat tensor have the same
-            moments = {key: torch.zeros_like(flat, dtype=torch.float32) for key in keys}
-            self._inner.state[flat] = {"step": none_yet, **moments}
-            if swapped:
-                self._zero._optimizer_states_and_gradient_swap_out(number)
-        if self._stage < 3:
-            self._zero._lazy_init_hp_params_optimizer_state()
-        self._whole_moments: dict[str, torch.Tensor] = {}
-        if isinstance(self._inner, ShardedOptimizer):
-            self._inner.place(dict(zip(flats, self._fragments, strict=True)), self.device, Peers.of())
-            self._whole_moments = self._inner.whole
+        return self._optimizer.updates
 
     def close(self) -> None:
         """Leave the ranks."""
-        if self._zenflow is not None:
-            self._zenflow.close()
+        self._optimizer.close()
         self._leave(self._engine)
-
-
-def choose_optimizer(config: TuneConfig, model: nn.Module, *, cpu_adam: bool) -> torch.optim.Optimizer:
-    """The optimizer of ``model``: DeepSpeed's CPU Adam where AdamW is offloaded and it was built."""
-    options = config.optimizer
-    groups = groups_of(model, config.algorithm, options.weight_decay)
-    if config.algorithm == "adamw" and config.offload.optimizer != "none" and cpu_adam:
-        betas = (options.betas[0], options.betas[1])
-        optimizer: torch.optim.Optimizer = DeepSpeedCPUAdam(
-            groups, lr=options.lr, betas=betas, eps=options.eps, adamw_mode=True
-        )
-        return optimizer
-    matrices = matrices_of(model, config.algorithm)
-    if config.algorithm == "zenflow":
-        paces = config.offload.zenflow
-        return ZenFlow(
-            groups,
-            matrices=matrices,
-            lr=options.lr,
-            betas=(options.betas[0], options.betas[1]),
-            eps=options.eps,
-            share=paces.share,
-            update_every=paces.update_every,
-            select_every=paces.select_every,
-        )
-    return make_optimizer(options, groups, matrices)

@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
-from finetune.adafactor import in_rows
+from finetune.chosen_rows import ChosenRows, Room, adam_by_rows
 from finetune.fragments import Fragment, Fragments, Piece, pieces_of
 from finetune.moments import CHOSEN, UPDATES
 from finetune.ranks import Peers
 from finetune.sharded import ShardedOptimizer, adamw
 
-_CHUNK_ELEMENTS: Final = 1 << 18
-"""Updated at once in the background: what a core's cache holds of six tensors."""
+_CHUNK_ELEMENTS: Final = 1 << 21
+"""Updated at once in the background: so many that starting threads does not count."""
+_CACHED_ELEMENTS: Final = 1 << 20
+"""Chosen weights that are updated at once."""
 
 # Shapes.  R rows and C columns of a matrix   r, c rows and columns of a piece of it   k rows of a piece that are chosen
-
-
-@dataclass(slots=True)
-class _ChosenRows:
-    """Chosen rows of one piece, taken out of the flat tensors so that the rest can be updated beside them."""
-
-    name: str
-    piece: Piece
-    rows_k: torch.Tensor
-    weight_kc: torch.Tensor
-    first_kc: torch.Tensor
-    second_kc: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +67,8 @@ class ZenFlow(ShardedOptimizer):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps}, matrices=matrices)
         self._share, self._update_every, self._select_every = share, update_every, select_every
         self._pieces: dict[torch.Tensor, list[tuple[str, Piece]]] = {}
-        self._chosen: dict[torch.Tensor, list[_ChosenRows]] = {}
+        self._chosen: dict[torch.Tensor, list[ChosenRows]] = {}
+        self._room = Room()
         self._adding = ThreadPoolExecutor(1, "zenflow-gradients")
         self._updating = ThreadPoolExecutor(1, "zenflow-weights")
         self._added: list[Future[None]] = []
@@ -122,13 +113,13 @@ class ZenFlow(ShardedOptimizer):
         if self._is_last(step - 1):
             self._choose(flat, fragments)
         if flat not in self._chosen:
-            self._chosen[flat] = list(self._take_out(flat))
+            self._chosen[flat] = self._take_out(flat)
         gradient = flat.grad
         assert gradient is not None
         for fragment in fragments:
             self._of(UPDATES, fragment.name).add_(self._of(CHOSEN, fragment.name))
         for rows in self._chosen[flat]:
-            self._update_chosen(group, flat, gradient, rows)
+            rows.update(group, flat, gradient, self._room)
         in_interval = step % self._update_every
         if in_interval:
             put_off = state["put_off"]
@@ -161,32 +152,30 @@ class ZenFlow(ShardedOptimizer):
             # Among equal ones (tokens that were not there) the first, on however many ranks.
             chosen_R[length_R.sort(descending=True, stable=True).indices[:count]] = 1.0
 
-    def _take_out(self, flat: torch.Tensor) -> Iterator[_ChosenRows]:
-        state = self.state[flat]
+    def _take_out(self, flat: torch.Tensor) -> list[ChosenRows]:
+        """The chosen rows, those that are equally wide together as long as a processor's cache holds them."""
+        together: list[list[tuple[Piece, torch.Tensor, torch.Tensor]]] = []
+        room: dict[int, int] = {}
+        last: dict[int, list[tuple[Piece, torch.Tensor, torch.Tensor]]] = {}
         for name, piece in self._pieces[flat]:
-            rows_k = self._chosen_of(name, piece)
-            if len(rows_k):
-                taken = (piece.of(tensor).index_select(0, rows_k) for tensor in (flat, state["exp_avg"], state["exp_avg_sq"]))
-                yield _ChosenRows(name, piece, rows_k, *taken)
+            rows, width = self._chosen_of(name, piece), piece.columns
+            if len(rows) == 0:
+                continue
+            if room.get(width, 0) < len(rows):
+                last[width], room[width] = [], max(len(rows), _CACHED_ELEMENTS // width)
+                together.append(last[width])
+            last[width].append((piece, rows, piece.of_rows(self._of(UPDATES, name))[rows]))
+            room[width] -= len(rows)
+        return [ChosenRows(pieces, flat, self.state[flat]) for pieces in together]
 
     def _chosen_of(self, name: str, piece: Piece) -> torch.Tensor:
         """Rows of a piece, (k,)."""
         return piece.of_rows(self._of(CHOSEN, name)).nonzero().squeeze(1)
 
-    def _update_chosen(self, group: Mapping[str, Any], flat: torch.Tensor, gradient: torch.Tensor, chosen: _ChosenRows) -> None:
-        rate, rows_k, piece = group["lr"], chosen.rows_k, chosen.piece
-        gradient_kc = piece.of(gradient).index_select(0, rows_k)
-        updates_k = piece.of_rows(self._of(UPDATES, chosen.name))[rows_k]
-        direction_kc = _direction(group, gradient_kc, chosen.first_kc, chosen.second_kc, updates_k)
-        chosen.weight_kc.mul_(1.0 - rate * group["weight_decay"]).sub_(direction_kc, alpha=rate)
-        piece.of(flat).index_copy_(0, rows_k, chosen.weight_kc)
-
     def _put_back(self, flat: torch.Tensor) -> None:
         """End the time of the chosen rows apart; the background must not be at work on this tensor."""
-        state = self.state[flat]
         for rows in self._chosen.pop(flat):
-            for tensor, values in ((state["exp_avg"], rows.first_kc), (state["exp_avg_sq"], rows.second_kc)):
-                rows.piece.of(tensor).index_copy_(0, rows.rows_k, values)
+            rows.put_back(self.state[flat])
 
     # -- the rest
 
@@ -195,14 +184,11 @@ class ZenFlow(ShardedOptimizer):
         for fragment in fragments:
             self._of(UPDATES, fragment.name).add_(1.0 - self._of(CHOSEN, fragment.name))
         told = [
-            _Rest(
-                piece,
-                piece.of_rows(self._of(CHOSEN, name)).nonzero().squeeze(1),
-                piece.of_rows(self._of(UPDATES, name)).clone(),
-            )
+            _Rest(piece, self._chosen_of(name, piece), piece.of_rows(self._of(UPDATES, name)).clone())
             for name, piece in self._pieces[flat]
         ]
-        added = self._adding.submit(self._complete_mean, self.state[flat], gradient)
+        state = self.state[flat]
+        added = self._adding.submit(torch.add, state["put_off"], gradient, out=state["pending"])
         self._added.append(added)
         settings = {key: group[key] for key in ("lr", "weight_decay", "betas", "eps")}
 
@@ -210,12 +196,9 @@ class ZenFlow(ShardedOptimizer):
             added.result()
             with torch.no_grad():
                 for rest in told:
-                    _prepare_rest(settings, flat, self.state[flat], rest)
+                    _prepare_rest(settings, flat, state, rest, self._update_every)
 
         self._updated[flat] = self._updating.submit(update)
-
-    def _complete_mean(self, state: Mapping[str, Any], gradient: torch.Tensor) -> None:
-        torch.add(state["put_off"], gradient, out=state["pending"]).div_(self._update_every)
 
     def _land(self, flat: torch.Tensor) -> None:
         """Make the update that is pending."""
@@ -232,42 +215,23 @@ class ZenFlow(ShardedOptimizer):
 
 def _squares_of_rows(fragment: Fragment, flat: torch.Tensor) -> torch.Tensor:
     """Sum of the squares of each row of the whole matrix, (R,), as far as this rank holds it."""
-    rows, matrix_rC, _ = in_rows(fragment, fragment.of(flat))
     square_R = flat.new_zeros(fragment.shape[0])
-    square_R[rows] = matrix_rC.square_().sum(1)
+    for piece in pieces_of(fragment):
+        piece.of_rows(square_R).add_(torch.linalg.vector_norm(piece.of(flat), dim=1).square_())
     return square_R
 
 
-def _prepare_rest(settings: Mapping[str, Any], flat: torch.Tensor, state: Mapping[str, Any], rest: _Rest) -> None:
-    """Turn the mean gradient in ``pending`` into what is subtracted from the weights: nothing from chosen rows.
+def _prepare_rest(settings: Mapping[str, Any], flat: torch.Tensor, state: Mapping[str, Any], rest: _Rest, summed: int) -> None:
+    """Turn the sum of so many gradients in ``pending`` into what is subtracted from the weights: nothing from chosen rows.
 
     Their moments are changed here like all others and are overwritten when the chosen ones are put back.
     """
     tensors = [rest.piece.of(tensor) for tensor in (flat, state["exp_avg"], state["exp_avg_sq"], state["pending"])]
-    rate, decay = settings["lr"], settings["weight_decay"]
     size = max(1, _CHUNK_ELEMENTS // rest.piece.columns)
+    scratch_rc = torch.empty(min(size, rest.piece.rows), rest.piece.columns)
     for start in range(0, rest.piece.rows, size):
         weight_rc, first_rc, second_rc, pending_rc = (tensor[start : start + size] for tensor in tensors)
-        direction_rc = _direction(settings, pending_rc, first_rc, second_rc, rest.updates_r[start : start + size])
-        torch.add(direction_rc, weight_rc, alpha=decay, out=pending_rc).mul_(rate)
+        change_rc, updates_r = scratch_rc[: len(weight_rc)], rest.updates_r[start : start + size]
+        adam_by_rows(settings, pending_rc, first_rc, second_rc, updates_r, change_rc, summed=summed)
+        torch.add(change_rc, weight_rc, alpha=settings["lr"] * settings["weight_decay"], out=pending_rc)
     tensors[-1].index_fill_(0, rest.chosen_k, 0.0)
-
-
-def _direction(
-    settings: Mapping[str, Any],
-    gradient_rc: torch.Tensor,
-    first_rc: torch.Tensor,
-    second_rc: torch.Tensor,
-    updates_r: torch.Tensor,
-) -> torch.Tensor:
-    """AdamW's direction, in new memory, after the moments have been moved.
-
-    Args:
-        updates_r: of the moments of each row, this one counted.
-    """
-    (first_beta, second_beta), counted_r1 = settings["betas"], updates_r.double().unsqueeze(1)
-    first_rc.lerp_(gradient_rc, 1.0 - first_beta)
-    second_rc.mul_(second_beta).addcmul_(gradient_rc, gradient_rc, value=1.0 - second_beta)
-    root_r1, rise_r1 = (1.0 - second_beta**counted_r1).sqrt().float(), (1.0 - first_beta**counted_r1).float()
-    below_rc = second_rc.sqrt().div_(root_r1).add_(settings["eps"]).mul_(rise_r1)
-    return torch.div(first_rc, below_rc, out=below_rc)

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from tests.finetune.stage_optimizer_worker import CASES, OPTIMIZERS, SAVED
+from tests.finetune.stage_optimizer_worker import CASES, OPTIMIZERS, SAVED, cases_of
 from tests.finetune.support import run_ranks
 
 pytestmark = pytest.mark.slow
 
 Reports = dict[int, list[dict[str, Any]]]
-ALL = [(ranks, case) for ranks, cases in CASES.items() for case in cases]
+ALL = [(name, ranks, case) for name in OPTIMIZERS for ranks in CASES for case in cases_of(name, ranks)]
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +27,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
     return found
 
 
-@pytest.mark.parametrize(("ranks", "case"), ALL)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("name", "ranks", "case"), ALL)
 def test_stages_learn_what_one_process_learns(reports: Reports, name: str, ranks: int, case: str) -> None:
     report = reports[ranks][0][name]
     losses = report[case]["losses"]
@@ -37,8 +36,7 @@ def test_stages_learn_what_one_process_learns(reports: Reports, name: str, ranks
     assert all(other[name][case]["losses"] == report[case]["losses"] for other in reports[ranks])
 
 
-@pytest.mark.parametrize(("ranks", "case"), ALL)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("name", "ranks", "case"), ALL)
 def test_a_resumed_run_is_the_uninterrupted_one(reports: Reports, name: str, ranks: int, case: str) -> None:
     seen = reports[ranks][0][name][case]
     assert seen["resumed"] == seen["losses"][SAVED:]

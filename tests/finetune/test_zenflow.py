@@ -362,7 +362,7 @@ def test_a_run_of_two_ranks_can_be_resumed_on_one(two: list[dict[str, Any]], one
 
 @pytest.mark.slow
 def test_gradients_are_released_before_the_next_ones_are_computed(two: list[dict[str, Any]]) -> None:
-    assert two[0]["order"] == [*["release_gradients", "backward", "backward"] * 2, "release_gradients"]
+    assert two[0]["order"] == ["release_gradients", "backward", "backward"] * 2
 
 
 @pytest.mark.slow

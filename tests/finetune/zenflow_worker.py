@@ -81,8 +81,9 @@ class Matrix:
         (b1, b2), self.updates = OPTIONS.betas, self.updates + rows
         self.first = torch.where(rows, b1 * self.first + (1 - b1) * gradient, self.first)
         self.second = torch.where(rows, b2 * self.second + (1 - b2) * gradient**2, self.second)
-        first, second = self.first / (1 - b1**self.updates), self.second / (1 - b2**self.updates)
-        return torch.where(rows, rate * (first / (second.sqrt() + OPTIONS.eps) + self.decay * self.weight), 0.0)
+        corrected = (1 - b2**self.updates).sqrt() / (1 - b1**self.updates)
+        moved = corrected * self.first / (self.second.sqrt() + OPTIONS.eps) + self.decay * self.weight
+        return torch.where(rows, rate * moved, 0.0)
 
     @torch.no_grad()
     def step(self, rate: float) -> None:
@@ -166,11 +167,11 @@ def restored(case: str, output: Path) -> ZeroEngine:
 def order(case: str) -> list[str]:
     """What one step does, of which the order matters."""
     engine, done = make_engine(case), []
-    for owner, name in ((engine._inner, "release_gradients"), (engine._engine, "backward")):
+    for owner, name in ((engine._optimizer, "release_gradients"), (engine._engine, "backward")):
         usual = getattr(owner, name)
         setattr(owner, name, lambda *words, name=name, usual=usual, **more: done.append(name) or usual(*words, **more))
     train(engine, range(2))
-    engine._zenflow.close()  # type: ignore[union-attr]
+    engine._optimizer.close()
     return done
 
 

@@ -185,8 +185,8 @@ def reductions(case: str, adam: bool, rank: int) -> dict[str, list[int]]:
         lambda self, bucket, *args, **words: made.append(len(bucket)) or reduce(self, bucket, *args, **words),
     ):
         engine = make_engine(case, adam)
-        in_place = engine._zero.allreduce_bucket
-        engine._zero.allreduce_bucket = lambda bucket, *args, **words: (
+        in_place = engine._engine.optimizer.allreduce_bucket
+        engine._engine.optimizer.allreduce_bucket = lambda bucket, *args, **words: (
             cut.append(len(bucket)) or in_place(bucket, *args, **words)
         )
         engine.train_step(mine(step_data(0), rank), 1e-3)
