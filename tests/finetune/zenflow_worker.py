@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from finetune.config import (
     LoraConfig,
     ModelConfig,
     OffloadConfig,
+    OptimizerConfig,
     RunConfig,
     TokenizerConfig,
     TuneConfig,
@@ -44,10 +46,18 @@ SAVED, RESUMED = 5, 11
 """Saved with one update under way and gradients put off; in between rows are chosen anew."""
 CASES = {"zero1": (1, "none"), "zero2": (2, "none"), "zero3": (3, "cpu")}
 OPTIONS = settings("adamw")
+NO_EPSILON = replace(OPTIONS, eps=1e-12)
+"""Where AdamW corrects the start of its moments, epsilon counts otherwise than where it corrects the rate."""
 
 
 def make_engine(
-    case: str, *, paces: ZenFlowConfig = PACES, model: str = "gpt_neox", lora: bool = False, **more: Any
+    case: str,
+    *,
+    paces: ZenFlowConfig = PACES,
+    options: OptimizerConfig = OPTIONS,
+    model: str = "gpt_neox",
+    lora: bool = False,
+    **more: Any,
 ) -> ZeroEngine:
     stage, parameters = CASES[case]
     ranks = int(os.environ["WORLD_SIZE"])
@@ -58,7 +68,7 @@ def make_engine(
         lora=LoraConfig(rank=3) if lora else None,
         tokenizer=TokenizerConfig(path="unused"),
         batch=BatchConfig(micro=2, accumulation=ALL_SAMPLES // ranks),
-        optimizer=OPTIONS,
+        optimizer=options,
         zero=ZeroConfig(stage=stage),  # type: ignore[arg-type]
         offload=OffloadConfig(optimizer="cpu", parameters=parameters, method="zenflow", zenflow=paces),  # type: ignore[arg-type]
     )
@@ -116,7 +126,8 @@ def reference(paces: ZenFlowConfig | None, model_name: str) -> tuple[list[float]
         for weight in group["params"]
     ]
     others = decay_groups(model, OPTIONS.weight_decay, only={n for n, _ in model.named_parameters()} - names)
-    adamw = torch.optim.AdamW(others, betas=OPTIONS.betas, eps=OPTIONS.eps)  # type: ignore[arg-type]
+    eps = OPTIONS.eps if paces is not None else NO_EPSILON.eps
+    adamw = torch.optim.AdamW(others, betas=OPTIONS.betas, eps=eps)  # type: ignore[arg-type]
     losses = []
     for step in range(STEPS):
         batches, rate = step_data(step), SCHEDULE.rate(step)
@@ -198,7 +209,7 @@ def pair(rank: int, out: Path) -> dict[str, Any]:
         "reference of gpt2": gpt2_losses,
         "gpt2": parity(make_engine("zero3", model="gpt2"), gpt2_weights),
         "adamw": whole_losses,
-        "all chosen": parity(make_engine("zero2", paces=everything), whole_weights),
+        "all chosen": parity(make_engine("zero2", paces=everything, options=NO_EPSILON), whole_weights),
         "not_finite": {
             f"{case}-{precision}": not_finite(make_engine(case, precision=precision), rank)
             for case, precision in (("zero1", "fp32"), ("zero2", "bf16"), ("zero3", "bf16"))
