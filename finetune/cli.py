@@ -44,7 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     errors = Console(stderr=True)
     try:
-        code = _run(words)
+        try:
+            code = _run(words)
+        except SystemExit as end:  # argparse: 0 after --help, 2 after a usage error
+            code = end.code if isinstance(end.code, int) else 2
         _flush_output()
         return code
     except FinetuneError as error:
@@ -55,8 +58,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except BrokenPipeError:
         return 1
-    except SystemExit as error:  # argparse: 0 after --help, 2 after a usage error
-        return error.code if isinstance(error.code, int) else 2
 
 
 def _flush_output() -> None:
@@ -65,6 +66,8 @@ def _flush_output() -> None:
     Raises:
         RunError: it cannot be written.
     """
+    if sys.stdout is None:  # closed by whoever started this
+        return
     try:
         sys.stdout.flush()
     except BrokenPipeError:

@@ -56,7 +56,7 @@ class Copies:
                     self._shared.append(SharedWeight(parameter, ranks[0], grid.rank == ranks[0], group))
 
     def add_up_in_fp32(self) -> None:
-        """Have the gradients of copies add up in fp32, as those of the weights that are updated do in 16 bits."""
+        """Have the gradients of copies add up in fp32 too, as DeepSpeed does for the weights that are updated."""
         for shared in self._shared:
             if not shared.owned:
                 shared.weight.register_post_accumulate_grad_hook(shared.add_gradient)

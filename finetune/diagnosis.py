@@ -30,9 +30,10 @@ class _Found(Exception):
 
 
 def first_bad_output(model: nn.Module, run: Callable[[], Any], *, stop: bool) -> BadOutput | None:
-    """Do ``run``, a forward pass through ``model``, and find the first module whose inputs are finite and whose output is not.
+    """Do ``run``, a forward pass through ``model``, and find the first module whose output is not finite.
 
-    Modules are looked at as they return, so it is the innermost one.
+    Modules are looked at as they return, so it is the innermost one. Its inputs are finite, unless ``run`` began with others: a
+    later stage of a pipeline finds what an earlier one has made, see ``first_on_any_rank``.
 
     Args:
         stop: end the pass there. False where other ranks compute along and would wait.

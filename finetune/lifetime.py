@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
@@ -44,7 +44,8 @@ def without_collection() -> Iterator[None]:
 def end_process(code: int) -> NoReturn:
     """End a process as ``sys.exit`` does, but for the interpreter, which is not taken down.
 
-    Threads are waited for, ``atexit`` runs, output is flushed; output that nobody takes does not change the code.
+    Threads are waited for, ``atexit`` runs, output is flushed, each also where the one before was interrupted; output that
+    nobody takes does not change the code.
 
     To free every object of torch and transformers one by one takes a second of computing that the system does not need.
 
@@ -53,12 +54,17 @@ def end_process(code: int) -> NoReturn:
     while the interpreter is taken down aborts the process ("terminate called without an active exception": PyTorch's issue
     190489, and pull request 179291, which was given up).
     """
-    try:
+    with ExitStack() as last:
+        last.callback(os._exit, code)
+        last.callback(ctypes.CDLL(None).fflush, None)  # what libraries in C have written
+        last.callback(_flush)
+        last.callback(atexit._run_exitfuncs)
         threading._shutdown()  # type: ignore[attr-defined]  # tells pools of threads to end before it waits for them
-        atexit._run_exitfuncs()
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):
+    raise AssertionError("the process has ended")
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            if stream is not None:
                 stream.flush()
-        ctypes.CDLL(None).fflush(None)  # what libraries in C have written
-    finally:
-        os._exit(code)

@@ -155,17 +155,17 @@ class ZenFlow(ShardedOptimizer):
     def _take_out(self, flat: torch.Tensor) -> list[ChosenRows]:
         """The chosen rows, those that are equally wide together as long as a processor's cache holds them."""
         together: list[list[tuple[Piece, torch.Tensor, torch.Tensor]]] = []
-        room: dict[int, int] = {}
+        left: dict[int, int] = {}
         last: dict[int, list[tuple[Piece, torch.Tensor, torch.Tensor]]] = {}
         for name, piece in self._pieces[flat]:
             rows, width = self._chosen_of(name, piece), piece.columns
             if len(rows) == 0:
                 continue
-            if room.get(width, 0) < len(rows):
-                last[width], room[width] = [], max(len(rows), _CACHED_ELEMENTS // width)
+            if left.get(width, 0) < len(rows):
+                last[width], left[width] = [], max(len(rows), _CACHED_ELEMENTS // width)
                 together.append(last[width])
             last[width].append((piece, rows, piece.of_rows(self._of(UPDATES, name))[rows]))
-            room[width] -= len(rows)
+            left[width] -= len(rows)
         return [ChosenRows(pieces, flat, self.state[flat]) for pieces in together]
 
     def _chosen_of(self, name: str, piece: Piece) -> torch.Tensor:

@@ -47,6 +47,8 @@ JOINED_ELEMENTS: Final = 500_000_000
 MATRIX_BUFFERS: Final = 6
 """Copies of one matrix, in fp32, that Muon holds while it makes it orthogonal."""
 
+_ZENFLOW_CHUNK: Final = 1 << 21
+"""Elements."""
 _SWAP_BUFFERS: Final = 5
 _MOST_SUB_GROUP: Final = 50_000_000
 _PARAMETER_BUFFERS: Final = 6
@@ -383,9 +385,9 @@ def _scratch(facts: ModelFacts, layout: Layout, share: int) -> int:
     if layout.algorithm == "adamw":
         return 0  # DeepSpeed's on the CPU and torch's fused one go over the weights once (Twin-Flow's rest is small)
     if layout.algorithm == "zenflow":
-        # A matrix whose rows are measured, or gradients and directions of those that are chosen.
+        # Gradients and changes of a matrix's chosen rows, and what the background changes at once.
         part = -(-facts.largest_matrix // layout.shares) if layout.stage == 3 else min(share, facts.largest_matrix)
-        return round(max(4.0, 8.0 * layout.chosen) * part)
+        return round(8 * layout.chosen * part) + 4 * min(_ZENFLOW_CHUNK, part)
     if layout.algorithm == "adafactor":
         return 8 * min(share, facts.largest_matrix)
     if layout.stage == 0:

@@ -87,13 +87,36 @@ def test_a_command_is_not_taken_down(tmp_path: Path) -> None:
     assert seen() == ["ended"]
 
 
-def test_output_that_cannot_be_written_is_an_error() -> None:
+@pytest.mark.parametrize("words", [["--help"], ["export", "--help"]])
+def test_output_that_cannot_be_written_is_an_error(words: list[str]) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [*COMMAND, "--help"], cwd=ROOT, env=BUFFERED, stdout=full, stderr=subprocess.PIPE, timeout=60, check=False
+            [*COMMAND, *words], cwd=ROOT, env=BUFFERED, stdout=full, stderr=subprocess.PIPE, timeout=60, check=False
         )
     assert done.returncode == 1
     assert b"No space left" in done.stderr
+
+
+@pytest.mark.parametrize("words", [["--help"], ["export", "--help"]])
+def test_output_that_was_closed_is_no_error(words: list[str]) -> None:
+    closed = ["sh", "-c", 'exec "$@" >&-', "sh", *COMMAND, *words]
+    done = subprocess.run(closed, cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr
+
+
+def test_what_comes_after_an_interruption_at_the_end_is_done() -> None:
+    program = """
+import atexit, sys, threading
+from finetune.lifetime import end_process
+def interrupted():
+    raise KeyboardInterrupt
+threading._shutdown = interrupted
+atexit.register(print, "at exit")
+end_process(4)
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (4, "at exit\n")
 
 
 def test_what_is_imported_without_collection_is_old_afterwards() -> None:
