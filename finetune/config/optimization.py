@@ -65,7 +65,9 @@ class OptimizerConfig:
             "be two numbers from 0 to 1, 1 excluded",
         )
         require(0 <= self.momentum < 1, "optimizer.momentum", self.momentum, "lie between 0 and 1, 1 excluded")
-        for name in ("eps", "weight_decay", "clip"):
+        # Below, fp32 would hold none, and a gradient of zero would be divided by zero.
+        require(math.isfinite(self.eps) and self.eps >= 1e-30, "optimizer.eps", self.eps, "be at least 1e-30")
+        for name in ("weight_decay", "clip"):
             value = getattr(self, name)
             require(math.isfinite(value) and value >= 0, f"optimizer.{name}", value, "be 0 or more")
 

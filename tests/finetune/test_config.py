@@ -9,6 +9,7 @@ from finetune.config import (
     DataConfig,
     ModelConfig,
     OffloadConfig,
+    OptimizerConfig,
     RunConfig,
     ScheduleConfig,
     TokenizerConfig,
@@ -16,6 +17,7 @@ from finetune.config import (
     ZeroConfig,
     to_deepspeed,
 )
+from finetune.errors import ConfigError
 from finetune.rank import choose_precision
 from finetune.schedule import make_schedule
 
@@ -80,3 +82,9 @@ def test_a_gpu_without_bf16_computes_in_fp16(has_bf16: bool, chosen: str, monkey
 def test_steps_follow_from_epochs() -> None:
     made = make_schedule(config(batch=BatchConfig(micro=5), schedule=ScheduleConfig(epochs=2.5, warmup=0.1)), 100)
     assert (made.steps, made.warmup_steps) == (25, 2)
+
+
+@pytest.mark.parametrize("eps", [0.0, -1e-8, 1e-46, float("nan")])
+def test_an_epsilon_keeps_zero_from_being_divided_by_zero(eps: float) -> None:
+    with pytest.raises(ConfigError, match=r"optimizer\.eps is .*; it must be at least 1e-30"):
+        OptimizerConfig(eps=eps)
