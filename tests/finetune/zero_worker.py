@@ -149,7 +149,7 @@ def make_engine(
     finally:
         accelerator._name = name
     if case == "zero3-ratio":
-        places = list(made._zero.subgroup_to_device.values())
+        places = list(made._engine.optimizer.subgroup_to_device.values())
         assert 0 < places.count("cpu:0") < len(places), "both sides have a part"
     return made
 
