@@ -15,7 +15,7 @@ from finetune.moments import CHOSEN, UPDATES
 from finetune.ranks import Peers
 from finetune.sharded import ShardedOptimizer, adamw
 
-_CHUNK_ELEMENTS: Final = 1 << 21
+CHUNK_ELEMENTS: Final = 1 << 21
 """Updated at once in the background: so many that starting threads does not count."""
 _CACHED_ELEMENTS: Final = 1 << 20
 """Chosen weights that are updated at once."""
@@ -227,7 +227,7 @@ def _prepare_rest(settings: Mapping[str, Any], flat: torch.Tensor, state: Mappin
     Their moments are changed here like all others and are overwritten when the chosen ones are put back.
     """
     tensors = [rest.piece.of(tensor) for tensor in (flat, state["exp_avg"], state["exp_avg_sq"], state["pending"])]
-    size = max(1, _CHUNK_ELEMENTS // rest.piece.columns)
+    size = max(1, CHUNK_ELEMENTS // rest.piece.columns)
     scratch_rc = torch.empty(min(size, rest.piece.rows), rest.piece.columns)
     for start in range(0, rest.piece.rows, size):
         weight_rc, first_rc, second_rc, pending_rc = (tensor[start : start + size] for tensor in tensors)

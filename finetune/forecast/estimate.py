@@ -14,12 +14,11 @@ from finetune.errors import ConfigError
 from finetune.folders import CHECKPOINTS, RESUME, step_folders
 from finetune.forecast.facts import ModelFacts, facts_of
 from finetune.forecast.hardware import Hardware
+from finetune.forecast.layout import Layout, layout_of
 from finetune.forecast.memory import (
     SHARED_FILES_BYTES,
     WRITER_BYTES,
-    Layout,
     Need,
-    layout_of,
     mean_in_flight,
     moment_elements,
     need_of,

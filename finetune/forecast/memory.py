@@ -12,9 +12,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from finetune.config import TuneConfig
 from finetune.forecast.facts import ModelFacts
+from finetune.forecast.layout import Layout
 from finetune.moments import MOMENTS, OF_MATRICES
+from finetune.zenflow import CHUNK_ELEMENTS
 
 _MIB: Final = 1 << 20
 _GIB: Final = 1 << 30
@@ -47,8 +48,6 @@ JOINED_ELEMENTS: Final = 500_000_000
 MATRIX_BUFFERS: Final = 6
 """Copies of one matrix, in fp32, that Muon holds while it makes it orthogonal."""
 
-_ZENFLOW_CHUNK: Final = 1 << 21
-"""Elements."""
 _SWAP_BUFFERS: Final = 5
 _MOST_SUB_GROUP: Final = 50_000_000
 _PARAMETER_BUFFERS: Final = 6
@@ -56,66 +55,6 @@ _PARAMETER_BUFFERS: Final = 6
 
 Phase = dict[str, int]
 """Item -> bytes; the items of one side (device or host) in one phase."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """The part of a configuration that decides where bytes lie."""
-
-    stage: int
-    ranks: int
-    """All of them."""
-    pipeline: int
-    """Pipeline stages; 1 is none."""
-    device: str
-    weight_bytes: int
-    algorithm: str
-    """``TuneConfig.algorithm``."""
-    optimizer: str
-    """Where the optimizer's state lies: ``none`` (the device), ``cpu``, ``nvme``."""
-    parameters: str
-    accumulation: int
-    bucket: int
-    """Elements."""
-    checkpoint_on_cpu: bool
-    on_host: float = 1.0
-    """Share of an offloaded optimizer's state that lies on the host (Twin-Flow)."""
-    chosen: float = 0.0
-    """Share of a matrix's rows whose weights and moments are held once more (ZenFlow)."""
-    sent_bytes: int = 4
-    """Of an element of a gradient on its way to other ranks of a pipeline stage."""
-
-    @property
-    def sums_in_fp32(self) -> bool:
-        """Whether a rank adds up the gradients of all it has in fp32: in a pipeline in 16 bits."""
-        return self.pipeline > 1 and self.weight_bytes == 2
-
-    @property
-    def shares(self) -> int:
-        """Ranks that share one copy of the state."""
-        return self.ranks // self.pipeline
-
-
-def layout_of(config: TuneConfig, *, device: str, precision: str) -> Layout:
-    offload = config.offload
-    staged = config.pipeline.stages > 1
-    return Layout(
-        # In 16 bits a pipeline spreads the optimizer's state in stage 0 too.
-        stage=max(1, config.zero.stage) if staged and precision != "fp32" else config.zero.stage,
-        ranks=config.run.ranks,
-        pipeline=config.pipeline.stages,
-        device=device,
-        weight_bytes=4 if precision == "fp32" else 2,
-        algorithm=config.algorithm,
-        optimizer=offload.optimizer,
-        parameters=offload.parameters,
-        accumulation=config.accumulation,
-        bucket=config.zero.bucket_elements,
-        checkpoint_on_cpu=config.activations.checkpoint == "cpu",
-        on_host=offload.ratio,
-        chosen=offload.zenflow.share if offload.method == "zenflow" else 0.0,
-        sent_bytes=2 if precision == "bf16" else 4,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -387,7 +326,7 @@ def _scratch(facts: ModelFacts, layout: Layout, share: int) -> int:
     if layout.algorithm == "zenflow":
         # Gradients and changes of a matrix's chosen rows, and what the background changes at once.
         part = -(-facts.largest_matrix // layout.shares) if layout.stage == 3 else min(share, facts.largest_matrix)
-        return round(8 * layout.chosen * part) + 4 * min(_ZENFLOW_CHUNK, part)
+        return round(8 * layout.chosen * part) + 4 * min(CHUNK_ELEMENTS, part)
     if layout.algorithm == "adafactor":
         return 8 * min(share, facts.largest_matrix)
     if layout.stage == 0:

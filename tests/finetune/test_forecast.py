@@ -34,7 +34,8 @@ from finetune.errors import ConfigError
 from finetune.forecast.estimate import Forecast, forecast, model_config_of, precision_of
 from finetune.forecast.facts import facts_of
 from finetune.forecast.hardware import Hardware, available_bytes
-from finetune.forecast.memory import MATRIX_BUFFERS, _phases, _state, _step, layout_of, need_of
+from finetune.forecast.layout import layout_of
+from finetune.forecast.memory import MATRIX_BUFFERS, _phases, _state, _step, need_of
 from finetune.forecast.pace import keep_pace, kept_pace
 from finetune.forecast.watch import MemoryWatch, pages_of
 from finetune.loss import token_losses

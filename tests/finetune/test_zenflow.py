@@ -386,6 +386,7 @@ def test_the_command_trains_resumes_on_other_ranks_and_refuses_other_paces(text_
     done = run_command("tune", path)
     assert done.returncode == 0, done.stderr
     assert "CPU Adam" not in done.stdout, "nothing is built that the run does not use"
+    assert "ZeRO-3 with optimizer on cpu and zenflow" in done.stdout
     expected = losses_of(tmp_path / "run")
     assert expected[12] < expected[1] - 0.1
     for root in ("checkpoints", "resume"):

@@ -1,0 +1,67 @@
+"""The part of a configuration that decides where bytes lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from finetune.config import TuneConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The part of a configuration that decides where bytes lie."""
+
+    stage: int
+    ranks: int
+    """All of them."""
+    pipeline: int
+    """Pipeline stages; 1 is none."""
+    device: str
+    weight_bytes: int
+    algorithm: str
+    """``TuneConfig.algorithm``."""
+    optimizer: str
+    """Where the optimizer's state lies: ``none`` (the device), ``cpu``, ``nvme``."""
+    parameters: str
+    accumulation: int
+    bucket: int
+    """Elements."""
+    checkpoint_on_cpu: bool
+    on_host: float = 1.0
+    """Share of an offloaded optimizer's state that lies on the host (Twin-Flow)."""
+    chosen: float = 0.0
+    """Share of a matrix's rows whose weights and moments are held once more (ZenFlow)."""
+    sent_bytes: int = 4
+    """Of an element of a gradient on its way to other ranks of a pipeline stage."""
+
+    @property
+    def sums_in_fp32(self) -> bool:
+        """Whether a rank adds up the gradients of all it has in fp32: in a pipeline in 16 bits."""
+        return self.pipeline > 1 and self.weight_bytes == 2
+
+    @property
+    def shares(self) -> int:
+        """Ranks that share one copy of the state."""
+        return self.ranks // self.pipeline
+
+
+def layout_of(config: TuneConfig, *, device: str, precision: str) -> Layout:
+    offload = config.offload
+    staged = config.pipeline.stages > 1
+    return Layout(
+        # In 16 bits a pipeline spreads the optimizer's state in stage 0 too.
+        stage=max(1, config.zero.stage) if staged and precision != "fp32" else config.zero.stage,
+        ranks=config.run.ranks,
+        pipeline=config.pipeline.stages,
+        device=device,
+        weight_bytes=4 if precision == "fp32" else 2,
+        algorithm=config.algorithm,
+        optimizer=offload.optimizer,
+        parameters=offload.parameters,
+        accumulation=config.accumulation,
+        bucket=config.zero.bucket_elements,
+        checkpoint_on_cpu=config.activations.checkpoint == "cpu",
+        on_host=offload.ratio,
+        chosen=offload.zenflow.share if offload.method == "zenflow" else 0.0,
+        sent_bytes=2 if precision == "bf16" else 4,
+    )
