@@ -99,8 +99,15 @@ def still_keys(model: nn.Module) -> None:
             parameter.register_hook(lambda gradient, others=others: gradient * others.flatten().to(gradient.dtype))
 
 
-def make_engine(name: str, case: str, *, model: str = "gpt_neox", lora: bool = False, **more: Any) -> ZeroEngine:
+def make_engine(name: str, case: str, **more: Any) -> ZeroEngine:
     stage, optimizer, parameters = CASES[case]
+    offload = OffloadConfig(optimizer=optimizer, parameters=parameters)  # type: ignore[arg-type]
+    return engine_of(settings(name), stage, offload, **more)
+
+
+def engine_of(
+    options: OptimizerConfig, stage: int, offload: OffloadConfig, *, model: str = "gpt_neox", lora: bool = False, **more: Any
+) -> ZeroEngine:
     ranks = int(os.environ["WORLD_SIZE"])
     config = TuneConfig(
         run=RunConfig(output="unused", ranks=ranks),
@@ -109,9 +116,9 @@ def make_engine(name: str, case: str, *, model: str = "gpt_neox", lora: bool = F
         lora=LoraConfig(rank=3) if lora else None,
         tokenizer=TokenizerConfig(path="unused"),
         batch=BatchConfig(micro=2, accumulation=ALL_SAMPLES // ranks),
-        optimizer=settings(name),
+        optimizer=options,
         zero=ZeroConfig(stage=stage),  # type: ignore[arg-type]
-        offload=OffloadConfig(optimizer=optimizer, parameters=parameters),  # type: ignore[arg-type]
+        offload=offload,
     )
     usual = {"precision": "fp32", "fill": fill}
     return ZeroEngine(config, hf_config(model), device=torch.device("cpu"), cpu_adam=False, **{**usual, **more})
@@ -179,10 +186,10 @@ def train_plainly(
     return losses
 
 
-def parity(make: Callable[[], ZeroEngine], expected: dict[str, torch.Tensor]) -> dict[str, Any]:
+def parity(make: Callable[[], ZeroEngine], expected: dict[str, torch.Tensor], *, steps: int = STEPS) -> dict[str, Any]:
     """Losses, and the largest difference of a weight in the end."""
     engine = make()
-    losses = train(engine, range(STEPS))
+    losses = train(engine, range(steps))
     found = [(n, tensor) for n, tensor in engine.weights(torch.float32, exact=True) if tensor is not None]
     return {"losses": losses, "difference": max((float((t - expected[n]).abs().max()) for n, t in found), default=0.0)}
 
@@ -224,10 +231,9 @@ def restored(name: str, case: str, output: Path) -> ZeroEngine:
     return engine
 
 
-def adapters(name: str, case: str) -> dict[str, Any]:
+def adapters(engine: ZeroEngine, *, steps: int = 5) -> dict[str, Any]:
     """Losses with LoRA, and what the optimizer keeps of each adapter."""
-    engine = make_engine(name, case, lora=True)
-    losses = train(engine, range(5))
+    losses = train(engine, range(steps))
     unset_hf_deepspeed_config()  # or later models would be built partitioned
     return {"losses": losses, "keys": sorted({key.split(".", 1)[0] for key, _ in engine.moments()})}
 
@@ -251,7 +257,7 @@ def pair(name: str, rank: int, out: Path) -> dict[str, Any]:
             for case, precision in (("zero1", "fp32"), ("zero2-offload", "bf16"), ("zero3", "bf16"), ("zero3-offload", "fp32"))
         },
         "resumed": resumed(name, out / name),
-        "adapters": {case: adapters(name, case) for case in ("zero1", "zero3")},
+        "adapters": {case: adapters(make_engine(name, case, lora=True)) for case in ("zero1", "zero3")},
     }
 
 

@@ -317,25 +317,37 @@ def test_a_momentum_lies_below_one(momentum: float) -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_run_goes_on_with_other_ranks(text_folder: Path, tmp_path: Path, name: str) -> None:
     tree = small_run(text_folder, tmp_path / "run", optimizer={"name": name}, offload={"optimizer": "cpu"})
+    refused = gone_on_with_one_rank(tree, tmp_path, "--optimizer.name", "adamw")
+    assert f"optimizer (was '{name}', is 'adamw')" in refused
+    with open_checkpoint(tmp_path / "run" / "resume") as state:
+        assert any(tensor.startswith(("momentum.", "exp_avg_sq_row.")) for tensor in state.tensors)
+
+
+def gone_on_with_one_rank(tree: dict[str, Any], folder: Path, *refused: str) -> str:
+    """Train on two ranks to the end, go back to the middle and on from there with one; the losses are the same.
+
+    Returns:
+        What is said to going on with the words ``refused``.
+    """
     # Dropout draws per rank; and the bias of the keys has rounding alone for a gradient, which optimizers blow up.
     tree["model"]["new"] |= {"hidden_dropout": 0.0, "attention_bias": False}
     tree["batch"] = {"micro": 2, "total": 8}
     tree["run"]["ranks"] = 2
-    path = write_config(tree, tmp_path / "run.yaml")
+    path, run = write_config(tree, folder / "run.yaml"), folder / "run"
     done = run_command("tune", path)
     assert done.returncode == 0, done.stderr
     assert "CPU Adam" not in done.stdout, "nothing is built that the run does not use"
-    expected = losses_of(tmp_path / "run")
+    offload = tree["offload"]
+    assert f"with optimizer on cpu{' and zenflow' if offload.get('method') == 'zenflow' else ''};" in done.stdout
+    expected = losses_of(run)
     assert expected[12] < expected[1] - 0.1
     for root in ("checkpoints", "resume"):
-        shutil.rmtree(tmp_path / "run" / root / "step-00000012")
-        (tmp_path / "run" / root / "latest").write_text("step-00000006\n")
-    refused = run_command("tune", path, "--resume", "--optimizer.name", "adamw")
-    assert refused.returncode == 2
-    assert f"optimizer (was '{name}', is 'adamw')" in refused.stderr
+        shutil.rmtree(run / root / "step-00000012")
+        (run / root / "latest").write_text("step-00000006\n")
+    other = run_command("tune", path, "--resume", *refused)
+    assert other.returncode == 2
     done = run_command("tune", path, "--resume", "--run.ranks", "1", "--zero.stage", "2")
     assert done.returncode == 0, done.stderr
     assert "resumed at step 6" in done.stdout
-    assert losses_of(tmp_path / "run") == pytest.approx(expected, abs=1e-5)
-    with open_checkpoint(tmp_path / "run" / "resume") as state:
-        assert any(tensor.startswith(("momentum.", "exp_avg_sq_row.")) for tensor in state.tensors)
+    assert losses_of(run) == pytest.approx(expected, abs=1e-5)
+    return other.stderr

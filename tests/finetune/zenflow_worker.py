@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -15,29 +16,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from checkpoint import open_checkpoint
 from finetune import engine as ds
-from finetune.config import (
-    BatchConfig,
-    DataConfig,
-    LoraConfig,
-    ModelConfig,
-    OffloadConfig,
-    OptimizerConfig,
-    RunConfig,
-    TokenizerConfig,
-    TuneConfig,
-    ZenFlowConfig,
-    ZeroConfig,
-)
+from finetune.config import OffloadConfig, OptimizerConfig, ZenFlowConfig
 from finetune.engine import ZeroEngine
 from finetune.loss import token_losses
 from finetune.model import build_empty, decay_groups
 from finetune.resume import ResumeState
 from finetune.types import Progressed
-from tests.finetune.optimizer_worker import ALL_SAMPLES, MODELS, SCHEDULE, fill, hf_config, in_sub_groups, settings, train
+from tests.finetune import optimizer_worker
+from tests.finetune.optimizer_worker import SCHEDULE, engine_of, fill, hf_config, in_sub_groups, settings, train
 from tests.finetune.zero_worker import keeper, leave, not_finite, same, snapshot, step_data, whole
 
 STEPS = 14
@@ -50,30 +39,10 @@ NO_EPSILON = replace(OPTIONS, eps=1e-12)
 """Where AdamW corrects the start of its moments, epsilon counts otherwise than where it corrects the rate."""
 
 
-def make_engine(
-    case: str,
-    *,
-    paces: ZenFlowConfig = PACES,
-    options: OptimizerConfig = OPTIONS,
-    model: str = "gpt_neox",
-    lora: bool = False,
-    **more: Any,
-) -> ZeroEngine:
+def make_engine(case: str, *, paces: ZenFlowConfig = PACES, options: OptimizerConfig = OPTIONS, **more: Any) -> ZeroEngine:
     stage, parameters = CASES[case]
-    ranks = int(os.environ["WORLD_SIZE"])
-    config = TuneConfig(
-        run=RunConfig(output="unused", ranks=ranks),
-        data=DataConfig(train=("unused",)),
-        model=ModelConfig(path="unused") if lora else ModelConfig(new=MODELS[model]),
-        lora=LoraConfig(rank=3) if lora else None,
-        tokenizer=TokenizerConfig(path="unused"),
-        batch=BatchConfig(micro=2, accumulation=ALL_SAMPLES // ranks),
-        optimizer=options,
-        zero=ZeroConfig(stage=stage),  # type: ignore[arg-type]
-        offload=OffloadConfig(optimizer="cpu", parameters=parameters, method="zenflow", zenflow=paces),  # type: ignore[arg-type]
-    )
-    usual = {"precision": "fp32", "fill": fill}
-    return ZeroEngine(config, hf_config(model), device=torch.device("cpu"), cpu_adam=False, **{**usual, **more})
+    offload = OffloadConfig(optimizer="cpu", parameters=parameters, method="zenflow", zenflow=paces)  # type: ignore[arg-type]
+    return engine_of(options, stage, offload, **more)
 
 
 class Matrix:
@@ -146,11 +115,8 @@ def reference(paces: ZenFlowConfig | None, model_name: str) -> tuple[list[float]
     return losses, {n: parameter.detach() for n, parameter in model.named_parameters()}
 
 
-def parity(engine: ZeroEngine, expected: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Losses, and the largest difference of a weight in the end."""
-    losses = train(engine, range(STEPS))
-    found = [(n, tensor) for n, tensor in engine.weights(torch.float32, exact=True) if tensor is not None]
-    return {"losses": losses, "difference": max((float((t - expected[n]).abs().max()) for n, t in found), default=0.0)}
+def parity(make: Callable[[], ZeroEngine], expected: dict[str, torch.Tensor]) -> dict[str, Any]:
+    return optimizer_worker.parity(make, expected, steps=STEPS)
 
 
 def resumed(output: Path) -> dict[str, Any]:
@@ -186,14 +152,6 @@ def order(case: str) -> list[str]:
     return done
 
 
-def adapters(case: str) -> dict[str, Any]:
-    """Losses with LoRA, and what is kept of each adapter."""
-    engine = make_engine(case, lora=True)
-    losses = train(engine, range(8))
-    unset_hf_deepspeed_config()  # or later models would be built partitioned
-    return {"losses": losses, "keys": sorted({key.split(".", 1)[0] for key, _ in engine.moments()})}
-
-
 def pair(rank: int, out: Path) -> dict[str, Any]:
     """What two ranks go through."""
     losses, weights = reference(PACES, "gpt_neox")
@@ -203,20 +161,20 @@ def pair(rank: int, out: Path) -> dict[str, Any]:
     return {
         "reference": losses,
         "parity": {
-            **{case: parity(make_engine(case), weights) for case in CASES},
-            "zero3 in sub-groups": parity(in_sub_groups(lambda: make_engine("zero3")), weights),
+            **{case: parity(lambda case=case: make_engine(case), weights) for case in CASES},
+            "zero3 in sub-groups": parity(lambda: in_sub_groups(lambda: make_engine("zero3")), weights),
         },
         "reference of gpt2": gpt2_losses,
-        "gpt2": parity(make_engine("zero3", model="gpt2"), gpt2_weights),
+        "gpt2": parity(lambda: make_engine("zero3", model="gpt2"), gpt2_weights),
         "adamw": whole_losses,
-        "all chosen": parity(make_engine("zero2", paces=everything, options=NO_EPSILON), whole_weights),
+        "all chosen": parity(lambda: make_engine("zero2", paces=everything, options=NO_EPSILON), whole_weights),
         "not_finite": {
             f"{case}-{precision}": not_finite(make_engine(case, precision=precision), rank)
             for case, precision in (("zero1", "fp32"), ("zero2", "bf16"), ("zero3", "bf16"))
         },
         "resumed": resumed(out / "run"),
         "order": order("zero2"),
-        "adapters": {case: adapters(case) for case in ("zero2", "zero3")},
+        "adapters": {case: optimizer_worker.adapters(make_engine(case, lora=True), steps=8) for case in ("zero2", "zero3")},
     }
 
 
@@ -225,7 +183,7 @@ def alone(out: Path) -> dict[str, Any]:
     losses, weights = reference(PACES, "gpt_neox")
     return {
         "reference": losses,
-        "parity": parity(make_engine("zero2"), weights),
+        "parity": parity(lambda: make_engine("zero2"), weights),
         "resumed": {case: train(restored(case, out / "run"), range(SAVED, RESUMED)) for case in ("zero1", "zero3")},
     }
 
