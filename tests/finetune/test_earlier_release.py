@@ -1,0 +1,38 @@
+"""What an earlier release wrote still opens and scores as it did then (see ``tests/fixtures/release_0_1``)."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from checkpoint import open_checkpoint
+from finetune.evaluate import evaluate
+from tests.finetune.support import ROOT
+
+WRITTEN = ROOT / "tests" / "fixtures" / "release_0_1"
+
+LOSSES = {"tune": 5.3672, "lora": 5.3598, "pretrain": 5.3345}
+"""Of the saved step upon the two files of text, as the release that wrote it printed them."""
+
+
+@pytest.fixture
+def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the runs, in which their relative paths hold."""
+    copy = tmp_path / "written"
+    shutil.copytree(WRITTEN, copy)
+    monkeypatch.chdir(copy)
+    return copy
+
+
+@pytest.mark.parametrize("root", ["tune/checkpoints", "tune/resume", "lora/resume", "pretrain/checkpoints", "pretrain/resume"])
+def test_an_earlier_release_s_folders_are_whole(root: str) -> None:
+    with open_checkpoint(WRITTEN / root, verify="sha256") as checkpoint:
+        assert checkpoint.step == 3
+
+
+@pytest.mark.parametrize("run", sorted(LOSSES))
+def test_an_earlier_release_s_weights_score_as_they_did(run: str, written: Path) -> None:
+    result = evaluate(written / run, [str(written / "text")], pattern="*.py", seq_len=16)
+    assert result.loss == pytest.approx(LOSSES[run], abs=1e-4)
