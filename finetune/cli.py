@@ -23,6 +23,7 @@ from finetune.errors import ConfigError, FinetuneError, RunError
 from finetune.folders import claimed_output
 from finetune.lifetime import without_collection
 from finetune.options import apply_overrides, build, describe, read_yaml, split_overrides
+from finetune.swap import claimed_swap
 
 DTYPES = ("float32", "bfloat16", "float16")
 _COMMANDS = {
@@ -202,9 +203,10 @@ def tune(config: TuneConfig, console: Console, *, command: str = "tune", anyway:
         joined.train(config, settings, console, command=command, anyway=anyway)
     run = {"config": settings, "command": command, "anyway": anyway}
     start = partial(Ranks, run=run, ranks=config.run.ranks, threads=config.run.threads)
-    with claimed_output(config) as output, start(output) as ranks:
+    # The swap files go once no rank is left that could use them.
+    with claimed_output(config) as output, claimed_swap(config, say) as swap, start(output) as ranks:
         (output / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True), encoding="utf-8")
-        ranks.go(make_ready(config, say, ranks.check))
+        ranks.go(make_ready(config, say, ranks.check, swap=swap))
         with observed(config, ranks.process_ids, console):
             ranks.wait()
         return 1 if ranks.interrupted is signal.SIGINT else 0

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -72,11 +73,12 @@ class ZeroEngine(Ranked):
         device: torch.device,
         precision: str,
         cpu_adam: bool,
-        disk: Disk | None = None,
+        disk: tuple[Disk, Path] | None = None,
     ) -> None:
         """Build the model, let ``fill(model, gather)`` set its weights, and put ZeRO around it.
 
-        With ``config.lora`` adapters are put beside the filled model; ``fill_adapters(model, gather)`` sets theirs.
+        With ``config.lora`` adapters are put beside the filled model; ``fill_adapters(model, gather)`` sets theirs. ``disk``,
+        and the run's folder on it, are needed when anything is offloaded to NVMe.
         """
         super().__init__(device)
         self.data_rank, self.data_ranks = self.rank, self.world_size
@@ -84,7 +86,7 @@ class ZeroEngine(Ranked):
         self._accumulation = config.accumulation
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
         self.loss_scale = LossScale() if precision == "fp16" else None
-        settings = None if disk is None else disk_settings(config, disk, meta_shapes(hf_config), dtype.itemsize)
+        settings = None if disk is None else disk_settings(config, *disk, meta_shapes(hf_config), dtype.itemsize)
         elements = sum(map(math.prod, meta_shapes(hf_config).values())) if config.offload.ratio < 1.0 else None
         ds = to_deepspeed(config, device=device.type, precision=precision, cpu_adam=cpu_adam, disk=settings, elements=elements)
         partitioned = deepspeed.zero.Init(config_dict_or_path=ds) if self._stage == 3 else nullcontext()

@@ -15,7 +15,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Mapping, MutableMapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,6 +29,7 @@ from finetune.config import TuneConfig
 from finetune.errors import FinetuneError
 from finetune.folders import claimed_output
 from finetune.lifetime import end_process, without_collection
+from finetune.swap import claimed_swap, clear_leftovers
 
 _NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -107,6 +108,8 @@ def train(config: TuneConfig, settings: Mapping[str, Any], console: Console, *, 
                 print(f"error: rank {rank}: {error}", file=sys.stderr)
             sys.stdout.flush()
             sys.stderr.flush()
+            with suppress(OSError):
+                stack.close()  # locks and swap files
             # No clean-up that could wait for other ranks: threads of a torn process group may never end.
             os._exit(code)
     end_process(0)
@@ -139,11 +142,12 @@ def _rank(
     if int(os.environ["RANK"]) == 0:
         try:
             output = stack.enter_context(claimed_output(config))
+            swap = stack.enter_context(claimed_swap(config, say))
             (output / "logs").mkdir(exist_ok=True)
             text = yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True)
             (output / "config.yaml").write_text(text, encoding="utf-8")
             look_ahead(config, console, anyway=anyway)
-            told = make_ready(config, say)
+            told = make_ready(config, say, swap=swap)
         except FinetuneError as error:
             told = {"error": str(error), "exit_code": error.exit_code}
     told = json.loads(tell_everyone(json.dumps(told)))
@@ -153,6 +157,8 @@ def _rank(
         raise error
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         built_ops(config, say)  # rank 0 built them on its own node
+        if told["swap"] is not None:
+            clear_leftovers(Path(told["swap"]).parent, say)
     tell_everyone("built")
     told["ops"] = built_ops(config, lambda _: None)
     train_rank(config, told, place, stop.is_set, console, pipeline=command == "pretrain")

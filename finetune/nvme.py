@@ -7,8 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from math import prod
@@ -39,13 +39,16 @@ class Disk:
     write_gib_s: float
 
 
-def prepare_disk(config: TuneConfig, say: Say) -> Disk:
+def prepare_disk(swap: Path, say: Say) -> Disk:
     """Check everything NVMe offload needs but the room, then measure the disk, or find it measured.
+
+    Args:
+        swap: the run's folder below ``offload.path``, see ``finetune.swap``.
 
     Raises:
         ConfigError: names what is missing and the remedy.
     """
-    folder = _writable(config)
+    folder = swap.parent
     for op in (ops.PIN_MEMORY, ops.ASYNC_IO):
         if not ops.library_of(op).is_file() and machine.libaio() is None:
             raise ConfigError(
@@ -61,28 +64,15 @@ def prepare_disk(config: TuneConfig, say: Say) -> Disk:
     except (OSError, ValueError, TypeError):
         pass
     say(f"measuring the disk of {folder} once, about 10 s")
-    disk = _measure(folder)
-    known.write_text(json.dumps(asdict(disk)) + "\n", encoding="utf-8")
+    disk = _measure(swap)
+    with suppress(OSError):  # another user's: measured again by the next run
+        known.write_text(json.dumps(asdict(disk)) + "\n", encoding="utf-8")
     threads = "1 thread" if disk.threads == 1 else f"{disk.threads} threads"
     say(
         f"the disk reads {disk.read_gib_s:.1f} GiB/s and writes {disk.write_gib_s:.1f}: "
         f"blocks of {disk.block_bytes >> 10} KiB, {disk.queue_depth} in flight, {threads}"
     )
     return disk
-
-
-def _writable(config: TuneConfig) -> Path:
-    assert config.offload.path is not None, "OffloadConfig asks for a path"
-    folder = Path(config.offload.path).expanduser()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ConfigError(
-            f"offload.path: {folder} cannot be written: {error.strerror}; name a folder on a local disk"
-        ) from error
-    return folder
 
 
 def _measure(folder: Path) -> Disk:
@@ -96,17 +86,18 @@ def _measure(folder: Path) -> Disk:
         return Disk(**json.loads(done.stdout.strip().splitlines()[-1]))
     except subprocess.CalledProcessError as error:
         last = (error.stderr or "").strip().splitlines()[-1:]
-        raise ConfigError(f"offload.path: {folder}: direct file access failed: {last[0] if last else error}") from error
+        raise ConfigError(f"offload.path: {folder.parent}: direct file access failed: {last[0] if last else error}") from error
     except (OSError, subprocess.SubprocessError, ValueError, IndexError, TypeError) as error:
-        raise ConfigError(f"offload.path: {folder}: the disk could not be measured: {error}") from error
+        raise ConfigError(f"offload.path: {folder.parent}: the disk could not be measured: {error}") from error
 
 
 def disk_settings(
-    config: TuneConfig, disk: Disk, shapes: Mapping[str, tuple[int, ...]], bytes_per_element: int
+    config: TuneConfig, disk: Disk, swap: Path, shapes: Mapping[str, tuple[int, ...]], bytes_per_element: int
 ) -> DiskSettings:
     """Buffers from the model's sizes, after a look at the room on the disk and the limit on pinned memory.
 
     Args:
+        swap: the run's folder below ``offload.path``.
         shapes: of every parameter, whole.
         bytes_per_element: of the parameters that compute.
 
@@ -122,6 +113,7 @@ def disk_settings(
     swapped = [part for part in parts if part >= smallest]
     ahead = max((_run_within(swapped[at:], largest) for at in range(len(swapped))), default=0)
     settings = DiskSettings(
+        folder=str(swap),
         block_bytes=disk.block_bytes,
         queue_depth=disk.queue_depth,
         threads=disk.threads,
@@ -129,7 +121,7 @@ def disk_settings(
         buffers=ahead + 4,
         sub_group_elements=max(largest, min(_MOST_SUB_GROUP, sum(parts))),
     )
-    _check_room(config, sum(parts) * ranks, bytes_per_element)
+    _check_room(config, swap, sum(parts) * ranks, bytes_per_element)
     _check_memlock(config, settings, bytes_per_element)
     return settings
 
@@ -138,14 +130,13 @@ def _run_within(parts: list[int], limit: int) -> int:
     return sum(total <= limit for total in accumulate(parts))
 
 
-def _check_room(config: TuneConfig, elements: int, bytes_per_element: int) -> None:
+def _check_room(config: TuneConfig, swap: Path, elements: int, bytes_per_element: int) -> None:
     needed = 0
     if config.offload.optimizer == "nvme":
         needed += elements * 16  # fp32 weights, two moments, gradients
     if config.offload.parameters == "nvme":
         needed += elements * bytes_per_element
-    assert config.offload.path is not None, "OffloadConfig asks for a path"
-    free = shutil.disk_usage(Path(config.offload.path).expanduser()).free
+    free = shutil.disk_usage(swap.parent).free
     if needed > free:
         raise ConfigError(
             f"offload.path: {config.offload.path} has {free / 2**30:.1f} GiB free; this model needs {needed / 2**30:.1f}; "

@@ -99,10 +99,12 @@ def train_rank(
     from finetune import built, tune
     from finetune.data.tokenise import Prepared
     from finetune.nvme import Disk
+    from finetune.swap import held_swap
 
     for name, library in told["ops"].items():
         built.load_op(name, Path(library))
     precision = choose_precision(config, place.type)
+    swap = None if told["swap"] is None else Path(told["swap"])
     job = tune.Job(
         config=config,
         prepared=Prepared(**told["prepared"]),
@@ -110,9 +112,11 @@ def train_rank(
         precision=precision,
         cpu_adam="cpu_adam" in told["ops"],
         disk=None if told["disk"] is None else Disk(**told["disk"]),
+        swap=swap,
         pipeline=pipeline,
     )
-    tune.run_rank(job, console, should_stop)
+    with held_swap(swap):
+        tune.run_rank(job, console, should_stop)
 
 
 def _console() -> TextIO:

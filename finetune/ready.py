@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from finetune import ops
@@ -13,12 +14,15 @@ from finetune.errors import ConfigError
 Say = Callable[[str], None]
 
 
-def make_ready(config: TuneConfig, say: Say, check: Callable[[], None] = lambda: None) -> dict[str, Any]:
+def make_ready(
+    config: TuneConfig, say: Say, check: Callable[[], None] = lambda: None, *, swap: Path | None = None
+) -> dict[str, Any]:
     """Prepare everything a rank needs; returns what the ranks are told, fit for JSON.
 
     Args:
         say: told what takes time.
         check: called every so often; what it raises ends the work.
+        swap: the run's folder on the disk, of ``finetune.swap.claimed_swap``; needed when anything is offloaded to NVMe.
 
     Raises:
         FinetuneError: the data, the tokenizer or the disk is at fault.
@@ -31,10 +35,16 @@ def make_ready(config: TuneConfig, say: Say, check: Callable[[], None] = lambda:
     except OSError as error:
         raise ConfigError(f"run.output: {config.run.output}: the tokenised data cannot be written: {error}") from error
     check()
-    disk = prepare_disk(config, say) if config.offload.on_disk else None
+    assert swap is not None or not config.offload.on_disk, "nobody has claimed a folder for the swap files"
+    disk = None if swap is None else prepare_disk(swap, say)
     built = built_ops(config, say)
     check()
-    return {"prepared": asdict(prepared), "ops": built, "disk": None if disk is None else asdict(disk)}
+    return {
+        "prepared": asdict(prepared),
+        "ops": built,
+        "disk": None if disk is None else asdict(disk),
+        "swap": None if swap is None else str(swap),
+    }
 
 
 def built_ops(config: TuneConfig, say: Say) -> dict[str, str]:

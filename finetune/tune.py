@@ -58,6 +58,8 @@ class Job:
     cpu_adam: bool
     disk: Disk | None = None
     """Set when anything is offloaded to NVMe."""
+    swap: Path | None = None
+    """The run's folder on that disk, held by who runs the job."""
     pipeline: bool = False
     """Whether the layers are spread over stages (``pretrain``) rather than repeated."""
 
@@ -285,7 +287,8 @@ def _engine(job: Job, hf_config: Any, fill: Fill, fill_adapters: Fill | None) ->
         from finetune.pipeline import PipelineEngine
 
         return PipelineEngine(job.config, hf_config, fill, **common)
-    return ZeroEngine(job.config, hf_config, fill, fill_adapters=fill_adapters, cpu_adam=job.cpu_adam, disk=job.disk, **common)
+    disk = None if job.disk is None or job.swap is None else (job.disk, job.swap)
+    return ZeroEngine(job.config, hf_config, fill, fill_adapters=fill_adapters, cpu_adam=job.cpu_adam, disk=disk, **common)
 
 
 def _due(step: int, every: int) -> bool:

@@ -15,6 +15,8 @@ SUB_GROUPS: Final = 32
 class DiskSettings:
     """How NVMe offload moves tensors: found by a measurement of the disk and by the model's own sizes."""
 
+    folder: str
+    """This run's own, below ``offload.path``."""
     block_bytes: int
     """Bytes of one request."""
     queue_depth: int
@@ -116,10 +118,10 @@ def _zero(config: TuneConfig, device: str, disk: DiskSettings | None, elements: 
         zero["sub_group_size"] = disk.sub_group_elements
         if offload.parameters == "nvme":
             zero["offload_param"] |= {
-                "nvme_path": offload.path, "buffer_size": disk.buffer_elements, "buffer_count": disk.buffers
+                "nvme_path": disk.folder, "buffer_size": disk.buffer_elements, "buffer_count": disk.buffers
             }  # fmt: skip
             # What is fetched ahead must find a buffer.
             zero["stage3_prefetch_bucket_size"] = min(buckets, disk.buffer_elements)
         if offload.optimizer == "nvme":
-            zero["offload_optimizer"] |= {"nvme_path": offload.path, "buffer_count": 5}
+            zero["offload_optimizer"] |= {"nvme_path": disk.folder, "buffer_count": 5}
     return zero

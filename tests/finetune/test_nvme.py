@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,9 @@ from finetune.config import (
     to_deepspeed,
 )
 from finetune.errors import ConfigError
-from finetune.nvme import Disk, disk_settings
+from finetune.nvme import MEASURED, Disk, disk_settings
 from tests.finetune.support import NEEDS_LIBAIO, run_command, small_run, write_config
-from tests.finetune.test_tune import losses_of
+from tests.finetune.test_tune import losses_of, start_command, until_training
 
 DISK = Disk(block_bytes=1 << 20, queue_depth=8, threads=1, read_gib_s=1.0, write_gib_s=1.0)
 MODEL = {"hidden_size": 256, "intermediate_size": 1024, "vocab_size": 2048, "num_hidden_layers": 2}
@@ -57,17 +58,25 @@ def in_memory(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> di
 
 @pytest.mark.slow
 @NEEDS_LIBAIO
-def test_a_disk_trains_as_memory_does_and_resumes_exactly(
+def test_a_disk_trains_as_memory_does_beside_another_run_and_resumes_exactly(
     text_folder: Path, tmp_path: Path, in_memory: dict[int, float]
 ) -> None:
     disk = tmp_path / "disk"
     path = write_config(tree(text_folder, tmp_path, optimizer="nvme", parameters="nvme", path=str(disk)), tmp_path / "run.yaml")
-    done = run_command("tune", path)
-    assert done.returncode == 0, done.stderr
-    assert "optimizer on nvme and parameters on nvme" in done.stdout
-    assert "the disk reads" in done.stdout
-    assert losses_of(tmp_path / "run") == in_memory
-    assert sum(file.stat().st_size for file in disk.rglob("*.swp")) > 8 << 20, "nothing was on the disk"
+    words = ["--run.output", tmp_path / "other", "--run.seed", "1", "--schedule.steps", "100000"]
+    with start_command(["tune", path, *words]) as other:
+        try:
+            done = run_command("tune", path)
+            assert done.returncode == 0, done.stderr
+            assert "optimizer on nvme and parameters on nvme" in done.stdout
+            assert losses_of(tmp_path / "run") == in_memory, "another run with the same offload.path took part"
+            until_training(other, tmp_path / "other")
+            (left,) = disk.glob("tessera-run-*")
+        finally:
+            other.kill()
+    with (left / ".lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # once its ranks have followed it
+    assert sum(file.stat().st_size for file in left.rglob("*.swp")) > 8 << 20, "nothing was on the disk"
     resumed = tmp_path / "resumed"
     shutil.copytree(tmp_path / "run", resumed)
     for root in ("checkpoints", "resume"):
@@ -76,6 +85,8 @@ def test_a_disk_trains_as_memory_does_and_resumes_exactly(
     done = run_command("tune", path, "--resume", "--run.output", resumed)
     assert done.returncode == 0, done.stderr
     assert "measuring the disk" not in done.stdout, "it was measured before"
+    assert f"MiB of swap files in {left}, left by a run that was killed" in done.stdout.replace("\n", "")
+    assert [file.name for file in disk.iterdir()] == [MEASURED]
     assert losses_of(resumed) == in_memory
     for name in ("model.safetensors", "config.json"):
         ours, whole = (run / "checkpoints" / "step-00000008" / name for run in (resumed, tmp_path / "run"))
@@ -84,12 +95,12 @@ def test_a_disk_trains_as_memory_does_and_resumes_exactly(
 
 def test_buffers_follow_from_the_models_sizes(tmp_path: Path) -> None:
     shapes = {"embedding": (1000, 4096), "bias": (4096,), "first": (512, 4096), "second": (512, 4096)}
-    settings = disk_settings(config(tmp_path, parameters="nvme"), DISK, shapes, 2)
+    settings = disk_settings(config(tmp_path, parameters="nvme"), DISK, tmp_path / "own", shapes, 2)
     assert settings.buffer_elements == 1000 * 4096 // 2, "one rank's part of the largest tensor"
     assert settings.buffers == 1 + 4, "one part of the largest tensor's size may come ahead"
     assert settings.sub_group_elements == sum((1000 * 4096, 4096, 512 * 4096 * 2)) // 2
     json = to_deepspeed(config(tmp_path, parameters="nvme"), device="cpu", precision="bf16", cpu_adam=True, disk=settings)
-    assert json["zero_optimization"]["offload_param"]["nvme_path"] == str(tmp_path)
+    assert json["zero_optimization"]["offload_param"]["nvme_path"] == str(tmp_path / "own")
     assert json["zero_optimization"]["stage3_prefetch_bucket_size"] <= settings.buffer_elements
     assert json["aio"]["block_size"] == 1 << 20
 
@@ -97,7 +108,7 @@ def test_buffers_follow_from_the_models_sizes(tmp_path: Path) -> None:
 def test_too_small_a_disk_is_refused_with_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1 << 40, 1 << 40, 1 << 30))  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=r"offload.path: .* has 1.0 GiB free; this model needs 16\.\d"):
-        disk_settings(config(tmp_path, optimizer="nvme"), DISK, {"embedding": (1 << 20, 1 << 10)}, 2)
+        disk_settings(config(tmp_path, optimizer="nvme"), DISK, tmp_path / "own", {"embedding": (1 << 20, 1 << 10)}, 2)
 
 
 def test_a_missing_library_is_named_with_its_remedy(text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +117,7 @@ def test_a_missing_library_is_named_with_its_remedy(text_folder: Path, tmp_path:
     monkeypatch.setattr(machine, "libaio", lambda: None)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "none"))
     with pytest.raises(ConfigError, match="apt-get install libaio-dev"):
-        prepare_disk(config(tmp_path, optimizer="nvme"), lambda _: None)
+        prepare_disk(tmp_path / "own", lambda _: None)
 
 
 @pytest.mark.parametrize(
