@@ -42,3 +42,6 @@ class LossSpike(RunError):
 
 class RankDied(RunError):
     """A rank process ended by a signal or an error."""
+
+    told: bool = False
+    """Whether the rank itself told the cause, by a rule it checks: a setting, data, a full disk."""

@@ -173,6 +173,7 @@ class Ranks:
             error = RankDied(f"rank {first.rank}: {first.reason['message']}; its log: {self._log(first.rank)}")
             if first.reason["expected"]:
                 error = RankDied(str(first.reason["message"]))
+                error.told = True
             error.exit_code = int(first.reason["exit_code"])
             return error
         rank = failed[0].rank

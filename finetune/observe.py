@@ -33,7 +33,8 @@ def observed(config: TuneConfig, processes: Sequence[int], console: Console) -> 
             yield
     except RankDied as error:
         failure = error
-        error.args = (f"{error}{_memory_seen(output, watch)}",)
+        if not error.told:  # memory has no part in a broken rule
+            error.args = (f"{error}{_memory_seen(output, watch)}",)
         raise
     except BaseException as error:
         failure = error

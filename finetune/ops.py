@@ -91,8 +91,6 @@ def _build(op: str, say: Say) -> Built:
         if library_of(op).is_file():  # another run built it while this one waited
             return Built(True, "")
         say(f"building DeepSpeed's {_NAMES[op]} with {machine.compiler()}: {_ABOUT}, once; kept in {folder}")
-        if op == CPU_ADAM:
-            say("DeepSpeed's shared-memory all-reduce is not built: training does not call it")
         began = time.monotonic()
         failure = _run_build(op, folder)
         if failure is None:

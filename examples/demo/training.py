@@ -94,10 +94,13 @@ def _follow_live(console: Console, child: Child, log: Path, started: float) -> N
 def _follow_plain(console: Console, child: Child, log: Path, started: float) -> None:
     """One line every ten seconds until the child ends, then the curve."""
     next_line = started + PLAIN_INTERVAL_SECONDS
+    said = ""
     while child.process.poll() is None:
         if time.monotonic() >= next_line:
-            steps = list(read_steps(log))
-            screen.detail(console, _facts(steps, time.monotonic() - started) if steps else f"preparing: {child.last_line()}")
+            elapsed, steps, status = time.monotonic() - started, list(read_steps(log)), child.last_line()
+            # What takes long is said once, and then that it still goes on.
+            screen.detail(console, _facts(steps, elapsed) + ("" if steps or status == said else f" · {status}"))
+            said = status
             next_line += PLAIN_INTERVAL_SECONDS
         time.sleep(0.25)
     steps = list(read_steps(log))

@@ -227,8 +227,8 @@ class _Work:
 
 def too_long_rule(tokens: int, seq_len: int) -> str:
     """What is said of a sample that is too long."""
-    rule = f"a row holds {seq_len + 1} (data.seq_len is {seq_len}): raise it, or set data.too_long to cut or drop"
-    return f"has {tokens} tokens; {rule}"
+    most = f"at most {seq_len + 1} fit: the {seq_len} that a row holds (data.seq_len), and a last one that is only predicted"
+    return f"has {tokens} tokens; {most}. Raise data.seq_len, or set data.too_long to cut or drop"
 
 
 def _joined(documents: Numbers) -> Numbers:

@@ -94,6 +94,7 @@ def test_a_compiler_that_fails_is_announced_and_then_named(monkeypatch: pytest.M
     adam = ops.ensure(ops.CPU_ADAM, said.append)
     assert "CPU Adam" in said[0]
     assert " s, once" in said[0]
+    assert len(said) == 1, "nothing is said of what is not built and not missed"
     assert not adam.available
     assert "could not be built" in adam.reason
     assert not list(ops.extensions_folder().glob("building-*"))

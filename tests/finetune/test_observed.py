@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import re
 import sys
 import urllib.request
@@ -11,10 +13,13 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from finetune.cli import main
 from finetune.config import DataConfig, LogConfig, ModelConfig, RunConfig, TuneConfig
-from finetune.errors import ConfigError
+from finetune.errors import ConfigError, RankDied
+from finetune.forecast.files import FORECAST, write_json
+from finetune.observe import observed
 from finetune.sinks import Sinks
 from tests.finetune.conftest import TrainedRun
 from tests.finetune.support import run_command, small_run, start_command, write_config
@@ -52,8 +57,19 @@ def test_what_cannot_fit_is_refused_before_anything_is_loaded(text_folder: Path,
     assert done.returncode == 2, done.stderr
     assert "host memory: needs" in done.stderr
     assert "--anyway" in done.stderr
+    assert "the ranks had held" not in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["a broken rule", "a rank that was killed"])
+def test_the_memory_of_the_ranks_is_said_where_it_may_be_the_cause(tmp_path: Path, told: bool) -> None:
+    write_json(tmp_path / FORECAST, {"host_bytes": 1 << 30, "hardware": {"ram_bytes": 2 << 30}})
+    error = RankDied("data.seq_len is 4096; it must be at most 512")
+    error.told = told
+    with pytest.raises(RankDied) as raised, observed(_logged(tmp_path), [os.getpid()], Console(file=io.StringIO())):
+        raise error
+    assert ("the ranks had held" in str(raised.value)) is not told
 
 
 def test_a_loss_spike_stops_a_run_that_asks_for_it(text_folder: Path, tmp_path: Path) -> None:

@@ -118,7 +118,8 @@ def test_too_long_samples_are_refused_by_line_dropped_or_cut(tmp_path: Path) -> 
         {"prompt": "q", "completion": "c " * 90},
     ]
     file = write_jsonl(tmp_path / "a.jsonl", records)
-    with pytest.raises(DataError, match=r"a\.jsonl, line 2: has \d+ tokens; a row holds 65 \(data\.seq_len is 64\)"):
+    most = r"at most 65 fit: the 64 that a row holds \(data\.seq_len\), and a last one that is only predicted"
+    with pytest.raises(DataError, match=rf"a\.jsonl, line 2: has \d+ tokens; {most}"):
         prepared(tmp_path / "p", str(file))
     dropped = prepared(tmp_path / "p", str(file), too_long="drop")
     assert (dropped.dropped, answers(dropped)) == (2, ["a<|endoftext|>"])

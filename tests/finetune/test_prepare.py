@@ -105,7 +105,7 @@ def test_all_faults_are_listed_with_their_places(tmp_path: Path, chats: Path, ca
         (122, "role is 'usr'"),
         (123, "not valid JSON"),
         (124, "no turn of assistant"),
-        (125, "tokens; a row holds"),
+        (125, "tokens; at most 129 fit: the 128 that a row holds"),
     ):
         assert f"{chats}, line {line}: " in shown
         assert what in shown

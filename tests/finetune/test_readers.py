@@ -200,12 +200,15 @@ def test_written_megatron_files_have_the_bytes_of_the_format(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (lambda idx: idx.write_bytes(b"MMIDIDX"), "is no index of Megatron data"),
-        (lambda idx: idx.write_bytes(idx.read_bytes()[:40]), "bytes; make it again"),
+        (lambda idx: idx.write_bytes(b"MMIDIDY" + idx.read_bytes()[7:]), "is no index of Megatron data"),
+        (lambda idx: idx.write_bytes(b""), r"is cut short: it has 0 bytes, its header alone takes 34"),
+        (lambda idx: idx.write_bytes(idx.read_bytes()[:20]), "is cut short: it has 20 bytes, its header alone takes 34"),
+        (lambda idx: idx.write_bytes(idx.read_bytes()[:40]), "is cut short: it has 40 bytes, and its 2 sequences in 2"),
+        (lambda idx: idx.write_bytes(idx.read_bytes()[:9] + b"\x02" + idx.read_bytes()[10:]), "is of version 2"),
         (lambda idx: idx.with_suffix(".bin").write_bytes(b"\x00"), "is shorter than"),
         (lambda idx: idx.write_bytes(idx.read_bytes()[:17] + b"\x09" + idx.read_bytes()[18:]), "dtype code 9 does not fit"),
     ],
-    ids=["magic", "cut", "bin", "code"],
+    ids=["magic", "empty", "header", "cut", "version", "bin", "code"],
 )
 def test_a_damaged_megatron_pair_is_refused(tmp_path: Path, damage, says: str) -> None:  # type: ignore[no-untyped-def]
     idx = write_index(tmp_path / "d", 8, "<u2", [[1, 2], [3]])

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -99,6 +100,17 @@ def test_the_training_log_is_read_while_it_is_written(tmp_path: Path) -> None:
     step = {"step": 1, "loss": 7.5, "tokens_per_second": 900.0}
     log.write_text(json.dumps(step) + "\n" + json.dumps({"note": "saved"}) + "\n" + '{"step": 2, "lo')
     assert list(training.read_steps(log)) == [step]
+
+
+def test_what_takes_long_is_said_once_in_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "PLAIN_INTERVAL_SECONDS", 0.0)
+    monkeypatch.setattr(training.time, "sleep", lambda seconds: None)
+    polls = iter([None] * 5 + [0] * 9)
+    child = SimpleNamespace(process=SimpleNamespace(poll=lambda: next(polls)), last_line=lambda: "building CPU Adam")
+    console = plain_console()
+    training._follow_plain(console, child, tmp_path / "log.jsonl", 0.0)  # type: ignore[arg-type]
+    assert shown(console).count("preparing") == 5
+    assert shown(console).count("building CPU Adam") == 1
 
 
 def test_bf16_is_chosen_where_the_cpu_has_it(tmp_path: Path) -> None:

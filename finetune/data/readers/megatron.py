@@ -77,12 +77,21 @@ def _open_index(idx: Path, bin_file: Path, idx_stamp: tuple[int, int], bin_stamp
             header = stream.read(_HEADER.size)
     except OSError as error:
         raise DataError(f"{idx}: cannot be read: {error.strerror}; check that it may be read") from error
-    if len(header) < _HEADER.size or not header.startswith(_MAGIC):
+    if not (header.startswith(_MAGIC) or _MAGIC.startswith(header)):
         raise DataError(f"{idx}: is no index of Megatron data (it does not begin with MMIDIDX); make it again")
+    if len(header) < _HEADER.size:
+        raise DataError(f"{idx}: is cut short: it has {size} bytes, its header alone takes {_HEADER.size}; make it again")
     _, version, code, sequences, bounds = _HEADER.unpack(header)
+    if version != 1:
+        raise DataError(f"{idx}: is of version {version}; version 1 alone is read; make it again")
+    if bounds < 1:
+        raise DataError(f"{idx}: has no document bounds, not even that of an empty file; make it again")
     needed = _HEADER.size + 12 * sequences + 8 * bounds
-    if version != 1 or size < needed or bounds < 1:
-        raise DataError(f"{idx}: version {version}, {size} bytes; it must be version 1 with {needed} bytes; make it again")
+    if size < needed:
+        raise DataError(
+            f"{idx}: is cut short: it has {size} bytes, and its {sequences} sequences in {bounds - 1} documents take {needed}; "
+            "copy or make it again"
+        )
     lengths = _mapped(idx, "<i4", _HEADER.size, sequences)
     first_bytes = _mapped(idx, "<i8", _HEADER.size + 4 * sequences, sequences)
     documents = _mapped(idx, "<i8", _HEADER.size + 12 * sequences, bounds)
