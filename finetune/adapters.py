@@ -16,6 +16,7 @@ from checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from finetune.config import LoraConfig
 from finetune.errors import ConfigError
 from finetune.export import require_new, tokenizer_files_of, write_new
+from finetune.finite import check_finite, found_in
 from finetune.folders import checkpoint_folder, step_folders
 from finetune.model import saved_config, tied_names
 
@@ -152,7 +153,7 @@ def merged_model(base: Path, folder: Path, dtype: torch.dtype | None) -> PreTrai
     """The base model with the adapter of ``folder`` in it.
 
     Raises:
-        ConfigError: the two do not fit.
+        ConfigError: the two do not fit, or a weight of either is not finite.
     """
     from peft import PeftModel
 
@@ -165,5 +166,12 @@ def merged_model(base: Path, folder: Path, dtype: torch.dtype | None) -> PreTrai
             wrapped = PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=True)
     except (RuntimeError, ValueError, KeyError, UserWarning) as error:
         raise ConfigError(f"{folder}: does not fit the base model {base}: {' '.join(str(error).split())[:300]}") from error
+    with found_in(str(folder)):
+        for name, parameter in wrapped.named_parameters():
+            if "lora_" in name:
+                check_finite(name, parameter)
     merged: PreTrainedModel = wrapped.merge_and_unload()
+    with found_in(f"{base} with the adapter {folder}"):
+        for name, parameter in merged.named_parameters():
+            check_finite(name, parameter)
     return merged

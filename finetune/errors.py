@@ -2,7 +2,8 @@
 
 FinetuneError                   exit code in ``exit_code``
 ├── ConfigError                 a configuration key, file or model at fault                exit 2
-│   └── DataError               a training text at fault; names file and line or byte      exit 2
+│   ├── DataError               a training text at fault; names file and line or byte      exit 2
+│   └── WeightNotFinite         a loaded tensor holds NaN or infinity; names it            exit 2
 └── RunError                    training itself failed                                     exit 1
     ├── NotFinite               loss or gradients not finite too often; names the last good checkpoint
     ├── LossSpike               the loss rose suddenly and spike.action is stop; names the last good checkpoint
@@ -26,6 +27,10 @@ class ConfigError(FinetuneError):
 
 class DataError(ConfigError):
     """A text cannot be used; the message names the file and, where there is one, the line."""
+
+
+class WeightNotFinite(ConfigError):
+    """A tensor of a checkpoint, an adapter or a resume state holds a number that is not finite."""
 
 
 class RunError(FinetuneError):

@@ -13,6 +13,7 @@ import torch
 from checkpoint import Checkpoint, CheckpointError, CheckpointWriter, open_checkpoint
 from finetune.data.tokenizer import TOKENIZER_FILES
 from finetune.errors import ConfigError, RunError
+from finetune.finite import check_finite, found_in
 from finetune.folders import RESUME, checkpoint_folder, step_folders
 
 
@@ -30,7 +31,7 @@ def export(
         step: which of several checkpoints; unset: the latest.
 
     Raises:
-        ConfigError: there is no such checkpoint, or ``out`` exists already.
+        ConfigError: there is no such checkpoint, a tensor of it is not finite in ``dtype``, or ``out`` exists already.
         RunError: writing failed.
     """
     require_new(out)
@@ -80,7 +81,10 @@ def _write(
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for name in checkpoint.tensors:
             tensor = read(name)
-            yield name, tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+            written = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+            with found_in(str(checkpoint.path)):
+                check_finite(name, written, tensor)
+            yield name, written
 
     return write_new(
         out,

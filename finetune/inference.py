@@ -16,6 +16,7 @@ from checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from finetune.adapters import adapter_folder, merged_model, open_base
 from finetune.data.tokenizer import TOKENIZER_FILES
 from finetune.errors import ConfigError
+from finetune.finite import found_in
 from finetune.folders import checkpoint_folder
 from finetune.model import build_empty, config_of, fill, shapes_of, tied_names
 
@@ -55,11 +56,13 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
 
     Raises:
         CheckpointError: the tensors are not those of config.json.
+        WeightNotFinite: one is not finite in ``dtype``.
     """
     model = build_empty(config_of(checkpoint), dtype, nullcontext())
     tied = tied_names(model)
     checkpoint.check_tensors(shapes_of(model), tied=tied)
-    fill(model, lambda name: checkpoint.read(checkpoint.resolve(name, tied), dtype=dtype), _always)
+    with found_in(str(checkpoint.path)):
+        fill(model, lambda name: checkpoint.read(checkpoint.resolve(name, tied)), _always)
     return model.eval()
 
 

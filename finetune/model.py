@@ -25,6 +25,7 @@ from transformers.integrations.deepspeed import prevent_arange_dtype_change
 
 from checkpoint import Checkpoint
 from finetune.errors import ConfigError
+from finetune.finite import check_finite
 
 Gather = Callable[[list[nn.Parameter]], AbstractContextManager[bool]]
 """Makes the given parameters whole for a moment; the value says whether this rank writes them. All ranks must enter."""
@@ -160,13 +161,18 @@ def fill(model: nn.Module, read: Callable[[str], torch.Tensor], gather: Gather, 
 
     Args:
         trained: leave frozen parameters as they are.
+
+    Raises:
+        WeightNotFinite: a parameter would hold NaN or infinity.
     """
     for name, parameter in model.named_parameters():
         if parameter.is_meta or (trained and not parameter.requires_grad):
             continue  # another pipeline stage holds it, or it stays as it is
         with gather([parameter]) as writes:
             if writes:
-                parameter.copy_(read(name))
+                source = read(name)
+                parameter.copy_(source)
+                check_finite(name, parameter, source)
 
 
 def meta_shapes(config: Any) -> dict[str, tuple[int, ...]]:

@@ -13,6 +13,7 @@ from checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from finetune.config import TuneConfig
 from finetune.data.tokenise import Prepared
 from finetune.errors import ConfigError
+from finetune.finite import found_in
 from finetune.model import (
     Gather,
     check_fit,
@@ -69,14 +70,15 @@ class Origin:
         """Give an empty model its first weights.
 
         Raises:
-            ConfigError: the checkpoint's tensors are not those of its config.json.
+            ConfigError: the checkpoint's tensors are not those of its config.json, or one is not finite.
         """
         if self._checkpoint is None:
             initialise(model, gather, self._config.run.seed)
             return
         try:
             self._checkpoint.check_tensors(shapes_of(model), tied=tied_names(model))
-            fill(model, self.reader(model), gather)
+            with found_in(f"model.path: {self._config.model.path}"):
+                fill(model, self.reader(model), gather)
         except CheckpointError as error:
             raise self._at_fault(error) from error
 

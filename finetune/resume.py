@@ -16,6 +16,7 @@ from finetune.config import TuneConfig
 from finetune.data.tokenise import Prepared
 from finetune.engines import TrainingEngine
 from finetune.errors import ConfigError
+from finetune.finite import check_finite, found_in
 from finetune.folders import RESUME, step_folders
 from finetune.model import Gather, fill
 from finetune.types import Progressed
@@ -72,18 +73,31 @@ class ResumeState:
         """The fp32 weight called ``name`` by the model."""
         return self._checkpoint.read(f"master.{name}")
 
+    def moment(self, name: str) -> torch.Tensor:
+        """``exp_avg.<name>`` and so on, in fp32.
+
+        Raises:
+            WeightNotFinite: it would make the weight so in the first step.
+        """
+        tensor = self._checkpoint.read(name)
+        with found_in(f"run.resume: {self.path}"):
+            check_finite(name, tensor)
+        return tensor
+
     def fill(self, model: PreTrainedModel, gather: Gather) -> None:
         """Give an empty model the weights of this state, in its own dtype."""
-        fill(model, self.master, gather)
+        with found_in(f"run.resume: {self.path}"):
+            fill(model, self.master, gather)
 
     def fill_adapters(self, model: nn.Module, gather: Gather) -> None:
         """Give the trained parameters of a model with adapters the weights of this state."""
-        fill(model, self.master, gather, trained=True)
+        with found_in(f"run.resume: {self.path}"):
+            fill(model, self.master, gather, trained=True)
 
     def restore(self, engine: TrainingEngine) -> None:
         """Set weights, moments, the optimizer's step and, if the saved run had this rank, its random state."""
         engine.set_exact_weights(self.master)
-        engine.set_moments(self._checkpoint.read, self.progressed.adam_steps)
+        engine.set_moments(self.moment, self.progressed.adam_steps)
         if engine.loss_scale is not None and self.progressed.loss_scale is not None:
             engine.loss_scale.value, engine.loss_scale.good_steps = self.progressed.loss_scale
         name = f"rng.{engine.device.type}.{engine.rank}"
