@@ -1,18 +1,37 @@
-"""The checkpoint format that training writes and serving reads."""
+"""The checkpoint format that training writes and serving reads.
+
+What reads or writes tensors is imported when it is first asked for: looking at a checkpoint needs no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from checkpoint.errors import CheckpointError
 from checkpoint.latest import resolve_latest
 from checkpoint.layout import TensorInfo
 from checkpoint.manifest import Manifest
-from checkpoint.open import Checkpoint, open_checkpoint
-from checkpoint.writer import CheckpointWriter
+from checkpoint.structure import Structure, open_structure
+
+if TYPE_CHECKING:
+    from checkpoint.open import Checkpoint, open_checkpoint
+    from checkpoint.writer import CheckpointWriter
 
 __all__ = [
     "Checkpoint",
     "CheckpointError",
     "CheckpointWriter",
     "Manifest",
+    "Structure",
     "TensorInfo",
     "open_checkpoint",
+    "open_structure",
     "resolve_latest",
 ]
+
+_WITH_TORCH = {"Checkpoint": "open", "open_checkpoint": "open", "CheckpointWriter": "writer"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WITH_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_WITH_TORCH[name]}"), name)

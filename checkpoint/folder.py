@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,11 @@ from checkpoint.errors import CheckpointError
 
 MAX_JSON_BYTES = 256 << 20
 """The largest tokenizer known is near 40 MB; what is larger than this is not a checkpoint's JSON."""
+
+MAX_JSON_DEPTH = 64
+"""Levels of nesting; a tokenizer's file has about ten."""
+
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class Folder:
@@ -82,13 +87,24 @@ class Folder:
             except OSError as error:
                 raise CheckpointError(name, f"cannot be read: {error.strerror}") from error
 
+    def read_text(self, name: str, *, limit: int = MAX_JSON_BYTES) -> str:
+        """The whole content of a small UTF-8 file."""
+        try:
+            return self.read_bytes(name, limit=limit).decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise CheckpointError(name, f"is not UTF-8: byte {error.start} is {error.object[error.start]:#04x}") from error
+
     def read_object(self, name: str) -> dict[str, Any]:
         """A JSON file whose top level is an object."""
         return parse_object(name, self.read_bytes(name))
 
 
 def parse_object(file: str, data: bytes) -> dict[str, Any]:
-    """Parse a JSON object; a key given twice is an error, since readers differ on which one counts."""
+    """Parse a JSON object.
+
+    A key given twice is an error, since readers differ on which one counts; so is text that is no Unicode, and nesting beyond
+    ``MAX_JSON_DEPTH``: libraries that are handed the content recurse over it.
+    """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -104,15 +120,27 @@ def parse_object(file: str, data: bytes) -> dict[str, Any]:
         raise CheckpointError(file, f"is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(file, f"must hold a JSON object, not {type(value).__name__}")
+    _check_depth(file, value)
+    if _SURROGATE.search(data):
+        _check_unicode(file, value)
     return value
 
 
-def check_config(config: Mapping[str, Any]) -> None:
-    """Refuse a ``config.json`` that names no model type, wants to run code of its own, or is of quantised weights."""
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str) or not model_type:
-        raise CheckpointError("config.json", f"model_type is {model_type!r}; it must name the model's family")
-    if "auto_map" in config:
-        raise CheckpointError("config.json", "has auto_map, which names code to be run from the checkpoint; that is never done")
-    if config.get("quantization_config") is not None:
-        raise CheckpointError("config.json", "has quantization_config; quantised weights are not supported")
+def _check_depth(file: str, value: dict[str, Any]) -> None:
+    level: list[Any] = [value]
+    for _ in range(MAX_JSON_DEPTH):
+        inner = [item for outer in level for item in (outer.values() if isinstance(outer, dict) else outer)]
+        level = [item for item in inner if isinstance(item, dict | list)]
+        if not level:
+            return
+    raise CheckpointError(file, f"is nested more than {MAX_JSON_DEPTH} deep")
+
+
+def _check_unicode(file: str, value: dict[str, Any]) -> None:
+    """Halves of surrogate pairs, which JSON can spell and UTF-8 cannot."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise CheckpointError(
+            file, f"has text that is no Unicode: half of a surrogate pair, {error.object[error.start]!a}"
+        ) from error

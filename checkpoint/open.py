@@ -1,4 +1,4 @@
-"""Opens a checkpoint: recognises what lies in a folder, refuses what cannot be trusted, and reads slices of its tensors."""
+"""Opens a checkpoint for reading: what ``structure`` found sound, and slices of its tensors."""
 
 from __future__ import annotations
 
@@ -8,25 +8,24 @@ from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 
 from checkpoint import names
 from checkpoint.agreement import check_tensors
+from checkpoint.dtypes import TORCH_DTYPES
 from checkpoint.errors import CheckpointError
-from checkpoint.folder import Folder, check_config
-from checkpoint.latest import is_root, resolve_latest
-from checkpoint.layout import DTYPE_NAMES, TensorInfo
-from checkpoint.manifest import MANIFEST, Manifest, check_hashes, check_sizes, load_manifest
-from checkpoint.readers.hf import Weights, open_weights
+from checkpoint.layout import TensorInfo
+from checkpoint.manifest import Manifest
 from checkpoint.slices import read_slice
-from checkpoint.vocabulary import tokenizer_vocab_size
+from checkpoint.structure import Structure, Verification, open_structure
+from checkpoint.vocabulary import check_rows, tokenizer_vocab_size
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-def open_checkpoint(path: str | Path, *, verify: Literal["structure", "sha256"] = "structure") -> Checkpoint:
+def open_checkpoint(path: str | Path, *, verify: Verification = "structure") -> Checkpoint:
     """Open a checkpoint for reading.
 
     Args:
@@ -37,52 +36,7 @@ def open_checkpoint(path: str | Path, *, verify: Literal["structure", "sha256"] 
     Raises:
         CheckpointError: a file is missing, broken or not to be trusted; it names the file and the rule.
     """
-    if verify not in ("structure", "sha256"):
-        raise ValueError(f"verify is {verify!r}; it must be 'structure' or 'sha256'")
-    path = Path(path)
-    if not path.is_dir():
-        raise CheckpointError(str(path), "is not a folder" if path.exists() else "there is no such folder")
-    if is_root(path):
-        path = resolve_latest(path)
-    folder = Folder(path)
-    identity = folder.identity()
-    manifest = load_manifest(folder)
-    if manifest is not None:
-        check_sizes(folder, manifest)
-    if verify == "sha256":
-        if manifest is None:
-            raise CheckpointError(MANIFEST, "is missing, so there is nothing to compare the files' sha256 with")
-        check_hashes(folder, manifest)
-    if folder.has("adapter_config.json") and not folder.has("config.json"):
-        rule = "this folder is a LoRA adapter, not a model; `tessera-finetune merge` joins it with its base model"
-        raise CheckpointError("adapter_config.json", rule)
-    config = folder.read_object("config.json")
-    check_config(config)
-    generation = folder.read_object("generation_config.json") if folder.has("generation_config.json") else {}
-    weights = open_weights(folder)
-    checkpoint = Checkpoint(folder, config, generation, manifest, weights)
-    try:
-        if manifest is not None:
-            _check_table(manifest, checkpoint.tensors)
-        if folder.identity() != identity:
-            raise CheckpointError(str(path), "was replaced by another save while it was being opened; open it again")
-    except CheckpointError:
-        checkpoint.close()
-        raise
-    return checkpoint
-
-
-def _check_table(manifest: Manifest, tensors: Mapping[str, TensorInfo]) -> None:
-    """The manifest's tensors are those of the files."""
-    for name, info in tensors.items():
-        entry = manifest.tensors.get(name)
-        if entry is None or info.file not in manifest.files:
-            raise CheckpointError(info.file, f"holds tensor {name!r}, which {MANIFEST} does not list")
-        if (entry.dtype, entry.shape, entry.file) != (DTYPE_NAMES[info.dtype], info.shape, info.file):
-            raise CheckpointError(info.file, f"tensor {name!r} has another dtype, shape or file than {MANIFEST} says")
-    for name, entry in manifest.tensors.items():
-        if name not in tensors:
-            raise CheckpointError(entry.file, f"does not hold tensor {name!r}, which {MANIFEST} lists")
+    return Checkpoint(open_structure(path, verify=verify))
 
 
 class Checkpoint:
@@ -103,23 +57,20 @@ class Checkpoint:
     manifest: Manifest | None
     """``None`` for folders that Tessera did not write."""
 
-    def __init__(
-        self,
-        folder: Folder,
-        config: dict[str, Any],
-        generation_config: dict[str, Any],
-        manifest: Manifest | None,
-        weights: Weights,
-    ) -> None:
-        self.path = folder.path
-        self.config = MappingProxyType(config)
-        self.generation_config = MappingProxyType(generation_config)
-        self.manifest = manifest
+    def __init__(self, structure: Structure) -> None:
+        """Takes the structure's open files over."""
+        self.path = structure.folder.path
+        self.config = MappingProxyType(structure.config)
+        self.generation_config = MappingProxyType(structure.generation_config)
+        self.manifest = structure.manifest
         self.tensors = MappingProxyType(
-            {name: TensorInfo(name, e.dtype, e.shape, file) for name, (file, e) in weights.places.items()}
+            {
+                name: TensorInfo(name, TORCH_DTYPES[extent.dtype], extent.shape, file)
+                for name, (file, extent) in structure.weights.places.items()
+            }
         )
-        self._folder = folder
-        self._weights = weights
+        self._structure = structure
+        self._weights = structure.weights
         self._lock = threading.Lock()
         self._readers = 0
         self._closed = False
@@ -146,7 +97,7 @@ class Checkpoint:
 
     @cached_property
     def _tokenizer(self) -> tuple[str, int] | None:
-        return tokenizer_vocab_size(self._folder)
+        return tokenizer_vocab_size(self._structure.folder)
 
     def resolve(self, name: str, tied: Mapping[str, str] = _NOTHING) -> str:
         """The stored name of the model's tensor ``name``.
@@ -191,8 +142,12 @@ class Checkpoint:
         with self._reading():
             out = read_slice(self._weights.files[file], file, extent, index, dtype=dtype, device=device)
         with self._lock:
-            self._bytes_read += out.numel() * extent.dtype.itemsize
+            self._bytes_read += out.numel() * extent.item_bytes
         return out
+
+    def check_model(self) -> None:
+        """See ``Structure.check_model``."""
+        self._structure.check_model()
 
     def check_tensors(self, expected: Mapping[str, tuple[int, ...]], *, tied: Mapping[str, str] = _NOTHING) -> None:
         """Refuse weights that are not those of the model that ``config.json`` describes.
@@ -212,9 +167,7 @@ class Checkpoint:
         Raises:
             CheckpointError: that, or a broken tokenizer file.
         """
-        if self._tokenizer is not None and self._tokenizer[1] > rows:
-            file, size = self._tokenizer
-            raise CheckpointError(file, f"has ids up to {size - 1}; the embedding has {rows} rows, for ids up to {rows - 1}")
+        check_rows(self._tokenizer, rows)
 
     @contextmanager
     def _reading(self) -> Iterator[None]:

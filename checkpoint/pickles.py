@@ -16,8 +16,6 @@ import pickletools
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
-import torch
-
 from checkpoint.errors import CheckpointError
 from checkpoint.layout import zero_size_rule
 
@@ -32,7 +30,7 @@ class StoredTensor(NamedTuple):
     """One tensor as the table describes it: a view into one of the archive's storages."""
 
     storage_key: str
-    dtype: torch.dtype
+    dtype: str
     storage_items: int
     """Elements of the whole storage."""
     first_item: int
@@ -41,12 +39,12 @@ class StoredTensor(NamedTuple):
 
 
 class _StorageType(NamedTuple):
-    dtype: torch.dtype
+    dtype: str
 
 
 class _Storage(NamedTuple):
     key: str
-    dtype: torch.dtype
+    dtype: str
     num_items: int
 
 
@@ -116,17 +114,31 @@ def _make_table(*args: object) -> _Table:
 
 
 _STORAGES = {
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
+    "DoubleStorage": "F64",
+    "FloatStorage": "F32",
+    "HalfStorage": "F16",
+    "BFloat16Storage": "BF16",
+    "LongStorage": "I64",
+    "IntStorage": "I32",
+    "ShortStorage": "I16",
+    "CharStorage": "I8",
+    "ByteStorage": "U8",
+    "BoolStorage": "BOOL",
 }
+
+_DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+"""torch's names of dtypes, and the format's."""
 
 _ALLOWED: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): _Maker(_make_table),
@@ -134,7 +146,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_parameter"): _Maker(_rebuild_parameter),
     ("torch", "Size"): _Maker(_counts),
     **{("torch", name): _StorageType(dtype) for name, dtype in _STORAGES.items()},
-    **{("torch", str(dtype).removeprefix("torch.")): dtype for dtype in _STORAGES.values()},
+    **{("torch", name): dtype for name, dtype in _DTYPES.items()},
 }
 
 _OPERATION_NAMES = """

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from checkpoint.dtypes import DTYPE_NAMES
 from checkpoint.durable import COPY_BYTES, Disk
 from checkpoint.errors import CheckpointError
-from checkpoint.layout import DTYPE_NAMES, TORCH_DTYPES
+from checkpoint.layout import DTYPE_BYTES
 from checkpoint.manifest import FileEntry, TensorEntry, hash_file
 
 HEADER_BYTES = 64 << 10
@@ -145,7 +146,7 @@ def _index(tensors: dict[str, TensorEntry]) -> bytes:
     """The index as transformers reads it."""
     total = 0
     for entry in tensors.values():
-        size = TORCH_DTYPES[entry.dtype].itemsize
+        size = DTYPE_BYTES[entry.dtype]
         for count in entry.shape:
             size *= count
         total += size

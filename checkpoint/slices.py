@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from checkpoint.dtypes import TORCH_DTYPES
 from checkpoint.errors import CheckpointError
 from checkpoint.layout import Extent
 
@@ -70,18 +71,18 @@ def read_slice(
         CheckpointError: the file ends early or cannot be read.
     """
     starts, shape = resolve_index(extent.shape, index)
-    item_bytes = extent.dtype.itemsize
+    stored, item_bytes = TORCH_DTYPES[extent.dtype], extent.item_bytes
     offset = extent.offset_bytes + item_bytes * sum(a * s for a, s in zip(starts, extent.strides, strict=True))
-    out = torch.empty(shape, dtype=dtype or extent.dtype, device=device)
+    out = torch.empty(shape, dtype=dtype or stored, device=device)
     if out.numel() == 0:
         return out
     order = sorted(range(len(shape)), key=lambda d: -extent.strides[d] if shape[d] > 1 else 0)
     region = _Region(tuple(shape[d] for d in order), tuple(extent.strides[d] for d in order), offset, item_bytes)
     target = out.permute(order)
-    if out.dtype == extent.dtype and out.device.type == "cpu" and target.is_contiguous():
+    if out.dtype == stored and out.device.type == "cpu" and target.is_contiguous():
         _read_region(fd, file, region, out.view(-1))
     else:
-        buffer = torch.empty(min(CHUNK_BYTES, region.num_bytes) // item_bytes, dtype=extent.dtype)
+        buffer = torch.empty(min(CHUNK_BYTES, region.num_bytes) // item_bytes, dtype=stored)
         _fill(fd, file, region, target, buffer)
     return out
 

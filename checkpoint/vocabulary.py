@@ -24,6 +24,17 @@ def tokenizer_vocab_size(folder: Folder) -> tuple[str, int] | None:
     return None
 
 
+def check_rows(tokenizer: tuple[str, int] | None, rows: int) -> None:
+    """Refuse a tokenizer, as ``tokenizer_vocab_size`` describes it, with ids beyond the ``rows`` of the embedding.
+
+    Raises:
+        CheckpointError: names the tokenizer's file.
+    """
+    if tokenizer is not None and tokenizer[1] > rows:
+        file, size = tokenizer
+        raise CheckpointError(file, f"has ids up to {size - 1}; the embedding has {rows} rows, for ids up to {rows - 1}")
+
+
 def _fast_ids(tokenizer: dict[str, Any]) -> Iterable[object]:
     """Ids of a ``tokenizer.json``: a map for most models, a list in order for unigram ones, and the added tokens."""
     model = tokenizer.get("model")

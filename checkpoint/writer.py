@@ -18,11 +18,12 @@ from typing import Any, Self
 
 import torch
 
+from checkpoint.config import check_config
+from checkpoint.dtypes import DTYPE_NAMES
 from checkpoint.durable import BeforeStep, Disk
 from checkpoint.errors import CheckpointError
-from checkpoint.folder import check_config
 from checkpoint.latest import LATEST, step_folder_name
-from checkpoint.layout import DTYPE_NAMES, zero_size_rule
+from checkpoint.layout import zero_size_rule
 from checkpoint.manifest import MANIFEST, FileEntry, Manifest
 from checkpoint.shards import HEADER_BYTES, INDEX, SINGLE, ShardWriter
 from checkpoint.workspace import TemporaryFolder, clear_leftovers

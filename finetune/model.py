@@ -23,7 +23,7 @@ from transformers import (
 from transformers import initialization as hf_init
 from transformers.integrations.deepspeed import prevent_arange_dtype_change
 
-from checkpoint import Checkpoint
+from checkpoint import Checkpoint, CheckpointError
 from finetune.errors import ConfigError
 from finetune.finite import check_finite
 
@@ -107,7 +107,7 @@ def config_of(checkpoint: Checkpoint) -> Any:
     """The transformers configuration of an existing checkpoint.
 
     Raises:
-        ConfigError: transformers knows no causal language model of this type.
+        ConfigError: transformers knows no causal language model of this type, or refuses what the file says of it.
     """
     values = dict(checkpoint.config)
     model_type = values.pop("model_type")
@@ -115,7 +115,14 @@ def config_of(checkpoint: Checkpoint) -> Any:
         raise ConfigError(
             f"{checkpoint.path / 'config.json'}: model_type {model_type!r} is not a causal language model of transformers"
         )
-    return AutoConfig.for_model(model_type, **values)
+    try:
+        checkpoint.check_model()
+        return AutoConfig.for_model(model_type, **values)
+    except CheckpointError as error:
+        raise ConfigError(f"{checkpoint.path}: {error}") from error
+    except Exception as error:  # each transformers configuration raises its own kinds
+        rule = f"transformers refuses it: {' '.join(str(error).split())}"
+        raise ConfigError(f"{checkpoint.path / 'config.json'}: {rule}") from error
 
 
 def build_empty(config: Any, dtype: torch.dtype, context: AbstractContextManager[Any]) -> PreTrainedModel:

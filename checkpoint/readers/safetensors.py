@@ -11,7 +11,7 @@ from typing import Any
 
 from checkpoint.errors import CheckpointError
 from checkpoint.folder import parse_object
-from checkpoint.layout import TORCH_DTYPES, Extent, contiguous_strides, zero_size_rule
+from checkpoint.layout import DTYPE_BYTES, Extent, contiguous_strides, zero_size_rule
 
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
@@ -57,9 +57,9 @@ def _entry(file: str, name: str, entry: Any, data_start: int) -> tuple[Extent, i
     """One tensor's place, and its byte range counted from the start of the data."""
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError(file, f"tensor {name!r} must have dtype, shape and data_offsets, and nothing else")
-    dtype = TORCH_DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
-    if dtype is None:
-        raise CheckpointError(file, f"tensor {name!r} has dtype {entry['dtype']!r}; supported are {', '.join(TORCH_DTYPES)}")
+    dtype = entry["dtype"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
+        raise CheckpointError(file, f"tensor {name!r} has dtype {dtype!r}; supported are {', '.join(DTYPE_BYTES)}")
     shape, offsets = entry["shape"], entry["data_offsets"]
     if not _counts(shape):
         raise CheckpointError(file, f"tensor {name!r} has shape {shape!r}; it must be a list of counts")
@@ -68,13 +68,11 @@ def _entry(file: str, name: str, entry: Any, data_start: int) -> tuple[Extent, i
     if 0 in shape:
         raise CheckpointError(file, zero_size_rule(name, tuple(shape)))
     begin, end = offsets
-    num_bytes = dtype.itemsize
+    num_bytes = DTYPE_BYTES[dtype]
     for count in shape:
         num_bytes *= count
     if num_bytes != end - begin:
-        rule = (
-            f"tensor {name!r} of dtype {entry['dtype']} and shape {shape} is {num_bytes} bytes, its offsets give {end - begin}"
-        )
+        rule = f"tensor {name!r} of dtype {dtype} and shape {shape} is {num_bytes} bytes, its offsets give {end - begin}"
         raise CheckpointError(file, rule)
     return Extent(dtype, tuple(shape), contiguous_strides(tuple(shape)), data_start + begin), begin, end
 

@@ -6,7 +6,7 @@ import os
 import zipfile
 
 from checkpoint.errors import CheckpointError
-from checkpoint.layout import Extent
+from checkpoint.layout import DTYPE_BYTES, Extent
 from checkpoint.pickles import MAX_PICKLE_BYTES, StoredTensor, read_table
 
 _LOCAL_HEADER_BYTES = 30
@@ -91,7 +91,7 @@ def _storage_start(fd: int, file: str, entries: dict[str, zipfile.ZipInfo], key:
 
 
 def _extent(file: str, name: str, tensor: StoredTensor, start: int, entry_bytes: int) -> Extent:
-    item_bytes = tensor.dtype.itemsize
+    item_bytes = DTYPE_BYTES[tensor.dtype]
     if tensor.storage_items * item_bytes != entry_bytes:
         rule = f"tensor {name!r} has a storage of {tensor.storage_items * item_bytes} bytes; its entry has {entry_bytes}"
         raise CheckpointError(file, rule)

@@ -64,6 +64,10 @@ def read_config(checkpoint: Checkpoint) -> tuple[Family, PretrainedConfig]:
     """
     family = family_of(checkpoint.config)
     try:
+        checkpoint.check_model()
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+    try:
         config = CONFIG_MAPPING[family.name].from_dict(dict(checkpoint.config))
     except Exception as error:  # transformers raises many kinds; all of them mean that config.json is wrong
         raise ConfigError(f"config.json: {_one_line(error)}") from error

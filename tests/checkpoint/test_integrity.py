@@ -165,6 +165,6 @@ def test_a_checkpoint_replaced_while_it_is_opened_is_refused_rather_than_mixed(
         written(tmp_path / "run", 1, seed=1)
         return open_weights(opened)
 
-    monkeypatch.setattr("checkpoint.open.open_weights", replace_first)
+    monkeypatch.setattr("checkpoint.structure.open_weights", replace_first)
     with pytest.raises(CheckpointError, match="was replaced by another save while it was being opened"):
         open_checkpoint(folder)

@@ -1,0 +1,125 @@
+"""What ``config.json`` may say: each value that is used is checked when the checkpoint is opened."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoint import CheckpointError, open_structure
+from checkpoint.config import check_config
+from tests.checkpoint.folders import CONFIG, plain_folder, write_config
+
+NAN, INFINITE, HUGE = float("nan"), float("inf"), 10**18
+WRONG: dict[str, tuple[Any, ...]] = {
+    "vocab_size": (0, -1, 1.5, "11", None, True, HUGE, [11]),
+    "n_positions": (0, -512, HUGE, "many", 512.0, None),
+    "n_head": (0, -4, 2.5, {}, None),
+    "n_layer": (0, -1, HUGE, "3"),
+    "n_inner": (0, -8, "8"),
+    "layer_norm_epsilon": (NAN, INFINITE, 0, -1e-5, "1e-5", 10**400, None),
+    "resid_pdrop": (NAN, -0.1, 1.0, "0"),
+    "initializer_range": (NAN, -1, 10**400),
+    "tie_word_embeddings": ("yes", 1, None),
+    "activation_function": (3, "", None),
+    "dtype": ("float31", 16, {"": "float32"}),
+    "torch_dtype": ("int8",),
+    "rope_theta": (NAN, 0, -1.0, INFINITE, "10000", 10**400),
+    "rope_parameters": ("none", {"rope_theta": NAN}, {"factor": 0}, {"original_max_position_embeddings": -1}, {"rope_type": 3}),
+    "rope_scaling": ([], {"factor": INFINITE}, {"partial_rotary_factor": 2}),
+    "partial_rotary_factor": (NAN, -0.5, 1.5),
+    "eos_token_id": (-1, "</s>", {"id": 1}, True, 1.0, [1, -1], [[1]], HUGE),
+    "bos_token_id": (-2, "<s>", [1]),
+    "pad_token_id": (-2, {}),
+    "attention_types": (3, [[["global"], HUGE]], [[["global", "odd"], 1]], [["global"]], [[[], 1]]),
+}
+CASES = [(key, value) for key, values in WRONG.items() for value in values]
+
+
+@pytest.mark.parametrize(("key", "value"), CASES, ids=lambda item: str(item)[:24])
+def test_a_value_that_cannot_be_used_is_refused_by_its_name_when_the_checkpoint_is_opened(
+    tmp_path: Path, key: str, value: object
+) -> None:
+    plain_folder(tmp_path)
+    write_config(tmp_path, {**CONFIG, key: value})
+    with pytest.raises(CheckpointError) as caught:
+        open_structure(tmp_path)
+    assert caught.value.file == "config.json"
+    assert key in caught.value.rule
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("value", [-1, "</s>", {"id": 1}, [3, "x"]])
+def test_ids_of_the_generation_config_are_ids(tmp_path: Path, value: object) -> None:
+    plain_folder(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: eos_token_id"):
+        open_structure(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("ids", [11, [3, 11]])
+def test_an_end_of_text_without_a_row_is_refused_before_a_model_is_made(tmp_path: Path, file: str, ids: object) -> None:
+    plain_folder(tmp_path)
+    given = CONFIG if file == "config.json" else {}
+    (tmp_path / file).write_text(json.dumps({**given, "eos_token_id": ids}))
+    with (
+        open_structure(tmp_path) as opened,
+        pytest.raises(CheckpointError, match="10, for vocab_size is 11") as caught,
+    ):
+        opened.check_model()
+    assert caught.value.file == file
+
+
+def test_more_layers_than_tensors_are_refused_before_a_model_is_made(tmp_path: Path) -> None:
+    plain_folder(tmp_path)
+    write_config(tmp_path, {**CONFIG, "n_layer": 6})
+    with open_structure(tmp_path) as opened, pytest.raises(CheckpointError, match=r"6 layers; .* has 5 tensors"):
+        opened.check_model()
+
+
+@pytest.mark.parametrize(
+    ("config", "rule"),
+    [
+        ({"num_attention_heads": 4, "num_key_value_heads": 3}, "divisor of the 4 query heads"),
+        ({"num_attention_heads": 4, "hidden_size": 6}, "multiple of the 4 query heads"),
+    ],
+)
+def test_numbers_that_must_divide_each_other(config: dict[str, Any], rule: str) -> None:
+    with pytest.raises(CheckpointError, match=rule):
+        check_config({"model_type": "llama", **config})
+
+
+def test_what_other_families_mean_by_a_name_is_left_to_them() -> None:
+    check_config(
+        {"model_type": "openelm", "num_attention_heads": [2, 4], "sliding_window": 0, "head_dim": None, "use_cache": 1}
+    )
+    with pytest.raises(CheckpointError, match="sliding_window is -1"):
+        check_config({"model_type": "openelm", "sliding_window": -1})
+
+
+def test_json_that_libraries_would_stumble_over_is_refused(tmp_path: Path) -> None:
+    plain_folder(tmp_path)
+    deep: dict[str, Any] = {}
+    for _ in range(200):
+        deep = {"inner": deep}
+    write_config(tmp_path, {**CONFIG, "extra": deep})
+    with pytest.raises(CheckpointError, match="nested more than 64 deep"):
+        open_structure(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG)[:-1] + r', "name": "\ud83d"}')
+    with pytest.raises(CheckpointError, match="half of a surrogate pair"):
+        open_structure(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG)[:-1] + r', "name": "\ud83d\ude42"}')
+    open_structure(tmp_path).close()
+
+
+def test_looking_at_a_checkpoint_needs_no_torch(tmp_path: Path) -> None:
+    program = (
+        f"import sys, checkpoint; checkpoint.open_structure({str(plain_folder(tmp_path))!r}); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("False\n", "")
