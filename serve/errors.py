@@ -17,6 +17,7 @@ ServeError
 │   │   ├── Draining
 │   │   └── EngineDown
 │   └── RequestBroke            this request alone failed inside the engine            INTERNAL
+│       └── NotFinite           the model's numbers for it are NaN or infinite         INTERNAL
 └── StartError                  the server cannot start; exit code in ``exit_code``
     ├── ConfigError             bad option, file or model: exit 2
     └── RankStartError          a rank failed to load: exit 1
@@ -118,7 +119,11 @@ class EngineDown(Unavailable):
 
 
 class RequestBroke(RequestError):
-    """This request failed inside the engine (non-finite logits, for example); others are not affected."""
+    """This request failed inside the engine; others are not affected."""
+
+
+class NotFinite(RequestBroke):
+    """The model's numbers for this request are NaN or infinite: trying again cannot help, another model or data type may."""
 
 
 class StartError(ServeError):

@@ -33,6 +33,7 @@ from serve.errors import (
     Draining,
     EngineDown,
     Loading,
+    NotFinite,
     QueueFull,
     RequestAborted,
     ServeError,
@@ -131,6 +132,7 @@ class Metrics:
             "request_finished", "Accepted requests that ended, by the reason of their last sequence.", "reason"
         )
         self._rejections = self._counter("rejections", "Generation requests refused for want of room or service.", "reason")
+        self._not_finite = self._counter("nonfinite_requests", "Requests ended because the model's logits were not finite.")
         _make_all(self._finished, END_REASONS)
         _make_all(self._rejections, REJECTION_REASONS)
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests whose prompt became ready.")
@@ -215,6 +217,8 @@ class Metrics:
         """Count an accepted request that ended with an error."""
         names = (END_OF_ERROR[kind] for kind in type(error).__mro__ if kind in END_OF_ERROR)
         self._finished.labels(next(names, "broke")).inc()
+        if isinstance(error, NotFinite):
+            self._not_finite.inc()
 
     # The engine and its ranks.
 

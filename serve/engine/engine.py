@@ -16,7 +16,7 @@ from serve.engine.sequence import LiveRequest, Sequence
 from serve.engine.stats import EngineStats, StepStats
 from serve.engine.stopping import LENGTH, Stop, StopRule
 from serve.engine.text import TextFactory
-from serve.errors import DeadlineExpired, DuplicateRequest, RequestBroke, RequestError
+from serve.errors import DeadlineExpired, DuplicateRequest, NotFinite, RequestBroke, RequestError
 from serve.types import Event, Generation, RequestFailed, RequestId, SequenceId
 
 __all__ = ["Engine", "EngineLimits"]
@@ -242,7 +242,7 @@ class Engine:
     def _apply_fault(self, fault: SequenceFault) -> None:
         seq = self._scheduler.running.get(fault.sequence)
         if seq is not None:  # a sibling's fault may have ended it
-            self._fail(seq.request, RequestBroke(fault.message))
+            self._fail(seq.request, (NotFinite if fault.not_finite else RequestBroke)(fault.message))
 
     def _announce_prompt(self, leader: Sequence) -> None:
         """The prompt is computed: say so, and let the other sequences in, which find its blocks in the prefix cache."""

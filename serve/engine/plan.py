@@ -84,15 +84,20 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceFault:
-    """One sequence could not be sampled (non-finite logits, no token allowed); the rest of the step is good."""
+    """One sequence cannot go on (non-finite logits, no token allowed); the rest of the step is good."""
 
     sequence: SequenceId
     message: str
+    not_finite: bool = False
+    """Whether the model's own numbers are at fault, and not what the request asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """Rank 0's answer: for each span with ``sample``, exactly one of ``sampled`` and ``faults`` names its sequence."""
+    """Rank 0's answer: for each span with ``sample``, exactly one of ``sampled`` and ``faults`` names its sequence.
+
+    A span without ``sample`` may have a fault too: its prompt logprobs could not be told.
+    """
 
     step: int
     sampled: tuple[Sampled, ...] = ()

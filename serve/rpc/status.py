@@ -34,6 +34,7 @@ STATUS_OF: Final[Mapping[type[errors.RequestError], StatusCode]] = {
     errors.Draining: StatusCode.UNAVAILABLE,
     errors.EngineDown: StatusCode.UNAVAILABLE,
     errors.RequestBroke: StatusCode.INTERNAL,
+    errors.NotFinite: StatusCode.INTERNAL,
 }
 """Status of each error; a test proves that none is missing."""
 

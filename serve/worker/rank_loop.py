@@ -60,6 +60,7 @@ def _load(config: ServerConfig, rank: int, rendezvous: Path, steps: socket.socke
     try:
         import torch
 
+        from serve.worker.canary import check_forward
         from serve.worker.loader import Stopwatch, load_rank
         from serve.worker.parallel import join_ranks
         from serve.worker.runner import Runner
@@ -76,6 +77,7 @@ def _load(config: ServerConfig, rank: int, rendezvous: Path, steps: socket.socke
             Stopwatch((("import", time.monotonic() - began),)),
         )
         runner = Runner(model, ranks)
+        check_forward(config.model.path, model, ranks, runner)
     except StartError as error:
         wire.send(steps, msgpack.packb([FAILED, "config" if isinstance(error, ConfigError) else "rank", str(error)]))
         return None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from serve.engine.plan import PromptLogprobs, StepPlan, StepResult
+from serve.engine.plan import PromptLogprobs, Sampled, SequenceFault, StepPlan, StepResult
+from serve.types import SequenceId
 from serve.worker.batch import Batch, SequenceTable
 from serve.worker.loader import RankModel
 from serve.worker.parallel import Ranks
@@ -33,21 +34,30 @@ class Runner:
         hidden_TE = self._model.body(
             input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, return_dict=True
         ).last_hidden_state[0]
-        prompts = self._prompt_logprobs(hidden_TE, batch)
-        if not batch.sample_rows:
-            return StepResult(step=plan.step, prompt_logprobs=tuple(prompts)) if self._ranks.rank == 0 else None
-        logits_RV = self._logits(hidden_TE[list(batch.sample_rows)])
-        if logits_RV is None:
+        prompts, faults = self._prompt_logprobs(hidden_TE, batch)
+        sampled: list[Sampled] = []
+        if batch.sample_rows:
+            logits_RV = self._logits(hidden_TE[list(batch.sample_rows)])
+            if logits_RV is not None:
+                sampled, unsampled = sample(logits_RV, batch.sampled)
+                faults.update((fault.sequence, fault) for fault in unsampled)
+        if self._ranks.rank != 0:
             return None
-        sampled, faults = sample(logits_RV, batch.sampled)
-        return StepResult(step=plan.step, sampled=tuple(sampled), prompt_logprobs=tuple(prompts), faults=tuple(faults))
+        return StepResult(
+            step=plan.step,
+            sampled=tuple(answer for answer in sampled if answer.sequence not in faults),
+            prompt_logprobs=tuple(prompts),
+            faults=tuple(faults.values()),
+        )
 
     def _logits(self, hidden_RE: Tensor) -> Tensor | None:
         """Logits of some rows, [R, V] in fp32, on rank 0."""
         return self._ranks.gather_columns(self._model.head(hidden_RE[None])[0].float(), self._model.head_widths)
 
-    def _prompt_logprobs(self, hidden_TE: Tensor, batch: Batch) -> list[PromptLogprobs]:
-        results = []
+    def _prompt_logprobs(self, hidden_TE: Tensor, batch: Batch) -> tuple[list[PromptLogprobs], dict[SequenceId, SequenceFault]]:
+        """What rank 0 can tell of the step's prompt positions, and the sequences of which it cannot."""
+        results: list[PromptLogprobs] = []
+        faults: dict[SequenceId, SequenceFault] = {}
         for state, row, position, count in batch.prompt_rows:
             wanted = state.start.prompt_logprobs
             assert wanted is not None
@@ -55,8 +65,12 @@ class Runner:
                 rows = min(_HEAD_ROWS, count - offset)
                 logits_RV = self._logits(hidden_TE[row + offset : row + offset + rows])
                 first = position + offset + 1
-                if logits_RV is not None:
-                    results.append(
-                        prompt_logprobs(logits_RV, state.start.sequence, first, state.token_ids[first : first + rows], wanted)
-                    )
-        return results
+                if logits_RV is None:
+                    continue
+                targets = state.token_ids[first : first + rows]
+                told = prompt_logprobs(logits_RV, state.start.sequence, first, targets, wanted)
+                if isinstance(told, SequenceFault):
+                    faults.setdefault(told.sequence, told)
+                else:
+                    results.append(told)
+        return results, faults

@@ -50,7 +50,7 @@ def sample(logits_RV: Tensor, states: Sequence[SequenceState]) -> tuple[list[Sam
     for row, state in enumerate(states):
         sequence = state.start.sequence
         if not finite[row]:
-            faults.append(SequenceFault(sequence=sequence, message="the model's logits are not finite"))
+            faults.append(_not_finite(sequence, len(state.token_ids)))
         elif not possible[row]:
             faults.append(
                 SequenceFault(sequence=sequence, message="allowed_ids, banned_ids and min_new_tokens leave no token to sample")
@@ -80,14 +80,24 @@ class _Logprobs:
 
 def prompt_logprobs(
     logits_RV: Tensor, sequence: SequenceId, first: int, targets: Sequence[int], num_top: int
-) -> PromptLogprobs:
-    """Logprobs of the tokens that follow R neighbouring prompt positions; ``first`` is the position of the first target."""
-    rows = (_Logprobs(row) for row in logits_RV.float())
-    return PromptLogprobs(
-        sequence=sequence,
-        first=first,
-        logprobs=tuple(row.of(target, num_top) for row, target in zip(rows, targets, strict=True)),
-    )
+) -> PromptLogprobs | SequenceFault:
+    """Logprobs of the tokens that follow R neighbouring prompt positions; ``first`` is the position of the first target.
+
+    A fault where any of them would not be finite: NaN compares with nothing, so it would pass for the likeliest token.
+    """
+    logits_RV = logits_RV.float()
+    logprobs = []
+    for place, (row, target, peak) in enumerate(zip(logits_RV, targets, logits_RV.amax(dim=1).tolist(), strict=True)):
+        logprob = _Logprobs(row).of(target, num_top) if math.isfinite(peak) else None
+        if logprob is None or not math.isfinite(logprob.logprob):
+            return _not_finite(sequence, first + place)
+        logprobs.append(logprob)
+    return PromptLogprobs(sequence=sequence, first=first, logprobs=tuple(logprobs))
+
+
+def _not_finite(sequence: SequenceId, position: int) -> SequenceFault:
+    message = f"the model's logits for position {position} are not finite; its weights or its data type are at fault"
+    return SequenceFault(sequence=sequence, message=message, not_finite=True)
 
 
 def _adjust(logits_V: Tensor, state: SequenceState) -> bool:

@@ -101,7 +101,7 @@ def encode_result(result: StepResult) -> bytes:
             result.step,
             [(s.sequence, s.token_id, _logprob(s.logprob)) for s in result.sampled],
             [(p.sequence, p.first, [_logprob(value) for value in p.logprobs]) for p in result.prompt_logprobs],
-            [(f.sequence, f.message) for f in result.faults],
+            [(f.sequence, f.message, f.not_finite) for f in result.faults],
         ]
     )
 
@@ -116,7 +116,7 @@ def decode_result(payload: bytes) -> StepResult:
             PromptLogprobs(sequence=q, first=first, logprobs=tuple(TokenLogprob(*p) for p in values))
             for q, first, values in prompts
         ),
-        faults=tuple(SequenceFault(sequence=q, message=message) for q, message in faults),
+        faults=tuple(SequenceFault(sequence=q, message=message, not_finite=bad) for q, message, bad in faults),
     )
 
 

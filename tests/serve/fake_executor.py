@@ -234,18 +234,20 @@ class FakeExecutor:
         parts: list[Sampled | PromptLogprobs | SequenceFault] = []
         if start.prompt_logprobs is not None:
             first, last = span.start + 1, min(span.start + span.count, start.num_prompt_tokens - 1)
-            if first <= last:
+            if first <= last and self.fault_token in known.token_ids[:last]:
+                parts.append(SequenceFault(sequence=span.sequence, message="the logits are not finite", not_finite=True))
+            elif first <= last:
                 top = start.prompt_logprobs
                 values = tuple(fake_logprob(digests[p - 1], known.token_ids[p], top) for p in range(first, last + 1))
                 parts.append(PromptLogprobs(sequence=span.sequence, first=first, logprobs=values))
-        if span.sample:
+        if span.sample and not any(isinstance(part, SequenceFault) for part in parts):
             parts.append(self._sample(known, digest))
         return parts
 
     def _sample(self, known: _Known, digest: int) -> Sampled | SequenceFault:
         start = known.start
         if self.fault_token is not None and self.fault_token in known.token_ids:
-            return SequenceFault(sequence=start.sequence, message="the logits are not finite")
+            return SequenceFault(sequence=start.sequence, message="the logits are not finite", not_finite=True)
         num_generated = len(known.token_ids) - start.num_prompt_tokens
         banned = start.end_ids if num_generated < start.min_new_tokens else ()
         token_id = next_token(

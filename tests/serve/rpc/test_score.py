@@ -128,3 +128,14 @@ async def test_a_scoring_call_is_aborted_by_its_one_name() -> None:
         assert caught.value.code() is grpc.StatusCode.CANCELLED
         server.ranks.go.set()
         await server.until(lambda: server.gateway.num_in_flight == 0)
+
+
+async def test_a_model_whose_numbers_are_not_finite_scores_nothing_and_is_counted() -> None:
+    async with serving(fault_token=7) as server:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await score(server, {"token_ids": {"ids": [5, 6]}}, {"token_ids": {"ids": [5, 7, 8]}})
+        assert caught.value.code() is grpc.StatusCode.INTERNAL
+        assert "not finite" in str(caught.value.details())
+        assert server.metrics.registry.get_sample_value("tessera_nonfinite_requests_total") == 1
+        answer = await score(server, {"token_ids": {"ids": [5, 6, 8]}})
+        assert answer.results[0].sum == pytest.approx(sum(logprobs([5, 6, 8])))

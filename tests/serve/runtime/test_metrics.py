@@ -51,7 +51,8 @@ REJECTION_REASONS = ("requests", "tokens", "loading", "draining", "engine_down")
 NAMES = {
     "build_info", "e2e_request_latency_seconds", "engine_restarts", "engine_up", "event_loop_lag_seconds", "generation_tokens",
     "inter_token_latency_seconds", "kv_blocks_cached", "kv_blocks_total", "kv_blocks_used", "model_info", "model_load_seconds",
-    "num_requests_running", "num_requests_waiting", "preemptions", "prefix_cache_hits", "prefix_cache_queries", "prompt_tokens",
+    "nonfinite_requests", "num_requests_running", "num_requests_waiting",
+    "preemptions", "prefix_cache_hits", "prefix_cache_queries", "prompt_tokens",
     "queued_prompt_tokens", "rank_heartbeat_age_seconds", "rank_up", "rejections", "request_finished",
     "request_queue_time_seconds", "requests", "step_seconds", "step_tokens", "time_to_first_token_seconds",
 }  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import signal
 import threading
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from serve.config import ModelConfig, ServerConfig, SupervisorConfig
 from serve.engine.executor import ExecutorDied
@@ -20,7 +22,7 @@ from serve.engine.plan import Span, Start, StepPlan
 from serve.errors import ConfigError
 from serve.types import BlockId, SamplingParams, SequenceId
 from serve.worker.executor import RankExecutor
-from tests.support.models import save
+from tests.support.models import build, save
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +135,15 @@ def test_what_a_rank_finds_wrong_is_a_configuration_error(model: Path, tmp_path:
     executor = RankExecutor(dataclasses.replace(_config(model, size=1), model=long))
     with pytest.raises(ConfigError, match="max_model_len is 4096; the model has 512"):
         executor.start()
+
+
+def test_a_model_whose_numbers_are_not_finite_is_refused_by_every_rank_before_it_is_ready(tmp_path: Path) -> None:
+    spoiled = build("gpt_neox")
+    with torch.no_grad():  # in the second rank's part of a row-parallel layer
+        spoiled.get_parameter("gpt_neox.layers.1.attention.dense.weight")[3, -1] = math.nan
+    spoiled.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"layers\.1\.attention\.dense\.weight.*NaN or infinite"):
+        RankExecutor(_config(tmp_path)).start()
 
 
 def test_ranks_end_with_the_thread_that_started_them(model: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from serve.engine.plan import Start
+from serve.engine.plan import PromptLogprobs, SequenceFault, Start
 from serve.types import SamplingParams, SequenceId
 from serve.worker.batch import SequenceState
 from serve.worker.sampler import prompt_logprobs, sample
@@ -197,6 +197,7 @@ def test_a_bad_row_is_a_fault_and_its_neighbours_are_not() -> None:
     sampled, faults = sample(logits.clone(), states)
     assert [s.sequence for s in sampled] == [0]
     assert {f.sequence: "finite" in f.message for f in faults} == {1: True, 2: True, 3: False}
+    assert {f.sequence: f.not_finite for f in faults} == {1: True, 2: True, 3: False}
 
 
 def test_logprobs_are_the_models_own_whatever_is_asked_of_the_sampling() -> None:
@@ -216,9 +217,20 @@ def test_logprobs_are_the_models_own_whatever_is_asked_of_the_sampling() -> None
 def test_prompt_logprobs_name_their_targets() -> None:
     logits = _logits(3)
     result = prompt_logprobs(logits, SequenceId(5), 10, (7, 8, 9), 2)
+    assert isinstance(result, PromptLogprobs)
     reference = logits.double().log_softmax(dim=1)
     assert (result.sequence, result.first) == (5, 10)
     for row, (target, entry) in enumerate(zip((7, 8, 9), result.logprobs, strict=True)):
         assert entry.token_id == target
         assert entry.logprob == pytest.approx(float(reference[row, target]), abs=1e-6)
         assert len(entry.top) == 2
+
+
+@pytest.mark.parametrize(("place", "bad"), [(3, math.nan), (8, math.nan), (3, math.inf), (8, -math.inf)])
+def test_prompt_logprobs_that_are_not_finite_are_a_fault_that_names_the_position(place: int, bad: float) -> None:
+    logits = _logits(3)
+    logits[1, place] = bad
+    result = prompt_logprobs(logits, SequenceId(5), 10, (7, 8, 9), 2)
+    assert isinstance(result, SequenceFault)
+    assert result.not_finite
+    assert "position 11" in result.message

@@ -64,7 +64,7 @@ results = st.builds(
     prompt_logprobs=st.lists(
         st.builds(PromptLogprobs, sequence=ids, first=ids, logprobs=st.lists(logprobs, max_size=3).map(tuple)), max_size=2
     ).map(tuple),
-    faults=st.lists(st.builds(SequenceFault, sequence=ids, message=st.text()), max_size=2).map(tuple),
+    faults=st.lists(st.builds(SequenceFault, sequence=ids, message=st.text(), not_finite=st.booleans()), max_size=2).map(tuple),
 )
 
 

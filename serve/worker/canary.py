@@ -1,0 +1,125 @@
+"""Proves that a model's numbers are finite before it is served: a few made-up tokens through every layer, on every rank."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from checkpoint import CheckpointError, TensorInfo, open_checkpoint
+from serve.engine.plan import Span, Start, StepPlan
+from serve.errors import ConfigError
+from serve.types import BlockId, SamplingParams, SequenceId
+from serve.worker.loader import RankModel
+from serve.worker.parallel import Ranks
+from serve.worker.runner import Runner
+
+_PROMPT_TOKENS: Final = 8
+_SEQUENCE: Final = SequenceId(-1)
+"""No request's: the engine counts from 0."""
+_PIECE_BYTES: Final = 64 << 20
+
+
+def check_forward(path: str, model: RankModel, ranks: Ranks, runner: Runner) -> None:
+    """Compute a prompt and one more token of a sequence that nobody asked for; all ranks together.
+
+    It leaves nothing behind but finite keys and values in blocks that the engine knows nothing of yet. What such a short
+    sequence does not touch, most rows of an embedding, is looked at directly.
+
+    Args:
+        path: the checkpoint's folder, read again only to name the tensor that is at fault.
+
+    Raises:
+        ConfigError: on every rank, where any rank's numbers are NaN or infinite; names the tensor, or else the layer.
+    """
+    with _first_bad_layer(model.body) as bad_layer:
+        faults = [fault for plan in _plans(model) if (result := runner.execute(plan)) for fault in result.faults]
+        weights_are_finite = all(_is_finite(weight) for part in (model.body, model.head) for weight in part.parameters())
+        is_good = weights_are_finite and not faults and bad_layer() is None
+        if ranks.smallest(int(is_good)):
+            return
+        raise ConfigError(_bad_tensor(path, model) or _bad_range(model, bad_layer()))
+
+
+def _plans(model: RankModel) -> Iterator[StepPlan]:
+    facts = model.facts
+    count = max(1, min(_PROMPT_TOKENS, facts.max_model_len - 1))
+    total = min(count + 1, facts.max_model_len)
+    ids = tuple(facts.vocab_size * place // count for place in range(count))  # from the whole vocabulary: of every rank's part
+    blocks = tuple(BlockId(block) for block in range(-(-total // facts.block_tokens)))
+    start = Start(
+        sequence=_SEQUENCE, index=0, token_ids=ids, num_prompt_tokens=count, sampling=SamplingParams(), prompt_logprobs=0
+    )
+    prompt = Span(sequence=_SEQUENCE, start=0, count=count, new_blocks=blocks, sample=True)
+    yield StepPlan(step=0, starts=(start,), spans=(prompt,))
+    if total > count:
+        yield StepPlan(step=1, spans=(Span(sequence=_SEQUENCE, start=count, count=1, new_tokens=ids[:1], sample=True),))
+    yield StepPlan(step=2, dropped=(_SEQUENCE,))
+
+
+@contextlib.contextmanager
+def _first_bad_layer(body: nn.Module) -> Iterator[Callable[[], str | None]]:
+    """Within, the layers look at what they give on; asks which was the first whose numbers were not finite."""
+    bad: list[str] = []
+
+    def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def look(module: nn.Module, inputs: Any, output: Any) -> None:
+            if not bad and not _is_finite(output[0] if isinstance(output, tuple) else output):
+                bad.append(name)
+
+        return look
+
+    layers = [
+        (f"{path}.{name}", layer)
+        for path, parent in body.named_modules()
+        if isinstance(parent, nn.ModuleList)
+        for name, layer in parent.named_children()
+    ]
+    handles = [layer.register_forward_hook(watch(name)) for name, layer in layers]
+    try:
+        yield lambda: bad[0] if bad else None
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    if tensor.numel() == 0:
+        return True
+    return all(bool(end.isfinite()) for end in tensor.aminmax())  # one pass, no second tensor of that size
+
+
+def _bad_tensor(path: str, model: RankModel) -> str | None:
+    """The first tensor of the checkpoint that is not finite in the type it is served in, in words."""
+    dtype = getattr(torch, model.facts.dtype)
+    try:
+        with open_checkpoint(path) as checkpoint:
+            for info in checkpoint.tensors.values():
+                for part in _pieces(info) if info.dtype.is_floating_point else ():
+                    if not _is_finite(checkpoint.read(info.name, part, dtype=dtype)):
+                        where = f"{info.file}: tensor {info.name!r}"
+                        return f"{where} holds numbers that are NaN or infinite in {model.facts.dtype}; it is not served"
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def _pieces(info: TensorInfo) -> Iterable[tuple[slice, ...]]:
+    """Rows of bounded size that together are the tensor."""
+    num_bytes = math.prod(info.shape) * info.dtype.itemsize
+    if not info.shape or not num_bytes:
+        return [()]
+    rows = max(1, _PIECE_BYTES * info.shape[0] // num_bytes)
+    return ((slice(row, row + rows),) for row in range(0, info.shape[0], rows))
+
+
+def _bad_range(model: RankModel, layer: str | None) -> str:
+    where = "in the logits" if layer is None else f"after {layer}"
+    return (
+        f"the model's numbers are not finite {where}, though its weights are: in {model.facts.dtype} it cannot be served; "
+        "choose another model.dtype"
+    )

@@ -1,0 +1,95 @@
+"""What is computed before a model is served: its numbers must be finite, and what is at fault is named."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from serve.engine.plan import Sampled, Span, Start, StepPlan
+from serve.errors import ConfigError
+from serve.types import BlockId, SamplingParams, SequenceId
+from serve.worker.canary import check_forward
+from serve.worker.parallel import Ranks
+from serve.worker.runner import Runner
+from tests.serve.worker.test_loader import load
+from tests.support.models import VOCABULARY, build
+
+PROMPT = (3, 4, 5)
+
+
+def _spoiled(folder: Path, name: str, value: float = math.nan, place: int = 7, family: str = "gpt_neox") -> Path:
+    model = build(family)
+    with torch.no_grad():
+        model.get_parameter(name).view(-1)[place] = value
+    model.save_pretrained(folder)
+    return folder
+
+
+def _check(folder: Path) -> Runner:
+    model, ranks = load(folder), Ranks(0, 1)
+    runner = Runner(model, ranks)
+    check_forward(str(folder), model, ranks, runner)
+    return runner
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt_neox.layers.1.attention.query_key_value.bias",
+        "gpt_neox.layers.2.mlp.dense_4h_to_h.weight",
+        "gpt_neox.final_layer_norm.bias",
+        "embed_out.weight",
+    ],
+)
+def test_a_tensor_that_is_not_finite_is_named_with_its_file(tmp_path: Path, name: str) -> None:
+    actual = name.replace("embed_out", "lm_head")
+    with pytest.raises(
+        ConfigError, match=rf"model\.safetensors: tensor '.*{name.split('.', 1)[1]}'.*NaN or infinite in float32"
+    ):
+        _check(_spoiled(tmp_path, actual, math.inf if "bias" in name else math.nan))
+
+
+def test_rows_of_an_embedding_that_no_canary_token_has_are_looked_at_too(tmp_path: Path) -> None:
+    place = (VOCABULARY - 3) * 64
+    with pytest.raises(ConfigError, match="embed_in"):
+        _check(_spoiled(tmp_path, "gpt_neox.embed_in.weight", place=place))
+
+
+def test_numbers_that_outgrow_their_type_name_the_layer_where_they_do(tmp_path: Path) -> None:
+    model = build("gpt_neox")
+    with torch.no_grad():
+        for name in ("weight", "bias"):
+            model.get_parameter(f"gpt_neox.layers.1.mlp.dense_4h_to_h.{name}").mul_(1e38)
+            model.get_parameter(f"gpt_neox.layers.1.mlp.dense_h_to_4h.{name}").mul_(1e3)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"not finite after layers\.1, though its weights are: in float32.*model\.dtype"):
+        _check(tmp_path)
+
+
+def test_a_canary_changes_nothing_that_a_request_would_see(tmp_path: Path) -> None:
+    build("gpt_neox").save_pretrained(tmp_path)
+    start = Start(sequence=SequenceId(0), index=0, token_ids=PROMPT, num_prompt_tokens=3, sampling=SamplingParams(), logprobs=0)
+    span = Span(sequence=SequenceId(0), start=0, count=3, new_blocks=(BlockId(0),), sample=True)
+    answers: list[Sampled] = []
+    for runner in (Runner(load(tmp_path), Ranks(0, 1)), _check(tmp_path)):
+        assert len(runner._table) == 0
+        result = runner.execute(StepPlan(step=0, starts=(start,), spans=(span,)))
+        assert result is not None
+        answers.extend(result.sampled)
+    assert answers[0] == answers[1]
+    assert not any(module._forward_hooks for module in runner._model.body.modules() if isinstance(module, nn.Module))
+
+
+def test_a_model_of_one_position_passes(tmp_path: Path) -> None:
+    model = load(_saved(tmp_path))
+    object.__setattr__(model.facts, "max_model_len", 1)
+    check_forward(str(tmp_path), model, Ranks(0, 1), Runner(model, Ranks(0, 1)))
+
+
+def _saved(folder: Path) -> Path:
+    build("gpt_neox").save_pretrained(folder)
+    return folder
