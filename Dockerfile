@@ -9,15 +9,16 @@ RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /
 
 ARG PIP_ARGS=""
 WORKDIR /opt/tessera
-# Dependencies first: this layer is kept until they change.
-COPY pyproject.toml constraints.txt LICENSE README.md ./
-RUN mkdir serve finetune checkpoint \
-    && touch serve/__init__.py finetune/__init__.py checkpoint/__init__.py \
-    && pip install --no-cache-dir ${PIP_ARGS} -c constraints.txt .
+# Dependencies first: this layer is kept until they change. They are read from pyproject.toml, so that nothing of the package is built before
+# its sources are here: setuptools keeps what an earlier build left where that is newer than the source.
+COPY pyproject.toml constraints.txt ./
+RUN python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" > requirements.txt \
+    && pip install --no-cache-dir ${PIP_ARGS} -c constraints.txt -r requirements.txt
+COPY LICENSE README.md ./
 COPY serve serve
 COPY finetune finetune
 COPY checkpoint checkpoint
-RUN pip install --no-cache-dir --no-deps --force-reinstall .
+RUN pip install --no-cache-dir ${PIP_ARGS} --no-deps . && rm -rf build *.egg-info
 
 RUN useradd --uid 10001 --create-home tessera
 USER tessera

@@ -1,0 +1,97 @@
+"""What the Dockerfile's steps install is what the sources say, file by file; without a container and without a network.
+
+The image itself is built and started by ``make test-image``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from setuptools import find_packages
+
+from tests.repo.documents import REPOSITORY
+
+PIP = """\
+#!/bin/bash
+# The image's pip: the package for real, its dependencies on paper.
+[[ " $* " == *" -r "* ]] && exec cp "${{@: -1}}" "{root}/asked"
+[[ " $* " == *" . "* ]] || exit 2
+exec "{python}" -m pip install -q --no-index --no-deps --no-build-isolation --no-compile --upgrade --target "{root}/site" .
+"""
+OLD_SECONDS = 1_500_000_000
+"""When the sources were last touched: long before the image is built, as in a checkout that is a day old."""
+PACKAGES = ("checkpoint", "finetune", "serve")
+
+
+def instructions() -> list[tuple[str, str]]:
+    """(keyword, rest) of the Dockerfile, continued lines joined."""
+    text = re.sub(r"^#.*\n", "", (REPOSITORY / "Dockerfile").read_text(), flags=re.MULTILINE).replace("\\\n", " ")
+    return [(line.split(maxsplit=1)[0], line.split(maxsplit=1)[1]) for line in text.splitlines() if line.strip()]
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder where the Dockerfile's COPY and RUN have been carried out: ``app``, ``site`` and ``asked``."""
+    root = tmp_path_factory.mktemp("image")
+    app, tools = root / "app", root / "tools"
+    for folder in (app, tools):
+        folder.mkdir()
+    (tools / "pip").write_text(PIP.format(python=sys.executable, root=root))
+    (tools / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    for name in ("apt-get", "useradd"):
+        (tools / name).write_text("#!/bin/sh\n")
+    for tool in tools.iterdir():
+        tool.chmod(0o755)
+    for keyword, rest in instructions():
+        if keyword == "COPY":
+            *sources, target = rest.split()
+            for source in sources:
+                copy(REPOSITORY / source, app / target / source if target == "./" else app / target)
+        elif keyword == "RUN" and "/var/lib" not in rest:
+            done = subprocess.run(
+                ["sh", "-c", rest],
+                cwd=app,
+                env={**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "PIP_ARGS": ""},
+                capture_output=True,
+                text=True,
+            )
+            assert done.returncode == 0, f"RUN {rest}\n{done.stdout}{done.stderr}"
+    return root
+
+
+def copy(source: Path, target: Path) -> None:
+    """A file or a folder as a build's context brings it: without caches, with the times it had."""
+    if source.is_dir():
+        shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+    else:
+        shutil.copy(source, target)
+    for path in (target, *target.rglob("*")):
+        os.utime(path, (OLD_SECONDS, OLD_SECONDS))
+
+
+def test_the_image_gets_every_file_of_the_packages_as_it_is(image: Path) -> None:
+    modules = {
+        path.relative_to(REPOSITORY)
+        for package in find_packages(str(REPOSITORY), include=[*PACKAGES, *(f"{name}.*" for name in PACKAGES)])
+        for path in (REPOSITORY / package.replace(".", "/")).iterdir()
+        if path.suffix in (".py", ".pyi", ".cpp", ".h")
+    }
+    assert {module.parts[0] for module in modules} == set(PACKAGES)
+    differ = [str(m) for m in sorted(modules) if not is_same(REPOSITORY / m, image / "site" / m)]
+    assert not differ, "in the image these are missing or other than the sources"
+
+
+def is_same(one: Path, other: Path) -> bool:
+    return other.is_file() and one.read_bytes() == other.read_bytes()
+
+
+def test_the_image_installs_the_dependencies_of_the_package_and_no_others(image: Path) -> None:
+    wanted = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert (image / "asked").read_text().split("\n")[:-1] == wanted
