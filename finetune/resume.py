@@ -17,6 +17,7 @@ from finetune.data.tokenise import Prepared
 from finetune.engines import TrainingEngine
 from finetune.errors import ConfigError
 from finetune.folders import RESUME, step_folders
+from finetune.learning_rate import FOR_ALL_KINDS
 from finetune.model import Gather, fill
 from finetune.types import Progressed
 
@@ -48,6 +49,7 @@ class ResumeState:
         try:
             self.progressed = Progressed(**extra["progress"])
             self._settings: Mapping[str, Any] = extra["settings"]
+            self.learning_rate = float(extra.get("learning_rate", FOR_ALL_KINDS))
         except (KeyError, TypeError) as error:
             raise ConfigError(f"{checkpoint.path / 'manifest.json'}: is not a resume state of this release: {error}") from error
 
