@@ -21,6 +21,7 @@ from finetune import machine
 from finetune.config import TuneConfig
 from finetune.errors import ConfigError, FinetuneError, RunError
 from finetune.folders import claimed_output
+from finetune.learning_rate import with_rate
 from finetune.lifetime import without_collection
 from finetune.options import apply_overrides, build, describe, read_yaml, split_overrides
 from finetune.swap import claimed_swap
@@ -167,7 +168,7 @@ def _train(command: str, words: list[str]) -> int:
         joined.hand_over(options.hostfile, [command, *(words if at is None else words[:at] + words[at + 2 :])])
     config = load_config(options.config, overrides, command=command)
     if options.print_config:
-        yaml.safe_dump(_plain(asdict(config)), sys.stdout, sort_keys=False, allow_unicode=True)
+        yaml.safe_dump(_plain(asdict(with_rate(config)[0])), sys.stdout, sort_keys=False, allow_unicode=True)
         return 0
     return tune(config, Console(), command=command, anyway=options.anyway)
 

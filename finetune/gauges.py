@@ -35,8 +35,10 @@ class Gauges:
         self._flops_share = None if per_token is None or peak is None else step_tokens * per_token / peak
 
     def read(self, steps_per_second: float) -> dict[str, float]:
-        """``mfu`` where the device's peak is known, ``memory_bytes`` of this rank's host memory, ``device_memory_bytes``."""
-        figures: dict[str, float] = {}
+        """``all_tokens_per_second``, padding included; ``mfu`` where the device's peak is known; ``memory_bytes`` of the host's
+        memory this rank has; ``device_memory_bytes``.
+        """
+        figures = {"all_tokens_per_second": self._step_tokens * steps_per_second}
         if self._flops_share is not None:
             figures["mfu"] = self._flops_share * steps_per_second
         pages = pages_of()

@@ -27,16 +27,16 @@ from finetune.types import StepOutcome
 
 
 class _Figures(ProgressColumn):
-    """Loss, speed and memory of the newest steps."""
+    """Loss, gradient, speed and memory of the newest steps; what a narrow terminal cuts off counts least."""
 
     def render(self, task: Task) -> Text:
-        loss, speed = task.fields.get("loss"), task.fields.get("speed")
-        if loss is None or speed is None:
+        loss, norm, figures = (task.fields.get(name) for name in ("loss", "norm", "figures"))
+        if loss is None or norm is None or figures is None:
             return Text("starting …", style="dim")
-        mfu, memory = task.fields.get("mfu"), task.fields.get("memory")
-        text = Text.assemble("loss ", (f"{loss:.3f}", "bold cyan"), f" {speed:,.0f} tokens/s")
-        if mfu is not None:
-            text.append(f" MFU {mfu:.0%}", style="dim")
+        text = Text.assemble("loss ", (f"{loss:.3f}", "bold cyan"), f" norm {norm:.2g} {speed_in_words(figures)}")
+        if "mfu" in figures:
+            text.append(f" MFU {figures['mfu']:.0%}", style="dim")
+        memory = figures.get("device_memory_bytes", figures.get("memory_bytes"))
         if memory is not None:
             text.append(f" {in_gib(memory)} GiB", style="dim")
         return text
@@ -128,9 +128,8 @@ class RunProgress:
                 self._task,
                 completed=step,
                 loss=loss,
-                speed=figures["tokens_per_second"],
-                mfu=figures.get("mfu"),
-                memory=figures.get("device_memory_bytes", figures.get("memory_bytes")),
+                norm=good[-1].grad_norm,
+                figures=figures,
             )
         if not due:
             return
@@ -142,7 +141,8 @@ class RunProgress:
             )
             self._metrics.interval(figures)
             if not self._console.is_terminal:
-                self._line(step, f"loss {loss:.4f}  lr {rate:.2e}  {_in_words(figures)}  {self._left(step)} left")
+                norm = f"norm {good[-1].grad_norm:.3g}"
+                self._line(step, f"loss {loss:.4f}  lr {rate:.2e}  {norm}  {_in_words(figures)}  {self._left(step)} left")
         self._window.clear()
         self._seconds.clear()
 
@@ -212,8 +212,13 @@ def skip_in_words(outcome: StepOutcome) -> str:
     return f"the {outcome.skipped} is not a finite number{where}"
 
 
+def speed_in_words(figures: Mapping[str, float]) -> str:
+    """All tokens a second, and those of them that are targets."""
+    return f"{figures['all_tokens_per_second']:,.0f} tokens/s ({figures['tokens_per_second']:,.0f} targets)"
+
+
 def _in_words(figures: Mapping[str, float]) -> str:
-    parts = [f"{figures['tokens_per_second']:,.0f} tokens/s"]
+    parts = [speed_in_words(figures)]
     if "mfu" in figures:
         parts.append(f"MFU {figures['mfu']:.1%}")
     if "device_memory_bytes" in figures:

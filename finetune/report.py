@@ -107,8 +107,10 @@ def _result(entries: Sequence[Mapping[str, Any]]) -> list[Row]:
         rows.append(("evaluation loss", f"{evaluated[-1]['eval_loss']:.4f}"))
         rows.append(("best evaluation loss", f"{best['eval_loss']:.4f} at step {best['step']:,}"))
     rows.append(("target tokens", f"{last['tokens']:,}"))
-    speeds = sorted(float(entry["tokens_per_second"]) for entry in trained)
-    rows.append(("tokens/s, median", f"{speeds[len(speeds) // 2]:,.0f}"))
+    for key, name in (("all_tokens_per_second", "tokens/s, median"), ("tokens_per_second", "targets/s, median")):
+        speeds = sorted(float(entry[key]) for entry in trained if key in entry)
+        if speeds:
+            rows.append((name, f"{speeds[len(speeds) // 2]:,.0f}"))
     uses = sorted(float(entry["mfu"]) for entry in trained if "mfu" in entry)
     if uses:
         rows.append(("MFU, median", f"{uses[len(uses) // 2]:.1%}"))
@@ -128,7 +130,7 @@ def _pictures(entries: Sequence[Mapping[str, Any]]) -> list[str]:
         Curve(name="evaluation", points=points("eval_loss"), color=_RED, dots=True),
     ]
     pictures = [Picture(title="loss (nats per token)", curves=loss, marks=spikes)]
-    names = (("lr", "learning rate"), ("grad_norm", "gradient norm"), ("tokens_per_second", "tokens/s"))
+    names = (("lr", "learning rate"), ("grad_norm", "gradient norm"), ("tokens_per_second", "targets/s"))
     for key, title in names:
         pictures.append(Picture(title=title, curves=[Curve(name=title, points=points(key), color=_BLUE)]))
     return [picture.as_svg() for picture in pictures]

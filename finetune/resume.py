@@ -18,6 +18,7 @@ from finetune.engines import TrainingEngine
 from finetune.errors import ConfigError
 from finetune.finite import check_finite, found_in
 from finetune.folders import RESUME, step_folders
+from finetune.learning_rate import FOR_ALL_KINDS
 from finetune.model import Gather, fill
 from finetune.types import Progressed
 
@@ -49,6 +50,7 @@ class ResumeState:
         try:
             self.progressed = Progressed(**extra["progress"])
             self._settings: Mapping[str, Any] = extra["settings"]
+            self.learning_rate = float(extra.get("learning_rate", FOR_ALL_KINDS))
         except (KeyError, TypeError) as error:
             raise ConfigError(f"{checkpoint.path / 'manifest.json'}: is not a resume state of this release: {error}") from error
 

@@ -38,6 +38,8 @@ class Keeper:
     resume_state: bool
     settings: Mapping[str, Any]
     """What a resumed run must agree with; see ``finetune.resume``."""
+    learning_rate: float
+    """After warm-up: a resumed run goes on with it unless another one is given."""
     adapter_config: Mapping[str, Any] | None = None
     """``adapter_config.json`` of a run that trains adapters; its checkpoints are then peft's folders."""
 
@@ -50,7 +52,11 @@ class Keeper:
         served = self._write_weights(engine, CHECKPOINTS, progressed)
         if self.resume_state:
             states = engine.rng_states()
-            extra = {"progress": asdict(progressed), "settings": dict(self.settings)}
+            extra = {
+                "progress": asdict(progressed),
+                "settings": dict(self.settings),
+                "learning_rate": self.learning_rate,
+            }
             self._write(engine, RESUME, progressed, lambda: _resume_tensors(engine, states), extra)
         if engine.rank == 0:
             for root in (CHECKPOINTS, RESUME):

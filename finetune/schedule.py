@@ -64,14 +64,15 @@ _SHAPES: Final[Mapping[str, Callable[[Schedule, int], float]]] = {
 
 
 def make_schedule(config: TuneConfig, num_samples: int) -> Schedule:
-    """The schedule of a run whose training data is cut into ``num_samples`` samples."""
-    wanted = config.schedule
+    """The schedule of a run whose training data is cut into ``num_samples`` samples; ``optimizer.lr`` must be set."""
+    wanted, peak = config.schedule, config.optimizer.lr
+    assert peak is not None, "a run settles its learning rate first, see finetune.learning_rate"
     steps = wanted.steps
     if steps is None:
         steps = max(1, math.ceil(wanted.epochs * num_samples / config.step_samples))
     warmup_steps = min(_steps_of(wanted.warmup, steps), steps - 1)
     decay_steps = min(_steps_of(wanted.decay, steps), steps - 1 - warmup_steps)
-    return Schedule(steps, warmup_steps, config.optimizer.lr, wanted.floor, wanted.shape, max(0, decay_steps))
+    return Schedule(steps, warmup_steps, peak, wanted.floor, wanted.shape, max(0, decay_steps))
 
 
 def _steps_of(wanted: float, steps: int) -> int:

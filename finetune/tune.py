@@ -24,11 +24,12 @@ from finetune.errors import LossSpike, NotFinite, RunError
 from finetune.folders import LOG
 from finetune.gauges import Gauges
 from finetune.isolation import check_isolation
+from finetune.learning_rate import with_rate
 from finetune.model import saved_config, shapes_of
 from finetune.nvme import Disk
 from finetune.origin import Origin
 from finetune.plot import draw_losses
-from finetune.progress import RunProgress
+from finetune.progress import RunProgress, speed_in_words
 from finetune.resume import ResumeState, find_resume_state, settings_of
 from finetune.saving import Keeper
 from finetune.schedule import Schedule, make_schedule
@@ -88,9 +89,12 @@ class _Run:
     """The state of a run on one rank. All its methods are collective."""
 
     def __init__(self, job: Job, console: Console) -> None:
-        self.config, self._console = job.config, console
-        config, prepared = job.config, job.prepared
-        self._output = Path(config.run.output)
+        prepared = job.prepared
+        self._output = Path(job.config.run.output)
+        state = find_resume_state(self._output) if job.config.run.resume == "auto" else None
+        config, self._rate_in_words = with_rate(job.config, None if state is None else state.learning_rate)
+        job = replace(job, config=config)
+        self.config, self._console = config, console
         self._rows, self._held_out = open_rows(prepared, "train"), open_rows(prepared, "eval")
         self._order = SampleOrder(self._rows.num_samples, config.data.seed)
         self.schedule: Schedule = make_schedule(config, self._rows.num_samples)
@@ -98,7 +102,6 @@ class _Run:
         origin = Origin(config, prepared)
         check_isolation(origin.hf_config, prepared.packing)
         settings = settings_of(config, prepared, origin.hf_config)
-        state = find_resume_state(self._output) if config.run.resume == "auto" else None
         if state is not None:
             state.check(settings)
         self._keeper = _keeper(job, origin, settings)  # before the engine: training changes the configuration it is given
@@ -143,6 +146,7 @@ class _Run:
             f"{self.engine.world_size} rank{'s' if self.engine.world_size > 1 else ''} on {job.device.type}, {job.precision}",
             described(job.prepared),
             f"{self.schedule.steps} steps of {self._share.step_samples} x {self.config.data.seq_len} tokens",
+            self._rate_in_words,
         ]
         for line in ("; ".join(parts), *self.engine.describe()):
             self._console.print(line, highlight=False, soft_wrap=True)
@@ -163,7 +167,7 @@ class _Run:
             clock = time.monotonic()
             self._loop(progress, should_stop, began)
             seconds = time.monotonic() - clock
-        self._summarise(seconds, self._progressed.tokens - started.tokens)
+        self._summarise(seconds, (self._progressed.step - started.step) * tokens, self._progressed.tokens - started.tokens)
 
     def _loop(self, progress: RunProgress | None, should_stop: Callable[[], bool], began: float) -> None:
         limit = self.config.run.max_minutes
@@ -269,11 +273,12 @@ class _Run:
         if progress is not None:
             progress.saved(self._progressed.step, path, time.monotonic() - began)
 
-    def _summarise(self, seconds: float, tokens: int) -> None:
+    def _summarise(self, seconds: float, tokens: int, targets: int) -> None:
         if self.config.log.plot:
             draw_losses(self._output / LOG, self._output / "loss.png")
         say = self._console.print
-        say(f"done: {tokens:,} tokens in {seconds:.0f} s, {tokens / max(seconds, 1e-9):,.0f} tokens/s", highlight=False)
+        a_second = {"all_tokens_per_second": tokens / max(seconds, 1e-9), "tokens_per_second": targets / max(seconds, 1e-9)}
+        say(f"done: {tokens:,} tokens ({targets:,} targets) in {seconds:.0f} s, {speed_in_words(a_second)}", highlight=False)
         say(f"checkpoint: {self._last_save}", highlight=False, soft_wrap=True)
         if self.config.lora is not None:
             say(f"merge it:   tessera-finetune merge {self._last_save} MERGED", highlight=False, soft_wrap=True)
@@ -310,4 +315,5 @@ def _keeper(job: Job, origin: Origin, settings: Mapping[str, Any]) -> Keeper:
         keep=save.keep,
         resume_state=save.resume_state,
         settings=settings,
+        learning_rate=job.config.optimizer.lr,
     )

@@ -38,8 +38,9 @@ class OptimizerConfig:
     vectors as by AdamW: half the state of matrices, AdamW's learning rate), or ``adafactor`` (a second moment by rows and
     columns: almost no state; takes neither ``betas`` nor ``eps``)."""
 
-    lr: float = 3e-4
-    """Learning rate after warm-up."""
+    lr: float | None = None
+    """Learning rate after warm-up; unset: that of the state a run is resumed from, else 2e-5 for an existing model trained in
+    full, 2e-4 for adapters, 3e-4 for a new model."""
 
     betas: tuple[float, ...] = (0.9, 0.95)
     """Decay of the first and second moment; for ``lion`` of the update and of the momentum; for ``muon`` of what AdamW does."""
@@ -57,7 +58,7 @@ class OptimizerConfig:
     """Largest norm of the whole gradient; 0 does not clip."""
 
     def __post_init__(self) -> None:
-        require(math.isfinite(self.lr) and self.lr > 0, "optimizer.lr", self.lr, "be greater than 0")
+        require(self.lr is None or (math.isfinite(self.lr) and self.lr > 0), "optimizer.lr", self.lr, "be greater than 0")
         require(
             len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas),
             "optimizer.betas",

@@ -80,7 +80,10 @@ def test_a_gpu_without_bf16_computes_in_fp16(has_bf16: bool, chosen: str, monkey
 
 
 def test_steps_follow_from_epochs() -> None:
-    made = make_schedule(config(batch=BatchConfig(micro=5), schedule=ScheduleConfig(epochs=2.5, warmup=0.1)), 100)
+    epochs = config(
+        batch=BatchConfig(micro=5), schedule=ScheduleConfig(epochs=2.5, warmup=0.1), optimizer=OptimizerConfig(lr=1.0)
+    )
+    made = make_schedule(epochs, 100)
     assert (made.steps, made.warmup_steps) == (25, 2)
 
 

@@ -75,9 +75,11 @@ def test_resuming_gives_the_uninterrupted_run_bit_by_bit(trained: TrainedRun, tm
     for root in ("checkpoints", "resume"):  # as if killed after the save of step 6, with step 12 under way
         shutil.rmtree(output / root / "step-00000012")
         (output / root / "latest").write_text("step-00000006\n")
-    done = run_command("tune", trained.config, "--resume", "--run.output", output)
+    # The state knows the learning rate too.
+    done = run_command("tune", trained.config, "--resume", "--run.output", output, "--optimizer.lr", "null")
     assert done.returncode == 0, done.stderr
     assert "resumed at step 6" in done.stdout
+    assert "learning rate 0.005 as before" in done.stdout
     assert losses_of(output) == losses_of(trained.output)
     for root in ("checkpoints", "resume"):
         with open_checkpoint(output / root) as ours, open_checkpoint(trained.output / root) as whole:
@@ -105,8 +107,11 @@ def test_an_existing_model_is_trained_on_in_bf16(trained: TrainedRun, tmp_path: 
     tree["model"] = {"path": str(trained.output / "checkpoints")}
     del tree["tokenizer"]
     tree["run"]["precision"] = "bf16"
+    del tree["optimizer"]
     done = run_command("tune", write_config(tree, tmp_path / "run.yaml"))
     assert done.returncode == 0, done.stderr
+    assert "learning rate 2e-05, usual for an existing model trained in full" in done.stdout
+    assert max(entry["lr"] for entry in log_of(tmp_path / "run") if "lr" in entry) == 2e-5
     losses = losses_of(tmp_path / "run")
     assert losses[1] < losses_of(trained.output)[1] - 0.3, "it must start where the first run ended"
     with open_checkpoint(tmp_path / "run" / "checkpoints") as checkpoint:

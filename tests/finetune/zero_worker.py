@@ -285,6 +285,7 @@ def keeper(output: Path) -> Keeper:
         keep=0,
         resume_state=True,
         settings={},
+        learning_rate=1e-2,
     )
 
 
