@@ -9,14 +9,20 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import jinja2
+from jinja2.exceptions import SecurityError
 from jinja2.ext import loopcontrols
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from checkpoint.errors import CheckpointError
+from checkpoint.folder import Folder
 from serve.errors import ConfigError
+
+MAX_TEMPLATE_BYTES = 1 << 20
+_LONGEST_NUMBER_BITS = 1 << 16
 
 
 class ChatRejected(Exception):
@@ -37,8 +43,8 @@ class ChatTemplate:
         """
         try:
             self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
-            raise ConfigError(f"the chat template does not compile: {error}") from error
+        except Exception as error:  # Jinja passes on what Python says of the program it writes: too deep, too long, ...
+            raise ConfigError(f"the chat template does not compile: {type(error).__name__}: {str(error)[:300]}") from error
         self._special_tokens = special_tokens
 
     def render(self, messages: Sequence[tuple[str, str]], *, add_generation_prompt: bool, max_bytes: int) -> str:
@@ -60,34 +66,72 @@ class ChatTemplate:
                     raise ChatRejected(f"the chat template wrote more than {max_bytes} bytes")
         except _RaisedByTemplate as error:
             raise ChatRejected(f"the chat template says: {error}") from error
-        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
+        except ChatRejected:
+            raise
+        except Exception as error:  # a template is a program, which can fail in every way that programs do
             # The error's own words could quote the conversation.
             raise ChatRejected("the chat template cannot render this conversation") from error
         return "".join(parts)
 
 
-def load_chat_template(folder: Path, config: dict[str, Any], special_tokens: dict[str, str]) -> ChatTemplate | None:
+def load_chat_template(folder: Folder, config: dict[str, Any], special_tokens: dict[str, str]) -> ChatTemplate | None:
     """The folder's default template, or ``None``: ``chat_template.jinja`` goes before the entry in ``tokenizer_config.json``.
 
     Raises:
-        ConfigError: it does not compile or has the wrong type.
+        CheckpointError: it cannot be read, does not compile or has the wrong type.
     """
-    file = folder / "chat_template.jinja"
-    source = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
-    if isinstance(source, list):
-        source = next((entry.get("template") for entry in source if entry.get("name") == "default"), None)
-    if isinstance(source, dict):
-        source = source.get("default")
+    file, source = "chat_template.jinja", None
+    if folder.has(file):
+        source = folder.read_text(file, limit=MAX_TEMPLATE_BYTES)
+    else:
+        file, source = "tokenizer_config.json", _default(config.get("chat_template"))
     if source is None:
         return None
-    if not isinstance(source, str):
-        raise ConfigError(f"chat_template in {folder / 'tokenizer_config.json'} is {type(source).__name__}; a text is expected")
-    return ChatTemplate(source, special_tokens)
+    try:
+        return ChatTemplate(source, special_tokens)
+    except ConfigError as error:
+        raise CheckpointError(file, str(error)) from error
+
+
+def _default(given: object) -> str | None:
+    """The default one of the templates that ``tokenizer_config.json`` gives in any of the three forms there have been."""
+    found = given
+    if isinstance(given, list):
+        named = [entry for entry in given if isinstance(entry, dict)]
+        if len(named) != len(given):
+            raise CheckpointError("tokenizer_config.json", "chat_template has an entry that is no object of name and template")
+        found = next((entry.get("template") for entry in named if entry.get("name") == "default"), None)
+    elif isinstance(given, dict):
+        found = given.get("default")
+    if found is not None and not isinstance(found, str):
+        raise CheckpointError("tokenizer_config.json", f"chat_template is {type(found).__name__}; a text is expected")
+    return found
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, and bounds on powers and repetitions: one such expression could take a day, as soon as it compiles."""
+
+    intercepted_binops = frozenset(("*", "**"))
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
+            if bits > _LONGEST_NUMBER_BITS:
+                raise SecurityError("a number is too large")
+        elif operator == "*" and _length(left) * _length(right) > MAX_TEMPLATE_BYTES:
+            raise SecurityError("a repetition is too long")
+        return super().call_binop(context, operator, left, right)
+
+
+def _length(factor: object) -> int:
+    if isinstance(factor, int):
+        return abs(factor)
+    return len(factor) if isinstance(factor, str | list | tuple) else 1
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
     """What templates written for transformers expect to find."""
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)

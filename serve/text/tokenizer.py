@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import tokenizers
 
+from checkpoint.config import shown
+from checkpoint.errors import CheckpointError
+from checkpoint.folder import Folder
 from serve.errors import ConfigError
 from serve.text.chat import ChatTemplate, load_chat_template
 from serve.text.pipeline import apply_class_pipeline, tokenizer_class
+
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_PROBE = "Hello, world! \u00e9\u65e5 1\n"
+_MOST_IDS = 1 << 32
 
 
 class Tokenizer:
@@ -32,6 +40,11 @@ class Tokenizer:
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         """Ids the tokenizer knows; a model may have more rows than that, never fewer."""
 
+    def largest_id(self) -> int:
+        """The largest id that any text can become, by the vocabulary and by what is put around every text."""
+        probed = (*self.encode(""), *self.encode(_PROBE))
+        return max((*self.backend.get_vocab(with_added_tokens=True).values(), *probed), default=-1)
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Token ids of ``text``; empty for an empty text unless special tokens are added."""
         # The batch form without offsets gives the same ids, sooner, and keeps other threads waiting least.
@@ -50,63 +63,119 @@ def load_tokenizer(path: str | Path) -> Tokenizer | None:
         ``None`` when the folder holds no tokenizer files: the server then takes and gives token ids only.
 
     Raises:
-        ConfigError: a file cannot be read, or the folder holds only a SentencePiece ``tokenizer.model``.
+        ConfigError: a file cannot be read, breaks a rule or is a link out of the folder, or the folder holds only a
+            SentencePiece ``tokenizer.model``.
     """
-    folder = Path(path)
-    config = _read_json(folder / "tokenizer_config.json")
-    if (folder / "tokenizer.json").is_file():
-        backend = _from_tokenizer_json(folder / "tokenizer.json")
-    elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+    folder = Folder(Path(path))
+    try:
+        return _load(folder)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _load(folder: Folder) -> Tokenizer | None:
+    config = _read_json(folder, "tokenizer_config.json")
+    _check_config(config)
+    if folder.has("tokenizer.json"):
+        file = "tokenizer.json"
+        folder.read_object(file)  # by the rules for all files, which the library does not know
+        with _reading(file):
+            backend = tokenizers.Tokenizer.from_buffer(folder.read_bytes(file))
+    elif folder.has("vocab.json") and folder.has("merges.txt"):
+        file = "vocab.json"
         backend = _from_vocab_and_merges(folder)
-    elif (folder / "tokenizer.model").is_file():
-        raise ConfigError(
-            f"{folder / 'tokenizer.model'} is a SentencePiece file and there is no tokenizer.json beside it; make one with "
-            "transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+    elif folder.has("tokenizer.model"):
+        raise CheckpointError(
+            "tokenizer.model",
+            "is a SentencePiece file and there is no tokenizer.json beside it; make one with "
+            "transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)",
         )
     else:
         return None
-    class_name = tokenizer_class(config, _read_json(folder / "config.json"), backend)
-    apply_class_pipeline(backend, class_name, config, rebuilt=not (folder / "tokenizer.json").is_file())
+    with _reading(file):
+        class_name = tokenizer_class(config, _read_json(folder, "config.json"), backend)
+        apply_class_pipeline(backend, class_name, config, rebuilt=file == "vocab.json")
     special = _special_tokens(folder, config, class_name)
-    _add_tokens(backend, config, special)
-    # Requests are never cut or filled up: a prompt that is too long is refused by name.
-    backend.no_truncation()
-    backend.no_padding()
-    return Tokenizer(backend, load_chat_template(folder, config, special))
+    with _reading("tokenizer_config.json"):
+        _add_tokens(backend, config, special)
+    with _reading(file):
+        # Requests are never cut or filled up: a prompt that is too long is refused by name.
+        backend.no_truncation()
+        backend.no_padding()
+        tokenizer = Tokenizer(backend, load_chat_template(folder, config, special))
+        tokenizer.decode([max(0, tokenizer.largest_id())])
+    return tokenizer
 
 
-def _from_tokenizer_json(file: Path) -> tokenizers.Tokenizer:
+@contextmanager
+def _reading(file: str) -> Iterator[None]:
+    """Whatever the tokenizers library makes of a file's content is the file's fault."""
     try:
-        return tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises bare Exception
-        raise ConfigError(f"{file} is not a tokenizer that the tokenizers library can read: {error}") from error
+        yield
+    except (CheckpointError, ConfigError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises bare Exception, and its panics derive from BaseException alone
+        rule = f"is not what the tokenizers library can use: {' '.join(str(error).split())[:300]}"
+        raise CheckpointError(file, rule) from error
 
 
-def _from_vocab_and_merges(folder: Path) -> tokenizers.Tokenizer:
+def _from_vocab_and_merges(folder: Folder) -> tokenizers.Tokenizer:
     """Byte-level BPE as GPT-2 stores it."""
-    vocab = _read_json(folder / "vocab.json")
+    vocab = folder.read_object("vocab.json")
+    for token_id in vocab.values():
+        if type(token_id) is not int or not 0 <= token_id < _MOST_IDS:
+            raise CheckpointError("vocab.json", f"has the token id {shown(token_id)}; ids are integers from 0 up")
     merges = []
-    for number, line in enumerate((folder / "merges.txt").read_text(encoding="utf-8").split("\n"), start=1):
+    for number, line in enumerate(folder.read_text("merges.txt").split("\n"), start=1):
         if not line.strip() or line.startswith("#version"):
             continue
         parts = line.split()
         if len(parts) != 2:
-            raise ConfigError(f"{folder / 'merges.txt'}, line {number}: expected two pieces separated by one space")
+            raise CheckpointError("merges.txt", f"line {number}: expected two pieces separated by one space")
         merges.append((parts[0], parts[1]))
-    try:
+    with _reading("merges.txt"):
         model = tokenizers.models.BPE(vocab=vocab, merges=merges, continuing_subword_prefix="", end_of_word_suffix="")
-    except Exception as error:  # the library raises bare Exception
-        raise ConfigError(f"{folder / 'vocab.json'} and merges.txt do not fit together: {error}") from error
-    backend = tokenizers.Tokenizer(model)
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = tokenizers.decoders.ByteLevel()
+        backend = tokenizers.Tokenizer(model)
+        backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = tokenizers.decoders.ByteLevel()
     return backend
 
 
-def _special_tokens(folder: Path, config: dict[str, Any], class_name: str) -> dict[str, str]:
+def _check_config(config: Mapping[str, Any]) -> None:
+    """What is used of ``tokenizer_config.json`` has the types that it is used by."""
+    for key in _NAMED:
+        value = config.get(key)
+        content = value.get("content") if isinstance(value, dict) else value
+        if value is not None and not isinstance(content, str):
+            _refuse(key, value, "a text, an object with a text as content, or null")
+    if not isinstance(config.get("tokenizer_class", ""), str | None):
+        _refuse("tokenizer_class", config["tokenizer_class"], "a name")
+    for key in ("add_prefix_space", "add_bos_token", "add_eos_token", "legacy"):
+        if not isinstance(config.get(key), bool | None):
+            _refuse(key, config[key], "true, false or null")
+    declared = config.get("added_tokens_decoder")
+    if declared is None:
+        return
+    if not isinstance(declared, dict):
+        _refuse("added_tokens_decoder", declared, "an object from ids to tokens")
+    for token_id, entry in declared.items():
+        if not (token_id.isascii() and token_id.isdigit() and int(token_id) < _MOST_IDS):
+            _refuse("added_tokens_decoder", token_id, "an object whose keys are ids from 0 up")
+        if not isinstance(entry, dict) or not isinstance(entry.get("content"), str) or not entry["content"]:
+            _refuse(f"added_tokens_decoder.{token_id}", entry, "an object with a text as content")
+        for flag in _FLAGS:
+            if not isinstance(entry.get(flag, False), bool):
+                _refuse(f"added_tokens_decoder.{token_id}.{flag}", entry[flag], "true or false")
+
+
+def _refuse(key: str, value: object, rule: str) -> NoReturn:
+    raise CheckpointError("tokenizer_config.json", f"{key} is {shown(value)}; it must be {rule}")
+
+
+def _special_tokens(folder: Folder, config: dict[str, Any], class_name: str) -> dict[str, str]:
     """Named special tokens, for example ``{"eos_token": "</s>"}``."""
     # Files of older versions keep the names in special_tokens_map.json; tokenizer_config.json was written last.
-    merged = {**_read_json(folder / "special_tokens_map.json"), **config}
+    merged = {**_read_json(folder, "special_tokens_map.json"), **config}
     named = {
         key: value["content"] if isinstance(value, dict) else value
         for key, value in merged.items()
@@ -129,26 +198,17 @@ def _add_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], special: 
         if entry["content"] in known:
             continue
         known.add(entry["content"])
-        flags = {key: bool(entry[key]) for key in ("single_word", "lstrip", "rstrip", "normalized", "special") if key in entry}
+        flags = {key: entry[key] for key in _FLAGS if key in entry}
         backend.add_tokens([tokenizers.AddedToken(entry["content"], **flags)])
         actual = backend.token_to_id(entry["content"])
         if actual != int(token_id):
-            raise ConfigError(
-                f"tokenizer_config.json gives {entry['content']!r} the id {token_id}; the vocabulary's next free id is {actual}"
-            )
+            rule = f"gives {shown(entry['content'])} the id {token_id}; the vocabulary's next free id is {actual}"
+            raise CheckpointError("tokenizer_config.json", rule)
     # A named token that is an ordinary entry of the vocabulary becomes special. One that is no entry at all is left out:
     # it would get an id that the model has no row for.
     named = [token for token in special.values() if token not in known and backend.token_to_id(token) is not None]
     backend.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False) for token in dict.fromkeys(named)])
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{file} is not readable JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{file} holds a JSON {type(content).__name__}; an object is expected")
-    return content
+def _read_json(folder: Folder, name: str) -> dict[str, Any]:
+    return folder.read_object(name) if folder.has(name) else {}

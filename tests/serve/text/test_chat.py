@@ -65,6 +65,11 @@ def test_a_refusal_is_told_in_the_templates_words() -> None:
         "{{ messages[9].content }}",
         "{{ 1 / 0 }}",
         "{% for i in range(10000000) %}x{% endfor %}",
+        "{{ 10 ** (10 ** 8) }}",
+        "{% set ns = namespace(n=3) %}{% for i in range(99) %}{% set ns.n = ns.n * ns.n %}{% endfor %}{{ ns.n }}",
+        "{{ 'x' * 10 ** 10 }}",
+        "{{ [messages] * 10 ** 10 }}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
     ],
 )
 def test_what_the_sandbox_forbids_or_the_template_gets_wrong_is_a_rejection(source: str) -> None:
@@ -78,6 +83,13 @@ def test_the_prompt_may_not_grow_without_bound() -> None:
         render("{% for i in range(2000) %}x{% endfor %}")
 
 
-def test_a_template_that_does_not_compile_is_a_configuration_error() -> None:
+def test_a_template_may_reckon() -> None:
+    assert render("{{ 3 * 4 ** 2 }} {{ '-' * 3 }} {{ 2.5 * 2 }} {{ 2 ** -1 }}") == "48 --- 5.0 0.5"
+
+
+@pytest.mark.parametrize(
+    "source", ["{% if %}", "{{ " + "(" * 5000 + ")" * 5000 + " }}", "{% for i in x %}" * 60 + "{% endfor %}" * 60]
+)
+def test_a_template_that_does_not_compile_is_a_configuration_error(source: str) -> None:
     with pytest.raises(ConfigError, match="does not compile"):
-        ChatTemplate("{% if %}", {})
+        ChatTemplate(source, {})

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -48,15 +49,87 @@ def test_a_broken_merges_line_is_named(tmp_path: Path) -> None:
     folder = make_folder("gpt2_files", tmp_path)
     with (folder / "merges.txt").open("a") as file:
         file.write("one two three\n")
-    with pytest.raises(ConfigError, match=r"merges\.txt, line \d+"):
+    with pytest.raises(ConfigError, match=r"merges\.txt: line \d+"):
         load_tokenizer(folder)
 
 
 def test_a_declared_token_with_an_impossible_id_is_named(tmp_path: Path) -> None:
     folder = make_folder("gpt_neox", tmp_path)
     write(folder, "tokenizer_config.json", {"added_tokens_decoder": {"9999": {"content": "<new>"}}})
-    with pytest.raises(ConfigError, match=r"'<new>' the id 9999"):
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json: gives '<new>' the id 9999"):
         load_tokenizer(folder)
+
+
+BROKEN: dict[str, tuple[str, str | bytes]] = {
+    "added_tokens_decoder is a list": ("tokenizer_config.json", '{"added_tokens_decoder": [1]}'),
+    "an id that is no number": ("tokenizer_config.json", '{"added_tokens_decoder": {"one": {"content": "x"}}}'),
+    "a token without content": ("tokenizer_config.json", '{"added_tokens_decoder": {"1": {}}}'),
+    "a token that is a number": ("tokenizer_config.json", '{"added_tokens_decoder": {"1": 5}}'),
+    "a flag that is a text": ("tokenizer_config.json", '{"added_tokens_decoder": {"1": {"content": "x", "special": "no"}}}'),
+    "a special token that is a number": ("tokenizer_config.json", '{"eos_token": 5}'),
+    "a class that is a list": ("tokenizer_config.json", '{"tokenizer_class": ["GPT2Tokenizer"]}'),
+    "half a surrogate pair": ("tokenizer_config.json", r'{"eos_token": "\ud83d"}'),
+    "deep JSON": ("tokenizer_config.json", '{"a": ' + "[" * 200 + "]" * 200 + "}"),
+    "deeper JSON": ("tokenizer.json", '{"a": ' + "[" * 200_000 + "]" * 200_000 + "}"),
+    "a map that is a list": ("special_tokens_map.json", "[]"),
+    "a template that is no UTF-8": ("chat_template.jinja", b"{{ messages }}\xff"),
+    "a template that is a number": ("tokenizer_config.json", '{"chat_template": 5}'),
+    "templates that are numbers": ("tokenizer_config.json", '{"chat_template": [5]}'),
+    "a template among several that is a list": (
+        "tokenizer_config.json",
+        '{"chat_template": [{"name": "default", "template": []}]}',
+    ),
+    "a template that does not compile": ("chat_template.jinja", "{% if %}"),
+    "a template of four megabytes": ("chat_template.jinja", "x" * (4 << 20)),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_broken_file_is_refused_by_its_name(tmp_path: Path, fault: str) -> None:
+    folder = make_folder("gpt_neox", tmp_path)
+    file, content = BROKEN[fault]
+    (folder / file).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ConfigError, match=rf"^{file}: "):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("content", [b"\xff \xfe\n", b"a\n", b"nowhere known\n"])
+def test_broken_merges_are_refused_by_their_name(tmp_path: Path, content: bytes) -> None:
+    folder = make_folder("gpt2_files", tmp_path)
+    (folder / "merges.txt").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"^merges\.txt: "):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("ids", [-1, 1.5, "one", 1 << 40, None])
+def test_ids_of_an_old_vocabulary_are_ids(tmp_path: Path, ids: object) -> None:
+    folder = make_folder("gpt2_files", tmp_path)
+    write(folder, "vocab.json", {"a": ids})
+    with pytest.raises(ConfigError, match=r"^vocab\.json: .* id"):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"])
+def test_a_link_out_of_the_folder_is_not_followed(tmp_path: Path, name: str) -> None:
+    folder = make_folder("gpt_neox", tmp_path)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_bytes((folder / name).read_bytes() if (folder / name).exists() else b"{}")
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(elsewhere)
+    with pytest.raises(ConfigError, match=rf"^{name}: is a link that leaves"):
+        load_tokenizer(folder)
+
+
+def test_a_tokenizer_that_puts_unknown_ids_around_every_text_says_so_by_its_largest_id(tmp_path: Path) -> None:
+    folder = make_folder("llama3", tmp_path)
+    text = (folder / "tokenizer.json").read_text()
+    assert '"ids":[0]' in text.replace(" ", "").replace("\n", "")
+    content = json.loads(text)
+    content["post_processor"]["special_tokens"]["<|begin_of_text|>"]["ids"] = [70_000]
+    write(folder, "tokenizer.json", content)
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer is not None
+    assert tokenizer.largest_id() == 70_000
 
 
 def test_truncation_saved_in_the_file_is_not_applied(tmp_path: Path) -> None:
