@@ -130,6 +130,10 @@ class AdmissionConfig:
     max_logprobs: int = 20
     """``logprobs`` and ``prompt_logprobs`` of one request."""
 
+    max_answer_logprobs: int = 524_288
+    """Log probabilities of given tokens in one answer: of a prompt, or of all items of a Score call; each token has its own and
+    those of the likeliest others that are asked for."""
+
     max_stop_strings: int = 16
     """Stop strings of one request."""
 
@@ -147,6 +151,9 @@ class AdmissionConfig:
 
     max_prompt_bytes: int = 4 * 1024 * 1024
     """UTF-8 bytes of a text prompt, checked before it is tokenised."""
+
+    max_chat_messages: int = 4096
+    """Messages of one conversation."""
 
     max_score_items: int = 1024
     """Texts of one Score call."""

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Final
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, TypeVar
 
 from serve.errors import InvalidRequest, QueueFull, RequestError
 from serve.rpc.status import code_number, reason_of
+from serve.rpc.threads import in_text_thread
 from serve.types import FinishReason, Generation, PromptReady, SequenceFinished, TokenLogprob, TokensOut, Usage
 from serve.v1 import inference_pb2, types_pb2
+
+T = TypeVar("T")
+
+INLINE_LOGPROBS: Final = 2048
+"""Log probabilities of one event that are converted on the event loop."""
 
 REASON: Final = {
     FinishReason.LENGTH: types_pb2.FINISH_REASON_LENGTH,
@@ -18,15 +24,33 @@ REASON: Final = {
 }
 
 
-def event_message(event: PromptReady | TokensOut | SequenceFinished, generation: Generation) -> inference_pb2.GenerateEvent:
+async def event_message(
+    event: PromptReady | TokensOut | SequenceFinished, generation: Generation
+) -> inference_pb2.GenerateEvent:
     """One event of a stream."""
+    return await converted(_logprobs(event), lambda: _event_message(event, generation))
+
+
+def _logprobs(event: PromptReady | TokensOut | SequenceFinished) -> Sequence[TokenLogprob | None]:
+    return () if isinstance(event, SequenceFinished) else event.logprobs
+
+
+def _event_message(event: PromptReady | TokensOut | SequenceFinished, generation: Generation) -> inference_pb2.GenerateEvent:
     match event:
         case TokensOut():
             return inference_pb2.GenerateEvent(request_id=generation.request_id, delta=_delta(event, generation))
         case PromptReady():
-            return inference_pb2.GenerateEvent(request_id=generation.request_id, prompt=prompt_info(event, generation))
+            message = inference_pb2.GenerateEvent(request_id=generation.request_id)
+            fill_prompt(message.prompt, event, generation)
+            return message
         case SequenceFinished():
             return inference_pb2.GenerateEvent(request_id=generation.request_id, finish=finish(event))
+
+
+async def converted(logprobs: Sequence[TokenLogprob | None], convert: Callable[[], T]) -> T:
+    """What ``convert`` makes of an event with these log probabilities; many are converted beside the event loop."""
+    wanted = 0 if not logprobs or logprobs[-1] is None else len(logprobs) * (1 + len(logprobs[-1].top))
+    return await in_text_thread(convert) if wanted > INLINE_LOGPROBS else convert()
 
 
 def says_something(event: PromptReady | TokensOut | SequenceFinished, generation: Generation) -> bool:
@@ -48,19 +72,15 @@ def error_event(request_id: str, error: RequestError) -> inference_pb2.GenerateE
     return inference_pb2.GenerateEvent(request_id=request_id, error=message)
 
 
-def prompt_info(event: PromptReady, generation: Generation) -> inference_pb2.PromptInfo:
-    """With the prompt itself where echo was asked for."""
+def fill_prompt(info: inference_pb2.PromptInfo, event: PromptReady, generation: Generation) -> None:
+    """What became known of the prompt; with the prompt itself where echo was asked for."""
     response = generation.response
-    info = inference_pb2.PromptInfo(
-        prompt_tokens=event.prompt_tokens,
-        cached_tokens=event.cached_tokens,
-        logprobs=prompt_logprobs(event.logprobs, generation.prompt_ids),
-    )
+    info.prompt_tokens, info.cached_tokens = event.prompt_tokens, event.cached_tokens
+    info.logprobs.extend(prompt_logprobs(event.logprobs, generation.prompt_ids))
     if response.echo and response.text:
         info.text = generation.prompt_text
     if response.echo and response.token_ids:
         info.token_ids.extend(generation.prompt_ids)
-    return info
 
 
 def _delta(event: TokensOut, generation: Generation) -> inference_pb2.Delta:
@@ -103,10 +123,8 @@ def usage(value: Usage) -> types_pb2.Usage:
 
 def prompt_logprobs(logprobs: Sequence[TokenLogprob | None], prompt_ids: Sequence[int]) -> Iterable[types_pb2.TokenLogprob]:
     """One per prompt token; those that nothing predicts have an id alone."""
-    return [
-        types_pb2.TokenLogprob(token_id=token_id) if entry is None else _logprob(entry)
-        for entry, token_id in zip(logprobs, prompt_ids, strict=False)
-    ]
+    for entry, token_id in zip(logprobs, prompt_ids, strict=False):
+        yield types_pb2.TokenLogprob(token_id=token_id) if entry is None else _logprob(entry)
 
 
 def _logprob(entry: TokenLogprob) -> types_pb2.TokenLogprob:
@@ -124,11 +142,15 @@ class ResponseBuilder:
         for index in range(generation.num_sequences):
             self._message.completions.add(index=index)
 
-    def add(self, event: PromptReady | TokensOut | SequenceFinished) -> None:
+    async def add(self, event: PromptReady | TokensOut | SequenceFinished) -> None:
         """Take in one event."""
+        await converted(_logprobs(event), lambda: self._add(event))
+
+    def _add(self, event: PromptReady | TokensOut | SequenceFinished) -> None:
         match event:
             case PromptReady():
-                self._message.prompt.CopyFrom(prompt_info(event, self._generation))
+                self._message.prompt.SetInParent()
+                fill_prompt(self._message.prompt, event, self._generation)
             case TokensOut():
                 self._add_tokens(event)
             case SequenceFinished():

@@ -88,7 +88,7 @@ class _Batch:
             try:
                 async for event in stream:
                     if answers.says_something(event, generation):
-                        await self.events.put(answers.event_message(event, generation))
+                        await self.events.put(await answers.event_message(event, generation))
             finally:
                 stream.close()
         except RequestError as error:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
+from serve.config import AdmissionConfig
 from serve.errors import InvalidRequest, Violation
 
 REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -59,12 +60,18 @@ class Checks:
             self.refuse(field, f"has {len(values)} entries; the limit is {limit}")
         return len(values) <= limit
 
-    def token_ids(self, field: str, ids: Iterable[int], vocab_size: int) -> None:
+    def token_ids(self, field: str, ids: Sequence[int], vocab_size: int) -> None:
         """Every id is in [0, vocab_size); the first that is not is named."""
-        for place, token_id in enumerate(ids):
-            if token_id >= vocab_size:
-                self.refuse(f"{field}[{place}]", f"is {token_id}; the vocabulary has {vocab_size} tokens")
-                return
+        if max(ids, default=0) < vocab_size:
+            return
+        place, token_id = next((place, token_id) for place, token_id in enumerate(ids) if token_id >= vocab_size)
+        self.refuse(f"{field}[{place}]", f"is {token_id}; the vocabulary has {vocab_size} tokens")
+
+    def logprobs(self, field: str, num_tokens: int, top: int, limits: AdmissionConfig) -> None:
+        """One answer can hold a log probability of each given token and of the ``top`` likeliest at its place."""
+        wanted, limit = num_tokens * (1 + top), limits.max_answer_logprobs
+        if wanted > limit:
+            self.refuse(field, f"asks for {wanted} log probabilities of {num_tokens} tokens; one answer has {limit} at most")
 
     def request_id(self, value: str) -> None:
         """Empty, or of the allowed characters and length."""

@@ -11,6 +11,7 @@ from serve.errors import InvalidRequest
 from serve.rpc import prompts
 from serve.rpc.checks import MAX_PRIORITY, Checks
 from serve.rpc.model import ServedModel
+from serve.rpc.threads import off_loop
 from serve.types import Generation, RequestId, ResponseOptions, SamplingParams, StoppingParams
 from serve.v1 import inference_pb2
 
@@ -32,15 +33,18 @@ async def to_generation(request: inference_pb2.GenerateRequest, model: ServedMod
         FeatureOff: the model has no tokenizer or chat template, and the request needs one.
     """
     model.require_name(request.model)
-    checks = Checks()
-    _check_fields(request, checks, model)
-    prompts.check(request, checks, model)
-    checks.settle()
+    await off_loop(request, lambda: _check(request, model))
     if request.stopping.stop_strings:
         model.require_tokenizer("stopping.stop_strings")
     if request.response.text:
         model.require_tokenizer("response.text")
     prompt = await prompts.prepare(request, model)
+    return await off_loop(request, lambda: _generation(request, prompt, model, call))
+
+
+def _generation(request: inference_pb2.GenerateRequest, prompt: prompts.Prompt, model: ServedModel, call: Call) -> Generation:
+    """The values of a request that was checked, with its prompt tokenised."""
+    _check_prompt_logprobs(request, prompt, model)
     return Generation(
         request_id=new_request_id(request.request_id),
         prompt_ids=prompt.ids,
@@ -66,6 +70,17 @@ def check_common(request_id: str, priority: int, cache_salt: str, checks: Checks
     checks.request_id(request_id)
     checks.within("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
     checks.cache_salt(cache_salt)
+
+
+def _check(request: inference_pb2.GenerateRequest, model: ServedModel) -> None:
+    """
+    Raises:
+        InvalidRequest: fields break their rules.
+    """
+    checks = Checks()
+    _check_fields(request, checks, model)
+    prompts.check(request, checks, model)
+    checks.settle()
 
 
 def _check_fields(request: inference_pb2.GenerateRequest, checks: Checks, model: ServedModel) -> None:
@@ -170,6 +185,13 @@ def _fitting_max_new_tokens(request: inference_pb2.GenerateRequest, prompt: prom
         rule = f"is {least}; the prompt has {num_prompt} tokens and both together may have {capacity}"
         raise InvalidRequest.of(field, rule)
     return stopping.max_new_tokens if stopping.HasField("max_new_tokens") else capacity - num_prompt
+
+
+def _check_prompt_logprobs(request: inference_pb2.GenerateRequest, prompt: prompts.Prompt, model: ServedModel) -> None:
+    if request.response.HasField("prompt_logprobs"):
+        checks = Checks()
+        checks.logprobs("response.prompt_logprobs", len(prompt.ids), request.response.prompt_logprobs, model.config.admission)
+        checks.settle()
 
 
 def _sampling(sampling: inference_pb2.Sampling) -> SamplingParams:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from typing import Any, Final
 
@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 
 from serve.errors import RequestError
 from serve.rpc.status import RpcStatus, abort, internal_status, rpc_status
-from serve.rpc.wire import Malformed, decoder
+from serve.rpc.wire import Malformed, Reader, Unread
 
 _log = logging.getLogger(__name__)
 
@@ -32,19 +32,21 @@ _CONSTRUCTORS: Final = {
 }
 
 
-def bind(service: ServiceDescriptor, servicer: object, count: Count | None) -> Any:
+def bind(service: ServiceDescriptor, servicer: object, count: Count | None, bounds: Mapping[str, int]) -> Any:
     """A ``grpc.GenericRpcHandler`` for every method of ``service``, found on ``servicer`` by name.
 
     Args:
+        bounds: what a request may hold, see ``serve.rpc.bounds.request_bounds``.
         count: called once for every call, however it ends; ``None`` for services that are not counted.
     """
     handlers = {}
     for method in service.methods:
-        behaviour = _Behaviour(method, getattr(servicer, method.name), count)
+        reader = Reader(message_factory.GetMessageClass(method.input_type), bounds)
+        behaviour = _Behaviour(method, getattr(servicer, method.name), reader, count)
         make = _CONSTRUCTORS[(method.client_streaming, method.server_streaming)]
         handlers[method.name] = make(
             behaviour.stream if method.server_streaming else behaviour.unary,
-            request_deserializer=decoder(message_factory.GetMessageClass(method.input_type)),
+            request_deserializer=reader.decode,
             response_serializer=message_factory.GetMessageClass(method.output_type).SerializeToString,
         )
     return grpc.method_handlers_generic_handler(service.full_name, handlers)
@@ -53,14 +55,15 @@ def bind(service: ServiceDescriptor, servicer: object, count: Count | None) -> A
 class _Behaviour:
     """One method as gRPC calls it."""
 
-    def __init__(self, method: MethodDescriptor, handler: Handler, count: Count | None) -> None:
+    def __init__(self, method: MethodDescriptor, handler: Handler, reader: Reader, count: Count | None) -> None:
         self._method = method
         self._handler = handler
+        self._reader = reader
         self._count = count
 
     async def unary(self, request: Any, context: Any) -> Any:
         async def run() -> Message:
-            answer: Awaitable[Message] = self._handler(_readable(request), context)
+            answer: Awaitable[Message] = self._handler(await self._read(request), context)
             return await answer
 
         return await self._guarded(run, context)
@@ -69,12 +72,22 @@ class _Behaviour:
     # told at once.
     async def stream(self, request: Any, context: Any) -> None:
         async def run() -> None:
-            requests = request if self._method.client_streaming else _readable(request)
+            requests = self._each(request) if self._method.client_streaming else await self._read(request)
             async with aclosing(self._handler(requests, context)) as answers:
                 async for answer in answers:
                     await context.write(answer)
 
         await self._guarded(run, context)
+
+    async def _read(self, request: Message | Malformed | Unread) -> Message:
+        message = await self._reader.read(request)
+        if isinstance(message, Malformed):
+            raise message.error
+        return message
+
+    async def _each(self, requests: AsyncIterator[Message | Malformed | Unread]) -> AsyncIterator[Message | Malformed]:
+        async for request in requests:
+            yield await self._reader.read(request)
 
     async def _guarded(self, run: Callable[[], Awaitable[Any]], context: Any) -> Any:
         """Run the handler; count its call, before the client can know of its end, and end it with the status of its error."""
@@ -105,9 +118,3 @@ class _Behaviour:
     def _bug(self) -> RpcStatus:
         _log.exception("%s failed", self._method.full_name)
         return internal_status()
-
-
-def _readable(request: Message | Malformed) -> Message:
-    if isinstance(request, Malformed):
-        raise request.error
-    return request

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final
 
 from serve.config import ServerConfig
 from serve.engine.executor import ModelFacts
-from serve.errors import FeatureOff, NotFound
+from serve.errors import FeatureOff, InvalidRequest, NotFound
+from serve.rpc.threads import in_text_thread
 from serve.runtime.edition import Edition
 from serve.text.chat import ChatTemplate
 from serve.text.tokenizer import Tokenizer
 
-T = TypeVar("T")
-
 INLINE_CHARACTERS: Final = 4096
 """A text up to this long is tokenised on the event loop: it takes less than the way to a thread and back."""
 
-_text_threads: Final = ThreadPoolExecutor(max_workers=2, thread_name_prefix="text")
-"""Few, so that a flood of long texts does not take the cores from the ranks."""
+TEXT_TOKENS: Final = 131_072
+"""Tokens that the Tokenizer service takes at once, whatever the model's own length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +40,11 @@ class ServedModel:
     def capacity(self) -> int:
         """Positions one sequence can have: what the model allows and the KV cache holds."""
         return min(self.facts.max_model_len, self.facts.num_blocks * self.facts.block_tokens)
+
+    @property
+    def max_text_tokens(self) -> int:
+        """Tokens that one call of the Tokenizer service may have."""
+        return max(self.capacity, TEXT_TOKENS)
 
     def require_name(self, name: str) -> None:
         """
@@ -73,11 +75,25 @@ class ServedModel:
         return tokenizer.chat
 
 
-async def encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
-    """Token ids, without keeping the event loop from its other calls."""
+async def encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool, field: str, at_most: int) -> tuple[int, ...]:
+    """Token ids, without keeping the event loop from its other calls; see ``encode_now``."""
     if len(text) <= INLINE_CHARACTERS:
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    return await in_text_thread(lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
+    return await in_text_thread(
+        lambda: encode_now(tokenizer, text, add_special_tokens=add_special_tokens, field=field, at_most=at_most)
+    )
+
+
+def encode_now(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool, field: str, at_most: int) -> tuple[int, ...]:
+    """Token ids of a text of any length.
+
+    Raises:
+        InvalidRequest: ``field`` has more than ``at_most`` tokens by far. What is only a little too long passes: the caller,
+            who knows the limit exactly, counts the ids.
+    """
+    if tokenizer.exceeds(text, at_most):
+        raise InvalidRequest.of(field, f"has more than {at_most} tokens, which is the limit")
+    return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 
 async def decode(tokenizer: Tokenizer, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -85,8 +101,3 @@ async def decode(tokenizer: Tokenizer, ids: Sequence[int], *, skip_special_token
     if len(ids) <= INLINE_CHARACTERS:
         return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
     return await in_text_thread(lambda: tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
-
-
-async def in_text_thread(work: Callable[[], T]) -> T:
-    """Run ``work`` in one of the few threads for long texts."""
-    return await asyncio.get_running_loop().run_in_executor(_text_threads, work)

@@ -7,7 +7,8 @@ from typing import Final
 
 from serve.errors import InvalidRequest
 from serve.rpc.checks import Checks
-from serve.rpc.model import ServedModel, decode, encode, in_text_thread
+from serve.rpc.model import ServedModel, decode, encode
+from serve.rpc.threads import in_text_thread
 from serve.text.chat import ChatRejected, ChatTemplate
 from serve.v1 import inference_pb2, types_pb2
 
@@ -48,16 +49,22 @@ def check_special_tokens(field: str, value: int, checks: Checks) -> None:
 
 
 def check_ids(field: str, message: types_pb2.TokenIds, checks: Checks, model: ServedModel) -> None:
-    """There is at least one id, and each is in the vocabulary."""
+    """There is at least one id, there are no more than a sequence may have, and each is in the vocabulary."""
     if not message.ids:
         checks.refuse(field, "is empty; at least one token is needed")
-    checks.token_ids(field, message.ids, model.facts.vocab_size)
+    if len(message.ids) > model.capacity:
+        rule = f"has {len(message.ids)} tokens; prompt and output together may have {model.capacity}"
+        checks.refuse(field.removesuffix(".ids"), rule)
+    else:
+        checks.token_ids(field, message.ids, model.facts.vocab_size)
 
 
 def check_chat(field: str, chat: types_pb2.Chat, checks: Checks, model: ServedModel) -> None:
-    """There is at least one turn, every turn has a role, and all together are short enough."""
+    """There is at least one turn, there are not too many, every turn has a role, and all together are short enough."""
     if not chat.messages:
         checks.refuse(f"{field}.messages", "is empty; at least one message is needed")
+    if not checks.count(f"{field}.messages", chat.messages, model.config.admission.max_chat_messages):
+        return
     for place, message in enumerate(chat.messages):
         if not 1 <= len(message.role) <= MAX_ROLE_CHARACTERS:
             checks.refuse(f"{field}.messages[{place}].role", f"must have 1 to {MAX_ROLE_CHARACTERS} characters")
@@ -112,7 +119,8 @@ def _render(template: ChatTemplate, chat: types_pb2.Chat, max_bytes: int) -> str
 async def _from_text(
     field: str, text: str, special_tokens: types_pb2.SpecialTokens, model: ServedModel, *, chat: bool
 ) -> Prompt:
-    ids = await encode(model.require_tokenizer(field), text, add_special_tokens=adds_special_tokens(special_tokens, chat=chat))
+    tokenizer, adds = model.require_tokenizer(field), adds_special_tokens(special_tokens, chat=chat)
+    ids = await encode(tokenizer, text, add_special_tokens=adds, field=field, at_most=model.capacity)
     return Prompt(field, ids, text)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -11,8 +13,9 @@ from serve.errors import InvalidRequest, RequestAborted
 from serve.rpc import answers
 from serve.rpc.checks import Checks
 from serve.rpc.convert import Call, check_common, new_request_id
-from serve.rpc.model import ServedModel, encode
+from serve.rpc.model import ServedModel, encode_now
 from serve.rpc.prompts import adds_special_tokens, check_ids, check_special_tokens
+from serve.rpc.threads import off_loop
 from serve.runtime.gateway import Gateway
 from serve.runtime.stream import Stream
 from serve.types import (
@@ -31,11 +34,15 @@ ITEMS_AT_ONCE: Final = 16
 """Items of one call in the engine at the same time; the rest waits here, not in the queue that all share."""
 
 
+_ID: Final = "I"
+"""How an array holds an id: in four bytes, where a tuple takes up to forty."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Sequence:
     """One item as ids; the target is ``ids[start:end]``."""
 
-    ids: tuple[int, ...]
+    ids: array[int]
     start: int
     end: int
 
@@ -56,27 +63,25 @@ class Scorer:
             RequestError: the first item that failed; the others are given up.
         """
         model.require_name(request.model)
-        _check(request, model)
-        sequences = [await _tokenise(place, item, request, model) for place, item in enumerate(request.items)]
+        sequences = await off_loop(request, lambda: _sequences(request, model))
+        answer = inference_pb2.ScoreResponse(results=[inference_pb2.ScoreResult() for _ in sequences])
         request_id = new_request_id(request.request_id)
         room = asyncio.Semaphore(ITEMS_AT_ONCE)
         streams = self._live.setdefault(request_id, set())
         try:
             with self._gateway.call(model.edition) as start:
                 async with asyncio.TaskGroup() as group:
-                    tasks = [
-                        group.create_task(
-                            self._one(sequence, _generation(request_id, place, sequence, request, call), start, room, streams)
-                        )
-                        for place, sequence in enumerate(sequences)
-                    ]
+                    for place, sequence in enumerate(sequences):
+                        generation = functools.partial(_generation, request_id, place, sequence, request, call)
+                        group.create_task(self._one(answer.results[place], sequence, generation, start, room, streams))
         except* Exception as failures:
             failure: BaseException = failures
             while isinstance(failure, BaseExceptionGroup):
                 failure = failure.exceptions[0]
             raised = failure
         else:
-            return inference_pb2.ScoreResponse(request_id=request_id, results=[task.result() for task in tasks])
+            answer.request_id = request_id
+            return answer
         finally:
             self._live.pop(request_id, None)
         raise raised
@@ -90,26 +95,43 @@ class Scorer:
 
     @staticmethod
     async def _one(
+        result: inference_pb2.ScoreResult,
         sequence: _Sequence,
-        generation: Generation,
+        generation: Callable[[], Generation],
         start: Callable[[Generation], Stream],
         room: asyncio.Semaphore,
         streams: set[Stream],
-    ) -> inference_pb2.ScoreResult:
-        result = inference_pb2.ScoreResult()
+    ) -> None:
+        """Score one item, once there is room, into ``result``."""
         async with room:
-            stream = start(generation)
+            stream = start(generation())
             streams.add(stream)
             try:
                 async for event in stream:
                     if isinstance(event, PromptReady):
-                        _fill(result, event.logprobs[sequence.start : sequence.end], sequence)
+                        logprobs = event.logprobs[sequence.start : sequence.end]
+                        await answers.converted(logprobs, functools.partial(_fill, result, logprobs, sequence))
                     elif isinstance(event, SequenceFinished):
                         result.usage.CopyFrom(answers.usage(event.usage))
             finally:
                 streams.discard(stream)
                 stream.close()
-        return result
+
+
+def _sequences(request: inference_pb2.ScoreRequest, model: ServedModel) -> list[_Sequence]:
+    """The items as ids.
+
+    Raises:
+        InvalidRequest: fields break their rules, or an item is too long.
+        FeatureOff: there are texts, and the model has no tokenizer.
+    """
+    _check(request, model)
+    sequences = [_tokenise(place, item, request, model) for place, item in enumerate(request.items)]
+    checks = Checks()
+    num_tokens = sum(len(sequence.ids) for sequence in sequences)
+    checks.logprobs("items", num_tokens, request.top_logprobs, model.config.admission)
+    checks.settle()
+    return sequences
 
 
 def _check(request: inference_pb2.ScoreRequest, model: ServedModel) -> None:
@@ -135,6 +157,10 @@ def _check_item(field: str, item: inference_pb2.ScoreItem, checks: Checks, model
             if not item.text:
                 checks.refuse(f"{field}.text", "is empty; at least one token is needed")
         case "token_ids":
+            num_tokens = len(item.context_ids.ids) + len(item.token_ids.ids)
+            if num_tokens > model.capacity:
+                checks.refuse(field, _too_long(num_tokens, model))
+                return
             check_ids(f"{field}.token_ids.ids", item.token_ids, checks, model)
             checks.token_ids(f"{field}.context_ids.ids", item.context_ids.ids, model.facts.vocab_size)
         case _:
@@ -143,36 +169,41 @@ def _check_item(field: str, item: inference_pb2.ScoreItem, checks: Checks, model
         checks.refuse(f"{field}.{context}", f"must be of the same kind as the target, which is {target}")
 
 
-async def _tokenise(
-    place: int, item: inference_pb2.ScoreItem, request: inference_pb2.ScoreRequest, model: ServedModel
-) -> _Sequence:
+def _too_long(num_tokens: int, model: ServedModel) -> str:
+    return f"has {num_tokens} tokens with its context; a sequence may have {model.capacity}"
+
+
+def _tokenise(place: int, item: inference_pb2.ScoreItem, request: inference_pb2.ScoreRequest, model: ServedModel) -> _Sequence:
     if item.WhichOneof("target") == "text":
         adds = adds_special_tokens(request.special_tokens, chat=False)
-        sequence = await _from_text(item, model, adds_special=adds)
+        sequence = _from_text(f"items[{place}]", item, model, adds_special=adds)
     else:
-        context = tuple(item.context_ids.ids)
-        ids = context + tuple(item.token_ids.ids)
-        sequence = _Sequence(ids, len(context), len(ids))
+        ids = array(_ID, item.context_ids.ids)
+        ids.extend(item.token_ids.ids)
+        sequence = _Sequence(ids, len(item.context_ids.ids), len(ids))
     if len(sequence.ids) > model.capacity:
-        rule = f"has {len(sequence.ids)} tokens with its context; a sequence may have {model.capacity}"
-        raise InvalidRequest.of(f"items[{place}]", rule)
+        raise InvalidRequest.of(f"items[{place}]", _too_long(len(sequence.ids), model))
     if sequence.end == sequence.start:
         raise InvalidRequest.of(f"items[{place}].text", "has no tokens; at least one is needed")
     return sequence
 
 
-async def _from_text(item: inference_pb2.ScoreItem, model: ServedModel, *, adds_special: bool) -> _Sequence:
+def _from_text(field: str, item: inference_pb2.ScoreItem, model: ServedModel, *, adds_special: bool) -> _Sequence:
     tokenizer = model.require_tokenizer("items.text")
+
+    def encoded(text: str, *, adds: bool) -> tuple[int, ...]:
+        return encode_now(tokenizer, text, add_special_tokens=adds, field=field, at_most=model.capacity)
+
     # Tokenizers put a space at the head of the word behind it, so it belongs to the target.
     context = item.context_text.rstrip()
     text = item.context_text[len(context) :] + item.text
-    plain = await encode(tokenizer, context + text, add_special_tokens=False)
-    ids = await encode(tokenizer, context + text, add_special_tokens=True) if adds_special else plain
+    plain = encoded(context + text, adds=False)
+    ids = encoded(context + text, adds=True) if adds_special else plain
     num_added = next((at for at in range(len(ids) - len(plain) + 1) if ids[at : at + len(plain)] == plain), 0)
     end = num_added + len(plain)
-    num_context = len(await encode(tokenizer, context, add_special_tokens=False)) if context else 0
+    num_context = len(encoded(context, adds=False)) if context else 0
     # Where context and target merged into one token, that token is scored.
-    return _Sequence(ids, max(num_added, min(num_added + num_context, end - 1)), end)
+    return _Sequence(array(_ID, ids), max(num_added, min(num_added + num_context, end - 1)), end)
 
 
 def _generation(
@@ -182,7 +213,7 @@ def _generation(
     name = request_id if place == 0 else RequestId(f"{request_id}/{place}")
     return Generation(
         request_id=name,
-        prompt_ids=sequence.ids,
+        prompt_ids=tuple(sequence.ids),
         sampling=SamplingParams(),
         stopping=StoppingParams(max_new_tokens=0),
         response=ResponseOptions(text=False, token_ids=False, prompt_logprobs=request.top_logprobs),

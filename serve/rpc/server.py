@@ -15,6 +15,7 @@ from serve.config import RpcConfig, ServerConfig
 from serve.errors import ConfigError
 from serve.metrics import Metrics
 from serve.rpc.admin_service import AdminService
+from serve.rpc.bounds import request_bounds
 from serve.rpc.health import HealthService
 from serve.rpc.methods import bind
 from serve.rpc.model_service import ModelService
@@ -117,8 +118,9 @@ class RpcServer:
     async def _listen(self, field: str, address: str, servicers: dict[ServiceDescriptor, object]) -> str:
         assert self._health is not None
         server = grpc.aio.server(options=server_options(self._config.rpc))
-        handlers = [bind(service, servicer, self._metrics.request_ended) for service, servicer in servicers.items()]
-        handlers.append(bind(HEALTH, self._health, count=None))
+        bounds, count = request_bounds(self._config.admission), self._metrics.request_ended
+        handlers = [bind(service, servicer, count, bounds) for service, servicer in servicers.items()]
+        handlers.append(bind(HEALTH, self._health, None, bounds))
         if _has_reflection(self._config.rpc):
             handlers += reflection_handlers(_names([*servicers, HEALTH]))
         server.add_generic_rpc_handlers(handlers)

@@ -59,7 +59,7 @@ class InferenceService:
         generation = await convert.to_generation(request, model, self._call(context))
         answer = answers.ResponseBuilder(generation)
         async for event in self._start(generation, model, context):
-            answer.add(event)
+            await answer.add(event)
         return answer.build()
 
     async def GenerateStream(
@@ -70,7 +70,7 @@ class InferenceService:
         generation = await convert.to_generation(request, model, self._call(context))
         async for event in self._start(generation, model, context):
             if answers.says_something(event, generation):
-                yield answers.event_message(event, generation)
+                yield await answers.event_message(event, generation)
 
     async def GenerateBatch(
         self, requests: AsyncIterator[inference_pb2.GenerateRequest | Malformed], context: Any

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from serve.errors import InvalidRequest
 from serve.rpc import prompts
 from serve.rpc.checks import Checks
 from serve.rpc.model import decode, encode
@@ -26,7 +27,10 @@ class TokenizerService:
         checks.text_bytes("text", request.text, model.config.admission.max_prompt_bytes)
         checks.settle()
         adds = prompts.adds_special_tokens(request.special_tokens, chat=False)
-        ids = await encode(model.require_tokenizer("Tokenize"), request.text, add_special_tokens=adds)
+        limit = model.max_text_tokens
+        tokenizer = model.require_tokenizer("Tokenize")
+        ids = await encode(tokenizer, request.text, add_special_tokens=adds, field="text", at_most=limit)
+        _require_few("text", len(ids), limit)
         return tokenizer_pb2.TokenizeResponse(token_ids=ids, max_model_len=model.facts.max_model_len)
 
     async def Detokenize(self, request: tokenizer_pb2.DetokenizeRequest, context: Any) -> tokenizer_pb2.DetokenizeResponse:
@@ -34,7 +38,8 @@ class TokenizerService:
         model = self._models.current()
         model.require_name(request.model)
         checks = Checks()
-        checks.token_ids("token_ids", request.token_ids, model.facts.vocab_size)
+        if checks.count("token_ids", request.token_ids, model.max_text_tokens):
+            checks.token_ids("token_ids", request.token_ids, model.facts.vocab_size)
         checks.settle()
         skips = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
         text = await decode(model.require_tokenizer("Detokenize"), request.token_ids, skip_special_tokens=skips)
@@ -50,5 +55,17 @@ class TokenizerService:
         checks.settle()
         text = await prompts.render(request.chat, model, field="chat")
         adds = prompts.adds_special_tokens(request.special_tokens, chat=True)
-        ids = await encode(model.require_tokenizer("RenderChat"), text, add_special_tokens=adds)
+        limit = model.max_text_tokens
+        tokenizer = model.require_tokenizer("RenderChat")
+        ids = await encode(tokenizer, text, add_special_tokens=adds, field="chat", at_most=limit)
+        _require_few("chat", len(ids), limit)
         return tokenizer_pb2.RenderChatResponse(text=text, token_ids=ids)
+
+
+def _require_few(field: str, num_tokens: int, limit: int) -> None:
+    """
+    Raises:
+        InvalidRequest: there are more tokens than one call may have.
+    """
+    if num_tokens > limit:
+        raise InvalidRequest.of(field, f"has {num_tokens} tokens; one call may have {limit}")

@@ -1,12 +1,13 @@
-"""Bytes to request messages, without ever failing inside gRPC.
+"""Bytes to request messages, without ever failing inside gRPC and without keeping the event loop.
 
 A message that protobuf cannot read would end its call with INTERNAL and no word about the cause. Here it becomes a
-``Malformed`` value, so that the handler's wrapper answers INVALID_ARGUMENT and names the field.
+``Malformed`` value, so that the handler's wrapper answers INVALID_ARGUMENT and names the field. gRPC reads messages on the
+event loop: a large one passes as its bytes, which are counted, parsed and if need be explained in a thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final, cast
@@ -16,6 +17,8 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor, FileDescript
 from google.protobuf.message import DecodeError, Message
 
 from serve.errors import InvalidRequest
+from serve.rpc.bounds import Census
+from serve.rpc.threads import INLINE_BYTES, in_text_thread
 
 _FieldProto: Final = descriptor_pb2.FieldDescriptorProto
 
@@ -29,16 +32,52 @@ class Malformed:
     """The request_id, where there was one that could be read; else empty."""
 
 
-def decoder(message_class: type[Message]) -> Callable[[bytes], Message | Malformed]:
-    """A deserializer for gRPC that returns a ``Malformed`` where the bytes are no such message."""
+class Unread:
+    """A large message that is still to be read, once."""
 
-    def decode(data: bytes) -> Message | Malformed:
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def take(self) -> bytes:
+        """The bytes, which are let go: an error's traceback may hold this object for long after its call."""
+        data, self._data = self._data, b""
+        return data
+
+
+class Reader:
+    """Reads the requests of one method."""
+
+    def __init__(self, message_class: type[Message], bounds: Mapping[str, int]) -> None:
+        """
+        Args:
+            bounds: see ``serve.rpc.bounds.request_bounds``.
+        """
+        self._message_class = message_class
+        self._descriptor = cast(Descriptor, message_class.DESCRIPTOR)
+        self._bounds = bounds
+
+    def decode(self, data: bytes) -> Message | Malformed | Unread:
+        """The deserializer for gRPC."""
+        return self._parse(data) if len(data) <= INLINE_BYTES else Unread(data)
+
+    async def read(self, request: Message | Malformed | Unread) -> Message | Malformed:
+        """What ``decode`` has left to do."""
+        if not isinstance(request, Unread):
+            return request
+        return await in_text_thread(lambda: self._read_large(request.take()))
+
+    def _read_large(self, data: bytes) -> Message | Malformed:
+        census = Census(data, self._bounds)
+        violation = census.take(self._descriptor)
+        if violation is not None:
+            return Malformed(InvalidRequest([violation]), census.request_id)
+        return self._parse(data)
+
+    def _parse(self, data: bytes) -> Message | Malformed:
         try:
-            return message_class.FromString(data)
+            return self._message_class.FromString(data)
         except DecodeError:
-            return _explain(cast(Descriptor, message_class.DESCRIPTOR), data)
-
-    return decode
+            return _explain(self._descriptor, data)
 
 
 def _explain(descriptor: Descriptor, data: bytes) -> Malformed:

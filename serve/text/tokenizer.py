@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import tokenizers
 
@@ -15,6 +15,12 @@ from checkpoint.folder import Folder
 from serve.errors import ConfigError
 from serve.text.chat import ChatTemplate, load_chat_template
 from serve.text.pipeline import apply_class_pipeline, tokenizer_class
+
+PIECE_CHARACTERS: Final = 16_384
+"""A longer text is counted in pieces of this length."""
+
+BORDER_TOKENS: Final = 256
+"""Tokens that a border between two pieces may add."""
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -49,6 +55,22 @@ class Tokenizer:
         """Token ids of ``text``; empty for an empty text unless special tokens are added."""
         # The batch form without offsets gives the same ids, sooner, and keeps other threads waiting least.
         return tuple(self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+
+    def exceeds(self, text: str, num_tokens: int) -> bool:
+        """Whether the text has more than ``num_tokens`` tokens beyond doubt.
+
+        The library needs about 220 bytes for each token of a text, so a long one is counted in pieces before it is tokenised
+        as a whole. A word that a border cuts becomes a few tokens more; those are forgiven.
+        """
+        if len(text) <= PIECE_CHARACTERS or len(text.encode()) <= num_tokens:
+            return False
+        num_counted = -BORDER_TOKENS
+        for start in range(0, len(text), PIECE_CHARACTERS):
+            piece = text[start : start + PIECE_CHARACTERS]
+            num_counted += len(self.encode(piece, add_special_tokens=False)) - BORDER_TOKENS
+            if num_counted > num_tokens:
+                return True
+        return False
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of the ids, U+FFFD where bytes are no character. Ids the tokenizer does not know have no text."""

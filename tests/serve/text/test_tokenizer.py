@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from serve.errors import ConfigError
-from serve.text.tokenizer import Tokenizer, load_tokenizer
+from serve.text.tokenizer import PIECE_CHARACTERS, Tokenizer, load_tokenizer
 from tests.serve.text.folders import FOLDERS, TEXTS, make_folder, write
 
 # Where transformers gives a special token an id past the vocabulary, for which the model has no row, Tessera reads it as text.
@@ -141,3 +141,13 @@ def test_truncation_saved_in_the_file_is_not_applied(tmp_path: Path) -> None:
     again = load_tokenizer(folder)
     assert again is not None
     assert len(again.encode("a b c d e f g h")) > 4
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_long_text_is_too_long_only_when_it_is(name: str, tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers[name]
+    for text in ("".join(TEXTS), "a"):
+        long = text * (PIECE_CHARACTERS // len(text) + 50)
+        num_tokens = len(tokenizer.encode(long))
+        assert not tokenizer.exceeds(long, num_tokens), text
+        assert num_tokens < 2000 or tokenizer.exceeds(long, num_tokens // 2), text
