@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from finetune.base import candidates, find_again, recorded_beside
 from finetune.config import LoraConfig
 from finetune.errors import ConfigError
 from finetune.export import require_new, tokenizer_files_of, write_new
@@ -20,6 +22,7 @@ from finetune.finite import check_finite, found_in
 from finetune.folders import checkpoint_folder, step_folders
 from finetune.model import saved_config, tied_names
 
+_log = logging.getLogger(__name__)
 _ADAPTER = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
 
@@ -49,12 +52,11 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, *, base: str, seed:
         use_dora=config.method == "dora",
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
         task_type="CAUSAL_LM",
-        base_model_name_or_path=base,
     )
     torch.manual_seed(seed)
     # DeepSpeed converts the adapters with the rest; peft's own fp32 copies would be converted back.
     wrapped = get_peft_model(model, settings, autocast_adapter_dtype=False)
-    wrapped.peft_config["default"].base_model_name_or_path = base  # which peft takes from the model, built from no folder
+    wrapped.peft_config["default"].base_model_name_or_path = base  # peft takes it from the model, built from no folder
     return wrapped
 
 
@@ -87,7 +89,13 @@ def adapter_config_of(model: nn.Module) -> dict[str, Any]:
 
 
 def merge(
-    adapter: Path, out: Path, *, base: Path | None = None, dtype: torch.dtype | None = None, max_shard_bytes: int = 2 << 30
+    adapter: Path,
+    out: Path,
+    *,
+    base: Path | None = None,
+    any_base: bool = False,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 2 << 30,
 ) -> Path:
     """Join an adapter with its base model into the new checkpoint ``out``; whole or absent.
 
@@ -96,6 +104,7 @@ def merge(
     Args:
         adapter: a run's folder, a folder of checkpoints, or one folder with ``adapter_config.json``.
         base: the base model's folder; unset: the one that ``adapter_config.json`` names.
+        any_base: join with that one even if the adapter was trained beside another.
 
     Raises:
         ConfigError: there is no adapter or no base, they do not fit, or ``out`` exists.
@@ -105,7 +114,7 @@ def merge(
     folder = adapter_folder(adapter)
     if folder is None:
         raise ConfigError(f"{adapter}: holds no {_ADAPTER}; it is not an adapter")
-    with open_base(folder, base) as checkpoint:
+    with open_base(folder, base, any_base=any_base) as checkpoint:
         model = merged_model(checkpoint.path, folder, dtype)
         source = folder if (folder / "tokenizer.json").is_file() else checkpoint.path
         tied = tied_names(model)
@@ -128,11 +137,17 @@ def adapter_folder(path: Path) -> Path | None:
     return folder if (folder / _ADAPTER).is_file() else None
 
 
-def open_base(folder: Path, base: Path | None = None) -> Checkpoint:
+def open_base(folder: Path, base: Path | None = None, *, any_base: bool = False) -> Checkpoint:
     """The base model of the adapter in ``folder``: at ``base``, or where the adapter says.
 
+    Of a root above several checkpoints it is the one that the adapter was trained beside, known by its hash. Adapters of
+    releases that recorded none get what the place means today, with a warning.
+
+    Args:
+        any_base: take what the place means today, whatever the adapter was trained beside.
+
     Raises:
-        ConfigError: the adapter's format is another one, or there is no such model.
+        ConfigError: the adapter's format is another one, there is no such model, or it is another one.
     """
     if not (folder / _WEIGHTS).is_file():
         raise ConfigError(f"{folder}: holds no {_WEIGHTS}; adapters of other formats are not opened")
@@ -142,11 +157,20 @@ def open_base(folder: Path, base: Path | None = None) -> Checkpoint:
         described = PeftConfig.from_pretrained(str(folder))
     except Exception as error:
         raise ConfigError(f"{folder / _ADAPTER}: {' '.join(str(error).split())}") from error
-    base = base or Path(str(described.base_model_name_or_path)).expanduser()
+    base = base or Path(str(described.base_model_name_or_path))
+    wanted = None if any_base else recorded_beside(folder)
     try:
-        return open_checkpoint(base)
+        places = candidates(base)
+        found = places[0] if wanted is None else find_again(wanted, places)
+        if found is None:
+            remedy = "name the place of that one with --base, or merge with --base-changed accept"
+            raise ConfigError(f"{base}: is not the model that {folder} was trained beside, {wanted}; {remedy}")
+        opened = open_checkpoint(found)
     except CheckpointError as error:
         raise ConfigError(f"{base}: {error}; name the base model with --base") from error
+    if wanted is None and not any_base:
+        _log.warning("%s does not say what its base model held; %s is taken for it, unproved", folder, opened.path)
+    return opened
 
 
 def merged_model(base: Path, folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:

@@ -8,8 +8,8 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +191,7 @@ def tune(config: TuneConfig, console: Console, *, command: str = "tune", anyway:
     from finetune import joined
     from finetune.launch import Ranks
     from finetune.observe import observed
-    from finetune.ready import make_ready
+    from finetune.ready import make_ready, settled
     from finetune.sinks import check_sinks
 
     check_sinks(config)
@@ -199,13 +199,16 @@ def tune(config: TuneConfig, console: Console, *, command: str = "tune", anyway:
     def say(text: str) -> None:
         console.print(f"[dim]{escape(text)}[/]", highlight=False, soft_wrap=True)
 
-    settings = _plain(asdict(config))
     if joined.started_by_launcher():
-        joined.train(config, settings, console, command=command, anyway=anyway)
-    run = {"config": settings, "command": command, "anyway": anyway}
-    start = partial(Ranks, run=run, ranks=config.run.ranks, threads=config.run.threads)
-    # The swap files go once no rank is left that could use them.
-    with claimed_output(config) as output, claimed_swap(config, say) as swap, start(output) as ranks:
+        joined.train(config, _plain(asdict(config)), console, command=command, anyway=anyway)
+    with ExitStack() as stack:
+        output = stack.enter_context(claimed_output(config))
+        config = settled(config, say)
+        settings = _plain(asdict(config))
+        # The swap files go once no rank is left that could use them.
+        swap = stack.enter_context(claimed_swap(config, say))
+        run = {"config": settings, "command": command, "anyway": anyway}
+        ranks = stack.enter_context(Ranks(output, run, ranks=config.run.ranks, threads=config.run.threads))
         (output / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True), encoding="utf-8")
         ranks.go(make_ready(config, say, ranks.check, swap=swap))
         with observed(config, ranks.process_ids, console):
@@ -266,6 +269,12 @@ def _merge(words: list[str]) -> int:
     parser.add_argument("adapter", type=Path, metavar="RUN_OR_ADAPTER")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to make")
     parser.add_argument("--base", type=Path, help="folder of the base model; unset: the one the adapter names")
+    parser.add_argument(
+        "--base-changed",
+        choices=("refuse", "accept"),
+        default="refuse",
+        help="what happens to a base that is not the one the adapter was trained beside (refuse)",
+    )
     parser.add_argument("--dtype", choices=DTYPES, help="of the written weights; unset: the base model's")
     parser.add_argument("--max-shard-mib", type=int, default=2048, help="largest file of weights (2048)")
     options = parser.parse_args(words)
@@ -277,7 +286,14 @@ def _merge(words: list[str]) -> int:
         from finetune.adapters import merge
 
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
-    out = merge(options.adapter, options.out, base=options.base, dtype=dtype, max_shard_bytes=options.max_shard_mib << 20)
+    out = merge(
+        options.adapter,
+        options.out,
+        base=options.base,
+        any_base=options.base_changed == "accept",
+        dtype=dtype,
+        max_shard_bytes=options.max_shard_mib << 20,
+    )
     Console().print(str(out), highlight=False, soft_wrap=True)
     return 0
 

@@ -70,8 +70,12 @@ def claimed_output(config: TuneConfig) -> Iterator[Path]:
 def _check_content(output: Path, *, resuming: bool) -> None:
     """Nothing of an earlier run is overwritten by mistake, and nothing starts over that was to go on."""
     if resuming and step_folders(output / CHECKPOINTS) and not step_folders(output / RESUME):
-        remedy = "start from a checkpoint by model.path, in another run.output"
-        raise ConfigError(f"run.resume: {output} holds checkpoints but no resume state (save.resume_state); {remedy}")
+        from checkpoint import CheckpointError, resolve_latest  # slow, and seldom needed
+
+        try:
+            resolve_latest(output / CHECKPOINTS)  # weights alone: finetune.recovery goes on from them
+        except CheckpointError as error:
+            raise ConfigError(f"run.resume: {output} has no resume state, and {error}; name another run.output") from error
     if not resuming:
         if step_folders(output / CHECKPOINTS) or step_folders(output / RESUME):
             raise ConfigError(f"run.output: {output} holds a run; go on with it by --resume, or name another folder")

@@ -16,6 +16,7 @@ import threading
 import traceback
 from collections.abc import Mapping, MutableMapping
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -128,7 +129,7 @@ def _rank(
     with without_collection():
         from finetune.rank import choose_device, look_ahead, train_rank
         from finetune.ranks import tell_everyone
-        from finetune.ready import built_ops, make_ready
+        from finetune.ready import built_ops, make_ready, settled
 
         device = choose_device(config, local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         os.environ["DS_ACCELERATOR"] = device
@@ -142,12 +143,14 @@ def _rank(
     if int(os.environ["RANK"]) == 0:
         try:
             output = stack.enter_context(claimed_output(config))
+            config = settled(config, say)
+            settings = {**settings, "model": {**settings["model"], "path": config.model.path}}
             swap = stack.enter_context(claimed_swap(config, say))
             (output / "logs").mkdir(exist_ok=True)
             text = yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True)
             (output / "config.yaml").write_text(text, encoding="utf-8")
             look_ahead(config, console, anyway=anyway)
-            told = make_ready(config, say, swap=swap)
+            told = {**make_ready(config, say, swap=swap), "model.path": config.model.path}
         except FinetuneError as error:
             told = {"error": str(error), "exit_code": error.exit_code}
     told = json.loads(tell_everyone(json.dumps(told)))
@@ -155,6 +158,7 @@ def _rank(
         error = FinetuneError(told["error"] if int(os.environ["RANK"]) == 0 else "")
         error.exit_code = told["exit_code"]
         raise error
+    config = replace(config, model=replace(config.model, path=told["model.path"]))
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         built_ops(config, say)  # rank 0 built them on its own node
         if told["swap"] is not None:

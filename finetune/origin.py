@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from finetune.base import Base, candidates, identified
 from finetune.config import TuneConfig
 from finetune.data.tokenise import Prepared
 from finetune.errors import ConfigError
@@ -41,13 +42,16 @@ class Origin:
     def __init__(self, config: TuneConfig, prepared: Prepared) -> None:
         self._config = config
         self._checkpoint: Checkpoint | None = None
+        self.base: Base | None = None
+        """The checkpoint that the model is; ``None`` for a new one."""
         sizes = {"num_ids": prepared.num_ids, "seq_len": config.data.seq_len}
         if config.model.new is not None:
             self.hf_config: Any = new_config(config.model.new, end_of_text_id=prepared.end_of_text_id, **sizes)
         else:
             assert config.model.path is not None, "ModelConfig holds exactly one of the two"
             try:
-                self._checkpoint = open_checkpoint(Path(config.model.path).expanduser())
+                self._checkpoint = open_checkpoint(candidates(Path(config.model.path))[0])
+                self.base = identified(self._checkpoint)
             except CheckpointError as error:
                 raise self._at_fault(error) from error
             self.hf_config = config_of(self._checkpoint)

@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from finetune import ops
 from finetune.config import TuneConfig
+from finetune.data.prepared import Prepared
 from finetune.errors import ConfigError
+from finetune.folders import CHECKPOINTS, RESUME, step_folders
+from finetune.lifetime import without_collection
 
 Say = Callable[[str], None]
+
+
+def settled(config: TuneConfig, say: Say) -> TuneConfig:
+    """``config`` as all ranks are to have it: ``model.path`` names one checkpoint, whatever is saved beside it meanwhile.
+
+    Args:
+        say: told when it is another one than ``model.path`` means today.
+
+    Raises:
+        ConfigError: there is no such model, or it is not the one that this run began with and needs.
+    """
+    if config.model.path is None:
+        return config
+    with without_collection():
+        from finetune.base import settle_base
+
+    return settle_base(config, say)
 
 
 def make_ready(
@@ -27,11 +47,10 @@ def make_ready(
     Raises:
         FinetuneError: the data, the tokenizer or the disk is at fault.
     """
-    from finetune.data.tokenise import prepare
     from finetune.nvme import prepare_disk
 
     try:
-        prepared = prepare(config, say, check)
+        prepared = _prepared(config, say, check)
     except OSError as error:
         raise ConfigError(f"run.output: {config.run.output}: the tokenised data cannot be written: {error}") from error
     check()
@@ -45,6 +64,42 @@ def make_ready(
         "disk": None if disk is None else asdict(disk),
         "swap": None if swap is None else str(swap),
     }
+
+
+def _prepared(config: TuneConfig, say: Say, check: Callable[[], None]) -> Prepared:
+    """The run's data; of a resumed run, those it was saved with or, if that is allowed, changed ones.
+
+    A tokenizer that was learned stays what it was when the data change: the weights know its ids.
+    """
+    from finetune.data.tokenise import prepare
+
+    saved = _newest_saves(config) if config.run.resume == "auto" else None
+    if saved is None:
+        return prepare(config, say, check)
+    from finetune.data.resumed import agreed_data, check_tokenizer
+
+    settings, checkpoint = saved
+    changeable = config.data.changed == "accept" and config.tokenizer.train is not None
+    prepared = prepare(config, say, check, kept_tokenizer=checkpoint if changeable else None)
+    prepared = agreed_data(config, prepared, settings, say)
+    if checkpoint is not None:
+        check_tokenizer(prepared, checkpoint)
+    return prepared
+
+
+def _newest_saves(config: TuneConfig) -> tuple[Mapping[str, Any], Path | None] | None:
+    """What the newest save remembers of its settings, and the newest checkpoint with a tokenizer; ``None`` without any save."""
+    output = Path(config.run.output)
+    if not any(step_folders(output / root) for root in (RESUME, CHECKPOINTS)):
+        return None
+    with without_collection():
+        from finetune.saves import newest_manifest, newest_whole
+
+    manifest = newest_manifest(output)
+    settings = {} if manifest is None else manifest.extra.get("settings", {})
+    checkpoint = newest_whole(output / CHECKPOINTS)
+    has_tokenizer = checkpoint is not None and (checkpoint / "tokenizer.json").is_file()
+    return settings, checkpoint if has_tokenizer else None
 
 
 def built_ops(config: TuneConfig, say: Say) -> dict[str, str]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,37 +10,26 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from checkpoint import Checkpoint, CheckpointError, open_checkpoint, resolve_latest
+from checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from finetune.base import Base, recorded_in
+from finetune.changes import check_settings
 from finetune.config import TuneConfig
-from finetune.data.tokenise import Prepared
 from finetune.engines import TrainingEngine
 from finetune.errors import ConfigError
 from finetune.finite import check_finite, found_in
-from finetune.folders import RESUME, step_folders
+from finetune.folders import RESUME
 from finetune.learning_rate import FOR_ALL_KINDS
 from finetune.model import Gather, fill
+from finetune.recovery import SavedWeights, find_weights
+from finetune.saves import newest_first
 from finetune.types import Progressed
-
-
-def settings_of(config: TuneConfig, prepared: Prepared, hf_config: Any) -> dict[str, Any]:
-    """What decides the course of a run: a resumed one must agree in all of it to be exact."""
-    shape = {key: value for key, value in hf_config.to_dict().items() if isinstance(value, int | float | str | bool)}
-    for name in ("transformers_version", "use_cache", "dtype"):
-        shape.pop(name, None)
-    return {
-        "data": prepared.fingerprint,
-        "data.seq_len": config.data.seq_len,
-        "data.seed": config.data.seed,
-        "samples of a step": config.step_samples,
-        "model": shape,
-        "optimizer": config.algorithm,
-        "offload.zenflow": asdict(config.offload.zenflow) if config.algorithm == "zenflow" else None,
-        "lora": None if config.lora is None else {**asdict(config.lora), "targets": list(config.lora.targets)},
-    }
 
 
 class ResumeState:
     """An open resume state."""
+
+    lost: tuple[str, ...] = ()
+    """What newer saves held that are not whole."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
@@ -50,7 +38,9 @@ class ResumeState:
         try:
             self.progressed = Progressed(**extra["progress"])
             self._settings: Mapping[str, Any] = extra["settings"]
-            self.learning_rate = float(extra.get("learning_rate", FOR_ALL_KINDS))
+            self._base = recorded_in(extra)
+            told = {key: self._settings[key] for key in ("samples of a step",) if key in self._settings}  # by earlier releases
+            self.course: Mapping[str, Any] = extra.get("course", told)
         except (KeyError, TypeError) as error:
             raise ConfigError(f"{checkpoint.path / 'manifest.json'}: is not a resume state of this release: {error}") from error
 
@@ -58,18 +48,25 @@ class ResumeState:
     def path(self) -> Path:
         return self._checkpoint.path
 
-    def check(self, settings: Mapping[str, Any]) -> None:
-        """Refuse a state of another run.
+    @property
+    def learning_rate(self) -> float:
+        """What the run had after warm-up."""
+        return float(self.course.get("optimizer.lr", FOR_ALL_KINDS))
+
+    def check(self, settings: Mapping[str, Any], base: Base | None, known_as: Sequence[str] = ()) -> None:
+        """Refuse a state of another run, and adapters that were trained beside another base.
+
+        Args:
+            settings: see ``finetune.changes.settings_of``.
+            base: what the adapters of the run lie beside; ``None`` of a whole model.
+            known_as: other names of the run's data.
 
         Raises:
             ConfigError: names what differs.
         """
-        differing = [name for name, value in settings.items() if self._settings.get(name) != value]
-        if differing:
-            what = ", ".join(f"{name} (was {self._settings.get(name)!r}, is {settings[name]!r})" for name in differing)
-            raise ConfigError(
-                f"run.resume: {self.path} cannot be continued, since these differ: {what}; name another run.output"
-            )
+        check_settings(self.path, self._settings, settings, known_as)
+        if base is not None and self._base is not None and base.identity != self._base.identity:
+            raise ConfigError(f"model.path: {base} is not what the adapters of {self.path} were trained beside: {self._base}")
 
     def master(self, name: str) -> torch.Tensor:
         """The fp32 weight called ``name`` by the model."""
@@ -107,16 +104,23 @@ class ResumeState:
             engine.set_rng_state(self._checkpoint.read(name))
 
 
-def find_resume_state(output: Path) -> ResumeState | None:
-    """The newest whole resume state of the run in ``output``; ``None`` if there never was one.
+def find_resume_state(config: TuneConfig) -> ResumeState | SavedWeights | None:
+    """The newest whole resume state of a run; where none is whole, its newest whole checkpoint; ``None`` if it has neither.
 
     Raises:
         ConfigError: there are saves, but none is whole.
     """
-    root = output / RESUME
-    if not step_folders(root):
-        return None
-    try:
-        return ResumeState(open_checkpoint(resolve_latest(root), verify="sha256"))
-    except CheckpointError as error:
-        raise ConfigError(f"run.resume: {root}: {error}") from error
+    root = Path(config.run.output) / RESUME
+    reasons: list[str] = []
+    for folder in newest_first(root):
+        try:
+            state = ResumeState(open_checkpoint(folder, verify="sha256"))
+        except CheckpointError as error:
+            reasons.append(f"{folder}: {error}")
+            continue
+        state.lost = tuple(f"the save in {reason}" for reason in reasons)
+        return state
+    weights = find_weights(config, reasons)
+    if weights is None and reasons:
+        raise ConfigError(f"run.resume: {root}: holds no whole resume state ({'; '.join(reasons)})")
+    return weights

@@ -7,16 +7,18 @@ weights, moments and random states under whole-tensor names: it belongs to no nu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from checkpoint import CheckpointWriter
+from finetune.base import Base, recorded
 from finetune.engines import TrainingEngine
 from finetune.errors import RunError
 from finetune.folders import CHECKPOINTS, RESUME, SNAPSHOTS, prune
+from finetune.saves import is_whole
 from finetune.types import Progressed
 
 
@@ -37,31 +39,44 @@ class Keeper:
     keep: int
     resume_state: bool
     settings: Mapping[str, Any]
-    """What a resumed run must agree with; see ``finetune.resume``."""
-    learning_rate: float
-    """After warm-up: a resumed run goes on with it unless another one is given."""
+    """What a resumed run must agree with; see ``finetune.changes``."""
+    base: Base | None = None
+    """The checkpoint that a run began with, remembered by what cannot go on without it, or tells it from others by it."""
+    course: Mapping[str, Any] = field(default_factory=dict)
+    """What a resumed run tells changes of; see ``finetune.changes``."""
     adapter_config: Mapping[str, Any] | None = None
     """``adapter_config.json`` of a run that trains adapters; its checkpoints are then peft's folders."""
 
     def save(self, engine: TrainingEngine, progressed: Progressed) -> Path:
         """Write both; then remove what is older than ``keep``. All ranks call it.
 
+        The resume state comes first: whoever is stopped between the two can go on from it exactly, and makes up for the
+        other (``save_missing``). The other way round, the first save of a run could leave weights alone.
+
         Raises:
             RunError: on every rank, when rank 0 could not write; the saves before are untouched.
         """
-        served = self._write_weights(engine, CHECKPOINTS, progressed)
         if self.resume_state:
             states = engine.rng_states()
-            extra = {
-                "progress": asdict(progressed),
-                "settings": dict(self.settings),
-                "learning_rate": self.learning_rate,
-            }
+            extra = {**self._extra(progressed, self.base), "course": dict(self.course)}
             self._write(engine, RESUME, progressed, lambda: _resume_tensors(engine, states), extra)
+        served = self._write_weights(engine, CHECKPOINTS, progressed)
         if engine.rank == 0:
             for root in (CHECKPOINTS, RESUME):
                 prune(self.output / root, self.keep)
         return served
+
+    def save_missing(self, engine: TrainingEngine, progressed: Progressed) -> Path | None:
+        """Write the checkpoint that belongs to the state just resumed from, if it is not there. All ranks call it.
+
+        Returns:
+            Its folder, if it was missing.
+
+        Raises:
+            RunError: as ``save``.
+        """
+        there = engine.rank != 0 or is_whole(self.output / CHECKPOINTS / f"step-{progressed.step:08d}")
+        return None if engine.agree(there) else self._write_weights(engine, CHECKPOINTS, progressed)
 
     def snapshot(self, engine: TrainingEngine, progressed: Progressed) -> Path:
         """Write the weights alone, to be kept. All ranks call it.
@@ -72,7 +87,11 @@ class Keeper:
         return self._write_weights(engine, SNAPSHOTS, progressed)
 
     def _write_weights(self, engine: TrainingEngine, root: str, progressed: Progressed) -> Path:
-        return self._write(engine, root, progressed, lambda: engine.weights(self.dtype, exact=self.exact), {})
+        extra = self._extra(progressed, None if self.adapter_config is None else self.base)
+        return self._write(engine, root, progressed, lambda: engine.weights(self.dtype, exact=self.exact), extra)
+
+    def _extra(self, progressed: Progressed, base: Base | None) -> dict[str, Any]:
+        return {"progress": asdict(progressed), "settings": dict(self.settings), **recorded(base)}
 
     def _write(
         self,

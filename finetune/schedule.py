@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from finetune.config import TuneConfig
+from finetune.types import Progressed
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +64,18 @@ _SHAPES: Final[Mapping[str, Callable[[Schedule, int], float]]] = {
 }
 
 
-def make_schedule(config: TuneConfig, num_samples: int) -> Schedule:
-    """The schedule of a run whose training data is cut into ``num_samples`` samples; ``optimizer.lr`` must be set."""
+def make_schedule(config: TuneConfig, num_samples: int, done: Progressed | None = None) -> Schedule:
+    """The schedule of a run whose training data is cut into ``num_samples`` samples; ``optimizer.lr`` must be set.
+
+    Args:
+        done: how far a resumed run has come, perhaps in steps of another size: ``schedule.epochs`` counts samples.
+    """
     wanted, peak = config.schedule, config.optimizer.lr
     assert peak is not None, "a run settles its learning rate first, see finetune.learning_rate"
     steps = wanted.steps
     if steps is None:
-        steps = max(1, math.ceil(wanted.epochs * num_samples / config.step_samples))
+        taken, before = (0, 0) if done is None else (done.samples, done.step)
+        steps = max(1, before + math.ceil(max(0.0, wanted.epochs * num_samples - taken) / config.step_samples))
     warmup_steps = min(_steps_of(wanted.warmup, steps), steps - 1)
     decay_steps = min(_steps_of(wanted.decay, steps), steps - 1 - warmup_steps)
     return Schedule(steps, warmup_steps, peak, wanted.floor, wanted.shape, max(0, decay_steps))

@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 
 from finetune.adapters import adapter_config_of
+from finetune.changes import changes_in_words, course_of, settings_of
 from finetune.config import TuneConfig
 from finetune.data.batches import eval_batches, step_batches
 from finetune.data.pack import SampleOrder, Share
@@ -30,9 +31,10 @@ from finetune.nvme import Disk
 from finetune.origin import Origin
 from finetune.plot import draw_losses
 from finetune.progress import RunProgress, speed_in_words
-from finetune.resume import ResumeState, find_resume_state, settings_of
+from finetune.recovery import SavedWeights
+from finetune.resume import ResumeState, find_resume_state
 from finetune.saving import Keeper
-from finetune.schedule import Schedule, make_schedule
+from finetune.schedule import make_schedule
 from finetune.spikes import Spike, SpikeWatch
 from finetune.types import Progressed
 
@@ -91,20 +93,22 @@ class _Run:
     def __init__(self, job: Job, console: Console) -> None:
         prepared = job.prepared
         self._output = Path(job.config.run.output)
-        state = find_resume_state(self._output) if job.config.run.resume == "auto" else None
+        state = find_resume_state(job.config) if job.config.run.resume == "auto" else None
         config, self._rate_in_words = with_rate(job.config, None if state is None else state.learning_rate)
         job = replace(job, config=config)
         self.config, self._console = config, console
         self._rows, self._held_out = open_rows(prepared, "train"), open_rows(prepared, "eval")
         self._order = SampleOrder(self._rows.num_samples, config.data.seed)
-        self.schedule: Schedule = make_schedule(config, self._rows.num_samples)
 
         origin = Origin(config, prepared)
         check_isolation(origin.hf_config, prepared.packing)
         settings = settings_of(config, prepared, origin.hf_config)
         if state is not None:
-            state.check(settings)
-        self._keeper = _keeper(job, origin, settings)  # before the engine: training changes the configuration it is given
+            state.check(settings, None if config.lora is None else origin.base, prepared.known_as)
+        self.schedule = make_schedule(config, self._rows.num_samples, None if state is None else state.progressed)
+        course = course_of(config, origin.hf_config, self.schedule, job.precision)
+        # Before the engine: training changes the configuration it is given.
+        self._keeper = _keeper(job, origin, settings, course)
         fill = origin.fill if state is None or config.lora is not None else state.fill
         self.engine = _engine(job, origin.hf_config, fill, None if state is None else state.fill_adapters)
         if config.lora is not None:
@@ -127,13 +131,23 @@ class _Run:
             # The optimizer starts from the checkpoint's own numbers, not from their rounding to 16 bits.
             self.engine.set_exact_weights(origin.reader(self.engine.model))
         if self.engine.rank == 0:
-            self._introduce(job, origin, state)
+            self._introduce(job, origin, state, course)
+        if state is not None:
+            self._make_up(state)
 
     @property
     def finished(self) -> bool:
         return self._progressed.step >= self.schedule.steps
 
-    def _introduce(self, job: Job, origin: Origin, state: ResumeState | None) -> None:
+    def _make_up(self, state: ResumeState | SavedWeights) -> None:
+        """Write the checkpoint that a run was stopped before."""
+        written = self._keeper.save_missing(self.engine, state.progressed)
+        if written is not None:
+            self._last_save = written
+            if self.engine.rank == 0:
+                self._console.print(f"written now, since it was missing: {written}", highlight=False, soft_wrap=True)
+
+    def _introduce(self, job: Job, origin: Origin, state: ResumeState | SavedWeights | None, course: Mapping[str, Any]) -> None:
         sizes = {name: torch.Size(shape).numel() for name, shape in shapes_of(self.engine.model).items()}
         count, trained = sum(sizes.values()), sum(sizes[n] for n, p in self.engine.model.named_parameters() if p.requires_grad)
         places = {what: getattr(self.config.offload, what) for what in ("optimizer", "parameters")}
@@ -151,7 +165,10 @@ class _Run:
         for line in ("; ".join(parts), *self.engine.describe()):
             self._console.print(line, highlight=False, soft_wrap=True)
         if state is not None:
-            self._console.print(f"resumed at step {self._progressed.step} from {state.path}", highlight=False, soft_wrap=True)
+            lost = (f"lost: {what}" for what in state.lost)
+            resumed = f"resumed at step {self._progressed.step} from {state.path}"
+            for line in (resumed, *lost, *changes_in_words(state.course, course)):
+                self._console.print(line, highlight=False, soft_wrap=True, markup=False)
 
     # -- the loop
 
@@ -300,7 +317,7 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _keeper(job: Job, origin: Origin, settings: Mapping[str, Any]) -> Keeper:
+def _keeper(job: Job, origin: Origin, settings: Mapping[str, Any], course: Mapping[str, Any]) -> Keeper:
     save = job.config.save
     dtype = DTYPES[job.precision if save.dtype == "auto" else save.dtype]
     files = (job.prepared.tokenizer_folder / name for name in TOKENIZER_FILES)
@@ -315,5 +332,6 @@ def _keeper(job: Job, origin: Origin, settings: Mapping[str, Any]) -> Keeper:
         keep=save.keep,
         resume_state=save.resume_state,
         settings=settings,
-        learning_rate=job.config.optimizer.lr,
+        course=course,
+        base=origin.base,
     )

@@ -108,6 +108,10 @@ class DataConfig:
     invalid_text: Literal["refuse", "skip"] = "refuse"
     """What happens to a file that is not UTF-8."""
 
+    changed: Literal["refuse", "accept"] = "refuse"
+    """What a resumed run does when its data are no longer those it was saved with, by content: ``refuse`` says what changed,
+    ``accept`` goes on with the new ones, at the same number of samples. Data that were only moved or touched are the same."""
+
     folder: str | None = None
     """Where prepared data is kept; unset: ``<run.output>/data``. Runs that name the same folder share it."""
 

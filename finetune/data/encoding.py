@@ -24,10 +24,13 @@ _NO_TEMPLATE = (
 )
 
 
-def prepare_encoding(config: TuneConfig, inputs: Inputs, root: Path, say: Say, *, skip_faults: bool = False) -> Encoding:
+def prepare_encoding(
+    config: TuneConfig, inputs: Inputs, root: Path, say: Say, *, kept: Path | None = None, skip_faults: bool = False
+) -> Encoding:
     """The tokenizer and the chat template of a run, in a folder of their own below ``root``.
 
     Args:
+        kept: folder of a tokenizer that was learned before, to be taken instead of learning one from these data.
         skip_faults: learn a tokenizer from what can be read, and leave faults to who reads next.
 
     Raises:
@@ -38,18 +41,21 @@ def prepare_encoding(config: TuneConfig, inputs: Inputs, root: Path, say: Say, *
     conversations = any(source.format in ("alpaca", "sharegpt", "messages") for source in inputs.sources)
     if conversations and given is None and config.tokenizer.train is not None:
         raise ConfigError(_NO_TEMPLATE)  # a new tokenizer brings none: said before it is learned
-    fingerprint = digest(_tokenizer_identity(config, inputs), given[0] if given else None)
+    learns = config.tokenizer.train is not None and kept is None
+    identity = _tokenizer_identity(config, inputs) if kept is None else files_digest(kept)
+    fingerprint = digest(identity, given[0] if given else None)
     folder = root / fingerprint
     if not (folder / "tokenizer.json").is_file():
         work = root / f"tmp-{fingerprint}-{os.getpid()}"
         try:
-            if config.tokenizer.train is not None:
+            if learns:
+                assert config.tokenizer.train is not None
                 files = sum(len(source.files) for source in inputs.train)
                 say(f"learning a tokenizer of {config.tokenizer.train.vocab_size} ids from {files} files")
                 pieces = (piece for source in inputs.train for piece in source.pieces(skip_faults=skip_faults))
                 train_tokenizer(pieces, config.tokenizer.train, work)
             else:
-                source, key = _tokenizer_source(config)
+                source, key = _tokenizer_source(config) if kept is None else (kept, "tokenizer")
                 copy_tokenizer(source, work, key)
             if given:
                 (work / CHAT_TEMPLATE).write_text(given[0], encoding="utf-8")
@@ -74,19 +80,27 @@ def prepare_encoding(config: TuneConfig, inputs: Inputs, root: Path, say: Say, *
 def _tokenizer_identity(config: TuneConfig, inputs: Inputs) -> object:
     if config.tokenizer.train is not None:
         return [asdict(config.tokenizer.train), [source_identity(source) for source in inputs.train]]
-    folder = _tokenizer_source(config)[0]
+    return files_digest(_tokenizer_source(config)[0])
+
+
+def files_digest(folder: Path) -> list[str]:
+    """What tells the tokenizer in ``folder`` from others, wherever it lies: hashes of the files that make its ids."""
     names = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", CHAT_TEMPLATE)
     files = [folder / name for name in names if (folder / name).is_file()]
-    return [str(folder), [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]]
+    return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
 
 
 def _tokenizer_source(config: TuneConfig) -> tuple[Path, str]:
     if config.tokenizer.path is not None:
         return Path(config.tokenizer.path).expanduser(), "tokenizer.path"
     assert config.model.path is not None, "TuneConfig refuses a new model without a tokenizer"
-    from checkpoint import resolve_latest
-
     path = Path(config.model.path).expanduser()
-    if not (path / "config.json").is_file() and path.is_dir():
-        path = resolve_latest(path)
+    if not (path / "config.json").is_file():
+        from checkpoint import CheckpointError
+        from finetune.base import candidates
+
+        try:
+            path = candidates(path)[0]
+        except CheckpointError as error:
+            raise ConfigError(f"model.path: {config.model.path}: {error}") from error
     return path, "model.path"

@@ -5,10 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 
 from finetune.config import TuneConfig
+from finetune.content import sampled_sha256
+from finetune.data.readers import kind_of
+from finetune.data.readers.megatron import has_labels, labels_of
 from finetune.data.readers.tables import open_dataset
 from finetune.data.sources import Source, source_of
+from finetune.errors import DataError
 
 _FORMAT_VERSION = 2
 """Of what is kept on disk: another one finds nothing of the others."""
@@ -49,20 +55,54 @@ def nothing_in(source: Source) -> str:
 
 
 def source_identity(source: Source) -> object:
-    """What the tokens of a source depend on, but for the tokenizer: its files by name, size and time, and how they are read."""
-    files: list[object] = []
-    for file in source.files:
-        paths = sorted(path for path in file.rglob("*") if path.is_file()) if file.is_dir() else [file]
-        if file.suffix == ".idx":
-            paths.append(file.with_suffix(".bin"))
-        for path in paths:
-            if path.is_file():
-                status = path.stat()
-                files.append([str(path.resolve()), status.st_size, status.st_mtime_ns])
-            else:  # a data set by name
-                files.append([str(path), open_dataset(path, source.split)._fingerprint])
+    """What the tokens of a source depend on, but for the tokenizer: what its files hold, in their order, and how they are read.
+
+    Not their names and times: data that were touched, moved or downloaded again are the same data.
+    """
+    files = [[kind_of(Path(name), records=source.lists), size, digest] for name, size, digest in contents_of(source)]
+    return [files, *how_read(source)]
+
+
+def how_read(source: Source) -> list[object]:
+    """How the files of a source are read, for its identity."""
     keys = [source.text_key, source.prompt_key, source.completion_key, source.messages_key]
-    return [files, source.invalid_text, source.format, source.lists, source.split, keys]
+    return [source.invalid_text, source.format, source.lists, source.split, keys]
+
+
+def contents_of(source: Source) -> list[tuple[str, int, str]]:
+    """Each file of a source: its path, its bytes (0 of a data set by name), and a hash of what it holds.
+
+    Raises:
+        DataError: one cannot be read.
+    """
+    found: list[tuple[str, int, str]] = []
+    for file in source.files:
+        for path in _files_of(file):
+            try:
+                if path.is_file():
+                    status = path.stat()
+                    found.append((str(path), status.st_size, _hash_of(path, status.st_size, status.st_mtime_ns)))
+                else:  # a data set by name
+                    found.append((str(path), 0, str(open_dataset(path, source.split)._fingerprint)))
+            except OSError as error:
+                raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+    return found
+
+
+def _files_of(file: Path) -> list[Path]:
+    """The files behind an entry of a source: those of a saved data set, or of Megatron's pair with its labels."""
+    if file.is_dir():
+        return sorted(path for path in file.rglob("*") if path.is_file())
+    if file.suffix != ".idx":
+        return [file]
+    indices = [file, labels_of(file)] if has_labels(file) else [file]
+    return [path for index in indices for path in (index, index.with_suffix(".bin"))]
+
+
+@lru_cache(maxsize=1 << 16)
+def _hash_of(path: Path, num_bytes: int, time_ns: int) -> str:
+    """Once in a process, as long as the file keeps its size and time."""
+    return sampled_sha256(path)
 
 
 def digest(*values: object) -> str:

@@ -41,6 +41,9 @@ class Prepared:
     dropped: int
     """Samples left out because they were too long."""
     text_bytes: int
+    known_as: tuple[str, ...] = ()
+    """Other fingerprints that a resumed run may have been saved with: of the same tokens, or of data that were allowed to
+    change."""
 
     @property
     def tokenizer_folder(self) -> Path:

@@ -94,10 +94,24 @@ class ShardWriter:
             text_bytes=self._text_bytes,
             stop_ids=tuple(sorted(self._stops)),
         )
-        unit = [asdict(part) | {"file": str(part.file)} for part in self._unit]
-        (self._work / _FACTS).write_text(json.dumps({**asdict(facts), "unit": unit}) + "\n", encoding="utf-8")
+        tree = {**asdict(facts), "unit": _unit_as_json(self._unit)}
+        (self._work / _FACTS).write_text(json.dumps(tree) + "\n", encoding="utf-8")
         shutil.rmtree(self._folder, ignore_errors=True)
         self._work.rename(self._folder)
+
+
+def name_unit(folder: Path, unit: Unit) -> None:
+    """Have a shard say where its files lie now: they may have been moved since it was made."""
+    tree = _tree(folder)
+    now = _unit_as_json(unit)
+    if tree["unit"] != now:
+        work = folder / f"{_FACTS}.tmp-{os.getpid()}"
+        work.write_text(json.dumps({**tree, "unit": now}) + "\n", encoding="utf-8")
+        work.rename(folder / _FACTS)
+
+
+def _unit_as_json(unit: Unit) -> list[dict[str, Any]]:
+    return [asdict(part) | {"file": str(part.file)} for part in unit]
 
 
 def is_shard(folder: Path) -> bool:

@@ -23,11 +23,12 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from finetune.config import TuneConfig
-from finetune.data.encoding import Say, prepare_encoding
+from finetune.data.encoding import Say, files_digest, prepare_encoding
 from finetune.data.inputs import Inputs, digest, find_inputs, nothing_in, source_identity
 from finetune.data.layout import Layout, Settings, lay_out
+from finetune.data.made_of import MadeOf, source_record
 from finetune.data.prepared import Prepared
-from finetune.data.shards import facts_of
+from finetune.data.shards import facts_of, name_unit
 from finetune.data.sources import UNIT_BYTES, Piece, Source, Unit, units_of
 from finetune.data.tokenizer import end_of_text_id, num_ids, open_tokenizer
 from finetune.data.work import Encoding, UnitJob, make_shards
@@ -46,6 +47,7 @@ def prepare(
     *,
     workers: int = 1,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    kept_tokenizer: Path | None = None,
 ) -> Prepared:
     """Tokenise the data of a run, or find it done already.
 
@@ -54,6 +56,7 @@ def prepare(
         check: called every so often; what it raises ends the work.
         workers: processes that tokenise; the result does not depend on it.
         progress: told how many units of work are done, and how many there are.
+        kept_tokenizer: folder of the tokenizer to take instead of learning one (``tokenizer.train``).
 
     Raises:
         DataError: a text is at fault, or there is less than one row of it.
@@ -63,7 +66,8 @@ def prepare(
     check()
     root = Path(config.data.folder).expanduser() if config.data.folder else Path(config.run.output) / "data"
     with _held(root, say, check):
-        return _prepare(config, inputs, root, say, check, workers=workers, progress=progress)
+        encoding = prepare_encoding(config, inputs, root / "tokenizers", say, kept=kept_tokenizer)
+        return _prepare(config, inputs, encoding, root, say, check, workers=workers, progress=progress)
 
 
 @contextmanager
@@ -88,6 +92,7 @@ def _held(root: Path, say: Say, check: Callable[[], None]) -> Iterator[None]:
 def _prepare(
     config: TuneConfig,
     inputs: Inputs,
+    encoding: Encoding,
     root: Path,
     say: Say,
     check: Callable[[], None],
@@ -95,13 +100,14 @@ def _prepare(
     workers: int,
     progress: Callable[[int, int], None],
 ) -> Prepared:
-    encoding = prepare_encoding(config, inputs, root / "tokenizers", say)
     jobs = [list(_jobs(source, encoding, root / "tokens")) for source in inputs.sources]
     missing = [job for job in _flat(jobs) if not job.folder.is_dir()]
     if missing:
         units = "unit" if len(missing) == 1 else "units"
         say(f"tokenising {sum(len(source.files) for source in inputs.sources)} files in {len(missing)} {units} of work")
     make_shards(list(_flat(jobs)), workers=workers, check=check, progress=progress)
+    for job in _flat(jobs):
+        name_unit(job.folder, job.unit)
     for source, some in zip(inputs.sources, jobs, strict=True):
         if not any(facts_of(job.folder).documents for job in some):
             raise DataError(nothing_in(source))
@@ -119,7 +125,7 @@ def _flat(jobs: Iterable[Sequence[UnitJob]]) -> Iterator[UnitJob]:
 def _jobs(source: Source, encoding: Encoding, root: Path) -> Iterator[UnitJob]:
     """The units of a source, each with the folder of its shard."""
     template = [encoding.template, encoding.train_on, encoding.roles] if source.masked else None
-    folder = root / digest(source_identity(source), encoding.tokenizer.name, template, UNIT_BYTES)
+    folder = root / digest(source_identity(source), files_digest(encoding.tokenizer), template, UNIT_BYTES)
     units: list[Unit] = units_of(source, UNIT_BYTES)
     now = _kept_time(folder, encoding.now)
     kept = replace(encoding, now=now)
@@ -154,7 +160,15 @@ def _laid_out(
     )
     weights = [source.weight for source in inputs.sources]
     names = [job[0].folder.parent.name if job else "" for job in jobs]
-    fingerprint = digest(names, weights, len(inputs.train), asdict(settings))
+    made_of = MadeOf(
+        names=tuple(names),
+        weights=tuple(weights),
+        num_train=len(inputs.train),
+        settings=asdict(settings),
+        tokenizer=files_digest(encoding.tokenizer),
+        sources=tuple(source_record(source) for source in inputs.sources),
+    )
+    fingerprint = made_of.fingerprint
     folder = root / fingerprint
     if not (folder / _FACTS).is_file():
         work = root / f"tmp-{fingerprint}-{os.getpid()}"
@@ -170,6 +184,7 @@ def _laid_out(
             work.rename(folder)
         finally:
             shutil.rmtree(work, ignore_errors=True)
+    made_of.write(folder)
     facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
     prepared = Prepared(
         **{**facts, "stop_ids": tuple(facts["stop_ids"])},

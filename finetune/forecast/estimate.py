@@ -196,11 +196,12 @@ def model_config_of(config: TuneConfig) -> Any:
         ConfigError: there is no such model or tokenizer.
     """
     from checkpoint import CheckpointError, open_checkpoint
+    from finetune.base import candidates
     from finetune.model import check_new_config, config_of, new_config
 
     if config.model.path is not None:
         try:
-            with open_checkpoint(Path(config.model.path).expanduser()) as checkpoint:
+            with open_checkpoint(candidates(Path(config.model.path))[0]) as checkpoint:
                 return config_of(checkpoint)
         except CheckpointError as error:
             raise ConfigError(f"model.path: {config.model.path}: {error}") from error

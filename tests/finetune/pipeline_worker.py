@@ -237,7 +237,6 @@ def keeper(output: Path, model: str) -> Keeper:
         keep=0,
         resume_state=True,
         settings={},
-        learning_rate=1e-2,
     )
 
 

@@ -85,6 +85,26 @@ def test_resuming_adapters_is_exact(adapted: tuple[Path, Path, str], tmp_path: P
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+def test_resumed_adapters_go_on_beside_their_base_although_its_run_saved_again(
+    trained: TrainedRun, adapted: tuple[Path, Path, str], tmp_path: Path
+) -> None:
+    config, whole, _ = adapted
+    base, output = tmp_path / "base", tmp_path / "run"
+    shutil.copytree(trained.output / "checkpoints" / "step-00000012", base / "checkpoints" / "step-00000012")
+    shutil.copytree(trained.output / "checkpoints" / "step-00000006", base / "checkpoints" / "step-00000099")
+    (base / "checkpoints" / "latest").write_text("step-00000099\n")
+    shutil.copytree(whole, output)
+    for root in ("checkpoints", "resume"):
+        shutil.rmtree(output / root / "step-00000012")
+        (output / root / "latest").write_text("step-00000006\n")
+    done = run_command("tune", config, "--resume", "--run.output", output, "--model.path", base)
+    assert done.returncode == 0, done.stderr
+    assert f"means step-00000099 by now; going on with {base / 'checkpoints' / 'step-00000012'}" in done.stdout
+    assert losses_of(output) == losses_of(whole)
+    described = json.loads((output / "checkpoints" / "step-00000012" / "adapter_config.json").read_text())
+    assert described["base_model_name_or_path"] == str(base / "checkpoints" / "step-00000012")
+
+
 def test_merged_is_what_peft_computes(trained: TrainedRun, adapted: tuple[Path, Path, str], tmp_path: Path) -> None:
     done = run_command("merge", adapted[1], tmp_path / "merged")
     assert done.returncode == 0, done.stderr

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from checkpoint import open_checkpoint
 from finetune.evaluate import evaluate
-from tests.finetune.support import ROOT
+from tests.finetune.support import COMMAND, ROOT
+from tests.finetune.test_tune import losses_of
 
 WRITTEN = ROOT / "tests" / "fixtures" / "release_0_1"
 
@@ -36,3 +39,21 @@ def test_an_earlier_release_s_folders_are_whole(root: str) -> None:
 def test_an_earlier_release_s_weights_score_as_they_did(run: str, written: Path) -> None:
     result = evaluate(written / run, [str(written / "text")], pattern="*.py", seq_len=16)
     assert result.loss == pytest.approx(LOSSES[run], abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("run", "command"), [("tune", "tune"), ("lora", "tune"), ("pretrain", "pretrain")])
+def test_an_earlier_release_s_runs_go_on(run: str, command: str, written: Path) -> None:
+    logged = losses_of(written / run)
+    before = os.environ.get("PYTHONPATH")
+    path = os.pathsep.join([str(ROOT), *filter(None, [before])])
+    words = [*COMMAND, command, f"{run}.yaml", "--resume"]
+    done = subprocess.run(
+        words, cwd=written, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "resumed at step 3" in done.stdout
+    assert ("do not say what their base held" in done.stdout) == (run == "lora")
+    found = losses_of(written / run)
+    assert sorted(found) == [1, 2, 3, 4, 5, 6]
+    assert found == pytest.approx(logged, rel=1e-4)

@@ -103,10 +103,51 @@ def test_killed_at_any_moment_it_ends_as_if_it_never_was(uninterrupted: tuple[Pa
             assert [name for name in theirs.tensors if not torch.equal(ours.read(name), theirs.read(name))] == []
 
 
-def test_saves_of_another_step_size_are_refused(uninterrupted: tuple[Path, Path], tmp_path: Path) -> None:
+def test_sound_changes_are_told_and_others_refused_by_key(uninterrupted: tuple[Path, Path], tmp_path: Path) -> None:
     config, whole = uninterrupted
-    other = back_to(4, whole, tmp_path / "other")
-    done = run_command("tune", config, "--resume", "--run.output", other, "--batch.total", 4)
-    assert done.returncode == 2
-    assert "samples of a step (was 8, is 4)" in done.stderr
-    assert "Traceback" not in done.stderr
+    other = back_to(8, whole, tmp_path / "other")
+    changed = ["--batch.total", 4, "--optimizer.lr", 0.001, "--schedule.shape", "linear", "--optimizer.clip", 0.5]
+    changed += ["--run.precision", "bf16", "--run.ranks", 1]
+    refused = run_command("tune", config, "--resume", "--run.output", other, *changed, "--optimizer.name", "lion")
+    assert refused.returncode == 2
+    assert "these differ: optimizer (was 'adamw', is 'lion')" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    done = run_command("tune", config, "--resume", "--run.output", other, *changed)
+    assert done.returncode == 0, done.stderr
+    told = [line.removeprefix("changed: ") for line in done.stdout.splitlines() if line.startswith("changed: ")]
+    assert sorted(told) == [
+        "batch.total 8 -> 4",
+        "optimizer.clip 1.0 -> 0.5",
+        "optimizer.lr 0.005 -> 0.001",
+        "run.precision fp32 -> bf16",
+        "run.ranks 2 -> 1",
+        "samples of a step 8 -> 4",
+        "schedule.shape cosine -> linear",
+    ]
+    found = losses_of(other)
+    assert sorted(found) == list(range(1, 13))
+    assert max(found[step] for step in range(9, 13)) < max(found[step] for step in range(1, 9))
+
+
+def test_a_run_stopped_between_its_two_saves_makes_up_for_the_second(uninterrupted: tuple[Path, Path], tmp_path: Path) -> None:
+    config, whole = uninterrupted
+    stopped = back_to(12, whole, tmp_path / "stopped")
+    shutil.rmtree(stopped / "checkpoints")
+    done = run_command("tune", config, "--resume", "--run.output", stopped)
+    assert done.returncode == 0, done.stderr
+    assert f"written now, since it was missing: {stopped / 'checkpoints' / 'step-00000012'}" in done.stdout
+    with open_checkpoint(stopped / "checkpoints") as ours, open_checkpoint(whole / "checkpoints") as theirs:
+        assert [name for name in theirs.tensors if not torch.equal(ours.read(name), theirs.read(name))] == []
+
+
+def test_a_run_with_weights_alone_goes_on_from_them(uninterrupted: tuple[Path, Path], tmp_path: Path) -> None:
+    config, whole = uninterrupted
+    left = back_to(4, whole, tmp_path / "left")
+    shutil.rmtree(left / "resume")
+    done = run_command("tune", config, "--resume", "--run.output", left, "--schedule.steps", 6)
+    assert done.returncode == 0, done.stderr
+    assert f"resumed at step 4 from {left / 'checkpoints' / 'step-00000004'}" in done.stdout
+    assert "lost: the optimizer's moments" in done.stdout
+    found, expected = losses_of(left), losses_of(whole)
+    assert found[5] == pytest.approx(expected[5], rel=1e-5), "the weights and the place in the data are those of the save"
+    assert sorted(found) == list(range(1, 7))

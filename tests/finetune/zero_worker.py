@@ -285,7 +285,6 @@ def keeper(output: Path) -> Keeper:
         keep=0,
         resume_state=True,
         settings={},
-        learning_rate=1e-2,
     )
 
 

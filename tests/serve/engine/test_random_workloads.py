@@ -8,7 +8,7 @@ import pytest
 
 from serve.engine.engine import Engine, EngineLimits
 from serve.engine.sequence import SequenceState
-from serve.errors import DeadlineExpired, InvalidRequest, QueueFull, RequestAborted, RequestBroke
+from serve.errors import DeadlineExpired, InvalidRequest, NotFinite, QueueFull, RequestAborted
 from serve.types import Generation, RequestId, ResponseOptions, SamplingParams, StoppingParams
 from tests.serve.engine.witness import Witness
 from tests.serve.fake_executor import FakeExecutor, fake_facts
@@ -188,4 +188,4 @@ def test_the_workloads_meet_everything_they_are_meant_to() -> None:
     assert finished > 200
     assert preemptions > 50
     assert hits > 1000
-    assert errors == {RequestAborted, DeadlineExpired, RequestBroke}
+    assert errors == {RequestAborted, DeadlineExpired, NotFinite}
