@@ -160,7 +160,7 @@ class Workload:
                 assert generation.deadline_seconds is not None
                 assert generation.deadline_seconds <= self.now
             else:
-                assert isinstance(error, RequestBroke)
+                assert isinstance(error, NotFinite)
                 assert FAULT in generation.prompt_ids
 
 
