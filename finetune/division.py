@@ -125,10 +125,13 @@ def _measure(layers: Sequence[Layer], config: TuneConfig, model: PreTrainedModel
         "hidden_size": model.config.hidden_size,
         "vocab_size": model.config.vocab_size,
     }
+    activations = config.activations
     conditions = {
         **size,
         "layers": [layer.signature for layer in layers],
-        "checkpoint_activations": config.pipeline.checkpoint_activations,
+        # Named and valued as in files of earlier releases, whose runs keep their stages.
+        "checkpoint_activations": {"none": False, "device": True}.get(activations.checkpoint, activations.checkpoint),
+        **({} if activations.loss_rows is None else {"loss_rows": activations.loss_rows}),
         "device": device.type,
         "dtype": str(model.dtype),
     }

@@ -22,6 +22,10 @@ Places = dict[str, str]
 """Dotted key -> where it was set: ``run.yaml, line 3`` or ``command line``."""
 
 _DEEPEST = 40
+_REPLACED = {
+    "pipeline.checkpoint_activations": "set activations.checkpoint, which pretrain obeys too: device for true, none for false"
+}
+"""Keys of earlier releases, and what to write in their place."""
 
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], Places]:
@@ -145,6 +149,8 @@ def _with_place(message: str, places: Places) -> str:
 
 
 def _unknown_key(dotted: str, prefix: str, key: str, allowed: list[str], places: Places) -> str:
+    if dotted in _REPLACED:
+        return f"{places.get(dotted, 'configuration')}: {dotted} is no longer a key: {_REPLACED[dotted]}"
     near = difflib.get_close_matches(key, allowed, n=1)
     hint = f"; did you mean {prefix}{near[0]}?" if near else ""
     owner = f"under {prefix[:-1]}" if prefix else "at the top"

@@ -87,8 +87,7 @@ class PipelineEngine(Ranked):
         self._outcome: StepOutcome | None = None
 
     def _splitting(self, config: TuneConfig) -> Callable[[int], list[Layer]]:
-        checkpointed = config.pipeline.checkpoint_activations
-        return lambda pieces: split(self.model, self.device, self._tally, checkpointed=checkpointed, head_pieces=pieces)
+        return lambda pieces: split(self.model, self.device, self._tally, config.activations, head_pieces=pieces)
 
     def _make_optimizer(self, config: TuneConfig, precision: str) -> tuple[PipeSchedule, StageOptimizer]:
         """The optimizer of what this stage updates, and DeepSpeed's schedule around both."""

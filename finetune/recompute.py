@@ -1,4 +1,7 @@
-"""Activation checkpointing: a block keeps its input alone and is computed again in the backward pass."""
+"""Activation checkpointing: a block keeps its input alone and is computed again in the backward pass.
+
+Where that input waits is ``device`` or ``cpu``; ``none`` computes nothing again.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -14,7 +18,7 @@ from finetune.errors import ConfigError
 
 
 def recompute_blocks(model: PreTrainedModel, where: str, *, pin_memory: bool) -> None:
-    """Let every block of ``model`` be computed again: ``none``, or with its input kept on the ``device`` or the ``cpu``.
+    """Let every block of ``model`` be computed again.
 
     Random states are restored, so dropout drops the same. The reentrant kind is used: under ZeRO-3 the other one compares
     weights that are whole in the forward pass with ones that are not.
@@ -28,13 +32,28 @@ def recompute_blocks(model: PreTrainedModel, where: str, *, pin_memory: bool) ->
         rule = f"be none for a {model.config.model_type} model: transformers knows no blocks of it"
         raise ConfigError(f"activations.checkpoint is {where!r}; it must {rule}")
 
-    def keep() -> AbstractContextManager[Any]:
-        return save_on_cpu(pin_memory=pin_memory) if where == "cpu" else nullcontext()
-
     def run(block: Callable[..., Any], *arguments: Any) -> Any:
-        with keep():
+        with _kept(where, pin_memory):
             return checkpoint(block, *arguments, use_reentrant=True)
 
     model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=run)
     # Without this a block whose input needs no gradient (frozen embeddings) would learn nothing.
     model.enable_input_require_grads()
+
+
+def computed_again(function: Callable[..., Any], where: str, *inputs: torch.Tensor, **around: Any) -> Any:
+    """``function(*inputs, **around)``, which a backward pass computes again from the same random state.
+
+    For modules whose weights lie here whole: the kind of checkpointing that is not reentrant.
+
+    Args:
+        around: kept as they are.
+    """
+    if where == "none" or not torch.is_grad_enabled():
+        return function(*inputs, **around)
+    with _kept(where, pin_memory=inputs[0].is_cuda):
+        return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=True, **around)
+
+
+def _kept(where: str, pin_memory: bool) -> AbstractContextManager[Any]:
+    return save_on_cpu(pin_memory=pin_memory) if where == "cpu" else nullcontext()

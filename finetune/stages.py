@@ -17,12 +17,13 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask
 
-from finetune.loss import linear_cross_entropy, token_losses
+from finetune.config import ActivationConfig
+from finetune.loss import IGNORED, linear_cross_entropy, token_losses
 from finetune.model import build_empty
+from finetune.recompute import computed_again
 
 Flow = tuple[torch.Tensor, ...]
 """Into the first layer: token ids, targets and, where samples are packed, positions, each int64 [B, L]. Then hidden states
@@ -117,20 +118,15 @@ class BlockLayer(Layer):
 
     kind = "block"
 
-    def __init__(self, block: nn.Module, surroundings: Surroundings, *, checkpointed: bool) -> None:
+    def __init__(self, block: nn.Module, surroundings: Surroundings, activations: ActivationConfig) -> None:
         super().__init__()
         self.block = block
-        self._surroundings, self._checkpointed = surroundings, checkpointed
+        self._surroundings, self._where = surroundings, activations.checkpoint
 
     def forward(self, flow: Flow) -> Flow:
         hidden_BLH, *rest = flow
         around = self._surroundings.of(hidden_BLH, rest[1] if len(rest) == 2 else None)
-        if self._checkpointed and torch.is_grad_enabled():
-            # Computed again in the backward pass, from the same random state.
-            hidden_BLH = checkpoint(self.block, hidden_BLH, use_reentrant=False, preserve_rng_state=True, **around)
-        else:
-            hidden_BLH = self.block(hidden_BLH, **around)
-        return hidden_BLH, *rest
+        return computed_again(self.block, self._where, hidden_BLH, **around), *rest
 
 
 class NormLayer(Layer):
@@ -174,18 +170,20 @@ class HeadLayer(Layer):
 
     kind = "head"
 
-    def __init__(self, head: nn.Module, tally: LossTally, piece: int, pieces: int, *, checkpointed: bool) -> None:
+    def __init__(self, head: nn.Module, tally: LossTally, piece: int, pieces: int, activations: ActivationConfig) -> None:
         super().__init__()
         self.head = head
         self._tally, self._left, self._pieces = tally, pieces - piece, pieces
-        self._checkpointed = checkpointed and self._left > 1  # after the last one the backward pass follows at once
+        self._rows = activations.loss_rows
+        # After the last one the backward pass follows at once; parts of one are computed again by themselves.
+        self._where = "none" if self._left == 1 or self._rows else activations.checkpoint
+        self._where_of_rows = "cpu" if activations.checkpoint == "cpu" else "device"
 
     def forward(self, flow: Flow) -> Flow | torch.Tensor:
         hidden_nH, targets_n = flow
         count = -(-len(targets_n) // self._left)
         mine = hidden_nH[None, :count], targets_n[None, :count]
-        again = self._checkpointed and torch.is_grad_enabled()
-        loss = checkpoint(self._loss, *mine, use_reentrant=False) if again else self._loss(*mine)
+        loss = computed_again(self._loss, self._where, *mine)
         self._tally.add(loss)
         if self._left == 1:
             return loss * self._tally.last_scale
@@ -201,9 +199,32 @@ class HeadLayer(Layer):
         return self._left / self._pieces
 
     def _loss(self, hidden_BLH: torch.Tensor, targets_BL: torch.Tensor) -> torch.Tensor:
+        if self._rows == 0:
+            return token_losses(self.head(hidden_BLH), targets_BL)
+        hidden_NH, targets_N = hidden_BLH.flatten(0, 1), targets_BL.flatten()
         if self._left == 1 and type(self.head) is nn.Linear:  # its backward pass follows at once, so gradients may come early
-            return linear_cross_entropy(hidden_BLH.flatten(0, 1), self.head.weight, self.head.bias, targets_BL.flatten())
-        return token_losses(self.head(hidden_BLH), targets_BL)
+            return linear_cross_entropy(hidden_NH, self.head.weight, self.head.bias, targets_N, self._rows)
+        if self._rows is None:
+            return token_losses(self.head(hidden_BLH), targets_BL)
+        return self._loss_in_rows(hidden_NH, targets_N, self._rows)
+
+    def _loss_in_rows(self, hidden_NH: torch.Tensor, targets_N: torch.Tensor, rows: int) -> torch.Tensor:
+        """The same loss with the logits of ``rows`` targets at once; they are made again in the backward pass.
+
+        Gradients that came early, as the last piece's do, would wait for it in every micro-batch under way.
+        """
+        index_T = (targets_N != IGNORED).nonzero().squeeze(1)
+        hidden_TH, targets_T = hidden_NH[index_T], targets_N[index_T]
+        parts = [
+            computed_again(
+                self._loss_of, self._where_of_rows, hidden_TH[None, begin : begin + rows], targets_T[begin : begin + rows]
+            )
+            for begin in range(0, max(1, len(index_T)), rows)
+        ]
+        return torch.stack(parts).sum()
+
+    def _loss_of(self, hidden_BLH: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
+        return token_losses(self.head(hidden_BLH), targets_N)
 
 
 class _Joined(torch.autograd.Function):
@@ -246,13 +267,13 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def split(
-    model: PreTrainedModel, device: torch.device, tally: LossTally, *, checkpointed: bool, head_pieces: int = 1
+    model: PreTrainedModel, device: torch.device, tally: LossTally, activations: ActivationConfig, *, head_pieces: int = 1
 ) -> list[Layer]:
     """The model's modules as pipeline layers: embeddings, each block, final norm, head.
 
     Args:
         tally: is told the losses.
-        checkpointed: blocks, and pieces of the head, keep their inputs alone and compute the rest again in the backward pass.
+        activations: which inputs of blocks, and of pieces of the head, are kept alone and where; how many logits exist at once.
     """
     family = FAMILIES[model.config.model_type]
     inner = model.base_model
@@ -267,9 +288,9 @@ def split(
     head = model.get_output_embeddings()
     return [
         EmbeddingLayer(part(family.tokens), part(family.positions), part(family.dropout)),
-        *(BlockLayer(block, surroundings, checkpointed=checkpointed) for block in part(family.blocks)),
+        *(BlockLayer(block, surroundings, activations) for block in part(family.blocks)),
         NormLayer(part(family.norm)),
-        *(HeadLayer(head, tally, piece, head_pieces, checkpointed=checkpointed) for piece in range(head_pieces)),
+        *(HeadLayer(head, tally, piece, head_pieces, activations) for piece in range(head_pieces)),
     ]
 
 

@@ -27,9 +27,6 @@ class PipelineConfig:
     """How layers are shared out: ``profile`` balances measured times, ``parameters`` their sizes, ``uniform`` their number,
     ``type:REGEX`` the number of those whose class matches, such as ``type:Block|Layer``."""
 
-    checkpoint_activations: bool = False
-    """Whether blocks keep only their inputs and compute the rest again in the backward pass: less memory, a third more work."""
-
     def __post_init__(self) -> None:
         require(self.stages >= 1, "pipeline.stages", self.stages, "be at least 1")
         named, _, pattern = self.partition.partition(":")

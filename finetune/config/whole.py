@@ -103,8 +103,6 @@ class TuneConfig:
             rule = "be none for pretrain: every stage keeps its own part on its device; add stages, or offload with `tune`"
             require(getattr(self.offload, name) == "none", f"offload.{name}", getattr(self.offload, name), rule)
         require(self.lora is None, "lora", "set", "be absent for pretrain; `tessera-finetune tune` trains adapters")
-        rule = "be none for pretrain; pipeline.checkpoint_activations does it there"
-        require(self.activations.checkpoint == "none", "activations.checkpoint", self.activations.checkpoint, rule)
         check_splittable(self.model)
 
     def _check_batch(self) -> None:

@@ -72,9 +72,7 @@ def _kinds(config: TuneConfig, given: Forecast) -> list[list[Change]]:
     smaller = [micro // part for part in (2, 4, 8, 16, 32) if micro % part == 0]
     if smaller:
         kinds.append([(("batch.micro", size), ("batch.accumulation", accumulation * micro // size)) for size in smaller])
-    if config.pipeline.stages > 1 and not config.pipeline.checkpoint_activations:
-        kinds.append([(("pipeline.checkpoint_activations", True),)])
-    elif config.pipeline.stages == 1 and config.activations.checkpoint == "none":
+    if config.activations.checkpoint == "none":
         kinds.append([(("activations.checkpoint", "device"),)])
     if config.run.ranks > 1 and config.zero.stage < 3 and config.pipeline.stages == 1:
         kinds.append([(("zero.stage", stage),) for stage in range(config.zero.stage + 1, 4)])

@@ -102,7 +102,7 @@ def facts_of(config: TuneConfig, hf_config: Any, precision: str, *, on_gpu: bool
     groups = groups_of(wrapped, config.algorithm, config.optimizer.weight_decay)
     hidden = int(model.config.hidden_size)
     layers = int(model.config.num_hidden_layers)
-    recomputed = _checkpointing(config) != "none"
+    recomputed = config.activations.checkpoint != "none"
     block_input = config.batch.micro * config.data.seq_len * hidden * dtype.itemsize
     return ModelFacts(
         trained=trained,
@@ -130,10 +130,6 @@ def _without_attention_dropout(hf_config: Any) -> Any:
     return changed
 
 
-def _checkpointing(config: TuneConfig) -> str:
-    return "device" if config.pipeline.checkpoint_activations else config.activations.checkpoint
-
-
 def _prepared(model: PreTrainedModel, config: TuneConfig) -> nn.Module:
     """The model as the engine trains it: adapters beside frozen weights, blocks that are computed again."""
     wrapped: nn.Module = model
@@ -141,7 +137,7 @@ def _prepared(model: PreTrainedModel, config: TuneConfig) -> nn.Module:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # peft misses the name of a model that was built from its configuration
             wrapped = add_adapters(model, config.lora, base=str(config.model.path), seed=config.run.seed)
-    if _checkpointing(config) != "none":
+    if config.activations.checkpoint != "none":
         recompute_blocks(model, "device", pin_memory=False)
     return wrapped.train()
 

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import finetune.division
 from checkpoint import open_checkpoint
 from finetune.config import (
+    ActivationConfig,
     BatchConfig,
     DataConfig,
     ModelConfig,
@@ -150,9 +151,11 @@ def make_engine(
     dropout: bool = False,
     fill: Callable[..., None] | None = None,
     optimizer: OptimizerConfig = OPTIMIZER,
+    activations: ActivationConfig | None = None,
     **pipeline: Any,
 ) -> PipelineEngine:
     config = run_config(model, stages, zero, optimizer=optimizer, **pipeline)
+    config = replace(config, activations=activations or ActivationConfig())
     fill = fill or (lambda model, gather: initialise(model, gather, 5))
     settings = hf_config(model, dropout=dropout)
     with fp16_on_cpu():
@@ -390,12 +393,20 @@ def elsewhere(output: Path) -> dict[str, list[float]]:
 
 
 def checkpointed() -> dict[str, list[float]]:
-    """Losses with dropout, activations kept and computed again."""
+    """Losses with dropout and a head in pieces, activations kept and computed again, logits whole and in rows."""
     losses = {}
-    for again in (False, True):
-        engine = make_engine("gpt2", dropout=True, partition="profile", checkpoint_activations=again)
+    ways = {
+        "none": {},
+        "device": {"checkpoint": "device"},
+        "cpu": {"checkpoint": "cpu"},
+        "rows": {"loss_rows": 3},
+        "whole": {"loss_rows": 0},
+    }
+    for way, settings in ways.items():
+        activations = ActivationConfig(**settings)  # type: ignore[arg-type]
+        engine = make_engine("gpt2", dropout=True, partition="profile", activations=activations)
         torch.manual_seed(7 + engine.rank)
-        losses[str(again)] = [engine.train_step(mine(engine, step), 1e-3).loss for step in range(4)]
+        losses[way] = [engine.train_step(mine(engine, step), 1e-3).loss for step in range(4)]
     return losses
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from finetune.cli import load_config, main
-from finetune.config import TuneConfig
+from finetune.config import ActivationConfig, TuneConfig
 from finetune.evaluate import evaluate
 from finetune.isolation import positions_of
 from finetune.model import new_config
@@ -77,7 +77,7 @@ def test_measuring_leaves_no_memory_behind() -> None:
     config = new_config({**GPT2, "vocab_size": 61}, num_ids=61, seq_len=8, end_of_text_id=0)
     model = build_on_meta(config, torch.float32)
     device = torch.device("cpu")
-    layers = split(model, device, LossTally(device), checkpointed=False, head_pieces=2)
+    layers = split(model, device, LossTally(device), ActivationConfig(), head_pieces=2)
     seconds = measure(layers, micro=1, seq_len=8, hidden_size=32, vocab_size=61, device=device, dtype=torch.float32)
     assert len(seconds) == 7
     assert all(second > 0 for second in seconds)
@@ -88,7 +88,7 @@ def test_measuring_leaves_no_memory_behind() -> None:
 def test_a_piece_of_the_head_is_measured_on_its_part_of_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     config = new_config({**GPT2, "vocab_size": 61}, num_ids=61, seq_len=8, end_of_text_id=0)
     device = torch.device("cpu")
-    head = split(build_on_meta(config, torch.float32), device, LossTally(device), checkpointed=False, head_pieces=4)[-4:]
+    head = split(build_on_meta(config, torch.float32), device, LossTally(device), ActivationConfig(), head_pieces=4)[-4:]
     computed: list[int] = []
     monkeypatch.setattr(HeadLayer, "_loss", lambda self, hidden, targets: computed.append(targets.numel()) or hidden.sum())
     measure(head, micro=2, seq_len=8, hidden_size=32, vocab_size=61, device=device, dtype=torch.float32)
@@ -127,6 +127,10 @@ REFUSED = {
     ),
     "pattern": ({"pipeline": {"partition": "type:("}}, "hold a regular expression after the colon"),
     "key": ({"pipeline": {"stage": 2}}, "pipeline.stage"),
+    "old key": (
+        {"pipeline": {"checkpoint_activations": False}},
+        "pipeline.checkpoint_activations is no longer a key: set activations.checkpoint, which pretrain obeys too",
+    ),
 }
 
 
