@@ -108,6 +108,10 @@ class DataConfig:
     invalid_text: Literal["refuse", "skip"] = "refuse"
     """What happens to a file that is not UTF-8."""
 
+    invalid: Literal["refuse", "skip"] = "refuse"
+    """What happens to a record that cannot be used: ``refuse`` the data by its file and line, or ``skip`` it, with a count and
+    a list of what was left out (``left-out.jsonl`` beside the prepared data). ``too_long`` decides on long ones."""
+
     folder: str | None = None
     """Where prepared data is kept; unset: ``<run.output>/data``. Runs that name the same folder share it."""
 

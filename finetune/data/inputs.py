@@ -62,7 +62,8 @@ def source_identity(source: Source) -> object:
             else:  # a data set by name
                 files.append([str(path), open_dataset(path, source.split)._fingerprint])
     keys = [source.text_key, source.prompt_key, source.completion_key, source.messages_key]
-    return [files, source.invalid_text, source.format, source.lists, source.split, keys]
+    skips = ["skip"] if source.invalid == "skip" else []  # without it, as it was before there was a choice
+    return [files, source.invalid_text, source.format, source.lists, source.split, keys, *skips]
 
 
 def digest(*values: object) -> str:

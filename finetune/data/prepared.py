@@ -41,6 +41,8 @@ class Prepared:
     dropped: int
     """Samples left out because they were too long."""
     text_bytes: int
+    left_out: int = 0
+    """Records that could not be used and were skipped, of all sources; listed in ``left-out.jsonl`` of ``folder``."""
 
     @property
     def tokenizer_folder(self) -> Path:
