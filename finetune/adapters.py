@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from checkpoint import Checkpoint, CheckpointError, open_checkpoint
@@ -20,7 +20,8 @@ from finetune.errors import ConfigError
 from finetune.export import require_new, tokenizer_files_of, write_new
 from finetune.finite import check_finite, found_in
 from finetune.folders import checkpoint_folder, step_folders
-from finetune.model import saved_config, tied_names
+from finetune.model import load_model, saved_config, stored_dtype, tied_names
+from finetune.quiet import quiet
 
 _log = logging.getLogger(__name__)
 _ADAPTER = "adapter_config.json"
@@ -115,7 +116,10 @@ def merge(
     if folder is None:
         raise ConfigError(f"{adapter}: holds no {_ADAPTER}; it is not an adapter")
     with open_base(folder, base, any_base=any_base) as checkpoint:
-        model = merged_model(checkpoint.path, folder, dtype)
+        try:
+            model = merged_model(checkpoint, folder, dtype)
+        except CheckpointError as error:
+            raise ConfigError(f"{checkpoint.path}: {error}") from error
         source = folder if (folder / "tokenizer.json").is_file() else checkpoint.path
         tied = tied_names(model)
         return write_new(
@@ -173,29 +177,33 @@ def open_base(folder: Path, base: Path | None = None, *, any_base: bool = False)
     return opened
 
 
-def merged_model(base: Path, folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
+def merged_model(base: Checkpoint, folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
     """The base model with the adapter of ``folder`` in it.
 
+    Args:
+        dtype: of the model; unset: the base's own.
+
     Raises:
+        CheckpointError: the base's tensors are not those of its config.json.
         ConfigError: the two do not fit, or a weight of either is not finite.
     """
-    from peft import PeftModel
+    with quiet():
+        from peft import PeftModel
 
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        base, dtype=dtype or "auto", local_files_only=True, trust_remote_code=False, use_safetensors=True
-    )
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", message="Found missing adapter keys")
-            wrapped = PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=True)
-    except (RuntimeError, ValueError, KeyError, UserWarning) as error:
-        raise ConfigError(f"{folder}: does not fit the base model {base}: {' '.join(str(error).split())[:300]}") from error
-    with found_in(str(folder)):
-        for name, parameter in wrapped.named_parameters():
-            if "lora_" in name:
-                check_finite(name, parameter)
-    merged: PreTrainedModel = wrapped.merge_and_unload()
-    with found_in(f"{base} with the adapter {folder}"):
+        model = load_model(base, dtype or stored_dtype(base))
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("error", message="Found missing adapter keys")
+                wrapped = PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=True)
+        except (RuntimeError, ValueError, KeyError, UserWarning) as error:
+            reason = " ".join(str(error).split())[:300]
+            raise ConfigError(f"{folder}: does not fit the base model {base.path}: {reason}") from error
+        with found_in(str(folder)):
+            for name, parameter in wrapped.named_parameters():
+                if "lora_" in name:
+                    check_finite(name, parameter)
+        merged: PreTrainedModel = wrapped.merge_and_unload()
+    with found_in(f"{base.path} with the adapter {folder}"):
         for name, parameter in merged.named_parameters():
             check_finite(name, parameter)
     return merged

@@ -25,6 +25,7 @@ from finetune.learning_rate import with_rate
 from finetune.lifetime import without_collection
 from finetune.options import apply_overrides, build, describe, read_yaml, split_overrides
 from finetune.swap import claimed_swap
+from finetune.terminal import table_console
 
 DTYPES = ("float32", "bfloat16", "float16")
 _COMMANDS = {
@@ -353,5 +354,5 @@ def _doctor(words: list[str]) -> int:
     if options.json:
         sys.stdout.write(json.dumps(doctor.as_json(findings), indent=2) + "\n")
     else:
-        doctor.show(findings, Console())
+        doctor.show(findings, table_console())
     return doctor.exit_code(findings)

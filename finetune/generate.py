@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +13,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTr
 
 from finetune.errors import ConfigError, DataError
 from finetune.inference import open_trained
+from finetune.quiet import quiet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,8 +119,7 @@ class Completer:
         ends = self._defaults.get("eos_token_id", self._tokenizer.eos_token_id)
         new_tokens = max(1, min(sampling.max_new_tokens, self._longest - width))
         settings = GenerationConfig(max_new_tokens=new_tokens, eos_token_id=ends, pad_token_id=filler, **sampled)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with quiet():
             made = self._model.generate(ids, attention_mask=mask, generation_config=settings)
         texts: list[str] = self._tokenizer.batch_decode(made[:, width:], skip_special_tokens=True)
         return texts
@@ -178,16 +176,3 @@ def _record(line: str, place: str) -> Prompt:
         if not known:
             raise DataError(f"{place}: every message must be an object with the texts role and content")
     return Prompt(messages=tuple(value), place=place)
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Without transformers' advice about what is chosen here on purpose."""
-    from transformers.utils import logging
-
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)

@@ -6,8 +6,8 @@ Names of parameters are transformers' names everywhere; tied weights are one par
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Container, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from transformers.integrations.deepspeed import prevent_arange_dtype_change
 
 from checkpoint import Checkpoint, CheckpointError
 from finetune.errors import ConfigError
-from finetune.finite import check_finite
+from finetune.finite import check_finite, found_in
 
 Gather = Callable[[list[nn.Parameter]], AbstractContextManager[bool]]
 """Makes the given parameters whole for a moment; the value says whether this rank writes them. All ranks must enter."""
@@ -180,6 +180,35 @@ def fill(model: nn.Module, read: Callable[[str], torch.Tensor], gather: Gather, 
                 source = read(name)
                 parameter.copy_(source)
                 check_finite(name, parameter, source)
+
+
+def load_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
+    """The whole model of a checkpoint, filled tensor by tensor.
+
+    Raises:
+        CheckpointError: the tensors are not those of config.json.
+        WeightNotFinite: one is not finite in ``dtype``.
+    """
+    model = build_empty(config_of(checkpoint), dtype, nullcontext())
+    tied = tied_names(model)
+    checkpoint.check_tensors(shapes_of(model), tied=tied)
+    with found_in(str(checkpoint.path)):
+        fill(model, lambda name: checkpoint.read(checkpoint.resolve(name, tied)), _always)
+    return model.eval()
+
+
+@contextmanager
+def _always(parameters: list[nn.Parameter]) -> Iterator[bool]:
+    yield True
+
+
+def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """What the weights of a checkpoint are computed in: as ``config.json`` says, else that of the first of them."""
+    named = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
+    found = getattr(torch, str(named), None)
+    if isinstance(found, torch.dtype):
+        return found
+    return next((info.dtype for info in checkpoint.tensors.values() if info.dtype.is_floating_point), torch.float32)
 
 
 def meta_shapes(config: Any) -> dict[str, tuple[int, ...]]:

@@ -181,11 +181,13 @@ def _samples(config: TuneConfig, output: Path) -> str:
     """What the newest checkpoint writes after the prompts asked for."""
     if not config.log.sample_prompts or not step_folders(output / CHECKPOINTS):
         return ""
-    from finetune.generate import Completer, Prompt, Sampling, quiet
+    from finetune.quiet import quiet
 
-    prompts = [Prompt(text=text, place="log.sample_prompts") for text in config.log.sample_prompts]
     try:
         with quiet():
+            from finetune.generate import Completer, Prompt, Sampling
+
+            prompts = [Prompt(text=text, place="log.sample_prompts") for text in config.log.sample_prompts]
             completer = Completer(output)
             texts = list(completer.complete(prompts, Sampling(max_new_tokens=_SAMPLE_TOKENS)))
     except FinetuneError as error:

@@ -19,6 +19,7 @@ from finetune import machine
 from finetune.config import TuneConfig
 from finetune.errors import ConfigError
 from finetune.options import split_overrides
+from finetune.terminal import table_console
 
 if TYPE_CHECKING:
     from finetune.data.check import DataReport
@@ -69,7 +70,7 @@ def data(words: list[str]) -> int:
 
 
 def _check(words: list[str]) -> int:
-    parser = _parser("data check", "read all data and list every faulty record; exit code 2 if there is one")
+    parser = _parser("data check", "read all data and list every faulty record; exit code 2 if one would be refused")
     parser.add_argument("--limit", type=int, default=50, help="faults to list, at most (50); all are counted")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     config, options = _parsed(parser, words)
@@ -77,13 +78,13 @@ def _check(words: list[str]) -> int:
         parser.error("--limit must be at least 1")
     from finetune.data.check import check_data
 
-    console = Console()
+    console = table_console()
     report = check_data(config, limit=options.limit, say=_say(Console(stderr=True)))
     if options.json:
         sys.stdout.write(json.dumps(asdict(report), ensure_ascii=False) + "\n")
     else:
         _print_report(report, console)
-    return 2 if report.num_faults else 0
+    return 2 if report.num_faults > report.num_skipped else 0
 
 
 def _print_report(report: DataReport, console: Console) -> None:
@@ -91,9 +92,13 @@ def _print_report(report: DataReport, console: Console) -> None:
         console.print(f"[red]fault:[/] {escape(fault)}", highlight=False, soft_wrap=True)
     if report.num_faults > len(report.faults):
         console.print(f"… and {report.num_faults - len(report.faults):,} more (--limit)", highlight=False)
+    for warning in report.warnings:
+        console.print(f"[yellow]warning:[/] {escape(warning)}", highlight=False, soft_wrap=True)
+    if report.num_warnings > len(report.warnings):
+        console.print(f"… and {report.num_warnings - len(report.warnings):,} more warnings (--limit)", highlight=False)
     table = Table(box=None, pad_edge=False)
     for name in ("source", "format"):
-        table.add_column(name)
+        table.add_column(name, overflow="fold")
     for name in ("weight", "documents", "tokens", "targets", "longest"):
         table.add_column(name, justify="right")
     for source in report.sources:
@@ -108,7 +113,10 @@ def _print_report(report: DataReport, console: Console) -> None:
             console.print(f"{escape(source.name)}: {source.dropped:,} longer than a row (data.too_long)", highlight=False)
     rows = f"{report.rows:,} rows of {report.seq_len} tokens, {report.fill:.1%} full (data.packing: {report.packing})"
     console.print(rows, highlight=False)
-    console.print(f"{report.num_faults:,} faults" if report.num_faults else "no faults", highlight=False)
+    skipped = f", {report.num_skipped:,} of them left out (data.invalid: skip)" if report.num_skipped else ""
+    warned = f", {report.num_warnings:,} warnings" if report.num_warnings else ""
+    count = f"{report.num_faults:,}" if report.num_faults else "no"
+    console.print(f"{count} faults{skipped}{warned}", highlight=False)
 
 
 def _show(words: list[str]) -> int:

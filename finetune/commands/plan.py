@@ -14,6 +14,7 @@ from rich.console import Console
 from finetune.config import TuneConfig
 from finetune.lifetime import without_collection
 from finetune.options import apply_overrides, describe, read_yaml, split_overrides
+from finetune.terminal import table_console
 
 
 def main(words: Sequence[str]) -> int:
@@ -47,7 +48,7 @@ def main(words: Sequence[str]) -> int:
     from finetune.cli import load_config
 
     config = load_config(options.config, overrides, command=_command_of(options.config, overrides))
-    return plan(config, options, Console())
+    return plan(config, options, table_console())
 
 
 def _command_of(path: Path, overrides: Sequence[tuple[str, str]]) -> str:

@@ -58,7 +58,8 @@ def predict(options: argparse.Namespace) -> int:
     with without_collection():
         import torch
 
-        from finetune.generate import Completer, Sampling, quiet, read_prompts
+        from finetune.generate import Completer, Sampling, read_prompts
+        from finetune.quiet import quiet
 
     prompts = read_prompts(options.prompts)
     has_gpu = torch.cuda.is_available()

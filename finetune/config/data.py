@@ -112,6 +112,10 @@ class DataConfig:
     """What a resumed run does when its data are no longer those it was saved with, by content: ``refuse`` says what changed,
     ``accept`` goes on with the new ones, at the same number of samples. Data that were only moved or touched are the same."""
 
+    invalid: Literal["refuse", "skip"] = "refuse"
+    """What happens to a record that cannot be used: ``refuse`` the data by its file and line, or ``skip`` it, with a count and
+    a list of what was left out (``left-out.jsonl`` beside the prepared data). ``too_long`` decides on long ones."""
+
     folder: str | None = None
     """Where prepared data is kept; unset: ``<run.output>/data``. Runs that name the same folder share it."""
 

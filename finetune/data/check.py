@@ -6,6 +6,7 @@ import tempfile
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from finetune.data.encoding import Say, prepare_encoding
 from finetune.data.inputs import Inputs, find_inputs, nothing_in
 from finetune.data.layout import too_long_rule
 from finetune.data.readers import Fault
+from finetune.data.shapes import Chat
 from finetune.data.sources import Source, Unit, place_of, units_of
 from finetune.data.work import encoded_items, encoder_of
 from finetune.errors import DataError
@@ -48,6 +50,11 @@ class DataReport:
     num_faults: int
     faults: tuple[str, ...]
     """The first of them, each with its place and what to do about it."""
+    num_skipped: int
+    """Those of the faults that are left out, since ``data.invalid`` is ``skip``."""
+    num_warnings: int
+    warnings: tuple[str, ...]
+    """The first of what can be trained on and is likely not meant, each with its place."""
     packing: str
     seq_len: int
     rows: int
@@ -60,7 +67,7 @@ def check_data(config: TuneConfig, *, limit: int, say: Say) -> DataReport:
     """Read all sources once. Writes nothing but temporary files.
 
     Args:
-        limit: faults to list, at most; all are counted.
+        limit: faults to list, and warnings, at most; all are counted.
 
     Raises:
         ConfigError: the sources cannot be found, or tokenizer or template are at fault.
@@ -77,6 +84,9 @@ def check_data(config: TuneConfig, *, limit: int, say: Say) -> DataReport:
         sources=reports,
         num_faults=reading.num_faults,
         faults=tuple(reading.faults),
+        num_skipped=reading.num_skipped,
+        num_warnings=reading.num_warnings,
+        warnings=tuple(reading.warnings),
         packing=inputs.packing,
         seq_len=config.data.seq_len,
         rows=rows,
@@ -91,7 +101,8 @@ class _Reading:
         self._data, self._inputs, self._encoder, self._limit = config.data, inputs, encoder, limit
         self._lengths: list[NDArray[np.int64]] = []  # of the training samples, as they go into rows
         self.faults: list[str] = []
-        self.num_faults = 0
+        self.warnings: list[str] = []
+        self.num_faults = self.num_skipped = self.num_warnings = 0
 
     def source(self, name: str, source: Source) -> SourceReport:
         lengths = array("q")
@@ -102,6 +113,7 @@ class _Reading:
         for unit, part, position, item in self._items(source):
             if isinstance(item, Fault):
                 self._fault(unit, part, position, item.message)
+                self.num_skipped += source.invalid == "skip"
                 unfinished = 0
                 continue
             unfinished += len(item.ids)
@@ -136,7 +148,7 @@ class _Reading:
     def _items(self, source: Source) -> Iterator[tuple[Unit, int, int, Encoded | Fault]]:
         try:
             for unit in units_of(source):
-                for part, position, item in encoded_items(self._encoder, source, unit):
+                for part, position, item in encoded_items(self._encoder, source, unit, see=partial(self._see, unit)):
                     yield unit, part, position, item
         except DataError as error:  # a file that cannot be opened as what it is: nothing of its source can be cut in units
             self._add(str(error))
@@ -144,6 +156,18 @@ class _Reading:
     def _fault(self, unit: Unit, part: int, position: int, message: str) -> None:
         # Finding a line's number means reading the file up to it: not for what is not shown.
         self._add(f"{place_of(unit[part], position)}: {message}" if len(self.faults) < self._limit else "")
+
+    def _see(self, unit: Unit, part: int, position: int, chat: Chat) -> None:
+        """Warn of control tokens that a conversation spells out: they would end turns, or begin some, where nobody meant it."""
+        for number, message in enumerate(chat.messages, 1):
+            found = self._encoder.controls_in(message["content"])
+            if not found:
+                continue
+            self.num_warnings += 1
+            if len(self.warnings) < self._limit:
+                names = ", ".join(map(repr, found))
+                what = f"turn {number} ({message['role']}) holds {names}, which the tokenizer reads as control tokens"
+                self.warnings.append(f"{place_of(unit[part], position)}: {what}; take it out, or write it otherwise")
 
     def _add(self, fault: str) -> None:
         self.num_faults += 1

@@ -67,8 +67,15 @@ class Encoder:
         self._special_ids = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special} | {
             end_id
         }
+        self._controls = tuple(
+            token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special and token.content
+        )
         self._leading = _leading_ids(tokenizer)
         self._prepends = _prepends(tokenizer)
+
+    def controls_in(self, text: str) -> list[str]:
+        """The special tokens that ``text`` spells out."""
+        return [control for control in self._controls if control in text]
 
     # -- from readers' items
 

@@ -66,7 +66,8 @@ def source_identity(source: Source) -> object:
 def how_read(source: Source) -> list[object]:
     """How the files of a source are read, for its identity."""
     keys = [source.text_key, source.prompt_key, source.completion_key, source.messages_key]
-    return [source.invalid_text, source.format, source.lists, source.split, keys]
+    skips = ["skip"] if source.invalid == "skip" else []  # without it, as it was before there was a choice
+    return [source.invalid_text, source.format, source.lists, source.split, keys, *skips]
 
 
 def contents_of(source: Source) -> list[tuple[str, int, str]]:

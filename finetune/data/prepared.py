@@ -44,6 +44,8 @@ class Prepared:
     known_as: tuple[str, ...] = ()
     """Other fingerprints that a resumed run may have been saved with: of the same tokens, or of data that were allowed to
     change."""
+    left_out: int = 0
+    """Records that could not be used and were skipped, of all sources; listed in ``left-out.jsonl`` of ``folder``."""
 
     @property
     def tokenizer_folder(self) -> Path:

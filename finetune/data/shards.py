@@ -1,8 +1,8 @@
 """Tokens on disk: shards, each the documents of one unit of work, memory-mapped; written whole or not at all.
 
 A shard is a folder: ``ids.bin`` (uint16 or uint32), ``learned.bin`` (uint8, 1 where a token is a target; absent when all are),
-``lengths.npy`` (int64, tokens of each document), ``places.npy`` (int64 [documents, 2]: part of the unit, position in it) and
-``facts.json``.
+``lengths.npy`` (int64, tokens of each document), ``places.npy`` (int64 [documents, 2]: part of the unit, position in it),
+``left-out.jsonl`` (records that were skipped: file, place, reason; absent when there are none) and ``facts.json``.
 """
 
 from __future__ import annotations
@@ -14,17 +14,20 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from finetune.data.encode import Encoded
 from finetune.data.readers.items import Part
-from finetune.data.sources import Unit, place_of
+from finetune.data.sources import Unit, place_of, places_of
 
 _FACTS = "facts.json"
+LEFT_OUT: Final = "left-out.jsonl"
 _OPEN_SHARDS = 64
 """Shards mapped at a time: each holds two file descriptors."""
 
@@ -39,6 +42,8 @@ class ShardFacts:
     text_bytes: int
     stop_ids: tuple[int, ...]
     """Special tokens that end its conversations and completions."""
+    left_out: int = 0
+    """Records that could not be used and were skipped."""
 
 
 class ShardWriter:
@@ -51,6 +56,9 @@ class ShardWriter:
         self._lengths, self._places = array("q"), array("q")
         self._unfinished = self._targets = self._text_bytes = 0
         self._stops: set[int] = set()
+        self._left_out: list[tuple[int, int, str]] = []
+        self._whole = (0, 0, 0)
+        """Tokens, targets and bytes of text up to the last whole document."""
 
     def __enter__(self) -> ShardWriter:
         shutil.rmtree(self._work, ignore_errors=True)
@@ -75,6 +83,17 @@ class ShardWriter:
             self._lengths.append(self._unfinished)
             self._places.extend((part, position))
             self._unfinished = 0
+            self._whole = (self._whole[0] + self._lengths[-1], self._targets, self._text_bytes)
+
+    def leave_out(self, part: int, position: int, reason: str) -> None:
+        """Note a record that is skipped; the pieces of its document that were added are void."""
+        tokens, self._targets, self._text_bytes = self._whole
+        self._unfinished = 0
+        for stream, size in ((self._ids, np.dtype(self._dtype).itemsize), (self._learned, 1)):
+            if stream is not None:
+                stream.seek(tokens * size)
+                stream.truncate()
+        self._left_out.append((part, position, reason))
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for stream in (self._ids, self._learned):
@@ -93,11 +112,25 @@ class ShardWriter:
             targets=self._targets,
             text_bytes=self._text_bytes,
             stop_ids=tuple(sorted(self._stops)),
+            left_out=len(self._left_out),
         )
+        if self._left_out:
+            self._list_left_out()
         tree = {**asdict(facts), "unit": _unit_as_json(self._unit)}
         (self._work / _FACTS).write_text(json.dumps(tree) + "\n", encoding="utf-8")
         shutil.rmtree(self._folder, ignore_errors=True)
         self._work.rename(self._folder)
+
+    def _list_left_out(self) -> None:
+        """In one pass over each file, however many there are."""
+        with (self._work / LEFT_OUT).open("w", encoding="utf-8") as out:
+            for part, group in groupby(self._left_out, key=itemgetter(0)):
+                found = list(group)
+                file = str(self._unit[part].file)
+                places = places_of(self._unit[part], [position for _, position, _ in found])
+                for place, (_, _, reason) in zip(places, found, strict=True):
+                    line = {"file": file, "place": place, "reason": reason}
+                    out.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 
 def name_unit(folder: Path, unit: Unit) -> None:

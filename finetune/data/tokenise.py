@@ -28,7 +28,7 @@ from finetune.data.inputs import Inputs, digest, find_inputs, nothing_in, source
 from finetune.data.layout import Layout, Settings, lay_out
 from finetune.data.made_of import MadeOf, source_record
 from finetune.data.prepared import Prepared
-from finetune.data.shards import facts_of, name_unit
+from finetune.data.shards import LEFT_OUT, facts_of, name_unit
 from finetune.data.sources import UNIT_BYTES, Piece, Source, Unit, units_of
 from finetune.data.tokenizer import end_of_text_id, num_ids, open_tokenizer
 from finetune.data.work import Encoding, UnitJob, make_shards
@@ -66,7 +66,8 @@ def prepare(
     check()
     root = Path(config.data.folder).expanduser() if config.data.folder else Path(config.run.output) / "data"
     with _held(root, say, check):
-        encoding = prepare_encoding(config, inputs, root / "tokenizers", say, kept=kept_tokenizer)
+        skips = config.data.invalid == "skip"
+        encoding = prepare_encoding(config, inputs, root / "tokenizers", say, skip_faults=skips, kept=kept_tokenizer)
         return _prepare(config, inputs, encoding, root, say, check, workers=workers, progress=progress)
 
 
@@ -179,6 +180,7 @@ def _laid_out(
             cuttable = [not source.masked for source in inputs.sources]
             count = len(inputs.train)
             layout = lay_out(folders[:count], folders[count:], weights, cuttable, settings, work)
+            _list_left_out(folders, work / LEFT_OUT)
             (work / _FACTS).write_text(json.dumps(_facts(encoding, inputs, folders, layout), indent=2) + "\n", encoding="utf-8")
             shutil.rmtree(folder, ignore_errors=True)
             work.rename(folder)
@@ -197,9 +199,22 @@ def _laid_out(
         seq_len=data.seq_len,
     )
     _check_enough(prepared, bool(data.eval))
+    if prepared.left_out:
+        listed = Path(prepared.folder) / LEFT_OUT
+        say(f"left out {prepared.left_out:,} records that cannot be used (data.invalid: skip); they are listed in {listed}")
     if prepared.dropped:
         say(f"left out {prepared.dropped:,} samples of more than {data.seq_len} tokens (data.too_long: {data.too_long})")
     return prepared
+
+
+def _list_left_out(folders: Sequence[Sequence[Path]], path: Path) -> None:
+    """Join the shards' lists; no file where nothing was left out."""
+    lists = [shard / LEFT_OUT for some in folders for shard in some if (shard / LEFT_OUT).is_file()]
+    if not lists:
+        return
+    with path.open("wb") as out:
+        for file in lists:
+            out.write(file.read_bytes())
 
 
 def _facts(encoding: Encoding, inputs: Inputs, folders: Sequence[Sequence[Path]], layout: Layout) -> dict[str, object]:
@@ -216,6 +231,7 @@ def _facts(encoding: Encoding, inputs: Inputs, folders: Sequence[Sequence[Path]]
         "tokens": sum(shard.tokens for shard in training),
         "targets": sum(shard.targets for shard in training),
         "text_bytes": sum(shard.text_bytes for shard in training),
+        "left_out": sum(shard.left_out for shard in shards),
         **asdict(layout),
     }
 

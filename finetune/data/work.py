@@ -67,12 +67,24 @@ def encoder_of(encoding: Encoding) -> tuple[Encoder, str]:
 
 
 def encoded_items(
-    encoder: Encoder, source: Source, unit: Unit, check: Callable[[], None] = lambda: None
+    encoder: Encoder,
+    source: Source,
+    unit: Unit,
+    check: Callable[[], None] = lambda: None,
+    *,
+    see: Callable[[int, int, Chat], None] = lambda part, position, chat: None,
 ) -> Iterator[tuple[int, int, Encoded | Fault]]:
-    """Everything in a unit, encoded: part, position and tokens, or what is wrong there. ``check`` may raise to end it."""
+    """Everything in a unit, encoded: part, position and tokens, or what is wrong there.
+
+    Args:
+        check: may raise to end it.
+        see: is shown each conversation and where it is from, before it is encoded.
+    """
     waiting: list[tuple[int, int, Piece | Tokens | Chat | Completion | Fault]] = []
     size = 0
     for part, position, item in _samples(source, unit):
+        if isinstance(item, Chat):
+            see(part, position, item)
         waiting.append((part, position, item))
         size += _characters(item)
         if size >= _BATCH_CHARACTERS:
@@ -124,15 +136,18 @@ def make_shard(job: UnitJob, check: Callable[[], None] = lambda: None) -> None:
     """Tokenise one unit.
 
     Raises:
-        DataError: names the first record at fault.
+        DataError: names the first record at fault, unless the source skips those.
     """
     encoder, dtype = encoder_of(job.encoding)
     with ShardWriter(job.folder, dtype, masked=job.source.masked, unit=job.unit) as shard:
         for part, position, item in encoded_items(encoder, job.source, job.unit, check):
-            if isinstance(item, Fault):
-                remedy = "tessera-finetune data check lists every such place"
+            if not isinstance(item, Fault):
+                shard.add(part, position, item)
+            elif job.source.invalid == "skip":
+                shard.leave_out(part, position, item.message)
+            else:
+                remedy = "tessera-finetune data check lists every such place; data.invalid: skip leaves them out"
                 raise DataError(f"{place_of(job.unit[part], position)}: {item.message} ({remedy})")
-            shard.add(part, position, item)
 
 
 def make_shards(

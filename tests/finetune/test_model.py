@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from finetune.errors import ConfigError
-from finetune.inference import _always
 from finetune.model import (
+    _always,
     build_empty,
     decay_groups,
     fill,

@@ -16,7 +16,7 @@ from finetune.data.readers.megatron import open_index
 from finetune.data.rows import open_rows
 from finetune.data.tokenise import Prepared, prepare
 from finetune.data.tokenizer import open_tokenizer
-from finetune.errors import RunError
+from finetune.errors import DataError, RunError
 from tests.finetune.support import small_run, write_config
 
 TEMPLATE = """\
@@ -185,3 +185,85 @@ def test_a_conversation_without_a_template_is_refused_before_anything_is_made(
 def test_the_template_travels_with_the_tokenizer(tmp_path: Path, chats: Path) -> None:
     made = prepare(load_config(config_file(tmp_path, chats)), lambda _: None)
     assert (made.tokenizer_folder / "chat_template.jinja").read_text() == TEMPLATE
+
+
+def bad_lines(chats: Path) -> None:
+    """Three records that cannot be used, in lines 2, 5 and 123."""
+    lines = chats.read_text().splitlines()
+    lines[1:1] = ['{"messages": [{"role": "usr", "content": "x"}]}']
+    lines[4:4] = ['{"messages"']
+    chats.write_text("\n".join([*lines, json.dumps({"messages": [{"role": "user", "content": "é"}]})]) + "\n", encoding="utf-8")
+
+
+def test_records_that_cannot_be_used_are_left_out_when_asked_for(
+    tmp_path: Path, chats: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clean = prepare(load_config(config_file(tmp_path, chats, "clean")), lambda _: None)
+    bad_lines(chats)
+    monkeypatch.setattr(tokenise, "UNIT_BYTES", 3000)
+    assert main(["prepare", str(config_file(tmp_path, chats)), "--workers", "1"]) == 2
+    assert f"{chats}, line 2: turn 1: role is 'usr'" in capsys.readouterr().err
+    config = config_file(tmp_path, chats, invalid="skip")
+    said: list[str] = []
+    made = prepare(load_config(config), said.append)
+    assert (made.documents, made.tokens, made.targets) == (clean.documents, clean.tokens, clean.targets)
+    assert made.left_out == 3
+    listed = Path(made.folder) / "left-out.jsonl"
+    assert f"left out 3 records that cannot be used (data.invalid: skip); they are listed in {listed}" in said
+    rows = [json.loads(line) for line in listed.read_text(encoding="utf-8").splitlines()]
+    assert [row["place"] for row in rows] == [f"{chats}, line {number}" for number in (2, 5, 123)]
+    assert [row["file"] for row in rows] == [str(chats)] * 3
+    assert "role is 'usr'" in rows[0]["reason"]
+    assert main(["data", "check", str(config)]) == 0
+    assert "3 faults, 3 of them left out (data.invalid: skip)" in capsys.readouterr().out
+    assert prepare(load_config(config), lambda _: None) == made, "found again, with its count"
+
+
+def test_what_refuses_records_takes_no_tokens_of_what_skipped_them(tmp_path: Path, chats: Path) -> None:
+    bad_lines(chats)
+    shared = str(tmp_path / "shared")
+    prepare(load_config(config_file(tmp_path, chats, "one", invalid="skip", folder=shared)), lambda _: None)
+    with pytest.raises(DataError, match="line 2: turn 1: role is"):
+        prepare(load_config(config_file(tmp_path, chats, "two", folder=shared)), lambda _: None)
+
+
+def test_a_text_that_breaks_off_is_left_out_as_a_whole(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.txt").write_text("good\n" * 50)
+    (folder / "b.txt").write_bytes(b"begins well\n" * 200_000 + b"\xff")
+    (folder / "c.txt").write_text("fine\n" * 50)
+    tree = small_run(folder, tmp_path / "run", data={"pattern": "*", "invalid": "skip", "eval_fraction": 0})
+    made = prepare(load_config(write_config(tree, tmp_path / "run.yaml")), lambda _: None)
+    assert (made.documents, made.left_out) == (2, 1)
+    rows = open_rows(made, "train")
+    ids = [int(token) for row in range(rows.num_samples) for token in rows.rows(np.asarray([row])).inputs.reshape(-1)]
+    assert "well" not in open_tokenizer(made.tokenizer_folder).decode(ids)
+    assert str(folder / "b.txt") in (Path(made.folder) / "left-out.jsonl").read_text()
+
+
+def test_control_tokens_in_what_users_say_are_warned_of(
+    tmp_path: Path, chats: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    injected = conversation(1)
+    injected["messages"][2]["content"] = "Sure?<|endoftext|>"
+    with chats.open("a") as out:
+        out.write(json.dumps(injected) + "\n")
+    config = config_file(tmp_path, chats)
+    assert main(["data", "check", str(config)]) == 0, "a warning refuses nothing"
+    shown = capsys.readouterr().out
+    assert f"warning: {chats}, line 121: turn 3 (user) holds '<|endoftext|>', which the tokenizer reads as control" in shown
+    assert "no faults, 1 warnings" in shown
+    assert main(["data", "check", str(config), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["num_warnings"], report["num_faults"], len(report["warnings"])) == (1, 0, 1)
+
+
+def test_names_are_not_cut_where_nothing_has_a_width(
+    tmp_path: Path, chats: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    long = chats.rename(chats.with_name("chats-" + "of-a-very-long-name-" * 8 + ".jsonl"))
+    assert main(["data", "check", str(config_file(tmp_path, long))]) == 0
+    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith(str(long)) and "messages" in line]
+    assert len(table) == 1

@@ -53,7 +53,7 @@ def test_both_saves_are_whole(trained: TrainedRun) -> None:
 def test_the_checkpoint_opens_in_transformers_with_equal_logits(trained: TrainedRun) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from finetune.inference import load_model
+    from finetune.model import load_model
 
     folder = trained.output / "checkpoints" / "step-00000012"
     theirs, loading = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import IO
 
@@ -37,8 +37,12 @@ class JsonlReader:
             yield part.begin, Fault(f"cannot be read: {error.strerror or error}; check that it exists and may be read")
 
     def place(self, part: Part, position: int) -> str:
-        number = position if is_compressed(part.file) else _line_ends_before(part, position)
-        return f"{part.file}, line {number + 1}"
+        return self.places(part, [position])[0]
+
+    def places(self, part: Part, positions: Sequence[int]) -> list[str]:
+        """Places of ascending positions, in one pass over the file."""
+        numbers = positions if is_compressed(part.file) else _line_ends_before(part, positions)
+        return [f"{part.file}, line {number + 1}" for number in numbers]
 
 
 def _lines(stream: IO[bytes], part: Part) -> Iterator[tuple[int, bytes]]:
@@ -66,13 +70,16 @@ def _lines(stream: IO[bytes], part: Part) -> Iterator[tuple[int, bytes]]:
         number += 1
 
 
-def _line_ends_before(part: Part, position: int) -> int:
-    count, left = 0, position
+def _line_ends_before(part: Part, positions: Sequence[int]) -> list[int]:
+    counts: list[int] = []
+    count = at = 0
     with part.file.open("rb") as stream:
-        while left > 0 and (chunk := stream.read(min(left, 1 << 20))):
-            count += chunk.count(b"\n")
-            left -= len(chunk)
-    return count
+        for position in positions:
+            while at < position and (chunk := stream.read(min(position - at, 1 << 20))):
+                count += chunk.count(b"\n")
+                at += len(chunk)
+            counts.append(count)
+    return counts
 
 
 def _parsed(line: bytes) -> Record | Fault:
