@@ -29,6 +29,9 @@ from serve.worker.executor import RankExecutor
 STOP_GRACE_SECONDS = 2.0
 """After the drain: for the last messages of calls that have ended to leave."""
 
+HURRY_GRACE_SECONDS = 0.5
+"""The same after a second signal."""
+
 _SWITCH_SECONDS = 0.0005
 """How long the loop's thread may keep the engine's waiting for the interpreter; Python's 5 ms is a good part of a step."""
 
@@ -108,7 +111,7 @@ async def serve(config: ServerConfig, *, version: str, make_group: Callable[[Ser
             await _unless(told.hurry, gateway.drain())
         finally:
             # Stop.
-            await asyncio.gather(gateway.stop(), rpc.stop(0.0 if told.hurry.is_set() else STOP_GRACE_SECONDS))
+            await asyncio.gather(gateway.stop(), rpc.stop(HURRY_GRACE_SECONDS if told.hurry.is_set() else STOP_GRACE_SECONDS))
 
 
 def open_edition(config: ServerConfig) -> Edition:

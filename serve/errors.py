@@ -113,6 +113,9 @@ class Loading(Unavailable):
 class Draining(Unavailable):
     """The server is going away."""
 
+    retry_after_seconds = 1.0
+    """Time for a balancer to look elsewhere, or for the next server to come."""
+
 
 class EngineDown(Unavailable):
     """A rank died or froze; the supervisor is bringing the engine back."""

@@ -40,8 +40,9 @@ class RetryPolicy:
         if attempt >= self.retries:
             return None
         if error.code == "UNAVAILABLE":
-            # Exponential with jitter, so that many clients do not come back at the same moment.
-            return min(2.0, 0.1 * 2.0**attempt) * random.uniform(0.5, 1.0)
+            # Exponential with jitter, so that many clients do not come back at the same moment; never before the server's time.
+            wait = min(2.0, 0.1 * 2.0**attempt) * random.uniform(0.5, 1.0)
+            return wait + (error.retry_after_seconds or 0.0)
         if error.code == "RESOURCE_EXHAUSTED" and self.when_full and error.retry_after_seconds is not None:
             return error.retry_after_seconds
         return None

@@ -46,7 +46,7 @@ class TesseraError(Exception):
         self.reason = reason
         """The server's word for the error, for example ``QUEUE_FULL``; empty when the error is not the server's."""
         self.retry_after_seconds = retry_after_seconds
-        """For RESOURCE_EXHAUSTED by a full queue: when a retry is worth it."""
+        """When a retry is worth it: for RESOURCE_EXHAUSTED by a full queue, and UNAVAILABLE by a server that drains."""
 
 
 def from_rpc_error(error: Any, address: str) -> TesseraError:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, TypeVar
 
-from serve.errors import InvalidRequest, QueueFull, RequestError
-from serve.rpc.status import code_number, reason_of
+from serve.errors import InvalidRequest, RequestError
+from serve.rpc.status import RETRIED_LATER, code_number, reason_of
 from serve.rpc.threads import in_text_thread
 from serve.types import FinishReason, Generation, PromptReady, SequenceFinished, TokenLogprob, TokensOut, Usage
 from serve.v1 import inference_pb2, types_pb2
@@ -67,7 +67,7 @@ def error_event(request_id: str, error: RequestError) -> inference_pb2.GenerateE
     if isinstance(error, InvalidRequest):
         for violation in error.violations:
             message.violations.add(field=violation.field, description=violation.rule)
-    if isinstance(error, QueueFull):
+    if isinstance(error, RETRIED_LATER):
         message.retry_after_seconds = error.retry_after_seconds
     return inference_pb2.GenerateEvent(request_id=request_id, error=message)
 

@@ -32,17 +32,41 @@ _CONSTRUCTORS: Final = {
 }
 
 
-def bind(service: ServiceDescriptor, servicer: object, count: Count | None, bounds: Mapping[str, int]) -> Any:
+class Calls:
+    """The calls that handlers have and whose end has not left yet. Belongs to the event loop."""
+
+    def __init__(self) -> None:
+        self._live: set[asyncio.Future[None]] = set()
+
+    def began(self, context: Any) -> None:
+        """A handler has this call until its status was sent."""
+        over = asyncio.get_running_loop().create_future()
+        self._live.add(over)
+        context.add_done_callback(lambda _: self._ended(over))
+
+    async def until_over(self, at_most_seconds: float) -> None:
+        """Wait for the calls there are now; those that come meanwhile are not waited for."""
+        if self._live:
+            await asyncio.wait(tuple(self._live), timeout=at_most_seconds)
+
+    def _ended(self, over: asyncio.Future[None]) -> None:
+        self._live.discard(over)
+        if not over.done():
+            over.set_result(None)
+
+
+def bind(service: ServiceDescriptor, servicer: object, count: Count | None, *, bounds: Mapping[str, int], calls: Calls) -> Any:
     """A ``grpc.GenericRpcHandler`` for every method of ``service``, found on ``servicer`` by name.
 
     Args:
         bounds: what a request may hold, see ``serve.rpc.bounds.request_bounds``.
+        calls: told of every call.
         count: called once for every call, however it ends; ``None`` for services that are not counted.
     """
     handlers = {}
     for method in service.methods:
         reader = Reader(message_factory.GetMessageClass(method.input_type), bounds)
-        behaviour = _Behaviour(method, getattr(servicer, method.name), reader, count)
+        behaviour = _Behaviour(method, getattr(servicer, method.name), reader, count, calls)
         make = _CONSTRUCTORS[(method.client_streaming, method.server_streaming)]
         handlers[method.name] = make(
             behaviour.stream if method.server_streaming else behaviour.unary,
@@ -55,10 +79,11 @@ def bind(service: ServiceDescriptor, servicer: object, count: Count | None, boun
 class _Behaviour:
     """One method as gRPC calls it."""
 
-    def __init__(self, method: MethodDescriptor, handler: Handler, reader: Reader, count: Count | None) -> None:
+    def __init__(self, method: MethodDescriptor, handler: Handler, reader: Reader, count: Count | None, calls: Calls) -> None:
         self._method = method
         self._handler = handler
         self._reader = reader
+        self._calls = calls
         self._count = count
 
     async def unary(self, request: Any, context: Any) -> Any:
@@ -91,6 +116,7 @@ class _Behaviour:
 
     async def _guarded(self, run: Callable[[], Awaitable[Any]], context: Any) -> Any:
         """Run the handler; count its call, before the client can know of its end, and end it with the status of its error."""
+        self._calls.began(context)
         try:
             answer = await run()
         except RequestError as error:

@@ -16,8 +16,9 @@ from serve.errors import ConfigError
 from serve.metrics import Metrics
 from serve.rpc.admin_service import AdminService
 from serve.rpc.bounds import request_bounds
+from serve.rpc.hang_up import hang_up
 from serve.rpc.health import HealthService
-from serve.rpc.methods import bind
+from serve.rpc.methods import Calls, bind
 from serve.rpc.model_service import ModelService
 from serve.rpc.reflection import reflection_handlers
 from serve.rpc.service import InferenceService, Models
@@ -72,7 +73,8 @@ class RpcServer:
         self._metrics = metrics
         self._config = config
         self._clock = clock
-        self._servers: list[Any] = []
+        self._servers: dict[str, Any] = {}  # by the address that was bound
+        self._calls = Calls()
         self._health: HealthService | None = None
 
     async def start(self) -> str:
@@ -108,25 +110,30 @@ class RpcServer:
         return bound
 
     async def stop(self, grace: float) -> None:
-        """Accept nothing more, end health watches, and give calls in flight ``grace`` seconds before they are cancelled."""
+        """End health watches, give the calls that handlers have ``grace`` seconds, and close every connection.
+
+        Calls that come meanwhile are answered; one that no handler has seen yet ends with UNAVAILABLE.
+        """
         if self._health is not None:
             self._health.close()
-        for server in self._servers:
-            await server.stop(grace)
-        self._servers.clear()
+        await self._calls.until_over(grace)
+        while self._servers:
+            address, server = self._servers.popitem()
+            hang_up(address)
+            await server.stop(0)
 
     async def _listen(self, field: str, address: str, servicers: dict[ServiceDescriptor, object]) -> str:
         assert self._health is not None
         server = grpc.aio.server(options=server_options(self._config.rpc))
         bounds, count = request_bounds(self._config.admission), self._metrics.request_ended
-        handlers = [bind(service, servicer, count, bounds) for service, servicer in servicers.items()]
-        handlers.append(bind(HEALTH, self._health, None, bounds))
+        handlers = [bind(service, servicer, count, bounds=bounds, calls=self._calls) for service, servicer in servicers.items()]
+        handlers.append(bind(HEALTH, self._health, None, bounds=bounds, calls=self._calls))
         if _has_reflection(self._config.rpc):
             handlers += reflection_handlers(_names([*servicers, HEALTH]))
         server.add_generic_rpc_handlers(handlers)
         bound = _bind(server, field, address)
         await server.start()
-        self._servers.append(server)
+        self._servers[bound] = server
         return bound
 
 

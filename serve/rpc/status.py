@@ -1,7 +1,7 @@
 """The one place where errors become gRPC status codes, with machine-readable details beside the message.
 
 Every error carries ``google.rpc.ErrorInfo`` with a stable reason; InvalidRequest also ``BadRequest`` with its field violations,
-QueueFull also ``RetryInfo``.
+QueueFull and Draining also ``RetryInfo``.
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ STATUS_OF: Final[Mapping[type[errors.RequestError], StatusCode]] = {
 }
 """Status of each error; a test proves that none is missing."""
 
+RETRIED_LATER: Final = (errors.QueueFull, errors.Draining)
+"""Errors that say when a retry is worth it. gRPC's own retries obey the pushback in their trailers."""
+
 DOMAIN: Final = "tessera"
 DETAILS_KEY: Final = "grpc-status-details-bin"
 PUSHBACK_KEY: Final = "grpc-retry-pushback-ms"
@@ -65,7 +68,7 @@ def rpc_status(error: errors.RequestError) -> RpcStatus:
     trailers: list[tuple[str, str | bytes]] = []
     if isinstance(error, errors.InvalidRequest):
         rich.details.append(_packed(_bad_request(error)))
-    if isinstance(error, errors.QueueFull):
+    if isinstance(error, RETRIED_LATER):
         rich.details.append(_packed(_retry_info(error.retry_after_seconds)))
         trailers.append((PUSHBACK_KEY, str(round(error.retry_after_seconds * 1000))))
     trailers.append((DETAILS_KEY, rich.SerializeToString()))

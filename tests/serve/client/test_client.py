@@ -261,6 +261,8 @@ def test_what_is_tried_again_and_when() -> None:
     waits = [RetryPolicy(retries=99).wait_seconds(gone, attempt) or 0.0 for attempt in range(20)]
     assert 0.05 <= waits[0] <= 0.1
     assert max(waits) <= 2.0
+    drains = TesseraError("UNAVAILABLE", "draining", retry_after_seconds=1.0)
+    assert 1.0 <= (policy.wait_seconds(drains, 0) or 0.0) <= 1.1, "no sooner than the server says"
     with pytest.raises(TesseraError, match="full"):  # waiting would outlast the call's own time
         Attempts(policy, Deadline(1.0)).wait_or_raise(full)
 

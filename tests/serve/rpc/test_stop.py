@@ -1,0 +1,120 @@
+"""A server that goes away says so: calls end with what they were to give or with UNAVAILABLE, never with CANCELLED."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import time
+from collections import Counter
+from pathlib import Path
+
+import grpc
+import pytest
+
+from serve.rpc.hang_up import hang_up
+from serve.rpc.server import RpcServer
+from serve.rpc.status import PUSHBACK_KEY
+from serve.runtime.state import State
+from serve.v1 import inference_pb2_grpc
+from tests.serve.rpc.running import config_of, request, serving, state_is
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "unix"])
+async def test_a_stop_among_many_calls_cancels_none(host: str, tmp_path: Path) -> None:
+    codes: Counter[grpc.StatusCode] = Counter()
+
+    async def call_until_nobody_is_there(stub: inference_pb2_grpc.InferenceStub) -> None:
+        while True:
+            code = await stub.Generate(request(tokens=1)).code()
+            codes[code] += 1
+            if code is not grpc.StatusCode.OK:
+                return
+
+    async with serving() as running:
+        address = f"unix:{tmp_path}/socket" if host == "unix" else host
+        server = RpcServer(running.gateway, running.metrics, config_of(rpc={"host": address}))
+        async with grpc.aio.insecure_channel(await server.start(), [("grpc.use_local_subchannel_pool", 1)]) as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
+            callers = [asyncio.ensure_future(call_until_nobody_is_there(stub)) for _ in range(60)]
+            await running.until(lambda: codes[grpc.StatusCode.OK] > 60)
+            await server.stop(5)
+            await asyncio.gather(*callers)
+    assert set(codes) == {grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE}
+    assert codes[grpc.StatusCode.UNAVAILABLE] == 60
+
+
+async def test_a_stop_waits_for_the_calls_that_handlers_have() -> None:
+    async with serving() as running:
+        server = RpcServer(running.gateway, running.metrics, config_of())
+        async with grpc.aio.insecure_channel(await server.start(), [("grpc.use_local_subchannel_pool", 1)]) as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
+            running.ranks.last_step = 3
+            call = asyncio.ensure_future(stub.Generate(request(tokens=20)))
+            await running.until(lambda: running.ranks.num_steps == 3)
+            stopping = asyncio.ensure_future(server.stop(20))
+            await asyncio.sleep(0)
+            running.ranks.last_step = None
+            assert len((await call).completions[0].token_ids) == 20
+            await stopping
+
+
+async def test_what_does_not_end_in_time_is_unavailable() -> None:
+    async with serving() as running:
+        server = RpcServer(running.gateway, running.metrics, config_of())
+        async with grpc.aio.insecure_channel(await server.start(), [("grpc.use_local_subchannel_pool", 1)]) as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
+            running.ranks.go.clear()
+            call = stub.Generate(request())
+            ended = asyncio.ensure_future(call.code())
+            await running.until(lambda: running.gateway.num_in_flight == 1)
+            await server.stop(0)
+            assert await ended is grpc.StatusCode.UNAVAILABLE
+            running.ranks.go.set()
+
+
+def test_only_the_connections_of_the_address_are_closed() -> None:
+    with contextlib.ExitStack() as open_:
+        ours, theirs = (open_.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2))
+        one, other = (open_.enter_context(socket.create_connection(end.getsockname())) for end in (ours, theirs))
+        accepted, kept = (open_.enter_context(end.accept()[0]) for end in (ours, theirs))
+        accepted.sendall(b"the last word")
+        hang_up(f"127.0.0.1:{ours.getsockname()[1]}")
+        assert one.recv(100) == b"the last word"
+        assert one.recv(100) == b"", "closed behind it"
+        kept.sendall(b"still here")
+        assert other.recv(100) == b"still here"
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(ours.getsockname())
+
+
+RETRIES = json.dumps(
+    {
+        "methodConfig": [
+            {
+                "name": [{}],
+                "retryPolicy": {
+                    "maxAttempts": 2,
+                    "initialBackoff": "0.001s",
+                    "maxBackoff": "0.001s",
+                    "backoffMultiplier": 1,
+                    "retryableStatusCodes": ["UNAVAILABLE"],
+                },
+            }
+        ]
+    }
+)
+
+
+async def test_retries_of_a_call_that_a_draining_server_refused_come_when_it_says() -> None:
+    async with serving() as running:
+        await running.gateway.drain()
+        await running.until(state_is(running, State.DRAINING))
+        async with grpc.aio.insecure_channel(running.address, [("grpc.service_config", RETRIES)]) as channel:
+            call = inference_pb2_grpc.InferenceStub(channel).Generate(request())  # type: ignore[no-untyped-call]
+            began = time.monotonic()
+            assert await call.code() is grpc.StatusCode.UNAVAILABLE
+            assert running.count("Generate", "UNAVAILABLE") == 2, "it was tried again"
+            told_seconds = int(dict(await call.trailing_metadata())[PUSHBACK_KEY]) / 1000
+            assert time.monotonic() - began >= told_seconds > 0
