@@ -10,14 +10,16 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
 
+from checkpoint import CheckpointError, open_structure, resolve_latest
 from serve.config import ServerConfig
 from serve.engine.engine import Engine, EngineLimits
 from serve.engine.executor import Executor, ModelFacts
 from serve.errors import ConfigError, StartError
 from serve.metrics import Metrics
+from serve.model.fit import check_fit, check_rows
 from serve.rpc.server import RpcServer
 from serve.runtime.edition import Edition
 from serve.runtime.gateway import Gateway
@@ -25,6 +27,7 @@ from serve.runtime.supervisor import RankGroup
 from serve.text.detokenizer import open_text
 from serve.text.tokenizer import load_tokenizer
 from serve.worker.executor import RankExecutor
+from serve.worker.rehearsal import rehearse
 
 STOP_GRACE_SECONDS = 2.0
 """After the drain: for the last messages of calls that have ended to leave."""
@@ -44,20 +47,27 @@ _LARGE_BYTES = 256 * 1024
 _log = logging.getLogger(__name__)
 
 
-def run(config: ServerConfig, *, version: str, make_group: Callable[[ServerConfig], RankGroup] = RankExecutor) -> int:
+def run(
+    config: ServerConfig,
+    *,
+    version: str,
+    make_group: Callable[[ServerConfig], RankGroup] = RankExecutor,
+    try_out: Callable[[ServerConfig], Awaitable[None]] = rehearse,
+) -> int:
     """Serve until told to stop.
 
     Args:
         config: every option.
         version: of the package, for ``build_info``.
         make_group: makes the ranks' handle.
+        try_out: finds out, before ranks that serve are given up, what new ones would refuse.
 
     Returns:
         The exit code: 0 after SIGTERM or SIGINT, 2 if the configuration or the model is at fault, 1 for anything else.
     """
     try:
         prepare_process()
-        asyncio.run(serve(config, version=version, make_group=make_group))
+        asyncio.run(serve(config, version=version, make_group=make_group, try_out=try_out))
     except StartError as error:
         print(f"tessera-serve: {error}", file=sys.stderr)
         return error.exit_code
@@ -76,12 +86,24 @@ def prepare_process() -> None:
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
-async def serve(config: ServerConfig, *, version: str, make_group: Callable[[ServerConfig], RankGroup]) -> None:
+async def serve(
+    config: ServerConfig,
+    *,
+    version: str,
+    make_group: Callable[[ServerConfig], RankGroup],
+    try_out: Callable[[ServerConfig], Awaitable[None]],
+) -> None:
     """Serve until SIGTERM or SIGINT; a second one does not wait for the calls in flight.
 
     Raises:
         StartError: the server cannot start, or cannot go on.
     """
+
+    async def reopen() -> Edition:
+        again = await asyncio.to_thread(open_edition, config)
+        await try_out(again.config)
+        return again
+
     # Build.
     edition = open_edition(config)
     metrics = Metrics(version=version, num_ranks=config.model.tensor_parallel_size)
@@ -89,7 +111,7 @@ async def serve(config: ServerConfig, *, version: str, make_group: Callable[[Ser
     # Wire.
     gateway = Gateway(
         edition=edition,
-        reopen=lambda: open_edition(config),
+        reopen=reopen,
         make_group=lambda edition: make_group(edition.config),
         make_engine=make_engine,
         metrics=metrics,
@@ -115,13 +137,22 @@ async def serve(config: ServerConfig, *, version: str, make_group: Callable[[Ser
 
 
 def open_edition(config: ServerConfig) -> Edition:
-    """What the model's folder holds now.
+    """What the model's folder holds now, proved as far as headers, sizes, configuration and tokenizer tell: without torch, so
+    that a folder or an option at fault is told of at once.
 
     Raises:
-        ConfigError: there is no such folder, no whole checkpoint in it, or a tokenizer that cannot be read.
+        ConfigError: there is no such folder, no whole checkpoint in it, or it cannot be served with these options.
     """
     found = with_checkpoint_folder(config)
-    return Edition(found, load_tokenizer(found.model.path))
+    try:
+        with open_structure(found.model.path) as structure:
+            check_fit(found.model, structure)
+            tokenizer = load_tokenizer(found.model.path)
+            if tokenizer is not None:
+                check_rows(structure, tokenizer.largest_id())
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+    return Edition(found, tokenizer)
 
 
 def make_engine(edition: Edition, facts: ModelFacts, executor: Executor) -> Engine:
@@ -142,9 +173,6 @@ def with_checkpoint_folder(config: ServerConfig) -> ServerConfig:
         rule = "be a folder" if folder.exists() else "exist"
         raise ConfigError(f"model.path is {config.model.path!r}; it must {rule}")
     if not (folder / "config.json").exists():
-        # Here, for this import brings torch along, which this process has no other use for.
-        from checkpoint import CheckpointError, resolve_latest
-
         try:
             folder = resolve_latest(folder)
         except CheckpointError as error:

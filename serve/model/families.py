@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
-
-from transformers import PretrainedConfig
+from typing import TYPE_CHECKING, Any, Final
 
 from serve.errors import ConfigError
+
+if TYPE_CHECKING:  # this table is also read where neither torch nor transformers shall be imported
+    from transformers import PretrainedConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,7 @@ class Family:
 
 _SEPARATE_QKV: Final = ("q_proj", "k_proj", "v_proj")
 _ROTARY: Final = "apply_rotary_pos_emb"
+_MOST_RANKS: Final = 1024
 
 FAMILIES: Final[Mapping[str, Family]] = {
     family.name: family
@@ -132,18 +134,51 @@ def attention_window(config: PretrainedConfig, layer: int) -> int:
     return int(config.window_size) if kinds is not None and kinds[layer] == "local" else 0
 
 
-def check_tensor_parallel(config: PretrainedConfig, size: int) -> None:
-    """Refuse a tensor-parallel size that would split a head.
+def check_tensor_parallel(query: int, shared: int, size: int) -> None:
+    """Refuse a tensor-parallel size that would split one of ``query`` heads, or of ``shared`` key/value heads.
 
     Raises:
         ConfigError: names the sizes that work.
     """
-    query, shared = int(config.num_attention_heads), key_value_heads(config)
-    allowed = [n for n in range(1, query + 1) if query % n == 0 and shared % n == 0]
-    if size not in allowed:
+    if query % size or shared % size:
+        allowed = [n for n in range(1, min(query, _MOST_RANKS) + 1) if query % n == 0 and shared % n == 0]
         raise ConfigError(
             f"model.tensor_parallel_size is {size}; it must divide the model's {query} query heads and {shared} key/value "
             f"heads: {', '.join(map(str, allowed))}"
+        )
+
+
+def check_max_model_len(wanted: int | None, limit: int) -> int:
+    """Positions a sequence may have: what is wanted, or all that the model has.
+
+    Raises:
+        ConfigError: the model has fewer.
+    """
+    if wanted is not None and wanted > limit:
+        raise ConfigError(f"model.max_model_len is {wanted}; the model has {limit} positions")
+    return wanted or limit
+
+
+def check_dtype(dtype: str, device: str) -> None:
+    """Refuse half precision where the CPU would compute in it.
+
+    Raises:
+        ConfigError: that.
+    """
+    if device == "cpu" and dtype == "float16":
+        raise ConfigError("model.dtype is float16; on the CPU choose float32 or bfloat16")
+
+
+def check_rope_type(rope: Mapping[str, Any]) -> None:
+    """Refuse rotary embeddings whose angles depend on the longest sequence of the batch.
+
+    Raises:
+        ConfigError: one request's output would change with its neighbours'.
+    """
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind in ("dynamic", "longrope"):
+        raise ConfigError(
+            f"config.json: rope_type is {kind!r}, whose angles depend on the longest sequence of a batch; it is not served"
         )
 
 
@@ -167,8 +202,4 @@ def check_rope(config: PretrainedConfig) -> None:
                 f"config.json: partial_rotary_factor is {factor:g}; {config.model_type} with heads of {width} features cannot "
                 f"turn {turned} of them"
             )
-    kind = rope.get("rope_type", "default")
-    if kind in ("dynamic", "longrope"):
-        raise ConfigError(
-            f"config.json: rope_type is {kind!r}, whose angles depend on the longest sequence of a batch; it is not served"
-        )
+    check_rope_type(rope)

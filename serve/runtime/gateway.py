@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import ParamSpec
@@ -41,7 +41,7 @@ class Gateway:
         self,
         *,
         edition: Edition,
-        reopen: Callable[[], Edition],
+        reopen: Callable[[], Awaitable[Edition]],
         make_group: Callable[[Edition], RankGroup],
         make_engine: Callable[[Edition, ModelFacts, Executor], Engine],
         metrics: Metrics,
@@ -51,7 +51,7 @@ class Gateway:
 
         Args:
             edition: what to serve.
-            reopen: reads the model's folder again for a reload; called on a thread of its own, and may raise ``StartError``.
+            reopen: reads the model's folder again for a reload and proves that it can be served; may raise ``StartError``.
             make_group: makes the ranks' handle; called once for every life of the engine.
             make_engine: makes the engine on ranks that are ready.
             metrics: told of everything.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from serve.errors import Draining, EngineDown, Loading, ReloadRefused, StartError
@@ -40,7 +40,7 @@ class Reload:
         flight: Flight,
         supervisor: Supervisor,
         *,
-        reopen: Callable[[], Edition],
+        reopen: Callable[[], Awaitable[Edition]],
         drain_seconds: float,
     ) -> None:
         self._server = server
@@ -59,8 +59,8 @@ class Reload:
     async def run(self) -> None:
         """Read the model's folder again and serve what is in it now: its newest checkpoint, for a folder of several.
 
-        Calls in flight have ``rpc.drain_seconds`` to end; the rest ends with ``Loading``. A folder that cannot be read is found
-        out before anything is given up; a model that the ranks refuse is found out later, and the one before is loaded again.
+        Calls in flight have ``rpc.drain_seconds`` to end; the rest ends with ``Loading``. A folder that cannot be served is
+        found out before anything is given up; where the ranks fail all the same, the model before is loaded again.
 
         Raises:
             Loading, EngineDown, Draining: there is no model to replace, or the server is going away.
@@ -115,7 +115,7 @@ class Reload:
 
     async def _read_folder(self) -> Edition:
         try:
-            return await asyncio.to_thread(self._reopen)
+            return await self._reopen()
         except StartError as error:
             raise ReloadRefused(f"{error}; what was served before goes on") from error
 

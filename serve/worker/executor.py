@@ -100,7 +100,7 @@ class RankExecutor:
                 stdin=subprocess.DEVNULL,
                 stdout=2,
                 pass_fds=(theirs.fileno(), their_pulse.fileno()),
-                env=_environment(number, size, self._config.model.device),
+                env=rank_environment(number, size, self._config.model.device),
             )
         our_pulse.setblocking(False)
         return _Rank(number, process, ours, our_pulse, time.monotonic())
@@ -204,7 +204,7 @@ class RankExecutor:
                 shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _environment(number: int, size: int, device: str) -> dict[str, str]:
+def rank_environment(number: int, size: int, device: str) -> dict[str, str]:
     """The rank's environment: ours, and its fair share of the cores, loopback only, nothing fetched."""
     cores = len(os.sched_getaffinity(0))
     on_cpu = device == "cpu"

@@ -6,8 +6,9 @@ import contextlib
 import ctypes
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +19,19 @@ from serve.config import ServerConfig
 from serve.engine.executor import ModelFacts
 from serve.errors import ConfigError
 from serve.model.attention import Backend, CpuKernelBackend, PagedAttention, StepState, TorchBackend, attach, register_interface
-from serve.model.families import Family, attention_window, check_tensor_parallel, head_dim, key_value_heads
+from serve.model.families import (
+    Family,
+    attention_window,
+    check_dtype,
+    check_max_model_len,
+    check_tensor_parallel,
+    head_dim,
+    key_value_heads,
+)
 from serve.model.kernels.build import KernelUnavailable
 from serve.model.lean import call_leaves_directly
 from serve.model.linear import Matmul, activation_of, choose_packer, plain
-from serve.model.load import ShardOf, SliceReader, build_on_meta, choose_dtype, fill, read_config
+from serve.model.load import Blueprint, ShardOf, SliceReader, build_on_meta, choose_dtype, fill, read_config
 from serve.worker.kv_cache import allocate, block_bytes, choose_num_blocks
 from serve.worker.parallel import Ranks, is_row_parallel, shard, vocabulary_widths
 
@@ -68,20 +77,11 @@ def load_rank(
     Raises:
         ConfigError: the checkpoint, the family or the tensor-parallel size is at fault.
     """
-    try:
-        checkpoint = _open(config.model.path, config.model.verify if rank == 0 else "structure")
-    except CheckpointError as error:
-        raise ConfigError(str(error)) from error
-    with checkpoint:
-        family, model_config = read_config(checkpoint)
-        size = config.model.tensor_parallel_size
-        check_tensor_parallel(model_config, size)
-        dtype = choose_dtype(checkpoint, config.model.dtype)
-        if device.type == "cpu" and dtype == torch.float16:
-            raise ConfigError("model.dtype is float16; on the CPU choose float32 or bfloat16")
+    with _opened(config, everything=rank == 0) as checkpoint:
+        plan = survey(checkpoint, config, device)
+        family, model_config, blueprint, dtype = plan.family, plan.model_config, plan.blueprint, plan.blueprint.dtype
+        size, max_model_len = config.model.tensor_parallel_size, plan.max_model_len
         layers, heads, width = int(model_config.num_hidden_layers), key_value_heads(model_config), head_dim(model_config)
-        max_model_len = _max_model_len(config, model_config)
-        blueprint = build_on_meta(checkpoint, family, model_config, dtype)
         vocab_size = int(blueprint.model.get_input_embeddings().weight.shape[0])
         ranks = join()
         shards: dict[str, ShardOf] = dict(shard(blueprint.model, family, ranks)) if size > 1 else {}
@@ -117,7 +117,7 @@ def load_rank(
         family=family.name,
         vocab_size=vocab_size,
         max_model_len=min(max_model_len, num_blocks * config.cache.block_tokens),
-        eos_ids=_eos_ids(checkpoint.generation_config, checkpoint.config),
+        eos_ids=plan.eos_ids,
         dtype=str(dtype).removeprefix("torch."),
         device=device.type,
         num_blocks=num_blocks,
@@ -139,6 +139,59 @@ def load_rank(
     return rank_model, ranks
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """What one process can know of a checkpoint before any weight is read."""
+
+    family: Family
+    model_config: PretrainedConfig
+    blueprint: Blueprint
+    max_model_len: int
+    eos_ids: tuple[int, ...]
+
+
+def survey(checkpoint: Checkpoint, config: ServerConfig, device: torch.device) -> Survey:
+    """Find everything wrong with a checkpoint that can be found without memory for it and without the other ranks.
+
+    Raises:
+        ConfigError: the checkpoint, the family or an option is at fault.
+    """
+    family, model_config = read_config(checkpoint)
+    check_tensor_parallel(
+        int(model_config.num_attention_heads), key_value_heads(model_config), config.model.tensor_parallel_size
+    )
+    dtype = choose_dtype(checkpoint, config.model.dtype)
+    check_dtype(str(dtype).removeprefix("torch."), device.type)
+    max_model_len = check_max_model_len(config.model.max_model_len, int(model_config.max_position_embeddings))
+    blueprint = build_on_meta(checkpoint, family, model_config, dtype)
+    rows = int(blueprint.model.get_input_embeddings().weight.shape[0])
+    return Survey(
+        family=family,
+        model_config=model_config,
+        blueprint=blueprint,
+        max_model_len=max_model_len,
+        eos_ids=_eos_ids(rows, checkpoint.generation_config, checkpoint.config),
+    )
+
+
+def rehearse(config: ServerConfig, device: torch.device) -> None:
+    """All of a load that needs neither the model's memory nor other ranks.
+
+    Raises:
+        ConfigError: the checkpoint, the family or an option is at fault.
+    """
+    with _opened(config, everything=True) as checkpoint:
+        survey(checkpoint, config, device)
+
+
+def _opened(config: ServerConfig, *, everything: bool) -> Checkpoint:
+    """The configured checkpoint; ``everything``: also its bytes are proved, as far as ``model.verify`` asks for it."""
+    try:
+        return _open(config.model.path, config.model.verify if everything else "structure")
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+
+
 def _open(path: str, verify: str) -> Checkpoint:
     if verify == "sha256":
         return open_checkpoint(path, verify="sha256")
@@ -149,20 +202,19 @@ def _open(path: str, verify: str) -> Checkpoint:
         return open_checkpoint(checkpoint.path, verify="sha256")
 
 
-def _max_model_len(config: ServerConfig, model_config: PretrainedConfig) -> int:
-    limit = int(model_config.max_position_embeddings)
-    wanted = config.model.max_model_len
-    if wanted is not None and wanted > limit:
-        raise ConfigError(f"model.max_model_len is {wanted}; the model has {limit} positions")
-    return wanted or limit
+def _eos_ids(rows: int, *sources: Mapping[str, Any]) -> tuple[int, ...]:
+    """EOS ids of generation_config.json, else of config.json.
 
-
-def _eos_ids(*sources: object) -> tuple[int, ...]:
-    """EOS ids of generation_config.json, else of config.json."""
+    Raises:
+        ConfigError: the embedding has no such row, which a family's own vocab_size shows where config.json gives none.
+    """
     for source in sources:
-        found = source.get("eos_token_id") if hasattr(source, "get") else None
+        found = source.get("eos_token_id")
         if found is not None:
-            return tuple(found) if isinstance(found, list) else (int(found),)
+            ids = tuple(found) if isinstance(found, list) else (int(found),)
+            if any(item >= rows for item in ids):
+                raise ConfigError(f"eos_token_id is {found}; the embedding has {rows} rows, for ids up to {rows - 1}")
+            return ids
     return ()
 
 

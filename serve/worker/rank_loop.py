@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> int:
     """Run one rank; returns when the server closes its end."""
     began = time.monotonic()
     rank, step_fd, pulse_fd, rendezvous = int(arguments[0]), int(arguments[1]), int(arguments[2]), Path(arguments[3])
-    _die_with_parent()
+    die_with_parent()
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
     # Ctrl-C and a service manager's SIGTERM may reach the whole group; the server drains first and then ends its ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -65,7 +65,7 @@ def _load(config: ServerConfig, rank: int, rendezvous: Path, steps: socket.socke
         from serve.worker.parallel import join_ranks
         from serve.worker.runner import Runner
 
-        device = _device(config.model.device, rank)
+        device = choose_device(config.model.device, rank)
         os.environ["DS_ACCELERATOR"] = device.type  # DeepSpeed guesses otherwise, and warns that it does
         size = config.model.tensor_parallel_size
         torch.set_grad_enabled(False)
@@ -97,7 +97,12 @@ def _serve(runner, steps: socket.socket) -> None:  # type: ignore[no-untyped-def
             wire.send(steps, wire.encode_result(result))
 
 
-def _device(wanted: str, rank: int):  # type: ignore[no-untyped-def]
+def choose_device(wanted: str, rank: int):  # type: ignore[no-untyped-def]
+    """The device of a rank, by ``model.device``.
+
+    Raises:
+        ConfigError: there is none.
+    """
     import torch
 
     available = torch.cuda.is_available()
@@ -122,7 +127,7 @@ def _beat(pulse: socket.socket) -> None:
         os._exit(0)  # nobody listens any more
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Ask the kernel to kill this process when the thread that started it ends, whatever this process is doing then."""
     parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -82,8 +82,38 @@ def test_a_family_that_is_not_served(folder: Path, tmp_path: Path) -> None:
     assert "gpt2, gpt_neo, gpt_neox, gptj, llama, mistral, opt, phi, qwen2" in _refusal(copy)
 
 
-def test_a_tensor_parallel_size_that_splits_heads(folder: Path) -> None:
-    assert "1, 2, 4" in _refusal(folder, "--tensor-parallel-size", "3")
+@pytest.mark.parametrize(
+    ("change", "options", "rule"),
+    [
+        ({}, ("--tensor-parallel-size", "3"), "1, 2, 4"),
+        ({}, ("--max-model-len", "513"), "the model has 512 positions"),
+        ({"model_type": "bert"}, (), "model_type is 'bert'"),
+        ({"eos_token_id": 509}, (), "from 0 to 508"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, (), "rope_type is 'dynamic'"),
+        ({"vocab_size": 300}, (), "ids go up to 299"),
+    ],
+)
+def test_what_config_json_alone_decides_is_refused_before_anything_heavy_is_imported(
+    folder: Path, tmp_path: Path, change: dict[str, object], options: tuple[str, ...], rule: str
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, **change}))
+    program = (
+        "import sys; from serve.cli import main; code = main(); "
+        "assert not {'torch', 'transformers', 'deepspeed'} & set(sys.modules); sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, "--model", str(copy), "--port", "0", "--metrics-port", "0", *options],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert rule in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_a_public_address_without_saying_so(folder: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,14 +87,30 @@ def test_the_next_checkpoint_is_served_by_the_same_server(server: Server, root: 
     assert metrics["tessera_engine_restarts_total"] == 0
 
 
-def test_a_checkpoint_that_cannot_be_served_leaves_the_one_before(server: Server, root: Path, tmp_path: Path) -> None:
-    put_step(root, 2, "gpt_neox", tmp_path / "second", intermediate_size=170)
-    with pytest.raises(grpc.RpcError) as caught:
-        server.admin.Reload(admin_pb2.ReloadRequest(), timeout=120)
-    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-    assert "dense_h_to_4h" in caught.value.details()
-    assert "what was served before is served again" in caught.value.details()
-    assert server.health() == "SERVING"
-    answer = server.inference.Generate(ask(32), timeout=60).completions[0]
-    assert list(answer.token_ids) == reference.greedy(reference.load(root / "step-00000001"), PROMPT, 32)
+def test_a_checkpoint_that_cannot_be_served_leaves_the_ranks_of_the_one_before(
+    server: Server, root: Path, tmp_path: Path
+) -> None:
+    expected = reference.greedy(reference.load(root / "step-00000001"), PROMPT, 32)
+    ranks = server.rank_pids()
+
+    def refusal() -> str:
+        with pytest.raises(grpc.RpcError) as caught:
+            server.admin.Reload(admin_pb2.ReloadRequest(), timeout=120)
+        assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert "what was served before goes on" in caught.value.details()
+        assert server.health() == "SERVING"
+        assert server.rank_pids() == ranks, "the ranks that serve are not given up for what cannot be loaded"
+        answer = server.inference.Generate(ask(32), timeout=60).completions[0]
+        assert list(answer.token_ids) == expected
+        return caught.value.details()
+
+    # Of another shape than config.json says, which takes the built model to see.
+    second = put_step(root, 2, "gpt_neox", tmp_path / "second", intermediate_size=170)
+    assert "dense_h_to_4h" in refusal()
+    # Cut short in place: the one that is being served, and there is no other.
+    shutil.rmtree(second)
+    (root / "latest").write_text("step-00000001")
+    shard = root / "step-00000001" / "model.safetensors"
+    os.truncate(shard, shard.stat().st_size // 2)
+    assert "model.safetensors" in refusal()
     assert server.models.GetModel(models_pb2.GetModelRequest(), timeout=30).checkpoint_step == 1

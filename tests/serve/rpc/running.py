@@ -197,10 +197,13 @@ async def serving(
             facts=found, limits=limits, executor=executor, open_text=open_text(edition.tokenizer), clock=time.monotonic
         )
 
+    async def reopened() -> Edition:
+        return reopen(edition)
+
     edition = Edition(config, chosen)
     gateway = Gateway(
         edition=edition,
-        reopen=lambda: reopen(edition),
+        reopen=reopened,
         make_group=make_group,
         make_engine=make_engine,
         metrics=metrics,

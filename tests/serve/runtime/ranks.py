@@ -277,10 +277,13 @@ async def bench(
         )
         return Engine(facts=facts, limits=limits, executor=executor, open_text=lambda *_: IdText(), clock=clock)
 
+    async def reopened() -> Edition:
+        return reopen(edition)
+
     edition = Edition(config, None)
     gateway = Gateway(
         edition=edition,
-        reopen=lambda: reopen(edition),
+        reopen=reopened,
         make_group=make_group,
         make_engine=make_engine,
         metrics=metrics,

@@ -17,6 +17,7 @@ from pathlib import Path
 import grpc
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from checkpoint import CheckpointWriter
 from serve.app import with_checkpoint_folder
@@ -55,6 +56,7 @@ class Process:
 @contextlib.contextmanager
 def serving(mode: str, folder: Path, *arguments: str) -> Iterator[Process]:
     (folder / "config.json").write_text('{"model_type": "gpt_neox"}', encoding="utf-8")
+    save_file({"w": torch.zeros(2)}, folder / "model.safetensors")
     command = [sys.executable, "-m", "tests.serve.runtime.fake_server", mode, "--model", str(folder), "--port", "0"]
     with subprocess.Popen(
         [*command, "--metrics-port", "0", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

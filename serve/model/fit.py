@@ -1,0 +1,46 @@
+"""Whether a checkpoint can be served with these options, as far as its files' headers and configuration tell. No torch."""
+
+from __future__ import annotations
+
+from checkpoint import Structure
+from checkpoint.config import attention_heads, key_value_heads, positions
+from checkpoint.errors import CheckpointError
+from serve.config import ModelConfig
+from serve.errors import ConfigError
+from serve.model.families import check_dtype, check_max_model_len, check_rope_type, check_tensor_parallel, family_of
+
+_CONFIG = "config.json"
+
+
+def check_fit(model: ModelConfig, structure: Structure) -> None:
+    """Refuse what no rank would load, before there is a rank. What only the built model tells is left to the ranks.
+
+    Raises:
+        ConfigError: the family is not served, or an option does not fit the model.
+        CheckpointError: ``config.json`` describes a model that cannot be that of the weights.
+    """
+    config = structure.config
+    family_of(config)
+    structure.check_model()
+    heads, shared, limit = attention_heads(config), key_value_heads(config), positions(config)
+    if heads is not None and shared is not None:
+        check_tensor_parallel(heads, shared, model.tensor_parallel_size)
+    if limit is not None:
+        check_max_model_len(model.max_model_len, limit)
+    check_dtype(str(config.get("dtype") or config.get("torch_dtype")) if model.dtype == "auto" else model.dtype, model.device)
+    for where in ("rope_parameters", "rope_scaling"):
+        check_rope_type(config.get(where) or {})
+    if model.verify == "sha256" and structure.manifest is None:
+        raise ConfigError("model.verify is sha256; the checkpoint has no manifest.json to compare with")
+
+
+def check_rows(structure: Structure, largest_id: int) -> None:
+    """Refuse a tokenizer that makes ids the embedding has no row for.
+
+    Raises:
+        CheckpointError: that.
+    """
+    rows = structure.config.get("vocab_size")
+    if isinstance(rows, int) and largest_id >= rows:
+        rule = f"vocab_size is {rows}, so ids go up to {rows - 1}; the tokenizer makes ids up to {largest_id}"
+        raise CheckpointError(_CONFIG, rule)

@@ -1,0 +1,75 @@
+"""Tries a checkpoint in a process of its own, so that what the ranks would refuse is known while other ranks still serve."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+import traceback
+
+import msgpack
+
+from serve.config import ServerConfig
+from serve.errors import ConfigError, RankStartError, StartError
+from serve.worker import wire
+from serve.worker.executor import rank_environment
+from serve.worker.rank_loop import choose_device, die_with_parent
+
+
+async def rehearse(config: ServerConfig) -> None:
+    """Do all of a load that needs neither the model's memory nor an accelerator. When cancelled it ends at once.
+
+    Raises:
+        ConfigError: the checkpoint or an option is at fault.
+        RankStartError: the process failed, or took longer than ``supervisor.start_timeout_seconds``.
+    """
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", __name__,
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=rank_environment(0, 1, config.model.device),
+    )  # fmt: skip
+    try:
+        async with asyncio.timeout(config.supervisor.start_timeout_seconds):
+            answer, _ = await process.communicate(wire.encode_record(config))
+    except TimeoutError:
+        raise RankStartError("trying the checkpoint took longer than supervisor.start_timeout_seconds") from None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+    if not answer:
+        raise RankStartError(f"the process that tried the checkpoint ended with {process.returncode}")
+    kind, message = msgpack.unpackb(answer)
+    if message:
+        raise (ConfigError if kind == "config" else RankStartError)(message)
+
+
+def main() -> int:
+    """Read a configuration from standard input, try it, and write what was found to standard output."""
+    die_with_parent()
+    answer_fd = os.dup(1)
+    os.dup2(2, 1)  # what libraries print is no answer
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="rehearsal %(levelname)s %(message)s")
+    os.nice(5)  # the ranks are serving meanwhile
+    config: ServerConfig = wire.decode_record(sys.stdin.buffer.read(), ServerConfig)
+    os.write(answer_fd, msgpack.packb(_verdict(config)))
+    return 0
+
+
+def _verdict(config: ServerConfig) -> tuple[str, str]:
+    """Kind and message of what is wrong; an empty message where nothing is."""
+    try:
+        from serve.worker import loader
+
+        loader.rehearse(config, choose_device(config.model.device, 0))
+    except StartError as error:
+        return "config" if isinstance(error, ConfigError) else "rank", str(error)
+    except Exception as error:
+        traceback.print_exc()
+        return "rank", f"{type(error).__name__}: {error}"
+    return "", ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
