@@ -31,6 +31,7 @@ _NAMES = {
     ASYNC_IO: "asynchronous file access for NVMe offload",
 }
 _ABOUT = "about 20 to 60 s"
+_ADVICE = "set TESSERA_CACHE_DIR to a folder that can be written"
 _BUILD_LIMIT_SECONDS = 1200
 
 
@@ -38,15 +39,19 @@ def extensions_folder() -> Path:
     """Where built operations are kept: per versions and processor, since neither torch nor DeepSpeed looks at them.
 
     Operations are cached under their name alone, so another DeepSpeed would overwrite them with ones that do not fit.
+
+    Raises:
+        RuntimeError: nothing is set, and this user has no home folder.
     """
     given = os.environ.get("TORCH_EXTENSIONS_DIR")
     if given:
         return Path(given)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    own = os.environ.get("TESSERA_CACHE_DIR")
+    cache = Path(own).expanduser() if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tessera"
     processor = hashlib.sha256(machine.cpu_flags().encode()).hexdigest()[:8]
     python = f"py{sys.version_info.major}{sys.version_info.minor}"
     versions = f"torch{machine.version_of('torch')}-deepspeed{machine.version_of('deepspeed')}"
-    return cache / "tessera" / "torch_extensions" / f"{versions}-{python}-{platform.machine()}-{processor}"
+    return cache / "torch_extensions" / f"{versions}-{python}-{platform.machine()}-{processor}"
 
 
 def library_of(op: str) -> Path:
@@ -65,6 +70,10 @@ class Built:
 
 def ensure(op: str, say: Say) -> Built:
     """Find or build an operation; a build is announced with what it is and about how long it takes."""
+    try:
+        library_of(op)
+    except RuntimeError:
+        return Built(False, f"this user has no home folder to keep DeepSpeed's {_NAMES[op]} in; {_ADVICE}")
     if library_of(op).is_file():
         if machine.compiler() is None:
             say(f"no C++ compiler found; using DeepSpeed's {_NAMES[op]} as built before ({library_of(op).parent})")
@@ -85,8 +94,12 @@ def ensure(op: str, say: Say) -> Built:
 
 def _build(op: str, say: Say) -> Built:
     folder = extensions_folder()
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as lock:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("w")
+    except OSError as error:
+        return Built(False, f"{folder} cannot hold DeepSpeed's {_NAMES[op]} ({error.strerror or error}); {_ADVICE}")
+    with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if library_of(op).is_file():  # another run built it while this one waited
             return Built(True, "")
@@ -104,10 +117,12 @@ def _run_build(op: str, folder: Path) -> str | None:
     work = folder / f"building-{os.getpid()}"
     log = folder / f"{op}.log"
     shutil.rmtree(work, ignore_errors=True)
-    work.mkdir()
     environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(work), "PATH": machine.search_path(), "DS_ACCELERATOR": "cpu"}
     environment["TESSERA_PARENT"] = str(os.getpid())
+    # The compiler's own files go there too: the system may have no folder for temporary ones that can be written.
+    environment["TMPDIR"] = str(work)
     try:
+        work.mkdir()
         with log.open("wb") as out:
             needed = [str(library_of(PIN_MEMORY))] if op == ASYNC_IO else []
             command = [sys.executable, "-m", "finetune.built", op, *needed]

@@ -249,6 +249,14 @@ class SupervisorConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class KernelsConfig:
+    """Where the compiled CPU kernels are."""
+
+    cache_dir: str = ""
+    """Folder that keeps what is compiled on first use; empty is ``tessera`` below XDG_CACHE_HOME or ``~/.cache``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ServerConfig:
     """The whole configuration, as ``--print-config`` shows it."""
 
@@ -258,3 +266,4 @@ class ServerConfig:
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     rpc: RpcConfig = field(default_factory=RpcConfig)
     supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)

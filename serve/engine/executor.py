@@ -25,6 +25,10 @@ class ModelFacts:
     block_tokens: int
     num_parameters: int
     checkpoint_step: int | None
+    attention: str = ""
+    """What computes attention: ``kernel`` is Tessera's own compiled one, ``torch`` plain torch."""
+    linear: str = ""
+    """What computes linear layers: ``kernel``, ``onednn`` or ``torch``."""
     load_seconds: tuple[tuple[str, float], ...] = ()
     """(phase, seconds), for the ``model_load_seconds`` metric: ``import``, ``build``, ``weights``, ``cache``."""
 

@@ -18,8 +18,6 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from serve.model.kernels.build import load_cpu_kernels
-
 INTERFACE_NAME: Final = "tessera_paged"
 
 
@@ -216,12 +214,9 @@ class CpuKernelBackend:
     rotates = True
     _TILE_TOKENS = 16
 
-    def __init__(self) -> None:
-        """
-        Raises:
-            KernelUnavailable: it cannot be built here.
-        """
-        self._kernels = load_cpu_kernels()
+    def __init__(self, kernels: ctypes.CDLL) -> None:
+        """``kernels`` as ``load_cpu_kernels`` gives them."""
+        self._kernels = kernels
         self._kernels.tessera_attend.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.POINTER(_Step))
         self._kernels.tessera_attend.restype = None
         self._max_rows = int(self._kernels.tessera_max_rows())

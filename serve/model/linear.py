@@ -14,8 +14,6 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor, nn
 
-from serve.model.kernels.build import KernelUnavailable, load_cpu_kernels
-
 # Shapes.  M rows, over all leading dimensions   I input features   O output features
 
 Matmul = Callable[[Tensor], Tensor]
@@ -47,21 +45,24 @@ def activation_of(module: nn.Module) -> str:
     return _BY_CLASS.get(type(module).__name__, "none")
 
 
-def choose_packer(device: torch.device, dtype: torch.dtype) -> Packer | None:
-    """The fastest way to pack weights for this device and type; ``None`` where plain weights are as good."""
+def choose_packer(device: torch.device, dtype: torch.dtype, kernels: ctypes.CDLL | None) -> tuple[str, Packer | None]:
+    """The fastest way to pack weights for this device and type, and its name in ``ModelFacts.linear``.
+
+    Args:
+        kernels: as ``load_cpu_kernels`` gives them; ``None`` where there are none.
+
+    Returns:
+        (name, packer); the packer is ``None`` where plain weights are as good.
+    """
     if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
-        return None
-    try:
-        kernels = load_cpu_kernels()
-    except KernelUnavailable:
-        kernels = None
+        return "torch", None
     if kernels is not None and kernels.tessera_linear_supported(dtype == torch.bfloat16):
-        return _Own(kernels).pack
+        return "kernel", _Own(kernels).pack
     if not torch.backends.mkldnn.is_available():
-        return None
+        return "torch", None
     if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return None
-    return _pack_onednn
+        return "torch", None
+    return "onednn", _pack_onednn
 
 
 _FUNCTIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {

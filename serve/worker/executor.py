@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import selectors
 import shutil
@@ -59,12 +60,17 @@ class RankExecutor:
         """Start the ranks and wait until every one has loaded its part.
 
         Raises:
-            ConfigError: the checkpoint or an option is at fault.
+            ConfigError: the checkpoint or an option is at fault, or there is no folder for temporary files.
             RankStartError: a rank failed, took longer than ``supervisor.start_timeout_seconds``, or ``close`` was called.
         """
         size = self._config.model.tensor_parallel_size
         # A fresh private folder: the ranks meet through a file in it, so no port is opened.
-        self._folder = Path(tempfile.mkdtemp(prefix="tessera-"))
+        try:
+            self._folder = Path(tempfile.mkdtemp(prefix="tessera-"))
+        except OSError as error:
+            raise ConfigError(
+                f"the ranks need a folder to meet in: {error.strerror or error}; set TMPDIR to one that can be written"
+            ) from error
         try:
             for number in range(size):
                 with self._lock:
@@ -94,6 +100,7 @@ class RankExecutor:
                 str(theirs.fileno()),
                 str(their_pulse.fileno()),
                 str(self._folder / "rendezvous"),
+                logging.getLevelName(logging.getLogger("serve").getEffectiveLevel()),
             ]
             process = subprocess.Popen(
                 command,

@@ -28,9 +28,9 @@ from serve.model.families import (
     head_dim,
     key_value_heads,
 )
-from serve.model.kernels.build import KernelUnavailable
+from serve.model.kernels.build import KernelUnavailable, load_cpu_kernels
 from serve.model.lean import call_leaves_directly
-from serve.model.linear import Matmul, activation_of, choose_packer, plain
+from serve.model.linear import Matmul, Packer, activation_of, choose_packer, plain
 from serve.model.load import Blueprint, ShardOf, SliceReader, build_on_meta, choose_dtype, fill, read_config
 from serve.worker.kv_cache import allocate, block_bytes, choose_num_blocks
 from serve.worker.parallel import Ranks, is_row_parallel, shard, vocabulary_widths
@@ -88,11 +88,13 @@ def load_rank(
         watch.lap("build")
         if device.type == "cuda":
             torch.cuda.set_device(device)
+        kernels = _load_kernels(config.kernels.cache_dir, rank, device, dtype)
+        linear, packer = choose_packer(device, dtype, kernels)
         fill(
             blueprint.model,
             SliceReader(checkpoint, blueprint, shards, device),
             device,
-            _linear_installer(device, dtype, ranks, _activations(blueprint.model, family)),
+            _linear_installer(packer, ranks, _activations(blueprint.model, family)),
         )
         watch.lap("weights")
         step = checkpoint.step
@@ -111,7 +113,8 @@ def load_rank(
             local_ranks=size,
         )
     )
-    state = _page_attention(model, family, model_config, config, num_blocks, heads // size, dtype, device)
+    backend = TorchBackend() if kernels is None else CpuKernelBackend(kernels)
+    state = _page_attention(model, family, model_config, config, num_blocks, heads // size, dtype, device, backend)
     watch.lap("cache")
     facts = ModelFacts(
         family=family.name,
@@ -124,6 +127,8 @@ def load_rank(
         block_tokens=config.cache.block_tokens,
         num_parameters=blueprint.num_parameters,
         checkpoint_step=step,
+        attention="torch" if kernels is None else "kernel",
+        linear=linear,
         load_seconds=tuple(watch.phases),
     )
     call_leaves_directly(model)
@@ -229,13 +234,12 @@ def _activations(model: nn.Module, family: Family) -> dict[nn.Module, tuple[nn.M
 
 
 def _linear_installer(
-    device: torch.device, dtype: torch.dtype, ranks: Ranks, activations: dict[nn.Module, tuple[nn.Module, str]]
+    packer: Packer | None, ranks: Ranks, activations: dict[nn.Module, tuple[nn.Module, str]]
 ) -> Callable[[nn.Module, Tensor, Tensor | None], bool]:
     """What is done with each linear layer as it is read: pack it where that is faster, sum row-parallel products.
 
     A packed layer takes over the activation that follows it.
     """
-    packer = choose_packer(device, dtype)
 
     def install(module: nn.Module, weight_OI: Tensor, bias_O: Tensor | None) -> bool:
         summed = ranks.size > 1 and is_row_parallel(module)
@@ -273,13 +277,16 @@ def _summed(matmul: Matmul, bias_O: Tensor | None, ranks: Ranks) -> Matmul:
     return forward
 
 
-def _choose_backend(device: torch.device, dtype: torch.dtype) -> Backend:
-    if device.type == "cpu" and dtype in (torch.float32, torch.bfloat16):
-        try:
-            return CpuKernelBackend()
-        except KernelUnavailable as reason:
-            _LOG.warning("attention runs in plain torch, slower: %s", reason)
-    return TorchBackend()
+def _load_kernels(cache_dir: str, rank: int, device: torch.device, dtype: torch.dtype) -> ctypes.CDLL | None:
+    """The CPU kernels where they apply and can be had; else rank 0 says why not, for all."""
+    if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
+        return None
+    try:
+        return load_cpu_kernels(cache_dir)
+    except KernelUnavailable as reason:
+        if rank == 0:
+            _LOG.warning("serving without the CPU kernels, in plain torch, which is slower: %s", reason)
+        return None
 
 
 def _page_attention(
@@ -291,6 +298,7 @@ def _page_attention(
     kv_heads: int,
     dtype: torch.dtype,
     device: torch.device,
+    backend: Backend,
 ) -> StepState:
     """Allocate the cache and put paged attention into every layer."""
     register_interface()
@@ -305,7 +313,6 @@ def _page_attention(
         device=device,
     )
     state = StepState()
-    backend = _choose_backend(device, dtype)
     modules = [module for name, module in model.named_modules() if _is_attention(name, family)]
     assert len(modules) == len(caches), f"{family.name}: {len(modules)} attention modules, {len(caches)} layers"
     for layer, (module, cache) in enumerate(zip(modules, caches, strict=True)):

@@ -1,7 +1,7 @@
 """The program of one rank: load, say so, then one plan after another until the other end closes.
 
-Started as ``python -m serve.worker.rank_loop RANK STEP_FD PULSE_FD RENDEZVOUS`` with two inherited sockets: one carries the
-configuration and the plans down and the results up, the other carries a heartbeat up.
+Started as ``python -m serve.worker.rank_loop RANK STEP_FD PULSE_FD RENDEZVOUS LOG_LEVEL`` with two inherited sockets: one
+carries the configuration and the plans down and the results up, the other carries a heartbeat up.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ def main(arguments: list[str]) -> int:
     # Ctrl-C and a service manager's SIGTERM may reach the whole group; the server drains first and then ends its ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # The server's level is for what Tessera says; of the libraries' talk, warnings are enough.
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format=f"rank {rank} %(levelname)s %(message)s")
+    logging.getLogger("serve").setLevel(arguments[4])
     steps, pulse = socket.socket(fileno=step_fd), socket.socket(fileno=pulse_fd)
     threading.Thread(target=_beat, args=(pulse,), daemon=True, name="pulse").start()
     try:

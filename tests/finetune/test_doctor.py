@@ -11,6 +11,7 @@ from rich.console import Console
 
 from finetune import doctor, machine, ops
 from finetune.cli import main
+from serve.options import all_options
 
 
 def test_the_report_names_everything_and_exits_0(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,7 +63,8 @@ def test_container_limits_are_read(tmp_path: Path) -> None:
 
 
 def test_built_operations_are_kept_per_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    for name in ("TORCH_EXTENSIONS_DIR", "TESSERA_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     here = ops.extensions_folder()
     assert here.is_relative_to(tmp_path)
@@ -72,7 +74,8 @@ def test_built_operations_are_kept_per_version(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_without_a_compiler_nothing_is_built_and_the_reason_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    for name in ("TORCH_EXTENSIONS_DIR", "TESSERA_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
@@ -83,11 +86,41 @@ def test_without_a_compiler_nothing_is_built_and_the_reason_is_told(monkeypatch:
     assert said == []
 
 
+def test_a_folder_that_cannot_be_written_is_named_with_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    monkeypatch.setenv("TESSERA_CACHE_DIR", "/dev/null/cache")
+    said: list[str] = []
+    adam = ops.ensure(ops.CPU_ADAM, said.append)
+    assert not adam.available
+    assert adam.reason.startswith("/dev/null/cache/torch_extensions/")
+    assert adam.reason.endswith("(Not a directory); set TESSERA_CACHE_DIR to a folder that can be written")
+    assert said == []
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TORCH_EXTENSIONS_DIR", "TESSERA_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda _: (_ for _ in ()).throw(KeyError()))
+    adam = ops.ensure(ops.CPU_ADAM, lambda _: None)
+    assert not adam.available
+    assert adam.reason.endswith("set TESSERA_CACHE_DIR to a folder that can be written")
+
+
+def test_training_and_serving_keep_what_they_compile_below_the_same_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    monkeypatch.setenv("TESSERA_CACHE_DIR", str(tmp_path))
+    assert ops.extensions_folder().parent == tmp_path / "torch_extensions"
+    assert next(option.variable for option in all_options() if option.key == "kernels.cache_dir") == "TESSERA_CACHE_DIR"
+
+
 def test_a_compiler_that_fails_is_announced_and_then_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     broken = tmp_path / "c++"
     broken.write_text("#!/bin/sh\nexit 1\n")
     broken.chmod(0o755)
-    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    for name in ("TORCH_EXTENSIONS_DIR", "TESSERA_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("CXX", str(broken))
     said: list[str] = []

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TypeVar
@@ -23,7 +23,7 @@ from serve.v1 import admin_pb2_grpc, inference_pb2_grpc, models_pb2_grpc, tokeni
 
 T = TypeVar("T")
 
-START_SECONDS = 90.0
+START_SECONDS = 240.0
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -88,9 +88,14 @@ def until(condition: Callable[[], T], seconds: float = 30.0, every: float = 0.02
 
 
 @contextmanager
-def serving(model: Path, *options: str, device: str = "cpu", exit_code: int = 0) -> Iterator[Server]:
-    """Start ``python -m serve`` on free ports, wait for its ready line, stop it at the end and expect ``exit_code``."""
+def serving(model: Path, *options: str, device: str = "cpu", exit_code: int = 0, under: Sequence[str] = ()) -> Iterator[Server]:
+    """Start ``python -m serve`` on free ports, wait for its ready line, stop it at the end and expect ``exit_code``.
+
+    Args:
+        under: words before the command: a program that becomes the server.
+    """
     command = [
+        *under,
         sys.executable,
         "-m",
         "serve",

@@ -36,6 +36,7 @@ _FLAGS = (
 )
 _VERSION = 2
 _COMPILERS = ("c++", "g++", "clang++")
+_ADVICE = "set TESSERA_CACHE_DIR (--cache-dir) to a folder of this user's own that can be written"
 
 
 class KernelUnavailable(Exception):
@@ -43,37 +44,48 @@ class KernelUnavailable(Exception):
 
 
 @cache
-def load_cpu_kernels() -> ctypes.CDLL:
-    """The compiled kernels; built on the first call of the first process, loaded from the user's cache afterwards.
+def load_cpu_kernels(cache_dir: str = "") -> ctypes.CDLL:
+    """The compiled kernels; built on the first call of the first process, loaded from the cache afterwards.
+
+    Args:
+        cache_dir: ``kernels.cache_dir``. A cache that holds the kernels already need not be writable.
 
     Raises:
-        KernelUnavailable: no compiler, or the compiler failed.
+        KernelUnavailable: no compiler, the compiler failed, or the cache is no place to keep a build or load one from.
     """
     compiler = next((path for name in _COMPILERS if (path := shutil.which(name))), None)
-    library = _cache_folder() / f"cpu-{_fingerprint(compiler)}.so"
-    if not library.exists():
-        if compiler is None:
-            raise KernelUnavailable(f"no C++ compiler ({', '.join(_COMPILERS)}) on the PATH")
-        _compile(compiler, library)
+    folder = _kernel_folder(cache_dir)
+    library = folder / f"cpu-{_fingerprint(compiler)}.so"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _check_owner(folder)
+        if not library.exists():
+            if compiler is None:
+                raise KernelUnavailable(f"no C++ compiler ({', '.join(_COMPILERS)}) on the PATH")
+            _compile(compiler, library)
+    except OSError as error:
+        raise KernelUnavailable(f"{folder} cannot hold the compiled kernels ({error.strerror or error}); {_ADVICE}") from error
     try:
         kernels = ctypes.CDLL(str(library))
     except OSError as error:
-        raise KernelUnavailable(f"{library} does not load: {error}") from error
+        raise KernelUnavailable(f"{library} does not load ({error}); {_ADVICE}, on a file system without noexec") from error
     if kernels.tessera_kernel_version() != _VERSION:
         raise KernelUnavailable(f"{library} is of another version")
     return kernels
 
 
-def _cache_folder() -> Path:
-    folder = Path("~/.cache/tessera/kernels").expanduser()
+def _kernel_folder(cache_dir: str) -> Path:
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError as error:
-        raise KernelUnavailable(f"{folder} cannot be made: {error}") from error
+        cache = Path(cache_dir or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "tessera")).expanduser()
+    except RuntimeError as error:  # a user without an entry in the password file, and no HOME
+        raise KernelUnavailable(f"this user has no home folder to keep the compiled kernels in; {_ADVICE}") from error
+    return cache / "kernels"
+
+
+def _check_owner(folder: Path) -> None:
     owner = folder.stat()
-    if owner.st_uid != os.getuid() or owner.st_mode & 0o022:
-        raise KernelUnavailable(f"{folder} can be written by other users; code is not loaded from there")
-    return folder
+    if owner.st_uid not in (os.getuid(), 0) or owner.st_mode & 0o022:
+        raise KernelUnavailable(f"{folder} can be written by other users, code is not loaded from there; {_ADVICE}")
 
 
 def _fingerprint(compiler: str | None) -> str:
@@ -95,9 +107,11 @@ def _compile(compiler: str, library: Path) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         built = Path(scratch) / library.name
         command = [compiler, *_FLAGS, *map(str, _SOURCES), "-o", str(built)]
-        log.info("building the CPU kernels (a few seconds, once per machine)")
+        log.info("building the CPU kernels (a few seconds, once; kept in %s)", library.parent)
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+            # The compiler's own files go there too: the system may have no folder for temporary ones that can be written.
+            environment = {**os.environ, "TMPDIR": scratch}
+            done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise KernelUnavailable(f"{compiler} could not run: {error}") from error
         if done.returncode != 0:

@@ -11,18 +11,15 @@ from torch import Tensor
 from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb
 
 from serve.model.attention import Backend, CpuKernelBackend, LayerCache, StepLayout, TorchBackend
-from serve.model.kernels.build import KernelUnavailable
 from serve.worker.kv_cache import allocate
+from tests.support.kernels import cpu_kernels
 
 
 @pytest.fixture(params=["torch", "kernel"])
 def backend(request: pytest.FixtureRequest) -> Backend:
     if request.param == "torch":
         return TorchBackend()
-    try:
-        return CpuKernelBackend()
-    except KernelUnavailable as reason:
-        pytest.skip(f"no CPU kernel here: {reason}")
+    return CpuKernelBackend(cpu_kernels())
 
 
 class _Sequence:
@@ -121,10 +118,7 @@ def test_attention_over_blocks_is_attention(
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (64, 16), (20, 6)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_kernel_turns_queries_and_keys_as_transformers_does(head_dim: int, rotary_dim: int, dtype: torch.dtype) -> None:
-    try:
-        kernel = CpuKernelBackend()
-    except KernelUnavailable as reason:
-        pytest.skip(f"no CPU kernel here: {reason}")
+    kernel = CpuKernelBackend(cpu_kernels())
     torch.manual_seed(head_dim + rotary_dim)
     random.seed(1)
     sequences = [_Sequence(*lengths, 6, 3, head_dim, dtype) for lengths in [(40, 40), (9, 9), (1, 1)]]

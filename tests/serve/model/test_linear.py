@@ -9,20 +9,14 @@ import torch
 import transformers.activations
 
 from serve.model import linear
-from serve.model.kernels.build import KernelUnavailable
+from tests.support.kernels import cpu_kernels
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(params=["best", "without kernels"])
-def packer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> linear.Packer | None:
-    if request.param == "without kernels":
-
-        def unavailable() -> None:
-            raise KernelUnavailable("hidden by the test")
-
-        monkeypatch.setattr(linear, "load_cpu_kernels", unavailable)
-    return linear.choose_packer(CPU, torch.float32)
+def packer(request: pytest.FixtureRequest) -> linear.Packer | None:
+    return linear.choose_packer(CPU, torch.float32, None if request.param == "without kernels" else cpu_kernels())[1]
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 9, 31, 64, 131, 300])
@@ -44,7 +38,7 @@ def test_the_packed_product_is_the_product(
 @pytest.mark.parametrize("rows", [1, 7, 8, 33])
 @pytest.mark.parametrize(("outputs", "inputs"), [(33, 64), (100, 255), (96, 1024)])
 def test_bf16_rounds_once(rows: int, outputs: int, inputs: int) -> None:
-    packer = linear.choose_packer(CPU, torch.bfloat16)
+    _, packer = linear.choose_packer(CPU, torch.bfloat16, cpu_kernels())
     if packer is None:
         pytest.skip("this processor has no packed bf16 route")
     torch.manual_seed(outputs)
@@ -79,7 +73,7 @@ def test_an_activation_follows_the_product(packer: linear.Packer | None, activat
 @pytest.mark.parametrize("activation", linear.ACTIVATIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_bias_is_added_first(activation: str, dtype: torch.dtype) -> None:
-    packer = linear.choose_packer(CPU, dtype)
+    _, packer = linear.choose_packer(CPU, dtype, cpu_kernels())
     if packer is None:
         pytest.skip("this processor has no packed bf16 route")
     torch.manual_seed(1)
@@ -112,7 +106,7 @@ def test_other_activations_are_left_to_transformers(name: str) -> None:
 
 
 def test_rows_need_not_lie_next_to_one_another() -> None:
-    packer = linear.choose_packer(CPU, torch.float32)
+    _, packer = linear.choose_packer(CPU, torch.float32, cpu_kernels())
     assert packer is not None
     weight, wide = torch.randn(40, 24), torch.randn(5, 48)
     product = packer(weight, None)

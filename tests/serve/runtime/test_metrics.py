@@ -40,7 +40,8 @@ from serve.types import (
 
 FACTS = ModelFacts(
     family="gpt_neox", vocab_size=100, max_model_len=64, eos_ids=(0,), dtype="float32", device="cpu", num_blocks=8,
-    block_tokens=4, num_parameters=1000, checkpoint_step=None, load_seconds=(("weights", 1.5),),
+    block_tokens=4, num_parameters=1000, checkpoint_step=None, attention="kernel", linear="onednn",
+    load_seconds=(("weights", 1.5),),
 )  # fmt: skip
 
 END_REASONS = (
@@ -160,7 +161,8 @@ def test_a_step_is_observed_once(metrics: Metrics) -> None:
 def test_the_model_is_described_once_it_is_loaded(metrics: Metrics) -> None:
     metrics.engine_started(stats(), FACTS, model="m")
     assert value(metrics, "model_load_seconds", phase="weights") == 1.5
-    assert 'tessera_model_info{checkpoint_step="",device="cpu",dtype="float32",family="gpt_neox"' in metrics.exposition()
+    labels = 'attention="kernel",checkpoint_step="",device="cpu",dtype="float32",family="gpt_neox",linear="onednn"'
+    assert f"tessera_model_info{{{labels}" in metrics.exposition()
 
 
 def test_the_endpoint_answers_on_loopback_and_its_port_cannot_be_shared(metrics: Metrics) -> None:

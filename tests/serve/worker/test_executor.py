@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
 import os
 import signal
@@ -16,12 +17,13 @@ import psutil
 import pytest
 import torch
 
-from serve.config import ModelConfig, ServerConfig, SupervisorConfig
+from serve.config import KernelsConfig, ModelConfig, ServerConfig, SupervisorConfig
 from serve.engine.executor import ExecutorDied
 from serve.engine.plan import Span, Start, StepPlan
 from serve.errors import ConfigError
 from serve.types import BlockId, SamplingParams, SequenceId
 from serve.worker.executor import RankExecutor
+from tests.support.kernels import cpu_kernels
 from tests.support.models import build, save
 
 
@@ -64,11 +66,13 @@ def _pids(executor: RankExecutor) -> list[int]:
     return [rank.process.pid for rank in executor._ranks]
 
 
-def test_ranks_compute_and_leave_nothing_behind(model: Path) -> None:
-    executor = RankExecutor(_config(model))
+def test_ranks_compute_without_the_kernels_and_leave_nothing_behind(model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    executor = RankExecutor(dataclasses.replace(_config(model), kernels=KernelsConfig(cache_dir="/dev/null/cache")))
     before = set(os.listdir("/dev/shm"))
     facts = executor.start()
     assert (facts.family, facts.dtype, facts.vocab_size) == ("gpt_neox", "float32", 509)
+    assert facts.attention == "torch"
+    assert facts.linear in ("onednn", "torch")
     result = executor.execute(_plan(0))
     assert [s.sequence for s in result.sampled] == [0]
     assert executor.dead_rank() is None
@@ -80,6 +84,10 @@ def test_ranks_compute_and_leave_nothing_behind(model: Path) -> None:
     assert folder is not None
     assert not folder.exists()
     assert set(os.listdir("/dev/shm")) <= before
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "kernels" in line]
+    assert line.startswith("rank 0 WARNING "), "one rank says it for all"
+    assert "/dev/null/cache/kernels" in line
+    assert "TESSERA_CACHE_DIR" in line
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -146,11 +154,28 @@ def test_a_model_whose_numbers_are_not_finite_is_refused_by_every_rank_before_it
         RankExecutor(_config(tmp_path)).start()
 
 
-def test_ranks_end_with_the_thread_that_started_them(model: Path) -> None:
-    executor = RankExecutor(_config(model, size=1))
+def test_ranks_talk_as_much_as_their_server_and_end_with_the_thread_that_started_them(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    built = cpu_kernels()._name
+    (tmp_path / "c++").write_text(f'#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\ncp {built} "$2"\n')
+    (tmp_path / "c++").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(logging.getLogger("serve"), "level", logging.INFO)
+    executor = RankExecutor(
+        dataclasses.replace(_config(model, size=1), kernels=KernelsConfig(cache_dir=str(tmp_path / "cache")))
+    )
     thread = threading.Thread(target=executor.start)
     thread.start()
     thread.join()
+    assert f"rank 0 INFO building the CPU kernels (a few seconds, once; kept in {tmp_path}" in capfd.readouterr().err
     [pid] = _pids(executor)
     _until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
     executor.close()
+
+
+def test_without_a_folder_for_temporary_files_it_is_said_what_to_set(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr("tempfile._candidate_tempdir_list", lambda: ["/dev/null/tmp"])
+    with pytest.raises(ConfigError, match=r"No usable temporary directory .*; set TMPDIR to one that can be written"):
+        RankExecutor(_config(model)).start()

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 from serve.config import CacheConfig, ModelConfig, ServerConfig
 from serve.model.attention import StepLayout
 from serve.model.families import FAMILIES
-from serve.model.kernels.build import KernelUnavailable, load_cpu_kernels
 from serve.worker.loader import RankModel, Stopwatch, load_rank
 from serve.worker.parallel import Ranks
+from tests.support.kernels import cpu_kernels
 from tests.support.models import VOCABULARY, save
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -76,10 +76,7 @@ def test_logits_are_those_of_transformers(tmp_path: Path, variant: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_kernels_take_over_what_lies_next_to_them(tmp_path: Path, family: str) -> None:
-    try:
-        load_cpu_kernels()
-    except KernelUnavailable as reason:
-        pytest.skip(f"no CPU kernels here: {reason}")
+    cpu_kernels()
     model = load(save(family, tmp_path, with_tokenizer=False))
     facts = FAMILIES[family]
     parents = [

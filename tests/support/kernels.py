@@ -1,0 +1,17 @@
+"""The compiled CPU kernels, for tests that are about them."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+
+from serve.model.kernels.build import KernelUnavailable, load_cpu_kernels
+
+
+def cpu_kernels() -> ctypes.CDLL:
+    """As this user's cache has them; without a compiler the test is skipped."""
+    try:
+        return load_cpu_kernels()
+    except KernelUnavailable as reason:
+        pytest.skip(f"no CPU kernels here: {reason}")
