@@ -20,6 +20,7 @@ from finetune.errors import ConfigError
 from finetune.export import require_new, tokenizer_files_of, write_new
 from finetune.finite import check_finite, found_in
 from finetune.folders import checkpoint_folder, step_folders
+from finetune.hub import folder_of
 from finetune.model import load_model, saved_config, stored_dtype, tied_names
 from finetune.quiet import quiet
 
@@ -161,7 +162,8 @@ def open_base(folder: Path, base: Path | None = None, *, any_base: bool = False)
         described = PeftConfig.from_pretrained(str(folder))
     except Exception as error:
         raise ConfigError(f"{folder / _ADAPTER}: {' '.join(str(error).split())}") from error
-    base = base or Path(str(described.base_model_name_or_path))
+    named = folder / _ADAPTER if base is None else "--base"
+    base = folder_of(base or str(described.base_model_name_or_path), f"{named}: base model")
     wanted = None if any_base else recorded_beside(folder)
     try:
         places = candidates(base)

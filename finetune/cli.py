@@ -190,6 +190,7 @@ def tune(config: TuneConfig, console: Console, *, command: str = "tune", anyway:
         FinetuneError: what was wrong; no process is left.
     """
     from finetune import joined
+    from finetune.hub import located
     from finetune.launch import Ranks
     from finetune.observe import observed
     from finetune.ready import make_ready, settled
@@ -200,6 +201,7 @@ def tune(config: TuneConfig, console: Console, *, command: str = "tune", anyway:
     def say(text: str) -> None:
         console.print(f"[dim]{escape(text)}[/]", highlight=False, soft_wrap=True)
 
+    config = located(config, say if os.environ.get("RANK", "0") == "0" else lambda _: None, command=command)
     if joined.started_by_launcher():
         joined.train(config, _plain(asdict(config)), console, command=command, anyway=anyway)
     with ExitStack() as stack:

@@ -15,6 +15,7 @@ from finetune.data.tokenizer import TOKENIZER_FILES
 from finetune.errors import ConfigError, RunError
 from finetune.finite import check_finite, found_in
 from finetune.folders import RESUME, checkpoint_folder, step_folders
+from finetune.hub import folder_of
 
 
 def export(
@@ -35,6 +36,7 @@ def export(
         RunError: writing failed.
     """
     require_new(out)
+    source = folder_of(source, "export")
     try:
         with open_checkpoint(_choose(source, step)) as checkpoint:
             exact = _exact_weights(source, checkpoint) if dtype == torch.float32 else None

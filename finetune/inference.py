@@ -15,6 +15,7 @@ from finetune.adapters import adapter_folder, merged_model, open_base
 from finetune.data.tokenizer import TOKENIZER_FILES
 from finetune.errors import ConfigError
 from finetune.folders import checkpoint_folder
+from finetune.hub import folder_of
 from finetune.model import load_model
 
 
@@ -35,6 +36,7 @@ def open_trained(path: Path, dtype: torch.dtype) -> Trained:
     Raises:
         ConfigError: the checkpoint, its tensors or its tokenizer is at fault.
     """
+    path = folder_of(path, "checkpoint")
     adapter = adapter_folder(path)
     try:
         with open_checkpoint(checkpoint_folder(path)) if adapter is None else open_base(adapter) as checkpoint:

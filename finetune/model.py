@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -109,20 +110,32 @@ def config_of(checkpoint: Checkpoint) -> Any:
     Raises:
         ConfigError: transformers knows no causal language model of this type, or refuses what the file says of it.
     """
-    values = dict(checkpoint.config)
-    model_type = values.pop("model_type")
-    if _causal_class(model_type) is None:
-        raise ConfigError(
-            f"{checkpoint.path / 'config.json'}: model_type {model_type!r} is not a causal language model of transformers"
-        )
+    made = config_from(checkpoint.config, checkpoint.path)
     try:
         checkpoint.check_model()
-        return AutoConfig.for_model(model_type, **values)
     except CheckpointError as error:
         raise ConfigError(f"{checkpoint.path}: {error}") from error
+    return made
+
+
+def config_from(config: Mapping[str, Any], folder: Path) -> Any:
+    """The transformers configuration of ``config.json`` alone.
+
+    Args:
+        folder: that it is from, for messages.
+
+    Raises:
+        ConfigError: as ``config_of``.
+    """
+    values = dict(config)
+    model_type = values.pop("model_type")
+    if _causal_class(model_type) is None:
+        raise ConfigError(f"{folder / 'config.json'}: model_type {model_type!r} is not a causal language model of transformers")
+    try:
+        return AutoConfig.for_model(model_type, **values)
     except Exception as error:  # each transformers configuration raises its own kinds
         rule = f"transformers refuses it: {' '.join(str(error).split())}"
-        raise ConfigError(f"{checkpoint.path / 'config.json'}: {rule}") from error
+        raise ConfigError(f"{folder / 'config.json'}: {rule}") from error
 
 
 def build_empty(config: Any, dtype: torch.dtype, context: AbstractContextManager[Any]) -> PreTrainedModel:

@@ -145,10 +145,11 @@ def _parser(command: str, description: str) -> argparse.ArgumentParser:
 
 def _parsed(parser: argparse.ArgumentParser, words: list[str]) -> tuple[TuneConfig, argparse.Namespace]:
     from finetune.cli import load_config
+    from finetune.hub import located
 
     overrides, rest = split_overrides(words, [field.name for field in fields(TuneConfig)])
     options = parser.parse_args(rest)
-    return load_config(options.config, overrides), options
+    return located(load_config(options.config, overrides), _say(Console(stderr=True)), need="tokenizer"), options
 
 
 class _Counter:

@@ -46,9 +46,13 @@ def main(words: Sequence[str]) -> int:
             parser.error(f"--{name.replace('_', '-')} is {value}; it must be greater than 0")
 
     from finetune.cli import load_config
+    from finetune.hub import located
 
-    config = load_config(options.config, overrides, command=_command_of(options.config, overrides))
-    return plan(config, options, table_console())
+    command = _command_of(options.config, overrides)
+    given = load_config(options.config, overrides, command=command)
+    config = located(given, command=command, need="config")
+    # Of a model of the hub no weights are downloaded for a plan.
+    return plan(config, options, table_console(), weights=config.model == given.model)
 
 
 def _command_of(path: Path, overrides: Sequence[tuple[str, str]]) -> str:
@@ -60,8 +64,11 @@ def _command_of(path: Path, overrides: Sequence[tuple[str, str]]) -> str:
     return "pretrain" if pipeline.get("stages", 1) != 1 or zero.get("stage") == 0 else "tune"
 
 
-def plan(config: TuneConfig, options: argparse.Namespace, console: Console) -> int:
+def plan(config: TuneConfig, options: argparse.Namespace, console: Console, *, weights: bool = True) -> int:
     """Work the forecast out and show it; the exit code says whether the run fits.
+
+    Args:
+        weights: whether those of ``model.path`` must be there.
 
     Raises:
         ConfigError: the configuration's model cannot be.
@@ -73,7 +80,7 @@ def plan(config: TuneConfig, options: argparse.Namespace, console: Console) -> i
         from finetune.forecast.pace import kept_pace
         from finetune.forecast.show import show_plan
 
-    hf_config = model_config_of(config)
+    hf_config = model_config_of(config, weights=weights)
     hardware = described_machine(
         config, gpus=options.gpus, gpu_gib=options.gpu_gib, ram_gib=options.ram_gib, nvme_gib=options.nvme_gib
     )

@@ -12,6 +12,7 @@ from typing import TextIO
 
 from finetune import machine
 from finetune.errors import ConfigError
+from finetune.hub import folder_of
 from finetune.lifetime import without_collection
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -53,7 +54,8 @@ def predict(options: argparse.Namespace) -> int:
     Raises:
         ConfigError: the prompts, the checkpoint or the place to write to is at fault.
     """
-    if not options.checkpoint.exists():
+    checkpoint = folder_of(options.checkpoint, "predict")
+    if not checkpoint.exists():
         raise ConfigError(f"{options.checkpoint}: there is no such checkpoint")
     with without_collection():
         import torch
@@ -72,7 +74,7 @@ def predict(options: argparse.Namespace) -> int:
         max_new_tokens=options.max_new_tokens, temperature=options.temperature, top_p=options.top_p, seed=options.seed
     )
     with quiet(), _target(options.out) as out:
-        completer = Completer(options.checkpoint, device=device, dtype=dtype)
+        completer = Completer(checkpoint, device=device, dtype=dtype)
         for prompt, text in zip(prompts, completer.complete(prompts, sampling, batch=options.batch), strict=True):
             if options.json:
                 given = {"prompt": prompt.text} if prompt.text is not None else {"messages": list(prompt.messages or ())}

@@ -14,7 +14,7 @@ class ModelConfig:
     """What is trained: an existing model, or a new one. Exactly one of the two is set."""
 
     path: str | None = None
-    """Folder of a Hugging Face or Tessera checkpoint to start from."""
+    """Folder of a Hugging Face or Tessera checkpoint to start from; or ``hf:ORG/NAME[@REVISION]`` of the Hugging Face hub."""
 
     new: Mapping[str, Any] | None = None
     """A new model: ``model_type`` and any keys of its transformers configuration. ``vocab_size`` and the longest
@@ -47,7 +47,7 @@ class TokenizerConfig:
     """How text becomes ids. Neither key set: the tokenizer of ``model.path``."""
 
     path: str | None = None
-    """Folder with ``tokenizer.json``."""
+    """Folder with ``tokenizer.json``; or ``hf:ORG/NAME[@REVISION]``."""
 
     train: TrainTokenizerConfig | None = None
     """Learn a new one from the data."""

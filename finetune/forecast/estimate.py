@@ -189,19 +189,27 @@ def _size_of(entry: str | SourceConfig, config: TuneConfig) -> int:
 # -- the model of a configuration, without its data
 
 
-def model_config_of(config: TuneConfig) -> Any:
+def model_config_of(config: TuneConfig, *, weights: bool = True) -> Any:
     """The transformers configuration of the run's model, from the configuration alone: the data need not exist.
+
+    Args:
+        weights: whether those of ``model.path`` must be there, and are looked at.
 
     Raises:
         ConfigError: there is no such model or tokenizer.
     """
     from checkpoint import CheckpointError, open_checkpoint
+    from checkpoint.structure import open_folder, read_configs
     from finetune.base import candidates
-    from finetune.model import check_new_config, config_of, new_config
+    from finetune.model import check_new_config, config_from, config_of, new_config
 
     if config.model.path is not None:
         try:
-            with open_checkpoint(candidates(Path(config.model.path))[0]) as checkpoint:
+            path = candidates(Path(config.model.path))[0]
+            if not weights:
+                folder = open_folder(path)
+                return config_from(read_configs(folder)[0], folder.path)
+            with open_checkpoint(path) as checkpoint:
                 return config_of(checkpoint)
         except CheckpointError as error:
             raise ConfigError(f"model.path: {config.model.path}: {error}") from error

@@ -18,8 +18,7 @@ from finetune.config import DataConfig, LoraConfig, ModelConfig, RunConfig, Tune
 from finetune.data.prepared import Prepared
 from finetune.errors import WeightNotFinite
 from finetune.finite import check_finite
-from finetune.inference import _always
-from finetune.model import build_empty
+from finetune.model import _always, build_empty
 from finetune.origin import Origin
 from finetune.resume import ResumeState, find_resume_state
 from tests.support.models import build, save
