@@ -7,11 +7,8 @@ of the process, whatever happens to the engine.
 from __future__ import annotations
 
 import platform
-import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Final
-from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import (
     CollectorRegistry,
@@ -22,9 +19,10 @@ from prometheus_client import (
     ProcessCollector,
     disable_created_metrics,
     generate_latest,
-    start_http_server,
 )
 
+from serve import endpoint
+from serve.endpoint import MetricsEndpoint
 from serve.engine.executor import ModelFacts
 from serve.engine.stats import EngineStats
 from serve.errors import (
@@ -78,26 +76,6 @@ SECONDS: Final = (
 STEP_TOKENS: Final = tuple(float(2**exponent) for exponent in range(15))
 
 
-@dataclass(frozen=True, slots=True)
-class MetricsEndpoint:
-    """A running HTTP endpoint that serves ``/metrics``."""
-
-    address: str
-    """``host:port`` as bound."""
-    _server: WSGIServer
-    _thread: threading.Thread
-
-    @property
-    def url(self) -> str:
-        return f"http://{self.address}/metrics"
-
-    def close(self) -> None:
-        """Stop listening and wait for the endpoint's thread."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-
 class Metrics:
     """Owns the registry and every series in it. May be called from any thread."""
 
@@ -149,7 +127,7 @@ class Metrics:
         self._queued_tokens = self._gauge("queued_prompt_tokens", "Prompt tokens of the waiting requests.")
         self._blocks_used = self._gauge("kv_blocks_used", "KV blocks that live sequences hold.")
         self._blocks_cached = self._gauge("kv_blocks_cached", "KV blocks nobody holds, kept for reuse by equal prefixes.")
-        self._blocks_total = self._gauge("kv_blocks_total", "KV blocks in the pool.")
+        self._blocks_total = self._gauge("kv_blocks", "KV blocks in the pool.")
         self._preemptions = self._counter("preemptions", "Sequences preempted to make room.")
         self._cache_queries = self._counter("prefix_cache_queries", "Tokens looked up in the prefix cache.")
         self._cache_hits = self._counter("prefix_cache_hits", "Tokens found in the prefix cache.")
@@ -290,11 +268,9 @@ class Metrics:
         """
         bare_host = "127.0.0.1" if host.startswith("unix:") else host.strip("[]")
         try:
-            server, thread = start_http_server(port, bare_host, self.registry)
+            return endpoint.listen(self.registry, bare_host, port)
         except OSError as error:
             raise ConfigError(f"rpc.metrics_port: cannot listen on {bare_host}:{port}: {error.strerror or error}") from error
-        shown = f"[{bare_host}]" if ":" in bare_host else bare_host
-        return MetricsEndpoint(f"{shown}:{server.server_port}", server, thread)
 
 
 def _make_all(family: Any, values: Sequence[str]) -> None:

@@ -34,5 +34,5 @@ def read(url: str) -> Reading:
         first_token_seconds=samples["tessera_time_to_first_token_seconds_sum"],
         num_first_tokens=int(samples["tessera_time_to_first_token_seconds_count"]),
         kv_blocks_used=int(samples["tessera_kv_blocks_used"]),
-        kv_blocks_total=int(samples["tessera_kv_blocks_total"]),
+        kv_blocks_total=int(samples["tessera_kv_blocks"]),
     )

@@ -5,8 +5,11 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypedDict, cast
+from typing import Any, Final, TypedDict, TypeVar, cast
 
+from google.protobuf.message import Message
+
+from serve.client.errors import FieldViolation, TesseraError
 from serve.v1 import inference_pb2, types_pb2
 
 
@@ -64,6 +67,8 @@ class Options(TypedDict, total=False):
     echo: bool
 
 
+M = TypeVar("M", bound=Message)
+
 _SECTION_OF: Final = {
     field.name: section
     for section, message in (
@@ -100,7 +105,7 @@ def generate_message(prompt: Prompt, options: Options) -> inference_pb2.Generate
 
     Raises:
         TypeError: an option or the prompt is not of a kind that can be sent.
-        ValueError: a number does not fit its field at all, such as a negative count.
+        TesseraError: INVALID_ARGUMENT; a value does not fit its field at all, such as a negative count.
     """
     message = inference_pb2.GenerateRequest()
     left = dict(options)
@@ -110,7 +115,7 @@ def generate_message(prompt: Prompt, options: Options) -> inference_pb2.Generate
         section = _SECTION_OF.get(name)
         if section is None and name not in ("request_id", "model", "priority", "cache_salt"):
             raise TypeError(f"there is no option {name!r}")
-        _put(getattr(message, section) if section else message, name, value)
+        _put(getattr(message, section) if section else message, name, value, path=f"{section}.{name}" if section else name)
     return message
 
 
@@ -123,22 +128,20 @@ def score_message(
     special_tokens: bool | None,
 ) -> inference_pb2.ScoreRequest:
     """The message of one scoring call."""
-    message = inference_pb2.ScoreRequest(
-        request_id=request_id, model=model, special_tokens=special_tokens_value(special_tokens)
-    )
-    _put(message, "top_logprobs", top_logprobs)
-    for entry in items:
+    message = filled(inference_pb2.ScoreRequest(), request_id=request_id, model=model, top_logprobs=top_logprobs)
+    message.special_tokens = special_tokens_value(special_tokens)
+    for place, entry in enumerate(items):
         item = ScoreItem(entry) if isinstance(entry, str) else entry
-        added = message.items.add()
+        added, path = message.items.add(), f"items[{place}]"
         if isinstance(item.target, str):
-            added.text = item.target
+            _put(added, "text", item.target, path=f"{path}.text")
         else:
-            added.token_ids.ids.extend(item.target)
+            _put(added.token_ids, "ids", item.target, path=f"{path}.token_ids.ids")
             added.token_ids.SetInParent()
         if isinstance(item.context, str):
-            added.context_text = item.context
+            _put(added, "context_text", item.context, path=f"{path}.context_text")
         elif item.context is not None:
-            added.context_ids.ids.extend(item.context)
+            _put(added.context_ids, "ids", item.context, path=f"{path}.context_ids.ids")
     return message
 
 
@@ -153,7 +156,8 @@ def named_messages(requests: Iterable[Request | Prompt]) -> list[inference_pb2.G
     """Messages that can be told apart: those without a request_id are given one.
 
     Raises:
-        ValueError: two requests have the same request_id, so their answers could not be told apart.
+        TesseraError: INVALID_ARGUMENT; two requests have the same request_id, so their answers could not be told apart, or one
+            cannot be sent.
     """
     messages: list[inference_pb2.GenerateRequest] = []
     taken: set[str] = set()
@@ -163,7 +167,7 @@ def named_messages(requests: Iterable[Request | Prompt]) -> list[inference_pb2.G
         if not message.request_id:
             message.request_id = uuid.uuid4().hex
         if message.request_id in taken:
-            raise ValueError(f"two requests of one batch have the request_id {message.request_id!r}")
+            raise invalid("request_id", f"two requests of one batch have the request_id {message.request_id!r}")
         taken.add(message.request_id)
         messages.append(message)
     return messages
@@ -171,7 +175,11 @@ def named_messages(requests: Iterable[Request | Prompt]) -> list[inference_pb2.G
 
 def chat_message(messages: Sequence[ChatMessage], add_generation_prompt: bool | None) -> types_pb2.Chat:
     """A conversation as a message."""
-    chat = types_pb2.Chat(messages=[types_pb2.ChatMessage(role=m["role"], content=m["content"]) for m in messages])
+    chat = types_pb2.Chat()
+    for place, message in enumerate(messages):
+        added = chat.messages.add()
+        for name in ("role", "content"):
+            _put(added, name, message[name], path=f"messages[{place}].{name}")
     if add_generation_prompt is not None:
         chat.add_generation_prompt = add_generation_prompt
     return chat
@@ -179,20 +187,32 @@ def chat_message(messages: Sequence[ChatMessage], add_generation_prompt: bool | 
 
 def _set_prompt(message: inference_pb2.GenerateRequest, prompt: Prompt, add_generation_prompt: Any) -> None:
     if isinstance(prompt, str):
-        message.text = prompt
+        _put(message, "text", prompt, path="prompt.text")
     elif not isinstance(prompt, Sequence):
         raise TypeError(_PROMPT_RULE)
     elif prompt and all(isinstance(entry, Mapping) for entry in prompt):
         message.chat.CopyFrom(chat_message(cast(Sequence[ChatMessage], prompt), add_generation_prompt))
     elif all(isinstance(entry, int) for entry in prompt):
-        _put(message.token_ids, "ids", prompt)
+        _put(message.token_ids, "ids", prompt, path="prompt.token_ids.ids")
         message.token_ids.SetInParent()
     else:
         raise TypeError(_PROMPT_RULE)
 
 
-def _put(message: Any, name: str, value: Any) -> None:
-    """Set a field, with an error that names it."""
+def filled(message: M, **values: Any) -> M:
+    """The message with these fields set; ``None`` leaves one out.
+
+    Raises:
+        TypeError: a value is not of a kind that can be sent.
+        TesseraError: INVALID_ARGUMENT; a value does not fit its field.
+    """
+    for name, value in values.items():
+        _put(message, name, value, path=name)
+    return message
+
+
+def _put(message: Any, name: str, value: Any, *, path: str) -> None:
+    """Set a field, with an error that names it by its path in the request."""
     if value is None:
         return
     try:
@@ -203,4 +223,12 @@ def _put(message: Any, name: str, value: Any) -> None:
         else:
             setattr(message, name, value)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"{name}: {error}") from error
+        if isinstance(error, ValueError):
+            raise invalid(path, str(error)) from error
+        raise TypeError(f"{path}: {error}") from error
+
+
+def invalid(field_name: str, rule: str) -> TesseraError:
+    """The error of a value that cannot even be sent: what the server would say of it, said here."""
+    violation = FieldViolation(field_name, rule)
+    return TesseraError("INVALID_ARGUMENT", f"{field_name}: {rule}", violations=(violation,))

@@ -28,6 +28,7 @@ from serve.client.request import (
     Request,
     ScoreItem,
     chat_message,
+    filled,
     generate_message,
     named_messages,
     score_message,
@@ -209,12 +210,12 @@ class Client:
 
     def tokenize(self, text: str, *, special_tokens: bool | None = None, timeout: float | None = None) -> tuple[int, ...]:
         """Token ids of a text, as a prompt would have them."""
-        message = tokenizer_pb2.TokenizeRequest(text=text, special_tokens=special_tokens_value(special_tokens))
+        message = filled(tokenizer_pb2.TokenizeRequest(special_tokens=special_tokens_value(special_tokens)), text=text)
         return tuple(self._call(self._tokenizer.Tokenize, message, timeout).token_ids)
 
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, timeout: float | None = None) -> str:
         """Text of token ids."""
-        message = tokenizer_pb2.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
+        message = filled(tokenizer_pb2.DetokenizeRequest(skip_special_tokens=skip_special_tokens), token_ids=token_ids)
         return str(self._call(self._tokenizer.Detokenize, message, timeout).text)
 
     def render_chat(
@@ -235,7 +236,7 @@ class Client:
 
     def abort(self, request_id: str, *, timeout: float | None = None) -> None:
         """End a live request, whoever started it. Needs the Admin service on this address."""
-        self._call(self._admin.Abort, admin_pb2.AbortRequest(request_id=request_id), timeout)
+        self._call(self._admin.Abort, filled(admin_pb2.AbortRequest(), request_id=request_id), timeout)
 
     def flush_prefix_cache(self, *, timeout: float | None = None) -> int:
         """Forget cached prompt prefixes; returns how many blocks held one. Needs the Admin service on this address."""

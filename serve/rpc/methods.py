@@ -14,6 +14,7 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import Message
 
 from serve.errors import RequestError
+from serve.rpc.deadlines import is_expired
 from serve.rpc.status import RpcStatus, abort, internal_status, rpc_status
 from serve.rpc.wire import Malformed, Reader, Unread
 
@@ -117,18 +118,18 @@ class _Behaviour:
     async def _guarded(self, run: Callable[[], Awaitable[Any]], context: Any) -> Any:
         """Run the handler; count its call, before the client can know of its end, and end it with the status of its error."""
         self._calls.began(context)
+        allowed = context.time_remaining()
         try:
             answer = await run()
         except RequestError as error:
             status = rpc_status(error)
         except asyncio.CancelledError:
             # The client has gone, or gRPC found the deadline passed. Not swallowed: gRPC would leak the call.
-            remaining = context.time_remaining()
-            self._ended("DEADLINE_EXCEEDED" if remaining is not None and remaining <= 0 else "CANCELLED")
+            self._ended(_client_code(context, allowed))
             raise
         except Exception:
             if context.done():  # a write met a call that was already over
-                self._ended("CANCELLED")
+                self._ended(_client_code(context, allowed))
                 raise
             status = self._bug()
         else:
@@ -144,3 +145,8 @@ class _Behaviour:
     def _bug(self) -> RpcStatus:
         _log.exception("%s failed", self._method.full_name)
         return internal_status()
+
+
+def _client_code(context: Any, allowed_seconds: float | None) -> str:
+    """The status of a call that its client ended."""
+    return "DEADLINE_EXCEEDED" if is_expired(context.time_remaining(), allowed_seconds) else "CANCELLED"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from typing import Any, Final
+from typing import Any
 
 from serve.errors import DeadlineExpired, Loading
 from serve.metrics import Metrics
 from serve.rpc import answers, convert
 from serve.rpc.batch import run_batch
 from serve.rpc.convert import Call
+from serve.rpc.deadlines import LEAST_SECONDS, is_expired
 from serve.rpc.model import ServedModel
 from serve.rpc.scoring import Scorer
 from serve.rpc.wire import Malformed
@@ -17,10 +18,6 @@ from serve.runtime.gateway import Gateway
 from serve.runtime.stream import Stream
 from serve.types import Generation
 from serve.v1 import inference_pb2
-
-LEAST_SECONDS: Final = 0.002
-"""A call with less time left gets no work done: gRPC rounds a deadline that has passed up to a millisecond that is left, and
-no answer is as quick."""
 
 
 class Models:
@@ -99,8 +96,8 @@ class InferenceService:
 
     def _leave(self, stream: Stream) -> None:
         """The call is over. gRPC's own timer may end it at the deadline before the engine does: that is no cancel."""
-        deadline = stream.generation.deadline_seconds
-        if deadline is not None and self._clock() >= deadline - LEAST_SECONDS:
+        deadline, arrival = stream.generation.deadline_seconds, stream.generation.arrival_seconds
+        if deadline is not None and is_expired(deadline - self._clock(), deadline - arrival):
             stream.cut(DeadlineExpired("the request's deadline passed"))
         stream.close()
 

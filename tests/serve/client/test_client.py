@@ -171,14 +171,41 @@ async def test_errors_are_readable_and_keep_their_details() -> None:
                 client.generate("x", top_p=2.0, min_p=-1.0)
             assert {violation.field for violation in caught.value.violations} == {"sampling.top_p", "sampling.min_p"}
             assert caught.value.reason == "INVALID_REQUEST"
-            with pytest.raises(ValueError, match="top_k"):
-                client.generate("x", top_k=-1)
             with pytest.raises(TypeError, match="no option 'temprature'"):
                 client.generate("x", temprature=1.0)  # type: ignore[call-arg]
             with pytest.raises(TypeError, match="a prompt is"):
                 client.generate(3)  # type: ignore[arg-type]
 
         await blocking(server, work)
+
+
+UNSENDABLE = [
+    (lambda client: client.generate("x", max_new_tokens=-1), "stopping.max_new_tokens"),
+    (lambda client: client.generate("x", top_k=-1), "sampling.top_k"),
+    (lambda client: client.generate("x", seed=2**64), "sampling.seed"),
+    (lambda client: client.generate("x", logit_bias={-1: 1.0}), "sampling.logit_bias"),
+    (lambda client: client.generate("x", priority=2**40), "priority"),
+    (lambda client: client.generate([5, -6]), "prompt.token_ids.ids"),
+    (lambda client: client.generate("half of it: \ud83d"), "prompt.text"),
+    (lambda client: client.generate("x", stop_strings=["\ud83d"]), "stopping.stop_strings"),
+    (lambda client: client.generate([{"role": "user", "content": "\ud83d"}]), "messages[0].content"),
+    (lambda client: client.stream("x", max_new_tokens=-1), "stopping.max_new_tokens"),
+    (lambda client: client.batch([Request("x", {"max_new_tokens": -1})]), "stopping.max_new_tokens"),
+    (lambda client: client.score([ScoreItem([5, -1])]), "items[0].token_ids.ids"),
+    (lambda client: client.score(["x"], top_logprobs=-1), "top_logprobs"),
+    (lambda client: client.tokenize("\ud83d"), "text"),
+    (lambda client: client.detokenize([-1]), "token_ids"),
+    (lambda client: client.abort("\ud83d"), "request_id"),
+]
+
+
+@pytest.mark.parametrize(("ask", "field"), UNSENDABLE)
+def test_what_cannot_even_be_sent_is_the_clients_own_error(ask: Callable[[Client], object], field: str) -> None:
+    with Client("127.0.0.1:1") as client, pytest.raises(TesseraError) as caught:
+        ask(client)
+    assert caught.value.code == "INVALID_ARGUMENT"
+    assert [violation.field for violation in caught.value.violations] == [field]
+    assert field in str(caught.value)
 
 
 async def test_a_timeout_ends_a_call() -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from serve.client.errors import TesseraError
 from serve.client.request import Request, named_messages
 
 
 def test_two_requests_of_one_name_are_refused() -> None:
-    with pytest.raises(ValueError, match="two requests of one batch have the request_id 'd'"):
+    with pytest.raises(TesseraError, match="two requests of one batch have the request_id 'd'"):
         named_messages([Request("a", {"request_id": "d"}), Request("b", {"request_id": "d"})])
 
 

@@ -1,0 +1,16 @@
+"""What an installed package carries beside its modules."""
+
+from __future__ import annotations
+
+import tomllib
+
+import pytest
+
+from tests.repo.documents import REPOSITORY
+
+
+@pytest.mark.parametrize("package", ["serve", "checkpoint"])
+def test_type_checkers_are_told_that_the_package_is_typed(package: str) -> None:
+    data = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    assert (REPOSITORY / package / "py.typed").is_file()
+    assert "py.typed" in data[package]

@@ -1,0 +1,88 @@
+"""Calls that their client ended: by its deadline, or by a cancel."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from serve.rpc.bounds import request_bounds
+from serve.rpc.deadlines import is_expired
+from serve.rpc.methods import Calls, _Behaviour
+from serve.rpc.wire import Reader
+from serve.v1 import inference_pb2
+from tests.serve.rpc.running import config_of
+
+METHOD = inference_pb2.DESCRIPTOR.services_by_name["Inference"].methods_by_name["Generate"]
+
+
+class Context:
+    """A call whose time is told by the test."""
+
+    def __init__(self, allowed: float | None) -> None:
+        self.remaining = allowed
+        self.is_over = False
+
+    def time_remaining(self) -> float | None:
+        return self.remaining
+
+    def done(self) -> bool:
+        return self.is_over
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        pass
+
+
+async def counted(allowed: float | None, remaining: float | None, *, by_write: bool) -> str:
+    """The code that a call is counted under whose client ends it with so much time left."""
+    codes: list[str] = []
+    context = Context(allowed)
+    begun = asyncio.Event()
+
+    async def handler(request: object, context: Context) -> None:
+        begun.set()
+        await asyncio.sleep(3600)
+
+    async def writing(request: object, context: Context) -> None:
+        context.remaining, context.is_over = remaining, True
+        raise RuntimeError("the call is over")
+
+    reader = Reader(inference_pb2.GenerateRequest, request_bounds(config_of().admission))
+    chosen = writing if by_write else handler
+    behaviour = _Behaviour(METHOD, chosen, reader, lambda method, code: codes.append(code), Calls())
+    call = asyncio.ensure_future(behaviour.unary(inference_pb2.GenerateRequest(), context))
+    if not by_write:
+        await begun.wait()
+        context.remaining = remaining
+        call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    (code,) = codes
+    return code
+
+
+@pytest.mark.parametrize(
+    ("allowed", "remaining", "code"),
+    [
+        (2.0, -0.001, "DEADLINE_EXCEEDED"),
+        (2.0, 0.008, "DEADLINE_EXCEEDED"),  # rounded up on the wire, and a moment under way
+        (60.0, 0.6, "DEADLINE_EXCEEDED"),
+        (0.05, 0.01, "DEADLINE_EXCEEDED"),
+        (0.05, 0.03, "CANCELLED"),
+        (2.0, 1.0, "CANCELLED"),
+        (60.0, 3.0, "CANCELLED"),
+        (None, None, "CANCELLED"),
+    ],
+)
+@pytest.mark.parametrize("by_write", [False, True])
+async def test_a_client_whose_deadline_passed_is_told_from_one_that_cancelled(
+    allowed: float | None, remaining: float | None, code: str, by_write: bool
+) -> None:
+    assert await counted(allowed, remaining, by_write=by_write) == code
+
+
+def test_a_call_may_always_be_cancelled_before_most_of_its_time_is_over() -> None:
+    for allowed in (0.01, 0.1, 1.0, 10.0, 1000.0):
+        assert not is_expired(allowed * 0.3, allowed)
+        assert is_expired(allowed * 0.01, allowed)
