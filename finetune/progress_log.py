@@ -19,7 +19,9 @@ def forget_after(log: Path, step: int) -> None:
             continue
         if isinstance(entry, dict) and entry.get("step", 0) <= step:
             kept.append(line + "\n")
-    log.write_text("".join(kept), encoding="utf-8")
+    work = log.with_name(f"{log.name}.tmp")
+    work.write_text("".join(kept), encoding="utf-8")
+    work.replace(log)  # a kill in between leaves the log as it was
 
 
 def read_log(log: Path) -> list[dict[str, Any]]:

@@ -138,10 +138,14 @@ def _kept_time(folder: Path, now: str) -> str:
     """When the work on these tokens began: work that goes on later tells templates the same date."""
     folder.mkdir(parents=True, exist_ok=True)
     for leftover in folder.glob("tmp-*"):
+        if leftover.is_file():
+            leftover.unlink()
         shutil.rmtree(leftover, ignore_errors=True)
     file = folder / "began"
-    if not file.is_file():
-        file.write_text(now, encoding="utf-8")
+    if not file.is_file() or not file.stat().st_size:  # a full disk may leave a file without what was to be in it
+        work = folder / f"tmp-began-{os.getpid()}"
+        work.write_text(now, encoding="utf-8")
+        work.rename(file)
     return file.read_text(encoding="utf-8")
 
 

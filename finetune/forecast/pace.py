@@ -63,7 +63,7 @@ def _cpu_peak_flops(seconds: float = 0.15) -> float:
 def shape_of(config: TuneConfig) -> dict[str, Any]:
     """What a step's duration depends on; a stored pace of another shape is not used."""
     return {
-        "model": dict(config.model.new) if config.model.new else str(config.model.path),
+        "model": dict(config.model.new) if config.model.new else _folder_of(str(config.model.path)),
         "step_samples": config.step_samples,
         "micro": config.batch.micro,
         "seq_len": config.data.seq_len,
@@ -74,6 +74,17 @@ def shape_of(config: TuneConfig) -> dict[str, Any]:
         "offload": [config.offload.optimizer, config.offload.parameters],
         "processor": machine.cpu_description(),
     }
+
+
+def _folder_of(path: str) -> str:
+    """The checkpoint that ``model.path`` means, as a run names it, which decides on it once."""
+    from checkpoint import CheckpointError
+    from finetune.base import candidates
+
+    try:
+        return str(candidates(Path(path))[0])
+    except CheckpointError:
+        return path
 
 
 def keep_pace(output: Path, config: TuneConfig, *, step_seconds: float, tokens_per_second: float) -> None:

@@ -126,6 +126,16 @@ def test_tokens_an_earlier_release_laid_out_stand_for_its_files(tmp_path: Path, 
         agreed_data(config, prepare(config, quiet), settings, quiet)
 
 
+def test_preparing_goes_on_where_a_full_disk_left_files_empty(tmp_path: Path, text: Path) -> None:
+    first = prepared(tmp_path, text)
+    tokens = Path(first.shards[0]).parent
+    (tokens / "began").write_text("")
+    (tokens / "tmp-began-1").write_text("")
+    shutil.rmtree(first.shards[0])
+    assert prepared(tmp_path, text) == first
+    assert not list(tokens.glob("tmp-*"))
+
+
 def save(config: Any, made: Prepared, settings: Mapping[str, Any]) -> None:
     """A checkpoint and a resume state of this run, with one tensor each."""
     import torch

@@ -42,18 +42,13 @@ def test_an_earlier_release_s_weights_score_as_they_did(run: str, written: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("run", "command"), [("tune", "tune"), ("lora", "tune"), ("pretrain", "pretrain")])
-def test_an_earlier_release_s_runs_go_on(run: str, command: str, written: Path) -> None:
-    logged = losses_of(written / run)
-    before = os.environ.get("PYTHONPATH")
-    path = os.pathsep.join([str(ROOT), *filter(None, [before])])
-    words = [*COMMAND, command, f"{run}.yaml", "--resume"]
-    done = subprocess.run(
-        words, cwd=written, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=240, check=False
-    )
+def test_an_earlier_release_s_adapters_go_on_upon_their_base_and_data(written: Path) -> None:
+    logged = losses_of(written / "lora")
+    search = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    words = [*COMMAND, "tune", "lora.yaml", "--resume"]
+    env = {**os.environ, "PYTHONPATH": search}
+    done = subprocess.run(words, cwd=written, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     assert "resumed at step 3" in done.stdout
-    assert ("do not say what their base held" in done.stdout) == (run == "lora")
-    found = losses_of(written / run)
-    assert sorted(found) == [1, 2, 3, 4, 5, 6]
-    assert found == pytest.approx(logged, rel=1e-4)
+    assert "do not say what their base held" in done.stdout
+    assert losses_of(written / "lora") == pytest.approx(logged, rel=1e-4)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from checkpoint import CheckpointWriter, open_checkpoint
 from checkpoint.durable import Disk
 from finetune import saving
-from finetune.config import DataConfig, ModelConfig, RunConfig, TokenizerConfig, TuneConfig
+from finetune.adapters import adapter_config_of, add_adapters, as_peft_names_them
+from finetune.config import DataConfig, LoraConfig, ModelConfig, RunConfig, TokenizerConfig, TuneConfig
 from finetune.errors import ConfigError, RunError
 from finetune.folders import claimed_output, step_folders
 from finetune.recovery import SavedWeights
@@ -236,6 +241,32 @@ def test_a_damaged_state_gives_way_to_the_one_before_and_then_to_weights(model: 
         damage(tmp_path / "checkpoints" / f"step-{step:08d}")
     with pytest.raises(ConfigError, match=r"no save of .* is whole"):
         find_resume_state(config(tmp_path))
+
+
+@pytest.mark.parametrize("method", ["lora", "dora"])
+def test_adapters_alone_are_gone_on_from_by_the_names_peft_gives_them(
+    model: PreTrainedModel, tmp_path: Path, method: Literal["lora", "dora"]
+) -> None:
+    lora = LoraConfig(rank=2, method=method)
+
+    def wrapped(seed: int) -> nn.Module:
+        return add_adapters(copy.deepcopy(model), lora, base="base", seed=seed)
+
+    def trained(adapted: nn.Module) -> dict[str, torch.Tensor]:
+        return {name: parameter.detach() for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+
+    ours, theirs = wrapped(1), wrapped(2)
+    described = {"config": model.config.to_dict(), "adapter_config": adapter_config_of(theirs)}
+    with CheckpointWriter(tmp_path / "checkpoints", step=5, **described) as writer:
+        for name, tensor in as_peft_names_them(theirs, trained(theirs)).items():
+            writer.add(name, tensor)
+    tree = replace(config(tmp_path), model=ModelConfig(path="base"), lora=lora)
+    found = find_resume_state(tree)
+    assert isinstance(found, SavedWeights)
+    expected = trained(theirs)
+    assert any(not torch.equal(tensor, expected[name]) for name, tensor in trained(ours).items())
+    found.fill_adapters(ours, lambda _: nullcontext(True))
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in trained(ours).items())
 
 
 def test_the_saves_are_read_by_others_as_before(model: PreTrainedModel, tmp_path: Path) -> None:
