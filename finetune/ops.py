@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from finetune import machine
+from host.modules import import_path, module_command
 
 Say = Callable[[str], None]
 CPU_ADAM = "cpu_adam"
@@ -106,11 +107,11 @@ def _run_build(op: str, folder: Path) -> str | None:
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
     environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(work), "PATH": machine.search_path(), "DS_ACCELERATOR": "cpu"}
-    environment["TESSERA_PARENT"] = str(os.getpid())
+    environment |= {"TESSERA_PARENT": str(os.getpid()), "PYTHONPATH": import_path(os.environ)}
     try:
         with log.open("wb") as out:
             needed = [str(library_of(PIN_MEMORY))] if op == ASYNC_IO else []
-            command = [sys.executable, "-m", "finetune.built", op, *needed]
+            command = [*module_command("finetune.built"), op, *needed]
             subprocess.run(
                 command,
                 env=environment,

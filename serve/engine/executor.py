@@ -27,6 +27,8 @@ class ModelFacts:
     checkpoint_step: int | None
     load_seconds: tuple[tuple[str, float], ...] = ()
     """(phase, seconds), for the ``model_load_seconds`` metric: ``import``, ``build``, ``weights``, ``cache``."""
+    cache_memory: str = ""
+    """What the blocks take of which memory, and why that, in words, for the log."""
 
 
 class ExecutorDied(Exception):
