@@ -31,6 +31,7 @@ from finetune.errors import FinetuneError
 from finetune.folders import claimed_output
 from finetune.lifetime import end_process, without_collection
 from finetune.swap import claimed_swap, clear_leftovers
+from host.modules import import_path
 
 _NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -179,4 +180,6 @@ def hand_over(hostfile: Path, words: list[str]) -> None:
         error.exit_code = 2
         raise error
     launcher = ["-m", "deepspeed.launcher.runner", "--hostfile", str(hostfile), "--no_local_rank", "--module", "finetune"]
+    # For the launcher and, as it hands on every PYTHON variable, for the ranks: no module is taken from the working directory.
+    os.environ |= {"PYTHONSAFEPATH": "1", "PYTHONPATH": import_path(os.environ)}
     os.execv(sys.executable, [sys.executable, *launcher, *words])

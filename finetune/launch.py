@@ -20,6 +20,8 @@ from typing import Any
 
 from finetune import machine
 from finetune.errors import FinetuneError, RankDied, RunError
+from host.limits import killed_for_memory, memory_kills
+from host.modules import import_path, module_command
 
 _GRACE_SECONDS = 5.0
 """After one rank died, time for the others to notice by themselves and to write down what they saw."""
@@ -54,6 +56,7 @@ class Ranks:
         self.interrupted: signal.Signals | None = None
         self._forced = False
         self._training = False
+        self._kills_before = memory_kills()
         self._handlers: dict[signal.Signals, Any] = {}
         try:
             self._start(run_file, ranks, threads or max(1, machine.usable_cores() // ranks))
@@ -70,7 +73,7 @@ class Ranks:
             for rank in range(ranks):
                 with (self._logs / f"rank-{rank}.log").open("wb") as log:
                     process = subprocess.Popen(
-                        [sys.executable, "-m", "finetune.rank", str(run_file)],
+                        [*module_command("finetune.rank"), str(run_file)],
                         env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                         stdin=subprocess.PIPE,
                         stdout=log,
@@ -163,7 +166,8 @@ class Ranks:
         if killed:
             rank, number = killed[0].rank, -killed[0].code
             said = "" if number == signal.SIGKILL else f": {self._last_lines(rank)}"
-            return RankDied(f"rank {rank} {_signal_text(number)}{said}; its log: {self._log(rank)}")
+            how = killed_for_memory(self._kills_before) if number == signal.SIGKILL else None
+            return RankDied(f"rank {rank} {f'was {how}' if how else _signal_text(number)}{said}; its log: {self._log(rank)}")
         told = sorted(
             (rank for rank in failed if rank.reason), key=lambda rank: (not rank.reason["expected"], rank.reason["time"])
         )  # type: ignore[index]
@@ -232,6 +236,7 @@ def rank_environment(ranks: int, threads: int) -> dict[str, str]:
 def _environment(ranks: int, threads: int, console: int) -> dict[str, str]:
     """What every rank inherits."""
     environment = {**os.environ, **rank_environment(ranks, threads), "TESSERA_CONSOLE_FD": str(console)}
+    environment["PYTHONPATH"] = import_path(os.environ)
     if os.isatty(console):
         environment["TESSERA_CONSOLE_WIDTH"] = str(os.get_terminal_size(console).columns)
     return environment

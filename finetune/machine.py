@@ -1,4 +1,4 @@
-"""What this machine is: cores, memory, limits, compiler, GPUs, versions. Standard library and psutil only."""
+"""What this machine is: cores, memory, limits, compiler, GPUs, versions. Nothing heavy is imported."""
 
 from __future__ import annotations
 
@@ -12,40 +12,11 @@ import sys
 import sysconfig
 from pathlib import Path
 
-import psutil
+from host import limits
 
-_CGROUP = Path("/sys/fs/cgroup")
-
-
-def usable_cores(cgroup: Path = _CGROUP) -> int:
-    """Cores this process may use: its affinity, cut by the container's CPU quota."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = (cgroup / "cpu.max").read_text().split()
-        if quota != "max":
-            cores = min(cores, max(1, int(quota) // int(period)))
-    except (OSError, ValueError):  # no such container limit
-        pass
-    return cores
-
-
-def memory_bytes(cgroup: Path = _CGROUP) -> int:
-    """Memory this process may use: the machine's, cut by the container's limit."""
-    total = int(psutil.virtual_memory().total)
-    limit = cgroup_memory_limit(cgroup)
-    return total if limit is None else min(total, limit)
-
-
-def cgroup_memory_limit(cgroup: Path = _CGROUP) -> int | None:
-    """The container's memory limit, version 2 or 1; ``None`` if there is none."""
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        try:
-            text = (cgroup / name).read_text().strip()
-        except OSError:
-            continue
-        if text != "max" and int(text) < 1 << 60:
-            return int(text)
-    return None
+usable_cores = limits.usable_cores
+memory_bytes = limits.memory_total
+cgroup_memory_limit = limits.memory_limit
 
 
 def memlock_bytes() -> int | None:

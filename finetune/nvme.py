@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -17,6 +16,7 @@ from pathlib import Path
 from finetune import machine, ops
 from finetune.config import DiskSettings, TuneConfig
 from finetune.errors import ConfigError
+from host.modules import import_path, module_command
 
 Say = Callable[[str], None]
 MEASURED = "tessera-disk.json"
@@ -78,9 +78,9 @@ def prepare_disk(swap: Path, say: Say) -> Disk:
 def _measure(folder: Path) -> Disk:
     """Let DeepSpeed's own file access try the candidates, in a process that can load it."""
     environment = {**os.environ, "PATH": machine.search_path(), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    environment["TESSERA_PARENT"] = str(os.getpid())
+    environment |= {"TESSERA_PARENT": str(os.getpid()), "PYTHONPATH": import_path(os.environ)}
     libraries = [str(ops.library_of(op)) for op in (ops.PIN_MEMORY, ops.ASYNC_IO)]
-    command = [sys.executable, "-m", "finetune.built", "measure-disk", str(folder), *libraries]
+    command = [*module_command("finetune.built"), "measure-disk", str(folder), *libraries]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True)
         return Disk(**json.loads(done.stdout.strip().splitlines()[-1]))

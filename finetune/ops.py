@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from finetune import machine
+from host.modules import import_path, module_command
 
 Say = Callable[[str], None]
 CPU_ADAM = "cpu_adam"
@@ -118,14 +119,14 @@ def _run_build(op: str, folder: Path) -> str | None:
     log = folder / f"{op}.log"
     shutil.rmtree(work, ignore_errors=True)
     environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(work), "PATH": machine.search_path(), "DS_ACCELERATOR": "cpu"}
-    environment["TESSERA_PARENT"] = str(os.getpid())
+    environment |= {"TESSERA_PARENT": str(os.getpid()), "PYTHONPATH": import_path(os.environ)}
     # The compiler's own files go there too: the system may have no folder for temporary ones that can be written.
     environment["TMPDIR"] = str(work)
     try:
         work.mkdir()
         with log.open("wb") as out:
             needed = [str(library_of(PIN_MEMORY))] if op == ASYNC_IO else []
-            command = [sys.executable, "-m", "finetune.built", op, *needed]
+            command = [*module_command("finetune.built"), op, *needed]
             subprocess.run(
                 command,
                 env=environment,

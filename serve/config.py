@@ -233,8 +233,14 @@ class SupervisorConfig:
     heartbeat_timeout_seconds: float = 6.0
     """A rank silent for longer is frozen: all ranks are killed and started again."""
 
+    load_stall_seconds: float = 10.0
+    """A rank that for so long, while the model is loaded, neither reads nor computes hangs or is frozen: the start failed."""
+
     step_timeout_seconds: float = 120.0
-    """A step that takes longer means a rank hangs, though its heartbeat may go on."""
+    """How long a step may take that is larger than any before it since the ranks were started, the first one above all."""
+
+    step_margin_seconds: float = 15.0
+    """How much longer than the longest step so far any other step may take; after that a rank hangs, though its heart beats."""
 
     max_restarts_in_a_row: int = 5
     """Restarts without a successful step in between; after that the server exits 1."""
@@ -242,7 +248,9 @@ class SupervisorConfig:
     def __post_init__(self) -> None:
         _require_positive("supervisor.start_timeout_seconds", self.start_timeout_seconds)
         _require_positive("supervisor.heartbeat_timeout_seconds", self.heartbeat_timeout_seconds)
+        _require_positive("supervisor.load_stall_seconds", self.load_stall_seconds)
         _require_positive("supervisor.step_timeout_seconds", self.step_timeout_seconds)
+        _require_positive("supervisor.step_margin_seconds", self.step_margin_seconds)
         _require(
             self.max_restarts_in_a_row >= 0, "supervisor.max_restarts_in_a_row", self.max_restarts_in_a_row, "be 0 or more"
         )

@@ -16,7 +16,7 @@ import pytest
 hypothesis.settings.register_profile("tessera", deadline=None)
 hypothesis.settings.load_profile("tessera")
 
-OURS = ("serve", "finetune", "checkpoint")
+OURS = ("serve", "finetune", "checkpoint", "host")
 
 
 @pytest.fixture(autouse=True)

@@ -6,12 +6,9 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from finetune import machine
 from finetune.config import TuneConfig
-
-_CGROUP = Path("/sys/fs/cgroup")
+from host import limits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +43,7 @@ def this_machine(config: TuneConfig, *, already_taken: int = 0) -> Hardware:
         device=device,
         gpus=len(gpus),
         gpu_bytes=min(gpus) if device == "cuda" else None,
-        ram_bytes=min(machine.memory_bytes(), available_bytes() + already_taken),
+        ram_bytes=min(machine.memory_bytes(), limits.memory_available() + already_taken),
         disk_bytes=free_bytes(Path(config.run.output)),
         nvme_bytes=_nvme_free(config),
     )
@@ -75,24 +72,6 @@ def described_machine(
 
 def gib(value: float) -> int:
     return round(value * (1 << 30))
-
-
-def available_bytes(cgroup: Path = _CGROUP) -> int:
-    """Host memory that can be had without taking it from others: the system's figure, cut by the container's limit."""
-    available = int(psutil.virtual_memory().available)
-    limit = machine.cgroup_memory_limit(cgroup)
-    used = _cgroup_used(cgroup)
-    return available if limit is None or used is None else min(available, max(0, limit - used))
-
-
-def _cgroup_used(cgroup: Path) -> int | None:
-    """Memory of the container that cannot be given back: its usage without cached files."""
-    try:
-        usage = int((cgroup / "memory.current").read_text())
-        rows = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-        return usage - int(rows.get("inactive_file", 0)) - int(rows.get("active_file", 0))
-    except (OSError, ValueError):
-        return None
 
 
 def free_bytes(folder: Path) -> int | None:

@@ -31,6 +31,8 @@ class ModelFacts:
     """What computes linear layers: ``kernel``, ``onednn`` or ``torch``."""
     load_seconds: tuple[tuple[str, float], ...] = ()
     """(phase, seconds), for the ``model_load_seconds`` metric: ``import``, ``build``, ``weights``, ``cache``."""
+    cache_memory: str = ""
+    """What the blocks take of which memory, and why that, in words, for the log."""
 
 
 class ExecutorDied(Exception):

@@ -16,6 +16,7 @@ from serve.metrics import Metrics
 from serve.runtime.commands import Wake
 from serve.runtime.edition import Edition
 from serve.runtime.engine_thread import EngineThread
+from serve.runtime.step_watch import StepWatch
 
 POLL_SECONDS = 0.05
 FIRST_BACKOFF_SECONDS = 0.5
@@ -53,7 +54,11 @@ class RankGroup(Protocol):
         ...
 
     def dead_rank(self) -> str | None:
-        """A sentence, if a rank's process is gone or silent for too long. Cheap; any thread."""
+        """A sentence, if a rank's process is gone or silent for too long, or hangs while it loads. Cheap; any thread."""
+        ...
+
+    def hanging_rank(self) -> int | None:
+        """The rank that the others wait for in a step; ``None`` where that cannot be told. Any thread."""
         ...
 
     def dump_stacks(self) -> None:
@@ -88,6 +93,7 @@ class _Life:
     edition: Edition
     group: RankGroup
     started_seconds: float
+    steps: StepWatch
     serving: bool = False
     replaced: bool = False
     """It ends because another edition is to be served."""
@@ -196,7 +202,8 @@ class Supervisor:
         with self._lock:
             if self._stop.is_set():
                 return None
-            self._life = _Life(self._edition, self._make_group(self._edition), self._clock())
+            group = self._make_group(self._edition)
+            self._life = _Life(self._edition, group, self._clock(), StepWatch(group, self._config, self._clock))
             return self._life
 
     def _take_back(self, life: _Life, error: StartError) -> bool:
@@ -216,7 +223,7 @@ class Supervisor:
         _log.info("loading the model: %s", life.edition.config.model.served_name)
         try:
             facts = life.group.start()
-            engine = self._make_engine(life.edition, facts, life.group)
+            engine = self._make_engine(life.edition, facts, life.steps)
             self._announce(life, engine, facts)
             self._bridge.run(engine, should_leave=lambda: self._stop.is_set() or life.cause is not None or life.replaced)
         except StartError as start_error:
@@ -242,8 +249,9 @@ class Supervisor:
         self._metrics.engine_started(engine.stats(), facts, model=life.edition.config.model.served_name)
         self._metrics.heartbeat_ages(life.group.heartbeat_ages())
         _log.info(
-            "engine up: family=%s dtype=%s device=%s kv_blocks=%d loaded in %.1f s",
-            facts.family, facts.dtype, facts.device, facts.num_blocks, self._clock() - life.started_seconds,
+            "engine up: family=%s dtype=%s device=%s kv_blocks=%d (%s) loaded in %.1f s",
+            facts.family, facts.dtype, facts.device, facts.num_blocks, facts.cache_memory,
+            self._clock() - life.started_seconds,
         )  # fmt: skip
         self._listener.engine_up(life.edition, facts)
 
@@ -286,7 +294,7 @@ class Supervisor:
             cause = self._find_cause(life)
             if cause is not None:
                 self._condemn(life, cause)
-                if self._is_step_overdue():
+                if not life.serving or self._is_step_overdue(life):
                     self._show_stacks(life)
                 self._close(life)
                 self._bridge.send(Wake())
@@ -295,21 +303,22 @@ class Supervisor:
         """What is wrong with this life, if anything is."""
         if not life.serving:
             limit = self._config.start_timeout_seconds
-            overdue = self._clock() - life.started_seconds > limit + START_GRACE_SECONDS
-            return f"the ranks were not ready within {limit:g} s" if overdue else None
+            if self._clock() - life.started_seconds > limit + START_GRACE_SECONDS:
+                return f"the ranks were not ready within {limit:g} s"
         try:
-            self._metrics.heartbeat_ages(life.group.heartbeat_ages())
+            if life.serving:
+                self._metrics.heartbeat_ages(life.group.heartbeat_ages())
             cause = life.group.dead_rank()
+            if cause is None and life.serving and self._is_step_overdue(life):
+                cause = _with_rank(life.group.hanging_rank(), life.steps.describe())
         except Exception as defect:
             _log.exception("the ranks cannot be watched")
             return f"{type(defect).__name__} while watching the ranks"
-        if cause is None and self._is_step_overdue():
-            return f"a step took longer than {self._config.step_timeout_seconds:g} s"
         return cause
 
-    def _is_step_overdue(self) -> bool:
+    def _is_step_overdue(self, life: _Life) -> bool:
         began = self._bridge.step_started_seconds
-        return began is not None and self._clock() - began > self._config.step_timeout_seconds
+        return began is not None and self._clock() - began > life.steps.limit_seconds()
 
     def _show_stacks(self, life: _Life) -> None:
         """The only trace of why the ranks hang; they are gone in a moment."""
@@ -323,6 +332,10 @@ class Supervisor:
     def _join(thread: threading.Thread, timeout_seconds: float | None) -> None:
         if thread.ident is not None:  # never started: nothing to wait for
             thread.join(timeout_seconds)
+
+
+def _with_rank(rank: int | None, what: str) -> str:
+    return f"the ranks hang: {what}" if rank is None else f"rank {rank} hangs: {what}"
 
 
 def _engine_down() -> EngineDown:

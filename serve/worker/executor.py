@@ -6,28 +6,31 @@ import contextlib
 import logging
 import os
 import selectors
-import shutil
 import signal
 import socket
 import subprocess
-import sys
-import tempfile
 import threading
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import msgpack
 
+from host import limits
+from host.modules import import_path, module_command
 from serve.config import ServerConfig
 from serve.engine.executor import ExecutorDied, ModelFacts
 from serve.engine.plan import StepPlan, StepResult
 from serve.errors import ConfigError, RankStartError
 from serve.worker import wire
 from serve.worker.rank_loop import READY
+from serve.worker.vitals import Vitals, furthest_behind, stalled
 
 _REAP_SECONDS: Final = 10.0
+_LOOK_SECONDS: Final = 0.5
+"""How often whoever waits for ranks that load looks whether they were stopped meanwhile."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -38,22 +41,24 @@ class _Rank:
     process: subprocess.Popen[bytes]
     steps: socket.socket
     pulse: socket.socket
-    heard: float
-    """Monotonic time of its last heartbeat."""
+    started: float
+    """Monotonic time."""
+    vitals: Vitals
 
 
 class RankExecutor:
     """A group of ranks that live and die together.
 
-    ``start`` and ``execute`` belong to one thread; ``heartbeat_ages``, ``dead_rank`` and ``close`` may be called from another.
+    ``start`` and ``execute`` belong to one thread; everything else may be called from another.
     The thread that calls ``start`` must outlive the ranks: the kernel ends them with it.
     """
 
     def __init__(self, config: ServerConfig) -> None:
         self._config = config
         self._ranks: list[_Rank] = []
-        self._folder: Path | None = None
         self._closed = False
+        self._ready = False
+        self._kills_before = limits.memory_kills()
         self._lock = threading.Lock()
 
     def start(self) -> ModelFacts:
@@ -64,53 +69,52 @@ class RankExecutor:
             RankStartError: a rank failed, took longer than ``supervisor.start_timeout_seconds``, or ``close`` was called.
         """
         size = self._config.model.tensor_parallel_size
-        # A fresh private folder: the ranks meet through a file in it, so no port is opened.
-        try:
-            self._folder = Path(tempfile.mkdtemp(prefix="tessera-"))
-        except OSError as error:
-            raise ConfigError(
-                f"the ranks need a folder to meet in: {error.strerror or error}; set TMPDIR to one that can be written"
-            ) from error
+        # The ranks meet through a file without a name: no port is opened for it, and nothing is left however they end.
+        rendezvous = os.memfd_create("tessera-rendezvous")
         try:
             for number in range(size):
                 with self._lock:
                     if self._closed:
                         raise RankStartError("the ranks were stopped while they started")
-                    rank = self._spawn(number, size)
+                    rank = self._spawn(number, size, rendezvous)
                     self._ranks.append(rank)
                 wire.send(rank.steps, wire.encode_record(self._config))
-            return self._wait_until_ready()
+            facts = self._wait_until_ready()
+            with self._lock:
+                self._ready = True
+            return facts
         except wire.ConnectionLost as error:
             self.close()
             raise RankStartError(f"a rank ended while it started: {error}") from error
         except BaseException:
             self.close()
             raise
+        finally:
+            os.close(rendezvous)
 
-    def _spawn(self, number: int, size: int) -> _Rank:
-        assert self._folder is not None
+    def _spawn(self, number: int, size: int, rendezvous: int) -> _Rank:
         ours, theirs = socket.socketpair()
-        our_pulse, their_pulse = socket.socketpair()
+        our_pulse, their_pulse = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, their_pulse:
             command = [
-                sys.executable,
-                "-m",
-                "serve.worker.rank_loop",
+                *module_command("serve.worker.rank_loop"),
                 str(number),
                 str(theirs.fileno()),
                 str(their_pulse.fileno()),
-                str(self._folder / "rendezvous"),
+                f"/proc/self/fd/{rendezvous}",
                 logging.getLevelName(logging.getLogger("serve").getEffectiveLevel()),
             ]
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=2,
-                pass_fds=(theirs.fileno(), their_pulse.fileno()),
+                pass_fds=(theirs.fileno(), their_pulse.fileno(), rendezvous),
                 env=rank_environment(number, size, self._config.model.device),
             )
         our_pulse.setblocking(False)
-        return _Rank(number, process, ours, our_pulse, time.monotonic())
+        now = time.monotonic()
+        _log.info("rank %d started: process %d", number, process.pid)
+        return _Rank(number, process, ours, our_pulse, now, Vitals(number, process.pid, our_pulse, now))
 
     def _wait_until_ready(self) -> ModelFacts:
         deadline = time.monotonic() + self._config.supervisor.start_timeout_seconds
@@ -120,8 +124,11 @@ class RankExecutor:
             for rank in self._ranks:
                 selector.register(rank.steps, selectors.EVENT_READ, rank)
             while len(facts) < len(self._ranks) and not failures:
-                ready = selector.select(timeout=max(0.0, deadline - time.monotonic()))
-                if not ready:
+                left = deadline - time.monotonic()
+                ready = selector.select(timeout=max(0.0, min(left, _LOOK_SECONDS)))
+                if self._closed:
+                    raise RankStartError("the ranks were stopped while they started")
+                if not ready and left <= 0.0:
                     raise RankStartError(
                         f"the ranks were not ready within {self._config.supervisor.start_timeout_seconds:.0f} s"
                     )
@@ -131,7 +138,7 @@ class RankExecutor:
                     try:
                         kind, *rest = msgpack.unpackb(wire.receive(rank.steps))
                     except wire.ConnectionLost:
-                        failures.append(("rank", f"rank {rank.number} ended while it started: {_how_it_ended(rank.process)}"))
+                        failures.append(("rank", f"rank {rank.number} ended while it started: {self._how_it_ended(rank)}"))
                         continue
                     if kind == READY:
                         facts[rank.number] = wire.decode_record(rest[0], ModelFacts)
@@ -163,26 +170,46 @@ class RankExecutor:
     def heartbeat_ages(self) -> tuple[float, ...]:
         """Seconds since each rank was last heard of."""
         with self._lock:
-            now = time.monotonic()
-            for rank in self._ranks:
-                with contextlib.suppress(BlockingIOError, OSError):
-                    while rank.pulse.recv(4096):
-                        rank.heard = now
-            return tuple(now - rank.heard for rank in self._ranks)
+            now = self._listen()
+            return tuple(now - rank.vitals.heard for rank in self._ranks)
 
     def dead_rank(self) -> str | None:
-        """A sentence about a rank that is gone or frozen; ``None`` while all are well."""
+        """A sentence about a rank that is gone or frozen, or hangs while it loads; ``None`` while all are well.
+
+        A rank that ends while it loads says why, and ``start`` with it.
+        """
         with self._lock:
+            if not self._ready:
+                return None if self._closed else self._stalled()
             if self._closed:
                 return "the ranks were stopped"
             for rank in self._ranks:
                 if rank.process.poll() is not None:
-                    return f"rank {rank.number} died: {_how_it_ended(rank.process)}"
+                    return f"rank {rank.number} died: {self._how_it_ended(rank)}"
         limit = self._config.supervisor.heartbeat_timeout_seconds
         for number, age in enumerate(self.heartbeat_ages()):
             if age > limit:
                 return f"rank {number} is frozen: no heartbeat for {age:.1f} s"
         return None
+
+    def hanging_rank(self) -> int | None:
+        """The rank that the others wait for in a step; ``None`` where that cannot be told."""
+        with self._lock:
+            self._listen()
+            return furthest_behind([rank.vitals for rank in self._ranks])
+
+    def _listen(self) -> float:
+        now = time.monotonic()
+        for rank in self._ranks:
+            rank.vitals.listen(now)
+        return now
+
+    def _stalled(self) -> str | None:
+        now = self._listen()
+        for rank in self._ranks:
+            rank.vitals.look(now)
+        living = [rank.vitals for rank in self._ranks if rank.process.poll() is None]
+        return stalled(living, now, self._config.supervisor.load_stall_seconds)
 
     def dump_stacks(self) -> None:
         """Ask every rank to print the stacks of its threads on stderr."""
@@ -197,23 +224,33 @@ class RankExecutor:
             if self._closed:
                 return
             self._closed = True
+            ended = {rank.number: self._how_it_ended(rank) for rank in self._ranks if rank.process.poll() is not None}
             for rank in self._ranks:
                 if rank.process.poll() is None:
                     rank.process.kill()  # also ends a frozen one
             for rank in self._ranks:
                 rank.process.wait(timeout=_REAP_SECONDS)
+                how, lived = ended.get(rank.number, "by the server"), time.monotonic() - rank.started
+                _log.info("rank %d ended after %.1f s: %s (process %d)", rank.number, lived, how, rank.process.pid)
                 # shutdown, not only close: a thread that waits in ``execute`` must wake up.
                 for end in (rank.steps, rank.pulse):
                     with contextlib.suppress(OSError):
                         end.shutdown(socket.SHUT_RDWR)
                     end.close()
-            if self._folder is not None:
-                shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _how_it_ended(self, rank: _Rank) -> str:
+        code = rank.process.poll()
+        if code is None:
+            return "it closed its connection"
+        if code >= 0:
+            return f"exit code {code}"
+        for_memory = limits.killed_for_memory(self._kills_before) if code == -signal.SIGKILL else None
+        return for_memory or f"signal {signal.Signals(-code).name}"
 
 
 def rank_environment(number: int, size: int, device: str) -> dict[str, str]:
     """The rank's environment: ours, and its fair share of the cores, loopback only, nothing fetched."""
-    cores = len(os.sched_getaffinity(0))
+    cores = limits.usable_cores()
     on_cpu = device == "cpu"
     return {
         **os.environ,
@@ -230,16 +267,5 @@ def rank_environment(number: int, size: int, device: str) -> dict[str, str]:
         "NCCL_SOCKET_IFNAME": "lo",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONPATH": os.pathsep.join(
-            filter(None, (str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")))
-        ),
+        "PYTHONPATH": import_path(os.environ),
     }
-
-
-def _how_it_ended(process: subprocess.Popen[bytes]) -> str:
-    code = process.poll()
-    if code is None:
-        return "it closed its connection"
-    if code < 0:
-        return f"signal {signal.Signals(-code).name}"
-    return f"exit code {code}"

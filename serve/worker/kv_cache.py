@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import dataclass
+
 import numpy as np
-import psutil
 import torch
 
+from host import limits
 from serve.config import CacheConfig, SchedulerConfig
 from serve.errors import ConfigError
 from serve.model.attention import LayerCache
+
+_LOG = logging.getLogger(__name__)
 
 GIB = 1 << 30
 _CPU_SHARE = 0.25
@@ -20,38 +25,62 @@ def block_bytes(*, layers: int, kv_heads: int, head_dim: int, block_tokens: int,
     return 2 * layers * kv_heads * head_dim * block_tokens * dtype.itemsize
 
 
-def choose_num_blocks(
-    *,
-    cache: CacheConfig,
-    scheduler: SchedulerConfig,
-    max_model_len: int,
-    bytes_per_block: int,
-    device: torch.device,
-    local_ranks: int,
-) -> int:
-    """How many blocks this rank can hold.
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What one rank may take for its blocks."""
+
+    num_bytes: int
+    why: str
+    """Where the number comes from, in words."""
+
+    def __str__(self) -> str:
+        return f"{self.num_bytes / GIB:.2f} GiB a rank, {self.why}"
+
+
+def choose_budget(cache: CacheConfig, device: torch.device, local_ranks: int) -> Budget:
+    """How much memory this rank's blocks may take.
 
     ``cache.kv_cache_gib`` decides where it is given. Else, on a GPU, what ``cache.memory_fraction`` leaves after the weights;
-    on the CPU a quarter of the free memory shared by the local ranks, at most 4 GiB each. Never more than all sequences at
-    full length could use.
+    on the CPU a quarter of the free memory shared by the local ranks, at most 4 GiB each. Free is what the container's limits
+    leave, too.
+    """
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        left = int(free - (1.0 - cache.memory_fraction) * total)
+        where = f"{_gib(free)} free on the device"
+    else:
+        free = limits.memory_available()
+        left = min(_CPU_MOST_BYTES, int(free * _CPU_SHARE / local_ranks))
+        limit = limits.memory_limit()
+        where = f"{_gib(free)} free" + (f" of the container's limit of {_gib(limit)}" if limit is not None else "")
+    if cache.kv_cache_gib is not None:
+        wanted = int(cache.kv_cache_gib * GIB)
+        if wanted * (local_ranks if device.type == "cpu" else 1) > free:
+            _LOG.warning("cache.kv_cache_gib is %g, which is more than there is: %s", cache.kv_cache_gib, where)
+        return Budget(wanted, f"cache.kv_cache_gib ({where})")
+    if device.type == "cuda":
+        return Budget(left, f"what cache.memory_fraction {cache.memory_fraction:g} leaves ({where})")
+    return Budget(left, f"a quarter of what is free for {local_ranks} ranks, at most {_gib(_CPU_MOST_BYTES)} each ({where})")
+
+
+def choose_num_blocks(
+    budget: Budget, *, cache: CacheConfig, scheduler: SchedulerConfig, max_model_len: int, bytes_per_block: int
+) -> int:
+    """How many blocks this rank can hold: never more than all sequences at full length could use.
 
     Raises:
         ConfigError: not even one block fits.
     """
     useful = scheduler.max_num_seqs * -(-max_model_len // cache.block_tokens)
-    if cache.kv_cache_gib is not None:
-        budget = int(cache.kv_cache_gib * GIB)
-    elif device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        budget = int(free - (1.0 - cache.memory_fraction) * total)
-    else:
-        budget = min(_CPU_MOST_BYTES, int(psutil.virtual_memory().available * _CPU_SHARE / local_ranks))
-    blocks = min(useful, budget // bytes_per_block)
+    blocks = min(useful, budget.num_bytes // bytes_per_block)
     if blocks < 1:
-        raise ConfigError(
-            f"cache.kv_cache_gib leaves {budget} bytes; one block of {cache.block_tokens} positions takes {bytes_per_block}"
-        )
+        block = f"one block of {cache.block_tokens} positions takes {bytes_per_block} bytes"
+        raise ConfigError(f"cache.kv_cache_gib: {block}, and there is less: {budget}")
     return int(blocks)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.1f} GiB"
 
 
 def allocate(

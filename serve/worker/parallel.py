@@ -16,18 +16,21 @@ from transformers import PreTrainedModel
 from serve.errors import ConfigError
 from serve.model.families import Family
 from serve.model.load import Piece, ShardOf
+from serve.worker.progress import Progress
 
 
 class Ranks:
     """This rank's place among the tensor-parallel ranks, and what they exchange."""
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int, progress: Progress | None = None) -> None:
         self.rank = rank
         self.size = size
+        self._progress = progress or Progress()
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """Sum over the ranks, in place."""
         if self.size > 1:
+            self._progress.mark()
             dist.all_reduce(tensor)
         return tensor
 
@@ -35,6 +38,7 @@ class Ranks:
         """Rank 0 gets the ranks' columns side by side, [R, sum of widths]; the others get ``None``."""
         if self.size == 1:
             return tensor_RV
+        self._progress.mark()
         widest = max(widths)
         # gloo wants equal shapes; the odd vocabulary's narrower shards travel with padding.
         padded = nn.functional.pad(tensor_RV, (0, widest - tensor_RV.shape[1])).contiguous()
@@ -47,7 +51,8 @@ class Ranks:
         if self.size == 1:
             return value
         tensor = torch.tensor(value, dtype=torch.int64)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self._control_group())
+        with self._progress.with_others():
+            dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self._control_group())
         return int(tensor)
 
     def _control_group(self) -> Any:
@@ -61,22 +66,25 @@ class Ranks:
             dist.destroy_process_group()
 
 
-def join_ranks(rank: int, size: int, device: torch.device, rendezvous: Path, timeout_seconds: float) -> Ranks:
-    """Meet the other ranks through a file in a private folder: no port is opened for it.
+def join_ranks(
+    rank: int, size: int, device: torch.device, rendezvous: Path, timeout_seconds: float, progress: Progress
+) -> Ranks:
+    """Meet the other ranks through a file that they all have open: no port is opened for it.
 
     The environment must hold LOCAL_RANK and DS_ACCELERATOR, which DeepSpeed reads.
     """
     if size == 1:
-        return Ranks(rank, size)
-    dist.init_process_group(
-        "gloo" if device.type == "cpu" else "nccl",
-        init_method=f"file://{rendezvous}",
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=timeout_seconds),
-    )
-    _start_deepspeed_communication()
-    return Ranks(rank, size)
+        return Ranks(rank, size, progress)
+    with progress.with_others():
+        dist.init_process_group(
+            "gloo" if device.type == "cpu" else "nccl",
+            init_method=f"file://{rendezvous}",
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=timeout_seconds),
+        )
+        _start_deepspeed_communication()
+    return Ranks(rank, size, progress)
 
 
 def _start_deepspeed_communication() -> None:

@@ -1,7 +1,8 @@
 """The program of one rank: load, say so, then one plan after another until the other end closes.
 
-Started as ``python -m serve.worker.rank_loop RANK STEP_FD PULSE_FD RENDEZVOUS LOG_LEVEL`` with two inherited sockets: one
-carries the configuration and the plans down and the results up, the other carries a heartbeat up.
+Started as ``python -P -m serve.worker.rank_loop RANK STEP_FD PULSE_FD RENDEZVOUS LOG_LEVEL`` with two inherited sockets: one
+carries the configuration and the plans down and the results up, the other carries a heartbeat up. RENDEZVOUS is a file where
+ranks meet.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ import msgpack
 from serve.config import ServerConfig
 from serve.errors import ConfigError, StartError
 from serve.worker import wire
+from serve.worker.progress import Progress
+from serve.worker.vitals import PULSE
 
 PULSE_SECONDS: Final = 0.25
 _PR_SET_PDEATHSIG: Final = 1
@@ -41,15 +44,18 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # The server's level is for what Tessera says; of the libraries' talk, warnings are enough.
-    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format=f"rank {rank} %(levelname)s %(message)s")
+    logging.basicConfig(
+        level=logging.WARNING, stream=sys.stderr, format=f"%(asctime)s %(levelname)-7s rank {rank}: %(message)s"
+    )
     logging.getLogger("serve").setLevel(arguments[4])
     steps, pulse = socket.socket(fileno=step_fd), socket.socket(fileno=pulse_fd)
-    threading.Thread(target=_beat, args=(pulse,), daemon=True, name="pulse").start()
+    progress = Progress()
+    threading.Thread(target=_beat, args=(pulse, progress), daemon=True, name="pulse").start()
     try:
         config: ServerConfig = wire.decode_record(wire.receive(steps), ServerConfig)
-        runner = _load(config, rank, rendezvous, steps, began)
+        runner = _load(config, rank, rendezvous, steps, began, progress)
         if runner is not None:
-            _serve(runner, steps)
+            _serve(runner, steps, progress)
     except wire.ConnectionLost:
         pass  # the server is gone; so is the work
     # Threads of communication libraries may hold on to a peer that is dead already: leave without asking them.
@@ -57,7 +63,9 @@ def main(arguments: list[str]) -> int:
     os._exit(0)
 
 
-def _load(config: ServerConfig, rank: int, rendezvous: Path, steps: socket.socket, began: float):  # type: ignore[no-untyped-def]
+def _load(  # type: ignore[no-untyped-def]
+    config: ServerConfig, rank: int, rendezvous: Path, steps: socket.socket, began: float, progress: Progress
+):
     """Load the model and report; ``None`` when that failed and was reported."""
     try:
         import torch
@@ -75,11 +83,12 @@ def _load(config: ServerConfig, rank: int, rendezvous: Path, steps: socket.socke
             config,
             rank,
             device,
-            lambda: join_ranks(rank, size, device, rendezvous, config.supervisor.start_timeout_seconds),
+            lambda: join_ranks(rank, size, device, rendezvous, config.supervisor.start_timeout_seconds, progress),
             Stopwatch((("import", time.monotonic() - began),)),
         )
         runner = Runner(model, ranks)
-        check_forward(config.model.path, model, ranks, runner)
+        with progress.with_others():
+            check_forward(config.model.path, model, ranks, runner)
     except StartError as error:
         wire.send(steps, msgpack.packb([FAILED, "config" if isinstance(error, ConfigError) else "rank", str(error)]))
         return None
@@ -91,10 +100,12 @@ def _load(config: ServerConfig, rank: int, rendezvous: Path, steps: socket.socke
     return runner
 
 
-def _serve(runner, steps: socket.socket) -> None:  # type: ignore[no-untyped-def]
+def _serve(runner, steps: socket.socket, progress: Progress) -> None:  # type: ignore[no-untyped-def]
     while True:
         plan = wire.decode_plan(wire.receive(steps))
+        progress.mark()
         result = runner.execute(plan)
+        progress.mark()
         if result is not None:
             wire.send(steps, wire.encode_result(result))
 
@@ -119,11 +130,11 @@ def choose_device(wanted: str, rank: int):  # type: ignore[no-untyped-def]
     return torch.device("cuda", rank)
 
 
-def _beat(pulse: socket.socket) -> None:
-    """Say that this process is alive; a frozen one falls silent."""
+def _beat(pulse: socket.socket, progress: Progress) -> None:
+    """Say that this process is alive, and how far it is; a frozen one falls silent."""
     try:
         while True:
-            pulse.send(b".")
+            pulse.send(PULSE.pack(progress.waiting, progress.count))
             time.sleep(PULSE_SECONDS)
     except OSError:
         os._exit(0)  # nobody listens any more

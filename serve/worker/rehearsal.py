@@ -11,6 +11,7 @@ import traceback
 
 import msgpack
 
+from host.modules import module_command
 from serve.config import ServerConfig
 from serve.errors import ConfigError, RankStartError, StartError
 from serve.worker import wire
@@ -26,7 +27,7 @@ async def rehearse(config: ServerConfig) -> None:
         RankStartError: the process failed, or took longer than ``supervisor.start_timeout_seconds``.
     """
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", __name__,
+        *module_command(__name__),
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=rank_environment(0, 1, config.model.device),
     )  # fmt: skip
     try:

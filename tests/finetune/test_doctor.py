@@ -52,16 +52,6 @@ def test_a_missing_package_is_essential(monkeypatch: pytest.MonkeyPatch) -> None
     assert [finding.name for finding in findings if finding.state == "missing"] == ["deepspeed"]
 
 
-def test_container_limits_are_read(tmp_path: Path) -> None:
-    (tmp_path / "memory.max").write_text("1073741824\n")
-    (tmp_path / "cpu.max").write_text("100000 100000\n")
-    assert machine.cgroup_memory_limit(tmp_path) == 1 << 30
-    assert machine.usable_cores(tmp_path) == 1
-    assert machine.memory_bytes(tmp_path) == 1 << 30
-    (tmp_path / "memory.max").write_text("max\n")
-    assert machine.cgroup_memory_limit(tmp_path) is None
-
-
 def test_built_operations_are_kept_per_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("TORCH_EXTENSIONS_DIR", "TESSERA_CACHE_DIR"):
         monkeypatch.delenv(name, raising=False)

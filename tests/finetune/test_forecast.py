@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -33,7 +32,7 @@ from finetune.config.model import ModelConfig, TrainTokenizerConfig
 from finetune.errors import ConfigError
 from finetune.forecast.estimate import Forecast, forecast, model_config_of, precision_of
 from finetune.forecast.facts import facts_of
-from finetune.forecast.hardware import Hardware, available_bytes
+from finetune.forecast.hardware import Hardware
 from finetune.forecast.layout import layout_of
 from finetune.forecast.memory import MATRIX_BUFFERS, _phases, _state, _step, need_of
 from finetune.forecast.pace import keep_pace, kept_pace
@@ -370,12 +369,3 @@ def test_a_watch_sees_a_peak_that_is_gone_again() -> None:
     assert 200 << 20 <= watch.peaks[0] < 260 << 20
     assert watch.peak_bytes >= watch.peaks[0]
     assert pages_of(child.pid) is None
-
-
-def test_memory_that_others_hold_is_not_ours(tmp_path: Path) -> None:
-    (tmp_path / "memory.max").write_text(f"{8 * GIB}\n")
-    (tmp_path / "memory.current").write_text(f"{6 * GIB}\n")
-    (tmp_path / "memory.stat").write_text(f"anon 1\ninactive_file {GIB}\nactive_file {GIB}\n")
-    assert available_bytes(tmp_path) <= 4 * GIB
-    assert available_bytes(tmp_path / "none") > 0
-    assert os.path.exists("/proc/self/status")

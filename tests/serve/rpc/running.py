@@ -90,6 +90,9 @@ class FakeRanks:
     def dead_rank(self) -> str | None:
         return "rank 0 died: signal SIGKILL" if self._dead else None
 
+    def hanging_rank(self) -> int | None:
+        return None
+
     def dump_stacks(self) -> None:
         pass
 

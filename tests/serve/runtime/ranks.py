@@ -79,6 +79,8 @@ class FakeRanks:
         self.step_seconds = 0.0
         """How long each step takes."""
         self.cause: str | None = None
+        self.behind: int | None = None
+        """The rank that a step that hangs waits for."""
         self.num_steps = 0
         self.num_closes = 0
         self.num_dumps = 0
@@ -130,6 +132,9 @@ class FakeRanks:
 
     def dead_rank(self) -> str | None:
         return self.cause
+
+    def hanging_rank(self) -> int | None:
+        return self.behind
 
     def dump_stacks(self) -> None:
         self.num_dumps += 1

@@ -76,6 +76,39 @@ async def test_a_step_that_hangs_ends_the_life(monkeypatch: pytest.MonkeyPatch) 
         await serves_exactly(b)
 
 
+async def test_a_step_may_take_a_margin_longer_than_the_longest_before_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(supervisor, "STACKS_SECONDS", 0.0)
+    async with bench(lambda ranks, _: setattr(ranks, "behind", 1)) as b:
+        await serves_exactly(b)
+        b.ranks.open.clear()
+        stream = b.gateway.start(request())
+        await b.until(b.ranks.in_step.is_set)
+        b.clock.ahead_seconds += 14.0
+        await asyncio.sleep(3 * supervisor.POLL_SECONDS)
+        assert len(b.groups) == 1, "still within 15 s"
+        b.clock.ahead_seconds += 2.0
+        assert isinstance((await read(stream))[1], EngineDown)
+        await b.until_life(1)
+        assert b.groups[0].num_dumps == 1
+        await serves_exactly(b)
+    assert "engine down: rank 1 hangs: step 12, 3 positions of 1 sequences, took longer than 15" in caplog.text
+
+
+async def test_ranks_that_hang_while_they_load_are_noticed_and_show_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "STACKS_SECONDS", 0.0)
+
+    def prepare(ranks: FakeRanks, life: int) -> None:
+        ranks.ready.clear()
+        ranks.kill("rank 1 is frozen while the model is loaded")
+
+    async with bench(prepare, wait=False) as b:
+        with pytest.raises(RankStartError, match="rank 1 is frozen while the model is loaded"):
+            await b.gateway.until_serving()
+        assert (b.ranks.num_dumps, b.ranks.num_closes > 0) == (1, True)
+
+
 async def test_a_defect_in_the_engine_is_treated_as_its_death(caplog: pytest.LogCaptureFixture) -> None:
     def prepare(ranks: FakeRanks, life: int) -> None:
         ranks.step_error = ValueError("a defect") if life == 0 else None

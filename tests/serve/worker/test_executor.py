@@ -7,10 +7,12 @@ import json
 import logging
 import math
 import os
+import re
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -20,7 +22,7 @@ import torch
 from serve.config import KernelsConfig, ModelConfig, ServerConfig, SupervisorConfig
 from serve.engine.executor import ExecutorDied
 from serve.engine.plan import Span, Start, StepPlan
-from serve.errors import ConfigError
+from serve.errors import ConfigError, RankStartError
 from serve.types import BlockId, SamplingParams, SequenceId
 from serve.worker.executor import RankExecutor
 from tests.support.kernels import cpu_kernels
@@ -35,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _config(model: Path, size: int = 2) -> ServerConfig:
     return ServerConfig(
         model=ModelConfig(path=str(model), tensor_parallel_size=size, device="cpu"),
-        supervisor=SupervisorConfig(heartbeat_timeout_seconds=2.0),
+        supervisor=SupervisorConfig(heartbeat_timeout_seconds=2.0, load_stall_seconds=2.0),
     )
 
 
@@ -66,7 +68,23 @@ def _pids(executor: RankExecutor) -> list[int]:
     return [rank.process.pid for rank in executor._ranks]
 
 
-def test_ranks_compute_without_the_kernels_and_leave_nothing_behind(model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_ranks_compute_without_the_kernels_and_leave_nothing_behind(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Nor do they take a module from the folder that the server was started in."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    for name in ("serve", "checkpoint", "host", "torch", "msgpack"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'seen')!r}, 'a').write({name!r})\nraise SystemExit(9)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep)
+    monkeypatch.setattr("tempfile.tempdir", None)
+    caplog.set_level(logging.INFO, "serve.worker.executor")
     executor = RankExecutor(dataclasses.replace(_config(model), kernels=KernelsConfig(cache_dir="/dev/null/cache")))
     before = set(os.listdir("/dev/shm"))
     facts = executor.start()
@@ -77,15 +95,19 @@ def test_ranks_compute_without_the_kernels_and_leave_nothing_behind(model: Path,
     assert [s.sequence for s in result.sampled] == [0]
     assert executor.dead_rank() is None
     assert max(executor.heartbeat_ages()) < 2.0
-    pids, folder = _pids(executor), executor._folder
+    assert facts.cache_memory.endswith("free)") or "container" in facts.cache_memory
+    pids = _pids(executor)
+    assert not list(folder.iterdir()), "what is there while ranks live is left when the server is killed"
     executor.close()
     executor.close()
     assert not any(psutil.pid_exists(pid) for pid in pids)
-    assert folder is not None
-    assert not folder.exists()
+    assert not (tmp_path / "seen").exists()
+    for number, pid in enumerate(pids):
+        assert f"rank {number} started: process {pid}" in caplog.text
+        assert re.search(rf"rank {number} ended after [\d.]+ s: by the server \(process {pid}\)", caplog.text)
     assert set(os.listdir("/dev/shm")) <= before
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "kernels" in line]
-    assert line.startswith("rank 0 WARNING "), "one rank says it for all"
+    assert "WARNING rank 0: " in line, "one rank says it for all"
     assert "/dev/null/cache/kernels" in line
     assert "TESSERA_CACHE_DIR" in line
 
@@ -123,6 +145,87 @@ def test_a_frozen_rank_is_noticed_and_close_frees_the_waiting_step(started: Rank
     waiting.join(timeout=10)
     assert len(outcome) == 1
     assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+@contextmanager
+def _starting(executor: RankExecutor) -> Iterator[None]:
+    """The ranks load on a thread of their own; at the end they are closed, which ``start`` says."""
+    raised: list[BaseException] = []
+
+    def start() -> None:
+        try:
+            executor.start()
+        except RankStartError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    try:
+        yield
+    finally:
+        executor.close()
+        thread.join(timeout=10)
+    assert len(raised) == 1
+
+
+def test_a_rank_that_is_frozen_while_it_loads_is_noticed(model: Path) -> None:
+    executor = RankExecutor(_config(model))
+    with _starting(executor):
+        _until(lambda: len(executor._ranks) == 2)
+        os.kill(_pids(executor)[1], signal.SIGSTOP)
+        _until(executor.dead_rank)
+        assert "rank 1 is frozen while the model is loaded" in str(executor.dead_rank())
+
+
+def _sabotage(folder: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> None:
+    """Have every rank run a program of the test's when it begins."""
+    (folder / "sitecustomize.py").write_text(program)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+
+
+def test_a_load_that_hangs_is_noticed_though_the_heart_beats(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = """
+import sys, time
+
+def never_answer(event, args):
+    if event == "open" and str(args[0]).endswith(".safetensors"):
+        time.sleep(3600)
+
+sys.addaudithook(never_answer)
+"""
+    _sabotage(tmp_path, monkeypatch, program)
+    executor = RankExecutor(_config(model, size=1))
+    with _starting(executor):
+        _until(lambda: executor.dead_rank() and executor.heartbeat_ages()[0] < 1.0, seconds=90.0)
+        assert "rank 0 hangs while the model is loaded" in str(executor.dead_rank())
+
+
+def test_a_rank_that_hangs_in_a_step_is_told_from_those_that_wait_for_it(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = "import signal, time\nsignal.signal(signal.SIGUSR2, lambda *_: time.sleep(3600))\n"
+    _sabotage(tmp_path, monkeypatch, program)
+    executor = RankExecutor(_config(model))
+    executor.start()
+    executor.execute(_plan(0))
+    os.kill(_pids(executor)[1], signal.SIGUSR2)
+    outcome: list[BaseException] = []
+
+    def wait_for_ever() -> None:
+        try:
+            executor.execute(_plan(1))
+        except ExecutorDied as error:
+            outcome.append(error)
+
+    waiting = threading.Thread(target=wait_for_ever)
+    waiting.start()
+    _until(lambda: executor.hanging_rank() == 1, seconds=60.0)
+    assert executor.dead_rank() is None, "its heart beats"
+    executor.close()
+    waiting.join(timeout=10)
+    assert len(outcome) == 1
 
 
 def test_what_a_rank_finds_wrong_is_a_configuration_error(model: Path, tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""What the system gives to a process: the limits of its container, and how to start another one."""

@@ -1,0 +1,82 @@
+"""How long the step in progress may take, by the steps before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from serve.config import SupervisorConfig
+from serve.engine.executor import Executor
+from serve.engine.plan import StepPlan, StepResult
+from serve.types import SequenceId
+
+
+@dataclass(frozen=True, slots=True)
+class _Size:
+    """What decides how long a step takes, each part by itself."""
+
+    tokens: int = 0
+    """Positions computed."""
+    pairs: int = 0
+    """Pairs of a computed position and one that it sees."""
+    rows: int = 0
+    """Rows of logits."""
+
+    def __or__(self, other: _Size) -> _Size:
+        return _Size(max(self.tokens, other.tokens), max(self.pairs, other.pairs), max(self.rows, other.rows))
+
+
+class StepWatch:
+    """The executor of one life of the engine, with an eye on how long its steps take.
+
+    A step may take ``step_margin_seconds`` longer than the longest before it. One that is larger than all before it in any
+    respect says nothing yet about what is long: it may take ``step_timeout_seconds``, if that is more.
+
+    ``execute`` belongs to the engine's thread; everything else may be called from another.
+    """
+
+    def __init__(self, executor: Executor, config: SupervisorConfig, clock: Callable[[], float]) -> None:
+        self._executor = executor
+        self._config = config
+        self._clock = clock
+        self._scored: set[SequenceId] = set()
+        """Live sequences of whose prompt every position's logits are computed."""
+        self._step: tuple[StepPlan, _Size] | None = None
+        self._largest = _Size()
+        self._longest_seconds = 0.0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """See ``serve.engine.executor.Executor``."""
+        size = self._size_of(plan)
+        began = self._clock()
+        self._step = plan, size
+        result = self._executor.execute(plan)
+        self._step = None
+        self._longest_seconds = max(self._longest_seconds, self._clock() - began)
+        self._largest |= size
+        return result
+
+    def limit_seconds(self) -> float:
+        """How long the step in progress may take, from its schedule to its answers."""
+        step, usual = self._step, self._longest_seconds + self._config.step_margin_seconds
+        is_known = step is not None and step[1] | self._largest == self._largest
+        return usual if is_known else max(usual, self._config.step_timeout_seconds)
+
+    def describe(self) -> str:
+        """The step in progress, which takes too long, in words."""
+        step = self._step
+        limit = f"longer than {self.limit_seconds():g} s ({self._longest_seconds:.1f} s was the longest so far)"
+        if step is None:
+            return f"a step took {limit}, outside of the ranks"
+        plan, size = step
+        return f"step {plan.step}, {size.tokens} positions of {len(plan.spans)} sequences, took {limit}"
+
+    def _size_of(self, plan: StepPlan) -> _Size:
+        self._scored.difference_update(plan.dropped)
+        self._scored.update(start.sequence for start in plan.starts if start.prompt_logprobs is not None)
+        spans = plan.spans
+        return _Size(
+            tokens=plan.num_tokens,
+            pairs=sum(span.count * (span.start + span.count) for span in spans),
+            rows=sum(span.count if span.sequence in self._scored else span.sample for span in spans),
+        )

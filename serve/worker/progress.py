@@ -1,0 +1,34 @@
+"""How far a rank is, for those who watch it from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Progress:
+    """A number that grows with what a rank does, told with each heartbeat.
+
+    The thread that works writes it, the one that beats reads it. All ranks count the same things in the same order (a plan
+    received, a collective entered, a plan done), so of ranks that wait for one another the one with the lowest number hangs.
+    """
+
+    __slots__ = ("count", "waiting")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.waiting = False
+        """Whether it waits for other ranks, however long they take."""
+
+    def mark(self) -> None:
+        """One thing more."""
+        self.count += 1
+
+    @contextmanager
+    def with_others(self) -> Iterator[None]:
+        """Within, this rank may do nothing for a long time because another one has much to do."""
+        before, self.waiting = self.waiting, True
+        try:
+            yield
+        finally:
+            self.waiting = before

@@ -1,0 +1,113 @@
+"""Signs of life of one rank, seen from outside: its heartbeats, and what the kernel says of its work."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+PULSE: Final = struct.Struct("!?Q")
+"""A heartbeat: whether the rank waits for others, and its count; see ``serve.worker.progress``."""
+_LOOK_SECONDS: Final = 0.5
+"""Between two looks at what a rank that loads has done."""
+_MESSAGE_BYTES: Final = 64
+
+
+class Vitals:
+    """What is known of one rank. Not thread-safe.
+
+    A heartbeat comes from a thread of its own: it proves that the process runs, not that its work goes on. While the model is
+    loaded that is seen from the processor time of the thread that loads, the bytes that the process reads, and the processor
+    time of programs it has started (a compiler).
+    """
+
+    def __init__(self, number: int, process_id: int, pulse: socket.socket, now: float) -> None:
+        self.number = number
+        self.heard = now
+        """When the last heartbeat came."""
+        self.worked = now
+        """When the rank was last seen to have done anything, while it loads."""
+        self.count = 0
+        self.waiting = False
+        self._process_id = process_id
+        self._pulse = pulse
+        self._looked = now
+        self._work: tuple[int, ...] = ()
+        self._helpers_seconds = 0.0
+
+    def listen(self, now: float) -> None:
+        """Take in the heartbeats that have come."""
+        with contextlib.suppress(BlockingIOError, OSError):
+            while message := self._pulse.recv(_MESSAGE_BYTES):
+                self.waiting, self.count = PULSE.unpack(message)
+                self.heard = now
+
+    def look(self, now: float) -> None:
+        """See whether the rank has done anything since the last look; costs nothing when that is a moment ago."""
+        if now - self._looked < _LOOK_SECONDS:
+            return
+        self._looked = now
+        work = _work_of(self._process_id)
+        if work == self._work:
+            helpers_seconds = _helpers_seconds(self._process_id)
+            if helpers_seconds == self._helpers_seconds:
+                return
+            self._helpers_seconds = helpers_seconds
+        self._work, self.worked = work, now
+
+
+def stalled(ranks: Sequence[Vitals], now: float, limit_seconds: float) -> str | None:
+    """A sentence about the rank that has shown no sign of work for longest while the model is loaded, if that is too long.
+
+    One that waits for the others is excused while any of them works, as long as its heart beats.
+    """
+    youngest = min((now - rank.worked for rank in ranks), default=0.0)
+
+    def silence(rank: Vitals) -> float:
+        return max(youngest, now - rank.heard) if rank.waiting else now - rank.worked
+
+    worst = max(ranks, key=lambda rank: (silence(rank), not rank.waiting), default=None)
+    if worst is None or silence(worst) <= limit_seconds:
+        return None
+    beats = now - worst.heard < limit_seconds / 2
+    what = f"rank {worst.number} {'hangs' if beats else 'is frozen'} while the model is loaded"
+    return f"{what}: for {silence(worst):.1f} s it has neither read nor computed anything"
+
+
+def furthest_behind(ranks: Sequence[Vitals]) -> int | None:
+    """The rank that the others wait for; ``None`` where none is behind the others."""
+    if len(ranks) == 1:
+        return ranks[0].number
+    counts = [rank.count for rank in ranks]
+    lowest = min(counts, default=0)
+    return ranks[counts.index(lowest)].number if counts.count(lowest) == 1 else None
+
+
+def _work_of(process_id: int) -> tuple[int, ...]:
+    """Page faults and processor time of the main thread, bytes read by the process; empty where the system does not tell."""
+    folder = Path(f"/proc/{process_id}")
+    try:
+        # Behind the name in brackets, which may hold anything, comes field 3; 12 is major faults, 14 and 15 processor time.
+        words = (folder / f"task/{process_id}/stat").read_text().rpartition(")")[2].split()
+        work = tuple(int(words[field - 3]) for field in (12, 14, 15))
+    except (OSError, ValueError, IndexError):
+        return ()
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        work += (int((folder / "io").read_text().split()[1]),)
+    return work
+
+
+def _helpers_seconds(process_id: int) -> float:
+    """Processor time of the programs that a process has started and that still run."""
+    seconds = 0.0
+    with contextlib.suppress(psutil.Error):
+        for child in psutil.Process(process_id).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                times = child.cpu_times()
+                seconds += times.user + times.system
+    return seconds

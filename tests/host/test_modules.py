@@ -1,0 +1,42 @@
+"""Processes of ours run our own modules, whatever lies in the folder they are started in."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from finetune.errors import FinetuneError
+from finetune.launch import Ranks
+from host.modules import import_path, module_command
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stand in a folder with modules named like ours and others'; what importing any of them writes."""
+    seen = tmp_path / "seen"
+    for name in ("host", "serve", "finetune", "checkpoint", "torch", "yaml", "psutil", "json"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(seen)!r}, 'a').write({name + ' '!r})\nraise SystemExit(9)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["", str(ROOT), ""]))
+    return seen
+
+
+def test_a_module_is_not_taken_from_the_working_directory(trap: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": import_path(os.environ)}
+    done = subprocess.run(module_command("host.limits"), env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not trap.exists()
+
+
+def test_ranks_of_training_take_no_module_from_the_working_directory(trap: Path, tmp_path: Path) -> None:
+    with (
+        Ranks(tmp_path / "out", {"config": {}}, ranks=1, threads=1) as ranks,
+        pytest.raises(FinetuneError, match="run is not set"),
+    ):
+        ranks.wait()
+    assert not trap.exists()
