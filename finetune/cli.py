@@ -190,6 +190,7 @@ def tune(config: TuneConfig, console: Console, *, command: str = "tune", anyway:
         FinetuneError: what was wrong; no process is left.
     """
     from finetune import joined
+    from finetune.forecast.least import check_least
     from finetune.hub import located
     from finetune.launch import Ranks
     from finetune.observe import observed
@@ -201,6 +202,8 @@ def tune(config: TuneConfig, console: Console, *, command: str = "tune", anyway:
     def say(text: str) -> None:
         console.print(f"[dim]{escape(text)}[/]", highlight=False, soft_wrap=True)
 
+    if not anyway and not joined.started_by_launcher():  # several nodes have more memory than this one
+        check_least(located(config, command=command, need="config"))
     config = located(config, say if os.environ.get("RANK", "0") == "0" else lambda _: None, command=command)
     if joined.started_by_launcher():
         joined.train(config, _plain(asdict(config)), console, command=command, anyway=anyway)

@@ -13,6 +13,7 @@ from finetune.errors import ConfigError, FinetuneError
 from finetune.forecast.estimate import Forecast, forecast, model_config_of, precision_of
 from finetune.forecast.files import FORECAST, write_json
 from finetune.forecast.hardware import this_machine
+from finetune.forecast.least import REMEDY
 from finetune.forecast.memory import PROCESS_BYTES
 from finetune.forecast.pace import kept_pace
 from finetune.forecast.show import summary
@@ -54,8 +55,7 @@ def check_fits(config: TuneConfig, console: Console, *, anyway: bool) -> None:
             f"[yellow]does not fit: {escape(what)}; started all the same (--anyway)[/]", highlight=False, soft_wrap=True
         )
         return
-    remedy = "`tessera-finetune plan` with the same file and options says what to change; --anyway starts it all the same"
-    raise ConfigError(f"the run does not fit this machine: {what}. {remedy}")
+    raise ConfigError(f"the run does not fit this machine: {what}. {REMEDY}")
 
 
 def _forecast_here(config: TuneConfig) -> Forecast:

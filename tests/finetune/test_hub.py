@@ -192,6 +192,25 @@ def test_names_become_folders_before_a_run(tmp_path: Path, text_folder: Path, of
     assert said[0] == f"hf:someone/small@v2 is {config.model.path}"
 
 
+def test_what_is_far_too_large_is_not_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text_folder: Path) -> None:
+    asked: list[str] = []
+    folder = tmp_path / "got"
+    folder.mkdir()
+    sizes = {"model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 8000}
+
+    def snapshot_download(repo_id: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.extend(allow_patterns)
+        (folder / "config.json").write_text(json.dumps(sizes))
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    tree = small_run(text_folder, tmp_path / "run")
+    del tree["tokenizer"]
+    tree["model"] = {"path": "hf:someone/huge"}
+    assert main(["tune", str(write_config(tree, tmp_path / "run.yaml"))]) == 2
+    assert asked == ["config.json", "generation_config.json"]
+
+
 @pytest.mark.slow
 def test_a_model_of_the_hub_is_trained_and_evaluated_offline(home: Path, tmp_path: Path, text_folder: Path) -> None:
     environment = {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
