@@ -1,7 +1,7 @@
 """A program under a unit's ``RestrictAddressFamilies``: ``python -m tests.support.sandbox FAMILIES COMMAND...``.
 
-systemd enforces it by a seccomp filter on ``socket(2)``, which answers EAFNOSUPPORT for every other family; this is the same filter
-for x86-64 and 64-bit ARM. FAMILIES are the unit's words, separated by commas.
+systemd enforces it by a seccomp filter on ``socket(2)``, which answers EAFNOSUPPORT for every other family; this is the same
+filter for x86-64 and 64-bit ARM. FAMILIES are the unit's words, separated by commas.
 """
 
 from __future__ import annotations

@@ -30,16 +30,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save("gpt_neox", tmp_path_factory.mktemp("model") / "neox", with_tokenizer=False)
 
 
-def _config(model: Path, size: int = 2) -> ServerConfig:
+def _config(model: Path, size: int = 2, heartbeat_timeout_seconds: float = 60.0) -> ServerConfig:
     return ServerConfig(
         model=ModelConfig(path=str(model), tensor_parallel_size=size, device="cpu"),
-        supervisor=SupervisorConfig(heartbeat_timeout_seconds=2.0),
+        supervisor=SupervisorConfig(heartbeat_timeout_seconds=heartbeat_timeout_seconds),
     )
 
 
 @pytest.fixture
 def started(model: Path) -> Iterator[RankExecutor]:
-    executor = RankExecutor(_config(model))
+    executor = RankExecutor(_config(model, heartbeat_timeout_seconds=2.0))
     executor.start()
     yield executor
     executor.close()
@@ -53,7 +53,7 @@ def _plan(step: int, prompt: tuple[int, ...] = (3, 4, 5)) -> StepPlan:
     return StepPlan(step=step, starts=(start,), spans=(span,))
 
 
-def _until(condition: Callable[[], object], seconds: float = 20.0) -> None:
+def _until(condition: Callable[[], object], seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true"
@@ -74,7 +74,7 @@ def test_ranks_compute_without_the_kernels_and_leave_nothing_behind(model: Path,
     result = executor.execute(_plan(0))
     assert [s.sequence for s in result.sampled] == [0]
     assert executor.dead_rank() is None
-    assert max(executor.heartbeat_ages()) < 2.0
+    _until(lambda: max(executor.heartbeat_ages()) < 2.0)
     pids, folder = _pids(executor), executor._folder
     executor.close()
     executor.close()
@@ -118,7 +118,7 @@ def test_a_frozen_rank_is_noticed_and_close_frees_the_waiting_step(started: Rank
     assert f"rank {victim} is frozen" in str(started.dead_rank())
     pids = _pids(started)
     started.close()
-    waiting.join(timeout=10)
+    waiting.join(timeout=120)
     assert len(outcome) == 1
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
