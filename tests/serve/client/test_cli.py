@@ -152,7 +152,7 @@ async def test_ctrl_c_cancels_the_request_and_ends_the_command() -> None:
         assert process.stdout is not None
         assert await process.stdout.read(1)  # it is in the middle of its stream
         process.send_signal(signal.SIGINT)
-        _, err = await asyncio.wait_for(process.communicate(), 20)
+        _, err = await asyncio.wait_for(process.communicate(), 120)
         assert process.returncode == 1
         assert b"interrupted" in err
         assert b"Traceback" not in err
@@ -167,6 +167,6 @@ async def test_a_reader_that_leaves_is_no_traceback() -> None:
             f"{sys.executable} -m serve.client 'The dog' --address {server.address} --ignore-eos --echo | head -c 1",
             cwd=REPOSITORY, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
-        out, err = await asyncio.wait_for(process.communicate(), 30)
+        out, err = await asyncio.wait_for(process.communicate(), 120)
         assert out == b"T"
         assert err == b""

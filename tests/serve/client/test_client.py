@@ -107,7 +107,7 @@ async def test_an_abandoned_stream_cancels_its_request(leave: str) -> None:
             else:
                 del stream
                 gc.collect()
-            asyncio.run_coroutine_threadsafe(server.until(lambda: server.gateway.num_in_flight == 0), loop).result(20)
+            asyncio.run_coroutine_threadsafe(server.until(lambda: server.gateway.num_in_flight == 0), loop).result(60)
 
         loop = asyncio.get_running_loop()
         await blocking(server, work)
@@ -234,7 +234,7 @@ async def test_waiting_for_a_server_that_loads() -> None:
             assert (caught.value.code, caught.value.reason) == ("UNAVAILABLE", "LOADING")
 
         await blocking(server, before, retries=0)
-        waiting = asyncio.ensure_future(blocking(server, lambda client: client.wait_until_serving(timeout=20)))
+        waiting = asyncio.ensure_future(blocking(server, lambda client: client.wait_until_serving(timeout=120)))
         server.ranks.loaded.set()
         await waiting
 
@@ -296,7 +296,7 @@ def test_what_is_tried_again_and_when() -> None:
 
 async def test_the_asyncio_client_does_the_same() -> None:
     async with serving() as server, AsyncClient(server.address) as client:
-        await client.wait_until_serving(timeout=5)
+        await client.wait_until_serving(timeout=120)
         answer = await client.generate([5, 6, 7], max_new_tokens=9, seed=3, ignore_eos=True)
         assert answer.token_ids == expected(server, (5, 6, 7), 9, 3)
         async with client.stream([5, 6, 7], max_new_tokens=9, seed=3, ignore_eos=True) as stream:

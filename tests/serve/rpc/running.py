@@ -28,6 +28,7 @@ from serve.text.detokenizer import open_text
 from serve.text.tokenizer import Tokenizer, load_tokenizer
 from serve.v1 import admin_pb2_grpc, inference_pb2, inference_pb2_grpc, models_pb2_grpc, tokenizer_pb2_grpc
 from tests.serve.fake_executor import FakeExecutor, fake_facts
+from tests.serve.runtime.ranks import PATIENCE_SECONDS
 from tests.serve.text.folders import make_folder
 
 CHAT_TEMPLATE = (
@@ -134,13 +135,17 @@ class RunningServer:
 
     async def until(self, condition: Callable[[], object]) -> None:
         """Wait for something that other threads or the network bring about."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while not condition():  # noqa: ASYNC110
                 await asyncio.sleep(0.002)
 
+    async def until_told(self, commands: int) -> None:
+        """Wait until so many commands lie in the engine's queue while its steps are held: it obeys them before the next."""
+        await self.until(lambda: self.gateway._bridge.backlog >= commands)
+
     async def until_stats(self, condition: Callable[[EngineStats], bool]) -> None:
         """Wait for the engine's figures to be such."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while not condition(await self.gateway.load()):  # noqa: ASYNC110
                 await asyncio.sleep(0.002)
 

@@ -93,9 +93,7 @@ async def test_abort_ends_a_request_as_its_own_client_could() -> None:
         call = asyncio.ensure_future(server.inference.Generate(request(tokens=250, request_id="victim")))
         await server.until(lambda: server.ranks.num_steps == 1)
         aborted = asyncio.ensure_future(server.admin.Abort(admin_pb2.AbortRequest(request_id="victim")))
-        while not aborted.done():  # the engine hears of it between two steps
-            server.ranks.last_step += 1
-            await asyncio.wait([aborted], timeout=0.01)
+        await server.until_told(1)
         server.ranks.last_step = None
         await aborted
         with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -31,6 +31,8 @@ from serve.types import (
     TokensOut,
 )
 
+PATIENCE_SECONDS = 60.0
+"""For what other threads do; a test that works never waits so long, however busy the machine is."""
 VOCABULARY = 97
 FACTS = ModelFacts(
     family="fake",
@@ -188,9 +190,17 @@ class Bench:
 
     async def until(self, condition: Callable[[], object]) -> None:
         """Wait until a condition of other threads holds."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while not condition():  # noqa: ASYNC110 (another thread brings it about)
                 await asyncio.sleep(0.001)
+
+    async def until_held(self) -> None:
+        """Wait until ``hold_after`` steps were computed and the next one waits: nothing live can end by itself from now on."""
+        await self.until(lambda: self.ranks.num_steps == self.ranks.hold_after and self.ranks.in_step.is_set())
+
+    async def until_told(self, commands: int) -> None:
+        """Wait until so many commands lie in the engine's queue: it obeys them all before its next step."""
+        await self.until(lambda: self.gateway._bridge.backlog >= commands)
 
     async def until_life(self, number: int) -> None:
         """Wait until the engine has come up ``number`` times after the first."""

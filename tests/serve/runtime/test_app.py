@@ -25,7 +25,7 @@ from serve.errors import ConfigError
 from serve.v1 import inference_pb2, inference_pb2_grpc
 from tests.serve.runtime.ranks import expected_ids, options
 
-PATIENCE_SECONDS = 30
+PATIENCE_SECONDS = 120
 
 
 @dataclass

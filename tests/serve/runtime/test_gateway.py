@@ -74,14 +74,16 @@ async def test_a_stream_closed_before_the_engine_saw_it_costs_nothing() -> None:
 
 async def test_a_reader_who_never_reads_loses_the_call_and_its_blocks() -> None:
     async with bench(rpc={"stream_buffer_events": 16, "slow_reader_seconds": 0.02}) as b:
-        b.ranks.step_seconds = 0.002  # the request would take far longer than a slow reader is given
+        b.ranks.hold_after = 80  # the quick one's steps and some more: the slow one cannot come to its end
         slow = b.gateway.start(request("slow", tokens=9_000))
         events, error = await read(b.gateway.start(request("quick", tokens=50)))
         assert error is None
         assert ids_of(events) == expected_ids((5, 6, 7), 50)
-        await b.until(lambda: b.value("request_finished_total", reason="slow_reader") == 1)
+        await b.until(lambda: slow.ended)
         with pytest.raises(SlowReader):
             await anext(slow)
+        b.ranks.open.set()
+        await b.until(lambda: b.value("request_finished_total", reason="slow_reader") == 1)
         await b.until(lambda: b.value("kv_blocks_used") == 0)
 
 
@@ -147,10 +149,13 @@ async def test_a_deadline_ends_a_request_that_waits_and_one_that_runs() -> None:
 
 async def test_an_administrator_can_abort_by_id() -> None:
     async with bench() as b:
+        b.ranks.hold_after = 3
         stream = b.gateway.start(request("x", tokens=9_000))
-        await anext(stream)
-        assert await b.gateway.abort(RequestId("nobody")) is False
-        assert await b.gateway.abort(RequestId("x")) is True
+        await b.until_held()
+        asked = [asyncio.create_task(b.gateway.abort(RequestId(name))) for name in ("nobody", "x", "x")]
+        await b.until_told(len(asked))
+        b.ranks.open.set()
+        assert await asyncio.gather(*asked) == [False, True, False]
         assert isinstance((await read(stream))[1], RequestAborted)
         assert await b.gateway.abort(RequestId("x")) is False
 
@@ -201,21 +206,26 @@ async def test_a_drain_refuses_the_new_and_waits_for_what_is_in_flight() -> None
 
 async def test_a_drain_that_takes_too_long_ends_the_rest() -> None:
     async with bench(rpc={"drain_seconds": 0.02}) as b:
-        b.ranks.step_seconds = 0.002  # the request would take far longer than the drain
+        b.ranks.hold_after = 3
         stream = b.gateway.start(request(tokens=9_000))
         await anext(stream)
-        reading = asyncio.create_task(read(stream))
-        await b.gateway.drain()
-        assert isinstance((await reading)[1], Draining)
+        draining = asyncio.create_task(b.gateway.drain())
+        assert isinstance((await read(stream))[1], Draining)
+        b.ranks.open.set()
+        await draining
         await b.until(lambda: b.value("request_finished_total", reason="draining") == 1)
         await b.until(lambda: b.value("kv_blocks_used") == 0)
 
 
 async def test_stopping_ends_every_stream_and_leaves_no_thread() -> None:
     async with bench() as b:
+        b.ranks.hold_after = 3
         stream = b.gateway.start(request(tokens=9_000))
         await anext(stream)
-        await b.gateway.stop()
+        stopping = asyncio.create_task(b.gateway.stop())
+        await b.until_state(State.STOPPED)
+        b.ranks.open.set()
+        await stopping
         assert isinstance((await read(stream))[1], Draining)
         assert b.gateway.state is State.STOPPED
         assert b.ranks.num_closes > 0

@@ -45,12 +45,13 @@ async def test_a_reload_lets_calls_end_and_brings_the_new_model_up() -> None:
 
 async def test_calls_that_do_not_end_in_time_are_cut() -> None:
     async with bench(rpc={"drain_seconds": 0.02}) as b:
-        b.ranks.step_seconds = 0.002
+        b.ranks.hold_after = 3
         stream = b.gateway.start(request(tokens=9_000))
         await anext(stream)
-        reading = asyncio.create_task(read(stream))
-        await b.gateway.reload()
-        assert isinstance((await reading)[1], Loading)
+        reloading = asyncio.create_task(b.gateway.reload())
+        assert isinstance((await read(stream))[1], Loading)
+        b.ranks.open.set()
+        await reloading
         assert (await read(b.gateway.start(request())))[1] is None
 
 

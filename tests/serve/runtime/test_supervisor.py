@@ -21,7 +21,10 @@ async def serves_exactly(b: Bench) -> None:
 
 async def test_a_death_under_load_fails_what_is_in_flight_and_service_comes_back() -> None:
     async with bench() as b:
+        b.ranks.open.clear()
         streams = [b.gateway.start(request(f"r{n}", tokens=9_000)) for n in range(20)]
+        b.ranks.hold_after = 4  # the second step has them all
+        b.ranks.open.set()
         for stream in streams:
             await anext(stream)
         b.ranks.kill()
@@ -67,9 +70,11 @@ async def test_frozen_ranks_are_noticed_in_the_middle_of_a_step() -> None:
 
 async def test_a_step_that_hangs_ends_the_life(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "STACKS_SECONDS", 0.0)
-    async with bench(supervisor={"step_timeout_seconds": 0.05}) as b:
+    async with bench() as b:
         b.ranks.open.clear()
         stream = b.gateway.start(request())
+        await b.until(b.ranks.in_step.is_set)
+        b.clock.ahead_seconds = 2 * b.gateway.config.supervisor.step_timeout_seconds
         assert isinstance((await read(stream))[1], EngineDown)
         await b.until_life(1)
         assert b.groups[0].num_dumps == 1, "the stacks of the hanging ranks were asked for"

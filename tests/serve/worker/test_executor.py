@@ -34,16 +34,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save("gpt_neox", tmp_path_factory.mktemp("model") / "neox", with_tokenizer=False)
 
 
-def _config(model: Path, size: int = 2) -> ServerConfig:
+def _config(model: Path, size: int = 2, *, frozen_seconds: float = 60.0, stalled_seconds: float = 60.0) -> ServerConfig:
     return ServerConfig(
         model=ModelConfig(path=str(model), tensor_parallel_size=size, device="cpu"),
-        supervisor=SupervisorConfig(heartbeat_timeout_seconds=2.0, load_stall_seconds=2.0),
+        supervisor=SupervisorConfig(heartbeat_timeout_seconds=frozen_seconds, load_stall_seconds=stalled_seconds),
     )
 
 
 @pytest.fixture
 def started(model: Path) -> Iterator[RankExecutor]:
-    executor = RankExecutor(_config(model))
+    executor = RankExecutor(_config(model, frozen_seconds=2.0))
     executor.start()
     yield executor
     executor.close()
@@ -57,7 +57,7 @@ def _plan(step: int, prompt: tuple[int, ...] = (3, 4, 5)) -> StepPlan:
     return StepPlan(step=step, starts=(start,), spans=(span,))
 
 
-def _until(condition: Callable[[], object], seconds: float = 20.0) -> None:
+def _until(condition: Callable[[], object], seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true"
@@ -94,7 +94,7 @@ def test_ranks_compute_without_the_kernels_and_leave_nothing_behind(
     result = executor.execute(_plan(0))
     assert [s.sequence for s in result.sampled] == [0]
     assert executor.dead_rank() is None
-    assert max(executor.heartbeat_ages()) < 2.0
+    _until(lambda: max(executor.heartbeat_ages()) < 2.0)
     assert facts.cache_memory.endswith("free)") or "container" in facts.cache_memory
     pids = _pids(executor)
     assert not list(folder.iterdir()), "what is there while ranks live is left when the server is killed"
@@ -142,7 +142,7 @@ def test_a_frozen_rank_is_noticed_and_close_frees_the_waiting_step(started: Rank
     assert f"rank {victim} is frozen" in str(started.dead_rank())
     pids = _pids(started)
     started.close()
-    waiting.join(timeout=10)
+    waiting.join(timeout=120)
     assert len(outcome) == 1
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
@@ -169,7 +169,7 @@ def _starting(executor: RankExecutor) -> Iterator[None]:
 
 
 def test_a_rank_that_is_frozen_while_it_loads_is_noticed(model: Path) -> None:
-    executor = RankExecutor(_config(model))
+    executor = RankExecutor(_config(model, stalled_seconds=2.0))
     with _starting(executor):
         _until(lambda: len(executor._ranks) == 2)
         os.kill(_pids(executor)[1], signal.SIGSTOP)
@@ -196,7 +196,7 @@ def never_answer(event, args):
 sys.addaudithook(never_answer)
 """
     _sabotage(tmp_path, monkeypatch, program)
-    executor = RankExecutor(_config(model, size=1))
+    executor = RankExecutor(_config(model, size=1, stalled_seconds=2.0))
     with _starting(executor):
         _until(lambda: executor.dead_rank() and executor.heartbeat_ages()[0] < 1.0, seconds=90.0)
         assert "rank 0 hangs while the model is loaded" in str(executor.dead_rank())
