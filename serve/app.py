@@ -176,7 +176,7 @@ def with_checkpoint_folder(config: ServerConfig) -> ServerConfig:
         try:
             folder = resolve_latest(folder)
         except CheckpointError as error:
-            raise ConfigError(f"model.path: {error}") from error
+            raise ConfigError(f"model.path: there is no config.json, and {error}") from error
     model = dataclasses.replace(config.model, path=str(folder), name=config.model.served_name)
     return dataclasses.replace(config, model=model)
 

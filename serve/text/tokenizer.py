@@ -165,11 +165,7 @@ def _from_vocab_and_merges(folder: Folder) -> tokenizers.Tokenizer:
 
 def _check_config(config: Mapping[str, Any]) -> None:
     """What is used of ``tokenizer_config.json`` has the types that it is used by."""
-    for key in _NAMED:
-        value = config.get(key)
-        content = value.get("content") if isinstance(value, dict) else value
-        if value is not None and not isinstance(content, str):
-            _refuse(key, value, "a text, an object with a text as content, or null")
+    _check_named("tokenizer_config.json", config)
     if not isinstance(config.get("tokenizer_class", ""), str | None):
         _refuse("tokenizer_class", config["tokenizer_class"], "a name")
     for key in ("add_prefix_space", "add_bos_token", "add_eos_token", "legacy"):
@@ -190,14 +186,24 @@ def _check_config(config: Mapping[str, Any]) -> None:
                 _refuse(f"added_tokens_decoder.{token_id}.{flag}", entry[flag], "true or false")
 
 
-def _refuse(key: str, value: object, rule: str) -> NoReturn:
-    raise CheckpointError("tokenizer_config.json", f"{key} is {shown(value)}; it must be {rule}")
+def _check_named(file: str, tokens: Mapping[str, Any]) -> None:
+    for key in _NAMED:
+        value = tokens.get(key)
+        content = value.get("content") if isinstance(value, dict) else value
+        if value is not None and not isinstance(content, str):
+            _refuse(key, value, "a text, an object with a text as content, or null", file)
+
+
+def _refuse(key: str, value: object, rule: str, file: str = "tokenizer_config.json") -> NoReturn:
+    raise CheckpointError(file, f"{key} is {shown(value)}; it must be {rule}")
 
 
 def _special_tokens(folder: Folder, config: dict[str, Any], class_name: str) -> dict[str, str]:
     """Named special tokens, for example ``{"eos_token": "</s>"}``."""
     # Files of older versions keep the names in special_tokens_map.json; tokenizer_config.json was written last.
-    merged = {**_read_json(folder, "special_tokens_map.json"), **config}
+    older = _read_json(folder, "special_tokens_map.json")
+    _check_named("special_tokens_map.json", older)
+    merged = {**older, **config}
     named = {
         key: value["content"] if isinstance(value, dict) else value
         for key, value in merged.items()
