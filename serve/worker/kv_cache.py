@@ -26,7 +26,7 @@ def block_bytes(*, layers: int, kv_heads: int, head_dim: int, block_tokens: int,
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
+class CacheMemory:
     """What one rank may take for its blocks."""
 
     num_bytes: int
@@ -37,7 +37,7 @@ class Budget:
         return f"{self.num_bytes / GIB:.2f} GiB a rank, {self.why}"
 
 
-def choose_budget(cache: CacheConfig, device: torch.device, local_ranks: int) -> Budget:
+def choose_memory(cache: CacheConfig, device: torch.device, local_ranks: int) -> CacheMemory:
     """How much memory this rank's blocks may take.
 
     ``cache.kv_cache_gib`` decides where it is given. Else, on a GPU, what ``cache.memory_fraction`` leaves after the weights;
@@ -57,14 +57,16 @@ def choose_budget(cache: CacheConfig, device: torch.device, local_ranks: int) ->
         wanted = int(cache.kv_cache_gib * GIB)
         if wanted * (local_ranks if device.type == "cpu" else 1) > free:
             _LOG.warning("cache.kv_cache_gib is %g, which is more than there is: %s", cache.kv_cache_gib, where)
-        return Budget(wanted, f"cache.kv_cache_gib ({where})")
+        return CacheMemory(wanted, f"cache.kv_cache_gib ({where})")
     if device.type == "cuda":
-        return Budget(left, f"what cache.memory_fraction {cache.memory_fraction:g} leaves ({where})")
-    return Budget(left, f"a quarter of what is free for {local_ranks} ranks, at most {_gib(_CPU_MOST_BYTES)} each ({where})")
+        return CacheMemory(left, f"what cache.memory_fraction {cache.memory_fraction:g} leaves ({where})")
+    return CacheMemory(
+        left, f"a quarter of what is free for {local_ranks} ranks, at most {_gib(_CPU_MOST_BYTES)} each ({where})"
+    )
 
 
 def choose_num_blocks(
-    budget: Budget, *, cache: CacheConfig, scheduler: SchedulerConfig, max_model_len: int, bytes_per_block: int
+    memory: CacheMemory, *, cache: CacheConfig, scheduler: SchedulerConfig, max_model_len: int, bytes_per_block: int
 ) -> int:
     """How many blocks this rank can hold: never more than all sequences at full length could use.
 
@@ -72,10 +74,10 @@ def choose_num_blocks(
         ConfigError: not even one block fits.
     """
     useful = scheduler.max_num_seqs * -(-max_model_len // cache.block_tokens)
-    blocks = min(useful, budget.num_bytes // bytes_per_block)
+    blocks = min(useful, memory.num_bytes // bytes_per_block)
     if blocks < 1:
         block = f"one block of {cache.block_tokens} positions takes {bytes_per_block} bytes"
-        raise ConfigError(f"cache.kv_cache_gib: {block}, and there is less: {budget}")
+        raise ConfigError(f"cache.kv_cache_gib: {block}, and there is less: {memory}")
     return int(blocks)
 
 

@@ -32,7 +32,7 @@ from serve.model.kernels.build import KernelUnavailable, load_cpu_kernels
 from serve.model.lean import call_leaves_directly
 from serve.model.linear import Matmul, Packer, activation_of, choose_packer, plain
 from serve.model.load import Blueprint, ShardOf, SliceReader, build_on_meta, choose_dtype, fill, read_config
-from serve.worker.kv_cache import GIB, allocate, block_bytes, choose_budget, choose_num_blocks
+from serve.worker.kv_cache import GIB, allocate, block_bytes, choose_memory, choose_num_blocks
 from serve.worker.parallel import Ranks, is_row_parallel, shard, vocabulary_widths
 
 _LOG = logging.getLogger(__name__)
@@ -103,10 +103,10 @@ def load_rank(
     per_block = block_bytes(
         layers=layers, kv_heads=heads // size, head_dim=width, block_tokens=config.cache.block_tokens, dtype=dtype
     )
-    budget = choose_budget(config.cache, device, size)
+    memory = choose_memory(config.cache, device, size)
     num_blocks = ranks.smallest(
         choose_num_blocks(
-            budget, cache=config.cache, scheduler=config.scheduler, max_model_len=max_model_len, bytes_per_block=per_block
+            memory, cache=config.cache, scheduler=config.scheduler, max_model_len=max_model_len, bytes_per_block=per_block
         )
     )
     backend = TorchBackend() if kernels is None else CpuKernelBackend(kernels)
@@ -126,7 +126,7 @@ def load_rank(
         attention="torch" if kernels is None else "kernel",
         linear=linear,
         load_seconds=tuple(watch.phases),
-        cache_memory=f"{num_blocks * per_block / GIB:.2f} of {budget}",
+        cache_memory=f"{num_blocks * per_block / GIB:.2f} of {memory}",
     )
     call_leaves_directly(model)
     head = model.get_output_embeddings()

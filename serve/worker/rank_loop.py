@@ -96,6 +96,7 @@ def _load(  # type: ignore[no-untyped-def]
         traceback.print_exc()
         wire.send(steps, msgpack.packb([FAILED, "rank", f"{type(error).__name__}: {error}"]))
         return None
+    progress.waiting = True  # from here on it has nothing to do but what it is told
     wire.send(steps, msgpack.packb([READY, wire.encode_record(model.facts)]))
     return runner
 

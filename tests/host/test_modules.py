@@ -1,13 +1,15 @@
-"""Processes of ours run our own modules, whatever lies in the folder they are started in."""
+"""Processes of ours run our own modules, whatever lies in the folder they are started in, and their end is told."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from finetune import launch
 from finetune.errors import FinetuneError
 from finetune.launch import Ranks
 from host.modules import import_path, module_command
@@ -40,3 +42,16 @@ def test_ranks_of_training_take_no_module_from_the_working_directory(trap: Path,
     ):
         ranks.wait()
     assert not trap.exists()
+
+
+@pytest.mark.parametrize("kernel", [None, "killed by the kernel for memory: the container's limit is 2.0 GiB"])
+def test_a_rank_of_training_that_was_killed_for_memory_is_told_from_any_other(
+    kernel: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "killed_for_memory", lambda before: kernel)
+    (tmp_path / "sitecustomize.py").write_text("import signal, sys\nif 'finetune.rank' in sys.orig_argv: signal.pause()\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with Ranks(tmp_path / "out", {"config": {}}, ranks=1, threads=1) as ranks:
+        os.kill(ranks.process_ids[0], signal.SIGKILL)
+        with pytest.raises(FinetuneError, match=f"rank 0 was {kernel or r'killed .SIGKILL.: by hand, or by the system'}"):
+            ranks.wait()

@@ -8,7 +8,7 @@ import torch
 from host import limits
 from serve.config import CacheConfig, SchedulerConfig
 from serve.errors import ConfigError
-from serve.worker.kv_cache import GIB, choose_budget, choose_num_blocks
+from serve.worker.kv_cache import GIB, choose_memory, choose_num_blocks
 
 CPU = torch.device("cpu")
 
@@ -22,30 +22,30 @@ def container(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("container")
 def test_the_default_stays_within_the_container() -> None:
-    budget = choose_budget(CacheConfig(), CPU, local_ranks=2)
-    assert budget.num_bytes == GIB // 8
-    assert str(budget).startswith("0.12 GiB a rank, a quarter of what is free for 2 ranks, at most 4.0 GiB each")
-    assert str(budget).endswith("(1.0 GiB free of the container's limit of 2.0 GiB)")
+    memory = choose_memory(CacheConfig(), CPU, local_ranks=2)
+    assert memory.num_bytes == GIB // 8
+    assert str(memory).startswith("0.12 GiB a rank, a quarter of what is free for 2 ranks, at most 4.0 GiB each")
+    assert str(memory).endswith("(1.0 GiB free of the container's limit of 2.0 GiB)")
 
 
 def test_the_default_is_4_gib_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "memory_available", lambda: 100 * GIB)
-    assert choose_budget(CacheConfig(), CPU, local_ranks=1).num_bytes == 4 * GIB
+    assert choose_memory(CacheConfig(), CPU, local_ranks=1).num_bytes == 4 * GIB
 
 
 @pytest.mark.usefixtures("container")
 def test_what_was_asked_for_is_taken_and_warned_of_where_it_is_not_there(caplog: pytest.LogCaptureFixture) -> None:
-    assert choose_budget(CacheConfig(kv_cache_gib=0.5), CPU, local_ranks=2).num_bytes == GIB // 2
+    assert choose_memory(CacheConfig(kv_cache_gib=0.5), CPU, local_ranks=2).num_bytes == GIB // 2
     assert not caplog.records
-    assert choose_budget(CacheConfig(kv_cache_gib=0.75), CPU, local_ranks=2).num_bytes == 3 * GIB // 4
+    assert choose_memory(CacheConfig(kv_cache_gib=0.75), CPU, local_ranks=2).num_bytes == 3 * GIB // 4
     assert "cache.kv_cache_gib is 0.75, which is more than there is: 1.0 GiB free of the container's limit" in caplog.text
 
 
 @pytest.mark.usefixtures("container")
-def test_a_budget_of_less_than_a_block_is_refused_with_the_reason() -> None:
+def test_memory_for_less_than_a_block_is_refused_with_the_reason() -> None:
     cache, scheduler = CacheConfig(), SchedulerConfig()
-    budget = choose_budget(cache, CPU, local_ranks=1)
-    assert choose_num_blocks(budget, cache=cache, scheduler=scheduler, max_model_len=16, bytes_per_block=1 << 20) == 256
-    assert choose_num_blocks(budget, cache=cache, scheduler=scheduler, max_model_len=32, bytes_per_block=1 << 20) == 256
+    memory = choose_memory(cache, CPU, local_ranks=1)
+    assert choose_num_blocks(memory, cache=cache, scheduler=scheduler, max_model_len=16, bytes_per_block=1 << 20) == 256
+    assert choose_num_blocks(memory, cache=cache, scheduler=scheduler, max_model_len=32, bytes_per_block=1 << 20) == 256
     with pytest.raises(ConfigError, match=r"one block of 16 positions takes .* there is less: 0.25 GiB a rank, a quarter of"):
-        choose_num_blocks(budget, cache=cache, scheduler=scheduler, max_model_len=16, bytes_per_block=GIB)
+        choose_num_blocks(memory, cache=cache, scheduler=scheduler, max_model_len=16, bytes_per_block=GIB)
