@@ -164,12 +164,15 @@ def open_base(folder: Path, base: Path | None = None, *, any_base: bool = False)
         raise ConfigError(f"{folder / _ADAPTER}: {' '.join(str(error).split())}") from error
     named = folder / _ADAPTER if base is None else "--base"
     base = folder_of(base or str(described.base_model_name_or_path), f"{named}: base model")
-    wanted = None if any_base else recorded_beside(folder)
+    try:
+        wanted = None if any_base else recorded_beside(folder)
+    except CheckpointError as error:
+        raise ConfigError(f"{folder}: {error}") from error
     try:
         places = candidates(base)
         found = places[0] if wanted is None else find_again(wanted, places)
         if found is None:
-            remedy = "name the place of that one with --base, or merge with --base-changed accept"
+            remedy = "merge it with the place of that one as --base, or with --base-changed accept"
             raise ConfigError(f"{base}: is not the model that {folder} was trained beside, {wanted}; {remedy}")
         opened = open_checkpoint(found)
     except CheckpointError as error:

@@ -14,12 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from checkpoint.folder import Folder
 from checkpoint.latest import is_root, resolve_latest
+from checkpoint.manifest import load_manifest
 from finetune.config import TuneConfig
 from finetune.content import sampled_sha256
 from finetune.errors import ConfigError
 from finetune.folders import CHECKPOINTS, checkpoint_folder, step_folders
-from finetune.saves import manifest_of, newest_manifest, newest_whole
+from finetune.hub import hint_for
+from finetune.saves import newest_manifest, newest_whole
 
 KEY = "base"
 """Of a manifest's ``extra``."""
@@ -74,13 +77,19 @@ def recorded(base: Base | None) -> dict[str, Any]:
 
 
 def recorded_beside(folder: Path) -> Base | None:
-    """The base that the manifest of a save remembers; ``None`` without a manifest."""
-    manifest = manifest_of(folder)
+    """The base that the manifest of a save remembers; ``None`` without a manifest.
+
+    Raises:
+        CheckpointError: the manifest was changed.
+    """
+    manifest = load_manifest(Folder(folder))
     return None if manifest is None else recorded_in(manifest.extra)
 
 
 def candidates(path: Path) -> list[Path]:
     """The checkpoints that ``path`` (a checkpoint, a folder of them, or a run) may mean: first what it means today.
+
+    Other snapshots of a model in the cache of the Hugging Face hub are among them.
 
     Raises:
         CheckpointError: there is none.
@@ -89,7 +98,9 @@ def candidates(path: Path) -> list[Path]:
     if not root.is_dir():
         raise CheckpointError(str(root), "is not a folder" if root.exists() else "there is no such folder")
     if not is_root(root):
-        return [root.resolve()]
+        found = root.resolve()
+        snapshots = sorted(found.parent.iterdir()) if found.parent.name == "snapshots" else []
+        return [found, *(folder for folder in snapshots if folder != found)]
     latest = resolve_latest(root).resolve()
     older = [folder.resolve() for _, folder in reversed(step_folders(root))]
     return [latest, *(folder for folder in older if folder != latest)]
@@ -126,7 +137,7 @@ def settle_base(config: TuneConfig, say: Callable[[str], None]) -> TuneConfig:
         places, problem = candidates(given), ""
     except CheckpointError as error:
         if began_with is None:
-            raise ConfigError(f"model.path: {config.model.path}: {error}") from error
+            raise ConfigError(f"model.path: {config.model.path}: {error}{hint_for(config.model.path)}") from error
         places, problem = [], str(error)
     folder = places[0] if began_with is None else _resumed(config, began_with, places, problem, say)
     if save is not None and began_with is None and config.lora is not None:

@@ -28,7 +28,7 @@ from finetune.finite import found_in
 from finetune.folders import CHECKPOINTS, LOG, step_folders
 from finetune.learning_rate import FOR_ALL_KINDS
 from finetune.model import Gather, fill, shapes_of, tied_names
-from finetune.progress_log import read_log
+from finetune.progress_log import tokens_at
 from finetune.saves import newest_first
 from finetune.types import Progressed
 
@@ -113,12 +113,7 @@ def _position(manifest: Manifest, config: TuneConfig) -> Progressed:
     if known is not None:
         return Progressed(**{**known, "adam_steps": 0, "loss_scale": None})
     samples = manifest.step * config.step_samples
-    tokens = samples * config.data.seq_len
-    log = Path(config.run.output) / LOG
-    if log.is_file():
-        tokens = next(
-            (entry["tokens"] for entry in read_log(log) if entry.get("step") == manifest.step and "tokens" in entry), tokens
-        )
+    tokens = tokens_at(Path(config.run.output) / LOG, manifest.step) or samples * config.data.seq_len
     return Progressed(step=manifest.step, samples=samples, tokens=tokens, adam_steps=0, skipped_in_a_row=0)
 
 

@@ -31,6 +31,7 @@ from finetune.nvme import Disk
 from finetune.origin import Origin
 from finetune.plot import draw_losses
 from finetune.progress import RunProgress, speed_in_words
+from finetune.progress_log import last_step
 from finetune.recovery import SavedWeights
 from finetune.resume import ResumeState, find_resume_state
 from finetune.saving import Keeper
@@ -164,11 +165,18 @@ class _Run:
         ]
         for line in ("; ".join(parts), *self.engine.describe()):
             self._console.print(line, highlight=False, soft_wrap=True)
-        if state is not None:
-            lost = (f"lost: {what}" for what in state.lost)
-            resumed = f"resumed at step {self._progressed.step} from {state.path}"
-            for line in (resumed, *lost, *changes_in_words(state.course, course)):
-                self._console.print(line, highlight=False, soft_wrap=True, markup=False)
+        for line in self._resumed_in_words(state, course):
+            self._console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+    def _resumed_in_words(self, state: ResumeState | SavedWeights | None, course: Mapping[str, Any]) -> list[str]:
+        """Where a run goes on, what of it is lost, and what changed."""
+        done = self._progressed.step
+        found = [] if state is None else [f"resumed at step {done} from {state.path}"]
+        found += [f"lost: {what}" for what in (() if state is None else state.lost)]
+        logged = last_step(self._output / LOG)
+        if logged > done:
+            found.append(f"lost: what was not saved, steps {done + 1} to {logged}; they are taken again")
+        return found + ([] if state is None else changes_in_words(state.course, course))
 
     # -- the loop
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config import TuneConfig
-from finetune.data.encoding import files_digest
 from finetune.data.made_of import MadeOf, differences, read_made_of
 from finetune.data.prepared import Prepared
+from finetune.data.tokenizer import open_tokenizer
 from finetune.errors import ConfigError
 
 _SHARD_FILES = ("ids.bin", "learned.bin", "lengths.npy")
@@ -59,7 +59,7 @@ def check_tokenizer(prepared: Prepared, saved: Path) -> None:
     Raises:
         ConfigError: it is another one, for which the run's weights mean nothing.
     """
-    if (saved / "tokenizer.json").is_file() and files_digest(saved)[:1] != files_digest(prepared.tokenizer_folder)[:1]:
+    if open_tokenizer(saved).to_str() != open_tokenizer(prepared.tokenizer_folder).to_str():
         raise ConfigError(
             f"tokenizer: is not the one of {saved}: its ids mean other text to the weights of this run; name that folder as "
             "tokenizer.path, or another run.output"

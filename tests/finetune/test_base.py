@@ -164,6 +164,16 @@ def test_a_folder_without_a_manifest_is_known_by_its_tensors(tmp_path: Path) -> 
         settled_path(tree)
 
 
+def test_an_older_snapshot_of_the_hub_s_cache_is_gone_on_with(tmp_path: Path) -> None:
+    snapshots = tmp_path / "models--org--name" / "snapshots"
+    build("gpt_neox").save_pretrained(snapshots / "aa")
+    tree = config(snapshots / "aa", tmp_path / "out")
+    begin(tree)
+    changed(build("gpt_neox"), 2).save_pretrained(snapshots / "bb")
+    assert settled_path(config(snapshots / "bb", tmp_path / "out")) == (snapshots / "aa").resolve()
+    assert settled_path(config(snapshots / "bb", tmp_path / "new")) == (snapshots / "bb").resolve()
+
+
 def test_an_adapter_is_merged_with_its_own_base_whatever_was_saved_since(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -184,6 +194,10 @@ def test_an_adapter_is_merged_with_its_own_base_whatever_was_saved_since(
     assert "--base-changed accept" in said
     assert not (tmp_path / "other").exists()
     assert main([*words, "--base-changed", "accept"]) == 0
+    with (adapter / "manifest.json").open("a") as manifest:
+        manifest.write(" ")
+    with pytest.raises(ConfigError, match=r"step-00000002: manifest\.json: was changed"):
+        merge(adapter, tmp_path / "changed")
 
 
 def test_an_adapter_of_an_earlier_release_is_merged_with_a_word_that_its_base_is_not_proved(

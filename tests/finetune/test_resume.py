@@ -140,6 +140,7 @@ def test_a_run_with_weights_alone_goes_on_from_them(uninterrupted: tuple[Path, P
     assert done.returncode == 0, done.stderr
     assert f"resumed at step 4 from {left / 'checkpoints' / 'step-00000004'}" in done.stdout
     assert "lost: the optimizer's moments" in done.stdout
+    assert "lost: what was not saved, steps 5 to 12; they are taken again" in done.stdout
     found, expected = losses_of(left), losses_of(whole)
     assert found[5] == pytest.approx(expected[5], rel=1e-5), "the weights and the place in the data are those of the save"
     assert sorted(found) == list(range(1, 7))
