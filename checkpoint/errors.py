@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 MAX_FILE_CHARACTERS = 200
 MAX_RULE_CHARACTERS = 700
 
