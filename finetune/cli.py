@@ -17,7 +17,6 @@ import yaml
 from rich.console import Console
 from rich.markup import escape
 
-from finetune import machine
 from finetune.config import TuneConfig
 from finetune.errors import ConfigError, FinetuneError, RunError
 from finetune.folders import claimed_output
@@ -305,48 +304,9 @@ def _merge(words: list[str]) -> int:
 
 
 def _evaluate(words: list[str]) -> int:
-    parser = _parser("evaluate")
-    parser.add_argument("checkpoint", type=Path, metavar="RUN_OR_CHECKPOINT")
-    parser.add_argument("--data", nargs="+", required=True, help="files, folders or globs of text or JSONL")
-    parser.add_argument("--pattern", default="*", help="names of the files taken from folders")
-    parser.add_argument("--seq-len", type=int, help="window in tokens; unset: the model's longest, at most 1024")
-    parser.add_argument("--batch", type=int, default=8, help="windows computed at once (8)")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="to compute in (float32)")
-    parser.add_argument(
-        "--last-word",
-        choices=("line", "document"),
-        help="also predict each one's last word, as LAMBADA does",
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
-    options = parser.parse_args(words)
-    for name, least in (("seq_len", 2), ("batch", 1)):
-        if getattr(options, name) is not None and getattr(options, name) < least:
-            parser.error(f"--{name.replace('_', '-')} must be at least {least}")
-    with without_collection():
-        import torch
+    from finetune.commands.evaluate import main
 
-        from finetune.evaluate import evaluate
-
-    torch.set_num_threads(machine.usable_cores())
-    result = evaluate(
-        options.checkpoint,
-        options.data,
-        pattern=options.pattern,
-        seq_len=options.seq_len,
-        batch=options.batch,
-        dtype=getattr(torch, options.dtype),
-        last_word=options.last_word,
-    )
-    if options.json:
-        sys.stdout.write(json.dumps(asdict(result)) + "\n")
-    else:
-        sys.stdout.write(
-            f"loss {result.loss:.4f}  perplexity {result.perplexity:.3f}  bits per byte {result.bits_per_byte:.4f}  "
-            f"({result.tokens:,} tokens)\n"
-        )
-        if result.last_word_accuracy is not None:
-            sys.stdout.write(f"last word {result.last_word_accuracy:.2%} of {result.last_words:,}\n")
-    return 0
+    return main(words)
 
 
 def _doctor(words: list[str]) -> int:

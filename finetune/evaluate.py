@@ -1,4 +1,4 @@
-"""``tessera-finetune evaluate``: how well a checkpoint knows a text. One process, no DeepSpeed."""
+"""``tessera-finetune evaluate``: how well a checkpoint knows a text, or what it was to answer. One process, no DeepSpeed."""
 
 from __future__ import annotations
 
@@ -6,26 +6,37 @@ import math
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
-from finetune.data.pack import TokenStream
-from finetune.data.sources import Source, find_files
-from finetune.data.tokenise import write_stream
-from finetune.data.tokenizer import end_of_text_id, num_ids, open_tokenizer
+from finetune.config import DataConfig, ModelConfig, RunConfig, TokenizerConfig, TuneConfig
+from finetune.data.encode import Encoded
+from finetune.data.encoding import prepare_encoding
+from finetune.data.inputs import Inputs
+from finetune.data.layout import too_long_rule
+from finetune.data.readers import Fault
+from finetune.data.sources import Source, place_of, source_of, units_of
+from finetune.data.tokenizer import num_ids, open_tokenizer
+from finetune.data.work import encoded_items, encoder_of
 from finetune.errors import DataError
+from finetune.folders import run_of
 from finetune.inference import open_trained
-from finetune.loss import token_losses
+from finetune.loss import IGNORED
 from finetune.model import check_fit
+from finetune.options import read_yaml
+from finetune.scoring import Scorer
 
 _LONGEST_WINDOW = 1024
 _LAST_WORD = re.compile(r"\s\S+$")
+_MASKING = ("train_on", "train_roles")
+"""Keys of ``data`` that a run's checkpoints are measured with as it was trained, unless they are given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +44,18 @@ class Evaluation:
     """What a checkpoint makes of a text."""
 
     loss: float
-    """Mean negative log-likelihood of a token, in nats."""
+    """Mean negative log-likelihood of a target, in nats."""
     perplexity: float
-    bits_per_byte: float
-    """Of the text's UTF-8 bytes: comparable between tokenizers."""
+    bits_per_byte: float | None
+    """Of the text's UTF-8 bytes: comparable between tokenizers. ``None`` for prompts, chats and token ids."""
     tokens: int
+    """Targets. Of text that is every token but the first; of prompts and chats what ``train_on`` and ``train_roles`` say."""
     text_bytes: int
+    """Of all that was read, prompts too."""
+    samples: int
+    """Prompts with their answers, and chats; 0 for text."""
+    dropped: int
+    """Further ones, left out: too long for ``seq_len``, or, once cut, without a target."""
     last_word_accuracy: float | None = None
     """Share of the items whose last word is exactly what greedy prediction gives after the rest; ``None``: not asked for."""
     last_words: int | None = None
@@ -53,89 +70,146 @@ def evaluate(
     path: Path,
     text: Sequence[str],
     *,
-    pattern: str = "*",
     seq_len: int | None = None,
     batch: int = 8,
     dtype: torch.dtype | None = None,
     last_word: Items | None = None,
+    **data: Any,
 ) -> Evaluation:
-    """Score every token of ``text``, each seen after at most ``seq_len - 1`` others of its own window.
+    """Score every target of ``text``: of text every token, each seen after at most ``seq_len - 1`` others of its own window;
+    of a prompt with its answer, or of a chat, the tokens that ``tune`` would train on, each seen after all before it.
 
     Args:
         path: a checkpoint, a folder of checkpoints (the latest counts), or a run's folder.
-        text: files, folders or globs, as ``data.train``.
-        seq_len: window; unset: the model's longest position, at most 1024.
+        text: sources as ``data.train`` takes them.
+        seq_len: window, and longest sample; unset: the model's longest position, at most 1024.
         dtype: to compute in; unset: fp32.
-        last_word: also predict the last word of each of these, as the LAMBADA test does.
+        last_word: also predict the last word of each of these, as the LAMBADA test does; for text alone.
+        data: keys of ``data`` as in ``tune``, such as ``text_key``. Of a run's checkpoint, ``train_on`` and ``train_roles`` are
+            the run's unless they are given.
 
     Raises:
         ConfigError: the checkpoint, its tokenizer or a text is at fault.
     """
-    source = Source(files=find_files(text, pattern, "--data"), text_key="text", invalid_text="refuse")
+    settings = DataConfig(train=tuple(dict.fromkeys(text)), **{**_masking_of(path), **data})
+    sources = _sources(settings)
+    if last_word is not None and any(source.masked for source in sources):
+        raise DataError("--last-word: is for text; the data holds prompts or chats")
     trained = open_trained(path, dtype or torch.float32)
     model, folder = trained.model, trained.tokenizer_folder
     longest = int(getattr(model.config, "max_position_embeddings", _LONGEST_WINDOW))
-    seq_len = min(longest, _LONGEST_WINDOW) if seq_len is None else seq_len
+    settings = replace(settings, seq_len=min(longest, _LONGEST_WINDOW) if seq_len is None else seq_len)
     tokenizer = open_tokenizer(folder)
-    check_fit(model.config, num_ids=num_ids(tokenizer), seq_len=seq_len, key=str(path))
-    with tempfile.TemporaryDirectory() as scratch:
-        stream, text_bytes = _tokenised(tokenizer, folder, source, Path(scratch), seq_len)
-        loss_sum, count = _score(model, stream, batch)
-    right, words = (0, 0) if last_word is None else _last_words(model, tokenizer, source, last_word, batch, seq_len)
-    loss = loss_sum / count
-    perplexity = math.exp(loss) if loss < 700 else math.inf
-    bits = loss_sum / math.log(2) / max(1, text_bytes)
+    check_fit(model.config, num_ids=num_ids(tokenizer), seq_len=settings.seq_len, key=str(path))
+    scored = _scored(model, folder, sources, settings, batch)
+    scorer = scored.scorer
+    right, words = (0, 0) if last_word is None else _last_words(model, tokenizer, sources, last_word, batch, settings.seq_len)
+    loss = scorer.loss_sum / scorer.num_targets
+    whole_text = scored.text_bytes > 0 and not scored.samples and not scored.dropped
     return Evaluation(
         loss=loss,
-        perplexity=perplexity,
-        bits_per_byte=bits,
-        tokens=count,
-        text_bytes=text_bytes,
+        perplexity=math.exp(loss) if loss < 700 else math.inf,
+        bits_per_byte=scorer.loss_sum / math.log(2) / scored.text_bytes if whole_text else None,
+        tokens=scorer.num_targets,
+        text_bytes=scored.text_bytes,
+        samples=scored.samples,
+        dropped=scored.dropped,
         last_word_accuracy=None if last_word is None else right / words,
         last_words=None if last_word is None else words,
     )
 
 
-def _tokenised(tokenizer: Tokenizer, folder: Path, source: Source, scratch: Path, seq_len: int) -> tuple[TokenStream, int]:
-    """The text as tokens, and its size in bytes.
+def _masking_of(path: Path) -> dict[str, Any]:
+    """What the run that ``path`` is of, or in, had as targets; nothing where there is no run."""
+    run = run_of(path)
+    data = {} if run is None else read_yaml(run / "config.yaml")[0].get("data")
+    found = {key: data[key] for key in _MASKING if key in data} if isinstance(data, dict) else {}
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in found.items()}
+
+
+def _sources(data: DataConfig) -> tuple[Source, ...]:
+    """The sources, each of their files once."""
+    sources, seen = [], set[Path]()
+    for entry in data.sources("train"):
+        source = source_of(data, entry, "--data")
+        files = tuple(file for file in source.files if file not in seen)
+        seen.update(files)
+        sources += [replace(source, files=files)] if files else []
+    return tuple(sources)
+
+
+@dataclass(slots=True)
+class _Scored:
+    """What was read, and its losses."""
+
+    scorer: Scorer
+    text_bytes: int = 0
+    samples: int = 0
+    dropped: int = 0
+
+
+def _scored(model: PreTrainedModel, folder: Path, sources: Sequence[Source], data: DataConfig, batch: int) -> _Scored:
+    """Everything in the sources, encoded as ``tune`` does and scored as it is read; nothing is kept.
 
     Args:
         folder: of the tokenizer.
     """
-    file = scratch / "text.bin"
-    _, text_bytes = write_stream(tokenizer, source.pieces(), file, "uint32", end_of_text_id(folder, tokenizer))
-    stream = TokenStream(file, "uint32", seq_len)
-    if stream.num_tokens < 2:
-        raise DataError(f"--data: {len(source.files)} files hold only {stream.num_tokens} tokens; a loss needs 2")
-    return stream, text_bytes
+    scored = _Scored(Scorer(model, window=data.seq_len, batch=batch))
+    with tempfile.TemporaryDirectory() as scratch:
+        config = TuneConfig(
+            run=RunConfig(output=scratch),
+            data=data,
+            model=ModelConfig(path=str(folder)),
+            tokenizer=TokenizerConfig(path=str(folder)),
+        )
+        inputs = Inputs(train=tuple(sources), held_out=(), packing="none")
+        encoder, _ = encoder_of(prepare_encoding(config, inputs, Path(scratch), lambda _: None))
+        for source in sources:
+            for unit in units_of(source):
+                for part, position, item in encoded_items(encoder, source, unit):
+                    wrong = _add(scored, item, data, as_sample=source.masked)
+                    if wrong is not None:
+                        raise DataError(f"{place_of(unit[part], position)}: {wrong}")
+    scored.scorer.finish()
+    if not scored.scorer.num_targets:
+        count = sum(len(source.files) for source in sources)
+        if any(source.masked for source in sources):
+            raise DataError(f"--data: {count} files hold no target in samples of at most {data.seq_len + 1} tokens")
+        raise DataError(f"--data: {count} files hold only {scored.scorer.stream_tokens} tokens; a loss needs 2")
+    return scored
 
 
-@torch.no_grad()
-def _score(model: PreTrainedModel, stream: TokenStream, batch: int) -> tuple[float, int]:
-    loss_sum, count = 0.0, 0
-
-    def add(inputs: torch.Tensor, targets: torch.Tensor) -> None:
-        nonlocal loss_sum, count
-        loss_sum += float(token_losses(model(input_ids=inputs, use_cache=False).logits, targets))
-        count += targets.numel()
-
-    for first in range(0, stream.num_samples, batch):
-        last = min(first + batch, stream.num_samples)
-        add(*map(torch.from_numpy, stream.samples(np.arange(first, last))))
-    tail = tuple(map(torch.from_numpy, stream.tail()))
-    if tail[0].numel():
-        add(*tail)
-    return loss_sum, count
+def _add(scored: _Scored, item: Encoded | Fault, data: DataConfig, *, as_sample: bool) -> str | None:
+    """Score an item, or treat it as ``data.too_long`` says; what is wrong with it, if it is refused."""
+    if isinstance(item, Fault):
+        return item.message
+    scored.text_bytes += item.text_bytes
+    ids, learned = item.ids, item.learned
+    if not as_sample:
+        scored.scorer.add_text(ids)
+        return None
+    if len(ids) > data.seq_len + 1:
+        if data.too_long == "refuse":
+            return too_long_rule(len(ids), data.seq_len)
+        ids = ids[: data.seq_len + 1] if data.too_long == "cut" else ids[:0]
+    targets = ids[1:] if learned is None else np.where(learned[1 : len(ids)], ids[1:], IGNORED)
+    if (targets == IGNORED).all():
+        scored.dropped += 1
+    else:
+        scored.samples += 1
+        scored.scorer.add_sample(ids[:-1], targets)
+    return None
 
 
 # -- last words
 
 
 def _last_words(
-    model: PreTrainedModel, tokenizer: Tokenizer, source: Source, items: Items, batch: int, longest: int
+    model: PreTrainedModel, tokenizer: Tokenizer, sources: Sequence[Source], items: Items, batch: int, longest: int
 ) -> tuple[int, int]:
     """How many last words are predicted, and how many there are."""
-    rows = [row for text in _items(source, items) if (row := _last_word_ids(tokenizer, text, longest)) is not None]
+    texts = chain.from_iterable(_items(source, items) for source in sources)
+    rows = [row for text in texts if (row := _last_word_ids(tokenizer, text, longest)) is not None]
     if not rows:
         raise DataError(f"--last-word: no {items} of the data has two words")
     rows.sort(key=lambda row: len(row[0]))  # of like length together: less is padded

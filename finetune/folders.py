@@ -27,6 +27,14 @@ def checkpoint_folder(path: Path) -> Path:
     return path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
 
 
+def run_of(path: Path) -> Path | None:
+    """The folder of a run: ``path`` itself, or the one whose checkpoint, or folder of checkpoints, it is; ``None`` if none."""
+    path = path.expanduser().resolve()
+    roots = {CHECKPOINTS, SNAPSHOTS}
+    run = path.parent if path.name in roots else path.parent.parent if path.parent.name in roots else path
+    return run if (run / "config.yaml").is_file() else None
+
+
 def step_folders(root: Path) -> list[tuple[int, Path]]:
     """Committed saves under ``root``, oldest first."""
     if not root.is_dir():

@@ -1,48 +1,14 @@
-"""Token streams on disk, cut into samples of equal length without padding, in a seeded order that any step can find.
-
-S samples of the stream   L = seq_len   sample i holds tokens [i * L, i * L + L] of the stream: L inputs, and the same
-shifted by one as targets, so every token is a target exactly once.
-"""
+"""The order of a run's samples, seeded so that any step can find its own, and which rank takes which of them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 Ids = NDArray[np.int64]
-
-
-class TokenStream:
-    """A file of token ids, memory-mapped: nothing is read before it is asked for."""
-
-    def __init__(self, path: Path, dtype: str, seq_len: int) -> None:
-        self._tokens = np.memmap(path, dtype=np.dtype(dtype), mode="r") if path.stat().st_size else np.zeros(0, dtype)
-        self._seq_len = seq_len
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self._tokens)
-
-    @property
-    def num_samples(self) -> int:
-        """Whole samples; the tail that does not fill one is not among them."""
-        return max(0, (len(self._tokens) - 1) // self._seq_len)
-
-    def samples(self, indices: Ids) -> tuple[Ids, Ids]:
-        """Inputs and targets of whole samples, each [len(indices), L]."""
-        starts = np.asarray(indices, dtype=np.int64) * self._seq_len
-        offsets = np.arange(self._seq_len + 1, dtype=np.int64)
-        rows = self._tokens[starts[:, None] + offsets[None, :]].astype(np.int64)
-        return rows[:, :-1], rows[:, 1:]
-
-    def tail(self) -> tuple[Ids, Ids]:
-        """Inputs and targets, each [1, shorter than L], after the last whole sample; empty when nothing is left."""
-        rest = self._tokens[self.num_samples * self._seq_len :].astype(np.int64)
-        return rest[None, :-1], rest[None, 1:]
 
 
 @dataclass(frozen=True, slots=True)

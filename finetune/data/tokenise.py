@@ -12,15 +12,10 @@ import json
 import os
 import shutil
 import time
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-
-import numpy as np
-from numpy.typing import NDArray
-from tokenizers import Tokenizer
 
 from finetune.config import TuneConfig
 from finetune.data.encoding import Say, files_digest, prepare_encoding
@@ -29,12 +24,12 @@ from finetune.data.layout import Layout, Settings, lay_out
 from finetune.data.made_of import MadeOf, source_record
 from finetune.data.prepared import Prepared
 from finetune.data.shards import LEFT_OUT, facts_of, name_unit
-from finetune.data.sources import UNIT_BYTES, Piece, Source, Unit, units_of
+from finetune.data.sources import UNIT_BYTES, Source, Unit, units_of
 from finetune.data.tokenizer import end_of_text_id, num_ids, open_tokenizer
 from finetune.data.work import Encoding, UnitJob, make_shards
 from finetune.errors import DataError
 
-__all__ = ["Prepared", "prepare", "write_stream"]
+__all__ = ["Prepared", "prepare"]
 
 _FACTS = "prepared.json"
 _LOOK_EVERY_SECONDS = 0.5
@@ -251,43 +246,3 @@ def _check_enough(prepared: Prepared, own_eval: bool) -> None:
             else:
                 what = f"the {name} data has no sample left" + (" once too long ones are dropped" if prepared.dropped else "")
             raise DataError(f"data.seq_len is {prepared.seq_len}; {what}; give more data, or change data.seq_len")
-
-
-# -- one file of tokens, for evaluation
-
-
-def write_stream(
-    tokenizer: Tokenizer, pieces: Iterator[Piece], path: Path, dtype: str, end_id: int
-) -> tuple[NDArray[np.int64], int]:
-    """Write all documents, each ended by ``end_id``, to ``path``; return each one's tokens, and the bytes of text."""
-    lengths = array("q")
-    text_bytes = unfinished = 0
-    with path.open("wb") as out:
-        for batch in _batches(pieces):
-            encodings = tokenizer.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
-            for piece, encoding in zip(batch, encodings, strict=True):
-                ids = encoding.ids + ([end_id] if piece.ends_document else [])
-                out.write(np.asarray(ids, dtype=dtype).tobytes())
-                text_bytes += len(piece.text.encode("utf-8"))
-                unfinished += len(ids)
-                if piece.ends_document:
-                    lengths.append(unfinished)
-                    unfinished = 0
-    return np.asarray(lengths, dtype=np.int64), text_bytes
-
-
-_BATCH_CHARACTERS = 8 << 20
-
-
-def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    """Groups of pieces of about eight megabytes: enough to keep all cores of the tokenizer busy, never the whole data."""
-    batch: list[Piece] = []
-    size = 0
-    for piece in pieces:
-        batch.append(piece)
-        size += len(piece.text)
-        if size >= _BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch

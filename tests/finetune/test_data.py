@@ -6,13 +6,12 @@ import json
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from finetune.cli import load_config
-from finetune.data.pack import SampleOrder, Share, TokenStream
+from finetune.data.pack import SampleOrder, Share
 from finetune.data.rows import JoinedRows, open_rows
 from finetune.data.tokenise import Prepared, prepare
 from finetune.data.tokenizer import copy_tokenizer, end_of_text_id, open_tokenizer
@@ -136,16 +135,6 @@ def test_a_tokenizer_that_is_none_is_refused(tmp_path: Path, text_folder: Path) 
     tree["tokenizer"] = {"path": str(bad)}
     with pytest.raises(ConfigError, match=r"tokenizer\.json: not a tokenizer"):
         prepare(load_config(write_config(tree, tmp_path / "run.yaml")), lambda _: None)
-
-
-def test_samples_and_tail_hold_every_token_as_a_target_once(tmp_path: Path) -> None:
-    np.arange(100, dtype=np.uint16).tofile(tmp_path / "s.bin")
-    stream = TokenStream(tmp_path / "s.bin", "uint16", 8)
-    inputs, targets = stream.samples(np.arange(stream.num_samples))
-    tail_inputs, tail_targets = stream.tail()
-    assert (targets == inputs + 1).all()
-    assert np.concatenate([targets.ravel(), tail_targets.ravel()]).tolist() == list(range(1, 100))
-    assert np.concatenate([inputs.ravel(), tail_inputs.ravel()]).tolist() == list(range(99))
 
 
 @given(st.integers(1, 40), st.integers(0, 3), st.integers(0, 100), st.integers(1, 50))

@@ -47,7 +47,12 @@ def test_conversations_are_trained_on_as_packed_and_resumed_bit_by_bit(tmp_path:
         for number in range(60):
             turns = [("user", f"How much is {number}?"), ("assistant", "Very much. " * (number % 5 + 1))]
             out.write(json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]}) + "\n")
-    tree = small_run(tmp_path, tmp_path / "run", data={"train": str(tmp_path / "chats.jsonl"), "seq_len": 128})
+    tree = small_run(
+        tmp_path,
+        tmp_path / "run",
+        data={"train": str(tmp_path / "chats.jsonl"), "eval": str(tmp_path / "chats.jsonl"), "seq_len": 128},
+    )
+    tree["eval"] = {"every": 0, "samples": 0}
     tree["tokenizer"] = {"path": str(write_tokenizer(tmp_path / "tokenizer"))}
     config = write_config(tree, tmp_path / "run.yaml")
     first = run_command("prepare", config, "--workers", "1")
@@ -58,6 +63,12 @@ def test_conversations_are_trained_on_as_packed_and_resumed_bit_by_bit(tmp_path:
     assert "tokenising" not in done.stdout, "prepare has done it"
     assert "tokens packed, each sample by itself" in done.stdout
     assert losses_of(tmp_path / "run")[12] < losses_of(tmp_path / "run")[1]
+
+    scored = run_command("evaluate", tmp_path / "run", "--data", tmp_path / "chats.jsonl", "--json")
+    assert scored.returncode == 0, scored.stderr
+    log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    (measured,) = [entry["eval_loss"] for entry in log if "eval_loss" in entry]
+    assert json.loads(scored.stdout)["loss"] == pytest.approx(measured, rel=1e-5), "as the run itself measured"
 
     output = tmp_path / "again"
     shutil.copytree(tmp_path / "run", output)
