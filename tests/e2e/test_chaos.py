@@ -75,7 +75,7 @@ def test_a_third_cancelled_the_rest_exact(server: Server, model: PreTrainedModel
             assert code == "CANCELLED"
             assert ids == expected[: len(ids)]
     server.admin.FlushPrefixCache(admin_pb2.FlushPrefixCacheRequest())
-    until(lambda: server.metrics()["tessera_kv_blocks_used"] == 0, seconds=1.0)
+    until(lambda: server.metrics()["tessera_kv_blocks_used"] == 0)
     assert server.admin.GetLoad(admin_pb2.GetLoadRequest()).kv_blocks_cached == 0
 
 
@@ -103,6 +103,9 @@ def test_counters_equal_the_clients_counts(server: Server) -> None:
     codes = Counter(code for code, *_ in answers)
     assert set(codes) == {"OK", "INVALID_ARGUMENT"}
 
+    # A call is counted when it has ended, which may be a moment after its answer came.
+    ended = [f'tessera_requests_total{{code="{code}",method="Generate"}}' for code in codes]
+    until(lambda: sum(server.metrics()[name] - before[name] for name in ended) >= len(plans))
     after = server.metrics()
 
     def grew(name: str) -> float:

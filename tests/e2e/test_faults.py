@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
 import psutil
 import pytest
+from grpc_health.v1 import health_pb2
 from transformers import PreTrainedModel
 
 from serve.v1 import inference_pb2
@@ -39,7 +39,7 @@ def _request(tokens: int) -> inference_pb2.GenerateRequest:
 
 
 class _Load:
-    """Streams that are under way when the fault strikes."""
+    """Callers who stream one completion after another until one fails: calls are under way whenever the fault strikes."""
 
     def __init__(self, server: Server, count: int) -> None:
         self.codes: list[str] = []
@@ -48,43 +48,43 @@ class _Load:
         for thread in self._threads:
             thread.start()
         for _ in self._threads:
-            assert self._under_way.acquire(timeout=60)
+            assert self._under_way.acquire(timeout=120)
 
     def _stream(self, server: Server) -> None:
         started = False
         try:
-            for event in server.inference.GenerateStream(_request(500), timeout=120):
-                if event.WhichOneof("event") == "delta" and not started:
-                    started = True
-                    self._under_way.release()
-            self.codes.append("OK")
+            while True:
+                for event in server.inference.GenerateStream(_request(500), timeout=120):
+                    if event.WhichOneof("event") == "delta" and not started:
+                        started = True
+                        self._under_way.release()
         except grpc.RpcError as error:
             self.codes.append(error.code().name)
 
     def join(self) -> list[str]:
         for thread in self._threads:
-            thread.join(timeout=60)
+            thread.join(timeout=120)
             assert not thread.is_alive(), "a call hangs"
         return self.codes
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize(("fault", "limit_seconds"), [(signal.SIGKILL, 2.0), (signal.SIGSTOP, 15.0)])
-def test_a_lost_rank(server: Server, model: PreTrainedModel, victim: int, fault: signal.Signals, limit_seconds: float) -> None:
+@pytest.mark.parametrize(("fault", "noticed"), [(signal.SIGKILL, "died: signal SIGKILL"), (signal.SIGSTOP, "is frozen")])
+def test_a_lost_rank(server: Server, model: PreTrainedModel, victim: int, fault: signal.Signals, noticed: str) -> None:
     shared_memory = set(os.listdir("/dev/shm"))
     old = until(lambda: len(pids := server.rank_pids()) == 2 and pids)
     load = _Load(server, 20)
 
     os.kill(old[victim], fault)
-    struck = time.monotonic()
-    until(lambda: server.health() == "NOT_SERVING", seconds=limit_seconds)
-    assert time.monotonic() - struck <= limit_seconds
+    until(lambda: server.health() == "NOT_SERVING")
     assert load.join() == ["UNAVAILABLE"] * 20
+    # A death is known for what it is: at once, and not for want of a heartbeat.
+    assert f"engine down: rank {victim} {noticed}" in [line for line in server.log if "engine down" in line][-1]
 
-    until(lambda: server.health() == "SERVING", seconds=60)
-    answer = server.inference.Generate(_request(40), timeout=60)
+    until(lambda: server.health() == "SERVING")
+    answer = server.inference.Generate(_request(40), timeout=120)
     assert list(answer.completions[0].token_ids) == reference.greedy(model, PROMPT, 40)
-    until(lambda: server.metrics()["tessera_kv_blocks_used"] == 0, seconds=5)
+    until(lambda: server.metrics()["tessera_kv_blocks_used"] == 0)
     assert not any(psutil.pid_exists(pid) for pid in old)
     assert set(os.listdir("/dev/shm")) <= shared_memory
 
@@ -94,17 +94,20 @@ def test_ranks_do_not_outlive_a_killed_server(folder: Path) -> None:
         ranks = server.rank_pids()
         assert len(ranks) == 2
         server.process.kill()
-        until(lambda: not any(psutil.pid_exists(pid) for pid in ranks), seconds=5)
+        until(lambda: not any(psutil.pid_exists(pid) for pid in ranks))
 
 
 def test_sigterm_finishes_calls_in_flight_and_refuses_new_ones(folder: Path) -> None:
-    with serving(folder) as server:
-        call = server.inference.GenerateStream(_request(400), timeout=60)
+    with serving(folder, "--drain-seconds", "120") as server:
+        # A watch, not a question: the server may have ended before a question is asked.
+        health = server.health_stub.Watch(health_pb2.HealthCheckRequest(service="serve.v1.Inference"))
+        assert next(health).status == health_pb2.HealthCheckResponse.SERVING
+        call = server.inference.GenerateStream(_request(400), timeout=120)
         next(call)
         server.process.send_signal(signal.SIGTERM)
-        until(lambda: server.health() == "NOT_SERVING", seconds=5)
+        assert next(health).status == health_pb2.HealthCheckResponse.NOT_SERVING
         with pytest.raises(grpc.RpcError) as refused:
-            server.inference.Generate(_request(5), timeout=10)
+            server.inference.Generate(_request(5), timeout=60)
         assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
         assert sum(len(event.delta.token_ids) for event in call) == 400
-        assert server.process.wait(timeout=30) == 0
+        assert server.process.wait(timeout=120) == 0

@@ -30,8 +30,10 @@ ROOT = Path(__file__).resolve().parents[2]
 class Server:
     """A running server: its addresses, its stubs, its metrics, its processes."""
 
-    def __init__(self, process: subprocess.Popen[str], ready: dict[str, str]) -> None:
+    def __init__(self, process: subprocess.Popen[str], ready: dict[str, str], log: list[str]) -> None:
         self.process = process
+        self.log = log
+        """Lines of its standard error so far."""
         self.address = ready["grpc"]
         self.metrics_url = ready["metrics"]
         self.ready = ready
@@ -46,7 +48,7 @@ class Server:
         """Every sample of /metrics: ``name{label="value"}`` to its value."""
         # A direct opener: a proxy in the environment has no business with loopback.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(self.metrics_url, timeout=10) as answer:
+        with opener.open(self.metrics_url, timeout=60) as answer:
             text = answer.read().decode()
         samples = {}
         for family in text_string_to_metric_families(text):
@@ -57,7 +59,7 @@ class Server:
 
     def health(self) -> str:
         """``SERVING`` or ``NOT_SERVING``."""
-        answer = self.health_stub.Check(health_pb2.HealthCheckRequest(service="serve.v1.Inference"), timeout=5)
+        answer = self.health_stub.Check(health_pb2.HealthCheckRequest(service="serve.v1.Inference"), timeout=60)
         return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
 
     def rank_pids(self) -> list[int]:
@@ -74,10 +76,10 @@ class Server:
         self.channel.close()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(timeout=60)
+        return self.process.wait(timeout=120)
 
 
-def until(condition: Callable[[], T], seconds: float = 30.0, every: float = 0.02) -> T:
+def until(condition: Callable[[], T], seconds: float = 120.0, every: float = 0.02) -> T:
     """Wait for a condition to come true; its first true value."""
     deadline = time.monotonic() + seconds
     while True:
@@ -128,7 +130,7 @@ def serving(model: Path, *options: str, device: str = "cpu", exit_code: int = 0,
         line = process.stdout.readline()
         watchdog.cancel()
         assert line.startswith("tessera ready "), f"no ready line but {line!r}; its log:\n{''.join(log)}"
-        server = Server(process, dict(word.split("=", 1) for word in line.split()[2:]))
+        server = Server(process, dict(word.split("=", 1) for word in line.split()[2:]), log)
         yield server
         assert server.stop() == exit_code, f"the server ended badly; its log:\n{''.join(log)}"
     finally:
@@ -142,4 +144,5 @@ def serving(model: Path, *options: str, device: str = "cpu", exit_code: int = 0,
 
 
 def _collect(stream: IO[str], lines: list[str]) -> None:
-    lines.extend(stream)
+    for line in stream:
+        lines.append(line)
