@@ -134,7 +134,7 @@ class RpcServer:
         handlers = [bind(service, servicer, count, bounds=bounds, calls=self._calls) for service, servicer in servicers.items()]
         handlers.append(bind(HEALTH, self._health, None, bounds=bounds, calls=self._calls))
         if _has_reflection(self._config.rpc):
-            handlers += reflection_handlers(_names([*servicers, HEALTH]))
+            handlers += reflection_handlers(_names([*servicers, HEALTH]), self._calls)
         server.add_generic_rpc_handlers(handlers)
         bound = _bind(server, field, address)
         await server.start()

@@ -67,6 +67,14 @@ async def test_a_public_admin_address_is_refused() -> None:
             await start_another(server, port=0, admin_address="0.0.0.0:0")
 
 
+async def test_a_question_to_reflection_that_cannot_be_read_is_the_clients_mistake() -> None:
+    async with serving() as server:
+        for version in ("v1", "v1alpha"):
+            method = server.channel.stream_stream(f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo")
+            call = method(iter([b"\xff\xff\xff\xff"]))
+            assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 async def test_reflection_is_off_when_told_so() -> None:
     async with serving(rpc={"reflection": "off"}) as server:
         call = server.channel.stream_stream("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo")()
