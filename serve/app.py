@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import dataclasses
 import logging
+import resource
 import signal
 import sys
 import time
@@ -37,6 +38,9 @@ HURRY_GRACE_SECONDS = 0.5
 
 _SWITCH_SECONDS = 0.0005
 """How long the loop's thread may keep the engine's waiting for the interpreter; Python's 5 ms is a good part of a step."""
+
+DESCRIPTORS = 65_536
+"""File descriptors this process may have, where the system lets it."""
 
 _M_MMAP_THRESHOLD = -3
 """mallopt(3): from which size on memory is mapped by itself."""
@@ -84,6 +88,11 @@ def prepare_process() -> None:
     # megabytes after a few dozen of them. Elsewhere there is no such call, and no such habit.
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+    # Every connection is a file descriptor. The soft limit is there for programs that cannot count beyond it.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 async def serve(

@@ -189,6 +189,15 @@ class RpcConfig:
     max_message_bytes: int = 16 * 1024 * 1024
     """Largest request message; larger ones are refused by gRPC before they are decoded, and without a word about the field."""
 
+    max_connections: int = 4096
+    """Connections to the gRPC port at once; one more is closed unanswered. Each takes a file descriptor."""
+
+    connection_idle_seconds: float = 300.0
+    """A connection without a call for this long is closed; clients open a new one when they need it."""
+
+    connection_age_seconds: float = 3600.0
+    """A connection this old takes no new calls; those on it go on, and clients open a new one for the next."""
+
     drain_seconds: float = 30.0
     """After SIGTERM, time for calls in flight to finish."""
 
@@ -210,6 +219,12 @@ class RpcConfig:
             self.drain_seconds,
             "be 0 or more",
         )
+        _require(
+            1 <= self.max_connections <= 1_000_000, "rpc.max_connections", self.max_connections, "lie between 1 and 1000000"
+        )
+        for name in ("connection_idle_seconds", "connection_age_seconds"):
+            # gRPC counts in milliseconds of 31 bits.
+            _require(1 <= getattr(self, name) <= 2_000_000, f"rpc.{name}", getattr(self, name), "lie between 1 and 2000000")
         _require_positive("rpc.slow_reader_seconds", self.slow_reader_seconds)
         _require(
             self.is_loopback or self.insecure_public,

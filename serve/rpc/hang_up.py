@@ -6,8 +6,10 @@ nobody wanted the answer, and retry nothing. A connection that closes means UNAV
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+from collections.abc import Iterator
 from typing import Final
 
 _DESCRIPTORS: Final = "/dev/fd"
@@ -15,43 +17,42 @@ _DESCRIPTORS: Final = "/dev/fd"
 
 
 def hang_up(address: str) -> None:
-    """Accept no more connections at ``address`` and close those there are, once what was written to them has left.
+    """Close the connections there are at ``address``, once what was written to them has left.
+
+    Who listens there goes on: stop that at once, before a client can come back.
 
     Args:
         address: as bound, ``host:port`` or ``unix:/path``.
     """
+    with contextlib.ExitStack() as copies:
+        ends = [copies.enter_context(end) for end in _sockets()]
+        for end in [end for end in ends if _is_connection_at(end, address)]:
+            with contextlib.suppress(OSError):  # the client was quicker
+                end.shutdown(socket.SHUT_RDWR)
+
+
+def _sockets() -> Iterator[socket.socket]:
+    """A copy of each of this process's: gRPC's threads may close their own at any moment, but not these."""
     for descriptor in os.listdir(_DESCRIPTORS):
         try:
-            # A copy: gRPC's threads may close their own at any moment, but not this one.
             copy = os.dup(int(descriptor))
         except OSError:
             continue
         try:
-            end = socket.socket(fileno=copy)
-        except OSError:  # no socket
+            yield socket.socket(fileno=copy)
+        except OSError:  # a file
             os.close(copy)
-            continue
-        with end:
-            if _is_at(end, address):
-                _shut(end)
 
 
-def _is_at(end: socket.socket, address: str) -> bool:
-    """Whether the socket's own end is the address; a client's own end never is."""
-    if end.type != socket.SOCK_STREAM:
-        return False
+def _is_connection_at(end: socket.socket, address: str) -> bool:
+    """Whether the socket is the server's end of a connection to the address; a client's own end never is."""
     try:
         name = end.getsockname()
+        if end.type != socket.SOCK_STREAM or end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return False
     except OSError:
         return False
     if address.startswith("unix:"):
         return bool(name == address.removeprefix("unix:").removeprefix("//"))
     # The port alone: a server that listens on all interfaces has connections on each of them.
     return end.family in (socket.AF_INET, socket.AF_INET6) and name[1] == int(address.rpartition(":")[2])
-
-
-def _shut(end: socket.socket) -> None:
-    try:
-        end.shutdown(socket.SHUT_RDWR)
-    except OSError:  # the client was quicker
-        return

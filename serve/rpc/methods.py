@@ -56,12 +56,21 @@ class Calls:
             over.set_result(None)
 
 
-def bind(service: ServiceDescriptor, servicer: object, count: Count | None, *, bounds: Mapping[str, int], calls: Calls) -> Any:
+def bind(
+    service: ServiceDescriptor,
+    servicer: object,
+    count: Count | None,
+    *,
+    bounds: Mapping[str, int],
+    calls: Calls,
+    name: str = "",
+) -> Any:
     """A ``grpc.GenericRpcHandler`` for every method of ``service``, found on ``servicer`` by name.
 
     Args:
         bounds: what a request may hold, see ``serve.rpc.bounds.request_bounds``.
         calls: told of every call.
+        name: what the service is called, if not by its own name.
         count: called once for every call, however it ends; ``None`` for services that are not counted.
     """
     handlers = {}
@@ -74,7 +83,7 @@ def bind(service: ServiceDescriptor, servicer: object, count: Count | None, *, b
             request_deserializer=reader.decode,
             response_serializer=message_factory.GetMessageClass(method.output_type).SerializeToString,
         )
-    return grpc.method_handlers_generic_handler(service.full_name, handlers)
+    return grpc.method_handlers_generic_handler(name or service.full_name, handlers)
 
 
 class _Behaviour:

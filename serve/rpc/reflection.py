@@ -5,16 +5,17 @@ Both versions have the same messages under two package names, so one servicer an
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from typing import Any, Final
 
-import grpc
 from google.protobuf import descriptor_pb2, descriptor_pool
 from google.protobuf.descriptor import FileDescriptor
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import _async as aio
 from grpc_reflection.v1alpha import reflection_pb2
 
+from serve.rpc.methods import Calls, bind
+from serve.rpc.wire import Malformed
 from serve.v1 import admin_pb2, inference_pb2, models_pb2, tokenizer_pb2
 
 V1ALPHA: Final = "grpc.reflection.v1alpha.ServerReflection"
@@ -22,17 +23,30 @@ V1: Final = "grpc.reflection.v1.ServerReflection"
 _DESCRIBED: Final = (inference_pb2, tokenizer_pb2, models_pb2, admin_pb2, health_pb2, reflection_pb2)
 
 
-def reflection_handlers(services: Iterable[str]) -> list[Any]:
+def reflection_handlers(services: Iterable[str], calls: Calls) -> list[Any]:
     """``grpc.GenericRpcHandler``s of both versions, listing ``services`` and themselves."""
-    pool = _pool()
-    servicer = aio.ReflectionServicer([*services, V1, V1ALPHA], pool=pool)
-    # gRPC's own servicer knows nothing of ``Malformed`` values, so the messages are read the plain way.
-    handler = grpc.stream_stream_rpc_method_handler(
-        servicer.ServerReflectionInfo,
-        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
-        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
-    )
-    return [grpc.method_handlers_generic_handler(name, {"ServerReflectionInfo": handler}) for name in (V1, V1ALPHA)]
+    servicer = _Reflection(aio.ReflectionServicer([*services, V1, V1ALPHA], pool=_pool()))
+    service = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
+    return [bind(service, servicer, None, bounds={}, calls=calls, name=name) for name in (V1, V1ALPHA)]
+
+
+class _Reflection:
+    """gRPC's own servicer, which knows nothing of requests that could not be read."""
+
+    def __init__(self, servicer: Any) -> None:
+        self._servicer = servicer
+
+    async def ServerReflectionInfo(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        """Answers questions about services and their messages."""
+
+        async def readable() -> AsyncIterator[Any]:
+            async for request in requests:
+                if isinstance(request, Malformed):
+                    raise request.error
+                yield request
+
+        async for answer in self._servicer.ServerReflectionInfo(readable(), context):
+            yield answer
 
 
 def _pool() -> descriptor_pool.DescriptorPool:

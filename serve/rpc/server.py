@@ -51,6 +51,11 @@ def server_options(config: RpcConfig) -> list[tuple[str, int]]:
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
         ("grpc.http2.max_ping_strikes", 2),
         ("grpc.server_handshake_timeout_ms", 10_000),
+        # One connection more is closed at once. An old one is told to go, and its calls may end in their own time; the client
+        # comes back on a new one, maybe to another server.
+        ("grpc.max_allowed_incoming_connections", config.max_connections),
+        ("grpc.max_connection_idle_ms", round(config.connection_idle_seconds * 1000)),
+        ("grpc.max_connection_age_ms", round(config.connection_age_seconds * 1000)),
         ("grpc.enable_channelz", 0),
     ]
 
@@ -120,7 +125,7 @@ class RpcServer:
         while self._servers:
             address, server = self._servers.popitem()
             hang_up(address)
-            await server.stop(0)
+            await server.stop(0)  # begins before anything else can run here
 
     async def _listen(self, field: str, address: str, servicers: dict[ServiceDescriptor, object]) -> str:
         assert self._health is not None
@@ -129,7 +134,7 @@ class RpcServer:
         handlers = [bind(service, servicer, count, bounds=bounds, calls=self._calls) for service, servicer in servicers.items()]
         handlers.append(bind(HEALTH, self._health, None, bounds=bounds, calls=self._calls))
         if _has_reflection(self._config.rpc):
-            handlers += reflection_handlers(_names([*servicers, HEALTH]))
+            handlers += reflection_handlers(_names([*servicers, HEALTH]), self._calls)
         server.add_generic_rpc_handlers(handlers)
         bound = _bind(server, field, address)
         await server.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 
 import grpc
@@ -66,6 +67,14 @@ async def test_a_public_admin_address_is_refused() -> None:
             await start_another(server, port=0, admin_address="0.0.0.0:0")
 
 
+async def test_a_question_to_reflection_that_cannot_be_read_is_the_clients_mistake() -> None:
+    async with serving() as server:
+        for version in ("v1", "v1alpha"):
+            method = server.channel.stream_stream(f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo")
+            call = method(iter([b"\xff\xff\xff\xff"]))
+            assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 async def test_reflection_is_off_when_told_so() -> None:
     async with serving(rpc={"reflection": "off"}) as server:
         call = server.channel.stream_stream("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo")()
@@ -79,6 +88,48 @@ def test_the_options_are_those_that_grpc_knows() -> None:
     assert options["grpc.so_reuseport"] == 0
     assert options["grpc.max_receive_message_length"] == 16 * 1024 * 1024
     assert "grpc.http2.min_ping_interval_without_data_ms" in options
+
+
+async def until_closed(address: str) -> None:
+    """Connect, and return when the server closes the connection."""
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        async with asyncio.timeout(20):
+            with contextlib.suppress(ConnectionResetError):
+                while await reader.read(1024):
+                    pass
+    finally:
+        writer.close()
+
+
+async def test_one_connection_too_many_is_closed_and_the_others_go_on() -> None:
+    async with serving(rpc={"max_connections": 2}) as server:
+        await server.inference.Generate(request())
+        host, _, port = server.address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        assert await reader.read(1), "the second is taken"
+        await until_closed(server.address)
+        await server.inference.Generate(request())
+        writer.close()
+
+
+async def test_a_connection_without_a_call_is_closed() -> None:
+    async with serving(rpc={"connection_idle_seconds": 1}) as server:
+        await until_closed(server.address)
+        await server.inference.Generate(request())
+
+
+async def test_an_old_connection_takes_no_new_calls_and_keeps_those_it_has() -> None:
+    async with serving(rpc={"connection_age_seconds": 1}) as server:
+        server.ranks.last_step = 3
+        call = asyncio.ensure_future(server.inference.Generate(request(tokens=9)))
+        await server.until(lambda: server.ranks.num_steps == 3)
+        async with asyncio.timeout(20):
+            await server.channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
+        server.ranks.last_step = None
+        assert len((await call).completions[0].token_ids) == 9
+        await server.inference.Generate(request())
 
 
 async def test_long_texts_do_not_keep_other_calls_waiting() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import resource
 import signal
 import socket
 import subprocess
@@ -20,7 +21,7 @@ import torch
 from safetensors.torch import save_file
 
 from checkpoint import CheckpointWriter
-from serve.app import with_checkpoint_folder
+from serve.app import DESCRIPTORS, with_checkpoint_folder
 from serve.errors import ConfigError
 from serve.v1 import inference_pb2, inference_pb2_grpc
 from tests.serve.runtime.ranks import expected_ids, options
@@ -147,6 +148,14 @@ def test_a_server_that_cannot_go_on_ends_with_1(tmp_path: Path) -> None:
             "tessera-serve: the engine failed after 0 restarts without a completed step, "
             "the limit of supervisor.max_restarts_in_a_row; at last: rank 0 died: signal SIGKILL"
         )
+
+
+def test_the_server_may_have_as_many_descriptors_as_the_system_allows(tmp_path: Path) -> None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with serving("slow", tmp_path) as server:
+        resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (256, hard))
+        server.ready_line()
+        assert resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)[0] == min(DESCRIPTORS, hard)
 
 
 def test_a_port_that_is_taken_ends_with_2(tmp_path: Path) -> None:
