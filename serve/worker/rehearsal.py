@@ -51,7 +51,7 @@ def main() -> int:
     die_with_parent()
     answer_fd = os.dup(1)
     os.dup2(2, 1)  # what libraries print is no answer
-    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="rehearsal %(levelname)s %(message)s")
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(levelname)-7s rehearsal: %(message)s")
     os.nice(5)  # the ranks are serving meanwhile
     config: ServerConfig = wire.decode_record(sys.stdin.buffer.read(), ServerConfig)
     os.write(answer_fd, msgpack.packb(_verdict(config)))

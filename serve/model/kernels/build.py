@@ -6,7 +6,9 @@ against OpenMP's standard name, which in a process that has imported torch is to
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import hashlib
 import logging
 import os
@@ -14,6 +16,8 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import time
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -36,6 +40,8 @@ _FLAGS = (
 )
 _VERSION = 2
 _COMPILERS = ("c++", "g++", "clang++")
+_SCRATCH = "building-"
+_YOUNG_SECONDS = 60.0
 _ADVICE = "set TESSERA_CACHE_DIR (--cache-dir) to a folder of this user's own that can be written"
 
 
@@ -59,6 +65,7 @@ def load_cpu_kernels(cache_dir: str = "") -> ctypes.CDLL:
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         _check_owner(folder)
+        _clear_leftovers(folder)
         if not library.exists():
             if compiler is None:
                 raise KernelUnavailable(f"no C++ compiler ({', '.join(_COMPILERS)}) on the PATH")
@@ -103,8 +110,32 @@ def _fingerprint(compiler: str | None) -> str:
     return digest.hexdigest()[:16]
 
 
+def _clear_leftovers(folder: Path) -> None:
+    """Remove what builds that were killed have left. One that goes on holds a lock; one that has just begun may not yet."""
+    for scratch in folder.glob(_SCRATCH + "*"):
+        with contextlib.suppress(OSError):
+            if time.time() - scratch.stat().st_mtime > _YOUNG_SECONDS:
+                with _locked(scratch):
+                    shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold a lock on a folder, which ends with this process.
+
+    Raises:
+        OSError: another process holds it.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def _compile(compiler: str, library: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+    with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=library.parent) as scratch, _locked(Path(scratch)):
         built = Path(scratch) / library.name
         command = [compiler, *_FLAGS, *map(str, _SOURCES), "-o", str(built)]
         log.info("building the CPU kernels (a few seconds, once; kept in %s)", library.parent)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -93,3 +94,17 @@ def test_a_build_that_does_not_load_is_told_with_what_to_set(compiler: Path, tmp
     (compiler / "c++").write_text(program[: program.index("cp ")] + 'echo "no program" > "$2"\n')
     with pytest.raises(KernelUnavailable, match=rf"does not load .*; {ADVICE} .*, on a file system without noexec"):
         load_cpu_kernels.__wrapped__(str(tmp_path))
+
+
+def test_what_a_build_that_was_killed_has_left_is_removed_and_one_that_goes_on_is_not(compiler: Path, tmp_path: Path) -> None:
+    kernels = tmp_path / "kernels"
+    dead, living, young = (kernels / f"building-{name}" for name in ("dead", "living", "young"))
+    for folder in (dead, living, young):
+        folder.mkdir(parents=True, mode=0o700)
+        (folder / "part.o").touch()
+        if folder is not young:
+            os.utime(folder, (0, 0))
+    kernels.chmod(0o700)
+    with build._locked(living):
+        load_cpu_kernels.__wrapped__(str(tmp_path))
+    assert sorted(path.name for path in kernels.iterdir() if path.is_dir()) == ["building-living", "building-young"]
