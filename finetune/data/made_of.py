@@ -39,6 +39,9 @@ class MadeOf:
     settings: Mapping[str, Any]
     """``finetune.data.layout.Settings``."""
     tokenizer: Sequence[str]
+    """Hashes of its files, the chat template's among them."""
+    targets: Mapping[str, Any]
+    """Keys of ``data`` that choose the targets."""
     sources: tuple[SourceRecord, ...]
 
     @property
@@ -96,8 +99,11 @@ def differences(was: MadeOf, now: MadeOf) -> Iterator[str]:
     for key in was.settings:
         if was.settings[key] != now.settings.get(key):
             yield f"data.{key}: was {was.settings[key]}, is {now.settings.get(key)}"
+    for key, value in was.targets.items():
+        if value != now.targets.get(key):
+            yield f"data.{key}: was {value}, is {now.targets.get(key)}"
     if list(was.tokenizer) != list(now.tokenizer):
-        yield "the tokenizer is another one" + (" (it is learned from the data)" if found else "")
+        yield "the tokenizer or the chat template is another one"
 
 
 def _count(made: MadeOf) -> str:

@@ -45,7 +45,7 @@ def agreed_data(config: TuneConfig, prepared: Prepared, settings: Mapping[str, A
         what = [f"{key}: was {settings[key]}, is {value}" for key, value in known.items()]
         what = what or ["what they were is not kept in data.folder, so no file can be named"]
     else:
-        what = list(differences(was, now))
+        what = list(differences(was, now)) or ["their tokens are others"]
     if config.data.changed == "refuse":
         rule = "they must be those it was saved with; --data.changed accept goes on with these"
         raise ConfigError(f"run.resume: the data of {config.run.output} changed: {'; '.join(what)}; {rule}")

@@ -166,6 +166,7 @@ def _laid_out(
         num_train=len(inputs.train),
         settings=asdict(settings),
         tokenizer=files_digest(encoding.tokenizer),
+        targets={"train_on": encoding.train_on, "train_roles": list(encoding.roles)},
         sources=tuple(source_record(source) for source in inputs.sources),
     )
     fingerprint = made_of.fingerprint

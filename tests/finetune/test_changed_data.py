@@ -89,7 +89,7 @@ def test_a_byte_for_byte_exchange_is_told_too(tmp_path: Path, text: Path) -> Non
     first = prepared(tmp_path, text)
     file = text / "module_2.py"
     file.write_bytes(file.read_bytes()[::-1])
-    with pytest.raises(ConfigError, match=r"module_2\.py: changed, other content of the same size; the tokenizer is another"):
+    with pytest.raises(ConfigError, match=r"module_2\.py: changed, other content of the same size; the tokenizer or"):
         resumed(tmp_path, text, first)
 
 
@@ -134,6 +134,18 @@ def test_preparing_goes_on_where_a_full_disk_left_files_empty(tmp_path: Path, te
     shutil.rmtree(first.shards[0])
     assert prepared(tmp_path, text) == first
     assert not list(tokens.glob("tmp-*"))
+
+
+def test_other_targets_and_templates_are_told_by_their_keys(tmp_path: Path) -> None:
+    chats = tmp_path / "chats.jsonl"
+    turns = [{"role": "user", "content": "A?"}, {"role": "assistant", "content": "B."}] * 2
+    chats.write_text("".join(json.dumps({"messages": turns}) + "\n" for _ in range(20)))
+    how = {"pattern": "*", "chat_template": "plain", "seq_len": 256}
+    first = prepared(tmp_path, chats, **how)
+    with pytest.raises(ConfigError, match=r"changed: data\.train_on: was completion, is last; they"):
+        resumed(tmp_path, chats, first, train_on="last", **how)
+    with pytest.raises(ConfigError, match=r"changed: the tokenizer or the chat template is another one; they"):
+        resumed(tmp_path, chats, first, **{**how, "chat_template": "chatml"})
 
 
 def save(config: Any, made: Prepared, settings: Mapping[str, Any]) -> None:
