@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoint import CheckpointWriter
+from checkpoint import CheckpointWriter, open_checkpoint
 from finetune.cli import main
 from finetune.config import DataConfig, LoraConfig, ModelConfig, RunConfig, TuneConfig
 from finetune.data.prepared import Prepared
@@ -20,7 +20,7 @@ from finetune.errors import WeightNotFinite
 from finetune.finite import check_finite
 from finetune.model import _always, build_empty
 from finetune.origin import Origin
-from finetune.resume import ResumeState, find_resume_state
+from finetune.resume import ResumeState
 from tests.support.models import build, save
 
 SPOILED = "gpt_neox.layers.1.mlp.dense_h_to_4h.weight"
@@ -46,9 +46,7 @@ def state_in(output: Path, tensors: dict[str, torch.Tensor]) -> ResumeState:
     with CheckpointWriter(output / "resume", step=3, config={"model_type": "gpt_neox"}, extra=extra) as writer:
         for name, tensor in tensors.items():
             writer.add(name, tensor)
-    state = find_resume_state(output)
-    assert state is not None
-    return state
+    return ResumeState(open_checkpoint(output / "resume"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -11,9 +11,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import finetune.loss
 from finetune.config import ActivationConfig
-from finetune.inference import _always
 from finetune.loss import IGNORED
-from finetune.model import initialise, new_config
+from finetune.model import _always, initialise, new_config
 from finetune.stages import LossTally, build_on_meta, give_memory, split
 
 CPU = torch.device("cpu")
