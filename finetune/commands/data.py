@@ -71,7 +71,7 @@ def data(words: list[str]) -> int:
 
 def _check(words: list[str]) -> int:
     parser = _parser("data check", "read all data and list every faulty record; exit code 2 if one would be refused")
-    parser.add_argument("--limit", type=int, default=50, help="faults to list, at most (50); all are counted")
+    parser.add_argument("--limit", type=int, default=50, help="faults and warnings to list, at most (50 each); all are counted")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     config, options = _parsed(parser, words)
     if options.limit < 1:
