@@ -11,6 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from checkpoint import CheckpointError, open_checkpoint
+from checkpoint.folder import Folder
+from checkpoint.tokenizer_files import check_tokenizer_files
 from finetune.adapters import adapter_folder, merged_model, open_base
 from finetune.data.tokenizer import TOKENIZER_FILES
 from finetune.errors import ConfigError
@@ -45,6 +47,7 @@ def open_trained(path: Path, dtype: torch.dtype) -> Trained:
             places = [place for place in (folder, checkpoint.path) if (place / TOKENIZER_FILES[0]).is_file()]
             if not places:
                 raise ConfigError(f"{folder}: holds no {TOKENIZER_FILES[0]}")
+            check_tokenizer_files(Folder(places[0]))
             return Trained(model, folder, places[0], dict(checkpoint.generation_config))
     except CheckpointError as error:
         raise ConfigError(f"{path}: {error}") from error

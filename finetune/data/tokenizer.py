@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from checkpoint import CheckpointError
+from checkpoint.folder import Folder
+from checkpoint.tokenizer_files import check_tokenizer_files
 from finetune.config import TrainTokenizerConfig
 from finetune.data.readers import Piece
 from finetune.errors import ConfigError
@@ -73,13 +75,16 @@ def copy_tokenizer(source: Path, folder: Path, key: str) -> None:
     ``tokenizer.json`` says. The copy has what the class builds: a run learns the ids that transformers and the server give.
 
     Raises:
-        ConfigError: there is no tokenizer in ``source``; names ``key``.
+        ConfigError: there is no tokenizer in ``source``, or a file of it is broken; names ``key``.
     """
+    try:
+        files = read_tokenizer_files(source)
+    except CheckpointError as error:
+        raise ConfigError(f"{key}: {source}: {error}") from error
     folder.mkdir(parents=True, exist_ok=True)
-    if (source / "tokenizer.json").is_file():
-        for name in TOKENIZER_FILES:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, folder / name)
+    if "tokenizer.json" in files:
+        for name, data in files.items():
+            (folder / name).write_bytes(data)
         _settle_pipeline(source, folder / "tokenizer.json")
         return
     try:
@@ -90,6 +95,17 @@ def copy_tokenizer(source: Path, folder: Path, key: str) -> None:
         raise ConfigError(f"{key}: {source} has no tokenizer.json, and what it has does not open: {error}") from error
     if not (folder / "tokenizer.json").is_file():
         raise ConfigError(f"{key}: {source} has no tokenizer.json, and its tokenizer cannot be written as one")
+
+
+def read_tokenizer_files(source: Path) -> dict[str, bytes]:
+    """The tokenizer's files of a folder by name, checked by the rules that serving has for them.
+
+    Raises:
+        CheckpointError: one of them cannot be read, is a link out of the folder, or breaks a rule.
+    """
+    folder = Folder(source)
+    check_tokenizer_files(folder)
+    return {name: folder.read_bytes(name) for name in TOKENIZER_FILES if folder.has(name)}
 
 
 def _settle_pipeline(source: Path, copy: Path) -> None:

@@ -76,7 +76,8 @@ def read_config(checkpoint: Checkpoint) -> tuple[Family, PretrainedConfig]:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:300]
 
 
 def choose_dtype(checkpoint: Checkpoint, wanted: str) -> torch.dtype:

@@ -19,9 +19,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from checkpoint.errors import CheckpointError
 from checkpoint.folder import Folder
+from checkpoint.tokenizer_files import MAX_TEMPLATE_BYTES, default_template
 from serve.errors import ConfigError
 
-MAX_TEMPLATE_BYTES = 1 << 20
 _LONGEST_NUMBER_BITS = 1 << 16
 
 
@@ -80,32 +80,14 @@ def load_chat_template(folder: Folder, config: dict[str, Any], special_tokens: d
     Raises:
         CheckpointError: it cannot be read, does not compile or has the wrong type.
     """
-    file, source = "chat_template.jinja", None
-    if folder.has(file):
-        source = folder.read_text(file, limit=MAX_TEMPLATE_BYTES)
-    else:
-        file, source = "tokenizer_config.json", _default(config.get("chat_template"))
-    if source is None:
+    found = default_template(folder, config)
+    if found is None:
         return None
+    source, file = found
     try:
         return ChatTemplate(source, special_tokens)
     except ConfigError as error:
         raise CheckpointError(file, str(error)) from error
-
-
-def _default(given: object) -> str | None:
-    """The default one of the templates that ``tokenizer_config.json`` gives in any of the three forms there have been."""
-    found = given
-    if isinstance(given, list):
-        named = [entry for entry in given if isinstance(entry, dict)]
-        if len(named) != len(given):
-            raise CheckpointError("tokenizer_config.json", "chat_template has an entry that is no object of name and template")
-        found = next((entry.get("template") for entry in named if entry.get("name") == "default"), None)
-    elif isinstance(given, dict):
-        found = given.get("default")
-    if found is not None and not isinstance(found, str):
-        raise CheckpointError("tokenizer_config.json", f"chat_template is {type(found).__name__}; a text is expected")
-    return found
 
 
 class _Environment(ImmutableSandboxedEnvironment):

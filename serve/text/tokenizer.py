@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import tokenizers
 
 from checkpoint.config import shown
 from checkpoint.errors import CheckpointError
 from checkpoint.folder import Folder
+from checkpoint.tokenizer_files import FLAGS, MAX_IDS, read_special_tokens, read_tokenizer_config
 from serve.errors import ConfigError
 from serve.text.chat import ChatTemplate, load_chat_template
 from serve.text.pipeline import apply_class_pipeline, tokenizer_class
@@ -22,10 +23,7 @@ PIECE_CHARACTERS: Final = 16_384
 BORDER_TOKENS: Final = 256
 """Tokens that a border between two pieces may add."""
 
-_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _PROBE = "Hello, world! \u00e9\u65e5 1\n"
-_MOST_IDS = 1 << 32
 
 
 class Tokenizer:
@@ -96,8 +94,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer | None:
 
 
 def _load(folder: Folder) -> Tokenizer | None:
-    config = _read_json(folder, "tokenizer_config.json")
-    _check_config(config)
+    config = read_tokenizer_config(folder)
     if folder.has("tokenizer.json"):
         file = "tokenizer.json"
         folder.read_object(file)  # by the rules for all files, which the library does not know
@@ -115,7 +112,8 @@ def _load(folder: Folder) -> Tokenizer | None:
     else:
         return None
     with _reading(file):
-        class_name = tokenizer_class(config, _read_json(folder, "config.json"), backend)
+        model_config = folder.read_object("config.json") if folder.has("config.json") else {}
+        class_name = tokenizer_class(config, model_config, backend)
         apply_class_pipeline(backend, class_name, config, rebuilt=file == "vocab.json")
     special = _special_tokens(folder, config, class_name)
     with _reading("tokenizer_config.json"):
@@ -145,7 +143,7 @@ def _from_vocab_and_merges(folder: Folder) -> tokenizers.Tokenizer:
     """Byte-level BPE as GPT-2 stores it."""
     vocab = folder.read_object("vocab.json")
     for token_id in vocab.values():
-        if type(token_id) is not int or not 0 <= token_id < _MOST_IDS:
+        if type(token_id) is not int or not 0 <= token_id < MAX_IDS:
             raise CheckpointError("vocab.json", f"has the token id {shown(token_id)}; ids are integers from 0 up")
     merges = []
     for number, line in enumerate(folder.read_text("merges.txt").split("\n"), start=1):
@@ -163,47 +161,10 @@ def _from_vocab_and_merges(folder: Folder) -> tokenizers.Tokenizer:
     return backend
 
 
-def _check_config(config: Mapping[str, Any]) -> None:
-    """What is used of ``tokenizer_config.json`` has the types that it is used by."""
-    _check_named("tokenizer_config.json", config)
-    if not isinstance(config.get("tokenizer_class", ""), str | None):
-        _refuse("tokenizer_class", config["tokenizer_class"], "a name")
-    for key in ("add_prefix_space", "add_bos_token", "add_eos_token", "legacy"):
-        if not isinstance(config.get(key), bool | None):
-            _refuse(key, config[key], "true, false or null")
-    declared = config.get("added_tokens_decoder")
-    if declared is None:
-        return
-    if not isinstance(declared, dict):
-        _refuse("added_tokens_decoder", declared, "an object from ids to tokens")
-    for token_id, entry in declared.items():
-        if not (token_id.isascii() and token_id.isdigit() and int(token_id) < _MOST_IDS):
-            _refuse("added_tokens_decoder", token_id, "an object whose keys are ids from 0 up")
-        if not isinstance(entry, dict) or not isinstance(entry.get("content"), str) or not entry["content"]:
-            _refuse(f"added_tokens_decoder.{token_id}", entry, "an object with a text as content")
-        for flag in _FLAGS:
-            if not isinstance(entry.get(flag, False), bool):
-                _refuse(f"added_tokens_decoder.{token_id}.{flag}", entry[flag], "true or false")
-
-
-def _check_named(file: str, tokens: Mapping[str, Any]) -> None:
-    for key in _NAMED:
-        value = tokens.get(key)
-        content = value.get("content") if isinstance(value, dict) else value
-        if value is not None and not isinstance(content, str):
-            _refuse(key, value, "a text, an object with a text as content, or null", file)
-
-
-def _refuse(key: str, value: object, rule: str, file: str = "tokenizer_config.json") -> NoReturn:
-    raise CheckpointError(file, f"{key} is {shown(value)}; it must be {rule}")
-
-
 def _special_tokens(folder: Folder, config: dict[str, Any], class_name: str) -> dict[str, str]:
     """Named special tokens, for example ``{"eos_token": "</s>"}``."""
     # Files of older versions keep the names in special_tokens_map.json; tokenizer_config.json was written last.
-    older = _read_json(folder, "special_tokens_map.json")
-    _check_named("special_tokens_map.json", older)
-    merged = {**older, **config}
+    merged = {**read_special_tokens(folder), **config}
     named = {
         key: value["content"] if isinstance(value, dict) else value
         for key, value in merged.items()
@@ -226,7 +187,7 @@ def _add_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], special: 
         if entry["content"] in known:
             continue
         known.add(entry["content"])
-        flags = {key: entry[key] for key in _FLAGS if key in entry}
+        flags = {key: entry[key] for key in FLAGS if key in entry}
         backend.add_tokens([tokenizers.AddedToken(entry["content"], **flags)])
         actual = backend.token_to_id(entry["content"])
         if actual != int(token_id):
@@ -236,7 +197,3 @@ def _add_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], special: 
     # it would get an id that the model has no row for.
     named = [token for token in special.values() if token not in known and backend.token_to_id(token) is not None]
     backend.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False) for token in dict.fromkeys(named)])
-
-
-def _read_json(folder: Folder, name: str) -> dict[str, Any]:
-    return folder.read_object(name) if folder.has(name) else {}

@@ -62,6 +62,28 @@ def test_the_trained_tokenizer_opens_in_transformers_and_agrees(tmp_path: Path, 
     assert made.num_ids == len(theirs) <= 300
 
 
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer_config.json", b'{"added_tokens_decoder": [1]}'),
+        ("tokenizer_config.json", b'{"eos_token": 5}'),
+        ("special_tokens_map.json", b"[]"),
+        ("chat_template.jinja", b"\xff"),
+        ("tokenizer.json", b'{"a": ' + b"[" * 200_000),
+    ],
+)
+def test_a_broken_tokenizer_file_is_refused_as_the_server_refuses_it(tmp_path: Path, file: str, content: bytes) -> None:
+    source = make_folder("gpt_neox", tmp_path)
+    (source / file).write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"^model\.path: {source}: {file}: "):
+        copy_tokenizer(source, tmp_path / "copy", "model.path")
+    (source / file).unlink()
+    (tmp_path / "elsewhere").write_bytes(b"{}")
+    (source / file).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="leaves the checkpoint's folder"):
+        copy_tokenizer(source, tmp_path / "copy", "model.path")
+
+
 @pytest.mark.parametrize("name", FOLDERS)
 def test_a_given_tokenizer_gives_the_ids_of_transformers(name: str, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
