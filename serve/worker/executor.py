@@ -27,6 +27,8 @@ from serve.worker.rank_loop import READY
 from serve.worker.vitals import Vitals, furthest_behind, stalled
 
 _REAP_SECONDS: Final = 10.0
+_LOSS_SECONDS: Final = 1.0
+"""After a connection is lost: for its rank's death to be seen."""
 _LOOK_SECONDS: Final = 0.5
 """How often whoever waits for ranks that load looks whether they were stopped meanwhile."""
 
@@ -162,10 +164,17 @@ class RankExecutor:
                 wire.send(rank.steps, payload)
             result = wire.decode_result(wire.receive(self._ranks[0].steps))
         except (wire.ConnectionLost, IndexError) as error:
-            raise ExecutorDied(self.dead_rank() or f"the ranks' connection was lost: {error}") from error
+            raise ExecutorDied(self._cause_of_loss() or f"the ranks' connection was lost: {error}") from error
         if result.step != plan.step:
             raise ExecutorDied(f"step {plan.step} was answered by step {result.step}")
         return result
+
+    def _cause_of_loss(self) -> str | None:
+        """As ``dead_rank``, which knows of a death a moment after the dead one's connection has gone."""
+        deadline = time.monotonic() + _LOSS_SECONDS
+        while (cause := self.dead_rank()) is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return cause
 
     def heartbeat_ages(self) -> tuple[float, ...]:
         """Seconds since each rank was last heard of."""
@@ -183,9 +192,11 @@ class RankExecutor:
                 return None if self._closed else self._stalled()
             if self._closed:
                 return "the ranks were stopped"
-            for rank in self._ranks:
-                if rank.process.poll() is not None:
-                    return f"rank {rank.number} died: {self._how_it_ended(rank)}"
+            dead = [rank for rank in self._ranks if rank.process.poll() is not None]
+        if dead:
+            # The others end by themselves, with an exit code, when one that a signal ended has gone.
+            first = min(dead, key=lambda rank: (rank.process.returncode >= 0, rank.number))
+            return f"rank {first.number} died: {self._how_it_ended(first)}"
         limit = self._config.supervisor.heartbeat_timeout_seconds
         for number, age in enumerate(self.heartbeat_ages()):
             if age > limit:
