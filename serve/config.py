@@ -186,7 +186,7 @@ class RpcConfig:
     insecure_public: bool = False
     """Must be set to bind a host that is not loopback: there is no TLS or token in front of it."""
 
-    max_message_bytes: int = 16 * 1024 * 1024
+    max_message_bytes: int = 8 * 1024 * 1024
     """Largest request message; larger ones are refused by gRPC before they are decoded, and without a word about the field."""
 
     max_connections: int = 4096

@@ -13,7 +13,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from serve.v1 import admin_pb2, inference_pb2, models_pb2, tokenizer_pb2
 
-LIMIT_BYTES: Final = 16 * 1024 * 1024
+LIMIT_BYTES: Final = 8 * 1024 * 1024
 LEFT_OUT: Final = ("Drain", "Reload")
 """Calls that are meant to stop the service."""
 

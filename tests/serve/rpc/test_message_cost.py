@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 import grpc
 import pytest
 
+from serve.config import RpcConfig
 from tests.serve.rpc.message_server import MessageServer, message_server
 
-LIMIT_BYTES = 16 * 1024 * 1024
+LIMIT_BYTES = RpcConfig().max_message_bytes
 MOST_HOLD_SECONDS = 0.1
 MOST_BYTES = 64 * 1024 * 1024
 

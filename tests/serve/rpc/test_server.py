@@ -86,7 +86,7 @@ async def test_reflection_is_off_when_told_so() -> None:
 def test_the_options_are_those_that_grpc_knows() -> None:
     options = dict(server_options(config_of().rpc))
     assert options["grpc.so_reuseport"] == 0
-    assert options["grpc.max_receive_message_length"] == 16 * 1024 * 1024
+    assert options["grpc.max_receive_message_length"] == 8 * 1024 * 1024
     assert "grpc.http2.min_ping_interval_without_data_ms" in options
 
 
