@@ -15,7 +15,7 @@ export HF_HUB_OFFLINE := 1
 MAKEFLAGS += --no-print-directory
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help setup libaio demo test test-slow check lint types imports proto proto-check bench bench-training test-gpu bench-gpu clean distclean
+.PHONY: help setup libaio demo test test-slow check lint types imports proto proto-check bench bench-training test-gpu bench-gpu test-image image-tools clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,7 +47,7 @@ libaio:
 
 # Side by side in WORKERS processes, each test file in one of them.
 test: $(STAMP) ## the tests that need no GPU, but for whole runs of training
-	@$(PY) -m pytest -q -m "not gpu and not slow" -n $(WORKERS) --dist loadfile
+	@$(PY) -m pytest -q -m "not gpu and not slow and not image" -n $(WORKERS) --dist loadfile
 
 test-slow: $(STAMP) libaio ## whole runs of training, the rest of the tests that need no GPU
 	@$(PY) -m pytest -q -m "slow and not gpu" -n $(WORKERS) --dist loadfile
@@ -84,6 +84,15 @@ test-gpu: $(STAMP) ## the tests that need a CUDA device
 
 bench-gpu: $(STAMP) ## the same benchmark on a CUDA device
 	@$(PY) -m benchmarks.serving --device cuda
+
+# Without Docker and without an image registry; where the tools are missing and we may install them, we do. The tests say if they cannot run.
+image-tools:
+	@{ command -v buildah && command -v debootstrap; } >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	    { apt-get update -qq && apt-get install -y -qq buildah debootstrap; } >/dev/null 2>&1; } || \
+	    echo "the image needs buildah and debootstrap (apt-get install buildah debootstrap), and root"
+
+test-image: $(STAMP) image-tools ## build the Dockerfile's image and start it: about ten minutes, as root, with buildah
+	@$(PY) -m pytest -q -rs -m image
 
 clean: ## remove caches, build output and the demo's run folder
 	@rm -rf build dist demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
