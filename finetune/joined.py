@@ -150,7 +150,7 @@ def _rank(
             (output / "logs").mkdir(exist_ok=True)
             text = yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True)
             (output / "config.yaml").write_text(text, encoding="utf-8")
-            look_ahead(config, console, anyway=anyway)
+            look_ahead(config, console, command=command, anyway=anyway)
             told = {**make_ready(config, say, swap=swap), "model.path": config.model.path}
         except FinetuneError as error:
             told = {"error": str(error), "exit_code": error.exit_code}

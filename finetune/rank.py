@@ -56,7 +56,9 @@ def _train(config: TuneConfig, rank: int, stop: threading.Event, **options: bool
 
         from finetune import engine
 
-    look_ahead(config, Console(file=_console(), width=_width()) if rank == 0 else None, anyway=options["anyway"])
+    command = "pretrain" if options["pipeline"] else "tune"
+    console = Console(file=_console(), width=_width()) if rank == 0 else None
+    look_ahead(config, console, command=command, anyway=options["anyway"])
     line = sys.stdin.readline()
     if not line:
         return  # the launcher gave up before training began
@@ -66,7 +68,7 @@ def _train(config: TuneConfig, rank: int, stop: threading.Event, **options: bool
         train_rank(config, told, place, stop.is_set, Console(file=out, width=_width()), pipeline=options["pipeline"])
 
 
-def look_ahead(config: TuneConfig, console: Console | None, *, anyway: bool) -> None:
+def look_ahead(config: TuneConfig, console: Console | None, *, command: str, anyway: bool) -> None:
     """Refuse, before the data is ready, what can be seen to fail; the rank that has a console forecasts what the run needs.
 
     Raises:
@@ -78,7 +80,7 @@ def look_ahead(config: TuneConfig, console: Console | None, *, anyway: bool) -> 
     if config.model.new is not None:
         model.check_new_config(config.model.new)
     if console is not None:
-        check_fits(config, console, anyway=anyway)
+        check_fits(config, console, command=command, anyway=anyway)
 
 
 def train_rank(

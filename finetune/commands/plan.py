@@ -33,6 +33,11 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--gpu-gib", type=float, help="memory of each of them")
     parser.add_argument("--ram-gib", type=float, help="host memory of a described machine")
     parser.add_argument("--nvme-gib", type=float, help="free space of its NVMe disk")
+    parser.add_argument(
+        "--command",
+        choices=("tune", "pretrain"),
+        help="what will train; unset: pretrain for a file with pipeline.stages above 1 or zero.stage 0, else tune",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     overrides, rest = split_overrides(words, [field.name for field in fields(TuneConfig)])
     options = parser.parse_args(rest)
@@ -48,11 +53,11 @@ def main(words: Sequence[str]) -> int:
     from finetune.cli import load_config
     from finetune.hub import located
 
-    command = _command_of(options.config, overrides)
+    command = options.command or _command_of(options.config, overrides)
     given = load_config(options.config, overrides, command=command)
     config = located(given, command=command, need="config")
     # Of a model of the hub no weights are downloaded for a plan.
-    return plan(config, options, table_console(), weights=config.model == given.model)
+    return plan(config, options, table_console(), command=command, weights=config.model == given.model)
 
 
 def _command_of(path: Path, overrides: Sequence[tuple[str, str]]) -> str:
@@ -64,8 +69,8 @@ def _command_of(path: Path, overrides: Sequence[tuple[str, str]]) -> str:
     return "pretrain" if pipeline.get("stages", 1) != 1 or zero.get("stage") == 0 else "tune"
 
 
-def plan(config: TuneConfig, options: argparse.Namespace, console: Console, *, weights: bool = True) -> int:
-    """Work the forecast out and show it; the exit code says whether the run fits.
+def plan(config: TuneConfig, options: argparse.Namespace, console: Console, *, command: str, weights: bool = True) -> int:
+    """Work the forecast of a run of ``command`` out and show it; the exit code says whether the run fits.
 
     Args:
         weights: whether those of ``model.path`` must be there.
@@ -86,8 +91,8 @@ def plan(config: TuneConfig, options: argparse.Namespace, console: Console, *, w
     )
     precision = precision_of(config, hardware.device)
     pace = None if hardware.described else kept_pace(config)
-    found = forecast(config, hf_config, hardware, precision=precision, pace=pace)
-    advice = advise(config, hf_config, found, precision=precision) if found.shortages() else []
+    found = forecast(config, hf_config, hardware, precision=precision, command=command, pace=pace)
+    advice = advise(config, hf_config, found, precision=precision, command=command) if found.shortages() else []
     if options.json:
         changes = [dict(option.change) for option in advice]
         sys.stdout.write(json.dumps({**found.as_json(), "advice": changes}, indent=2, default=str) + "\n")

@@ -24,19 +24,20 @@ _TO_COME_BYTES = 8 << 20
 """What a rank's process still grows by before it has a model: the process group, its threads."""
 
 
-def check_fits(config: TuneConfig, console: Console, *, anyway: bool) -> None:
+def check_fits(config: TuneConfig, console: Console, *, command: str, anyway: bool) -> None:
     """Say what the run needs; write ``forecast.json``.
 
     Called by rank 0 after its imports, so what a process takes without a model is measured, not assumed.
 
     Args:
+        command: ``tune`` or ``pretrain``.
         anyway: start what does not fit all the same.
 
     Raises:
         ConfigError: it does not fit, or the configuration's model cannot be.
     """
     try:
-        found = _forecast_here(config)
+        found = _forecast_here(config, command)
     except FinetuneError:
         raise
     except Exception as error:  # a model that cannot be simulated can still be trained
@@ -58,7 +59,7 @@ def check_fits(config: TuneConfig, console: Console, *, anyway: bool) -> None:
     raise ConfigError(f"the run does not fit this machine: {what}. {REMEDY}")
 
 
-def _forecast_here(config: TuneConfig) -> Forecast:
+def _forecast_here(config: TuneConfig, command: str) -> Forecast:
     pages = pages_of()
     process = 0 if pages is None else pages.own + _TO_COME_BYTES
     taken = config.run.ranks * (process or PROCESS_BYTES["cpu"])
@@ -70,6 +71,7 @@ def _forecast_here(config: TuneConfig) -> Forecast:
         model_config_of(config),
         hardware,
         precision=precision_of(config, hardware.device),
+        command=command,
         pace=kept_pace(config),
         process_bytes=process,
     )

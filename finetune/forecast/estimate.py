@@ -82,7 +82,7 @@ class Forecast:
     def as_json(self) -> dict[str, Any]:
         """For ``forecast.json`` and ``--json``."""
         values = asdict(self)
-        values["facts"].pop("moments")
+        values["facts"].pop("trace")
         return {
             **values,
             "parameters": self.facts.total,
@@ -94,24 +94,39 @@ class Forecast:
 
 
 def forecast(
-    config: TuneConfig, hf_config: Any, hardware: Hardware, *, precision: str, pace: Pace | None = None, process_bytes: int = 0
+    config: TuneConfig,
+    hf_config: Any,
+    hardware: Hardware,
+    *,
+    precision: str,
+    command: str = "tune",
+    pace: Pace | None = None,
+    process_bytes: int = 0,
 ) -> Forecast:
     """Work out what ``config`` needs on ``hardware``.
 
     Args:
         hf_config: the transformers configuration of the run's model.
         precision: ``bf16``, ``fp16`` or ``fp32``, already decided.
+        command: ``tune`` or ``pretrain``.
         process_bytes: host memory of one rank without a model, if measured; 0 takes the usual figure.
     """
-    facts = facts_of(config, hf_config, precision, on_gpu=hardware.device == "cuda")
-    return from_facts(config, facts, hardware, precision=precision, pace=pace, process_bytes=process_bytes)
+    facts = facts_of(config, hf_config, precision, on_gpu=hardware.device == "cuda", command=command)
+    return from_facts(config, facts, hardware, precision=precision, command=command, pace=pace, process_bytes=process_bytes)
 
 
 def from_facts(
-    config: TuneConfig, facts: ModelFacts, hardware: Hardware, *, precision: str, pace: Pace | None, process_bytes: int = 0
+    config: TuneConfig,
+    facts: ModelFacts,
+    hardware: Hardware,
+    *,
+    precision: str,
+    command: str = "tune",
+    pace: Pace | None = None,
+    process_bytes: int = 0,
 ) -> Forecast:
     """The same, for facts already counted."""
-    layout = layout_of(config, device=hardware.device, precision=precision)
+    layout = layout_of(config, device=hardware.device, precision=precision, command=command)
     need = need_of(facts, layout)
     items = dict(need.host)
     if process_bytes:

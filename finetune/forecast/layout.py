@@ -16,6 +16,8 @@ class Layout:
     """All of them."""
     pipeline: int
     """Pipeline stages; 1 is none."""
+    staged: bool = False
+    """Whether it is trained by ``finetune.pipeline``: by ``pretrain``, one stage or several."""
     device: str
     weight_bytes: int
     algorithm: str
@@ -36,8 +38,23 @@ class Layout:
 
     @property
     def sums_in_fp32(self) -> bool:
-        """Whether a rank adds up the gradients of all it has in fp32: in a pipeline in 16 bits."""
-        return self.pipeline > 1 and self.weight_bytes == 2
+        """Whether a rank adds up the gradients of all it has in fp32: ``pretrain`` in 16 bits."""
+        return self.staged and self.weight_bytes == 2
+
+    @property
+    def flattens(self) -> bool:
+        """Whether the model's weights are copied to flat memory before training."""
+        return self.stage > 0 or self.sums_in_fp32
+
+    @property
+    def adds_whole(self) -> bool:
+        """Whether whole gradients wait for the last micro-batch of a step."""
+        return self.staged or (self.stage == 1 and self.accumulation > 1)
+
+    @property
+    def fills_bucket(self) -> bool:
+        """Whether gradients go into a bucket as they come; ``pretrain`` reduces them after the last."""
+        return not self.staged
 
     @property
     def shares(self) -> int:
@@ -45,14 +62,16 @@ class Layout:
         return self.ranks // self.pipeline
 
 
-def layout_of(config: TuneConfig, *, device: str, precision: str) -> Layout:
+def layout_of(config: TuneConfig, *, device: str, precision: str, command: str = "tune") -> Layout:
+    """Where a run of ``command`` (``tune`` or ``pretrain``) has its bytes."""
     offload = config.offload
-    staged = config.pipeline.stages > 1
+    staged = command == "pretrain"
     return Layout(
-        # In 16 bits a pipeline spreads the optimizer's state in stage 0 too.
+        # In 16 bits `pretrain` spreads the optimizer's state in stage 0 too.
         stage=max(1, config.zero.stage) if staged and precision != "fp32" else config.zero.stage,
         ranks=config.run.ranks,
         pipeline=config.pipeline.stages,
+        staged=staged,
         device=device,
         weight_bytes=4 if precision == "fp32" else 2,
         algorithm=config.algorithm,

@@ -14,6 +14,7 @@ from typing import Final
 
 from finetune.forecast.facts import ModelFacts
 from finetune.forecast.layout import Layout
+from finetune.forecast.replay import replay
 from finetune.moments import MOMENTS, OF_MATRICES
 from finetune.zenflow import CHUNK_ELEMENTS
 
@@ -32,13 +33,8 @@ CONTEXT_BYTES: Final = 700 * _MIB
 """Device memory of a CUDA context with its libraries."""
 NCCL_BYTES: Final = 400 * _MIB
 """Device memory of NCCL's channels, with more than one rank."""
-HEAP_SLACK: Final = {0: 1.25, 1: 1.25, 2: 1.25, 3: 1.6}
-"""Tensors below 32 MiB come from the C heap, which keeps what is freed and finds no room in gaps that are too small; by ZeRO
-stage, since stage 3 mixes weights that come and go with activations."""
 DEVICE_SLACK: Final = 1.06
-"""The same of torch's caching allocator on a GPU."""
-ADAPTER_SLACK: Final = 1.6
-"""The same with adapters, whose small tensors lie between the large ones."""
+"""What torch's caching allocator on a GPU holds more than its tensors."""
 ADAPTER_LIBRARY_BYTES: Final = 20 * _MIB
 """peft, imported by each rank."""
 LIVE_PARAMETERS: Final = 1_000_000_000
@@ -83,7 +79,7 @@ def need_of(facts: ModelFacts, layout: Layout) -> Need:
     if layout.device == "cpu":
         merged = {name: _merge(device, host) for name, (device, host) in phases.items()}
         name, items = _busiest(merged.items())
-        return Need(host=_with_heap_slack(items, facts, layout), host_phase=name, nvme_bytes=_nvme(facts, layout))
+        return Need(host=_merge(items, {"kernels": KERNELS_BYTES}), host_phase=name, nvme_bytes=_nvme(facts, layout))
     on_device = {name: _merge(device, _context(layout)) for name, (device, _) in phases.items()}
     on_host = {name: host for name, (_, host) in phases.items()}
     device_phase, device = _busiest(on_device.items())
@@ -111,13 +107,6 @@ def _merge(*parts: Mapping[str, int]) -> Phase:
     return {name: size for name, size in merged.items() if size > 0}
 
 
-def _with_heap_slack(items: Phase, facts: ModelFacts, layout: Layout) -> Phase:
-    """On a CPU, what passes through the heap (activations, gathered weights) leaves gaps behind."""
-    loose = sum(items.get(name, 0) for name in ("activations", "gathered weights"))
-    slack = ADAPTER_SLACK if facts.frozen else HEAP_SLACK[layout.stage]
-    return _merge(items, {"heap gaps": round((slack - 1) * loose), "kernels": KERNELS_BYTES})
-
-
 def _pinned_rounding(host: Phase) -> int:
     """torch pins memory in powers of two; each kind of state is about one buffer."""
     pinned = (host.get(name, 0) for name in ("weights", "fp32 weights", "gradients"))
@@ -132,15 +121,18 @@ def _phases(facts: ModelFacts, layout: Layout) -> dict[str, tuple[Phase, Phase]]
     """Phase -> what it holds on the device and in the host's memory."""
     process = {"process": PROCESS_BYTES[layout.device], "peft": ADAPTER_LIBRARY_BYTES if facts.frozen else 0}
     state_device, state_host = _state(facts, layout)
-    backward_device, backward_host = _backward(facts, layout)
     step_device, step_host = _step(facts, layout)
-    # What the heap of a CPU took for activations it does not give back before the optimizer's step.
-    kept = {"activations": backward_device.get("activations", 0)} if layout.device == "cpu" else {}
+    if layout.device == "cpu":
+        backward, reduction, kept = _passing(facts, layout)
+        backward_host: Phase = {}
+    else:
+        backward, backward_host = _backward(facts, layout)
+        reduction, kept = _reduction(facts, layout), {}
     load_device, load_host = _load(facts, layout)
     return {
         "load": (load_device, _merge(process, load_host)),
-        "backward pass": (_merge(state_device, backward_device), _merge(process, state_host, backward_host)),
-        "reduction": (_merge(state_device, _reduction(facts, layout), kept), _merge(process, state_host)),
+        "backward pass": (_merge(state_device, backward), _merge(process, state_host, backward_host)),
+        "reduction": (_merge(state_device, reduction), _merge(process, state_host)),
         "optimizer step": (_merge(state_device, step_device, kept), _merge(process, state_host, step_host)),
     }
 
@@ -228,21 +220,56 @@ def _sub_group(facts: ModelFacts, layout: Layout) -> int:
     return max(-(-facts.largest // layout.shares), min(_MOST_SUB_GROUP, _sizes(facts, layout)[2]))
 
 
+def _passing(facts: ModelFacts, layout: Layout) -> tuple[Phase, Phase, Phase]:
+    """On a CPU, what comes and goes: in a backward pass, in the reduction at its end, and what stays until the next."""
+    seen = replay(facts.trace, layout)
+    trained, _, share = _sizes(facts, layout)
+    w = layout.weight_bytes
+    in_flight = min(layout.pipeline, layout.accumulation)
+
+    def part(size: int) -> int:
+        """The first stage holds as many micro-batches as there are stages, each of a stage's part of the layers."""
+        return size * in_flight // layout.pipeline
+
+    whole = w * trained if layout.adds_whole else 0
+    backward = {
+        "activations": part(seen.activations),
+        "heap gaps": part(seen.gaps),
+        "gathered weights": seen.gathered,
+        "gradients": min(seen.gradients, whole),
+        "reduce bucket": seen.bucket,
+    }
+    kept = {"heap gaps": part(seen.gaps_at_end)}
+    reduction = {**kept, "gradients": min(seen.gradients_at_end, whole), "reduce bucket": seen.bucket_at_end}
+    in_bucket = w * min(layout.bucket, trained)
+    if layout.staged:
+        reduction = _merge(reduction, {"gradients": -reduction["gradients"]}, _reduction(facts, layout))
+        if not layout.sums_in_fp32:
+            own = share if layout.stage == 1 else 0
+            copied = in_bucket if own or layout.shares > 1 else 0
+            reduction = _merge(reduction, {"gradients": w * (trained + own), "reduced copy": copied})
+    elif layout.stage == 3:
+        reduction["reduced copy"] = 2 * in_bucket
+    elif layout.optimizer == "none":
+        before = w * share if layout.stage == 2 and layout.accumulation > 1 else 0
+        backward["gradients"] += before
+        reduction["gradients"] += before + w * share
+    elif layout.accumulation > 1:
+        for phase in (backward, reduction):
+            phase["added gradients"] = w * share
+    return _merge(backward), _merge(reduction), _merge(kept)
+
+
 def _backward(facts: ModelFacts, layout: Layout) -> tuple[Phase, Phase]:
-    """The last micro-batch of a step: activations, gradients as they come, buckets in which they are reduced."""
+    """On a GPU the last micro-batch of a step: activations, gradients as they come, buckets in which they are reduced."""
     trained, _, share = _sizes(facts, layout)
     w = layout.weight_bytes
     if layout.sums_in_fp32:
         return {"activations": _activations(facts, layout)[0], "gradients": w * trained}, {}
-    gpu = layout.device == "cuda"
     in_bucket = min(layout.bucket, trained)
-    # A GPU's bucket is taken whole, and twice where communication overlaps; of a CPU's only what is written exists.
-    twice = layout.stage in (1, 2) and layout.pipeline == 1
-    bucket = layout.bucket * (2 if twice else 1) if gpu else in_bucket
-    # Buckets of ZeRO-1 and 2 are reduced where they lie, see ``finetune.buckets``. On a CPU whole gradients that ZeRO-1 adds
-    # up first leave as much behind in the heap when they go into the bucket.
-    left_behind = layout.stage == 1 and layout.accumulation > 1 and layout.pipeline == 1 and not gpu
-    in_place = layout.stage in (1, 2) and not left_behind
+    # The bucket is taken whole, and twice where communication overlaps.
+    in_place = layout.stage in (1, 2)  # buckets of ZeRO-1 and 2 are reduced where they lie, see ``finetune.buckets``
+    bucket = layout.bucket * (2 if in_place and not layout.staged else 1)
     device: Phase = {"reduce bucket": w * bucket, "reduced copy": 0 if in_place else w * in_bucket}
     activations, host_inputs = _activations(facts, layout)
     host: Phase = {}

@@ -33,6 +33,7 @@ from finetune.errors import ConfigError
 from finetune.forecast.estimate import Forecast, forecast, model_config_of, precision_of
 from finetune.forecast.facts import facts_of
 from finetune.forecast.hardware import Hardware
+from finetune.forecast.heap import Heap
 from finetune.forecast.layout import layout_of
 from finetune.forecast.memory import MATRIX_BUFFERS, _phases, _state, _step, need_of
 from finetune.forecast.pace import keep_pace, kept_pace
@@ -151,6 +152,26 @@ def test_a_chunked_loss_takes_less_than_whole_logits() -> None:
     assert activations(None) < 0.7 * activations(0)
 
 
+@pytest.mark.parametrize("packing", ["join", "isolate"])
+def test_masks_are_counted_where_samples_are_packed_alone(packing: Any) -> None:
+    """A mask is a square for every row and layer; rows of one sample need none, whatever their length."""
+    config = config_of()
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, seq_len=640, packing=packing))
+    hf_config = model_config_of(config)
+    made = facts_of(config, hf_config, "fp32", on_gpu=False).trace
+    square = 2 * 640 * 640 * 4
+    assert (sum(event.size == square for event in made) > 0) is (packing == "isolate")
+
+
+def test_pretrain_never_holds_whole_logits() -> None:
+    config = dataclasses.replace(config_of(new={**NEW, "vocab_size": 8192}), activations=ActivationConfig(loss_rows=0))
+    hf_config = model_config_of(config)
+    tuned, staged = (
+        facts_of(config, hf_config, "fp32", on_gpu=False, command=name).activation_bytes for name in ("tune", "pretrain")
+    )
+    assert staged < 0.7 * tuned
+
+
 def test_model_flops_are_six_a_weight_and_the_attention() -> None:
     config = config_of()
     facts = facts_of(config, model_config_of(config), "fp32", on_gpu=False)
@@ -189,7 +210,7 @@ def test_a_pipeline_in_16_bits_adds_up_gradients_in_fp32(stage: int, precision: 
         zero=ZeroConfig(stage=stage),  # type: ignore[arg-type]
     )
     facts = facts_of(config, model_config_of(config), precision, on_gpu=False)
-    phases = _phases(facts, layout_of(config, device="cuda", precision=precision))
+    phases = _phases(facts, layout_of(config, device="cuda", precision=precision, command="pretrain"))
     trained = facts.trained / 2
     for name in ("backward pass", "reduction", "optimizer step"):
         device, _ = phases[name]
@@ -197,7 +218,7 @@ def test_a_pipeline_in_16_bits_adds_up_gradients_in_fp32(stage: int, precision: 
         assert {item: device[item] / trained for item in state} == pytest.approx(state, rel=0.01)
     assert phases["reduction"][0]["reduced copy"] / trained == pytest.approx(4 + sent, rel=0.01)
     alone = dataclasses.replace(config, run=dataclasses.replace(config.run, ranks=2))
-    reduction, _ = _phases(facts, layout_of(alone, device="cuda", precision=precision))["reduction"]
+    reduction, _ = _phases(facts, layout_of(alone, device="cuda", precision=precision, command="pretrain"))["reduction"]
     assert "reduced copy" not in reduction, "nobody to send to"
 
 
@@ -237,6 +258,64 @@ def test_factors_are_on_every_rank_and_whole_matrices_on_the_device() -> None:
     device, host = needs("muon", 4)
     assert device["whole matrices"] == 4 * MATRIX_BUFFERS * 64 * 192
     assert "whole matrices" not in host
+
+
+def test_pretrain_with_one_stage_adds_up_gradients_in_fp32_too() -> None:
+    config = config_of(run={"precision": "bf16"}, zero=ZeroConfig(stage=1))
+    room = hardware()
+    staged = forecast(config, model_config_of(config), room, precision="bf16", command="pretrain")
+    assert staged.layout.sums_in_fp32
+    assert staged.need.host["gradients in fp32"] == 4 * staged.facts.trained
+    assert "gradients in fp32" not in forecast_of(config).need.host or forecast_of(config).need.host_phase == "optimizer step"
+
+
+def test_one_rank_of_zero_three_gathers_nothing_on_a_cpu() -> None:
+    """Its part of every weight is the whole weight, which it computes with where it lies."""
+
+    def gathered(ranks: int) -> int:
+        config = config_of(run={"ranks": ranks}, zero=ZeroConfig(stage=3), batch=BatchConfig(micro=16))
+        facts = facts_of(config, model_config_of(config), "fp32", on_gpu=False)
+        phases = _phases(facts, layout_of(config, device="cpu", precision="fp32"))
+        return phases["backward pass"][0].get("gathered weights", 0)
+
+    assert gathered(1) == 0
+    assert gathered(2) > 0
+
+
+# -- the heap of the C library
+
+
+def test_large_tensors_give_their_memory_back_and_small_ones_leave_gaps() -> None:
+    heap = Heap()
+    mib = 1 << 20
+    heap.take(1, 40 * mib)
+    heap.take(2, mib)
+    heap.take(3, mib)
+    heap.give(1)
+    assert heap.mapped_bytes == 0
+    heap.give(2)
+    assert heap.resident_bytes > 2 * mib, "what is freed below another piece stays"
+    assert heap.gap_bytes >= mib
+    heap.take(4, mib // 2)
+    assert heap.resident_bytes < 2.1 * mib, "and is used again"
+
+
+def test_the_heap_takes_larger_tensors_once_such_were_freed() -> None:
+    heap = Heap()
+    for number in range(2):
+        heap.take(number, 20 << 20)
+        assert heap.mapped_bytes == (0 if number else heap.resident_bytes)
+        heap.give(number)
+
+
+def test_a_gap_is_too_small_for_a_tensor_of_its_own_size() -> None:
+    heap = Heap()
+    for number in range(3):
+        heap.take(number, 1 << 20, followed=True)
+    heap.give(1)
+    before = heap.resident_bytes
+    heap.take(3, 1 << 20)
+    assert heap.resident_bytes > before + (1 << 19), "alignment asks for more than the gap has"
 
 
 def test_offload_moves_the_state_to_the_host() -> None:
@@ -327,6 +406,16 @@ def test_plan_offers_the_plain_method_where_zenflow_is_too_large(tmp_path: Path,
         assert change["offload.method"] == "plain"
         words = [f"--{key}={value}" for key, value in change.items()]
         assert planned(tmp_path, capsys, *zenflow, *words, *room)[0] == 0
+
+
+def test_plan_knows_the_command_of_a_run_with_one_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--zero.stage=1", "--run.precision=bf16", "--gpus=0", "--json")
+    needs = {}
+    for command in ("tune", "pretrain"):
+        code, said = planned(tmp_path, capsys, *words, "--command", command)
+        assert code in (0, 2)
+        needs[command] = json.loads(said)["layout"]["staged"]
+    assert needs == {"tune": False, "pretrain": True}
 
 
 def test_plan_refuses_bad_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

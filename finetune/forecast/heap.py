@@ -1,0 +1,134 @@
+"""The C library's heap, as far as it decides how much memory tensors on a CPU hold: glibc's malloc, in numbers alone.
+
+A tensor at or above a threshold is mapped by itself, and its pages go back when it is freed. A smaller one lies in the heap,
+which grows at its end alone: what is freed inside it is used again, by best fit, and stays resident until then. The threshold
+rises to the size of each larger mapped piece that is freed, up to 32 MiB (mallopt(3), M_MMAP_THRESHOLD), so that the heap soon
+takes all but the largest tensors.
+
+torch's tensors are aligned, for which malloc takes more than is needed and frees what is too much in front and behind. So a gap
+as large as a tensor is too small for another one of its size, unless it grows together with the gaps beside it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from typing import Final
+
+_FIRST_THRESHOLD: Final = 1882 << 10
+"""What importing torch, DeepSpeed and transformers leaves of the 128 KiB it begins with (measured)."""
+_LAST_THRESHOLD: Final = 32 << 20
+_PADDING: Final = 128 << 10
+"""Bytes the heap grows by beyond what is asked for, and keeps at its end when it shrinks."""
+_PAGE: Final = 4096
+_HEADER: Final = 16
+_SMALLEST: Final = 32
+"""Bytes of a gap, at least."""
+_ALIGNED: Final = 64
+"""torch's tensors begin at multiples of it."""
+
+
+class Heap:
+    """Where pieces of memory lie, and what that keeps resident. Pieces are numbered by the caller."""
+
+    def __init__(self) -> None:
+        self.mapped_bytes = 0
+        """In pieces mapped by themselves."""
+        self.used_bytes = 0
+        """In pieces of the heap."""
+        self._threshold = _FIRST_THRESHOLD
+        self._pieces: dict[int, tuple[int, int]] = {}
+        """Number -> begin and size; begin is -1 for what is mapped."""
+        self._free: list[tuple[int, int]] = []
+        """Size and begin of every gap, in that order."""
+        self._gap_at: dict[int, int] = {}
+        """Begin of a gap -> its end."""
+        self._gap_to: dict[int, int] = {}
+        """End of a gap -> its begin."""
+        self._top = self._end = self._touched = 0
+
+    @property
+    def resident_bytes(self) -> int:
+        """Pages of the heap that hold or have held something, and all that is mapped."""
+        return self._touched + self.mapped_bytes
+
+    @property
+    def gap_bytes(self) -> int:
+        """Of ``resident_bytes``: between pieces, and behind the last one."""
+        return self._touched - self.used_bytes
+
+    def take(self, number: int, size: int, *, followed: bool = False) -> None:
+        """A piece of ``size`` bytes is made.
+
+        Args:
+            followed: whether something small that stays comes to lie in what alignment leaves in front of it.
+        """
+        if size + _ALIGNED >= self._threshold:
+            whole = -(-(size + _ALIGNED) // _PAGE) * _PAGE
+            self._pieces[number] = (-1, whole)
+            self.mapped_bytes += whole
+            return
+        whole = -(-(size + _HEADER) // _HEADER) * _HEADER
+        asked = whole + _ALIGNED + _SMALLEST
+        found = self._place(asked)
+        begin = -(-(found + _HEADER) // _ALIGNED) * _ALIGNED - _HEADER
+        if 0 < begin - found < _SMALLEST:
+            begin += _ALIGNED
+        self._pieces[number] = (begin, whole)
+        self.used_bytes += whole
+        if begin > found and not followed:
+            self._leave(found, begin)
+        if begin + whole < found + asked:
+            self._leave(begin + whole, found + asked)
+
+    def give(self, number: int) -> None:
+        """A piece is freed."""
+        begin, size = self._pieces.pop(number)
+        if begin < 0:
+            self.mapped_bytes -= size
+            if self._threshold < size <= _LAST_THRESHOLD:
+                self._threshold = size
+            return
+        self.used_bytes -= size
+        self._leave(begin, begin + size)
+
+    def _leave(self, begin: int, end: int) -> None:
+        """These bytes are free: joined with the gaps beside them, or with what is behind the last piece."""
+        if begin in self._gap_to:
+            begin = self._drop_gap(self._gap_to[begin])
+        if end in self._gap_at:
+            following = self._gap_at[end]
+            self._drop_gap(end)
+            end = following
+        if end != self._top:
+            self._add_gap(begin, end)
+            return
+        self._top = begin
+        if self._end - self._top > 2 * self._threshold:
+            self._end = self._top + _PADDING
+            self._touched = min(self._touched, self._end)
+
+    def _place(self, size: int) -> int:
+        index = bisect_left(self._free, (size, 0))
+        if index < len(self._free):
+            _, begin = self._free[index]
+            end = self._gap_at[begin]
+            self._drop_gap(begin)
+            if begin + size < end:
+                self._add_gap(begin + size, end)
+            return begin
+        begin = self._top
+        self._top += size
+        if self._top > self._end:
+            self._end = self._top + _PADDING
+        self._touched = max(self._touched, self._top)
+        return begin
+
+    def _add_gap(self, begin: int, end: int) -> None:
+        insort(self._free, (end - begin, begin))
+        self._gap_at[begin], self._gap_to[end] = end, begin
+
+    def _drop_gap(self, begin: int) -> int:
+        end = self._gap_at.pop(begin)
+        del self._gap_to[end]
+        del self._free[bisect_left(self._free, (end - begin, begin))]
+        return begin

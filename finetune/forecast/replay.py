@@ -1,0 +1,206 @@
+"""A rank's passes over micro-batches on a CPU, replayed through the C library's heap (``heap``): what is resident, and when.
+
+Only what comes and goes is replayed. State that lies there during all of training is in large pieces, and counted elsewhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import count
+from typing import Final
+
+from finetune.forecast.follow import Trace, What
+from finetune.forecast.heap import Heap
+from finetune.forecast.layout import Layout
+
+_STEPS: Final = 2
+_MOST_MICRO_BATCHES: Final = 3
+"""Of a step, replayed: after the second nothing changes."""
+_SMALL: Final = 256
+"""Bytes of what is made beside a parameter and stays: its tensor object, its place in the graph."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resident:
+    """Bytes at the busiest moment between two gradients, and behind the last one."""
+
+    activations: int
+    gathered: int
+    """Whole weights of ZeRO-3, and the buffer they come in."""
+    gradients: int
+    """Whole ones, added up from one micro-batch to the next."""
+    bucket: int
+    """The part of the gradients' bucket that was written."""
+    gaps: int
+    """Freed, and kept by the heap."""
+    bucket_at_end: int
+    gradients_at_end: int
+    gaps_at_end: int
+    """When the backward pass is over."""
+
+
+def replay(trace: Trace, layout: Layout) -> Resident:
+    """Replay two steps of a run on a CPU.
+
+    Args:
+        trace: of one micro-batch of the whole model.
+    """
+    rank = _Rank(trace, layout)
+    rank.load()
+    for _ in range(_STEPS):
+        accumulation = min(layout.accumulation, _MOST_MICRO_BATCHES)
+        for number in range(accumulation):
+            rank.micro_batch(last=number == accumulation - 1)
+        rank.step()
+    return rank.result()
+
+
+def _saved(trace: Trace) -> set[int]:
+    """Storages of the forward pass that are alive when the first gradient is whole."""
+    alive: set[int] = set()
+    for what, number, _ in trace:
+        if what is What.GRADIENT:
+            break
+        if what is What.MADE:
+            alive.add(number)
+        elif what is What.FREED:
+            alive.discard(number)
+    return alive
+
+
+class _Rank:
+    """One rank's heap, and what lies in it.
+
+    In its first pass a process makes much that is small and stays: hooks, places in the graph, what kernels remember. It lies
+    between the tensors that wait for the backward pass, so that their gaps do not grow together.
+    """
+
+    def __init__(self, trace: Trace, layout: Layout) -> None:
+        self._trace, self._layout = trace, layout
+        self._heap = Heap()
+        self._new = count(1)
+        trained = {event.number for event in trace if event.what is What.GRADIENT}
+        self._sizes = {event.number: event.size for event in trace if event.what is What.USED}
+        self._trained = {number: size for number, size in self._sizes.items() if number in trained}
+        self._saved = _saved(trace)
+        self._activations: dict[int, tuple[int, int]] = {}
+        """Storage of the trace -> piece of the heap, bytes."""
+        self._gathered: dict[int, int] = {}
+        self._gradients: dict[int, int] = {}
+        self._live = {"activations": 0, "gathered": 0, "gradients": 0}
+        self._bucket = 0
+        self._passes = 0
+        self._busiest: dict[str, int] = {}
+        self._most = 0
+        self._end: dict[str, int] = {}
+
+    # -- what is gathered and given back
+
+    @property
+    def _gathers(self) -> bool:
+        """One rank alone computes with its part, which is everything."""
+        return self._layout.stage == 3 and self._layout.ranks > 1
+
+    def _take(self, size: int, *, followed: bool = False) -> int:
+        piece = next(self._new)
+        self._heap.take(piece, size, followed=followed)
+        return piece
+
+    def load(self) -> None:
+        """Weights are made one by one, and then copied to flat memory: what they leave behind is filled with activations."""
+        w, layout = self._layout.weight_bytes, self._layout
+        pieces = []
+        for size in self._trained.values():
+            whole = self._take(w * size, followed=True)
+            if layout.stage == 3:
+                pieces.append(self._take(w * -(-size // layout.shares), followed=True))
+                self._heap.give(whole)
+            else:
+                pieces.append(whole)
+            self._take(_SMALL)
+        if layout.flattens:
+            for piece in pieces:
+                self._heap.give(piece)
+
+    def _gather(self, numbers: list[int]) -> None:
+        """Parts of weights arrive in one piece, from which each weight is copied."""
+        w = self._layout.weight_bytes
+        missing = [number for number in numbers if number not in self._gathered]
+        if not missing:
+            return
+        arrived = self._take(w * sum(self._sizes[number] for number in missing))
+        for number in missing:
+            self._gathered[number] = self._take(w * self._sizes[number], followed=self._passes == 0)
+            self._live["gathered"] += w * self._sizes[number]
+        self._look(extra=("gathered", w * sum(self._sizes[number] for number in missing)))
+        self._heap.give(arrived)
+
+    # -- a micro-batch
+
+    def micro_batch(self, *, last: bool) -> None:
+        layout = self._layout
+        if layout.stage != 3:
+            self._bucket = 0
+        ahead = self._gathers and self._passes > 0  # the order of the modules is known from the first pass
+        if ahead:
+            self._gather(list(self._sizes))
+        for what, number, size in self._trace:
+            if what is What.MADE:
+                self._activations[number] = self._take(size, followed=self._passes == 0 and number in self._saved), size
+                self._live["activations"] += size
+            elif what is What.FREED:
+                piece, bytes_ = self._activations.pop(number)
+                self._heap.give(piece)
+                self._live["activations"] -= bytes_
+            elif what is What.USED and self._gathers:
+                self._gather([number])
+            elif what is What.GRADIENT:
+                self._gradient(number, size, last=last)
+            self._look()
+        self._passes += 1
+        for number in [*self._gathered]:
+            self._release(number)
+        self._end = {**self._live, "bucket": self._bucket, "gaps": self._heap.gap_bytes}
+
+    def _gradient(self, number: int, size: int, *, last: bool) -> None:
+        layout = self._layout
+        w = layout.weight_bytes
+        if layout.adds_whole and number not in self._gradients:
+            self._gradients[number] = self._take(w * size, followed=True)
+            self._live["gradients"] += w * size
+        if layout.fills_bucket and (last or not layout.adds_whole):
+            self._bucket = min(self._bucket + w * size, w * max(layout.bucket, size))
+            if layout.adds_whole:
+                self._drop_gradient(number)
+        if self._gathers:
+            self._release(number)
+
+    def _release(self, number: int) -> None:
+        if number in self._gathered:
+            self._heap.give(self._gathered.pop(number))
+            self._live["gathered"] -= self._layout.weight_bytes * self._sizes[number]
+
+    def _drop_gradient(self, number: int) -> None:
+        self._heap.give(self._gradients.pop(number))
+        self._live["gradients"] -= self._layout.weight_bytes * self._sizes[number]
+
+    def step(self) -> None:
+        """The optimizer forgets the gradients."""
+        for number in [*self._gradients]:
+            self._drop_gradient(number)
+
+    def _look(self, extra: tuple[str, int] | None = None) -> None:
+        resident = self._heap.resident_bytes + self._bucket
+        if resident > self._most:
+            self._most = resident
+            self._busiest = {**self._live, "bucket": self._bucket, "gaps": self._heap.gap_bytes}
+            if extra is not None:
+                self._busiest[extra[0]] += extra[1]
+
+    def result(self) -> Resident:
+        return Resident(
+            **self._busiest,
+            bucket_at_end=self._end["bucket"],
+            gradients_at_end=self._end["gradients"],
+            gaps_at_end=self._end["gaps"],
+        )
