@@ -131,7 +131,8 @@ def test_three_steps_that_are_not_finite_end_the_run_and_name_the_last_good_save
         with CheckpointWriter(poisoned, step=0, config=checkpoint.config, tokenizer_files=files) as writer:
             for name in checkpoint.tensors:
                 tensor = checkpoint.read(name)
-                writer.add(name, tensor * float("nan") if name.endswith("embed_in.weight") else tensor)
+                # Finite numbers, of which two in a row overflow: what is not finite is refused when it is loaded.
+                writer.add(name, tensor * 1e30 if ".mlp.dense" in name and name.endswith("weight") else tensor)
     tree = small_run(trained.text, tmp_path / "run", zero={"stage": 2})
     tree["model"] = {"path": str(poisoned)}
     del tree["tokenizer"]
