@@ -80,14 +80,14 @@ class RankExecutor:
                         raise RankStartError("the ranks were stopped while they started")
                     rank = self._spawn(number, size, rendezvous)
                     self._ranks.append(rank)
-                wire.send(rank.steps, wire.encode_record(self._config))
+                try:
+                    wire.send(rank.steps, wire.encode_record(self._config))
+                except wire.ConnectionLost:
+                    raise RankStartError(self._lost_while_it_started(rank)) from None
             facts = self._wait_until_ready()
             with self._lock:
                 self._ready = True
             return facts
-        except wire.ConnectionLost as error:
-            self.close()
-            raise RankStartError(f"a rank ended while it started: {error}") from error
         except BaseException:
             self.close()
             raise
@@ -140,7 +140,7 @@ class RankExecutor:
                     try:
                         kind, *rest = msgpack.unpackb(wire.receive(rank.steps))
                     except wire.ConnectionLost:
-                        failures.append(("rank", f"rank {rank.number} ended while it started: {self._how_it_ended(rank)}"))
+                        failures.append(("rank", self._lost_while_it_started(rank)))
                         continue
                     if kind == READY:
                         facts[rank.number] = wire.decode_record(rest[0], ModelFacts)
@@ -151,6 +151,12 @@ class RankExecutor:
             kind, message = min(failures, key=lambda failure: failure[0] != "config")
             raise (ConfigError if kind == "config" else RankStartError)(message)
         return facts[0]
+
+    def _lost_while_it_started(self, rank: _Rank) -> str:
+        """What became of a rank whose connection has gone: the kernel closes that a moment before the dead can be collected."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            rank.process.wait(_LOSS_SECONDS)
+        return f"rank {rank.number} ended while it started: {self._how_it_ended(rank)}"
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Send one plan to every rank and wait for rank 0's result.

@@ -9,6 +9,7 @@ import math
 import os
 import re
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +25,8 @@ from serve.engine.executor import ExecutorDied
 from serve.engine.plan import Span, Start, StepPlan
 from serve.errors import ConfigError, RankStartError
 from serve.types import BlockId, SamplingParams, SequenceId
+from serve.worker import executor as executors
+from serve.worker import wire
 from serve.worker.executor import RankExecutor
 from tests.support.kernels import cpu_kernels
 from tests.support.models import build, save
@@ -175,6 +178,32 @@ def test_a_rank_that_is_frozen_while_it_loads_is_noticed(model: Path) -> None:
         os.kill(_pids(executor)[1], signal.SIGSTOP)
         _until(executor.dead_rank)
         assert "rank 1 is frozen while the model is loaded" in str(executor.dead_rank())
+
+
+@pytest.mark.parametrize("moment", ["before it was configured", "while it loads"])
+def test_what_killed_a_rank_that_starts_is_told_though_its_connection_goes_first(
+    model: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """The kernel closes a dead process's sockets before the process can be collected: the first look finds it alive."""
+    executor = RankExecutor(_config(model, size=1))
+
+    def kill(rank: executors._Rank) -> None:
+        monkeypatch.setattr(rank.process, "poll", lambda: rank.process.returncode)  # nothing collects it but a wait
+        os.kill(rank.process.pid, signal.SIGKILL)
+        _until(lambda: psutil.Process(rank.process.pid).status() == psutil.STATUS_ZOMBIE)
+
+    send = wire.send
+
+    def send_to_the_dead(end: socket.socket, payload: bytes) -> None:
+        if moment == "before it was configured":
+            kill(executor._ranks[0])
+        send(end, payload)
+        if moment == "while it loads":
+            kill(executor._ranks[0])
+
+    monkeypatch.setattr(wire, "send", send_to_the_dead)
+    with pytest.raises(RankStartError, match="rank 0 ended while it started: signal SIGKILL"):
+        executor.start()
 
 
 def _sabotage(folder: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> None:
