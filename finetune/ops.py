@@ -36,6 +36,16 @@ _ADVICE = "set TESSERA_CACHE_DIR to a folder that can be written"
 _BUILD_LIMIT_SECONDS = 1200
 
 
+def cache_folder() -> Path:
+    """Where is kept what is made or measured once per machine.
+
+    Raises:
+        RuntimeError: nothing is set, and this user has no home folder.
+    """
+    own = os.environ.get("TESSERA_CACHE_DIR")
+    return Path(own).expanduser() if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tessera"
+
+
 def extensions_folder() -> Path:
     """Where built operations are kept: per versions and processor, since neither torch nor DeepSpeed looks at them.
 
@@ -47,12 +57,10 @@ def extensions_folder() -> Path:
     given = os.environ.get("TORCH_EXTENSIONS_DIR")
     if given:
         return Path(given)
-    own = os.environ.get("TESSERA_CACHE_DIR")
-    cache = Path(own).expanduser() if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tessera"
     processor = hashlib.sha256(machine.cpu_flags().encode()).hexdigest()[:8]
     python = f"py{sys.version_info.major}{sys.version_info.minor}"
     versions = f"torch{machine.version_of('torch')}-deepspeed{machine.version_of('deepspeed')}"
-    return cache / "torch_extensions" / f"{versions}-{python}-{platform.machine()}-{processor}"
+    return cache_folder() / "torch_extensions" / f"{versions}-{python}-{platform.machine()}-{processor}"
 
 
 def library_of(op: str) -> Path:

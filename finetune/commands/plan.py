@@ -6,15 +6,21 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from finetune.config import TuneConfig
+from finetune.errors import ConfigError
 from finetune.lifetime import without_collection
 from finetune.options import apply_overrides, describe, read_yaml, split_overrides
 from finetune.terminal import table_console
+
+if TYPE_CHECKING:
+    from finetune.forecast.hardware import Hardware
+    from finetune.forecast.measure import Speeds
 
 
 def main(words: Sequence[str]) -> int:
@@ -38,6 +44,12 @@ def main(words: Sequence[str]) -> int:
         choices=("tune", "pretrain"),
         help="what will train; unset: pretrain for a file with pipeline.stages above 1 or zero.stage 0, else tune",
     )
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="measure this machine's speeds anew, about 10 s, and keep them: the seconds of a step on its CPU follow from them "
+        "where no run in the folder has measured its own",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     overrides, rest = split_overrides(words, [field.name for field in fields(TuneConfig)])
     options = parser.parse_args(rest)
@@ -49,6 +61,9 @@ def main(words: Sequence[str]) -> int:
         value = getattr(options, name)
         if value is not None and not 0 < value < 1e9:
             parser.error(f"--{name.replace('_', '-')} is {value}; it must be greater than 0")
+    described = [name for name in ("gpus", "gpu_gib", "ram_gib", "nvme_gib") if getattr(options, name) is not None]
+    if options.measure and described:
+        parser.error(f"--measure measures this machine; --{described[0].replace('_', '-')} describes another")
 
     from finetune.cli import load_config
     from finetune.hub import located
@@ -90,12 +105,28 @@ def plan(config: TuneConfig, options: argparse.Namespace, console: Console, *, c
         config, gpus=options.gpus, gpu_gib=options.gpu_gib, ram_gib=options.ram_gib, nvme_gib=options.nvme_gib
     )
     precision = precision_of(config, hardware.device)
+    speeds = _speeds(config, hardware, precision, anew=options.measure)
     pace = None if hardware.described else kept_pace(config)
-    found = forecast(config, hf_config, hardware, precision=precision, command=command, pace=pace)
+    found = forecast(config, hf_config, hardware, precision=precision, command=command, pace=pace, speeds=speeds)
     advice = advise(config, hf_config, found, precision=precision, command=command) if found.shortages() else []
     if options.json:
         changes = [dict(option.change) for option in advice]
-        sys.stdout.write(json.dumps({**found.as_json(), "advice": changes}, indent=2, default=str) + "\n")
+        measured = {"speeds": asdict(speeds)} if options.measure and speeds is not None else {}
+        sys.stdout.write(json.dumps({**found.as_json(), "advice": changes, **measured}, indent=2, default=str) + "\n")
     else:
+        if options.measure and speeds is not None:
+            for line in speeds.lines():
+                console.print(f"measured {line}", highlight=False, soft_wrap=True)
         show_plan(found, config, advice, console)
     return 2 if found.shortages() else 0
+
+
+def _speeds(config: TuneConfig, hardware: Hardware, precision: str, *, anew: bool) -> Speeds | None:
+    """This machine's, measured anew or kept; ``None`` where they would say nothing of the run."""
+    from finetune.forecast.measure import kept_speeds, measure_speeds
+
+    if anew and hardware.device != "cpu":
+        raise ConfigError("--measure: only the CPU's speeds are measured, and this run would take GPUs (run.device)")
+    if hardware.device != "cpu" or hardware.described:
+        return None
+    return measure_speeds(config, precision) if anew else kept_speeds(config, precision)

@@ -14,6 +14,7 @@ from finetune.forecast.estimate import Forecast, forecast, model_config_of, prec
 from finetune.forecast.files import FORECAST, write_json
 from finetune.forecast.hardware import this_machine
 from finetune.forecast.least import REMEDY
+from finetune.forecast.measure import kept_speeds
 from finetune.forecast.memory import PROCESS_BYTES
 from finetune.forecast.pace import kept_pace
 from finetune.forecast.show import summary
@@ -66,12 +67,14 @@ def _forecast_here(config: TuneConfig, command: str) -> Forecast:
     hardware = this_machine(config, already_taken=taken)
     if hardware.device == "cuda":
         process = 0  # a context and its libraries come with the device
+    precision = precision_of(config, hardware.device)
     return forecast(
         config,
         model_config_of(config),
         hardware,
-        precision=precision_of(config, hardware.device),
+        precision=precision,
         command=command,
         pace=kept_pace(config),
+        speeds=kept_speeds(config, precision) if hardware.device == "cpu" else None,
         process_bytes=process,
     )

@@ -15,6 +15,7 @@ from finetune.folders import CHECKPOINTS, RESUME, step_folders
 from finetune.forecast.facts import ModelFacts, facts_of
 from finetune.forecast.hardware import Hardware
 from finetune.forecast.layout import Layout, layout_of
+from finetune.forecast.measure import Speeds
 from finetune.forecast.memory import (
     SHARED_FILES_BYTES,
     WRITER_BYTES,
@@ -24,6 +25,7 @@ from finetune.forecast.memory import (
     need_of,
 )
 from finetune.forecast.pace import Pace
+from finetune.forecast.seconds import pace_of
 from finetune.forecast.units import in_gib
 
 _DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "fp32": 4, "bf16": 2, "fp16": 2}
@@ -82,7 +84,8 @@ class Forecast:
     def as_json(self) -> dict[str, Any]:
         """For ``forecast.json`` and ``--json``."""
         values = asdict(self)
-        values["facts"].pop("trace")
+        for name in ("trace", "work"):
+            values["facts"].pop(name)
         return {
             **values,
             "parameters": self.facts.total,
@@ -101,6 +104,7 @@ def forecast(
     precision: str,
     command: str = "tune",
     pace: Pace | None = None,
+    speeds: Speeds | None = None,
     process_bytes: int = 0,
 ) -> Forecast:
     """Work out what ``config`` needs on ``hardware``.
@@ -109,10 +113,14 @@ def forecast(
         hf_config: the transformers configuration of the run's model.
         precision: ``bf16``, ``fp16`` or ``fp32``, already decided.
         command: ``tune`` or ``pretrain``.
+        pace: of an earlier run in the folder, which is believed before the speeds.
+        speeds: of this machine, if measured; of hardware that is described they say nothing.
         process_bytes: host memory of one rank without a model, if measured; 0 takes the usual figure.
     """
     facts = facts_of(config, hf_config, precision, on_gpu=hardware.device == "cuda", command=command)
-    return from_facts(config, facts, hardware, precision=precision, command=command, pace=pace, process_bytes=process_bytes)
+    return from_facts(
+        config, facts, hardware, precision=precision, command=command, pace=pace, speeds=speeds, process_bytes=process_bytes
+    )
 
 
 def from_facts(
@@ -123,11 +131,14 @@ def from_facts(
     precision: str,
     command: str = "tune",
     pace: Pace | None = None,
+    speeds: Speeds | None = None,
     process_bytes: int = 0,
 ) -> Forecast:
     """The same, for facts already counted."""
     layout = layout_of(config, device=hardware.device, precision=precision, command=command)
     need = need_of(facts, layout)
+    if pace is None and speeds is not None and not hardware.described:
+        pace = pace_of(config, facts, layout, speeds)
     items = dict(need.host)
     if process_bytes:
         items["process"] = process_bytes

@@ -17,6 +17,7 @@ from finetune.config import TuneConfig
 from finetune.data.inputs import find_inputs
 from finetune.errors import FinetuneError
 from finetune.forecast.follow import Trace, What, follow
+from finetune.forecast.work import Work
 from finetune.model import build_empty
 from finetune.moments import groups_of, matrices_of
 from finetune.recompute import recompute_blocks
@@ -47,6 +48,8 @@ class ModelFacts:
     vocab: int
     trace: Trace
     """Of one micro-batch."""
+    work: Work
+    """Of one micro-batch too."""
     saved_inputs_bytes: int
     """Of that, block inputs kept for recomputation; they can wait in the host's memory."""
 
@@ -90,7 +93,7 @@ def facts_of(config: TuneConfig, hf_config: Any, precision: str, *, on_gpu: bool
         model = build_empty(hf_config, dtype, nullcontext())
         wrapped = _prepared(model, config)
     whole_logits = config.activations.loss_rows == 0 and command != "pretrain"
-    trace = follow(wrapped, model, config, packed=packing_of(config) == "isolate", whole_logits=whole_logits)
+    trace, work = follow(wrapped, model, config, packed=packing_of(config) == "isolate", whole_logits=whole_logits)
     trained = sum(p.numel() for p in wrapped.parameters() if p.requires_grad)
     every = [p.numel() for p in wrapped.parameters()]
     names = matrices_of(wrapped, config.algorithm)
@@ -113,6 +116,7 @@ def facts_of(config: TuneConfig, hf_config: Any, precision: str, *, on_gpu: bool
         hidden=hidden,
         vocab=int(model.config.vocab_size),
         trace=trace,
+        work=work,
         saved_inputs_bytes=layers * block_input if recomputed else 0,
     )
 

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_iter
 from transformers import PreTrainedModel, masking_utils
 
 from finetune.config import TuneConfig
+from finetune.forecast.work import Tally, Work
 from finetune.isolation import BY_MASK
 from finetune.loss import HeadLoss, chunk_rows, token_losses
 
@@ -47,8 +48,10 @@ Trace = tuple[Event, ...]
 """A micro-batch's forward and backward pass."""
 
 
-def follow(wrapped: nn.Module, model: PreTrainedModel, config: TuneConfig, *, packed: bool, whole_logits: bool) -> Trace:
-    """Follow one micro-batch through the model's forward and backward pass.
+def follow(
+    wrapped: nn.Module, model: PreTrainedModel, config: TuneConfig, *, packed: bool, whole_logits: bool
+) -> tuple[Trace, Work]:
+    """Follow one micro-batch through the model's forward and backward pass: what it holds, and what it computes.
 
     Args:
         wrapped: the model as it is trained, adapters included; its tensors are replaced by fake ones.
@@ -72,7 +75,17 @@ def follow(wrapped: nn.Module, model: PreTrainedModel, config: TuneConfig, *, pa
             del output, more
             loss.backward()
             del loss, inputs, targets
-    return tuple(seen.events)
+    if chunked:
+        _count_head(seen.tally, model, config)
+    return tuple(seen.events), seen.tally.work(tensors=sum(p.requires_grad for p in wrapped.parameters()))
+
+
+def _count_head(tally: Tally, model: PreTrainedModel, config: TuneConfig) -> None:
+    weight: Any = model.get_output_embeddings().weight
+    count = config.batch.micro * config.data.seq_len
+    rows = min(count, config.activations.loss_rows or chunk_rows(count, len(weight)))
+    vocab, hidden = weight.shape
+    tally.head(count, rows, hidden, vocab, trained=weight.requires_grad, width=weight.itemsize)
 
 
 def _pretend(model: nn.Module) -> None:
@@ -165,6 +178,7 @@ class _Witness(TorchDispatchMode):
     def __init__(self, wrapped: nn.Module) -> None:
         super().__init__()
         self.events: list[Event] = []
+        self.tally = Tally()
         self._count = 0
         owned: Sequence[torch.Tensor] = [*wrapped.parameters(), *wrapped.buffers()]
         self._known: dict[int, Any] = {t.untyped_storage()._cdata: t for t in owned}
@@ -181,6 +195,7 @@ class _Witness(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         made = func(*args, **(kwargs or {}))
+        self.tally.see(func, args, made)
         for tensor in tree_iter(made):
             if isinstance(tensor, torch.Tensor):
                 self._see(tensor.untyped_storage())

@@ -67,7 +67,11 @@ def show_plan(found: Forecast, config: TuneConfig, advice: Sequence[Advice], con
     for line in summary(found)[1:]:
         console.print(line, highlight=False, soft_wrap=True)
     if found.pace is None:
-        console.print("seconds a step: not calibrated; a run in this folder remembers its own", highlight=False, soft_wrap=True)
+        measurable = found.hardware.device == "cpu" and not found.hardware.described
+        offer = "plan --measure measures this machine, and " if measurable else ""
+        console.print(
+            f"seconds a step: not calibrated; {offer}a run in this folder remembers its own", highlight=False, soft_wrap=True
+        )
     shortages = found.shortages()
     if not shortages:
         console.print("[green]fits[/]")

@@ -1,0 +1,111 @@
+"""What one micro-batch computes: operations of products and attention, bytes of everything else, calls. Counted, not timed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch.utils._pytree import tree_iter
+
+_COSTLY: Final = (
+    "gelu", "silu", "softmax", "exp", "tanh", "sigmoid", "pow", "norm", "dropout", "bernoulli", "sqrt", "cos", "sin",
+)  # fmt: skip
+"""Parts of the names of operations that compute more than they move."""
+_LOOKUPS: Final = ("embedding", "gather", "index", "scatter")
+"""They touch as much as they give, not the whole table."""
+_CREATIONS: Final = ("empty", "new_empty", "empty_like", "empty_strided")
+_BACKWARD_SQUARES: Final = 2.5
+"""Products of an attention's backward pass for each of its forward pass: five in the place of two."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Of one micro-batch's forward and backward pass on one rank, recomputed blocks and the output layer included."""
+
+    products: Mapping[int, float]
+    """Size -> operations. The size of a product of M x K and K x N is the cube root of M K N."""
+    attention: float
+    """Operations of the attention kernels; of a causal one those of the triangle."""
+    plain_bytes: float
+    """Read and written by operations that move more than they compute."""
+    costly_bytes: float
+    """The same of exponentials, norms and the like."""
+    calls: int
+    """Operations, views included."""
+    tensors: int
+    """Weights with a gradient."""
+
+
+class Tally:
+    """Adds up the operations it is shown."""
+
+    def __init__(self) -> None:
+        self._products: Counter[int] = Counter()
+        self._attention = self._plain = self._costly = 0.0
+        self._calls = 0
+
+    def see(self, func: Any, args: tuple[Any, ...], made: Any) -> None:
+        """One operation as torch dispatches it: ``aten`` function, its arguments, what it gave."""
+        self._calls += 1
+        name = str(func._schema.name).removeprefix("aten::")
+        given = [value for value in tree_iter(args) if isinstance(value, torch.Tensor)]
+        results = [value for value in tree_iter(made) if isinstance(value, torch.Tensor)]
+        if func.is_view or name in _CREATIONS:
+            return
+        if name in ("mm", "bmm", "addmm", "baddbmm"):
+            left, right = given[-2:]
+            self._product(left.shape[:-2].numel(), left.shape[-2], left.shape[-1], right.shape[-1])
+        elif "scaled_dot_product" in name:
+            backward = "backward" in name
+            query, key = given[1:3] if backward else given[:2]
+            operations = 4.0 * query.numel() * key.shape[-2] * (_BACKWARD_SQUARES if backward else 1)
+            self._attention += operations / (2 if any(value is True for value in args) else 1)
+        else:
+            moved = 2 * _bytes(results) if any(part in name for part in _LOOKUPS) else _bytes(given) + _bytes(results)
+            self.move(moved, costly=any(part in name for part in _COSTLY))
+
+    def move(self, size: float, *, costly: bool = False) -> None:
+        """``size`` bytes read or written."""
+        if costly:
+            self._costly += size
+        else:
+            self._plain += size
+
+    def head(self, rows: int, chunk: int, hidden: int, vocab: int, *, trained: bool, width: int) -> None:
+        """An output layer whose loss is taken ``chunk`` rows at a time (``finetune.loss``), which a trace does not compute.
+
+        Args:
+            width: bytes of an element of its weight.
+        """
+        for _ in range(3 if trained else 2):
+            self._product(1, rows, hidden, vocab, size=_cube_root(chunk * hidden * vocab))
+        self.move(2 * 4.0 * rows * vocab, costly=True)  # the exponentials, in place
+        self.move((24.0 + (12.0 if width < 4 else 0.0)) * rows * vocab)  # largest, difference, sum, quotient; copies of 16 bits
+        if trained:
+            self.move((8.0 if width == 4 else 16.0) * vocab * hidden * -(-rows // chunk))
+
+    def _product(self, count: int, rows: int, inner: int, columns: int, *, size: int | None = None) -> None:
+        self._products[size or _cube_root(rows * inner * columns)] += 2 * count * rows * inner * columns
+
+    def work(self, *, tensors: int) -> Work:
+        """Everything seen so far."""
+        return Work(
+            products={size: float(operations) for size, operations in sorted(self._products.items())},
+            attention=self._attention,
+            plain_bytes=self._plain,
+            costly_bytes=self._costly,
+            calls=self._calls,
+            tensors=tensors,
+        )
+
+
+def _cube_root(volume: int) -> int:
+    return max(1, round(volume ** (1 / 3)))
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """What is there to be read: of an expanded tensor only what it is expanded from."""
+    return sum(min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes()) for tensor in tensors)
