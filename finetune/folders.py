@@ -43,9 +43,17 @@ def step_folders(root: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in matches if match)
 
 
-def prune(root: Path, keep: int) -> None:
-    """Remove all but the newest ``keep`` saves; 0 keeps all."""
-    for _, folder in step_folders(root)[:-keep] if keep else []:
+def prune(written: Path, keep: int) -> None:
+    """Remove all but the newest ``keep`` saves beside ``written``, the save of now, which always stays; 0 keeps all.
+
+    Saves of later steps go too: the run went on from one before them, and they are no part of its course any more.
+    """
+    if not keep:
+        return
+    saves = step_folders(written.parent)
+    number = next(step for step, folder in saves if folder.name == written.name)
+    course = [folder for step, folder in saves if step <= number]
+    for folder in [*course[:-keep], *(folder for step, folder in saves if step > number)]:
         # Out of the way first: a removal that is cut short must not leave a half folder that looks like a save.
         doomed = folder.with_name(f"removed-{folder.name}")
         shutil.rmtree(doomed, ignore_errors=True)

@@ -48,7 +48,7 @@ class Keeper:
     """``adapter_config.json`` of a run that trains adapters; its checkpoints are then peft's folders."""
 
     def save(self, engine: TrainingEngine, progressed: Progressed) -> Path:
-        """Write both; then remove what is older than ``keep``. All ranks call it.
+        """Write both; then remove what is older than ``keep``, or of a course that the run has left. All ranks call it.
 
         The resume state comes first: whoever is stopped between the two can go on from it exactly, and makes up for the
         other (``save_missing``). The other way round, the first save of a run could leave weights alone.
@@ -56,14 +56,15 @@ class Keeper:
         Raises:
             RunError: on every rank, when rank 0 could not write; the saves before are untouched.
         """
+        written = []
         if self.resume_state:
             states = engine.rng_states()
             extra = {**self._extra(progressed, self.base), "course": dict(self.course)}
-            self._write(engine, RESUME, progressed, lambda: _resume_tensors(engine, states), extra)
+            written.append(self._write(engine, RESUME, progressed, lambda: _resume_tensors(engine, states), extra))
         served = self._write_weights(engine, CHECKPOINTS, progressed)
         if engine.rank == 0:
-            for root in (CHECKPOINTS, RESUME):
-                prune(self.output / root, self.keep)
+            for folder in (*written, served):
+                prune(folder, self.keep)
         return served
 
     def save_missing(self, engine: TrainingEngine, progressed: Progressed) -> Path | None:

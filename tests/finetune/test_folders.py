@@ -57,10 +57,10 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 def test_the_newest_saves_are_kept(tmp_path: Path) -> None:
     save(tmp_path, "step-00000005", "step-00000010", "step-100000000", "step-00000020.tmp-x", "other")
-    prune(tmp_path, 2)
+    prune(tmp_path / "step-100000000", 2)
     assert [step for step, _ in step_folders(tmp_path)] == [10, 100_000_000]
     assert (tmp_path / "other").is_dir()
-    prune(tmp_path, 0)
+    prune(tmp_path / "step-00000010", 0)
     assert len(step_folders(tmp_path)) == 2
     assert step_folders(tmp_path / "nowhere") == []
 

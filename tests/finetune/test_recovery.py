@@ -23,7 +23,7 @@ from finetune.errors import ConfigError, RunError
 from finetune.folders import claimed_output, step_folders
 from finetune.recovery import SavedWeights
 from finetune.resume import ResumeState, find_resume_state
-from finetune.saves import is_whole
+from finetune.saves import is_whole, newest_whole
 from finetune.saving import Keeper
 from finetune.types import Progressed
 from tests.support.models import build
@@ -241,6 +241,31 @@ def test_a_damaged_state_gives_way_to_the_one_before_and_then_to_weights(model: 
         damage(tmp_path / "checkpoints" / f"step-{step:08d}")
     with pytest.raises(ConfigError, match=r"no save of .* is whole"):
         find_resume_state(config(tmp_path))
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_going_on_from_an_older_save_removes_the_damaged_one_and_no_good_one(
+    model: PreTrainedModel, tmp_path: Path, keep: int
+) -> None:
+    saved(tmp_path, model, 10, 20)
+    damage(tmp_path / "resume" / "step-00000020")
+    found = find_resume_state(config(tmp_path))
+    assert found is not None
+    assert found.progressed.step == 10
+    replace(keeper(tmp_path, model), keep=keep).save(OneRank(model, 12), at(12))  # type: ignore[arg-type]
+    for root in ("resume", "checkpoints"):
+        assert [step for step, _ in step_folders(tmp_path / root)] == [10, 12][-keep:]
+        assert newest_whole(tmp_path / root) == tmp_path / root / "step-00000012"
+    found = find_resume_state(config(tmp_path))
+    assert isinstance(found, ResumeState)
+    assert (found.progressed, found.lost) == (at(12), ())
+
+
+def test_without_a_resume_state_the_earlier_ones_are_left_alone(model: PreTrainedModel, tmp_path: Path) -> None:
+    saved(tmp_path, model, 20)
+    replace(keeper(tmp_path, model), keep=1, resume_state=False).save(OneRank(model, 12), at(12))  # type: ignore[arg-type]
+    assert [step for step, _ in step_folders(tmp_path / "resume")] == [20]
+    assert [step for step, _ in step_folders(tmp_path / "checkpoints")] == [12]
 
 
 @pytest.mark.parametrize("method", ["lora", "dora"])
