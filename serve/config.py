@@ -252,7 +252,7 @@ class SupervisorConfig:
     """A rank that for so long, while the model is loaded, neither reads nor computes hangs or is frozen: the start failed."""
 
     step_timeout_seconds: float = 120.0
-    """How long the first step since the ranks were started may take, and any that is more than twice as large as all before it."""
+    """How long the first step since the ranks were started may take, and one more than twice as large as any before it."""
 
     step_margin_seconds: float = 15.0
     """How much longer than the longest step so far, in proportion where it is larger than any, another step may take; after that
