@@ -252,10 +252,11 @@ class SupervisorConfig:
     """A rank that for so long, while the model is loaded, neither reads nor computes hangs or is frozen: the start failed."""
 
     step_timeout_seconds: float = 120.0
-    """How long a step may take that is larger than any before it since the ranks were started, the first one above all."""
+    """How long the first step since the ranks were started may take, and one more than twice as large as any before it."""
 
     step_margin_seconds: float = 15.0
-    """How much longer than the longest step so far any other step may take; after that a rank hangs, though its heart beats."""
+    """How much longer than the longest step so far, in proportion where it is larger than any, another step may take; after that
+    a rank hangs, though its heart beats."""
 
     max_restarts_in_a_row: int = 5
     """Restarts without a successful step in between; after that the server exits 1."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,6 +10,9 @@ from serve.config import SupervisorConfig
 from serve.engine.executor import Executor
 from serve.engine.plan import StepPlan, StepResult
 from serve.types import SequenceId
+
+_MOST_TIMES = 2.0
+"""A step larger than this times all before it is not told by them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +29,18 @@ class _Size:
     def __or__(self, other: _Size) -> _Size:
         return _Size(max(self.tokens, other.tokens), max(self.pairs, other.pairs), max(self.rows, other.rows))
 
+    def times(self, other: _Size) -> float:
+        """How many times as large as the other it is in the part where that is most; infinity where the other has none."""
+        parts = ((self.tokens, other.tokens), (self.pairs, other.pairs), (self.rows, other.rows))
+        return max(mine / theirs if theirs else math.inf for mine, theirs in parts if mine or theirs)
+
 
 class StepWatch:
     """The executor of one life of the engine, with an eye on how long its steps take.
 
-    A step may take ``step_margin_seconds`` longer than the longest before it. One that is larger than all before it in any
-    respect says nothing yet about what is long: it may take ``step_timeout_seconds``, if that is more.
+    A step may take ``step_margin_seconds`` longer than the longest before it; one that is larger than all before it in any
+    respect, that much longer in proportion, as the steps of a sequence that grows are. Of the first, and of one more than
+    twice as large as any before it, nothing says yet what is long: it may take ``step_timeout_seconds``, if that is more.
 
     ``execute`` belongs to the engine's thread; everything else may be called from another.
     """
@@ -58,14 +68,16 @@ class StepWatch:
 
     def limit_seconds(self) -> float:
         """How long the step in progress may take, from its schedule to its answers."""
-        step, usual = self._step, self._longest_seconds + self._config.step_margin_seconds
-        is_known = step is not None and step[1] | self._largest == self._largest
-        return usual if is_known else max(usual, self._config.step_timeout_seconds)
+        step, margin = self._step, self._config.step_margin_seconds
+        times = math.inf if step is None or not self._largest.tokens else step[1].times(self._largest)
+        if times <= _MOST_TIMES:
+            return self._longest_seconds * max(1.0, times) + margin
+        return max(self._longest_seconds + margin, self._config.step_timeout_seconds)
 
     def describe(self) -> str:
         """The step in progress, which takes too long, in words."""
         step = self._step
-        limit = f"longer than {self.limit_seconds():g} s ({self._longest_seconds:.1f} s was the longest so far)"
+        limit = f"longer than {round(self.limit_seconds(), 1):g} s ({self._longest_seconds:.1f} s was the longest so far)"
         if step is None:
             return f"a step took {limit}, outside of the ranks"
         plan, size = step

@@ -35,32 +35,58 @@ def test_the_first_step_has_a_limit_of_its_own_and_the_next_is_held_to_it() -> N
     assert slow.description == "step 1, 8 positions of 1 sequences, took longer than 19 s (4.0 s was the longest so far)"
 
 
-def test_a_step_larger_than_any_before_it_has_the_first_ones_patience() -> None:
-    slow = Slow()
-    slow.takes_seconds = 1.0
+class Limits(Slow):
+    """Limits of steps of one sequence that take a second each."""
 
-    def limit(count: int, start: int, *, scored: bool = False) -> float:
+    def __init__(self) -> None:
+        super().__init__()
+        self.takes_seconds = 1.0
+
+    def of(self, count: int, start: int, *, scored: bool = False) -> float:
         sequence = SequenceId(int(scored))
         new = Start(
             sequence=sequence, index=0, token_ids=(1,), num_prompt_tokens=1, sampling=SamplingParams(),
             prompt_logprobs=0 if scored else None,
         )  # fmt: skip
-        slow.watch.execute(StepPlan(step=0, starts=(new,), spans=(Span(sequence=sequence, start=start, count=count),)))
-        said = slow.limit_seconds
-        slow.watch.execute(StepPlan(step=1, dropped=(sequence,)))
+        self.watch.execute(StepPlan(step=0, starts=(new,), spans=(Span(sequence=sequence, start=start, count=count),)))
+        said = self.limit_seconds
+        self.watch.execute(StepPlan(step=1, dropped=(sequence,)))
         return said
 
-    assert limit(64, 0) == 120.0
-    assert limit(64, 0) == limit(1, 1000) == 16.0, "less work in all"
-    assert limit(65, 0) == 120.0, "more positions"
-    assert limit(64, 1000) == 120.0, "a longer context"
-    assert limit(32, 0, scored=True) == 120.0, "logits of every position"
-    assert limit(32, 0, scored=True) == limit(64, 1000) == 16.0
+
+def test_a_step_more_than_twice_as_large_as_any_before_it_has_the_first_ones_patience() -> None:
+    limits = Limits()
+    assert limits.of(64, 0) == 120.0
+    assert limits.of(64, 0) == limits.of(1, 1000) == 16.0, "less work in all"
+    assert limits.of(129, 0) == 120.0, "more positions"
+    assert limits.of(64, 1000) == 120.0, "a longer context"
+    assert limits.of(32, 0, scored=True) == 120.0, "the first logits of every position"
+    assert limits.of(65, 0, scored=True) == 120.0, "more than twice as many"
+    assert limits.of(32, 0, scored=True) == limits.of(64, 1000) == 16.0
+
+
+def test_a_step_a_little_larger_than_any_before_it_may_take_longer_in_proportion() -> None:
+    limits = Limits()
+    limits.of(64, 0, scored=True)
+    assert limits.of(80, 0) == 1.0 * (80 * 80) / (64 * 64) + 15.0, "the pairs of positions grow most"
+    assert limits.of(1, 7_999) == 1.0 * 8_000 / 6_400 + 15.0
+    assert limits.of(80, 0, scored=True) == 1.0 * 80 / 64 + 15.0, "the rows of logits do"
+
+
+def test_hardly_any_step_of_a_sequence_that_grows_is_without_a_measure() -> None:
+    slow = Slow()
+    slow.takes_seconds = 0.01
+    limits: list[float] = []
+    for step, (start, count) in enumerate([(0, 8), *((8 + place, 1) for place in range(500))]):
+        slow.watch.execute(StepPlan(step=step, spans=(Span(sequence=SequenceId(0), start=start, count=count, sample=True),)))
+        limits.append(slow.limit_seconds)
+    assert limits.count(120.0) == 1
+    assert max(limits[1:]) < 15.1
 
 
 def test_a_machine_slower_than_the_first_limit_is_believed() -> None:
     slow = Slow()
     slow.takes_seconds = 300.0
-    for count in (8, 8, 9):
+    for count in (8, 8, 17):
         slow.watch.execute(StepPlan(step=0, spans=(Span(sequence=SequenceId(0), start=0, count=count),)))
     assert slow.limit_seconds == 315.0
