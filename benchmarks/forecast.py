@@ -2,7 +2,8 @@
 
 ``python -m benchmarks.forecast [NAME ...]`` trains a few steps with each and records both figures. What is measured is said in
 ``finetune.forecast.watch``. ``--random 30 --seed N`` does it with runs whose shapes are drawn (``benchmarks.random_runs``):
-models that the forecast was not made with.
+models that the forecast was not made with. ``--time`` compares seconds a step instead, of smaller runs, each right after the
+machine was measured for it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -74,6 +76,37 @@ CASES: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
 }
 """Name -> command, model, sections laid over the common ones."""
 
+_SMALL_MODELS: Final[dict[str, dict[str, Any]]] = {
+    "gpt2 6M": {"model_type": "gpt2", "n_embd": 256, "n_layer": 6, "n_head": 4, "vocab_size": 2048},
+    "qwen2 8M": {
+        "model_type": "qwen2", "hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "intermediate_size": 704, "vocab_size": 4096,
+    },
+    "gpt_neox 7M": {
+        "model_type": "gpt_neox", "hidden_size": 384, "num_hidden_layers": 3, "num_attention_heads": 6,
+        "intermediate_size": 1536, "vocab_size": 2048,
+    },
+    "llama 3M": {
+        "model_type": "llama", "hidden_size": 192, "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 4,
+        "intermediate_size": 512, "vocab_size": 2048,
+    },
+}  # fmt: skip
+TIMED: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
+    "time-gpt2": ("tune", "gpt2 6M", {"zero": {"stage": 1}, "run": {"ranks": 1}}),
+    "time-gpt2-bf16": ("tune", "gpt2 6M", {"zero": {"stage": 2}, "run": {"precision": "bf16"}, "batch": {"micro": 4}}),
+    "time-qwen2-recomputed": ("tune", "qwen2 8M", {"zero": {"stage": 1}, "activations": {"checkpoint": "device"}}),
+    "time-neox-zero3": ("tune", "gpt_neox 7M", {"zero": {"stage": 3}}),
+    "time-neox-bf16": ("tune", "gpt_neox 7M", {"zero": {"stage": 1}, "run": {"ranks": 1, "precision": "bf16"}}),
+    "time-llama-accumulate": ("tune", "llama 3M", {"zero": {"stage": 2}, "batch": {"micro": 2, "accumulation": 3}}),
+    "time-llama-long": ("tune", "llama 3M", {"zero": {"stage": 1}, "run": {"ranks": 1}, "data": {"seq_len": 1024}}),
+    "time-llama-pipeline": (
+        "pretrain",
+        "llama 3M",
+        {"zero": {"stage": 1}, "pipeline": {"stages": 2}, "batch": {"micro": 2, "accumulation": 4}},
+    ),
+}
+"""The same for seconds a step: small models, where a run takes seconds and the machine changes little meanwhile."""
+
 
 def main() -> int:
     """Run the cases; 1 when one of them misses the bar."""
@@ -83,21 +116,28 @@ def main() -> int:
     parser.add_argument("--random", type=int, metavar="N", help="instead, N runs drawn at random")
     parser.add_argument("--seed", type=int, default=0, help="of the drawn runs (0)")
     parser.add_argument("--first", type=int, default=0, help="number of the first drawn run (0)")
+    parser.add_argument("--time", action="store_true", help="instead, seconds a step: measure the machine, run, compare")
     parser.add_argument("--no-record", action="store_true", help="write no result file")
     options = parser.parse_args()
     if options.random is not None and options.cases:
         parser.error("--random takes no names of cases")
+    if options.random is not None and options.time:
+        parser.error("--random and --time exclude each other")
+    known = TIMED if options.time else CASES
     for name in options.cases:
-        if name not in CASES:
-            parser.error(f"unknown case {name!r}; there are {', '.join(CASES)}")
+        if name not in known:
+            parser.error(f"unknown case {name!r}; there are {', '.join(known)}")
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         text = _write_text(folder / "text.txt")
-        runs = options.cases or CASES
+        runs = options.cases or known
         if options.random is not None:
             runs = [f"{options.seed}/{options.first + number}" for number in range(options.random)]
         for name in runs:
+            if options.time:
+                print(_timed(name, text, folder, options.steps, record=not options.no_record), flush=True)
+                continue
             row = _run_drawn(name, text, folder) if options.random is not None else _run(name, text, folder, options.steps)
             rows.append(row)
             print(_line(row), flush=True)
@@ -114,10 +154,41 @@ def _write_text(path: Path) -> Path:
 
 
 def _run(name: str, text: Path, folder: Path, steps: int) -> dict[str, Any]:
-    command, model, sections = CASES[name]
+    command, model, _ = CASES[name]
+    config, output = _write_run(name, CASES, text, folder, steps)
+    done = _command(command, config)
+    return _compared({"case": name, "model": model, "command": command}, done, output)
+
+
+def _timed(name: str, text: Path, folder: Path, steps: int, *, record: bool) -> str:
+    """Measure the machine and run a case right after it; a line for the terminal."""
+    command, model, _ = TIMED[name]
+    config, output = _write_run(name, TIMED, text, folder, steps)
+    planned = _command("plan", config, "--measure", "--json", "--command", command)
+    load = os.getloadavg()[0]
+    done = _command(command, config)
+    if planned.returncode != 0 or done.returncode != 0:
+        return f"{name:22} failed: {(planned.stderr + done.stderr).strip()[-300:]}"
+    expected = json.loads(planned.stdout)
+    measured = json.loads((output / "pace.json").read_text())["step_seconds"]
+    ratio = expected["pace"]["step_seconds"] / measured
+    row = {"case": name, "model": model, "command": command, "expected_seconds": round(expected["pace"]["step_seconds"], 4)}
+    row |= {"measured_seconds": round(measured, 4), "ratio": round(ratio, 3), "load": load, "speeds": expected["speeds"]}
+    if record:
+        _record_pace(row)
+    return (
+        f"{name:22} expected {row['expected_seconds']:7.3f} s  measured {measured:7.3f} s  ratio {ratio:.2f}  load {load:.1f}"
+    )
+
+
+def _write_run(
+    name: str, cases: Mapping[str, tuple[str, str, dict[str, Any]]], text: Path, folder: Path, steps: int
+) -> tuple[Path, Path]:
+    """The file of a case, and its output folder."""
+    _, model, sections = cases[name]
     output = folder / name
     tree: dict[str, Any] = {
-        "model": {"new": MODELS[model]},
+        "model": {"new": {**MODELS, **_SMALL_MODELS}[model]},
         "tokenizer": {"train": {"vocab_size": 1024}},
         "data": {"train": str(text), "seq_len": 256},
         "batch": {"micro": 2},
@@ -133,8 +204,7 @@ def _run(name: str, text: Path, folder: Path, steps: int) -> dict[str, Any]:
         del tree["tokenizer"]
     config = folder / f"{name}.yaml"
     config.write_text(yaml.safe_dump(tree), encoding="utf-8")
-    done = _command(command, config)
-    return _compared({"case": name, "model": model, "command": command}, done, output)
+    return config, output
 
 
 def _run_drawn(name: str, text: Path, folder: Path) -> dict[str, Any]:
@@ -195,8 +265,8 @@ def _base_model(model: str, text: Path, folder: Path) -> Path:
     return output
 
 
-def _command(command: str, config: Path) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-m", "finetune", command, str(config)]
+def _command(command: str, config: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "finetune", command, str(config), *more]
     return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
 
 
@@ -223,6 +293,20 @@ def _record(row: dict[str, Any]) -> None:
         "versions": {name: machine.version_of(name) for name in ("torch", "deepspeed", "transformers")},
         "bar": BAR,
         "rows": rows,
+    }
+    path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+def _record_pace(row: dict[str, Any]) -> None:
+    """Put one timed case's row into the file of today."""
+    path = RESULTS / f"pace-cpu-{datetime.datetime.now(datetime.UTC).date()}.json"
+    before = json.loads(path.read_text())["rows"] if path.is_file() else []
+    facts = {
+        "what": "seconds a step, expected from the speeds that plan --measure found right before a run, and the run's median; "
+        "load is the machine's load average at the run's start: above the number of cores, others were running too",
+        "hardware": f"{machine.cpu_description()}, {machine.usable_cores()} cores, {machine.memory_bytes() / 2**30:.0f} GiB",
+        "versions": {name: machine.version_of(name) for name in ("torch", "deepspeed", "transformers")},
+        "rows": [*(other for other in before if other["case"] != row["case"]), row],
     }
     path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -16,8 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.lifetime import die_with_parent
 
-_BUDGET_SECONDS: Final = 0.4
-"""Of each measurement."""
+_BUDGET_SECONDS: Final = 0.08
+"""Of each measurement in a round."""
+_ROUNDS: Final = 5
 _SIZES: Final = (32, 128, 384, 1024)
 
 
@@ -34,7 +36,18 @@ class _Calls(TorchDispatchMode):
 
 
 def measure(dtype: torch.dtype, ranks: int) -> dict[str, Any]:
-    """The fields of ``measure.Speeds``."""
+    """The fields of ``measure.Speeds``: medians over rounds, so that what else runs for a moment does not spoil one figure."""
+    rounds = [_round(dtype, ranks) for _ in range(_ROUNDS)]
+    found: dict[str, Any] = {
+        name: None if value is None else statistics.median(one[name] for one in rounds)
+        for name, value in rounds[0].items()
+        if name != "products"
+    }
+    products = {size: statistics.median(one["products"][size] for one in rounds) for size in _SIZES}
+    return {"products": products, **found}
+
+
+def _round(dtype: torch.dtype, ranks: int) -> dict[str, Any]:
     several = ranks > 1
     products = {}
     for size in _SIZES:
@@ -63,7 +76,7 @@ def _seconds(call: Callable[[], object], several: bool, times: int | None = None
     if several:
         distributed.barrier()
     count, began = 0, time.perf_counter()
-    while count < (times or 3) or (times is None and time.perf_counter() - began < _BUDGET_SECONDS):
+    while count < (times or 1) or (times is None and time.perf_counter() - began < _BUDGET_SECONDS):
         call()
         count += 1
     return (time.perf_counter() - began) / count
@@ -124,7 +137,7 @@ def _call(several: bool) -> float:
 
 def _between(call: Callable[[torch.Tensor], object], several: bool) -> float:
     part = torch.full((4 << 20,), 0.5)
-    return part.numel() * part.itemsize / _seconds(lambda: call(part), several, times=5)
+    return part.numel() * part.itemsize / _seconds(lambda: call(part), several, times=2)
 
 
 def _gather(whole: torch.Tensor, ranks: int) -> None:

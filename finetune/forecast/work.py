@@ -49,8 +49,10 @@ class Tally:
 
     def see(self, func: Any, args: tuple[Any, ...], made: Any) -> None:
         """One operation as torch dispatches it: ``aten`` function, its arguments, what it gave."""
+        space, _, name = str(func._schema.name).partition("::")
+        if space != "aten":  # a question about a tensor without storage, which a real one answers itself
+            return
         self._calls += 1
-        name = str(func._schema.name).removeprefix("aten::")
         given = [value for value in tree_iter(args) if isinstance(value, torch.Tensor)]
         results = [value for value in tree_iter(made) if isinstance(value, torch.Tensor)]
         if func.is_view or name in _CREATIONS:

@@ -73,6 +73,7 @@ def test_products_are_counted_as_the_models_operations(tmp_path: Path) -> None:
     assert found.work.attention == pytest.approx(2 * 48 * 3.5 * 4 * found.layers * found.hidden * 48 / 2)
     assert found.work.plain_bytes > 0
     assert found.work.costly_bytes > 0
+    assert found.work.calls < 200 * found.layers
 
 
 def test_blocks_that_are_computed_again_cost_a_forward_pass_more(tmp_path: Path) -> None:
