@@ -19,10 +19,11 @@ from finetune.config import LoraConfig
 from finetune.errors import ConfigError
 from finetune.export import require_new, tokenizer_files_of, write_new
 from finetune.finite import check_finite, found_in
-from finetune.folders import checkpoint_folder, step_folders
+from finetune.folders import checkpoint_folder
 from finetune.hub import folder_of
 from finetune.model import load_model, saved_config, stored_dtype, tied_names
 from finetune.quiet import quiet
+from finetune.saves import newest_first
 
 _log = logging.getLogger(__name__)
 _ADAPTER = "adapter_config.json"
@@ -135,10 +136,14 @@ def merge(
 
 
 def adapter_folder(path: Path) -> Path | None:
-    """The newest adapter of a run or of a folder of checkpoints, or ``path`` itself; ``None`` if that is no adapter."""
+    """The adapter that counts of a run or of a folder of checkpoints, or ``path`` itself; ``None`` if that is no adapter.
+
+    As of whole models, that is the one that ``latest`` names or, if it is not whole, the newest that is. Where none is whole,
+    it is the first that would count, for what opens it to say what is wrong with it.
+    """
     folder = checkpoint_folder(path)
     if not (folder / _ADAPTER).is_file():
-        folder = next((found for _, found in reversed(step_folders(folder))), folder)
+        folder = next(iter(newest_first(folder)), folder)
     return folder if (folder / _ADAPTER).is_file() else None
 
 

@@ -57,9 +57,10 @@ class SavedWeights:
         check_hashes(files, manifest)
         self._base = recorded_in(manifest.extra)
         self._settings: Mapping[str, Any] = manifest.extra.get("settings", {})
-        self.course: Mapping[str, Any] = {}
+        self.course: Mapping[str, Any] = manifest.extra.get("course", {})
         # Releases that remembered no settings had one learning rate for every kind of run.
-        self.learning_rate = None if self._settings else FOR_ALL_KINDS
+        unknown = None if self._settings else FOR_ALL_KINDS
+        self.learning_rate: float | None = self.course.get("optimizer.lr", unknown)
         self.progressed = _position(manifest, config)
         self._adapter = load_file(folder / "adapter_model.safetensors") if config.lora is not None else None
         self._checkpoint = open_checkpoint(folder) if config.lora is None else None

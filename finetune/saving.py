@@ -59,7 +59,7 @@ class Keeper:
         written = []
         if self.resume_state:
             states = engine.rng_states()
-            extra = {**self._extra(progressed, self.base), "course": dict(self.course)}
+            extra = self._extra(progressed, self.base)
             written.append(self._write(engine, RESUME, progressed, lambda: _resume_tensors(engine, states), extra))
         served = self._write_weights(engine, CHECKPOINTS, progressed)
         if engine.rank == 0:
@@ -92,7 +92,8 @@ class Keeper:
         return self._write(engine, root, progressed, lambda: engine.weights(self.dtype, exact=self.exact), extra)
 
     def _extra(self, progressed: Progressed, base: Base | None) -> dict[str, Any]:
-        return {"progress": asdict(progressed), "settings": dict(self.settings), **recorded(base)}
+        of_run = {"settings": dict(self.settings), "course": dict(self.course)}
+        return {"progress": asdict(progressed), **of_run, **recorded(base)}
 
     def _write(
         self,

@@ -14,7 +14,7 @@ from peft import AutoPeftModelForCausalLM, PeftModel
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from checkpoint import CheckpointWriter, open_checkpoint
-from finetune.adapters import adapter_config_of, add_adapters, as_peft_names_them, merge
+from finetune.adapters import adapter_config_of, adapter_folder, add_adapters, as_peft_names_them, merge
 from finetune.base import identified, recorded, settle_base
 from finetune.cli import main
 from finetune.config import DataConfig, LoraConfig, ModelConfig, RunConfig, TuneConfig
@@ -91,6 +91,20 @@ def adapter_on(folder: Path, root: Path) -> Path:
         for name, tensor in tensors.items():
             writer.add(name, tensor)
     return root / "step-00000002"
+
+
+def test_the_adapter_that_counts_is_taken_rather_than_that_of_the_highest_step(run: Path, tmp_path: Path) -> None:
+    root = tmp_path / "lora" / "checkpoints"
+    counts = adapter_on(run / "checkpoints" / "step-00000004", root)
+    later = root / "step-00000009"
+    shutil.copytree(counts, later)
+    assert (root / "latest").read_text().strip() == counts.name
+    assert adapter_folder(root.parent) == adapter_folder(root) == counts, "a run gone on from an older save left the later one"
+    (root / "latest").unlink()
+    assert adapter_folder(root) == later
+    (later / "adapter_model.safetensors").write_bytes(b"")
+    assert adapter_folder(root) == counts, "the later one is not whole"
+    assert adapter_folder(later) == later, "named itself, it is taken, for its fault to be told"
 
 
 def logits_of(model: Any) -> torch.Tensor:

@@ -18,6 +18,7 @@ from checkpoint import CheckpointWriter, open_checkpoint
 from checkpoint.durable import Disk
 from finetune import saving
 from finetune.adapters import adapter_config_of, add_adapters, as_peft_names_them
+from finetune.changes import changes_in_words
 from finetune.config import DataConfig, LoraConfig, ModelConfig, RunConfig, TokenizerConfig, TuneConfig
 from finetune.errors import ConfigError, RunError
 from finetune.folders import claimed_output, step_folders
@@ -259,6 +260,16 @@ def test_going_on_from_an_older_save_removes_the_damaged_one_and_no_good_one(
     found = find_resume_state(config(tmp_path))
     assert isinstance(found, ResumeState)
     assert (found.progressed, found.lost) == (at(12), ())
+
+
+def test_weights_alone_tell_the_course_and_keep_the_learning_rate(model: PreTrainedModel, tmp_path: Path) -> None:
+    course = {"optimizer.lr": 3e-5, "batch.total": 8}
+    kept = replace(keeper(tmp_path, model), resume_state=False, course=course)
+    kept.save(OneRank(model, 5), at(5))  # type: ignore[arg-type]
+    found = find_resume_state(config(tmp_path))
+    assert isinstance(found, SavedWeights)
+    assert (found.course, found.learning_rate) == (course, 3e-5)
+    assert changes_in_words(found.course, {**course, "batch.total": 16}) == ["changed: batch.total 8 -> 16"]
 
 
 def test_without_a_resume_state_the_earlier_ones_are_left_alone(model: PreTrainedModel, tmp_path: Path) -> None:
