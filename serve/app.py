@@ -42,6 +42,9 @@ _SWITCH_SECONDS = 0.0005
 DESCRIPTORS = 65_536
 """File descriptors this process may have, where the system lets it."""
 
+_OWN_DESCRIPTORS = 256
+"""What this process needs beside one for each client's connection: ranks, libraries, files while a checkpoint is opened."""
+
 _M_MMAP_THRESHOLD = -3
 """mallopt(3): from which size on memory is mapped by itself."""
 
@@ -71,6 +74,7 @@ def run(
     """
     try:
         prepare_process()
+        _warn_of_few_descriptors(config)
         asyncio.run(serve(config, version=version, make_group=make_group, try_out=try_out))
     except StartError as error:
         print(f"tessera-serve: {error}", file=sys.stderr)
@@ -93,6 +97,16 @@ def prepare_process() -> None:
     wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _warn_of_few_descriptors(config: ServerConfig) -> None:
+    limit, wanted = resource.getrlimit(resource.RLIMIT_NOFILE)[0], config.rpc.max_connections + _OWN_DESCRIPTORS
+    if limit != resource.RLIM_INFINITY and limit < wanted:
+        _log.warning(
+            "this process may have %d file descriptors; rpc.max_connections is %d, which needs %d: raise the limit (ulimit -n, "
+            "LimitNOFILE) or lower the option",
+            limit, config.rpc.max_connections, wanted,
+        )  # fmt: skip
 
 
 async def serve(

@@ -255,8 +255,8 @@ class SupervisorConfig:
     """How long the first step since the ranks were started may take, and one more than twice as large as any before it."""
 
     step_margin_seconds: float = 15.0
-    """How much longer than the longest step so far, in proportion where it is larger than any, another step may take; after that
-    a rank hangs, though its heart beats."""
+    """How much longer than the longest step so far, in proportion where it is larger than any, another step may take; then a
+    rank hangs, though its heart beats."""
 
     max_restarts_in_a_row: int = 5
     """Restarts without a successful step in between; after that the server exits 1."""

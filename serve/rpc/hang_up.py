@@ -7,6 +7,7 @@ nobody wanted the answer, and retry nothing. A connection that closes means UNAV
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 from collections.abc import Iterator
@@ -23,20 +24,30 @@ def hang_up(address: str) -> None:
 
     Args:
         address: as bound, ``host:port`` or ``unix:/path``.
+
+    Raises:
+        OSError: this process has all the descriptors that it may have; some connections may be left.
     """
-    with contextlib.ExitStack() as copies:
-        ends = [copies.enter_context(end) for end in _sockets()]
-        for end in [end for end in ends if _is_connection_at(end, address)]:
-            with contextlib.suppress(OSError):  # the client was quicker
-                end.shutdown(socket.SHUT_RDWR)
+    for end in _sockets():
+        with end:
+            if _is_connection_at(end, address):
+                with contextlib.suppress(OSError):  # the client was quicker
+                    end.shutdown(socket.SHUT_RDWR)
 
 
 def _sockets() -> Iterator[socket.socket]:
-    """A copy of each of this process's: gRPC's threads may close their own at any moment, but not these."""
+    """A copy of each of this process's, one at a time, for the caller to close: gRPC's threads may close their own at any
+    moment, but not these.
+
+    Raises:
+        OSError: this process may have no descriptor more, not even one.
+    """
     for descriptor in os.listdir(_DESCRIPTORS):
         try:
             copy = os.dup(int(descriptor))
-        except OSError:
+        except OSError as error:
+            if error.errno == errno.EMFILE:
+                raise
             continue
         try:
             yield socket.socket(fileno=copy)

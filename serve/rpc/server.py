@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import time
 from collections.abc import Callable, Iterable
@@ -25,6 +26,8 @@ from serve.rpc.service import InferenceService, Models
 from serve.rpc.text_service import TokenizerService
 from serve.runtime.gateway import Gateway
 from serve.v1 import admin_pb2, inference_pb2, models_pb2, tokenizer_pb2
+
+_log = logging.getLogger(__name__)
 
 INFERENCE: Final = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
 TOKENIZER: Final = tokenizer_pb2.DESCRIPTOR.services_by_name["Tokenizer"]
@@ -124,7 +127,10 @@ class RpcServer:
         await self._calls.until_over(grace)
         while self._servers:
             address, server = self._servers.popitem()
-            hang_up(address)
+            try:
+                hang_up(address)
+            except OSError as error:
+                _log.warning("connections at %s are left to gRPC to close: %s", address, error)
             await server.stop(0)  # begins before anything else can run here
 
     async def _listen(self, field: str, address: str, servicers: dict[ServiceDescriptor, object]) -> str:

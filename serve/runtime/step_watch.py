@@ -54,6 +54,7 @@ class StepWatch:
         self._step: tuple[StepPlan, _Size] | None = None
         self._largest = _Size()
         self._longest_seconds = 0.0
+        self._excused_seconds = 0.0
 
     def execute(self, plan: StepPlan) -> StepResult:
         """See ``serve.engine.executor.Executor``."""
@@ -62,17 +63,22 @@ class StepWatch:
         self._step = plan, size
         result = self._executor.execute(plan)
         self._step = None
-        self._longest_seconds = max(self._longest_seconds, self._clock() - began)
+        self._longest_seconds = max(self._longest_seconds, self._clock() - began - self._excused_seconds)
+        self._excused_seconds = 0.0
         self._largest |= size
         return result
+
+    def excuse(self, seconds: float) -> None:
+        """Of the time that the step in progress takes, so much is not its own: the whole process stood still."""
+        self._excused_seconds += seconds
 
     def limit_seconds(self) -> float:
         """How long the step in progress may take, from its schedule to its answers."""
         step, margin = self._step, self._config.step_margin_seconds
         times = math.inf if step is None or not self._largest.tokens else step[1].times(self._largest)
         if times <= _MOST_TIMES:
-            return self._longest_seconds * max(1.0, times) + margin
-        return max(self._longest_seconds + margin, self._config.step_timeout_seconds)
+            return self._longest_seconds * max(1.0, times) + margin + self._excused_seconds
+        return max(self._longest_seconds + margin, self._config.step_timeout_seconds) + self._excused_seconds
 
     def describe(self) -> str:
         """The step in progress, which takes too long, in words."""

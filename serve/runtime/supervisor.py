@@ -19,6 +19,10 @@ from serve.runtime.engine_thread import EngineThread
 from serve.runtime.step_watch import StepWatch
 
 POLL_SECONDS = 0.05
+PAUSE_SECONDS = 1.0
+"""A look at the ranks that comes so much too late means that this process stood still: it was stopped, or its machine was."""
+WAKE_SECONDS = 1.0
+"""After that: for the heartbeats and answers that lie in the sockets to be read, and for ranks that stood still too."""
 FIRST_BACKOFF_SECONDS = 0.5
 LONGEST_BACKOFF_SECONDS = 30.0
 LEAVE_SECONDS = 2.0
@@ -287,17 +291,31 @@ class Supervisor:
     # The thread that watches.
 
     def _watch(self) -> None:
+        looked = self._clock()
         while not self._stop.wait(POLL_SECONDS):
             life = self._life
             if life is None or life.cause is not None:
+                looked = self._clock()
                 continue
             cause = self._find_cause(life)
-            if cause is not None:
+            late_seconds = self._clock() - looked - POLL_SECONDS
+            if late_seconds > PAUSE_SECONDS:
+                self._excuse(life, late_seconds)
+            elif cause is not None:
                 self._condemn(life, cause)
                 if not life.serving or self._is_step_overdue(life):
                     self._show_stacks(life)
                 self._close(life)
                 self._bridge.send(Wake())
+            looked = self._clock()
+
+    def _excuse(self, life: _Life, seconds: float) -> None:
+        """This process did not run for so long: what looks silent or slow says nothing about the ranks yet."""
+        _log.warning("the server stood still for %.1f s: it was stopped, or its machine had no time for it", seconds)
+        life.started_seconds += seconds
+        if self._bridge.step_started_seconds is not None:
+            life.steps.excuse(seconds)
+        self._stop.wait(WAKE_SECONDS)
 
     def _find_cause(self, life: _Life) -> str | None:
         """What is wrong with this life, if anything is."""

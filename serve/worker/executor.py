@@ -67,7 +67,7 @@ class RankExecutor:
         """Start the ranks and wait until every one has loaded its part.
 
         Raises:
-            ConfigError: the checkpoint or an option is at fault, or there is no folder for temporary files.
+            ConfigError: the checkpoint or an option is at fault.
             RankStartError: a rank failed, took longer than ``supervisor.start_timeout_seconds``, or ``close`` was called.
         """
         size = self._config.model.tensor_parallel_size

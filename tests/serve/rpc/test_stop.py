@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import resource
 import socket
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -85,6 +88,46 @@ def test_only_the_connections_of_the_address_are_closed() -> None:
         assert one.recv(100) == b"", "closed behind it"
         kept.sendall(b"still here")
         assert other.recv(100) == b"still here"
+
+
+@contextlib.contextmanager
+def few_descriptors_left(left: int) -> Iterator[None]:
+    """So many more may be opened, whatever is open already."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(name) for name in os.listdir("/dev/fd"))
+    with contextlib.ExitStack() as fill:
+        while (filler := os.open(os.devnull, os.O_RDONLY)) < highest:  # the holes below
+            fill.callback(os.close, filler)
+        os.close(filler)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (filler + left, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_connections_are_closed_with_hardly_a_descriptor_left() -> None:
+    with contextlib.ExitStack() as open_:
+        ours = open_.enter_context(socket.create_server(("127.0.0.1", 0)))
+        clients = [open_.enter_context(socket.create_connection(ours.getsockname())) for _ in range(8)]
+        for _ in clients:
+            open_.enter_context(ours.accept()[0])
+        with few_descriptors_left(2):
+            hang_up(f"127.0.0.1:{ours.getsockname()[1]}")
+        for client in clients:
+            client.settimeout(5.0)
+            assert client.recv(1) == b""
+
+
+async def test_a_server_without_a_descriptor_left_stops_and_says_what_it_left(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving() as running:
+        server = RpcServer(running.gateway, running.metrics, config_of())
+        address = await server.start()
+        with few_descriptors_left(0):
+            await server.stop(0)
+        assert f"connections at {address} are left to gRPC to close" in caplog.text
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2])))
 
 
 RETRIES = json.dumps(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -16,6 +17,7 @@ from serve.engine.executor import Executor, ExecutorDied, ModelFacts
 from serve.engine.plan import Sampled, StepPlan, StepResult
 from serve.engine.text import TextDelta
 from serve.metrics import Metrics
+from serve.runtime import supervisor
 from serve.runtime.edition import Edition
 from serve.runtime.gateway import Gateway
 from serve.runtime.state import State
@@ -85,6 +87,8 @@ class FakeRanks:
         """The rank that a step that hangs waits for."""
         self.num_steps = 0
         self.num_closes = 0
+        self.num_looks = 0
+        """How often it was asked whether a rank is dead."""
         self.num_dumps = 0
         self._closed = threading.Event()
         self._num_ranks = num_ranks
@@ -133,6 +137,7 @@ class FakeRanks:
         return (0.01,) * self._num_ranks
 
     def dead_rank(self) -> str | None:
+        self.num_looks += 1
         return self.cause
 
     def hanging_rank(self) -> int | None:
@@ -201,6 +206,14 @@ class Bench:
     async def until_told(self, commands: int) -> None:
         """Wait until so many commands lie in the engine's queue: it obeys them all before its next step."""
         await self.until(lambda: self.gateway._bridge.backlog >= commands)
+
+    async def pass_time(self, seconds: float) -> None:
+        """Let the clock run ahead as if so long passed while the server runs: in leaps that it does not take for a pause."""
+        ranks, leap_seconds = self.ranks, supervisor.PAUSE_SECONDS / 2
+        for _ in range(math.ceil(seconds / leap_seconds)):
+            looks = ranks.num_looks
+            self.clock.ahead_seconds += leap_seconds
+            await self.until(lambda looks=looks: ranks.num_looks > looks + 1 or ranks.num_closes)  # type: ignore[misc]
 
     async def until_life(self, number: int) -> None:
         """Wait until the engine has come up ``number`` times after the first."""

@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import save_file
 
 from checkpoint import CheckpointWriter
+from serve import app
 from serve.app import DESCRIPTORS, with_checkpoint_folder
 from serve.errors import ConfigError
 from serve.v1 import inference_pb2, inference_pb2_grpc
@@ -200,3 +201,11 @@ def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="it must be a folder"):
         with_checkpoint_folder(options(model={"path": str(tmp_path / "file")}))
+
+
+def test_connections_that_no_descriptors_are_left_for_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    app._warn_of_few_descriptors(options(rpc={"max_connections": 1}))
+    assert not caplog.records
+    app._warn_of_few_descriptors(options(rpc={"max_connections": 1_000_000}))
+    assert limit == resource.RLIM_INFINITY or limit > 1_000_256 or "rpc.max_connections is 1000000" in caplog.text

@@ -71,11 +71,11 @@ async def test_frozen_ranks_are_noticed_in_the_middle_of_a_step() -> None:
 
 async def test_a_step_that_hangs_ends_the_life(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "STACKS_SECONDS", 0.0)
-    async with bench() as b:
+    async with bench(supervisor={"step_timeout_seconds": 3.0, "step_margin_seconds": 2.0}) as b:
         b.ranks.open.clear()
         stream = b.gateway.start(request())
         await b.until(b.ranks.in_step.is_set)
-        b.clock.ahead_seconds = 2 * b.gateway.config.supervisor.step_timeout_seconds
+        await b.pass_time(6.0)
         assert isinstance((await read(stream))[1], EngineDown)
         await b.until_life(1)
         assert b.groups[0].num_dumps == 1, "the stacks of the hanging ranks were asked for"
@@ -90,15 +90,37 @@ async def test_a_step_that_hangs_after_others_has_their_time_and_a_margin_and_it
     def prepare(ranks: FakeRanks, life: int) -> None:
         ranks.behind, ranks.hold_after = 1, 5 if life == 0 else None
 
-    async with bench(prepare) as b:
+    async with bench(prepare, supervisor={"step_margin_seconds": 3.0}) as b:
         stream = b.gateway.start(request(tokens=12))
         await b.until(lambda: b.ranks.num_steps == 5 and b.ranks.in_step.is_set())
-        b.clock.ahead_seconds += 16.0
+        await b.pass_time(4.0)
         assert isinstance((await read(stream))[1], EngineDown)
         await b.until_life(1)
         assert b.groups[0].num_dumps == 1
         await serves_exactly(b)
     assert re.search(r"engine down: rank 1 hangs: step 5, 1 positions of 1 sequences, took longer than \d", caplog.text)
+
+
+async def test_a_server_that_was_stopped_and_goes_on_keeps_its_ranks(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(supervisor, "WAKE_SECONDS", 0.0)
+
+    def prepare(ranks: FakeRanks, life: int) -> None:
+        ranks.hold_after = 5
+
+    async with bench(prepare) as b:
+        stream = b.gateway.start(request(tokens=12))
+        await b.until_held()
+        looks = b.ranks.num_looks
+        b.clock.ahead_seconds += 1000.0
+        await b.until(lambda: b.ranks.num_looks > looks + 3)
+        b.ranks.open.set()
+        events, error = await read(stream)
+        assert error is None
+        assert ids_of(events) == expected_ids((5, 6, 7), 12)
+        assert len(b.groups) == 1
+    assert re.search(r"the server stood still for \d+\.\d s", caplog.text)
 
 
 async def test_ranks_that_hang_while_they_load_are_noticed_and_show_where(monkeypatch: pytest.MonkeyPatch) -> None:
