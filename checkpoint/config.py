@@ -53,6 +53,7 @@ _SWITCHES = (
     "enable_bias", "layer_norm_elementwise_affine",
 )  # fmt: skip
 _TEXTS = ("hidden_act", "activation_function")
+_DTYPE_KEYS = ("dtype", "torch_dtype")
 _DTYPES = ("auto", "float64", "float32", "float16", "bfloat16")
 
 _NULLABLE = frozenset(
@@ -60,6 +61,9 @@ _NULLABLE = frozenset(
      "pretraining_tp", "rope_theta", "rotary_emb_base", "partial_rotary_factor", "rotary_pct")
 )  # fmt: skip
 """Keys that may be ``null``, which stands for the family's own default."""
+
+_UNSAID = frozenset((*_DROPOUTS, *_DEVIATIONS, "use_cache"))
+"""Keys whose ``null`` says nothing: older files have it, and the library of today refuses it."""
 
 _ROPE_NUMBERS: Mapping[str, tuple[float, float]] = {
     "rope_theta": (0.0, math.inf),
@@ -97,7 +101,7 @@ def check_config(config: Mapping[str, Any]) -> None:
             continue
         if not own:
             _foreign(key, value)
-        elif value is not None or key not in _NULLABLE:
+        elif value is not None or key not in _NULLABLE | _UNSAID:
             _RULES[key](key, value)
     _check_ids(CONFIG, config, _MAX_SIZE)
     if own:
@@ -105,6 +109,16 @@ def check_config(config: Mapping[str, Any]) -> None:
         _check_rope(config)
         _check_proportions(config)
         _check_layer_kinds(config)
+
+
+def normalized(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A checked ``config.json`` as the libraries of today take it: of the families known here without the ``null`` of keys
+    that then have the family's default, and with ``torch.float16`` as ``float16``."""
+    if config["model_type"] not in _OWN_FAMILIES:
+        return dict(config)
+    kept = {key: value for key, value in config.items() if value is not None or key not in _UNSAID}
+    named = {key: kept[key].removeprefix("torch.") for key in _DTYPE_KEYS if isinstance(kept.get(key), str)}
+    return {**kept, **named}
 
 
 def check_generation_config(generation: Mapping[str, Any]) -> None:
@@ -231,9 +245,9 @@ _RULES: Mapping[str, Callable[[str, Any], None]] = {
 
 
 def _check_dtype(config: Mapping[str, Any]) -> None:
-    for key in ("dtype", "torch_dtype"):
+    for key in _DTYPE_KEYS:
         value = config.get(key)
-        if value is not None and (not isinstance(value, str) or value not in _DTYPES):
+        if value is not None and (not isinstance(value, str) or value.removeprefix("torch.") not in _DTYPES):
             _refuse(key, value, f"one of {', '.join(_DTYPES)}")
 
 

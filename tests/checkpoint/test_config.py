@@ -53,6 +53,25 @@ def test_a_value_that_cannot_be_used_is_refused_by_its_name_when_the_checkpoint_
     assert len(str(caught.value)) < 300
 
 
+UNSAID = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "initializer_range", "use_cache")
+
+
+def test_what_older_files_leave_null_has_the_default_of_the_family(tmp_path: Path) -> None:
+    plain_folder(tmp_path)
+    write_config(tmp_path, {**CONFIG, **dict.fromkeys(UNSAID), "n_inner": None})
+    with open_structure(tmp_path) as opened:
+        assert not opened.config.keys() & set(UNSAID)
+        assert opened.config["n_inner"] is None
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_a_type_may_be_spelled_as_torch_prints_it(tmp_path: Path, key: str) -> None:
+    plain_folder(tmp_path)
+    write_config(tmp_path, {**CONFIG, key: "torch.float16"})
+    with open_structure(tmp_path) as opened:
+        assert opened.config[key] == "float16"
+
+
 @pytest.mark.parametrize("value", [-1, "</s>", {"id": 1}, [3, "x"]])
 def test_ids_of_the_generation_config_are_ids(tmp_path: Path, value: object) -> None:
     plain_folder(tmp_path)
