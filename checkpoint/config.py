@@ -78,6 +78,9 @@ _ROPE_NUMBERS: Mapping[str, tuple[float, float]] = {
 }
 """Of ``rope_parameters`` and ``rope_scaling``: more than the first, at most the second."""
 
+_WITHOUT_PADDING_ROW = frozenset(("gpt_neox", "gpt2", "gptj", "gpt_neo"))
+"""Families whose embedding has no padding row. Of the others ``pad_token_id`` is one, which must be there to build the model."""
+
 _IDS = ("eos_token_id", "bos_token_id", "pad_token_id")
 
 
@@ -133,6 +136,8 @@ def check_generation_config(generation: Mapping[str, Any]) -> None:
 def check_vocabulary(config: Mapping[str, Any], generation: Mapping[str, Any]) -> None:
     """Refuse token ids that the model has no row for: requests are computed with them.
 
+    The id that fills up is used by no request; only where it is the embedding's padding row must there be such a row.
+
     Apart from ``check_config``, because what was saved with such an id can still be read, only not be used.
 
     Raises:
@@ -141,7 +146,10 @@ def check_vocabulary(config: Mapping[str, Any], generation: Mapping[str, Any]) -
     rows = config.get("vocab_size")
     if type(rows) is int:
         for file, values in ((GENERATION, generation), (CONFIG, config)):
-            _check_ids(file, values, rows, f", for vocab_size is {rows}")
+            _check_ids(file, {**values, "pad_token_id": None}, rows, f", for vocab_size is {rows}")
+        if config.get("model_type") not in _WITHOUT_PADDING_ROW:
+            filling = {"pad_token_id": config.get("pad_token_id")}
+            _check_ids(CONFIG, filling, rows, f", for it is the embedding's padding row and vocab_size is {rows}")
 
 
 def attention_heads(config: Mapping[str, Any]) -> int | None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from checkpoint import CheckpointError, open_structure
-from checkpoint.config import check_config
+from checkpoint.config import check_config, check_vocabulary
 from tests.checkpoint.folders import CONFIG, plain_folder, write_config
 
 NAN, INFINITE, HUGE = float("nan"), float("inf"), 10**18
@@ -92,6 +92,21 @@ def test_an_end_of_text_without_a_row_is_refused_before_a_model_is_made(tmp_path
     ):
         opened.check_model()
     assert caught.value.file == file
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_an_id_that_only_fills_up_needs_no_row(tmp_path: Path, file: str) -> None:
+    plain_folder(tmp_path)
+    given = CONFIG if file == "config.json" else {}
+    (tmp_path / file).write_text(json.dumps({**given, "pad_token_id": 11}))
+    with open_structure(tmp_path) as opened:
+        opened.check_model()
+
+
+def test_a_padding_row_of_the_embedding_must_be_there() -> None:
+    with pytest.raises(CheckpointError, match=r"pad_token_id is 11; .* padding row"):
+        check_vocabulary({"model_type": "llama", "vocab_size": 11, "pad_token_id": 11}, {})
+    check_vocabulary({"model_type": "llama", "vocab_size": 11}, {"pad_token_id": 11})
 
 
 def test_more_layers_than_tensors_are_refused_before_a_model_is_made(tmp_path: Path) -> None:
