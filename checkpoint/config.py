@@ -53,6 +53,7 @@ _SWITCHES = (
     "enable_bias", "layer_norm_elementwise_affine",
 )  # fmt: skip
 _TEXTS = ("hidden_act", "activation_function")
+_DTYPE_KEYS = ("dtype", "torch_dtype")
 _DTYPES = ("auto", "float64", "float32", "float16", "bfloat16")
 
 _NULLABLE = frozenset(
@@ -60,6 +61,9 @@ _NULLABLE = frozenset(
      "pretraining_tp", "rope_theta", "rotary_emb_base", "partial_rotary_factor", "rotary_pct")
 )  # fmt: skip
 """Keys that may be ``null``, which stands for the family's own default."""
+
+_UNSAID = frozenset((*_DROPOUTS, *_DEVIATIONS, "use_cache"))
+"""Keys whose ``null`` says nothing: older files have it, and the library of today refuses it."""
 
 _ROPE_NUMBERS: Mapping[str, tuple[float, float]] = {
     "rope_theta": (0.0, math.inf),
@@ -73,6 +77,9 @@ _ROPE_NUMBERS: Mapping[str, tuple[float, float]] = {
     "mscale_all_dim": (0.0, 1e6),
 }
 """Of ``rope_parameters`` and ``rope_scaling``: more than the first, at most the second."""
+
+_WITHOUT_PADDING_ROW = frozenset(("gpt_neox", "gpt2", "gptj", "gpt_neo"))
+"""Families whose embedding has no padding row. Of the others ``pad_token_id`` is one, which must be there to build the model."""
 
 _IDS = ("eos_token_id", "bos_token_id", "pad_token_id")
 
@@ -97,7 +104,7 @@ def check_config(config: Mapping[str, Any]) -> None:
             continue
         if not own:
             _foreign(key, value)
-        elif value is not None or key not in _NULLABLE:
+        elif value is not None or key not in _NULLABLE | _UNSAID:
             _RULES[key](key, value)
     _check_ids(CONFIG, config, _MAX_SIZE)
     if own:
@@ -105,6 +112,16 @@ def check_config(config: Mapping[str, Any]) -> None:
         _check_rope(config)
         _check_proportions(config)
         _check_layer_kinds(config)
+
+
+def normalized(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A checked ``config.json`` as the libraries of today take it: of the families known here without the ``null`` of keys
+    that then have the family's default, and with ``torch.float16`` as ``float16``."""
+    if config["model_type"] not in _OWN_FAMILIES:
+        return dict(config)
+    kept = {key: value for key, value in config.items() if value is not None or key not in _UNSAID}
+    named = {key: kept[key].removeprefix("torch.") for key in _DTYPE_KEYS if isinstance(kept.get(key), str)}
+    return {**kept, **named}
 
 
 def check_generation_config(generation: Mapping[str, Any]) -> None:
@@ -119,6 +136,8 @@ def check_generation_config(generation: Mapping[str, Any]) -> None:
 def check_vocabulary(config: Mapping[str, Any], generation: Mapping[str, Any]) -> None:
     """Refuse token ids that the model has no row for: requests are computed with them.
 
+    The id that fills up is used by no request; only where it is the embedding's padding row must there be such a row.
+
     Apart from ``check_config``, because what was saved with such an id can still be read, only not be used.
 
     Raises:
@@ -127,7 +146,10 @@ def check_vocabulary(config: Mapping[str, Any], generation: Mapping[str, Any]) -
     rows = config.get("vocab_size")
     if type(rows) is int:
         for file, values in ((GENERATION, generation), (CONFIG, config)):
-            _check_ids(file, values, rows, f", for vocab_size is {rows}")
+            _check_ids(file, {**values, "pad_token_id": None}, rows, f", for vocab_size is {rows}")
+        if config.get("model_type") not in _WITHOUT_PADDING_ROW:
+            filling = {"pad_token_id": config.get("pad_token_id")}
+            _check_ids(CONFIG, filling, rows, f", for it is the embedding's padding row and vocab_size is {rows}")
 
 
 def attention_heads(config: Mapping[str, Any]) -> int | None:
@@ -231,9 +253,9 @@ _RULES: Mapping[str, Callable[[str, Any], None]] = {
 
 
 def _check_dtype(config: Mapping[str, Any]) -> None:
-    for key in ("dtype", "torch_dtype"):
+    for key in _DTYPE_KEYS:
         value = config.get(key)
-        if value is not None and (not isinstance(value, str) or value not in _DTYPES):
+        if value is not None and (not isinstance(value, str) or value.removeprefix("torch.") not in _DTYPES):
             _refuse(key, value, f"one of {', '.join(_DTYPES)}")
 
 

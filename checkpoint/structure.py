@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from checkpoint.config import CONFIG, GENERATION, check_config, check_generation_config, check_vocabulary, layers
+from checkpoint.config import CONFIG, GENERATION, check_config, check_generation_config, check_vocabulary, layers, normalized
 from checkpoint.errors import CheckpointError
 from checkpoint.folder import Folder
 from checkpoint.latest import is_root, resolve_latest
@@ -112,7 +112,7 @@ def read_configs(folder: Folder) -> tuple[dict[str, Any], dict[str, Any]]:
     check_config(config)
     generation = folder.read_object(GENERATION) if folder.has(GENERATION) else {}
     check_generation_config(generation)
-    return config, generation
+    return normalized(config), generation
 
 
 def _check_table(manifest: Manifest, places: Mapping[str, tuple[str, Extent]]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from checkpoint import CheckpointError, open_structure
-from checkpoint.config import check_config
+from checkpoint.config import check_config, check_vocabulary
 from tests.checkpoint.folders import CONFIG, plain_folder, write_config
 
 NAN, INFINITE, HUGE = float("nan"), float("inf"), 10**18
@@ -53,6 +53,25 @@ def test_a_value_that_cannot_be_used_is_refused_by_its_name_when_the_checkpoint_
     assert len(str(caught.value)) < 300
 
 
+UNSAID = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "initializer_range", "use_cache")
+
+
+def test_what_older_files_leave_null_has_the_default_of_the_family(tmp_path: Path) -> None:
+    plain_folder(tmp_path)
+    write_config(tmp_path, {**CONFIG, **dict.fromkeys(UNSAID), "n_inner": None})
+    with open_structure(tmp_path) as opened:
+        assert not opened.config.keys() & set(UNSAID)
+        assert opened.config["n_inner"] is None
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_a_type_may_be_spelled_as_torch_prints_it(tmp_path: Path, key: str) -> None:
+    plain_folder(tmp_path)
+    write_config(tmp_path, {**CONFIG, key: "torch.float16"})
+    with open_structure(tmp_path) as opened:
+        assert opened.config[key] == "float16"
+
+
 @pytest.mark.parametrize("value", [-1, "</s>", {"id": 1}, [3, "x"]])
 def test_ids_of_the_generation_config_are_ids(tmp_path: Path, value: object) -> None:
     plain_folder(tmp_path)
@@ -73,6 +92,21 @@ def test_an_end_of_text_without_a_row_is_refused_before_a_model_is_made(tmp_path
     ):
         opened.check_model()
     assert caught.value.file == file
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_an_id_that_only_fills_up_needs_no_row(tmp_path: Path, file: str) -> None:
+    plain_folder(tmp_path)
+    given = CONFIG if file == "config.json" else {}
+    (tmp_path / file).write_text(json.dumps({**given, "pad_token_id": 11}))
+    with open_structure(tmp_path) as opened:
+        opened.check_model()
+
+
+def test_a_padding_row_of_the_embedding_must_be_there() -> None:
+    with pytest.raises(CheckpointError, match=r"pad_token_id is 11; .* padding row"):
+        check_vocabulary({"model_type": "llama", "vocab_size": 11, "pad_token_id": 11}, {})
+    check_vocabulary({"model_type": "llama", "vocab_size": 11}, {"pad_token_id": 11})
 
 
 def test_more_layers_than_tensors_are_refused_before_a_model_is_made(tmp_path: Path) -> None:
