@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
@@ -23,6 +24,8 @@ _SEQUENCE: Final = SequenceId(-1)
 """No request's: the engine counts from 0."""
 _PIECE_BYTES: Final = 64 << 20
 
+_log = logging.getLogger(__name__)
+
 
 def check_forward(path: str, model: RankModel, ranks: Ranks, runner: Runner) -> None:
     """Compute a prompt and one more token of a sequence that nobody asked for; all ranks together.
@@ -42,7 +45,15 @@ def check_forward(path: str, model: RankModel, ranks: Ranks, runner: Runner) -> 
         is_good = weights_are_finite and not faults and bad_layer() is None
         if ranks.smallest(int(is_good)):
             return
-        raise ConfigError(_bad_tensor(path, model) or _bad_range(model, bad_layer()))
+        # One rank reads the whole checkpoint once more; the others wait for what it finds.
+        raise ConfigError(ranks.told_by_first(_fault(path, model, bad_layer()) if ranks.rank == 0 else ""))
+
+
+def _fault(path: str, model: RankModel, layer: str | None) -> str:
+    """What is wrong, in words; reads the whole checkpoint, which may take long: the log says first what is known."""
+    where = "in weights or logits" if layer is None else f"first after {layer}"
+    _log.warning("the model's numbers are not finite, %s; looking for the tensor that is at fault", where)
+    return _bad_tensor(path, model) or _bad_range(model, layer)
 
 
 def _plans(model: RankModel) -> Iterator[StepPlan]:

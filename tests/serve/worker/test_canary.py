@@ -12,6 +12,7 @@ from torch import nn
 from serve.engine.plan import Sampled, Span, Start, StepPlan
 from serve.errors import ConfigError
 from serve.types import BlockId, SamplingParams, SequenceId
+from serve.worker import canary
 from serve.worker.canary import check_forward
 from serve.worker.parallel import Ranks
 from serve.worker.runner import Runner
@@ -51,6 +52,34 @@ def test_a_tensor_that_is_not_finite_is_named_with_its_file(tmp_path: Path, name
         ConfigError, match=rf"model\.safetensors: tensor '.*{name.split('.', 1)[1]}'.*NaN or infinite in float32"
     ):
         _check(_spoiled(tmp_path, actual, math.inf if "bias" in name else math.nan))
+
+
+class SecondRank(Ranks):
+    """One that has the whole model, and the first rank's words."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+
+    def told_by_first(self, text: str) -> str:
+        assert text == ""
+        return "what rank 0 has found"
+
+
+def test_one_rank_alone_reads_the_checkpoint_again_and_all_say_what_it_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    read: list[str] = []
+    opened = canary.open_checkpoint
+    monkeypatch.setattr(canary, "open_checkpoint", lambda path: read.append(path) or opened(path))
+    folder = _spoiled(tmp_path, "gpt_neox.layers.2.mlp.dense_4h_to_h.weight")
+    model, second = load(folder), SecondRank()
+    with pytest.raises(ConfigError, match="what rank 0 has found"):
+        check_forward(str(folder), model, second, Runner(model, second))
+    assert not read
+    with pytest.raises(ConfigError, match="dense_4h_to_h"):
+        _check(folder)
+    assert len(read) == 1
+    assert "not finite, first after layers.2; looking for the tensor" in caplog.text
 
 
 def test_rows_of_an_embedding_that_no_canary_token_has_are_looked_at_too(tmp_path: Path) -> None:
