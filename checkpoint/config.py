@@ -79,7 +79,7 @@ _ROPE_NUMBERS: Mapping[str, tuple[float, float]] = {
 """Of ``rope_parameters`` and ``rope_scaling``: more than the first, at most the second."""
 
 _WITHOUT_PADDING_ROW = frozenset(("gpt_neox", "gpt2", "gptj", "gpt_neo"))
-"""Families whose embedding has no padding row. Of the others ``pad_token_id`` is one, which must be there to build the model."""
+"""Families whose embedding has no padding row. Of the others ``pad_token_id`` is one, which the model is built with."""
 
 _IDS = ("eos_token_id", "bos_token_id", "pad_token_id")
 

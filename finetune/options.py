@@ -25,7 +25,8 @@ _DEEPEST = 40
 _REPLACED = {
     "pipeline.checkpoint_activations": "set activations.checkpoint, which pretrain obeys too: device for true, none for false"
 }
-"""Keys of earlier releases, and what to write in their place."""
+"""Keys of earlier releases, and what to write in their place. The configuration files that they left in runs hold every key:
+there ``false``, the default of all of these, means nothing."""
 
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], Places]:
@@ -128,7 +129,7 @@ def build(cls: type[T], tree: Mapping[str, Any], places: Places, prefix: str = "
     hints = typing.get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for key in tree:
-        if key not in fields:
+        if key not in fields and not (prefix + key in _REPLACED and tree[key] is False):
             raise ConfigError(_unknown_key(prefix + key, prefix, key, list(fields), places))
     values: dict[str, Any] = {}
     for name, field in fields.items():

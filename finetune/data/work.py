@@ -163,7 +163,8 @@ def make_shards(
     Raises:
         DataError: names the first record at fault that was found.
     """
-    missing = [job for job in jobs if not is_shard(job.folder)]
+    # Sources that hold the same have one folder of shards.
+    missing = [job for job in {job.folder: job for job in jobs}.values() if not is_shard(job.folder)]
     if workers <= 1 or len(missing) <= 1:
         for made, job in enumerate(missing, 1):
             check()

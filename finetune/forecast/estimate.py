@@ -117,7 +117,7 @@ def forecast(
         speeds: of this machine, if measured; of hardware that is described they say nothing.
         process_bytes: host memory of one rank without a model, if measured; 0 takes the usual figure.
     """
-    facts = facts_of(config, hf_config, precision, on_gpu=hardware.device == "cuda", command=command)
+    facts = facts_of(config, hf_config, precision, on_gpu=hardware.device == "cuda")
     return from_facts(
         config, facts, hardware, precision=precision, command=command, pace=pace, speeds=speeds, process_bytes=process_bytes
     )

@@ -80,19 +80,15 @@ class ModelFacts:
         return self.multiplied * (4 + 2 * share) + 12 * self.layers * self.hidden * seq_len
 
 
-def facts_of(config: TuneConfig, hf_config: Any, precision: str, *, on_gpu: bool, command: str = "tune") -> ModelFacts:
-    """Build the run's model on fake tensors, adapters and recomputation included, and follow one micro-batch through it.
-
-    Args:
-        command: ``tune`` or ``pretrain``, which never holds all logits of a plain output layer.
-    """
+def facts_of(config: TuneConfig, hf_config: Any, precision: str, *, on_gpu: bool) -> ModelFacts:
+    """Build the run's model on fake tensors, adapters and recomputation included, and follow one micro-batch through it."""
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     if on_gpu:
         hf_config = _without_attention_dropout(hf_config)
     with torch.device("meta"):  # adapters move themselves to their layer's device, which fake tensors cannot follow
         model = build_empty(hf_config, dtype, nullcontext())
         wrapped = _prepared(model, config)
-    whole_logits = config.activations.loss_rows == 0 and command != "pretrain"
+    whole_logits = config.activations.loss_rows == 0
     trace, work = follow(wrapped, model, config, packed=packing_of(config) == "isolate", whole_logits=whole_logits)
     trained = sum(p.numel() for p in wrapped.parameters() if p.requires_grad)
     every = [p.numel() for p in wrapped.parameters()]

@@ -128,7 +128,7 @@ REFUSED = {
     "pattern": ({"pipeline": {"partition": "type:("}}, "hold a regular expression after the colon"),
     "key": ({"pipeline": {"stage": 2}}, "pipeline.stage"),
     "old key": (
-        {"pipeline": {"checkpoint_activations": False}},
+        {"pipeline": {"checkpoint_activations": True}},
         "pipeline.checkpoint_activations is no longer a key: set activations.checkpoint, which pretrain obeys too",
     ),
 }
