@@ -99,11 +99,17 @@ def candidates(path: Path) -> list[Path]:
         raise CheckpointError(str(root), "is not a folder" if root.exists() else "there is no such folder")
     if not is_root(root):
         found = root.resolve()
-        snapshots = sorted(found.parent.iterdir()) if found.parent.name == "snapshots" else []
+        snapshots = sorted(found.parent.iterdir()) if _in_hub_cache(found) else []
         return [found, *(folder for folder in snapshots if folder != found)]
     latest = resolve_latest(root).resolve()
     older = [folder.resolve() for _, folder in reversed(step_folders(root))]
     return [latest, *(folder for folder in older if folder != latest)]
+
+
+def _in_hub_cache(folder: Path) -> bool:
+    """Whether this is a snapshot in the cache of the hub; a run keeps a folder of that name too, with other weights in each."""
+    root = folder.parent.parent
+    return folder.parent.name == "snapshots" and (root.name.startswith("models--") or (root / "blobs").is_dir())
 
 
 def find_again(wanted: Base, places: list[Path]) -> Path | None:

@@ -27,7 +27,7 @@ from rich.markup import escape
 
 from finetune import machine
 from finetune.config import TuneConfig
-from finetune.errors import FinetuneError
+from finetune.errors import ConfigError, FinetuneError, RunError
 from finetune.folders import claimed_output
 from finetune.lifetime import end_process, without_collection
 from finetune.swap import claimed_swap, clear_leftovers
@@ -117,6 +117,16 @@ def train(config: TuneConfig, settings: Mapping[str, Any], console: Console, *, 
     end_process(0)
 
 
+def check_not_stopped(stop: threading.Event) -> None:
+    """Raise once the launcher has asked for an end.
+
+    Raises:
+        RunError: it has; there is nothing to save yet.
+    """
+    if stop.is_set():
+        raise RunError("stopped by SIGTERM before training began")
+
+
 def _rank(
     config: TuneConfig,
     settings: Mapping[str, Any],
@@ -151,9 +161,11 @@ def _rank(
             text = yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True)
             (output / "config.yaml").write_text(text, encoding="utf-8")
             look_ahead(config, console, command=command, anyway=anyway)
-            told = {**make_ready(config, say, swap=swap), "model.path": config.model.path}
+            told = {**make_ready(config, say, lambda: check_not_stopped(stop), swap=swap), "model.path": config.model.path}
         except FinetuneError as error:
             told = {"error": str(error), "exit_code": error.exit_code}
+        except OSError as error:
+            told = {"error": f"run.output: {config.run.output} cannot be written: {error}", "exit_code": ConfigError.exit_code}
     told = json.loads(tell_everyone(json.dumps(told)))
     if "error" in told:
         error = FinetuneError(told["error"] if int(os.environ["RANK"]) == 0 else "")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,10 @@ def _prepared(config: TuneConfig, say: Say, check: Callable[[], None]) -> Prepar
     changeable = config.data.changed == "accept" and config.tokenizer.train is not None
     prepared = prepare(config, say, check, kept_tokenizer=checkpoint if changeable else None)
     prepared = agreed_data(config, prepared, settings, say)
+    if config.data.changed == "accept":
+        # The newest save may turn out to be damaged; the one before it may be of data before another change.
+        names = {*prepared.known_as, *_data_of_saves(Path(config.run.output))} - {prepared.fingerprint}
+        prepared = replace(prepared, known_as=tuple(sorted(names)))
     if checkpoint is not None:
         check_tokenizer(prepared, checkpoint)
     return prepared
@@ -100,6 +104,15 @@ def _newest_saves(config: TuneConfig) -> tuple[Mapping[str, Any], Path | None] |
     checkpoint = newest_whole(output / CHECKPOINTS)
     has_tokenizer = checkpoint is not None and (checkpoint / "tokenizer.json").is_file()
     return settings, checkpoint if has_tokenizer else None
+
+
+def _data_of_saves(output: Path) -> set[str]:
+    """The names of the data that any save of a run was made with."""
+    from finetune.saves import manifest_of
+
+    folders = [folder for root in (RESUME, CHECKPOINTS) for _, folder in step_folders(output / root)]
+    settings = [manifest.extra.get("settings", {}) for manifest in map(manifest_of, folders) if manifest is not None]
+    return {str(one["data"]) for one in settings if one.get("data") is not None}
 
 
 def built_ops(config: TuneConfig, say: Say) -> dict[str, str]:

@@ -62,6 +62,11 @@ class SavedWeights:
         unknown = None if self._settings else FOR_ALL_KINDS
         self.learning_rate: float | None = self.course.get("optimizer.lr", unknown)
         self.progressed = _position(manifest, config)
+        unproved = [what for what, known in (("data and order", self._settings), ("batch", self.course)) if not known]
+        if unproved:
+            self.lost += (f"the proof that {', '.join(unproved)} are those of before: {folder} records nothing of them",)
+        if "progress" not in manifest.extra:
+            self.lost += (f"the position: it is taken for {config.step_samples} samples a step, as steps have now",)
         self._adapter = load_file(folder / "adapter_model.safetensors") if config.lora is not None else None
         self._checkpoint = open_checkpoint(folder) if config.lora is None else None
 

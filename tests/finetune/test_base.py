@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from checkpoint import CheckpointWriter, open_checkpoint
 from finetune.adapters import adapter_config_of, adapter_folder, add_adapters, as_peft_names_them, merge
-from finetune.base import identified, recorded, settle_base
+from finetune.base import candidates, identified, recorded, settle_base
 from finetune.cli import main
 from finetune.config import DataConfig, LoraConfig, ModelConfig, RunConfig, TuneConfig
 from finetune.errors import ConfigError
@@ -91,6 +91,15 @@ def adapter_on(folder: Path, root: Path) -> Path:
         for name, tensor in tensors.items():
             writer.add(name, tensor)
     return root / "step-00000002"
+
+
+def test_of_a_run_s_own_snapshots_the_one_named_is_taken(tmp_path: Path) -> None:
+    root = tmp_path / "base" / "snapshots"
+    first, second = save(build("gpt_neox"), root, 10), save(changed(build("gpt_neox"), 1), root, 20)
+    begin(config(first, tmp_path / "out"))
+    assert candidates(second) == [second.resolve()]
+    with pytest.raises(ConfigError, match=r"step-00000020 is another model; the adapters of this run were trained beside"):
+        settle_base(config(second, tmp_path / "out"), print)
 
 
 def test_the_adapter_that_counts_is_taken_rather_than_that_of_the_highest_step(run: Path, tmp_path: Path) -> None:

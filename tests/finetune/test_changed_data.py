@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from finetune.changes import check_settings
 from finetune.cli import load_config
 from finetune.content import WHOLE_BYTES, sampled_sha256
 from finetune.data.resumed import agreed_data
@@ -148,7 +149,7 @@ def test_other_targets_and_templates_are_told_by_their_keys(tmp_path: Path) -> N
         resumed(tmp_path, chats, first, **{**how, "chat_template": "chatml"})
 
 
-def save(config: Any, made: Prepared, settings: Mapping[str, Any]) -> None:
+def save(config: Any, made: Prepared, settings: Mapping[str, Any], step: int = 2) -> None:
     """A checkpoint and a resume state of this run, with one tensor each."""
     import torch
 
@@ -157,7 +158,7 @@ def save(config: Any, made: Prepared, settings: Mapping[str, Any]) -> None:
     files = [made.tokenizer_folder / name for name in ("tokenizer.json", "tokenizer_config.json")]
     for root, more in (("checkpoints", files), ("resume", [])):
         described = {"config": {"model_type": "gpt2"}, "tokenizer_files": more, "extra": {"settings": dict(settings)}}
-        with CheckpointWriter(Path(config.run.output) / root, step=2, **described) as writer:
+        with CheckpointWriter(Path(config.run.output) / root, step=step, **described) as writer:
             writer.add("x", torch.ones(2))
 
 
@@ -185,6 +186,21 @@ def test_an_allowed_change_keeps_the_tokenizer_that_the_weights_know(tmp_path: P
     (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(ConfigError, match="tokenizer: is not the one of "):
         make_ready(load_config(file, other), quiet)
+
+
+def test_an_allowed_change_holds_for_the_older_save_that_a_damaged_one_gives_way_to(tmp_path: Path, text: Path) -> None:
+    config = config_of(tmp_path, text)
+    first = prepare(config, quiet)
+    save(config, first, {"data": first.fingerprint})
+    (text / "module_3.py").write_text("class Other:\n    pass\n" * 40)
+    tree = small_run(text, tmp_path / "run")
+    tree["run"]["resume"] = "auto"
+    accepting = load_config(write_config(tree, tmp_path / "run.yaml"), [("data.changed", "accept")])
+    second = Prepared(**make_ready(accepting, quiet)["prepared"])
+    save(accepting, second, {"data": second.fingerprint}, step=4)
+    made = make_ready(accepting, quiet)["prepared"]
+    older = {"data": first.fingerprint, "data.seed": 0}
+    check_settings(tmp_path / "resume", older, {"data": made["fingerprint"], "data.seed": 0}, made["known_as"])
 
 
 def test_a_large_file_is_known_by_its_size_and_samples(tmp_path: Path) -> None:

@@ -103,6 +103,41 @@ def test_ranks_of_other_nodes_are_met_on_the_network_that_leads_there() -> None:
     assert interface_towards("localhost") is None
 
 
+def as_only_rank(config: Path) -> subprocess.Popen[str]:
+    """The command as a launcher with one rank starts it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environment = {**os.environ, **launched, "GLOO_SOCKET_IFNAME": "lo"}
+    words = [sys.executable, "-m", "finetune", "tune", str(config)]
+    return subprocess.Popen(words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_what_cannot_be_written_is_told_in_a_line(text_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "run" / "config.yaml").mkdir(parents=True)
+    with as_only_rank(write_config(small_run(text_folder, tmp_path / "run"), tmp_path / "run.yaml")) as task:
+        _, stderr = task.communicate(timeout=120)
+    assert task.returncode == 2
+    assert "error: rank 0: run.output: " in stderr
+    assert "config.yaml" in stderr
+    assert "Traceback" not in stderr
+
+
+def test_a_stop_before_the_first_step_ends_the_preparation(text_folder: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    output.mkdir()
+    os.mkfifo(output / "config.yaml")  # written before the data are prepared: rank 0 waits there for a reader
+    with as_only_rank(write_config(small_run(text_folder, output), tmp_path / "run.yaml")) as task:
+        with (output / "config.yaml").open() as reader:
+            task.terminate()
+            reader.read()
+        _, stderr = task.communicate(timeout=120)
+    assert task.returncode == 1
+    assert "stopped by SIGTERM before training began" in stderr
+    assert not list(output.glob("checkpoints/step-*"))
+
+
 def test_a_missing_hostfile_is_named(text_folder: Path, tmp_path: Path) -> None:
     config = write_config(small_run(text_folder, tmp_path / "run"), tmp_path / "run.yaml")
     done = run_command("tune", config, "--hostfile", tmp_path / "hosts")

@@ -223,6 +223,10 @@ def test_a_checkpoint_of_an_earlier_release_tells_its_step_and_the_log_its_token
     assert found is not None
     assert (found.progressed.step, found.progressed.samples, found.progressed.tokens) == (5, 40, 77)
     found.check({"data": "b", "model": {}}, None)
+    lost = "; ".join(found.lost)
+    assert "the proof that data and order, batch are those of before: " in lost
+    assert "step-00000005 records nothing of them" in lost
+    assert "the position: it is taken for 8 samples a step" in lost
 
 
 def test_a_damaged_state_gives_way_to_the_one_before_and_then_to_weights(model: PreTrainedModel, tmp_path: Path) -> None:
@@ -237,7 +241,7 @@ def test_a_damaged_state_gives_way_to_the_one_before_and_then_to_weights(model: 
     assert isinstance(found, SavedWeights)
     assert found.path.name == "step-00000009"
     assert [what.split(" in ")[0] for what in found.lost[:2]] == ["the save"] * 2
-    assert "BF16" in found.lost[-1]
+    assert "BF16" in " ".join(found.lost)
     for step in (5, 9):
         damage(tmp_path / "checkpoints" / f"step-{step:08d}")
     with pytest.raises(ConfigError, match=r"no save of .* is whole"):
@@ -268,6 +272,7 @@ def test_weights_alone_tell_the_course_and_keep_the_learning_rate(model: PreTrai
     kept.save(OneRank(model, 5), at(5))  # type: ignore[arg-type]
     found = find_resume_state(config(tmp_path))
     assert isinstance(found, SavedWeights)
+    assert not any("the proof" in what or "the position" in what for what in found.lost)
     assert (found.course, found.learning_rate) == (course, 3e-5)
     assert changes_in_words(found.course, {**course, "batch.total": 16}) == ["changed: batch.total 8 -> 16"]
 
