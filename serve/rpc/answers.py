@@ -7,7 +7,7 @@ from typing import Final, TypeVar
 
 from serve.errors import InvalidRequest, RequestError
 from serve.rpc.status import RETRIED_LATER, code_number, reason_of
-from serve.rpc.threads import in_text_thread
+from serve.rpc.threads import in_message_thread
 from serve.types import FinishReason, Generation, PromptReady, SequenceFinished, TokenLogprob, TokensOut, Usage
 from serve.v1 import inference_pb2, types_pb2
 
@@ -50,7 +50,7 @@ def _event_message(event: PromptReady | TokensOut | SequenceFinished, generation
 async def converted(logprobs: Sequence[TokenLogprob | None], convert: Callable[[], T]) -> T:
     """What ``convert`` makes of an event with these log probabilities; many are converted beside the event loop."""
     wanted = 0 if not logprobs or logprobs[-1] is None else len(logprobs) * (1 + len(logprobs[-1].top))
-    return await in_text_thread(convert) if wanted > INLINE_LOGPROBS else convert()
+    return await in_message_thread(convert) if wanted > INLINE_LOGPROBS else convert()
 
 
 def says_something(event: PromptReady | TokensOut | SequenceFinished, generation: Generation) -> bool:

@@ -17,13 +17,20 @@ can spare."""
 
 _text_threads: Final = ThreadPoolExecutor(max_workers=2, thread_name_prefix="text")
 """Few, so that a flood of long texts does not take the cores from the ranks."""
+_message_threads: Final = ThreadPoolExecutor(max_workers=2, thread_name_prefix="message")
+"""For work that the size of a message bounds: it never waits behind texts, or behind templates, which may run for long."""
 
 
 async def in_text_thread(work: Callable[[], T]) -> T:
-    """Run ``work`` in one of the few threads for long texts and large messages."""
+    """Run ``work`` in one of the few threads for long texts and chat templates."""
     return await asyncio.get_running_loop().run_in_executor(_text_threads, work)
+
+
+async def in_message_thread(work: Callable[[], T]) -> T:
+    """Run ``work`` in one of the few threads for what takes a bounded time, by the size of a message."""
+    return await asyncio.get_running_loop().run_in_executor(_message_threads, work)
 
 
 async def off_loop(message: Message, work: Callable[[], T]) -> T:
     """Do ``work`` on ``message``: in a thread if the message is large, else at once."""
-    return await in_text_thread(work) if message.ByteSize() > INLINE_BYTES else work()
+    return await in_message_thread(work) if message.ByteSize() > INLINE_BYTES else work()

@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError, Message
 
 from serve.errors import InvalidRequest
 from serve.rpc.bounds import Census
-from serve.rpc.threads import INLINE_BYTES, in_text_thread
+from serve.rpc.threads import INLINE_BYTES, in_message_thread
 
 _FieldProto: Final = descriptor_pb2.FieldDescriptorProto
 
@@ -64,7 +64,7 @@ class Reader:
         """What ``decode`` has left to do."""
         if not isinstance(request, Unread):
             return request
-        return await in_text_thread(lambda: self._read_large(request.take()))
+        return await in_message_thread(lambda: self._read_large(request.take()))
 
     def _read_large(self, data: bytes) -> Message | Malformed:
         census = Census(data, self._bounds)

@@ -92,9 +92,10 @@ class StepWatch:
     def _size_of(self, plan: StepPlan) -> _Size:
         self._scored.difference_update(plan.dropped)
         self._scored.update(start.sequence for start in plan.starts if start.prompt_logprobs is not None)
-        spans = plan.spans
-        return _Size(
-            tokens=plan.num_tokens,
-            pairs=sum(span.count * (span.start + span.count) for span in spans),
-            rows=sum(span.count if span.sequence in self._scored else span.sample for span in spans),
-        )
+        scored, tokens, pairs, rows = self._scored, 0, 0, 0
+        for span in plan.spans:  # one plain loop: the ranks wait meanwhile
+            count = span.count
+            tokens += count
+            pairs += count * (span.start + count)
+            rows += count if scored and span.sequence in scored else span.sample
+        return _Size(tokens, pairs, rows)

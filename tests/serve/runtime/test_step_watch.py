@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from serve.config import SupervisorConfig
 from serve.engine.plan import Span, Start, StepPlan, StepResult
 from serve.runtime.step_watch import StepWatch
@@ -90,3 +92,18 @@ def test_a_machine_slower_than_the_first_limit_is_believed() -> None:
     for count in (8, 8, 17):
         slow.watch.execute(StepPlan(step=0, spans=(Span(sequence=SequenceId(0), start=0, count=count),)))
     assert slow.limit_seconds == 315.0
+
+
+class Counted(tuple[Span, ...]):
+    """Spans that count how often they are gone through."""
+
+    times = 0
+
+    def __iter__(self) -> Iterator[Span]:
+        Counted.times += 1
+        return super().__iter__()
+
+
+def test_the_spans_of_a_step_are_gone_through_once_to_know_its_size() -> None:
+    Slow().watch.execute(StepPlan(step=0, spans=Counted(Span(sequence=SequenceId(n), start=0, count=1) for n in range(3))))
+    assert Counted.times == 1
