@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from checkpoint import open_checkpoint
+from finetune.cli import load_config
 from finetune.evaluate import evaluate
 from tests.finetune.support import COMMAND, ROOT
 from tests.finetune.test_tune import losses_of
@@ -27,6 +28,14 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(WRITTEN, copy)
     monkeypatch.chdir(copy)
     return copy
+
+
+@pytest.mark.parametrize("run", sorted(LOSSES))
+def test_the_configuration_that_an_earlier_release_left_in_a_run_is_read(run: str) -> None:
+    """It holds every key of that release, those that are gone by now among them."""
+    config = load_config(WRITTEN / run / "config.yaml", command="pretrain" if run == "pretrain" else "tune")
+    assert config.run.output == run
+    assert config.activations.checkpoint == "none"
 
 
 @pytest.mark.parametrize("root", ["tune/checkpoints", "tune/resume", "lora/resume", "pretrain/checkpoints", "pretrain/resume"])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from finetune.cli import load_config, main
-from finetune.data import tokenise
+from finetune.data import tokenise, work
 from finetune.data.readers.megatron import open_index
 from finetune.data.rows import open_rows
 from finetune.data.tokenise import Prepared, prepare
@@ -62,6 +62,16 @@ def test_the_shards_do_not_depend_on_who_makes_them(tmp_path: Path, chats: Path,
     rows = [open_rows(made, "train") for made in (alone, whole)]
     for ours, theirs in zip(*(some.rows(np.arange(some.num_samples)) for some in rows), strict=True):
         assert (ours == theirs).all(), "nor do the rows depend on how the file was cut"
+
+
+def test_sources_that_hold_the_same_are_tokenised_once(tmp_path: Path, chats: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Path] = []
+    make = work.make_shard
+    monkeypatch.setattr(work, "make_shard", lambda job, check: (made.append(job.folder), make(job, check)))
+    (tmp_path / "copy.jsonl").write_bytes(chats.read_bytes())
+    both = prepare(load_config(config_file(tmp_path, chats, train=[str(chats), str(tmp_path / "copy.jsonl")])), lambda _: None)
+    assert len(made) == len(set(made))
+    assert both.documents == 2 * 120
 
 
 def test_an_interrupted_preparation_goes_on_where_it_was(tmp_path: Path, chats: Path, monkeypatch: pytest.MonkeyPatch) -> None:
