@@ -20,6 +20,9 @@ from serve.text.pipeline import apply_class_pipeline, tokenizer_class
 PIECE_CHARACTERS: Final = 16_384
 """A longer text is counted in pieces of this length."""
 
+UNCOUNTED_BYTES: Final = 128 << 10
+"""A text of at most so many bytes is tokenised without being counted first: at 220 bytes for a token, in 28 MiB at most."""
+
 BORDER_TOKENS: Final = 256
 """Tokens that a border between two pieces may add."""
 
@@ -58,9 +61,10 @@ class Tokenizer:
         """Whether the text has more than ``num_tokens`` tokens beyond doubt.
 
         The library needs about 220 bytes for each token of a text, so a long one is counted in pieces before it is tokenised
-        as a whole. A word that a border cuts becomes a few tokens more; those are forgiven.
+        as a whole; a short one is not, for counting takes longer than tokenising. A word that a border cuts becomes a few
+        tokens more; those are forgiven.
         """
-        if len(text) <= PIECE_CHARACTERS or len(text.encode()) <= num_tokens:
+        if len(text.encode()) <= max(UNCOUNTED_BYTES, num_tokens):
             return False
         num_counted = -BORDER_TOKENS
         for start in range(0, len(text), PIECE_CHARACTERS):

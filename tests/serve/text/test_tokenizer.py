@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from serve.errors import ConfigError
-from serve.text.tokenizer import PIECE_CHARACTERS, Tokenizer, load_tokenizer
+from serve.text.tokenizer import PIECE_CHARACTERS, UNCOUNTED_BYTES, Tokenizer, load_tokenizer
 from tests.serve.text.folders import FOLDERS, TEXTS, make_folder, write
 
 # Where transformers gives a special token an id past the vocabulary, for which the model has no row, Tessera reads it as text.
@@ -144,10 +144,30 @@ def test_truncation_saved_in_the_file_is_not_applied(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_a_long_text_is_too_long_only_when_it_is(name: str, tokenizers: dict[str, Tokenizer]) -> None:
+def test_a_long_text_is_too_long_only_when_it_is(
+    name: str, tokenizers: dict[str, Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("serve.text.tokenizer.UNCOUNTED_BYTES", 0)
     tokenizer = tokenizers[name]
     for text in ("".join(TEXTS), "a"):
         long = text * (PIECE_CHARACTERS // len(text) + 50)
         num_tokens = len(tokenizer.encode(long))
         assert not tokenizer.exceeds(long, num_tokens), text
         assert num_tokens < 2000 or tokenizer.exceeds(long, num_tokens // 2), text
+
+
+def test_a_text_that_needs_little_memory_is_tokenised_once(
+    tokenizers: dict[str, Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[int] = []
+
+    def encode(self: Tokenizer, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        counted.append(len(text))
+        return (0,) * len(text)
+
+    monkeypatch.setattr(Tokenizer, "encode", encode)
+    tokenizer = tokenizers[next(iter(FOLDERS))]
+    assert not tokenizer.exceeds("a" * UNCOUNTED_BYTES, 10)
+    assert not counted
+    assert tokenizer.exceeds("a" * (UNCOUNTED_BYTES + 1), 10)
+    assert counted
