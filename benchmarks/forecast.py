@@ -1,7 +1,7 @@
 """Forecast against measurement: host memory of whole runs on the CPU, one for each kind of configuration.
 
 ``python -m benchmarks.forecast [NAME ...]`` trains a few steps with each and records both figures. What is measured is said in
-``finetune.forecast.watch``. ``--random 30 --seed N`` does it with runs whose shapes are drawn (``benchmarks.random_runs``):
+``finetune.machine.memory``. ``--random 30 --seed N`` does it with runs whose shapes are drawn (``benchmarks.random_runs``):
 models that the forecast was not made with. ``--time`` compares seconds a step instead, of smaller runs, each right after the
 machine was measured for it.
 """
@@ -24,7 +24,7 @@ from typing import Any, Final
 import yaml
 
 from benchmarks.random_runs import draw_run
-from finetune import machine
+from finetune.machine import inventory
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 RESULTS: Final = ROOT / "benchmarks" / "results"
@@ -288,9 +288,9 @@ def _record(row: dict[str, Any]) -> None:
         key=lambda row: (0, list(CASES).index(row["case"])) if row["case"] in CASES else (1, *map(int, row["case"].split("/")))
     )
     facts = {
-        "what": "peak host memory of all ranks together, forecast before the run and measured (finetune/forecast/watch.py)",
-        "hardware": f"{machine.cpu_description()}, {machine.usable_cores()} cores, {machine.memory_bytes() / 2**30:.0f} GiB",
-        "versions": {name: machine.version_of(name) for name in ("torch", "deepspeed", "transformers")},
+        "what": "peak host memory of all ranks together, forecast before the run and measured (finetune/machine/memory.py)",
+        "hardware": f"{inventory.cpu_description()}, {inventory.usable_cores()} cores, {inventory.memory_bytes() >> 30} GiB",
+        "versions": {name: inventory.version_of(name) for name in ("torch", "deepspeed", "transformers")},
         "bar": BAR,
         "rows": rows,
     }
@@ -304,8 +304,8 @@ def _record_pace(row: dict[str, Any]) -> None:
     facts = {
         "what": "seconds a step, expected from the speeds that plan --measure found right before a run, and the run's median; "
         "load is the machine's load average at the run's start: above the number of cores, others were running too",
-        "hardware": f"{machine.cpu_description()}, {machine.usable_cores()} cores, {machine.memory_bytes() / 2**30:.0f} GiB",
-        "versions": {name: machine.version_of(name) for name in ("torch", "deepspeed", "transformers")},
+        "hardware": f"{inventory.cpu_description()}, {inventory.usable_cores()} cores, {inventory.memory_bytes() >> 30} GiB",
+        "versions": {name: inventory.version_of(name) for name in ("torch", "deepspeed", "transformers")},
         "rows": [*(other for other in before if other["case"] != row["case"]), row],
     }
     path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")

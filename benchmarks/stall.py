@@ -21,11 +21,11 @@ from typing import Any, Final
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-from finetune import machine
 from finetune.config import ZenFlowConfig
-from finetune.fragments import Fragment
-from finetune.ranks import Peers
-from finetune.zenflow import ZenFlow
+from finetune.distributed import Peers
+from finetune.machine import inventory
+from finetune.optimizers.fragments import Fragment
+from finetune.optimizers.zenflow import ZenFlow
 
 RESULTS: Final = Path(__file__).resolve().parent / "results"
 SHAPES: Final = [(3072, 1024), (1024, 1024), (4096, 1024), (1024, 4096)] * 8
@@ -133,8 +133,8 @@ def _compare(systems: Mapping[str, Update], pause: float, turns: int) -> dict[st
 def _record(elements: int, rows: list[dict[str, Any]]) -> None:
     facts: dict[str, Any] = {
         "what": "mean seconds a step waits for the update on the host, which is idle while a device would compute",
-        "hardware": f"{machine.cpu_description()}, {machine.usable_cores()} cores, {machine.memory_bytes() / 2**30:.0f} GiB",
-        "versions": {name: machine.version_of(name) for name in ("torch", "deepspeed")},
+        "hardware": f"{inventory.cpu_description()}, {inventory.usable_cores()} cores, {inventory.memory_bytes() >> 30} GiB",
+        "versions": {name: inventory.version_of(name) for name in ("torch", "deepspeed")},
         "weights": elements,
         "zenflow": asdict(PACES),
         "rows": rows,

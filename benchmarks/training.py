@@ -98,12 +98,13 @@ def worker(system: str, stage: int, offload: bool, steps: int, adam: str) -> Non
     os.environ["DS_ACCELERATOR"] = "cpu"
     import torch
 
-    from finetune import built, engine
-    from finetune.lifetime import end_process
+    from finetune.engines.zero import engine
+    from finetune.machine import build_ops
+    from finetune.machine.process import end_process
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if adam:
-        built.load_op("cpu_adam", Path(adam))
+        build_ops.load_op("cpu_adam", Path(adam))
     rank = int(os.environ["RANK"])
     device = engine.start_ranks("cpu", rank)
     draw = torch.Generator().manual_seed(rank)
@@ -119,8 +120,8 @@ def worker(system: str, stage: int, offload: bool, steps: int, adam: str) -> Non
 
 def _tessera(config: Any, device: Any, tokens: Any, steps: int, adam: bool, turns: Turns) -> None:
     from finetune.data.batches import Microbatch
-    from finetune.engine import ZeroEngine
-    from finetune.model import initialise, new_config
+    from finetune.engines.zero.engine import ZeroEngine
+    from finetune.model.build import initialise, new_config
 
     hf_config = new_config(MODEL, num_ids=2, seq_len=SEQ, end_of_text_id=0)
     made = ZeroEngine(
@@ -136,14 +137,14 @@ def _model() -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from finetune.model import new_config
+    from finetune.model.build import new_config
 
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(new_config(MODEL, num_ids=2, seq_len=SEQ, end_of_text_id=0))
 
 
 def _optimizer(config: Any, model: Any, adam: bool) -> Any:
-    from finetune.engine import choose_optimizer
+    from finetune.engines.zero.engine import choose_optimizer
 
     return choose_optimizer(config, model, cpu_adam=adam)
 
@@ -207,7 +208,7 @@ def loss_worker(chunked: bool, repeats: int) -> None:
     """
     import torch
 
-    from finetune.loss import linear_cross_entropy, token_losses
+    from finetune.model.loss import linear_cross_entropy, token_losses
 
     draw = torch.Generator().manual_seed(0)
     hidden = torch.randn(LOSS["tokens"], LOSS["hidden"], generator=draw).requires_grad_()
@@ -253,8 +254,8 @@ def _run(words: list[str], environment: dict[str, str]) -> subprocess.Popen[str]
 
 def step_seconds(stage: int, offload: bool, turns: int, adam: str) -> dict[str, list[float]]:
     """Seconds of every counted step, by system: all systems in one run, a turn at a time."""
-    from finetune.launch import rank_environment
-    from finetune.machine import usable_cores
+    from finetune.launch.local import rank_environment
+    from finetune.machine.inventory import usable_cores
 
     words = ["--stage", str(stage), "--steps", str((1 + turns) * TURN), "--adam", adam if offload else ""]
     words += ["--offload"] if offload else []
@@ -318,7 +319,7 @@ def main() -> int:
         worker(options.worker, options.stage, options.offload, options.steps, options.adam)
         return 0
     from benchmarks.serving import machine
-    from finetune import ops
+    from finetune.machine import ops
 
     built = ops.ensure(ops.CPU_ADAM, print)
     adam = str(ops.library_of(ops.CPU_ADAM)) if built.available else ""

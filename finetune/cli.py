@@ -17,14 +17,14 @@ import yaml
 from rich.console import Console
 from rich.markup import escape
 
+from finetune.commands.tables import table_console
 from finetune.config import TuneConfig
+from finetune.config.learning_rate import with_rate
+from finetune.config.read import apply_overrides, build, describe, read_yaml, split_overrides
 from finetune.errors import ConfigError, FinetuneError, RunError
-from finetune.folders import claimed_output
-from finetune.learning_rate import with_rate
-from finetune.lifetime import without_collection
-from finetune.options import apply_overrides, build, describe, read_yaml, split_overrides
-from finetune.swap import claimed_swap
-from finetune.terminal import table_console
+from finetune.machine.process import without_collection
+from finetune.machine.swap import claimed_swap
+from finetune.output.folder import claimed_output
 
 DTYPES = ("float32", "bfloat16", "float16")
 _COMMANDS = {
@@ -159,13 +159,13 @@ def _train(command: str, words: list[str]) -> int:
     options = parser.parse_args(rest)
     if options.resume:
         overrides.append(("run.resume", "auto"))
-    from finetune import joined
+    from finetune.launch.local import external
 
-    if joined.started_by_launcher():
-        overrides.append(("run.ranks", str(joined.world_size())))
+    if external.started_by_launcher():
+        overrides.append(("run.ranks", str(external.world_size())))
     elif options.hostfile is not None:
         at = words.index("--hostfile") if "--hostfile" in words else None
-        joined.hand_over(options.hostfile, [command, *(words if at is None else words[:at] + words[at + 2 :])])
+        external.hand_over(options.hostfile, [command, *(words if at is None else words[:at] + words[at + 2 :])])
     config = load_config(options.config, overrides, command=command)
     if options.print_config:
         yaml.safe_dump(_plain(asdict(with_rate(config)[0])), sys.stdout, sort_keys=False, allow_unicode=True)
@@ -188,24 +188,23 @@ def tune(config: TuneConfig, console: Console, *, command: str = "tune", anyway:
     Raises:
         FinetuneError: what was wrong; no process is left.
     """
-    from finetune import joined
+    from finetune.base_model.hub import located
     from finetune.forecast.least import check_least
-    from finetune.hub import located
-    from finetune.launch import Ranks
-    from finetune.observe import observed
-    from finetune.ready import make_ready, settled
-    from finetune.sinks import check_sinks
+    from finetune.launch.local import Ranks, external
+    from finetune.launch.prerequisites import make_ready, settled
+    from finetune.observe.outside import observed
+    from finetune.observe.sinks import check_sinks
 
     check_sinks(config)
 
     def say(text: str) -> None:
         console.print(f"[dim]{escape(text)}[/]", highlight=False, soft_wrap=True)
 
-    if not anyway and not joined.started_by_launcher():  # several nodes have more memory than this one
+    if not anyway and not external.started_by_launcher():  # several nodes have more memory than this one
         check_least(located(config, command=command, need="config"))
     config = located(config, say if os.environ.get("RANK", "0") == "0" else lambda _: None, command=command)
-    if joined.started_by_launcher():
-        joined.train(config, _plain(asdict(config)), console, command=command, anyway=anyway)
+    if external.started_by_launcher():
+        external.train(config, _plain(asdict(config)), console, command=command, anyway=anyway)
     with ExitStack() as stack:
         output = stack.enter_context(claimed_output(config))
         config = settled(config, say)
@@ -261,7 +260,7 @@ def _export(words: list[str]) -> int:
     with without_collection():
         import torch
 
-        from finetune.export import export
+        from finetune.trained.export import export
 
     dtype = getattr(torch, options.dtype) if options.dtype else None
     path = export(options.source, options.out, dtype=dtype, step=options.step, max_shard_bytes=options.max_shard_mib << 20)
@@ -288,7 +287,7 @@ def _merge(words: list[str]) -> int:
     with without_collection():
         import torch
 
-        from finetune.adapters import merge
+        from finetune.model.adapters import merge
 
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     out = merge(
@@ -313,7 +312,7 @@ def _doctor(words: list[str]) -> int:
     parser = _parser("doctor")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     options = parser.parse_args(words)
-    from finetune import doctor
+    from finetune.commands import doctor
 
     findings = doctor.examine()
     if options.json:

@@ -15,11 +15,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from finetune import machine
+from finetune.commands.tables import table_console
 from finetune.config import TuneConfig
+from finetune.config.read import split_overrides
 from finetune.errors import ConfigError
-from finetune.options import split_overrides
-from finetune.terminal import table_console
+from finetune.machine import inventory
 
 if TYPE_CHECKING:
     from finetune.data.check import DataReport
@@ -36,11 +36,11 @@ def prepare(words: list[str]) -> int:
     if options.workers is not None and options.workers < 1:
         parser.error("--workers must be at least 1")
     from finetune.data.export import write_prepared
+    from finetune.data.prepare import prepare as make
     from finetune.data.prepared import described
-    from finetune.data.tokenise import prepare as make
 
     console = Console()
-    workers = options.workers or machine.usable_cores()
+    workers = options.workers or inventory.usable_cores()
     with _written(config), _Counter(console) as counter:
         prepared = make(config, _say(console), workers=workers, progress=counter.update)
     console.print(
@@ -123,8 +123,8 @@ def _show(words: list[str]) -> int:
     parser = _parser("data show", "print one row as the model sees it, targets told from context; prepares the data first")
     parser.add_argument("--row", type=int, default=0, help="number of the row (0)")
     config, options = _parsed(parser, words)
+    from finetune.data.prepare import prepare as make
     from finetune.data.show import show_row
-    from finetune.data.tokenise import prepare as make
 
     with _written(config):
         prepared = make(config, _say(Console(stderr=True)))
@@ -144,8 +144,8 @@ def _parser(command: str, description: str) -> argparse.ArgumentParser:
 
 
 def _parsed(parser: argparse.ArgumentParser, words: list[str]) -> tuple[TuneConfig, argparse.Namespace]:
+    from finetune.base_model.hub import located
     from finetune.cli import load_config
-    from finetune.hub import located
 
     overrides, rest = split_overrides(words, [field.name for field in fields(TuneConfig)])
     options = parser.parse_args(rest)

@@ -10,11 +10,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-from finetune import machine
 from finetune.config import DataConfig
+from finetune.config.read import Places, apply_overrides, build, describe, split_overrides
 from finetune.errors import ConfigError
-from finetune.lifetime import without_collection
-from finetune.options import Places, apply_overrides, build, describe, split_overrides
+from finetune.machine import inventory
+from finetune.machine.process import without_collection
 
 DTYPES = ("float32", "bfloat16", "float16")
 KEYS: Final = (
@@ -64,9 +64,9 @@ def main(words: Sequence[str]) -> int:
     with without_collection():
         import torch
 
-        from finetune.evaluate import evaluate
+        from finetune.trained.evaluate import evaluate
 
-    torch.set_num_threads(machine.usable_cores())
+    torch.set_num_threads(inventory.usable_cores())
     result = evaluate(
         options.checkpoint,
         options.data,

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from finetune.commands.tables import table_console
 from finetune.config import TuneConfig
+from finetune.config.read import apply_overrides, describe, read_yaml, split_overrides
 from finetune.errors import ConfigError
-from finetune.lifetime import without_collection
-from finetune.options import apply_overrides, describe, read_yaml, split_overrides
-from finetune.terminal import table_console
+from finetune.machine.process import without_collection
 
 if TYPE_CHECKING:
     from finetune.forecast.hardware import Hardware
@@ -65,8 +65,8 @@ def main(words: Sequence[str]) -> int:
     if options.measure and described:
         parser.error(f"--measure measures this machine; --{described[0].replace('_', '-')} describes another")
 
+    from finetune.base_model.hub import located
     from finetune.cli import load_config
-    from finetune.hub import located
 
     command = options.command or _command_of(options.config, overrides)
     given = load_config(options.config, overrides, command=command)

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-from finetune import machine
+from finetune.base_model.hub import folder_of
 from finetune.errors import ConfigError
-from finetune.hub import folder_of
-from finetune.lifetime import without_collection
+from finetune.machine import inventory
+from finetune.machine.process import without_collection
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -60,8 +60,8 @@ def predict(options: argparse.Namespace) -> int:
     with without_collection():
         import torch
 
-        from finetune.generate import Completer, Sampling, read_prompts
-        from finetune.quiet import quiet
+        from finetune.machine.quiet import quiet
+        from finetune.trained.generate import Completer, Sampling, read_prompts
 
     prompts = read_prompts(options.prompts)
     has_gpu = torch.cuda.is_available()
@@ -69,7 +69,7 @@ def predict(options: argparse.Namespace) -> int:
         raise ConfigError("--device is cuda; torch sees no GPU")
     device = "cuda" if options.device != "cpu" and has_gpu else "cpu"
     dtype = getattr(torch, options.dtype or ("bfloat16" if device == "cuda" else "float32"))
-    torch.set_num_threads(machine.usable_cores())
+    torch.set_num_threads(inventory.usable_cores())
     sampling = Sampling(
         max_new_tokens=options.max_new_tokens, temperature=options.temperature, top_p=options.top_p, seed=options.seed
     )

@@ -49,7 +49,7 @@ def to_deepspeed(
         cpu_adam: whether DeepSpeed's CPU Adam was built; without it an offloaded optimizer is torch's.
         disk: needed when anything is offloaded to NVMe.
         elements: of the model, on all ranks together; needed for ``offload.ratio``.
-        pipeline: for ``finetune.pipeline``, which clips by itself.
+        pipeline: for ``finetune.engines.pipeline.engine``, which clips by itself.
     """
     json = {
         "train_micro_batch_size_per_gpu": config.batch.micro,

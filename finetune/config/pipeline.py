@@ -11,7 +11,7 @@ from finetune.config.checks import require
 from finetune.config.model import ModelConfig
 
 SPLITTABLE = ("gpt_neox", "gpt2", "llama")
-"""Model types whose layers ``finetune.stages`` knows."""
+"""Model types whose layers ``finetune.engines.pipeline.layers`` knows."""
 
 _METHODS = ("parameters", "uniform", "profile")
 

@@ -1,0 +1,1 @@
+"""From files of text and conversations to rows of tokens."""

@@ -17,7 +17,7 @@ import jinja2
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from finetune.data.shapes import Chat, Malformed
+from finetune.data.samples import Chat, Malformed
 from finetune.data.templates import TEMPLATES
 from finetune.errors import ConfigError
 

@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 from finetune.config import TuneConfig
 from finetune.data.binning import pack
 from finetune.data.encode import Encoded, Encoder
-from finetune.data.encoding import Say, prepare_encoding
 from finetune.data.inputs import Inputs, find_inputs, nothing_in
 from finetune.data.layout import too_long_rule
 from finetune.data.readers import Fault
-from finetune.data.shapes import Chat
+from finetune.data.samples import Chat
+from finetune.data.settings import Say, prepare_encoding
 from finetune.data.sources import Source, Unit, place_of, units_of
-from finetune.data.work import encoded_items, encoder_of
+from finetune.data.workers import encoded_items, encoder_of
 from finetune.errors import DataError
 
 

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from finetune.data.chat import ChatTemplate
 from finetune.data.readers.items import Fault, Piece, Tokens
-from finetune.data.shapes import Chat, Completion, Malformed
+from finetune.data.samples import Chat, Completion, Malformed
 
 Ids = NDArray[np.int64]
 Mask = NDArray[np.uint8]

@@ -23,7 +23,7 @@ def agreed_data(config: TuneConfig, prepared: Prepared, settings: Mapping[str, A
     """``prepared``, known under the name that the run was saved with too, when it may go on with these data.
 
     Args:
-        settings: of the run's newest save; see ``finetune.changes.settings_of``.
+        settings: of the run's newest save; see ``finetune.train.changes.settings_of``.
         say: told what changed, when that is allowed.
 
     Raises:

@@ -13,7 +13,7 @@ from finetune.data.readers import READERS, Fault, Item, Part, Piece, Record, Tok
 from finetune.data.readers.jsonl import JsonlReader
 from finetune.data.readers.megatron import has_labels
 from finetune.data.readers.tables import HUB, is_saved_dataset
-from finetune.data.shapes import Keys, Malformed, detect, parse, texts_of
+from finetune.data.samples import Keys, Malformed, detect, parse, texts_of
 from finetune.errors import DataError
 
 __all__ = ["Piece", "Source", "Unit", "find_files", "place_of", "places_of", "source_of", "units_of"]

@@ -11,14 +11,14 @@ from rich.markup import escape
 from finetune.config import TuneConfig
 from finetune.errors import ConfigError, FinetuneError
 from finetune.forecast.estimate import Forecast, forecast, model_config_of, precision_of
-from finetune.forecast.files import FORECAST, write_json
 from finetune.forecast.hardware import this_machine
 from finetune.forecast.least import REMEDY
 from finetune.forecast.measure import kept_speeds
 from finetune.forecast.memory import PROCESS_BYTES
 from finetune.forecast.pace import kept_pace
 from finetune.forecast.show import summary
-from finetune.forecast.watch import pages_of
+from finetune.machine.memory import pages_of
+from finetune.output.records import FORECAST, write_json
 
 _logger = logging.getLogger(__name__)
 _TO_COME_BYTES = 8 << 20

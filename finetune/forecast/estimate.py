@@ -11,7 +11,6 @@ from finetune.config import SourceConfig, TuneConfig
 from finetune.data.sources import find_files
 from finetune.data.tokenizer import TOKENIZER_FILES
 from finetune.errors import ConfigError
-from finetune.folders import CHECKPOINTS, RESUME, step_folders
 from finetune.forecast.facts import ModelFacts, facts_of
 from finetune.forecast.hardware import Hardware
 from finetune.forecast.layout import Layout, layout_of
@@ -26,7 +25,8 @@ from finetune.forecast.memory import (
 )
 from finetune.forecast.pace import Pace
 from finetune.forecast.seconds import pace_of
-from finetune.forecast.units import in_gib
+from finetune.output.folder import CHECKPOINTS, RESUME, step_folders
+from finetune.units import in_gib
 
 _DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -226,8 +226,8 @@ def model_config_of(config: TuneConfig, *, weights: bool = True) -> Any:
     """
     from checkpoint import CheckpointError, open_checkpoint
     from checkpoint.structure import open_folder, read_configs
-    from finetune.base import candidates
-    from finetune.model import check_new_config, config_from, config_of, new_config
+    from finetune.base_model.identity import candidates
+    from finetune.model.build import check_new_config, config_from, config_of, new_config
 
     if config.model.path is not None:
         try:

@@ -12,15 +12,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from finetune.adapters import add_adapters
 from finetune.config import TuneConfig
 from finetune.data.inputs import find_inputs
 from finetune.errors import FinetuneError
 from finetune.forecast.follow import Trace, What, follow
 from finetune.forecast.work import Work
-from finetune.model import build_empty
-from finetune.moments import groups_of, matrices_of
-from finetune.recompute import recompute_blocks
+from finetune.model.adapters import add_adapters
+from finetune.model.build import build_empty
+from finetune.model.recompute import recompute_blocks
+from finetune.optimizers.state import groups_of, matrices_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,8 @@ from transformers import PreTrainedModel, masking_utils
 
 from finetune.config import TuneConfig
 from finetune.forecast.work import Tally, Work
-from finetune.isolation import BY_MASK
-from finetune.loss import HeadLoss, chunk_rows, token_losses
+from finetune.model.isolation import BY_MASK
+from finetune.model.loss import HeadLoss, chunk_rows, token_losses
 
 
 class What(Enum):
@@ -141,7 +141,7 @@ def _loss_as_trained(model: PreTrainedModel, config: TuneConfig, packed: bool, w
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Makes and keeps tensors of the sizes that ``finetune.loss`` makes and keeps; computes nothing."""
+    """Makes and keeps tensors of the sizes that ``finetune.model.loss`` makes and keeps; computes nothing."""
 
     @staticmethod
     def forward(  # type: ignore[override]

@@ -6,8 +6,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from finetune import machine
 from finetune.config import TuneConfig
+from finetune.machine import inventory
 from host import limits
 
 
@@ -36,14 +36,14 @@ def this_machine(config: TuneConfig, *, already_taken: int = 0) -> Hardware:
     Args:
         already_taken: bytes of host memory that the run itself holds already.
     """
-    gpus = machine.gpu_memory_bytes()
+    gpus = inventory.gpu_memory_bytes()
     wants_gpu = config.run.device == "cuda" or (config.run.device == "auto" and config.run.ranks <= len(gpus))
     device = "cuda" if gpus and wants_gpu else "cpu"
     return Hardware(
         device=device,
         gpus=len(gpus),
         gpu_bytes=min(gpus) if device == "cuda" else None,
-        ram_bytes=min(machine.memory_bytes(), limits.memory_available() + already_taken),
+        ram_bytes=min(inventory.memory_bytes(), limits.memory_available() + already_taken),
         disk_bytes=free_bytes(Path(config.run.output)),
         nvme_bytes=_nvme_free(config),
     )

@@ -17,7 +17,7 @@ class Layout:
     pipeline: int
     """Pipeline stages; 1 is none."""
     staged: bool = False
-    """Whether it is trained by ``finetune.pipeline``: by ``pretrain``, one stage or several."""
+    """Whether it is trained by ``finetune.engines.pipeline.engine``: by ``pretrain``, one stage or several."""
     device: str
     weight_bytes: int
     algorithm: str

@@ -11,11 +11,11 @@ from typing import Any, Final
 
 from checkpoint import CheckpointError
 from checkpoint.structure import open_folder, read_configs
-from finetune import machine
 from finetune.config import TuneConfig
 from finetune.errors import ConfigError
 from finetune.forecast.hardware import this_machine
-from finetune.forecast.units import in_gib
+from finetune.machine import inventory
+from finetune.units import in_gib
 
 _GATED: Final = ("llama", "mistral", "qwen2")
 """Families whose feed-forward layers have three matrices, the others have two."""
@@ -42,7 +42,7 @@ def check_least(config: TuneConfig) -> None:
     each = (4 if fp32 else 2) if config.lora is not None else 4 + _STATE_BYTES[config.algorithm]
     places, room = ["host memory"], hardware.ram_bytes
     if hardware.device == "cuda":
-        places, room = [*places, "device memory"], room + sum(machine.gpu_memory_bytes())
+        places, room = [*places, "device memory"], room + sum(inventory.gpu_memory_bytes())
     if config.offload.on_disk and hardware.nvme_bytes is not None:
         places, room = [*places, "NVMe space"], room + hardware.nvme_bytes
     if elements * each > room:

@@ -13,11 +13,11 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
-from finetune import machine, ops
 from finetune.config import TuneConfig
 from finetune.errors import FinetuneError
-from finetune.forecast.files import read_json, write_json
-from finetune.launch import rank_environment
+from finetune.launch.local import rank_environment
+from finetune.machine import inventory, ops
+from finetune.output.records import read_json, write_json
 from host.modules import import_path, module_command
 
 _LIMIT_SECONDS: Final = 120
@@ -64,11 +64,11 @@ class Speeds:
 def machine_of(config: TuneConfig, precision: str) -> dict[str, Any]:
     """What the speeds of a run's ranks on a CPU depend on; figures of another machine are not used."""
     return {
-        "processor": machine.cpu_description(),
-        "cores": machine.usable_cores(),
-        "torch": machine.version_of("torch"),
+        "processor": inventory.cpu_description(),
+        "cores": inventory.usable_cores(),
+        "torch": inventory.version_of("torch"),
         "ranks": config.run.ranks,
-        "threads": config.run.threads or max(1, machine.usable_cores() // config.run.ranks),
+        "threads": config.run.threads or max(1, inventory.usable_cores() // config.run.ranks),
         "precision": precision,
     }
 

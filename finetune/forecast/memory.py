@@ -15,8 +15,8 @@ from typing import Final
 from finetune.forecast.facts import ModelFacts
 from finetune.forecast.layout import Layout
 from finetune.forecast.replay import replay
-from finetune.moments import MOMENTS, OF_MATRICES
-from finetune.zenflow import CHUNK_ELEMENTS
+from finetune.optimizers.state import MOMENTS, OF_MATRICES
+from finetune.optimizers.zenflow import CHUNK_ELEMENTS
 
 _MIB: Final = 1 << 20
 _GIB: Final = 1 << 30
@@ -268,7 +268,7 @@ def _backward(facts: ModelFacts, layout: Layout) -> tuple[Phase, Phase]:
         return {"activations": _activations(facts, layout)[0], "gradients": w * trained}, {}
     in_bucket = min(layout.bucket, trained)
     # The bucket is taken whole, and twice where communication overlaps.
-    in_place = layout.stage in (1, 2)  # buckets of ZeRO-1 and 2 are reduced where they lie, see ``finetune.buckets``
+    in_place = layout.stage in (1, 2)  # buckets of ZeRO-1 and 2 are reduced where they lie, see ``finetune.engines.buckets``
     bucket = layout.bucket * (2 if in_place and not layout.staged else 1)
     device: Phase = {"reduce bucket": w * bucket, "reduced copy": 0 if in_place else w * in_bucket}
     activations, host_inputs = _activations(facts, layout)

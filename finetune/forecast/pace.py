@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from finetune import machine
 from finetune.config import TuneConfig
+from finetune.machine import inventory
 
 FILE: Final = "pace.json"
 _PEAK_TERAFLOPS: Final = (
@@ -72,14 +72,14 @@ def shape_of(config: TuneConfig) -> dict[str, Any]:
         "optimizer": config.algorithm,
         "zero": config.zero.stage,
         "offload": [config.offload.optimizer, config.offload.parameters],
-        "processor": machine.cpu_description(),
+        "processor": inventory.cpu_description(),
     }
 
 
 def _folder_of(path: str) -> str:
     """The checkpoint that ``model.path`` means, as a run names it, which decides on it once."""
     from checkpoint import CheckpointError
-    from finetune.base import candidates
+    from finetune.base_model.identity import candidates
 
     try:
         return str(candidates(Path(path))[0])

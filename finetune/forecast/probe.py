@@ -15,7 +15,7 @@ from torch import distributed
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from finetune.lifetime import die_with_parent
+from finetune.machine.process import die_with_parent
 
 _BUDGET_SECONDS: Final = 0.08
 """Of each measurement in a round."""

@@ -11,7 +11,7 @@ from rich.table import Table
 from finetune.config import TuneConfig
 from finetune.forecast.advice import Advice
 from finetune.forecast.estimate import Forecast
-from finetune.forecast.units import in_gib
+from finetune.units import in_gib
 
 
 def summary(found: Forecast) -> list[str]:

@@ -77,7 +77,7 @@ class Tally:
             self._plain += size
 
     def head(self, rows: int, chunk: int, hidden: int, vocab: int, *, trained: bool, width: int) -> None:
-        """An output layer whose loss is taken ``chunk`` rows at a time (``finetune.loss``), which a trace does not compute.
+        """An output layer whose loss is taken ``chunk`` rows at a time (``model.loss``), which a trace does not compute.
 
         Args:
             width: bytes of an element of its weight.

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import yaml
 
-from finetune import machine
-from finetune.launch import rank_environment
+from finetune.launch.local import rank_environment
+from finetune.machine import inventory
 
-NEEDS_LIBAIO = pytest.mark.skipif(machine.libaio() is None, reason="libaio is missing: apt-get install libaio-dev")
+NEEDS_LIBAIO = pytest.mark.skipif(inventory.libaio() is None, reason="libaio is missing: apt-get install libaio-dev")
 COMMAND = (sys.executable, "-m", "finetune")
 ROOT = Path(__file__).parents[2]
 

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from finetune import launch
 from finetune.errors import FinetuneError
-from finetune.launch import Ranks
+from finetune.launch.local import Ranks, local
 from host.modules import import_path, module_command
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,8 +47,10 @@ def test_ranks_of_training_take_no_module_from_the_working_directory(trap: Path,
 def test_a_rank_of_training_that_was_killed_for_memory_is_told_from_any_other(
     kernel: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "killed_for_memory", lambda before: kernel)
-    (tmp_path / "sitecustomize.py").write_text("import signal, sys\nif 'finetune.rank' in sys.orig_argv: signal.pause()\n")
+    monkeypatch.setattr(local, "killed_for_memory", lambda before: kernel)
+    (tmp_path / "sitecustomize.py").write_text(
+        "import signal, sys\nif 'finetune.launch.rank' in sys.orig_argv: signal.pause()\n"
+    )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with Ranks(tmp_path / "out", {"config": {}}, ranks=1, threads=1) as ranks:
         os.kill(ranks.process_ids[0], signal.SIGKILL)

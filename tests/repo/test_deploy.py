@@ -16,7 +16,7 @@ from tests.repo.documents import REPOSITORY, help_of, options_in
 
 DEPLOY = REPOSITORY / "deploy"
 SERIES = re.compile(r"\btessera_(?!train_)[a-z0-9_]+")
-"""Of serving; ``tests/finetune/test_train_metrics.py`` looks after those of training."""
+"""Of serving; ``tests/finetune/observe/test_metrics.py`` looks after those of training."""
 USERS = ("deploy/grafana/tessera.json", "deploy/prometheus/tessera.rules.yml", "docs/metrics.md", "docs/operations.md")
 
 

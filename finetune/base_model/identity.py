@@ -1,0 +1,180 @@
+"""Which checkpoint ``model.path`` means: one folder, named absolutely, and known again by a hash wherever it lies later.
+
+A root above step folders means another checkpoint after every save. So a run decides once, before its ranks start, and keeps
+what it decided in its resume states and adapters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from checkpoint.folder import Folder
+from checkpoint.latest import is_root, resolve_latest
+from checkpoint.manifest import load_manifest
+from finetune.base_model.hub import hint_for
+from finetune.config import TuneConfig
+from finetune.content import sampled_sha256
+from finetune.errors import ConfigError
+from finetune.output.folder import CHECKPOINTS, checkpoint_folder, step_folders
+from finetune.output.saves import newest_manifest, newest_whole
+
+KEY = "base"
+"""Of a manifest's ``extra``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Base:
+    """The checkpoint a run began with."""
+
+    folder: str
+    """Absolute, links resolved; it may have been moved since."""
+    identity: str
+    """``manifest:`` or, of a folder without one, ``tensors:`` and 64 hexadecimal digits."""
+
+    def __str__(self) -> str:
+        return f"{self.folder} ({short(self.identity)})"
+
+
+def short(identity: str) -> str:
+    """An identity for a message: its kind and twelve digits."""
+    kind, _, digits = identity.partition(":")
+    return f"{kind} {digits[:12]}"
+
+
+def identified(checkpoint: Checkpoint) -> Base:
+    """What is recorded of an open checkpoint.
+
+    The manifest holds the hash of every file. Without one, the names, types, shapes and files of the tensors stand for them,
+    with the size and samples of each file.
+    """
+    if checkpoint.manifest is not None:
+        digest = hashlib.sha256(checkpoint.manifest.to_bytes()).hexdigest()
+        return Base(folder=str(checkpoint.path), identity=f"manifest:{digest}")
+    table = sorted((name, str(info.dtype), list(info.shape), info.file) for name, info in checkpoint.tensors.items())
+    try:
+        files = {file: sampled_sha256(checkpoint.path / file) for file in sorted({entry[3] for entry in table})}
+    except OSError as error:
+        raise CheckpointError(str(error.filename), f"cannot be read: {error.strerror}") from error
+    digest = hashlib.sha256(json.dumps([table, files]).encode()).hexdigest()
+    return Base(folder=str(checkpoint.path), identity=f"tensors:{digest}")
+
+
+def recorded_in(extra: Mapping[str, Any]) -> Base | None:
+    """The base that a manifest remembers; ``None`` for those of releases that recorded none."""
+    values = extra.get(KEY)
+    return None if values is None else Base(folder=str(values["folder"]), identity=str(values["identity"]))
+
+
+def recorded(base: Base | None) -> dict[str, Any]:
+    """``base`` as an entry of a manifest's ``extra``; nothing of a model that began new."""
+    return {} if base is None else {KEY: asdict(base)}
+
+
+def recorded_beside(folder: Path) -> Base | None:
+    """The base that the manifest of a save remembers; ``None`` without a manifest.
+
+    Raises:
+        CheckpointError: the manifest was changed.
+    """
+    manifest = load_manifest(Folder(folder))
+    return None if manifest is None else recorded_in(manifest.extra)
+
+
+def candidates(path: Path) -> list[Path]:
+    """The checkpoints that ``path`` (a checkpoint, a folder of them, or a run) may mean: first what it means today.
+
+    Other snapshots of a model in the cache of the Hugging Face hub are among them.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    root = checkpoint_folder(path.expanduser())
+    if not root.is_dir():
+        raise CheckpointError(str(root), "is not a folder" if root.exists() else "there is no such folder")
+    if not is_root(root):
+        found = root.resolve()
+        snapshots = sorted(found.parent.iterdir()) if _in_hub_cache(found) else []
+        return [found, *(folder for folder in snapshots if folder != found)]
+    latest = resolve_latest(root).resolve()
+    older = [folder.resolve() for _, folder in reversed(step_folders(root))]
+    return [latest, *(folder for folder in older if folder != latest)]
+
+
+def _in_hub_cache(folder: Path) -> bool:
+    """Whether this is a snapshot in the cache of the hub; a run keeps a folder of that name too, with other weights in each."""
+    root = folder.parent.parent
+    return folder.parent.name == "snapshots" and (root.name.startswith("models--") or (root / "blobs").is_dir())
+
+
+def find_again(wanted: Base, places: list[Path]) -> Path | None:
+    """The one of ``places`` that is ``wanted``; where it was is looked at first."""
+    for folder in sorted(places, key=lambda place: place.name != Path(wanted.folder).name):
+        try:
+            with open_checkpoint(folder) as checkpoint:
+                if identified(checkpoint).identity == wanted.identity:
+                    return folder
+        except CheckpointError:
+            continue
+    return None
+
+
+def settle_base(config: TuneConfig, say: Callable[[str], None]) -> TuneConfig:
+    """``config`` with ``model.path`` the absolute folder of one checkpoint; a resumed run gets the one it began with.
+
+    Args:
+        say: told when that is not what ``model.path`` means today.
+
+    Raises:
+        ConfigError: there is no such model, or adapters would go on beside another one.
+    """
+    if config.model.path is None:
+        return config
+    given = Path(config.model.path)
+    resuming = config.run.resume == "auto"
+    save = newest_manifest(Path(config.run.output)) if resuming else None
+    began_with = None if save is None else recorded_in(save.extra)
+    try:
+        places, problem = candidates(given), ""
+    except CheckpointError as error:
+        if began_with is None:
+            raise ConfigError(f"model.path: {config.model.path}: {error}{hint_for(config.model.path)}") from error
+        places, problem = [], str(error)
+    folder = places[0] if began_with is None else _resumed(config, began_with, places, problem, say)
+    if save is not None and began_with is None and config.lora is not None:
+        say(f"model.path: the saves of {config.run.output} do not say what their base held; {folder} is taken for it, unproved")
+    return replace(config, model=replace(config.model, path=str(folder)))
+
+
+def _resumed(config: TuneConfig, wanted: Base, places: list[Path], problem: str, say: Callable[[str], None]) -> Path:
+    """The folder of the base a run began with, or one that does as well."""
+    found = find_again(wanted, places)
+    if found is not None:
+        if found != places[0]:
+            say(f"model.path: {config.model.path} means {places[0].name} by now; going on with {found}, this run's base")
+        return found
+    here = Path(wanted.folder)
+    still_there = find_again(wanted, [here])
+    if not places and still_there is not None:
+        say(f"model.path: {problem}; going on with {here}, this run's base")
+        return here
+    if config.lora is not None:
+        what = problem if not places else f"{places[0]} is another model"
+        where = f"it still is at {here}" if still_there else "it is there no more: put it back, or name its place"
+        raise ConfigError(
+            f"model.path: {config.model.path}: {what}; the adapters of this run were trained beside {wanted}, and {where}"
+        )
+    # All weights are in the resume state: of the base, only what describes it is asked for.
+    if places:
+        say(f"model.path: {places[0]} is not what this run began with, {wanted}; it goes on with the weights it saved")
+        return places[0]
+    own = newest_whole(Path(config.run.output) / CHECKPOINTS)
+    if own is None:
+        raise ConfigError(f"model.path: {config.model.path}: {problem}")
+    say(f"model.path: {problem}; the run goes on without it, by what it saved itself: {own}")
+    return own.resolve()

@@ -1,0 +1,106 @@
+"""The tokenizer and the chat template of a run, found or learned, in a folder of their own."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+
+from finetune.config import TuneConfig
+from finetune.data.chat import find_template
+from finetune.data.inputs import Inputs, digest, source_identity
+from finetune.data.tokenizer import CHAT_TEMPLATE, copy_tokenizer, train_tokenizer
+from finetune.data.workers import Encoding
+from finetune.errors import ConfigError
+
+Say = Callable[[str], None]
+_NO_TEMPLATE = (
+    "data.chat_template is not set; the data holds conversations and the tokenizer has no template for them: "
+    "name a Jinja file, or one of chatml, plain, instruct"
+)
+
+
+def prepare_encoding(
+    config: TuneConfig, inputs: Inputs, root: Path, say: Say, *, kept: Path | None = None, skip_faults: bool = False
+) -> Encoding:
+    """The tokenizer and the chat template of a run, in a folder of their own below ``root``.
+
+    Args:
+        kept: folder of a tokenizer that was learned before, to be taken instead of learning one from these data.
+        skip_faults: learn a tokenizer from what can be read, and leave faults to who reads next.
+
+    Raises:
+        ConfigError: one of them is at fault, or a conversation has no template.
+    """
+    named = config.data.chat_template
+    given = find_template(named, root) if named else None
+    conversations = any(source.format in ("alpaca", "sharegpt", "messages") for source in inputs.sources)
+    if conversations and given is None and config.tokenizer.train is not None:
+        raise ConfigError(_NO_TEMPLATE)  # a new tokenizer brings none: said before it is learned
+    learns = config.tokenizer.train is not None and kept is None
+    identity = _tokenizer_identity(config, inputs) if kept is None else files_digest(kept)
+    fingerprint = digest(identity, given[0] if given else None)
+    folder = root / fingerprint
+    if not (folder / "tokenizer.json").is_file():
+        work = root / f"tmp-{fingerprint}-{os.getpid()}"
+        try:
+            if learns:
+                assert config.tokenizer.train is not None
+                files = sum(len(source.files) for source in inputs.train)
+                say(f"learning a tokenizer of {config.tokenizer.train.vocab_size} ids from {files} files")
+                pieces = (piece for source in inputs.train for piece in source.pieces(skip_faults=skip_faults))
+                train_tokenizer(pieces, config.tokenizer.train, work)
+            else:
+                source, key = _tokenizer_source(config) if kept is None else (kept, "tokenizer")
+                copy_tokenizer(source, work, key)
+            if given:
+                (work / CHAT_TEMPLATE).write_text(given[0], encoding="utf-8")
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(folder, ignore_errors=True)
+            work.rename(folder)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+    template = given or find_template(None, folder)
+    if template is None and conversations:
+        raise ConfigError(_NO_TEMPLATE)
+    return Encoding(
+        tokenizer=folder,
+        template=template[0] if template else None,
+        template_place=template[1] if template else "",
+        now=datetime.now().isoformat(timespec="seconds"),
+        train_on=config.data.train_on,
+        roles=config.data.train_roles,
+    )
+
+
+def _tokenizer_identity(config: TuneConfig, inputs: Inputs) -> object:
+    if config.tokenizer.train is not None:
+        return [asdict(config.tokenizer.train), [source_identity(source) for source in inputs.train]]
+    return files_digest(_tokenizer_source(config)[0])
+
+
+def files_digest(folder: Path) -> list[str]:
+    """What tells the tokenizer in ``folder`` from others, wherever it lies: hashes of the files that make its ids."""
+    names = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", CHAT_TEMPLATE)
+    files = [folder / name for name in names if (folder / name).is_file()]
+    return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+
+
+def _tokenizer_source(config: TuneConfig) -> tuple[Path, str]:
+    if config.tokenizer.path is not None:
+        return Path(config.tokenizer.path).expanduser(), "tokenizer.path"
+    assert config.model.path is not None, "TuneConfig refuses a new model without a tokenizer"
+    path = Path(config.model.path).expanduser()
+    if not (path / "config.json").is_file():
+        from checkpoint import CheckpointError
+        from finetune.base_model.identity import candidates
+
+        try:
+            path = candidates(path)[0]
+        except CheckpointError as error:
+            raise ConfigError(f"model.path: {config.model.path}: {error}") from error
+    return path, "model.path"

@@ -1,0 +1,1 @@
+"""DeepSpeed's pipeline: every stage has some of the layers."""

@@ -1,0 +1,102 @@
+"""What is saved of a pipeline and set again, one parameter at a time, whichever stage it is on. No DeepSpeed here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from finetune.distributed import Grid
+from finetune.engines.pipeline.optimizer import StageOptimizer
+
+
+class StageState:
+    """The weights and moments of all stages, by the model's own names. Every method is collective among all ranks."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        stage_of: Mapping[str, int],
+        moments: Mapping[str, tuple[str, ...]],
+        factors: Mapping[str, tuple[str, int]],
+        optimizer: StageOptimizer,
+        grid: Grid,
+        device: torch.device,
+    ) -> None:
+        """Know where everything is.
+
+        Args:
+            parameters: of the whole model, those of other stages without memory.
+            stage_of: the stage that updates and saves each.
+            moments: keys of the state of each that is trained, and ``factors`` what is whole of it (``optimizers.state``).
+            optimizer: of this stage.
+        """
+        self._parameters, self._stage_of, self._moments, self._factors = parameters, stage_of, moments, factors
+        self._optimizer, self._grid, self._device = optimizer, grid, device
+
+    @torch.no_grad()
+    def weights(self, dtype: torch.dtype, *, exact: bool) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Every parameter once, whole, on CPU in ``dtype``, on rank 0 alone (``None`` elsewhere).
+
+        Args:
+            exact: take the optimizer's fp32 weights instead of those that compute.
+        """
+        for name, parameter in self._parameters.items():
+            if exact and parameter.requires_grad:
+                whole = self._to_first(name, parameter.shape, torch.float32, partial(self._optimizer.exact, parameter))
+            else:
+                whole = self._to_first(name, parameter.shape, parameter.dtype, parameter.detach)
+            yield name, None if whole is None else whole.to("cpu", dtype)
+
+    def moments(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """What ``optimizers.state`` lists of every trained parameter (``exp_avg.<name>``), whole, fp32, on rank 0 alone."""
+        for name, parameter in self._parameters.items():
+            for key in self._moments[name] if parameter.requires_grad else ():
+                read = partial(self._optimizer.moment, parameter, key)
+                whole = self._to_first(name, parameter.shape, torch.float32, read)
+                yield f"{key}.{name}", None if whole is None else whole.to("cpu", torch.float32)
+        for factor, (name, size) in self._factors.items():
+            whole = self._to_first(name, (size,), torch.float32, partial(self._optimizer.factors.__getitem__, factor))
+            yield factor, None if whole is None else whole.cpu()
+
+    @torch.no_grad()
+    def set_exact_weights(self, read: Callable[[str], torch.Tensor]) -> None:
+        """Set the optimizer's fp32 weights from ``read(name)``; those that compute must have been filled with the same."""
+        for name, parameter in self._owned():
+            self._optimizer.set_exact(parameter, read(name))
+
+    @torch.no_grad()
+    def set_moments(self, read: Callable[[str], torch.Tensor], updates: int) -> None:
+        """Set the moments from ``read('exp_avg.<name>')`` and so on, and the number of updates the optimizer has made."""
+        for name, parameter in self._owned():
+            for key in self._moments[name]:
+                self._optimizer.set_moment(parameter, key, read(f"{key}.{name}"))
+        for factor, whole in self._optimizer.factors.items():
+            whole.copy_(read(factor))
+        self._optimizer.set_updates(updates)
+
+    def _owned(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in self._parameters.items():
+            if self._stage_of[name] == self._grid.stage and parameter.requires_grad:
+                yield name, parameter
+
+    def _to_first(
+        self, name: str, shape: Sequence[int], dtype: torch.dtype, read: Callable[[], torch.Tensor]
+    ) -> torch.Tensor | None:
+        """What ``read`` gives on the stage that owns ``name``, on rank 0; ``read`` is called by all ranks of that stage."""
+        stage, rank = self._stage_of[name], self._grid.rank
+        whole = read() if stage == self._grid.stage else None
+        if stage == 0:
+            return whole if rank == 0 else None
+        sender = self._grid.rank_of(stage)
+        if rank == sender:
+            assert whole is not None, "the sender is on the owning stage"
+            dist.send(whole.contiguous(), dst=0)
+        elif rank == 0:
+            whole = torch.empty(tuple(shape), dtype=dtype, device=self._device)
+            dist.recv(whole, src=sender)
+            return whole
+        return None

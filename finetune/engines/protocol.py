@@ -1,0 +1,80 @@
+"""What a run asks of its engine, whichever it is: ``zero.engine.ZeroEngine`` or ``pipeline.engine.PipelineEngine``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from finetune.data.batches import Microbatch
+from finetune.engines.loss_scale import LossScale
+from finetune.types import StepOutcome
+
+
+class TrainingEngine(Protocol):
+    """One model in training on this rank. Every method is collective: all ranks call it, in the same order."""
+
+    rank: int
+    world_size: int
+    data_rank: int
+    """Which share of each step's samples this rank computes."""
+    data_ranks: int
+    device: torch.device
+    model: nn.Module
+    """All parameters by name and shape; their values may be elsewhere."""
+
+    loss_scale: LossScale | None
+    """In fp16."""
+
+    def train_step(
+        self, batches: Sequence[Microbatch], rate: float, *, stop: bool = False, diagnose: bool = False
+    ) -> StepOutcome:
+        """One optimizer step, normalised by the target tokens of all ranks together.
+
+        Args:
+            stop: whether this rank would stop; all learn of it.
+            diagnose: find out where a value that is not finite came from, should there be one. Takes another forward pass.
+        """
+
+    def evaluate(self, batches: Sequence[Microbatch]) -> tuple[float, int]:
+        """Sum of the losses and number of targets over all ranks."""
+
+    def agree(self, good: bool) -> bool:
+        """Whether ``good`` is true on every rank."""
+
+    def weights(self, dtype: torch.dtype, *, exact: bool = False) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Every parameter once, whole, on CPU, on rank 0 alone."""
+
+    def masters(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """What a resumed run needs besides moments, by the model's own names, fp32, on rank 0 alone."""
+
+    def moments(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """The optimizer's moments of every trained parameter, whole, on rank 0 alone."""
+
+    def set_exact_weights(self, read: Callable[[str], torch.Tensor]) -> None:
+        """Set the optimizer's fp32 weights."""
+
+    def set_moments(self, read: Callable[[str], torch.Tensor], adam_steps: int) -> None:
+        """Set the moments, and the number of updates the optimizer has made."""
+
+    @property
+    def adam_steps(self) -> int:
+        """Updates the optimizer has made."""
+
+    def rng_states(self) -> list[torch.Tensor]:
+        """The random state of every rank, by rank."""
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        """Set this rank's random state."""
+
+    def describe(self) -> list[str]:
+        """What the engine has to say about itself before training, line by line."""
+
+    def close(self) -> None:
+        """Leave the ranks."""
+
+
+Fill = Callable[[Any, Any], None]
+"""Gives an empty model its first weights; the second argument makes parameters whole for a moment."""

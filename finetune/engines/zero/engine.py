@@ -1,0 +1,287 @@
+"""DeepSpeed ZeRO for tuning: stages, offload, and exact access to their state.
+
+What always holds: a loss or gradient that is not finite on any rank changes no weight and no moment on any rank.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import deepspeed.ops
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.integrations import HfDeepSpeedConfig
+
+from finetune.config import TuneConfig, to_deepspeed
+from finetune.data.batches import Microbatch
+from finetune.distributed import Ranked, random_state, set_random_state
+from finetune.engines.diagnosis import first_bad_output, first_on_any_rank, gradient_in_words, output_in_words
+from finetune.engines.loss_scale import LossScale, is_everyday, reason_of_bad_gradient
+from finetune.engines.zero.optimizer import ZeroOptimizer, choose_optimizer
+from finetune.machine.nvme import Disk, disk_settings
+from finetune.model.adapters import add_adapters, as_peft_names_them, base_of
+from finetune.model.build import build_empty, meta_shapes
+from finetune.model.isolation import forward_inputs
+from finetune.model.loss import HeadLoss, token_losses
+from finetune.model.recompute import recompute_blocks
+from finetune.optimizers.state import moments_of
+from finetune.types import StepOutcome
+
+_COLLECTIVE_TIMEOUT = timedelta(hours=2)  # rank 0 alone writes checkpoints while the others wait
+
+
+def start_ranks(device: str, rank: int) -> torch.device:
+    """Join the ranks of this run (RANK, WORLD_SIZE and MASTER_* of the environment) and choose this rank's device."""
+    # DeepSpeed would build its shared-memory all-reduce here. Only inference ever calls it, so training neither
+    # waits for a compiler nor fails without one.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # Nothing here is compiled by torch. DeepSpeed's Muon is, as soon as DeepSpeed looks whether the optimizer is that one: a
+    # second and 40 MiB for a compiler that is never called.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    # DeepSpeed calls collectives by names that torch has deprecated: hundreds of lines that hide a rank's own.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    backend = "nccl" if device == "cuda" else "gloo"
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=_COLLECTIVE_TIMEOUT)
+    return torch.device(device, rank) if device == "cuda" else torch.device("cpu")
+
+
+class ZeroEngine(Ranked):
+    """One model under DeepSpeed ZeRO on this rank.
+
+    Every method is collective: all ranks call it, in the same order.
+    """
+
+    def __init__(
+        self,
+        config: TuneConfig,
+        hf_config: Any,
+        fill: Callable[[PreTrainedModel, Any], None],
+        *,
+        fill_adapters: Callable[[nn.Module, Any], None] | None = None,
+        device: torch.device,
+        precision: str,
+        cpu_adam: bool,
+        disk: tuple[Disk, Path] | None = None,
+    ) -> None:
+        """Build the model, let ``fill(model, gather)`` set its weights, and put ZeRO around it.
+
+        With ``config.lora`` adapters are put beside the filled model; ``fill_adapters(model, gather)`` sets theirs. ``disk``,
+        and the run's folder on it, are needed when anything is offloaded to NVMe.
+        """
+        super().__init__(device)
+        self.data_rank, self.data_ranks = self.rank, self.world_size
+        self._stage = config.zero.stage
+        self._accumulation = config.accumulation
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
+        self.loss_scale = LossScale() if precision == "fp16" else None
+        settings = None if disk is None else disk_settings(config, *disk, meta_shapes(hf_config), dtype.itemsize)
+        elements = sum(map(math.prod, meta_shapes(hf_config).values())) if config.offload.ratio < 1.0 else None
+        ds = to_deepspeed(config, device=device.type, precision=precision, cpu_adam=cpu_adam, disk=settings, elements=elements)
+        partitioned = deepspeed.zero.Init(config_dict_or_path=ds) if self._stage == 3 else nullcontext()
+        base = build_empty(hf_config, dtype, partitioned)
+        fill(base, self.gather)
+        self.model: nn.Module = base
+        self._has_adapters = config.lora is not None
+        if config.lora is not None:
+            # While it lives, peft makes partitioned weights whole where it reads them (DoRA's norms).
+            self._told_peft = HfDeepSpeedConfig(ds) if self._stage == 3 else None
+            self.model = add_adapters(base, config.lora, base=str(config.model.path), seed=config.run.seed)
+            if fill_adapters is not None:
+                fill_adapters(self.model, self.gather)
+        recompute_blocks(base, config.activations.checkpoint, pin_memory=device.type == "cuda")
+        rows = config.activations.loss_rows
+        self._head_loss = HeadLoss(base, rows) if rows != 0 and HeadLoss.supports(base) else None
+        self._moments = moments_of(self.model, config.algorithm)
+        optimizer = choose_optimizer(config, self.model, cpu_adam=cpu_adam)
+        self._engine, *_ = deepspeed.initialize(model=self.model, optimizer=optimizer, config=ds, dist_init_required=False)
+        names = {parameter: name for name, parameter in self._trained()}
+        self._optimizer = ZeroOptimizer(self._engine.optimizer, config, names, self._moments, device=device, rank=self.rank)
+
+    @contextmanager
+    def gather(self, parameters: list[nn.Parameter]) -> Iterator[bool]:
+        """Whole parameters for a moment, to be written by ranks for which this yields true."""
+        if self._stage < 3 or not parameters:
+            yield True
+            return
+        with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0):
+            yield self.rank == 0
+
+    # -- training
+
+    def train_step(
+        self, batches: Sequence[Microbatch], rate: float, *, stop: bool = False, diagnose: bool = False
+    ) -> StepOutcome:
+        """One optimizer step over this rank's micro-batches, normalised by the target tokens of all ranks together."""
+        assert len(batches) == self._accumulation, "a step takes exactly the configured number of micro-batches"
+        self._optimizer.begin_step(rate, None if self.loss_scale is None else self.loss_scale.value)
+        self._engine.train()
+        num_targets = int(self._sum(float(sum(batch.num_targets for batch in batches)))[0])
+        loss_sum = torch.zeros((), dtype=torch.float64)
+        for number, batch in enumerate(batches):
+            loss = self._loss(batch)
+            loss_sum += loss.detach().double().cpu()
+            if number == 0:
+                self._optimizer.release_gradients()
+            # DeepSpeed divides by accumulation and by ranks; what must remain is the mean over targets.
+            self._engine.backward(loss * (self._accumulation * self.world_size / max(1, num_targets)))
+            if number < len(batches) - 1:
+                self._engine.step()
+        return self._finish_step(batches, float(loss_sum), num_targets, stop, diagnose)
+
+    def _finish_step(
+        self, batches: Sequence[Microbatch], loss_sum: float, num_targets: int, stop: bool, diagnose: bool
+    ) -> StepOutcome:
+        bad_loss = not torch.tensor(loss_sum).isfinite().item()
+        bad_gradient = not self._optimizer.gradients_finite()
+        loss_total, losses, gradients, stops = self._sum(loss_sum, float(bad_loss), float(bad_gradient), float(stop))
+        skipped = "loss" if losses else reason_of_bad_gradient(self.loss_scale) if gradients else None
+        look = diagnose and skipped is not None and not is_everyday(skipped, self.loss_scale)
+        diagnosis = self._diagnose(batches, skipped) if look else None
+        self._optimizer.skip_update = skipped is not None
+        self._optimizer.forget_history()
+        self._engine.step()
+        if skipped is None and self._optimizer.overflowed:
+            # DeepSpeed has made no update.
+            skipped = reason_of_bad_gradient(self.loss_scale)
+            diagnosis = "the norm: every number is finite, the sum of their squares is not"
+        if self.loss_scale is not None and skipped != "loss":
+            self.loss_scale.stepped(overflowed=skipped is not None)
+        norm = float("nan") if skipped else float(self._engine.get_global_grad_norm() or 0.0)
+        return StepOutcome(loss_total / max(1, num_targets), norm, num_targets, skipped, stops > 0, diagnosis)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Microbatch]) -> tuple[float, int]:
+        """Sum of the losses and number of targets over all ranks; every rank must bring equally many batches."""
+        self._engine.eval()
+        loss_sum, num_targets = 0.0, 0
+        for batch in batches:
+            loss_sum += float(self._loss(batch))
+            num_targets += batch.num_targets
+        total, count = self._sum(loss_sum, float(num_targets))
+        return total, int(count)
+
+    def _loss(self, batch: Microbatch) -> torch.Tensor:
+        targets = batch.targets.to(self.device)
+        if self._head_loss is None:
+            return token_losses(self._forward(batch), targets)
+        with self._head_loss.of(targets):
+            return self._forward(batch)
+
+    def _forward(self, batch: Microbatch) -> torch.Tensor:
+        logits: torch.Tensor = self._engine(**forward_inputs(batch, base_of(self.model).config, self.device)).logits
+        return logits
+
+    def describe(self) -> list[str]:
+        """Nothing beyond the configuration."""
+        return []
+
+    def _diagnose(self, batches: Sequence[Microbatch], skipped: str | None) -> str | None:
+        """Where this step's first value that is not finite came from, the same on every rank."""
+        if skipped != "loss":
+            trained = self._trained()
+            bad = torch.tensor(
+                [float(self._optimizer.is_gradient_bad(parameter)) for _, parameter in trained], device=self.device
+            )
+            dist.all_reduce(bad, dist.ReduceOp.MAX)
+            return gradient_in_words(name for (name, _), flag in zip(trained, bad, strict=True) if flag)
+        state = random_state(self.device)
+        self._engine.eval()
+        found = [first_bad_output(self._engine.module, lambda b=batch: self._loss(b), stop=False) for batch in batches]  # type: ignore[misc]
+        set_random_state(self.device, state)
+        mine = min((f for f in found if f is not None), key=lambda f: f.module, default=None)
+        first = first_on_any_rank(mine, self.device)
+        return None if first is None else output_in_words(self._engine.module, first)
+
+    # -- state, one parameter at a time
+
+    @torch.no_grad()
+    def weights(self, dtype: torch.dtype, *, exact: bool = False) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """What is served: every parameter once, whole, on CPU in ``dtype``, on rank 0 alone (``None`` elsewhere).
+
+        With adapters it is theirs alone, under peft's names.
+
+        Args:
+            exact: take the optimizer's fp32 weights instead of those that compute.
+        """
+        if not self._has_adapters:
+            yield from self._whole(dtype, exact, list(self.model.named_parameters()))
+            return
+        adapters = dict(self._whole(dtype, exact, self._trained()))
+        if self.rank == 0:
+            found = {name: tensor for name, tensor in adapters.items() if tensor is not None}
+            yield from as_peft_names_them(self.model, found).items()
+
+    @torch.no_grad()
+    def masters(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """What a resumed run needs, by the model's own names, in fp32: trained weights, and frozen ones without adapters."""
+        everything = self._trained() if self._has_adapters else list(self.model.named_parameters())
+        yield from self._whole(torch.float32, True, everything)
+
+    def _trained(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+
+    def _whole(
+        self, dtype: torch.dtype, exact: bool, parameters: Sequence[tuple[str, nn.Parameter]]
+    ) -> Iterator[tuple[str, torch.Tensor | None]]:
+        for name, parameter in parameters:
+            if exact and parameter.requires_grad:
+                whole = self._optimizer.exact(parameter)
+                yield name, whole.to("cpu", dtype) if self.rank == 0 else None
+                continue
+            gathering = deepspeed.zero.GatheredParameters([parameter]) if self._stage == 3 else nullcontext()
+            with gathering:
+                yield name, parameter.detach().to("cpu", dtype) if self.rank == 0 else None
+
+    @torch.no_grad()
+    def moments(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """``exp_avg.<name>`` and so on of every trained parameter, whole, fp32, on rank 0 alone.
+
+        Which keys a parameter has depends on the optimizer: see ``optimizers.state``, and ``Adafactor`` for its factors.
+        """
+        self._optimizer.settle()
+        for name, parameter in self._trained():
+            for key in self._moments[name]:
+                whole = self._optimizer.moment(parameter, key)
+                yield f"{key}.{name}", whole.to("cpu", torch.float32) if self.rank == 0 else None
+        for name, whole in self._optimizer.whole.items():
+            yield name, whole.cpu() if self.rank == 0 else None
+
+    @torch.no_grad()
+    def set_exact_weights(self, read: Callable[[str], torch.Tensor]) -> None:
+        """Set the optimizer's fp32 weights from ``read(name)``; those that compute must have been filled with the same."""
+        self._optimizer.settle()
+        for name, parameter in self._trained():
+            self._optimizer.set_exact(parameter, read(name))
+
+    @torch.no_grad()
+    def set_moments(self, read: Callable[[str], torch.Tensor], adam_steps: int) -> None:
+        """Set the moments from ``read('exp_avg.<name>')`` and so on, and the number of updates the optimizer has made."""
+        self._optimizer.settle()
+        for name, parameter in self._trained():
+            for key in self._moments[name]:
+                self._optimizer.set_moment(parameter, key, read(f"{key}.{name}"))
+        for name, whole in self._optimizer.whole.items():
+            whole.copy_(read(name))
+        self._optimizer.set_updates(adam_steps)
+
+    @property
+    def adam_steps(self) -> int:
+        """Updates the optimizer has made: steps taken without the skipped ones."""
+        return self._optimizer.updates
+
+    def close(self) -> None:
+        """Leave the ranks."""
+        self._optimizer.close()
+        self._leave(self._engine)

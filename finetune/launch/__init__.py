@@ -1,0 +1,1 @@
+"""How the ranks of a run begin: started here, or by another launcher; and what is ready before they train."""

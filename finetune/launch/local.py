@@ -1,0 +1,248 @@
+"""Starts the ranks of a run on this machine, watches them, and ends them: none is left, however the run ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from finetune.errors import FinetuneError, RankDied, RunError
+from finetune.machine import inventory
+from host.limits import killed_for_memory, memory_kills
+from host.modules import import_path, module_command
+
+_GRACE_SECONDS = 5.0
+"""After one rank died, time for the others to notice by themselves and to write down what they saw."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How one rank ended."""
+
+    rank: int
+    code: int
+    """As subprocess gives it: negative is a signal."""
+    reason: Mapping[str, Any] | None
+    """What the rank left behind, if it could."""
+
+
+class Ranks:
+    """The rank processes of one run. Use as a context manager: leaving it kills what still runs.
+
+    Created and used by the main thread alone, which also handles the signals: the kernel kills the ranks when the
+    thread that started them ends.
+    """
+
+    def __init__(self, output: Path, run: Mapping[str, Any], *, ranks: int, threads: int | None) -> None:
+        self._logs = output / "logs"
+        shutil.rmtree(self._logs, ignore_errors=True)
+        self._logs.mkdir(parents=True)
+        run_file = output / "run.json"
+        run_file.write_text(json.dumps(run, indent=2) + "\n", encoding="utf-8")
+        self._ended: queue.SimpleQueue[Ended] = queue.SimpleQueue()
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self.interrupted: signal.Signals | None = None
+        self._forced = False
+        self._training = False
+        self._kills_before = memory_kills()
+        self._handlers: dict[signal.Signals, Any] = {}
+        try:
+            self._start(run_file, ranks, threads or max(1, inventory.usable_cores() // ranks))
+        except BaseException:
+            self._kill()
+            raise
+
+    def _start(self, run_file: Path, ranks: int, threads: int) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            self._handlers[number] = signal.signal(number, self._on_signal)
+        console = os.dup(sys.stdout.fileno())
+        try:
+            environment = _environment(ranks, threads, console)
+            for rank in range(ranks):
+                with (self._logs / f"rank-{rank}.log").open("wb") as log:
+                    process = subprocess.Popen(
+                        [*module_command("finetune.launch.rank"), str(run_file)],
+                        env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                        stdin=subprocess.PIPE,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        pass_fds=(console,) if rank == 0 else (),
+                        start_new_session=True,  # Ctrl-C reaches the launcher alone, which tells all ranks at once
+                    )
+                self._processes.append(process)
+                threading.Thread(target=self._wait_for, args=(rank, process), daemon=True).start()
+        finally:
+            os.close(console)
+
+    def _wait_for(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        code = process.wait()
+        file = self._logs / f"rank-{rank}.error.json"
+        try:
+            reason = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, json.JSONDecodeError):
+            reason = None
+        self._ended.put(Ended(rank, code, reason))
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Of the ranks, by rank."""
+        return [process.pid for process in self._processes]
+
+    # -- signals
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        again = self.interrupted is not None
+        self.interrupted = signal.Signals(number)
+        if again or not self._training:
+            self._forced = self._training
+            self._kill()  # nothing to save yet, or the second request: at once
+            return
+        for process in self._processes:
+            process.send_signal(signal.SIGTERM)
+
+    # -- the run
+
+    def check(self) -> None:
+        """Raise what ended a rank already, or the stop that was asked for; return at once if all is well."""
+        self._stop_if_interrupted()
+        if any(process.poll() not in (None, 0) for process in self._processes):
+            self.wait()
+
+    def _stop_if_interrupted(self) -> None:
+        if self.interrupted is not None and not self._training:
+            raise RunError(f"stopped by {self.interrupted.name} before training began")
+
+    def go(self, message: Mapping[str, Any]) -> None:
+        """Tell all ranks to train."""
+        self._stop_if_interrupted()
+        line = (json.dumps(message) + "\n").encode()
+        for process in self._processes:
+            assert process.stdin is not None
+            try:
+                process.stdin.write(line)
+                process.stdin.close()
+            except BrokenPipeError:  # it has ended; wait() says why
+                pass
+        self._training = True
+
+    def wait(self) -> None:
+        """Wait until all ranks have ended.
+
+        Raises:
+            FinetuneError: the cause, with its exit code, when any rank failed; all ranks have ended by then.
+        """
+        ended: list[Ended] = []
+        deadline: float | None = None
+        while len(ended) < len(self._processes):
+            try:
+                ended.append(self._ended.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic())))
+            except queue.Empty:
+                break
+            if ended[-1].code != 0 and deadline is None:
+                deadline = time.monotonic() + _GRACE_SECONDS
+        self._kill()
+        failed = [rank for rank in ended if rank.code != 0]
+        self._stop_if_interrupted()
+        if self._forced:
+            raise RunError("stopped at once, without a save; --resume goes on from the last one")
+        if failed:
+            raise self._cause(failed)
+
+    def _cause(self, failed: list[Ended]) -> FinetuneError:
+        """The first thing that went wrong: a signal before an error, a rule of ours before the echo on other ranks."""
+        killed = [rank for rank in failed if rank.code < 0]
+        if killed:
+            rank, number = killed[0].rank, -killed[0].code
+            said = "" if number == signal.SIGKILL else f": {self._last_lines(rank)}"
+            how = killed_for_memory(self._kills_before) if number == signal.SIGKILL else None
+            return RankDied(f"rank {rank} {f'was {how}' if how else _signal_text(number)}{said}; its log: {self._log(rank)}")
+        told = sorted(
+            (rank for rank in failed if rank.reason), key=lambda rank: (not rank.reason["expected"], rank.reason["time"])
+        )  # type: ignore[index]
+        if told:
+            first = told[0]
+            assert first.reason is not None
+            error = RankDied(f"rank {first.rank}: {first.reason['message']}; its log: {self._log(first.rank)}")
+            if first.reason["expected"]:
+                error = RankDied(str(first.reason["message"]))
+                error.told = True
+            error.exit_code = int(first.reason["exit_code"])
+            return error
+        rank = failed[0].rank
+        return RankDied(f"rank {rank} ended with code {failed[0].code}: {self._last_lines(rank)}; its log: {self._log(rank)}")
+
+    def _last_lines(self, rank: int) -> str:
+        return " / ".join(self._log(rank).read_text(errors="replace").strip().splitlines()[-3:]) or "it said nothing"
+
+    def _log(self, rank: int) -> Path:
+        return self._logs / f"rank-{rank}.log"
+
+    # -- the end
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._kill()
+        for process in self._processes:
+            process.wait()
+            if process.stdin is not None and not process.stdin.closed:
+                process.stdin.close()
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+
+def _signal_text(number: int) -> str:
+    name = signal.Signals(number).name
+    if number == signal.SIGKILL:
+        return "was killed (SIGKILL): by hand, or by the system because memory ran out (see dmesg; tessera-finetune doctor)"
+    return f"was ended by {name}"
+
+
+def rank_environment(ranks: int, threads: int) -> dict[str, str]:
+    """What makes processes of this machine the ranks of one run, but for RANK and LOCAL_RANK."""
+    return {
+        "PATH": inventory.search_path(),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "GLOO_SOCKET_IFNAME": "lo",  # the host's name need not resolve
+        "OMP_NUM_THREADS": str(threads),
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "PYTHONUNBUFFERED": "1",
+        "TESSERA_PARENT": str(os.getpid()),
+    }
+
+
+def _environment(ranks: int, threads: int, console: int) -> dict[str, str]:
+    """What every rank inherits."""
+    environment = {**os.environ, **rank_environment(ranks, threads), "TESSERA_CONSOLE_FD": str(console)}
+    environment["PYTHONPATH"] = import_path(os.environ)
+    if os.isatty(console):
+        environment["TESSERA_CONSOLE_WIDTH"] = str(os.get_terminal_size(console).columns)
+    return environment
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,139 @@
+"""What is done once, before any rank trains: the data tokenised, the disk measured, DeepSpeed's operations built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from finetune.config import TuneConfig
+from finetune.data.prepared import Prepared
+from finetune.errors import ConfigError
+from finetune.machine import ops
+from finetune.machine.process import without_collection
+from finetune.output.folder import CHECKPOINTS, RESUME, step_folders
+
+Say = Callable[[str], None]
+
+
+def settled(config: TuneConfig, say: Say) -> TuneConfig:
+    """``config`` as all ranks are to have it: ``model.path`` names one checkpoint, whatever is saved beside it meanwhile.
+
+    Args:
+        say: told when it is another one than ``model.path`` means today.
+
+    Raises:
+        ConfigError: there is no such model, or it is not the one that this run began with and needs.
+    """
+    if config.model.path is None:
+        return config
+    with without_collection():
+        from finetune.base_model.identity import settle_base
+
+    return settle_base(config, say)
+
+
+def make_ready(
+    config: TuneConfig, say: Say, check: Callable[[], None] = lambda: None, *, swap: Path | None = None
+) -> dict[str, Any]:
+    """Prepare everything a rank needs; returns what the ranks are told, fit for JSON.
+
+    Args:
+        say: told what takes time.
+        check: called every so often; what it raises ends the work.
+        swap: the run's folder on the disk, of ``machine.swap.claimed_swap``; needed when anything is offloaded to NVMe.
+
+    Raises:
+        FinetuneError: the data, the tokenizer or the disk is at fault.
+    """
+    from finetune.machine.nvme import prepare_disk
+
+    try:
+        prepared = _prepared(config, say, check)
+    except OSError as error:
+        raise ConfigError(f"run.output: {config.run.output}: the tokenised data cannot be written: {error}") from error
+    check()
+    assert swap is not None or not config.offload.on_disk, "nobody has claimed a folder for the swap files"
+    disk = None if swap is None else prepare_disk(swap, say)
+    built = built_ops(config, say)
+    check()
+    return {
+        "prepared": asdict(prepared),
+        "ops": built,
+        "disk": None if disk is None else asdict(disk),
+        "swap": None if swap is None else str(swap),
+    }
+
+
+def _prepared(config: TuneConfig, say: Say, check: Callable[[], None]) -> Prepared:
+    """The run's data; of a resumed run, those it was saved with or, if that is allowed, changed ones.
+
+    A tokenizer that was learned stays what it was when the data change: the weights know its ids.
+    """
+    from finetune.data.prepare import prepare
+
+    saved = _newest_saves(config) if config.run.resume == "auto" else None
+    if saved is None:
+        return prepare(config, say, check)
+    from finetune.data.resumed import agreed_data, check_tokenizer
+
+    settings, checkpoint = saved
+    changeable = config.data.changed == "accept" and config.tokenizer.train is not None
+    prepared = prepare(config, say, check, kept_tokenizer=checkpoint if changeable else None)
+    prepared = agreed_data(config, prepared, settings, say)
+    if config.data.changed == "accept":
+        # The newest save may turn out to be damaged; the one before it may be of data before another change.
+        names = {*prepared.known_as, *_data_of_saves(Path(config.run.output))} - {prepared.fingerprint}
+        prepared = replace(prepared, known_as=tuple(sorted(names)))
+    if checkpoint is not None:
+        check_tokenizer(prepared, checkpoint)
+    return prepared
+
+
+def _newest_saves(config: TuneConfig) -> tuple[Mapping[str, Any], Path | None] | None:
+    """What the newest save remembers of its settings, and the newest checkpoint with a tokenizer; ``None`` without any save."""
+    output = Path(config.run.output)
+    if not any(step_folders(output / root) for root in (RESUME, CHECKPOINTS)):
+        return None
+    with without_collection():
+        from finetune.output.saves import newest_manifest, newest_whole
+
+    manifest = newest_manifest(output)
+    settings = {} if manifest is None else manifest.extra.get("settings", {})
+    checkpoint = newest_whole(output / CHECKPOINTS)
+    has_tokenizer = checkpoint is not None and (checkpoint / "tokenizer.json").is_file()
+    return settings, checkpoint if has_tokenizer else None
+
+
+def _data_of_saves(output: Path) -> set[str]:
+    """The names of the data that any save of a run was made with."""
+    from finetune.output.saves import manifest_of
+
+    folders = [folder for root in (RESUME, CHECKPOINTS) for _, folder in step_folders(output / root)]
+    settings = [manifest.extra.get("settings", {}) for manifest in map(manifest_of, folders) if manifest is not None]
+    return {str(one["data"]) for one in settings if one.get("data") is not None}
+
+
+def built_ops(config: TuneConfig, say: Say) -> dict[str, str]:
+    """Libraries of the operations a run loads on this machine, built if need be, by name.
+
+    Raises:
+        ConfigError: NVMe offload, and one cannot be built.
+    """
+    built: dict[str, str] = {}
+    offload = config.offload
+    wanted = [ops.PIN_MEMORY, ops.ASYNC_IO] if offload.on_disk else []
+    if offload.optimizer != "none" and config.algorithm == "adamw":
+        wanted.append(ops.CPU_ADAM)
+    for op in wanted:
+        found = ops.ensure(op, say)
+        if found.available:
+            built[op] = str(ops.library_of(op))
+        elif op == ops.CPU_ADAM and offload.ratio < 1.0:
+            raise ConfigError(f"offload.ratio: below 1 needs DeepSpeed's CPU Adam, but {found.reason}; or leave it at 1")
+        elif op == ops.CPU_ADAM and not offload.on_disk:
+            say(f"{found.reason}; training goes on with torch's AdamW on the CPU, which is slower and as exact")
+        else:
+            raise ConfigError(f"offload: nvme needs it, but {found.reason}; or offload to cpu")
+    return built

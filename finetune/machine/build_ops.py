@@ -1,0 +1,93 @@
+"""DeepSpeed's own C++ operations: built or loaded by name, and its file access timed on a disk. Run as a process of its own."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import deepspeed.ops
+import torch
+from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder, PinMemoryBuilder
+from deepspeed.ops.op_builder.builder import OpBuilder
+
+from finetune.machine.nvme import CANDIDATES, PROBE_BYTES, Disk
+from finetune.machine.process import die_with_parent
+from finetune.machine.unity import merge_sources
+
+
+def build_op(name: str, needed: Sequence[Path] = ()) -> None:
+    """Build, or load from the cache, one of DeepSpeed's C++ operations; ``name`` is its builder's NAME.
+
+    Args:
+        needed: libraries of operations, named as they are, that this one loads first.
+    """
+    for library in needed:
+        load_op(library.stem, library)
+    builders = {"cpu_adam": CPUAdamBuilder, "pin_memory": PinMemoryBuilder, "async_io": AsyncIOBuilder}
+    builder = builders[name]()
+    if name in ("pin_memory", "async_io"):
+        _build_as_one(builder)
+    builder.load(verbose=True)
+
+
+def _build_as_one(builder: Any) -> None:
+    """Have an operation compiled as one source, without the debugging symbols that nobody reads."""
+    place = Path(deepspeed.ops.__file__).parent
+    folders = [place / path for path in builder.include_paths()]
+    copies = Path(os.environ["TORCH_EXTENSIONS_DIR"]) / f"{builder.name}_sources"
+    merged = merge_sources([place / path for path in builder.sources()], folders, copies)
+    arguments = [argument for argument in builder.cxx_args() if argument != "-g"]
+    builder.sources = lambda: [str(merged)]
+    builder.include_paths = lambda: [str(copies), *map(str, folders)]
+    builder.cxx_args = lambda: arguments
+
+
+def load_op(name: str, library: Path) -> None:
+    """Load a built operation as DeepSpeed will ask for it: without a compiler, a lock or a look at its sources."""
+    spec = importlib.util.spec_from_file_location(name, library)
+    assert spec is not None, f"{library} is not an extension module"
+    assert spec.loader is not None, f"{library} is not an extension module"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)  # file access finds the symbols of pinned memory this way
+    OpBuilder._loaded_ops[name] = module
+
+
+def measure_disk(folder: Path, libraries: Sequence[Path]) -> Disk:
+    """Try ``nvme.CANDIDATES`` with DeepSpeed's own file access; the one with the best read and write together."""
+    for library in libraries:
+        load_op(library.stem, library)
+    access = AsyncIOBuilder().load().aio_handle
+    data = torch.zeros(PROBE_BYTES, dtype=torch.uint8)
+    probe = folder / f"probe-{os.getpid()}"
+    found: list[Disk] = []
+    try:
+        for block, depth, threads in CANDIDATES:
+            handle = access(block, depth, False, True, threads)
+            seconds = []
+            for act in (handle.sync_pwrite, handle.sync_pread):
+                began = time.perf_counter()
+                act(data, str(probe), 0)
+                seconds.append(time.perf_counter() - began)
+            write, read = (PROBE_BYTES / 2**30 / second for second in seconds)
+            found.append(Disk(block_bytes=block, queue_depth=depth, threads=threads, read_gib_s=read, write_gib_s=write))
+    finally:
+        probe.unlink(missing_ok=True)
+    return min(found, key=lambda disk: 1 / disk.read_gib_s + 1 / disk.write_gib_s)
+
+
+if __name__ == "__main__":
+    die_with_parent(int(os.environ["TESSERA_PARENT"]))
+    if sys.argv[1] == "measure-disk":
+        print(json.dumps(asdict(measure_disk(Path(sys.argv[2]), [Path(library) for library in sys.argv[3:]]))))
+    else:
+        build_op(sys.argv[1], [Path(library) for library in sys.argv[2:]])

@@ -1,0 +1,153 @@
+"""DeepSpeed's C++ operations: whether they can be built, built once per environment, announced before it takes time.
+
+Each operation is built by one process, under a lock, in a folder of its own that is renamed when it is whole: a build that is
+killed leaves nothing that a later run would wait for or load.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from finetune.machine import inventory
+from host.modules import import_path, module_command
+
+Say = Callable[[str], None]
+CPU_ADAM = "cpu_adam"
+PIN_MEMORY = "pin_memory"
+ASYNC_IO = "async_io"
+"""Reads and writes a disk past the page cache; finds its pinned buffers through ``pin_memory``, which is loaded before it."""
+_NAMES = {
+    CPU_ADAM: "CPU Adam for the offloaded optimizer",
+    PIN_MEMORY: "pinned memory for the buffers of NVMe offload",
+    ASYNC_IO: "asynchronous file access for NVMe offload",
+}
+_ABOUT = "about 20 to 60 s"
+_ADVICE = "set TESSERA_CACHE_DIR to a folder that can be written"
+_BUILD_LIMIT_SECONDS = 1200
+
+
+def cache_folder() -> Path:
+    """Where is kept what is made or measured once per machine.
+
+    Raises:
+        RuntimeError: nothing is set, and this user has no home folder.
+    """
+    own = os.environ.get("TESSERA_CACHE_DIR")
+    return Path(own).expanduser() if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tessera"
+
+
+def extensions_folder() -> Path:
+    """Where built operations are kept: per versions and processor, since neither torch nor DeepSpeed looks at them.
+
+    Operations are cached under their name alone, so another DeepSpeed would overwrite them with ones that do not fit.
+
+    Raises:
+        RuntimeError: nothing is set, and this user has no home folder.
+    """
+    given = os.environ.get("TORCH_EXTENSIONS_DIR")
+    if given:
+        return Path(given)
+    processor = hashlib.sha256(inventory.cpu_flags().encode()).hexdigest()[:8]
+    python = f"py{sys.version_info.major}{sys.version_info.minor}"
+    versions = f"torch{inventory.version_of('torch')}-deepspeed{inventory.version_of('deepspeed')}"
+    return cache_folder() / "torch_extensions" / f"{versions}-{python}-{platform.machine()}-{processor}"
+
+
+def library_of(op: str) -> Path:
+    """The shared library of a built operation."""
+    return extensions_folder() / op / f"{op}.so"
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """Whether an operation can be loaded."""
+
+    available: bool
+    reason: str
+    """Why not; empty if it is."""
+
+
+def ensure(op: str, say: Say) -> Built:
+    """Find or build an operation; a build is announced with what it is and about how long it takes."""
+    try:
+        library_of(op)
+    except RuntimeError:
+        return Built(False, f"this user has no home folder to keep DeepSpeed's {_NAMES[op]} in; {_ADVICE}")
+    if library_of(op).is_file():
+        if inventory.compiler() is None:
+            say(f"no C++ compiler found; using DeepSpeed's {_NAMES[op]} as built before ({library_of(op).parent})")
+        return Built(True, "")
+    missing = [
+        what
+        for what, found in (
+            ("no C++ compiler", inventory.compiler()),
+            ("no ninja", inventory.ninja()),
+            ("no Python.h", inventory.python_headers()),
+        )
+        if found is None
+    ]
+    if missing:
+        return Built(False, f"{' and '.join(missing)} found to build DeepSpeed's {_NAMES[op]}")
+    return _build(op, say)
+
+
+def _build(op: str, say: Say) -> Built:
+    folder = extensions_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("w")
+    except OSError as error:
+        return Built(False, f"{folder} cannot hold DeepSpeed's {_NAMES[op]} ({error.strerror or error}); {_ADVICE}")
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if library_of(op).is_file():  # another run built it while this one waited
+            return Built(True, "")
+        say(f"building DeepSpeed's {_NAMES[op]} with {inventory.compiler()}: {_ABOUT}, once; kept in {folder}")
+        began = time.monotonic()
+        failure = _run_build(op, folder)
+        if failure is None:
+            say(f"built in {time.monotonic() - began:.0f} s")
+            return Built(True, "")
+        return Built(False, f"DeepSpeed's {_NAMES[op]} could not be built ({failure})")
+
+
+def _run_build(op: str, folder: Path) -> str | None:
+    """Build ``op`` into ``folder``; return why it failed."""
+    work = folder / f"building-{os.getpid()}"
+    log = folder / f"{op}.log"
+    shutil.rmtree(work, ignore_errors=True)
+    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(work), "PATH": inventory.search_path(), "DS_ACCELERATOR": "cpu"}
+    environment |= {"TESSERA_PARENT": str(os.getpid()), "PYTHONPATH": import_path(os.environ)}
+    # The compiler's own files go there too: the system may have no folder for temporary ones that can be written.
+    environment["TMPDIR"] = str(work)
+    try:
+        work.mkdir()
+        with log.open("wb") as out:
+            needed = [str(library_of(PIN_MEMORY))] if op == ASYNC_IO else []
+            command = [*module_command("finetune.machine.build_ops"), op, *needed]
+            subprocess.run(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                check=True,
+                timeout=_BUILD_LIMIT_SECONDS,
+            )
+        (work / op).rename(library_of(op).parent)
+    except (OSError, subprocess.SubprocessError) as error:
+        last = log.read_text(errors="replace").strip().splitlines()[-1:] if log.is_file() else []
+        return f"{last[0] if last else error}; all of it in {log}"
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return None

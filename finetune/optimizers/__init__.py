@@ -1,0 +1,1 @@
+"""The optimizers that Tessera has itself, and what each keeps of every parameter."""

@@ -1,0 +1,92 @@
+"""What each optimizer keeps of each parameter, and which parameters it treats as matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from finetune.model.adapters import base_of
+from finetune.model.build import decay_groups, shapes_of
+
+MOMENTS: Final[Mapping[str, tuple[str, ...]]] = {
+    "adamw": ("exp_avg", "exp_avg_sq"),
+    "lion": ("exp_avg",),
+    "muon": ("exp_avg", "exp_avg_sq"),
+    "adafactor": ("exp_avg_sq",),
+    "zenflow": ("exp_avg", "exp_avg_sq"),
+}
+"""Tensors as large as the parameter, by ``TuneConfig.algorithm``."""
+OF_MATRICES: Final[Mapping[str, tuple[str, ...]]] = {
+    "muon": ("momentum",),
+    "adafactor": (),
+    "zenflow": ("exp_avg", "exp_avg_sq", "put_off", "pending"),
+}
+"""The same of its matrices, for optimizers that treat those in their own way."""
+FACTORS: Final = ("exp_avg_sq_row", "exp_avg_sq_col")
+"""What Adafactor keeps whole of a matrix: one number for each row, and one for each column."""
+CHOSEN: Final = "chosen"
+UPDATES: Final = "updates"
+"""What ZenFlow keeps whole of a matrix: whether a row is updated in every step, and how often it was updated."""
+
+
+def matrices_of(model: nn.Module, optimizer: str) -> frozenset[str]:
+    """Names of the trained parameters that ``optimizer`` treats as matrices; none for one that works element by element.
+
+    Adafactor and ZenFlow take every parameter of two dimensions. Muon leaves out embeddings and the output layer, whose rows
+    belong to single tokens; an adapter's factors are matrices to all. GPT-2's weights are stored transposed and its queries,
+    keys and values fused, as GPT-NeoX's are: each tensor is one matrix, the way round it is stored.
+    """
+    if optimizer not in OF_MATRICES:
+        return frozenset()
+    tables: set[int] = set()
+    if optimizer == "muon":
+        tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+        head: Any = base_of(model).get_output_embeddings()
+        tables |= set() if head is None else {id(head.weight)}
+    shapes = shapes_of(model)
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return frozenset(name for name, parameter in trained if len(shapes[name]) == 2 and id(parameter) not in tables)
+
+
+def moments_of(model: nn.Module, optimizer: str) -> dict[str, tuple[str, ...]]:
+    """Trained parameter -> keys of the state that has an element for each of its own."""
+    matrices = matrices_of(model, optimizer)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return {name: OF_MATRICES[optimizer] if name in matrices else MOMENTS[optimizer] for name in trained}
+
+
+def factors_of(model: nn.Module, optimizer: str) -> dict[str, tuple[str, int]]:
+    """``<key>.<parameter>`` -> parameter and length, of the state that is whole on every rank that updates the parameter."""
+    if optimizer != "adafactor":
+        return {}
+    shapes, matrices = shapes_of(model), matrices_of(model, optimizer)
+    ordered = [name for name, _ in model.named_parameters() if name in matrices]
+    return {f"{key}.{name}": (name, size) for name in ordered for key, size in zip(FACTORS, shapes[name], strict=True)}
+
+
+def groups_of(
+    model: nn.Module, optimizer: str, weight_decay: float, *, only: Collection[str] | None = None
+) -> list[dict[str, Any]]:
+    """Parameters for the optimizer, those that decay and those that do not; what it treats as matrices in its own groups.
+
+    Args:
+        only: names of the parameters taken; unset: all that are trained.
+    """
+    trained = moments_of(model, optimizer).keys()
+    taken = trained if only is None else trained & set(only)
+    matrices = matrices_of(model, optimizer) & taken
+    others = taken - matrices
+    return [*decay_groups(model, weight_decay, only=matrices), *decay_groups(model, weight_decay, only=others)]
+
+
+def no_updates(optimizer: torch.optim.Optimizer, tensor: torch.Tensor) -> torch.Tensor | int:
+    """The count of updates of one tensor, none yet, as ``optimizer`` keeps it: torch's fused AdamW beside the tensor."""
+    return torch.zeros((), dtype=torch.float32, device=tensor.device) if isinstance(optimizer, torch.optim.AdamW) else 0
+
+
+def updates_made(counted: torch.Tensor | int, updates: int) -> torch.Tensor | int:
+    """The same kind of count as ``counted``, of so many updates."""
+    return torch.full_like(counted, updates) if isinstance(counted, torch.Tensor) else updates

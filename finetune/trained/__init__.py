@@ -1,0 +1,1 @@
+"""What is done with a finished model: opened, measured, sampled, exported, merged."""

@@ -1,0 +1,140 @@
+"""``tessera-finetune export``: a checkpoint written elsewhere as one plain folder, in any dtype, tensor by tensor."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from checkpoint import Checkpoint, CheckpointError, CheckpointWriter, open_checkpoint
+from finetune.base_model.hub import folder_of
+from finetune.data.tokenizer import TOKENIZER_FILES
+from finetune.errors import ConfigError, RunError
+from finetune.model.finite import check_finite, found_in
+from finetune.output.folder import RESUME, checkpoint_folder, step_folders
+
+
+def export(
+    source: Path, out: Path, *, dtype: torch.dtype | None = None, step: int | None = None, max_shard_bytes: int = 2 << 30
+) -> Path:
+    """Write a checkpoint to the new folder ``out``; it appears whole or not at all.
+
+    From a run's folder, ``float32`` takes the optimizer's exact weights of that step where they are still kept.
+    At most one tensor is in memory.
+
+    Args:
+        source: a run's folder, a folder of checkpoints, or one checkpoint.
+        dtype: of the written weights; unset: as stored.
+        step: which of several checkpoints; unset: the latest.
+
+    Raises:
+        ConfigError: there is no such checkpoint, a tensor of it is not finite in ``dtype``, or ``out`` exists already.
+        RunError: writing failed.
+    """
+    require_new(out)
+    source = folder_of(source, "export")
+    try:
+        with open_checkpoint(_choose(source, step)) as checkpoint:
+            exact = _exact_weights(source, checkpoint) if dtype == torch.float32 else None
+            if exact is None:
+                return _write(checkpoint, checkpoint.read, out, dtype, max_shard_bytes)
+            with exact:
+                return _write(checkpoint, lambda name: exact.read(f"master.{name}"), out, dtype, max_shard_bytes)
+    except CheckpointError as error:
+        raise ConfigError(f"{source}: {error}") from error
+
+
+def _choose(source: Path, step: int | None) -> Path:
+    folder = checkpoint_folder(source)
+    if step is None:
+        return folder
+    steps = dict(step_folders(folder))
+    if step not in steps:
+        raise ConfigError(f"{source}: has no checkpoint of step {step}; there are {', '.join(map(str, steps)) or 'none'}")
+    return steps[step]
+
+
+def _exact_weights(source: Path, checkpoint: Checkpoint) -> Checkpoint | None:
+    """The resume state of the same step of the same run, if it holds exactly this checkpoint's tensors."""
+    if not (source / RESUME).is_dir() or checkpoint.step is None:
+        return None
+    folder = dict(step_folders(source / RESUME)).get(checkpoint.step)
+    if folder is None:
+        return None
+    state = open_checkpoint(folder)
+    if all(f"master.{name}" in state.tensors for name in checkpoint.tensors):
+        return state
+    state.close()
+    return None
+
+
+def _write(
+    checkpoint: Checkpoint, read: Callable[[str], torch.Tensor], out: Path, dtype: torch.dtype | None, max_shard_bytes: int
+) -> Path:
+    config = dict(checkpoint.config)
+    if dtype is not None:
+        config.pop("torch_dtype", None)
+        config["dtype"] = str(dtype).removeprefix("torch.")
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for name in checkpoint.tensors:
+            tensor = read(name)
+            written = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+            with found_in(str(checkpoint.path)):
+                check_finite(name, written, tensor)
+            yield name, written
+
+    return write_new(
+        out,
+        tensors(),
+        step=checkpoint.step or 0,
+        config=config,
+        generation_config=dict(checkpoint.generation_config) or None,
+        tokenizer_files=tokenizer_files_of(checkpoint.path),
+        max_shard_bytes=max_shard_bytes,
+    )
+
+
+def tokenizer_files_of(folder: Path) -> tuple[Path, ...]:
+    """The files of a folder that belong to its tokenizer."""
+    return tuple(folder / name for name in TOKENIZER_FILES if (folder / name).is_file())
+
+
+def require_new(out: Path) -> None:
+    """Refuse a folder that holds something.
+
+    Raises:
+        ConfigError: it does.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out}: exists already; name a new folder")
+
+
+def write_new(out: Path, tensors: Iterable[tuple[str, torch.Tensor]], **settings: Any) -> Path:
+    """Write a checkpoint to the folder ``out``, empty or absent; it appears whole or not at all.
+
+    Args:
+        settings: of ``CheckpointWriter``.
+
+    Raises:
+        RunError: writing failed.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        with CheckpointWriter(work, update_latest=False, **settings) as writer:
+            for name, tensor in tensors:
+                writer.add(name, tensor)
+        written = next(folder for _, folder in step_folders(work))
+        if out.is_dir():
+            out.rmdir()  # empty, checked before
+        written.rename(out)
+    except (OSError, CheckpointError) as error:
+        raise RunError(f"{out}: could not be written: {error}") from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return out

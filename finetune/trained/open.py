@@ -1,0 +1,53 @@
+"""A model that was trained, whole and ready to compute: a checkpoint, or an adapter joined with its base. No DeepSpeed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from checkpoint import CheckpointError, open_checkpoint
+from checkpoint.folder import Folder
+from checkpoint.tokenizer_files import check_tokenizer_files
+from finetune.base_model.hub import folder_of
+from finetune.data.tokenizer import TOKENIZER_FILES
+from finetune.errors import ConfigError
+from finetune.model.adapters import adapter_folder, merged_model, open_base
+from finetune.model.build import load_model
+from finetune.output.folder import checkpoint_folder
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What inference needs of a checkpoint."""
+
+    model: PreTrainedModel
+    folder: Path
+    """Of the checkpoint or adapter."""
+    tokenizer_folder: Path
+    generation_config: Mapping[str, Any]
+
+
+def open_trained(path: Path, dtype: torch.dtype) -> Trained:
+    """Load the model of a checkpoint, a folder of checkpoints (the latest counts), a run's folder, or an adapter.
+
+    Raises:
+        ConfigError: the checkpoint, its tensors or its tokenizer is at fault.
+    """
+    path = folder_of(path, "checkpoint")
+    adapter = adapter_folder(path)
+    try:
+        with open_checkpoint(checkpoint_folder(path)) if adapter is None else open_base(adapter) as checkpoint:
+            folder = checkpoint.path if adapter is None else adapter
+            model = load_model(checkpoint, dtype) if adapter is None else merged_model(checkpoint, adapter, dtype).eval()
+            places = [place for place in (folder, checkpoint.path) if (place / TOKENIZER_FILES[0]).is_file()]
+            if not places:
+                raise ConfigError(f"{folder}: holds no {TOKENIZER_FILES[0]}")
+            check_tokenizer_files(Folder(places[0]))
+            return Trained(model, folder, places[0], dict(checkpoint.generation_config))
+    except CheckpointError as error:
+        raise ConfigError(f"{path}: {error}") from error
