@@ -254,8 +254,8 @@ def _run(words: list[str], environment: dict[str, str]) -> subprocess.Popen[str]
 
 def step_seconds(stage: int, offload: bool, turns: int, adam: str) -> dict[str, list[float]]:
     """Seconds of every counted step, by system: all systems in one run, a turn at a time."""
-    from finetune.launch.local import rank_environment
     from finetune.machine.inventory import usable_cores
+    from finetune.machine.process import rank_environment
 
     words = ["--stage", str(stage), "--steps", str((1 + turns) * TURN), "--adam", adam if offload else ""]
     words += ["--offload"] if offload else []

@@ -10,6 +10,17 @@ from checkpoint.errors import CheckpointError
 from checkpoint.folder import Folder
 
 TOKENIZER_CONFIG, SPECIAL_TOKENS, TEMPLATE = "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    TEMPLATE,
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+"""All that belongs to a tokenizer, the one that must be there first."""
 MAX_IDS = 1 << 32
 MAX_TEMPLATE_BYTES = 1 << 20
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")

@@ -1,4 +1,4 @@
-"""What the engines have in common: this rank among the others, and what all of them know together. No DeepSpeed here."""
+"""What a rank knows of the others: its place among them, and what all of them are told. No DeepSpeed here."""
 
 from __future__ import annotations
 
@@ -69,41 +69,6 @@ class Grid:
     def rank_of(self, stage: int, data_rank: int = 0) -> int:
         """The rank on ``stage`` with that share of the data."""
         return stage * self.data_ranks + data_rank
-
-
-class Ranked:
-    """One of the ranks that train together. Every method is collective: all ranks call it, in the same order."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.device = device
-
-    def agree(self, good: bool) -> bool:
-        """Whether ``good`` is true on every rank."""
-        return self._sum(float(not good))[0] == 0
-
-    def rng_states(self) -> list[torch.Tensor]:
-        """The random state of every rank's device, uint8, by rank."""
-        mine = random_state(self.device).to(self.device)
-        everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
-        dist.all_gather(everyone, mine)
-        return [state.cpu() for state in everyone]
-
-    def set_rng_state(self, state: torch.Tensor) -> None:
-        """Set this rank's random state."""
-        set_random_state(self.device, state)
-
-    def _sum(self, *values: float) -> list[float]:
-        """Each value added up over all ranks, in fp64."""
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor)
-        return [float(value) for value in tensor]
-
-    def _leave(self, engine: Any) -> None:
-        """Free DeepSpeed's engine, and leave when all do."""
-        engine.destroy()
-        dist.barrier()
-        dist.destroy_process_group()
 
 
 def random_state(device: torch.device) -> torch.Tensor:

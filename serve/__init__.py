@@ -1,0 +1,1 @@
+"""Serving: the same shards that training writes, over gRPC."""

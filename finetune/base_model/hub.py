@@ -12,13 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from checkpoint.tokenizer_files import TOKENIZER_FILES
 from finetune.config import TuneConfig
-from finetune.data.readers.tables import HUB
-from finetune.data.tokenizer import TOKENIZER_FILES
 from finetune.errors import ConfigError
 
 Need = Literal["config", "tokenizer", "model"]
 """``config.json`` alone; the tokenizer with it; the weights with both."""
+
+HUB: Final = "hf:"
+"""In front of the name of a model or a data set of the hub."""
 
 _CONFIGS: Final = ("config.json", "generation_config.json")
 _SAFETENSORS: Final = ("model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors")

@@ -58,7 +58,7 @@ def prepare(words: list[str]) -> int:
     return 0
 
 
-def data(words: list[str]) -> int:
+def main(words: list[str]) -> int:
     """``data check`` or ``data show``."""
     commands = {"check": _check, "show": _show}
     parser = argparse.ArgumentParser(prog="tessera-finetune data", allow_abbrev=False, description="Look at a run's data.")
@@ -145,7 +145,7 @@ def _parser(command: str, description: str) -> argparse.ArgumentParser:
 
 def _parsed(parser: argparse.ArgumentParser, words: list[str]) -> tuple[TuneConfig, argparse.Namespace]:
     from finetune.base_model.hub import located
-    from finetune.cli import load_config
+    from finetune.config.load import load_config
 
     overrides, rest = split_overrides(words, [field.name for field in fields(TuneConfig)])
     options = parser.parse_args(rest)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import shutil
+import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -11,6 +14,8 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
+from finetune.commands.parser import command_parser
+from finetune.commands.tables import table_console
 from finetune.machine import inventory, ops
 
 State = Literal["ok", "note", "missing"]
@@ -27,6 +32,20 @@ class Finding:
     """``missing`` is essential and makes the exit code 1; ``note`` costs something but does not stop training."""
     value: str
     remedy: str = ""
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the command; returns the exit code."""
+    parser = command_parser("doctor")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    options = parser.parse_args(words)
+
+    findings = examine()
+    if options.json:
+        sys.stdout.write(json.dumps(as_json(findings), indent=2) + "\n")
+    else:
+        show(findings, table_console())
+    return exit_code(findings)
 
 
 def examine() -> list[Finding]:

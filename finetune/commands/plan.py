@@ -66,7 +66,7 @@ def main(words: Sequence[str]) -> int:
         parser.error(f"--measure measures this machine; --{described[0].replace('_', '-')} describes another")
 
     from finetune.base_model.hub import located
-    from finetune.cli import load_config
+    from finetune.config.load import load_config
 
     command = options.command or _command_of(options.config, overrides)
     given = load_config(options.config, overrides, command=command)

@@ -10,10 +10,11 @@ from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 
+from checkpoint.tokenizer_files import TEMPLATE as CHAT_TEMPLATE
 from finetune.config import TuneConfig
 from finetune.data.chat import find_template
 from finetune.data.inputs import Inputs, digest, source_identity
-from finetune.data.tokenizer import CHAT_TEMPLATE, copy_tokenizer, train_tokenizer
+from finetune.data.tokenizer import copy_tokenizer, train_tokenizer
 from finetune.data.workers import Encoding
 from finetune.errors import ConfigError
 

@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
+from finetune.base_model.hub import HUB
 from finetune.config import DataConfig, SourceConfig
 from finetune.data.readers import READERS, Fault, Item, Part, Piece, Record, Tokens, cut, kind_of
 from finetune.data.readers.jsonl import JsonlReader
 from finetune.data.readers.megatron import has_labels
-from finetune.data.readers.tables import HUB, is_saved_dataset
+from finetune.data.readers.tables import is_saved_dataset
 from finetune.data.samples import Keys, Malformed, detect, parse, texts_of
 from finetune.errors import DataError
 

@@ -11,23 +11,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from checkpoint import CheckpointError
 from checkpoint.folder import Folder
-from checkpoint.tokenizer_files import check_tokenizer_files
+from checkpoint.tokenizer_files import TOKENIZER_FILES, check_tokenizer_files
 from finetune.config import TrainTokenizerConfig
 from finetune.data.readers import Piece
 from finetune.errors import ConfigError
 
 END_OF_TEXT = "<|endoftext|>"
-CHAT_TEMPLATE = "chat_template.jinja"
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    CHAT_TEMPLATE,
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-)
 """What belongs to a tokenizer and travels with every checkpoint; only the first is needed."""
 
 

@@ -22,7 +22,7 @@ from finetune.data.shards import ShardWriter, is_shard
 from finetune.data.sources import Source, Unit, place_of, read_part
 from finetune.data.tokenizer import end_of_text_id, num_ids, open_tokenizer
 from finetune.errors import DataError, RunError
-from finetune.launch.rank import die_with_parent
+from finetune.machine.process import die_with_parent
 
 _BATCH_CHARACTERS = 4 << 20
 _PARENT_LOOKS_EVERY_SECONDS = 0.5

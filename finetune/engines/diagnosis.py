@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from finetune.model.finite import is_finite
+
 
 @dataclass(frozen=True, slots=True)
 class BadOutput:
@@ -91,11 +93,6 @@ def gradient_in_words(bad: Iterable[str]) -> str | None:
         return None
     others = len(names) - 1
     return f"the gradient of {names[-1]}" + (f", and of {others} before it" if others else "")
-
-
-def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether all elements are. The extremes of a tensor are NaN as soon as one element is; this needs no second tensor."""
-    return bool(torch.stack(torch.aminmax(tensor.detach())).isfinite().all()) if tensor.numel() else True
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -10,7 +11,24 @@ from torch import nn
 
 from finetune.data.batches import Microbatch
 from finetune.engines.loss_scale import LossScale
-from finetune.types import StepOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What one optimizer step did, the same on every rank."""
+
+    loss: float
+    """Mean over all target tokens of the step, in nats."""
+    grad_norm: float
+    """Norm of the whole gradient before clipping; NaN when the step was skipped."""
+    num_targets: int
+    skipped: str | None
+    """``loss`` or ``gradient``: what was not finite; ``scale``: a gradient in fp16, answered with a smaller loss scale. The
+    weights are untouched then."""
+    stop: bool
+    """Whether any rank asked to stop."""
+    diagnosis: str | None = None
+    """Of a skipped step, if it was looked for: the first value that was not finite."""
 
 
 class TrainingEngine(Protocol):

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from checkpoint.tokenizer_files import TOKENIZER_FILES
 from finetune.config import SourceConfig, TuneConfig
 from finetune.data.sources import find_files
-from finetune.data.tokenizer import TOKENIZER_FILES
 from finetune.errors import ConfigError
 from finetune.forecast.facts import ModelFacts, facts_of
 from finetune.forecast.hardware import Hardware

@@ -15,8 +15,8 @@ from typing import Any, Final
 
 from finetune.config import TuneConfig
 from finetune.errors import FinetuneError
-from finetune.launch.local import rank_environment
 from finetune.machine import inventory, ops
+from finetune.machine.process import rank_environment
 from finetune.output.records import read_json, write_json
 from host.modules import import_path, module_command
 

@@ -7,7 +7,6 @@ import os
 import queue
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +19,7 @@ from typing import Any
 
 from finetune.errors import FinetuneError, RankDied, RunError
 from finetune.machine import inventory
+from finetune.machine.process import rank_environment
 from host.limits import killed_for_memory, memory_kills
 from host.modules import import_path, module_command
 
@@ -216,23 +216,6 @@ def _signal_text(number: int) -> str:
     return f"was ended by {name}"
 
 
-def rank_environment(ranks: int, threads: int) -> dict[str, str]:
-    """What makes processes of this machine the ranks of one run, but for RANK and LOCAL_RANK."""
-    return {
-        "PATH": inventory.search_path(),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
-        "GLOO_SOCKET_IFNAME": "lo",  # the host's name need not resolve
-        "OMP_NUM_THREADS": str(threads),
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_VERBOSITY": "error",
-        "PYTHONUNBUFFERED": "1",
-        "TESSERA_PARENT": str(os.getpid()),
-    }
-
-
 def _environment(ranks: int, threads: int, console: int) -> dict[str, str]:
     """What every rank inherits."""
     environment = {**os.environ, **rank_environment(ranks, threads), "TESSERA_CONSOLE_FD": str(console)}
@@ -240,9 +223,3 @@ def _environment(ranks: int, threads: int, console: int) -> dict[str, str]:
     if os.isatty(console):
         environment["TESSERA_CONSOLE_WIDTH"] = str(os.get_terminal_size(console).columns)
     return environment
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

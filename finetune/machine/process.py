@@ -1,4 +1,4 @@
-"""How a process of training lives and ends: not beyond the one that started it, and without a race at its own end."""
+"""How a process of training lives: one rank of several, never longer than who started it, ended without a race."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import ctypes
 import gc
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import NoReturn
+
+from finetune.machine import inventory
 
 _PR_SET_PDEATHSIG = 1
 
@@ -68,3 +71,26 @@ def _flush() -> None:
         with suppress(OSError, ValueError):
             if stream is not None:
                 stream.flush()
+
+
+def rank_environment(ranks: int, threads: int) -> dict[str, str]:
+    """What makes processes of this machine the ranks of one run, but for RANK and LOCAL_RANK."""
+    return {
+        "PATH": inventory.search_path(),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "GLOO_SOCKET_IFNAME": "lo",  # the host's name need not resolve
+        "OMP_NUM_THREADS": str(threads),
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "PYTHONUNBUFFERED": "1",
+        "TESSERA_PARENT": str(os.getpid()),
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

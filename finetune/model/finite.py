@@ -7,8 +7,12 @@ from contextlib import contextmanager
 
 import torch
 
-from finetune.engines.diagnosis import is_finite
 from finetune.errors import WeightNotFinite
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all elements are. The extremes of a tensor are NaN as soon as one element is; this needs no second tensor."""
+    return bool(torch.stack(torch.aminmax(tensor.detach())).isfinite().all()) if tensor.numel() else True
 
 
 def check_finite(name: str, loaded: torch.Tensor, source: torch.Tensor | None = None) -> None:

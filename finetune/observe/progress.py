@@ -16,13 +16,13 @@ from rich.table import Column
 from rich.text import Text
 
 from finetune.config import TuneConfig
+from finetune.engines.protocol import StepOutcome
 from finetune.observe.gauges import Gauges
 from finetune.observe.metrics import TrainMetrics
 from finetune.observe.sinks import Sinks
 from finetune.observe.spikes import Spike
 from finetune.output.folder import LOG
 from finetune.output.log import forget_after
-from finetune.types import StepOutcome
 from finetune.units import in_gib
 
 

@@ -30,7 +30,7 @@ from finetune.output.folder import CHECKPOINTS, LOG, step_folders
 from finetune.output.log import tokens_at
 from finetune.output.saves import newest_first
 from finetune.train.changes import check_settings
-from finetune.types import Progressed
+from finetune.train.position import Progressed
 
 _LOST = "the optimizer's moments, the random states and the loss scale: no resume state is whole, so they start anew"
 

@@ -21,8 +21,8 @@ from finetune.model.finite import check_finite, found_in
 from finetune.output.folder import RESUME
 from finetune.output.saves import newest_first
 from finetune.train.changes import check_settings
+from finetune.train.position import Progressed
 from finetune.train.recovery import SavedWeights, find_weights
-from finetune.types import Progressed
 
 
 class ResumeState:

@@ -19,7 +19,7 @@ from finetune.engines.protocol import TrainingEngine
 from finetune.errors import RunError
 from finetune.output.folder import CHECKPOINTS, RESUME, SNAPSHOTS, prune
 from finetune.output.saves import is_whole
-from finetune.types import Progressed
+from finetune.train.position import Progressed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

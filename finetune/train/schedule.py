@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from finetune.config import TuneConfig
-from finetune.types import Progressed
+from finetune.train.position import Progressed
 
 
 @dataclass(frozen=True, slots=True)

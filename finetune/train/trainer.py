@@ -11,13 +11,13 @@ from typing import Any, Final
 import torch
 from rich.console import Console
 
+from checkpoint.tokenizer_files import TOKENIZER_FILES
 from finetune.config import TuneConfig
 from finetune.config.learning_rate import with_rate
 from finetune.data.batches import eval_batches, step_batches
 from finetune.data.pack import SampleOrder, Share
 from finetune.data.prepared import Prepared, described
 from finetune.data.rows import open_rows
-from finetune.data.tokenizer import TOKENIZER_FILES
 from finetune.engines.protocol import Fill, TrainingEngine
 from finetune.engines.zero.engine import ZeroEngine
 from finetune.errors import LossSpike, NotFinite, RunError
@@ -33,11 +33,11 @@ from finetune.output.folder import LOG
 from finetune.output.log import last_step
 from finetune.train.changes import changes_in_words, course_of, settings_of
 from finetune.train.initial_model import Origin
+from finetune.train.position import Progressed
 from finetune.train.recovery import SavedWeights
 from finetune.train.resume import ResumeState, find_resume_state
 from finetune.train.saving import Keeper
 from finetune.train.schedule import make_schedule
-from finetune.types import Progressed
 
 DTYPES: Final[Mapping[str, torch.dtype]] = {
     "float32": torch.float32,

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from checkpoint import Checkpoint, CheckpointError, CheckpointWriter, open_checkpoint
+from checkpoint.tokenizer_files import TOKENIZER_FILES
 from finetune.base_model.hub import folder_of
-from finetune.data.tokenizer import TOKENIZER_FILES
 from finetune.errors import ConfigError, RunError
 from finetune.model.finite import check_finite, found_in
 from finetune.output.folder import RESUME, checkpoint_folder, step_folders

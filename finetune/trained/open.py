@@ -12,13 +12,12 @@ from transformers import PreTrainedModel
 
 from checkpoint import CheckpointError, open_checkpoint
 from checkpoint.folder import Folder
-from checkpoint.tokenizer_files import check_tokenizer_files
+from checkpoint.tokenizer_files import TOKENIZER_FILES, check_tokenizer_files
 from finetune.base_model.hub import folder_of
-from finetune.data.tokenizer import TOKENIZER_FILES
 from finetune.errors import ConfigError
-from finetune.model.adapters import adapter_folder, merged_model, open_base
 from finetune.model.build import load_model
 from finetune.output.folder import checkpoint_folder
+from finetune.trained.merge import adapter_folder, merged_model, open_base
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""What is particular to each architecture: its attention over blocks, its slices, its weights."""

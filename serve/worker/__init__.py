@@ -1,0 +1,1 @@
+"""The ranks: processes that compute what the engine plans."""

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from finetune.launch.local import rank_environment
 from finetune.machine import inventory
+from finetune.machine.process import rank_environment
 
 NEEDS_LIBAIO = pytest.mark.skipif(inventory.libaio() is None, reason="libaio is missing: apt-get install libaio-dev")
 COMMAND = (sys.executable, "-m", "finetune")

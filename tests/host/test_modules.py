@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from finetune.errors import FinetuneError
-from finetune.launch.local import Ranks, local
+from finetune.launch import local
+from finetune.launch.local import Ranks
 from host.modules import import_path, module_command
 
 ROOT = Path(__file__).resolve().parents[2]

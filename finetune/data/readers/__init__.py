@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from finetune.base_model.hub import HUB
 from finetune.data.readers.items import Fault, Item, Part, Piece, Reader, Record, Tokens, cut
 from finetune.data.readers.json_array import JsonArrayReader
 from finetune.data.readers.jsonl import JsonlReader
 from finetune.data.readers.megatron import MegatronReader
 from finetune.data.readers.streams import inner_suffix
-from finetune.data.readers.tables import HUB, DatasetReader, ParquetReader, is_saved_dataset
+from finetune.data.readers.tables import DatasetReader, ParquetReader, is_saved_dataset
 from finetune.data.readers.text import TextReader
 
 __all__ = ["READERS", "Fault", "Item", "Part", "Piece", "Reader", "Record", "Tokens", "cut", "kind_of"]

@@ -8,11 +8,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from finetune.base_model.hub import HUB
 from finetune.data.readers.items import Fault, Item, Part, Record
 from finetune.errors import DataError
 
 _ROWS_AT_ONCE = 256
-HUB = "hf:"
 
 
 class ParquetReader:

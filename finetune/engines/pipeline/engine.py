@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 
 from finetune.config import TuneConfig, to_deepspeed
 from finetune.data.batches import Microbatch
-from finetune.distributed import Grid, Ranked, random_state, set_random_state
-from finetune.engines.diagnosis import first_bad_output, first_on_any_rank, gradient_in_words, is_finite, output_in_words
+from finetune.distributed import Grid, random_state, set_random_state
+from finetune.engines.diagnosis import first_bad_output, first_on_any_rank, gradient_in_words, output_in_words
 from finetune.engines.loss_scale import LossScale, is_everyday, reason_of_bad_gradient
 from finetune.engines.pipeline.assignment import divide
 from finetune.engines.pipeline.layers import Flow, Layer, LossTally, build_on_meta, give_memory, lent_memory, split
@@ -30,10 +30,12 @@ from finetune.engines.pipeline.optimizer import StageOptimizer
 from finetune.engines.pipeline.schedule import PipeSchedule, StageModule, StepEnd
 from finetune.engines.pipeline.shared_weights import Copies
 from finetune.engines.pipeline.state import StageState
+from finetune.engines.protocol import StepOutcome
+from finetune.engines.ranked import Ranked
+from finetune.model.finite import is_finite
 from finetune.model.isolation import positions_of
 from finetune.optimizers.make import make_optimizer
 from finetune.optimizers.state import MOMENTS, factors_of, groups_of, matrices_of, moments_of
-from finetune.types import StepOutcome
 
 IDLE = "idle"
 """Name of the parameter of a stage that has none of its own to update."""

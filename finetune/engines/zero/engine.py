@@ -24,9 +24,11 @@ from transformers.integrations import HfDeepSpeedConfig
 
 from finetune.config import TuneConfig, to_deepspeed
 from finetune.data.batches import Microbatch
-from finetune.distributed import Ranked, random_state, set_random_state
+from finetune.distributed import random_state, set_random_state
 from finetune.engines.diagnosis import first_bad_output, first_on_any_rank, gradient_in_words, output_in_words
 from finetune.engines.loss_scale import LossScale, is_everyday, reason_of_bad_gradient
+from finetune.engines.protocol import StepOutcome
+from finetune.engines.ranked import Ranked
 from finetune.engines.zero.optimizer import ZeroOptimizer, choose_optimizer
 from finetune.machine.nvme import Disk, disk_settings
 from finetune.model.adapters import add_adapters, as_peft_names_them, base_of
@@ -35,7 +37,6 @@ from finetune.model.isolation import forward_inputs
 from finetune.model.loss import HeadLoss, token_losses
 from finetune.model.recompute import recompute_blocks
 from finetune.optimizers.state import moments_of
-from finetune.types import StepOutcome
 
 _COLLECTIVE_TIMEOUT = timedelta(hours=2)  # rank 0 alone writes checkpoints while the others wait
 

@@ -22,7 +22,7 @@ from torch import nn
 from finetune.config import TuneConfig
 from finetune.distributed import Peers
 from finetune.engines.buckets import reduce_in_place
-from finetune.engines.diagnosis import is_finite
+from finetune.model.finite import is_finite
 from finetune.optimizers.base import ShardedOptimizer
 from finetune.optimizers.fragments import fragments_of
 from finetune.optimizers.make import make_optimizer

@@ -15,7 +15,8 @@ from huggingface_hub import constants
 from safetensors.torch import load_file
 
 from finetune.base_model.hub import folder_of, located
-from finetune.cli import load_config, main
+from finetune.cli import main
+from finetune.config.load import load_config
 from finetune.errors import ConfigError
 from finetune.model.build import load_model
 from tests.finetune.support import run_command, small_run, write_config

@@ -18,8 +18,9 @@ from finetune.base_model.identity import candidates, identified, recorded, settl
 from finetune.cli import main
 from finetune.config import DataConfig, LoraConfig, ModelConfig, RunConfig, TuneConfig
 from finetune.errors import ConfigError
-from finetune.model.adapters import adapter_config_of, adapter_folder, add_adapters, as_peft_names_them, merge
+from finetune.model.adapters import adapter_config_of, add_adapters, as_peft_names_them
 from finetune.model.build import saved_config, tied_names
+from finetune.trained.merge import adapter_folder, merge
 from tests.support.models import build
 
 IDS = torch.tensor([[5, 9, 40, 200, 17, 3, 88]])

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from finetune.cli import load_config
 from finetune.config import TuneConfig
+from finetune.config.load import load_config
 from finetune.config.read import describe
 from serve.client import Client
 from tests.finetune.support import NEEDS_LIBAIO, ROOT, run_command, write_config

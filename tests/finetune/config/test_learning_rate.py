@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from finetune.cli import load_config, main
+from finetune.cli import main
 from finetune.config.learning_rate import with_rate
+from finetune.config.load import load_config
 from finetune.train.resume import ResumeState
 from finetune.train.schedule import make_schedule
 from tests.finetune.support import small_run, write_config

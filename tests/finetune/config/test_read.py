@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from finetune.cli import load_config
 from finetune.config import SourceConfig, TuneConfig
+from finetune.config.load import load_config
 from finetune.config.read import build, describe, split_overrides
 from finetune.errors import ConfigError
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from finetune.cli import load_config
+from finetune.config.load import load_config
 from finetune.content import WHOLE_BYTES, sampled_sha256
 from finetune.data.prepare import Prepared, prepare
 from finetune.data.resumed import agreed_data

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finetune.cli import load_config
+from finetune.config.load import load_config
 from finetune.data.pack import SampleOrder, Share
 from finetune.data.prepare import Prepared, prepare
 from finetune.data.rows import JoinedRows, open_rows

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finetune.cli import load_config
+from finetune.config.load import load_config
 from finetune.data.binning import pack
 from finetune.data.prepare import Prepared, prepare
 from finetune.data.rows import NO_TARGET, SampleRows, open_rows

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from finetune.cli import load_config, main
+from finetune.cli import main
+from finetune.config.load import load_config
 from finetune.data import prepare as preparing
 from finetune.data import workers
 from finetune.data.prepare import Prepared, prepare

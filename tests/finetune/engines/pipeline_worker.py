@@ -41,10 +41,10 @@ from finetune.engines.protocol import TrainingEngine
 from finetune.engines.zero.engine import ZeroEngine, start_ranks
 from finetune.model.build import build_empty, decay_groups, fill, initialise, new_config, saved_config
 from finetune.model.loss import token_losses
+from finetune.train.position import Progressed
 from finetune.train.resume import ResumeState
 from finetune.train.saving import Keeper
 from finetune.train.schedule import Schedule
-from finetune.types import Progressed
 from tests.finetune.engines.zero_worker import fp16_on_cpu, leave, same, snapshot, whole
 
 STEPS = 50

@@ -21,8 +21,8 @@ from finetune.engines.protocol import TrainingEngine
 from finetune.engines.zero.engine import ZeroEngine, start_ranks
 from finetune.model.build import build_empty, decay_groups, initialise
 from finetune.optimizers.lion import Lion
+from finetune.train.position import Progressed
 from finetune.train.resume import ResumeState
-from finetune.types import Progressed
 from tests.finetune.engines.pipeline_worker import (
     costly_head,
     hf_config,

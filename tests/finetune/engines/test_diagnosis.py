@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from finetune.engines.diagnosis import BadOutput, first_bad_output, gradient_in_words, is_finite, output_in_words
+from finetune.engines.diagnosis import BadOutput, first_bad_output, gradient_in_words, output_in_words
 from finetune.engines.loss_scale import LEAST, MOST, START, WINDOW, LossScale
+from finetune.model.finite import is_finite
 
 
 class Blow(nn.Module):

@@ -43,10 +43,10 @@ from finetune.machine.build_ops import load_op
 from finetune.machine.process import end_process
 from finetune.model.build import build_empty, decay_groups, initialise, new_config
 from finetune.model.loss import token_losses
+from finetune.train.position import Progressed
 from finetune.train.resume import ResumeState
 from finetune.train.saving import Keeper
 from finetune.train.schedule import Schedule
-from finetune.types import Progressed
 
 STEPS = 20
 RANKS = 2

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from finetune.cli import load_config, main
+from finetune.cli import main
 from finetune.config import ActivationConfig, TuneConfig
+from finetune.config.load import load_config
 from finetune.engines.pipeline.layer_costs import measure, recall, remember
 from finetune.engines.pipeline.layers import HeadLayer, LossTally, build_on_meta, split
 from finetune.model.build import new_config

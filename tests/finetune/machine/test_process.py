@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.launch.local import rank_environment
-from finetune.machine.process import without_collection
+from finetune.machine.process import rank_environment, without_collection
 from tests.finetune.support import COMMAND, ROOT, run_command, small_run, witness_environment
 
 PROGRAM = """

@@ -11,9 +11,9 @@ import torch
 from rich.console import Console
 
 from finetune.config import DataConfig, LogConfig, ModelConfig, RunConfig, TuneConfig
+from finetune.engines.protocol import StepOutcome
 from finetune.observe.gauges import Gauges
 from finetune.observe.progress import RunProgress
-from finetune.types import StepOutcome
 
 
 def shown(tmp_path: Path, *, terminal: bool, width: int = 200) -> str:

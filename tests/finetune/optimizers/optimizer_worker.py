@@ -37,9 +37,9 @@ from finetune.engines.zero import engine as ds
 from finetune.engines.zero.engine import ZeroEngine
 from finetune.model.build import build_empty, decay_groups, initialise, new_config
 from finetune.model.loss import token_losses
+from finetune.train.position import Progressed
 from finetune.train.resume import ResumeState
 from finetune.train.schedule import Schedule
-from finetune.types import Progressed
 from tests.finetune.engines.zero_worker import SETTINGS, keeper, leave, not_finite, same, snapshot, step_data, whole
 
 STEPS = 10

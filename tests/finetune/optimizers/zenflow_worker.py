@@ -23,8 +23,8 @@ from finetune.engines.zero import engine as ds
 from finetune.engines.zero.engine import ZeroEngine
 from finetune.model.build import build_empty, decay_groups
 from finetune.model.loss import token_losses
+from finetune.train.position import Progressed
 from finetune.train.resume import ResumeState
-from finetune.types import Progressed
 from tests.finetune.engines.zero_worker import keeper, leave, not_finite, same, snapshot, step_data, whole
 from tests.finetune.optimizers import optimizer_worker
 from tests.finetune.optimizers.optimizer_worker import SCHEDULE, engine_of, fill, hf_config, in_sub_groups, settings, train

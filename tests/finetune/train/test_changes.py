@@ -23,8 +23,8 @@ from finetune.config import (
 from finetune.data.prepared import Prepared
 from finetune.errors import ConfigError
 from finetune.train.changes import changes_in_words, check_settings, course_of, settings_of
+from finetune.train.position import Progressed
 from finetune.train.schedule import make_schedule
-from finetune.types import Progressed
 
 SAVE = Path("run/resume/step-00000004")
 CONFIG = TuneConfig(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from checkpoint import open_checkpoint
-from finetune.cli import load_config
+from finetune.config.load import load_config
 from finetune.trained.evaluate import evaluate
 from tests.finetune.support import COMMAND, ROOT
 from tests.finetune.train.test_tune import losses_of

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from finetune.cli import load_config
 from finetune.config import TuneConfig
+from finetune.config.load import load_config
 from finetune.data.batches import step_batches
 from finetune.data.pack import SampleOrder, Share
 from finetune.data.prepare import prepare

@@ -23,10 +23,10 @@ from finetune.output.folder import claimed_output, step_folders
 from finetune.output.saves import is_whole, newest_whole
 from finetune.train import saving
 from finetune.train.changes import changes_in_words
+from finetune.train.position import Progressed
 from finetune.train.recovery import SavedWeights
 from finetune.train.resume import ResumeState, find_resume_state
 from finetune.train.saving import Keeper
-from finetune.types import Progressed
 from tests.support.models import build
 
 

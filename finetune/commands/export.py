@@ -1,0 +1,32 @@
+"""``tessera-finetune export``: a checkpoint written elsewhere, in any dtype."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from finetune.commands.parser import DTYPES, command_parser
+from finetune.machine.process import without_collection
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the command; returns the exit code."""
+    parser = command_parser("export")
+    parser.add_argument("source", type=Path, metavar="RUN_OR_CHECKPOINT")
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to make")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the written weights; unset: as stored")
+    parser.add_argument("--step", type=int, help="which checkpoint of a run; unset: the latest")
+    parser.add_argument("--max-shard-mib", type=int, default=2048, help="largest file of weights (2048)")
+    options = parser.parse_args(words)
+    if options.max_shard_mib < 1:
+        parser.error("--max-shard-mib must be at least 1")
+    with without_collection():
+        import torch
+
+        from finetune.trained.export import export
+
+    dtype = getattr(torch, options.dtype) if options.dtype else None
+    path = export(options.source, options.out, dtype=dtype, step=options.step, max_shard_bytes=options.max_shard_mib << 20)
+    sys.stdout.write(f"{path}\n")
+    return 0

@@ -1,0 +1,46 @@
+"""``tessera-finetune merge``: a LoRA adapter joined with its base model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from finetune.commands.parser import DTYPES, command_parser
+from finetune.machine.process import without_collection
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the command; returns the exit code."""
+    parser = command_parser("merge")
+    parser.add_argument("adapter", type=Path, metavar="RUN_OR_ADAPTER")
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to make")
+    parser.add_argument("--base", type=Path, help="folder of the base model; unset: the one the adapter names")
+    parser.add_argument(
+        "--base-changed",
+        choices=("refuse", "accept"),
+        default="refuse",
+        help="what happens to a base that is not the one the adapter was trained beside (refuse)",
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="of the written weights; unset: the base model's")
+    parser.add_argument("--max-shard-mib", type=int, default=2048, help="largest file of weights (2048)")
+    options = parser.parse_args(words)
+    if options.max_shard_mib < 1:
+        parser.error(f"--max-shard-mib is {options.max_shard_mib}; it must be at least 1")
+    with without_collection():
+        import torch
+
+        from finetune.trained.merge import merge
+
+    dtype = None if options.dtype is None else getattr(torch, options.dtype)
+    out = merge(
+        options.adapter,
+        options.out,
+        base=options.base,
+        any_base=options.base_changed == "accept",
+        dtype=dtype,
+        max_shard_bytes=options.max_shard_mib << 20,
+    )
+    Console().print(str(out), highlight=False, soft_wrap=True)
+    return 0

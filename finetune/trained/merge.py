@@ -1,0 +1,153 @@
+"""``tessera-finetune merge``: an adapter joined with its base model, as a whole model again."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from finetune.base_model.hub import folder_of
+from finetune.base_model.identity import candidates, find_again, recorded_beside
+from finetune.errors import ConfigError
+from finetune.machine.quiet import quiet
+from finetune.model.build import load_model, saved_config, stored_dtype, tied_names
+from finetune.model.finite import check_finite, found_in
+from finetune.output.folder import checkpoint_folder
+from finetune.output.saves import newest_first
+from finetune.trained.export import require_new, tokenizer_files_of, write_new
+
+_log = logging.getLogger(__name__)
+_ADAPTER = "adapter_config.json"
+_WEIGHTS = "adapter_model.safetensors"
+
+
+def merge(
+    adapter: Path,
+    out: Path,
+    *,
+    base: Path | None = None,
+    any_base: bool = False,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 2 << 30,
+) -> Path:
+    """Join an adapter with its base model into the new checkpoint ``out``; whole or absent.
+
+    The whole model is in memory, in the base's type, and is merged by peft; each merged weight is computed in fp32.
+
+    Args:
+        adapter: a run's folder, a folder of checkpoints, or one folder with ``adapter_config.json``.
+        base: the base model's folder; unset: the one that ``adapter_config.json`` names.
+        any_base: join with that one even if the adapter was trained beside another.
+
+    Raises:
+        ConfigError: there is no adapter or no base, they do not fit, or ``out`` exists.
+        RunError: writing failed.
+    """
+    require_new(out)
+    folder = adapter_folder(adapter)
+    if folder is None:
+        raise ConfigError(f"{adapter}: holds no {_ADAPTER}; it is not an adapter")
+    with open_base(folder, base, any_base=any_base) as checkpoint:
+        try:
+            model = merged_model(checkpoint, folder, dtype)
+        except CheckpointError as error:
+            raise ConfigError(f"{checkpoint.path}: {error}") from error
+        source = folder if (folder / "tokenizer.json").is_file() else checkpoint.path
+        tied = tied_names(model)
+        return write_new(
+            out,
+            ((name, parameter.detach()) for name, parameter in model.named_parameters() if name not in tied),
+            step=checkpoint.step or 0,
+            config=saved_config(model.config, model.dtype),
+            generation_config=dict(checkpoint.generation_config) or None,
+            tokenizer_files=tokenizer_files_of(source),
+            max_shard_bytes=max_shard_bytes,
+        )
+
+
+def adapter_folder(path: Path) -> Path | None:
+    """The adapter that counts of a run or of a folder of checkpoints, or ``path`` itself; ``None`` if that is no adapter.
+
+    As of whole models, that is the one that ``latest`` names or, if it is not whole, the newest that is. Where none is whole,
+    it is the first that would count, for what opens it to say what is wrong with it.
+    """
+    folder = checkpoint_folder(path)
+    if not (folder / _ADAPTER).is_file():
+        folder = next(iter(newest_first(folder)), folder)
+    return folder if (folder / _ADAPTER).is_file() else None
+
+
+def open_base(folder: Path, base: Path | None = None, *, any_base: bool = False) -> Checkpoint:
+    """The base model of the adapter in ``folder``: at ``base``, or where the adapter says.
+
+    Of a root above several checkpoints it is the one that the adapter was trained beside, known by its hash. Adapters of
+    releases that recorded none get what the place means today, with a warning.
+
+    Args:
+        any_base: take what the place means today, whatever the adapter was trained beside.
+
+    Raises:
+        ConfigError: the adapter's format is another one, there is no such model, or it is another one.
+    """
+    if not (folder / _WEIGHTS).is_file():
+        raise ConfigError(f"{folder}: holds no {_WEIGHTS}; adapters of other formats are not opened")
+    from peft import PeftConfig
+
+    try:
+        described = PeftConfig.from_pretrained(str(folder))
+    except Exception as error:
+        raise ConfigError(f"{folder / _ADAPTER}: {' '.join(str(error).split())}") from error
+    named = folder / _ADAPTER if base is None else "--base"
+    base = folder_of(base or str(described.base_model_name_or_path), f"{named}: base model")
+    try:
+        wanted = None if any_base else recorded_beside(folder)
+    except CheckpointError as error:
+        raise ConfigError(f"{folder}: {error}") from error
+    try:
+        places = candidates(base)
+        found = places[0] if wanted is None else find_again(wanted, places)
+        if found is None:
+            remedy = "merge it with the place of that one as --base, or with --base-changed accept"
+            raise ConfigError(f"{base}: is not the model that {folder} was trained beside, {wanted}; {remedy}")
+        opened = open_checkpoint(found)
+    except CheckpointError as error:
+        raise ConfigError(f"{base}: {error}; name the base model with --base") from error
+    if wanted is None and not any_base:
+        _log.warning("%s does not say what its base model held; %s is taken for it, unproved", folder, opened.path)
+    return opened
+
+
+def merged_model(base: Checkpoint, folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
+    """The base model with the adapter of ``folder`` in it.
+
+    Args:
+        dtype: of the model; unset: the base's own.
+
+    Raises:
+        CheckpointError: the base's tensors are not those of its config.json.
+        ConfigError: the two do not fit, or a weight of either is not finite.
+    """
+    with quiet():
+        from peft import PeftModel
+
+        model = load_model(base, dtype or stored_dtype(base))
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("error", message="Found missing adapter keys")
+                wrapped = PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=True)
+        except (RuntimeError, ValueError, KeyError, UserWarning) as error:
+            reason = " ".join(str(error).split())[:300]
+            raise ConfigError(f"{folder}: does not fit the base model {base.path}: {reason}") from error
+        with found_in(str(folder)):
+            for name, parameter in wrapped.named_parameters():
+                if "lora_" in name:
+                    check_finite(name, parameter)
+        merged: PreTrainedModel = wrapped.merge_and_unload()
+    with found_in(f"{base.path} with the adapter {folder}"):
+        for name, parameter in merged.named_parameters():
+            check_finite(name, parameter)
+    return merged

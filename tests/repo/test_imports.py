@@ -1,0 +1,46 @@
+"""The import graph as it is: what the contracts of ``pyproject.toml`` cannot say."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from types import ModuleType
+
+import grimp
+import pytest
+
+import checkpoint
+import finetune
+import host
+import serve
+
+OURS = ("serve", "finetune", "checkpoint", "host")
+
+
+@pytest.fixture(scope="module")
+def graph() -> grimp.ImportGraph:
+    """Every import of every module, inside functions and for types alone as well."""
+    return grimp.build_graph(*OURS, cache_dir=None)
+
+
+def test_no_module_imports_itself_by_way_of_others(graph: grimp.ImportGraph) -> None:
+    arrows = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    try:
+        TopologicalSorter(arrows).prepare()
+    except CycleError as error:
+        pytest.fail(f"an import circle: {' -> '.join(error.args[1])}")
+
+
+def test_training_has_at_most_eight_modules_outside_its_rooms() -> None:
+    flat = sorted(path.name for path in Path(finetune.__file__).parent.glob("*.py"))
+    assert len(flat) <= 8, flat
+
+
+@pytest.mark.parametrize("package", [serve, finetune, checkpoint, host], ids=lambda package: package.__name__)
+def test_every_package_says_what_it_is_for(package: ModuleType) -> None:
+    found = [package.__name__, *(m.name for m in pkgutil.walk_packages(package.__path__, f"{package.__name__}.") if m.ispkg)]
+    generated = [name for name in found if name.startswith("serve.v1")]
+    silent = [name for name in found if name not in generated and not importlib.import_module(name).__doc__]
+    assert not silent
