@@ -63,9 +63,14 @@ def _check_equal(checkpoint: _Readable, copies: list[str]) -> None:
     first, *others = (checkpoint.tensors[name] for name in copies)
     for other in others:
         for part in _parts(first):
-            if not torch.equal(checkpoint.read(first.name, part).to(other.dtype), checkpoint.read(other.name, part)):
+            if not _same(checkpoint.read(first.name, part).to(other.dtype), checkpoint.read(other.name, part)):
                 rule = f"ties {first.name!r} and {other.name!r}; both are stored, and they differ (tie_word_embeddings?)"
                 raise CheckpointError("config.json", rule)
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    # NaN in the same places is no difference: who looks for it names the tensor.
+    return torch.equal(one, other) or torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def _parts(info: TensorInfo) -> Iterator[tuple[slice, ...]]:

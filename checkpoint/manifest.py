@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -115,8 +115,15 @@ def check_sizes(folder: Folder, manifest: Manifest) -> None:
             raise CheckpointError(name, rule)
 
 
-def check_hashes(folder: Folder, manifest: Manifest) -> None:
-    """Every file of the manifest has its sha256. Reads the whole checkpoint once."""
+def check_hashes(folder: Folder, manifest: Manifest | None, then: Callable[[str], None] | None = None) -> None:
+    """Every file of the manifest, which must be there, has its sha256. Reads the whole checkpoint, a few files at a time.
+
+    ``then`` is called with the name of each file whose hash was right, in one of several threads, while the file's bytes are
+    likely in the system's memory still; what it raises is raised here.
+    """
+    if manifest is None:
+        raise CheckpointError(MANIFEST, "is missing, so there is nothing to compare the files' sha256 with")
+    entries = manifest.files
 
     def check(name: str) -> None:
         fd = folder.open(name)
@@ -124,13 +131,18 @@ def check_hashes(folder: Folder, manifest: Manifest) -> None:
             digest = hash_file(fd, name)
         finally:
             os.close(fd)
-        if digest != manifest.files[name].sha256:
-            raise CheckpointError(
-                name, f"its sha256 is {digest}, {MANIFEST} says {manifest.files[name].sha256}: it was changed"
-            )
+        if digest != entries[name].sha256:
+            raise CheckpointError(name, f"its sha256 is {digest}, {MANIFEST} says {entries[name].sha256}: it was changed")
+        if then is not None:
+            then(name)
 
+    each_file(entries, check)
+
+
+def each_file(names: Iterable[str], look: Callable[[str], None]) -> None:
+    """Call ``look`` with every name, in a few threads at once, and raise what it raises first."""
     with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
-        for _ in pool.map(check, manifest.files):
+        for _ in pool.map(look, names):
             pass
 
 

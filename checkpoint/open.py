@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +17,7 @@ from checkpoint.agreement import check_tensors
 from checkpoint.dtypes import TORCH_DTYPES
 from checkpoint.errors import CheckpointError
 from checkpoint.layout import TensorInfo
-from checkpoint.manifest import Manifest
+from checkpoint.manifest import Manifest, check_hashes, each_file
 from checkpoint.slices import read_slice
 from checkpoint.structure import Structure, Verification, open_structure
 from checkpoint.vocabulary import check_rows, tokenizer_vocab_size
@@ -144,6 +144,26 @@ class Checkpoint:
         with self._lock:
             self._bytes_read += out.numel() * extent.item_bytes
         return out
+
+    def look_through(self, look: Callable[[str], None], *, hashes: bool) -> None:
+        """Have ``look`` called with the name of every weights file, in several threads; raises what it raises.
+
+        Args:
+            hashes: first compare the bytes of every file of the checkpoint with the manifest, which must be there. A file is
+                looked at right after its own bytes, so that it is seldom fetched from the disk a second time.
+
+        Raises:
+            CheckpointError: a hash does not hold, there is none, or a file cannot be read.
+        """
+
+        def look_at_weights(name: str) -> None:
+            if name in self._weights.files:
+                look(name)
+
+        if hashes:
+            check_hashes(self._structure.folder, self.manifest, look_at_weights)
+        else:
+            each_file(self._weights.files, look)
 
     def check_model(self) -> None:
         """See ``Structure.check_model``."""

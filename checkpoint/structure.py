@@ -70,8 +70,6 @@ def open_structure(path: str | Path, *, verify: Verification = "structure") -> S
     if manifest is not None:
         check_sizes(folder, manifest)
     if verify == "sha256":
-        if manifest is None:
-            raise CheckpointError(MANIFEST, "is missing, so there is nothing to compare the files' sha256 with")
         check_hashes(folder, manifest)
     config, generation = read_configs(folder)
     weights = open_weights(folder)

@@ -53,6 +53,8 @@ class Blueprint:
     """Parameters that the checkpoint stores as [in, out]."""
     aliases: Mapping[str, str]
     """Second names of tied parameters, and the names of their owners."""
+    stored: frozenset[str]
+    """The checkpoint's names of the tensors that the model takes; beside them it may have masks that nothing reads."""
     num_parameters: int
 
 
@@ -123,8 +125,15 @@ def build_on_meta(checkpoint: Checkpoint, family: Family, config: PretrainedConf
         raise ConfigError(str(error)) from error
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    count = sum(p.numel() for p in parameters.values())
-    return Blueprint(model=model, family=family, dtype=dtype, transposed=transposed, aliases=aliases, num_parameters=count)
+    return Blueprint(
+        model=model,
+        family=family,
+        dtype=dtype,
+        transposed=transposed,
+        aliases=aliases,
+        stored=frozenset(checkpoint.resolve(name, aliases) for name in expected),
+        num_parameters=sum(p.numel() for p in parameters.values()),
+    )
 
 
 def _stored_shape(name: str, shape: tuple[int, ...], transposed: frozenset[str]) -> tuple[int, ...]:

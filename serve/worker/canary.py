@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from checkpoint import CheckpointError, TensorInfo, open_checkpoint
+from checkpoint import CheckpointError, open_checkpoint
 from serve.engine.plan import Span, Start, StepPlan
 from serve.errors import ConfigError
 from serve.types import BlockId, SamplingParams, SequenceId
+from serve.worker.finite import check_weights, is_finite
 from serve.worker.loader import RankModel
 from serve.worker.parallel import Ranks
 from serve.worker.runner import Runner
@@ -22,7 +22,6 @@ from serve.worker.runner import Runner
 _PROMPT_TOKENS: Final = 8
 _SEQUENCE: Final = SequenceId(-1)
 """No request's: the engine counts from 0."""
-_PIECE_BYTES: Final = 64 << 20
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +40,7 @@ def check_forward(path: str, model: RankModel, ranks: Ranks, runner: Runner) -> 
     """
     with _first_bad_layer(model.body) as bad_layer:
         faults = [fault for plan in _plans(model) if (result := runner.execute(plan)) for fault in result.faults]
-        weights_are_finite = all(_is_finite(weight) for part in (model.body, model.head) for weight in part.parameters())
+        weights_are_finite = all(is_finite(weight) for part in (model.body, model.head) for weight in part.parameters())
         is_good = weights_are_finite and not faults and bad_layer() is None
         if ranks.smallest(int(is_good)):
             return
@@ -79,7 +78,7 @@ def _first_bad_layer(body: nn.Module) -> Iterator[Callable[[], str | None]]:
 
     def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
         def look(module: nn.Module, inputs: Any, output: Any) -> None:
-            if not bad and not _is_finite(output[0] if isinstance(output, tuple) else output):
+            if not bad and not is_finite(output[0] if isinstance(output, tuple) else output):
                 bad.append(name)
 
         return look
@@ -98,34 +97,14 @@ def _first_bad_layer(body: nn.Module) -> Iterator[Callable[[], str | None]]:
             handle.remove()
 
 
-def _is_finite(tensor: Tensor) -> bool:
-    if tensor.numel() == 0:
-        return True
-    return all(bool(end.isfinite()) for end in tensor.aminmax())  # one pass, no second tensor of that size
-
-
 def _bad_tensor(path: str, model: RankModel) -> str | None:
-    """The first tensor of the checkpoint that is not finite in the type it is served in, in words."""
-    dtype = getattr(torch, model.facts.dtype)
+    """What is wrong with the first tensor that is not finite in the type it is served in."""
     try:
         with open_checkpoint(path) as checkpoint:
-            for info in checkpoint.tensors.values():
-                for part in _pieces(info) if info.dtype.is_floating_point else ():
-                    if not _is_finite(checkpoint.read(info.name, part, dtype=dtype)):
-                        where = f"{info.file}: tensor {info.name!r}"
-                        return f"{where} holds numbers that are NaN or infinite in {model.facts.dtype}; it is not served"
+            check_weights(checkpoint, model.stored, getattr(torch, model.facts.dtype))
     except CheckpointError as error:
         return str(error)
     return None
-
-
-def _pieces(info: TensorInfo) -> Iterable[tuple[slice, ...]]:
-    """Rows of bounded size that together are the tensor."""
-    num_bytes = math.prod(info.shape) * info.dtype.itemsize
-    if not info.shape or not num_bytes:
-        return [()]
-    rows = max(1, _PIECE_BYTES * info.shape[0] // num_bytes)
-    return ((slice(row, row + rows),) for row in range(0, info.shape[0], rows))
 
 
 def _bad_range(model: RankModel, layer: str | None) -> str:

@@ -32,6 +32,7 @@ from serve.model.kernels.build import KernelUnavailable, load_cpu_kernels
 from serve.model.lean import call_leaves_directly
 from serve.model.linear import Matmul, Packer, activation_of, choose_packer, plain
 from serve.model.load import Blueprint, ShardOf, SliceReader, build_on_meta, choose_dtype, fill, read_config
+from serve.worker.finite import check_weights
 from serve.worker.kv_cache import GIB, allocate, block_bytes, choose_memory, choose_num_blocks
 from serve.worker.parallel import Ranks, is_row_parallel, shard, vocabulary_widths
 
@@ -51,6 +52,8 @@ class RankModel:
     state: StepState
     facts: ModelFacts
     device: torch.device
+    stored: frozenset[str]
+    """The checkpoint's names of the tensors that the model takes, all ranks' parts together."""
 
 
 class Stopwatch:
@@ -137,6 +140,7 @@ def load_rank(
         state=state,
         facts=facts,
         device=device,
+        stored=blueprint.stored,
     )
     return rank_model, ranks
 
@@ -177,31 +181,37 @@ def survey(checkpoint: Checkpoint, config: ServerConfig, device: torch.device) -
 
 
 def rehearse(config: ServerConfig, device: torch.device) -> None:
-    """All of a load that needs neither the model's memory nor other ranks.
+    """All of a load that needs neither the model's memory nor other ranks, and a look at every weight.
 
     Raises:
-        ConfigError: the checkpoint, the family or an option is at fault.
+        ConfigError: the checkpoint, the family or an option is at fault, or a weight is NaN or infinite.
     """
-    with _opened(config, everything=True) as checkpoint:
-        survey(checkpoint, config, device)
+    with _opened(config, everything=False) as checkpoint:
+        blueprint = survey(checkpoint, config, device).blueprint
+        try:
+            checkpoint.look_through(
+                lambda file: check_weights(checkpoint, blueprint.stored, blueprint.dtype, file=file),
+                hashes=_asks_for_hashes(config.model.verify, checkpoint),
+            )
+        except CheckpointError as error:
+            raise ConfigError(str(error)) from error
 
 
 def _opened(config: ServerConfig, *, everything: bool) -> Checkpoint:
     """The configured checkpoint; ``everything``: also its bytes are proved, as far as ``model.verify`` asks for it."""
     try:
-        return _open(config.model.path, config.model.verify if everything else "structure")
+        checkpoint = open_checkpoint(config.model.path)
+        if not everything or not _asks_for_hashes(config.model.verify, checkpoint):
+            return checkpoint
+        with checkpoint:
+            return open_checkpoint(checkpoint.path, verify="sha256")
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
 
 
-def _open(path: str, verify: str) -> Checkpoint:
-    if verify == "sha256":
-        return open_checkpoint(path, verify="sha256")
-    checkpoint = open_checkpoint(path)
-    if verify == "structure" or checkpoint.manifest is None:
-        return checkpoint
-    with checkpoint:
-        return open_checkpoint(checkpoint.path, verify="sha256")
+def _asks_for_hashes(verify: str, checkpoint: Checkpoint) -> bool:
+    """Whether ``model.verify`` has every byte compared with the manifest: ``auto`` does where there is one."""
+    return verify == "sha256" or (verify == "auto" and checkpoint.manifest is not None)
 
 
 def _eos_ids(rows: int, *sources: Mapping[str, Any]) -> tuple[int, ...]:

@@ -61,8 +61,11 @@ def main() -> int:
 def _verdict(config: ServerConfig) -> tuple[str, str]:
     """Kind and message of what is wrong; an empty message where nothing is."""
     try:
+        import torch
+
         from serve.worker import loader
 
+        torch.set_num_threads(1)  # several files are read at once
         loader.rehearse(config, choose_device(config.model.device, 0))
     except StartError as error:
         return "config" if isinstance(error, ConfigError) else "rank", str(error)

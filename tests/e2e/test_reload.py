@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import threading
@@ -23,13 +24,18 @@ from tests.support.server import Server, serving
 PROMPT = (5, 6, 7, 8)
 
 
-def put_step(root: Path, step: int, family: str, source: Path, **config: int) -> Path:
-    """A small model of this family as the run's checkpoint of this step; ``config`` overrides what its file says."""
+def put_step(root: Path, step: int, family: str, source: Path, *, nan: str = "", **config: int) -> Path:
+    """A small model of this family as the run's checkpoint of this step; ``config`` overrides what its file says.
+
+    One number of the tensor ``nan`` is none.
+    """
     save(family, source)
     said = json.loads((source / "config.json").read_text()) | config
     tokenizer = [path for path in source.iterdir() if path.name.startswith("tokenizer")]
     with CheckpointWriter(root, step=step, config=said, tokenizer_files=tokenizer) as writer:
         for name, tensor in load_file(source / "model.safetensors").items():
+            if name == nan:
+                tensor.view(-1)[5] = math.nan
             writer.add(name, tensor)
     return root / f"step-{step:08d}"
 
@@ -107,6 +113,10 @@ def test_a_checkpoint_that_cannot_be_served_leaves_the_ranks_of_the_one_before(
     # Of another shape than config.json says, which takes the built model to see.
     second = put_step(root, 2, "gpt_neox", tmp_path / "second", intermediate_size=170)
     assert "dense_h_to_4h" in refusal()
+    # Whole, and of numbers that are none: its ranks would only know when the others had ended.
+    spoiled = "gpt_neox.layers.1.mlp.dense_4h_to_h.weight"
+    second = put_step(root, 2, "gpt_neox", tmp_path / "third", nan=spoiled)
+    assert f"model.safetensors: tensor '{spoiled}' holds numbers that are NaN or infinite in float32" in refusal()
     # Cut short in place: the one that is being served, and there is no other.
     shutil.rmtree(second)
     (root / "latest").write_text("step-00000001")

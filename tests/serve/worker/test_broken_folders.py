@@ -14,9 +14,8 @@ from serve.app import open_edition
 from serve.config import CacheConfig, ModelConfig, ServerConfig
 from serve.errors import ConfigError
 from serve.model.attention import StepLayout
-from serve.worker.loader import Stopwatch, load_rank, rehearse
+from serve.worker.loader import Stopwatch, load_rank
 from serve.worker.parallel import Ranks
-from tests.checkpoint.folders import written
 from tests.serve.worker import broken
 
 CPU = torch.device("cpu")
@@ -99,13 +98,3 @@ def test_a_broken_folder_is_refused_by_file_and_rule_or_served_exactly(tmp_path:
         num_served += check(fault, folder, expected)
         shutil.rmtree(folder.parent)
     assert 15 <= num_served <= 75, "most faults break something, and many do not"
-
-
-def test_trying_a_checkpoint_out_reads_every_byte_that_its_manifest_proves(tmp_path: Path) -> None:
-    folder = written(tmp_path / "run")
-    shard = sorted(folder.glob("*.safetensors"))[0]
-    data = bytearray(shard.read_bytes())
-    data[-1] ^= 1
-    shard.write_bytes(data)
-    with pytest.raises(ConfigError, match=rf"{shard.name}: its sha256 is"):
-        rehearse(options(folder), CPU)
