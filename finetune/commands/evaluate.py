@@ -10,13 +10,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
+from finetune.commands.parser import DTYPES
 from finetune.config import DataConfig
 from finetune.config.read import Places, apply_overrides, build, describe, split_overrides
 from finetune.errors import ConfigError
 from finetune.machine import inventory
 from finetune.machine.process import without_collection
 
-DTYPES = ("float32", "bfloat16", "float16")
 KEYS: Final = (
     "format",
     "pattern",

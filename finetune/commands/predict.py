@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import TextIO
 
 from finetune.base_model.hub import folder_of
+from finetune.commands.parser import DTYPES
 from finetune.errors import ConfigError
 from finetune.machine import inventory
 from finetune.machine.process import without_collection
-
-_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def main(words: Sequence[str]) -> int:
@@ -34,7 +33,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--top-p", type=float, default=1.0, help="share of the likelihood that is sampled from (1)")
     parser.add_argument("--seed", type=int, default=0, help="of sampling (0)")
     parser.add_argument("--batch", type=int, default=8, help="prompts completed at once (8)")
-    parser.add_argument("--dtype", choices=_DTYPES, help="to compute in; unset: float32, bfloat16 on a GPU")
+    parser.add_argument("--dtype", choices=DTYPES, help="to compute in; unset: float32, bfloat16 on a GPU")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cuda where there is one (auto)")
     parser.add_argument("--json", action="store_true", help="one JSON object a prompt instead of text")
     options = parser.parse_args(words)

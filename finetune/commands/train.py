@@ -74,7 +74,7 @@ def train(config: TuneConfig, console: Console, *, command: str = "tune", anyway
     from finetune.base_model.hub import located
     from finetune.forecast.least import check_least
     from finetune.launch import external
-    from finetune.launch.local import Ranks
+    from finetune.launch.local import RankProcesses
     from finetune.launch.prerequisites import make_ready, settled
     from finetune.observe.outside import observed
     from finetune.observe.sinks import check_sinks
@@ -96,7 +96,7 @@ def train(config: TuneConfig, console: Console, *, command: str = "tune", anyway
         # The swap files go once no rank is left that could use them.
         swap = stack.enter_context(claimed_swap(config, say))
         run = {"config": settings, "command": command, "anyway": anyway}
-        ranks = stack.enter_context(Ranks(output, run, ranks=config.run.ranks, threads=config.run.threads))
+        ranks = stack.enter_context(RankProcesses(output, run, ranks=config.run.ranks, threads=config.run.threads))
         (output / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True), encoding="utf-8")
         ranks.go(make_ready(config, say, ranks.check, swap=swap))
         with observed(config, ranks.process_ids, console):

@@ -62,23 +62,23 @@ class TrainingEngine(Protocol):
     def agree(self, good: bool) -> bool:
         """Whether ``good`` is true on every rank."""
 
-    def weights(self, dtype: torch.dtype, *, exact: bool = False) -> Iterator[tuple[str, torch.Tensor | None]]:
+    def weights(self, dtype: torch.dtype, *, from_master: bool = False) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Every parameter once, whole, on CPU, on rank 0 alone."""
 
-    def masters(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+    def master_weights(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         """What a resumed run needs besides moments, by the model's own names, fp32, on rank 0 alone."""
 
-    def moments(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+    def optimizer_state(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         """The optimizer's moments of every trained parameter, whole, on rank 0 alone."""
 
-    def set_exact_weights(self, read: Callable[[str], torch.Tensor]) -> None:
+    def set_master_weights(self, read: Callable[[str], torch.Tensor]) -> None:
         """Set the optimizer's fp32 weights."""
 
-    def set_moments(self, read: Callable[[str], torch.Tensor], adam_steps: int) -> None:
+    def set_optimizer_state(self, read: Callable[[str], torch.Tensor], optimizer_steps: int) -> None:
         """Set the moments, and the number of updates the optimizer has made."""
 
     @property
-    def adam_steps(self) -> int:
+    def optimizer_steps(self) -> int:
         """Updates the optimizer has made."""
 
     def rng_states(self) -> list[torch.Tensor]:

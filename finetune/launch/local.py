@@ -38,7 +38,7 @@ class Ended:
     """What the rank left behind, if it could."""
 
 
-class Ranks:
+class RankProcesses:
     """The rank processes of one run. Use as a context manager: leaving it kills what still runs.
 
     Created and used by the main thread alone, which also handles the signals: the kernel kills the ranks when the
@@ -196,7 +196,7 @@ class Ranks:
             if process.poll() is None:
                 process.kill()
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self) -> RankProcesses:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -102,13 +102,13 @@ def train_rank(
     from finetune.machine import build_ops
     from finetune.machine.nvme import Disk
     from finetune.machine.swap import held_swap
-    from finetune.train import trainer
+    from finetune.train import begin
 
     for name, library in told["ops"].items():
         build_ops.load_op(name, Path(library))
     precision = choose_precision(config, place.type)
     swap = None if told["swap"] is None else Path(told["swap"])
-    job = trainer.Job(
+    job = begin.Job(
         config=config,
         prepared=Prepared(**told["prepared"]),
         device=place,
@@ -119,7 +119,7 @@ def train_rank(
         pipeline=pipeline,
     )
     with held_swap(swap):
-        trainer.run_rank(job, console, should_stop)
+        begin.run_rank(job, console, should_stop)
 
 
 def _console() -> TextIO:

@@ -32,7 +32,7 @@ Read = Callable[[str], torch.Tensor]
 """Reads one whole tensor by the model's name for it."""
 
 
-class Origin:
+class InitialModel:
     """The model of ``config.model`` before its first step.
 
     Raises:

@@ -7,6 +7,7 @@ false``, a resume state that was removed, and one that a disk has damaged.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from finetune.output.folder import CHECKPOINTS, LOG, step_folders
 from finetune.output.log import tokens_at
 from finetune.output.saves import newest_first
 from finetune.train.changes import check_settings
-from finetune.train.position import Progressed
+from finetune.train.position import RunPosition
 
 _LOST = "the optimizer's moments, the random states and the loss scale: no resume state is whole, so they start anew"
 
@@ -61,7 +62,7 @@ class SavedWeights:
         # Releases that remembered no settings had one learning rate for every kind of run.
         unknown = None if self._settings else FOR_ALL_KINDS
         self.learning_rate: float | None = self.course.get("optimizer.lr", unknown)
-        self.progressed = _position(manifest, config)
+        self.position = _position(manifest, config)
         unproved = [what for what, known in (("data and order", self._settings), ("batch", self.course)) if not known]
         if unproved:
             self.lost += (f"the proof that {', '.join(unproved)} are those of before: {folder} records nothing of them",)
@@ -101,7 +102,7 @@ class SavedWeights:
 
     def restore(self, engine: TrainingEngine) -> None:
         """Set the optimizer's fp32 weights; all else of it is as at the start."""
-        engine.set_exact_weights(lambda name: self._read(engine.model, name))
+        engine.set_master_weights(lambda name: self._read(engine.model, name))
 
     def _read(self, model: nn.Module, name: str) -> torch.Tensor:
         if self._checkpoint is not None:
@@ -113,14 +114,14 @@ class SavedWeights:
         return self._adapter[stored].float()
 
 
-def _position(manifest: Manifest, config: TuneConfig) -> Progressed:
+def _position(manifest: Manifest, config: TuneConfig) -> RunPosition:
     """How far the run had come: as its manifest says, or worked out from the step and the log."""
     known = manifest.extra.get("progress")
     if known is not None:
-        return Progressed(**{**known, "adam_steps": 0, "loss_scale": None})
+        return replace(RunPosition.recorded(known), optimizer_steps=0, loss_scale=None)
     samples = manifest.step * config.step_samples
     tokens = tokens_at(Path(config.run.output) / LOG, manifest.step) or samples * config.data.seq_len
-    return Progressed(step=manifest.step, samples=samples, tokens=tokens, adam_steps=0, skipped_in_a_row=0)
+    return RunPosition(step=manifest.step, samples=samples, tokens=tokens, optimizer_steps=0, skipped_in_a_row=0)
 
 
 def find_weights(config: TuneConfig, broken: Sequence[str]) -> SavedWeights | None:

@@ -21,7 +21,7 @@ from finetune.model.finite import check_finite, found_in
 from finetune.output.folder import RESUME
 from finetune.output.saves import newest_first
 from finetune.train.changes import check_settings
-from finetune.train.position import Progressed
+from finetune.train.position import RunPosition
 from finetune.train.recovery import SavedWeights, find_weights
 
 
@@ -36,7 +36,7 @@ class ResumeState:
         assert checkpoint.manifest is not None, "a resume state is written with a manifest"
         extra = checkpoint.manifest.extra
         try:
-            self.progressed = Progressed(**extra["progress"])
+            self.position = RunPosition.recorded(extra["progress"])
             self._settings: Mapping[str, Any] = extra["settings"]
             self._base = recorded_in(extra)
             told = {key: self._settings[key] for key in ("samples of a step",) if key in self._settings}  # by earlier releases
@@ -95,10 +95,10 @@ class ResumeState:
 
     def restore(self, engine: TrainingEngine) -> None:
         """Set weights, moments, the optimizer's step and, if the saved run had this rank, its random state."""
-        engine.set_exact_weights(self.master)
-        engine.set_moments(self.moment, self.progressed.adam_steps)
-        if engine.loss_scale is not None and self.progressed.loss_scale is not None:
-            engine.loss_scale.value, engine.loss_scale.good_steps = self.progressed.loss_scale
+        engine.set_master_weights(self.master)
+        engine.set_optimizer_state(self.moment, self.position.optimizer_steps)
+        if engine.loss_scale is not None and self.position.loss_scale is not None:
+            engine.loss_scale.value, engine.loss_scale.good_steps = self.position.loss_scale
         name = f"rng.{engine.device.type}.{engine.rank}"
         if name in self._checkpoint.tensors:
             engine.set_rng_state(self._checkpoint.read(name))

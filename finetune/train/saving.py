@@ -7,7 +7,7 @@ weights, moments and random states under whole-tensor names: it belongs to no nu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,11 @@ from finetune.engines.protocol import TrainingEngine
 from finetune.errors import RunError
 from finetune.output.folder import CHECKPOINTS, RESUME, SNAPSHOTS, prune
 from finetune.output.saves import is_whole
-from finetune.train.position import Progressed
+from finetune.train.position import RunPosition
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Keeper:
+class CheckpointSaver:
     """Where and how a run saves."""
 
     output: Path
@@ -33,7 +33,7 @@ class Keeper:
     tokenizer_files: tuple[Path, ...]
     dtype: torch.dtype
     """Of the served weights."""
-    exact: bool
+    from_master: bool
     """Serve the optimizer's fp32 weights rather than those that compute."""
     max_shard_bytes: int
     keep: int
@@ -47,7 +47,7 @@ class Keeper:
     adapter_config: Mapping[str, Any] | None = None
     """``adapter_config.json`` of a run that trains adapters; its checkpoints are then peft's folders."""
 
-    def save(self, engine: TrainingEngine, progressed: Progressed) -> Path:
+    def save(self, engine: TrainingEngine, position: RunPosition) -> Path:
         """Write both; then remove what is older than ``keep``, or of a course that the run has left. All ranks call it.
 
         The resume state comes first: whoever is stopped between the two can go on from it exactly, and makes up for the
@@ -59,15 +59,15 @@ class Keeper:
         written = []
         if self.resume_state:
             states = engine.rng_states()
-            extra = self._extra(progressed, self.base)
-            written.append(self._write(engine, RESUME, progressed, lambda: _resume_tensors(engine, states), extra))
-        served = self._write_weights(engine, CHECKPOINTS, progressed)
+            extra = self._extra(position, self.base)
+            written.append(self._write(engine, RESUME, position, lambda: _resume_tensors(engine, states), extra))
+        served = self._write_weights(engine, CHECKPOINTS, position)
         if engine.rank == 0:
             for folder in (*written, served):
                 prune(folder, self.keep)
         return served
 
-    def save_missing(self, engine: TrainingEngine, progressed: Progressed) -> Path | None:
+    def save_missing(self, engine: TrainingEngine, position: RunPosition) -> Path | None:
         """Write the checkpoint that belongs to the state just resumed from, if it is not there. All ranks call it.
 
         Returns:
@@ -76,40 +76,40 @@ class Keeper:
         Raises:
             RunError: as ``save``.
         """
-        there = engine.rank != 0 or is_whole(self.output / CHECKPOINTS / f"step-{progressed.step:08d}")
-        return None if engine.agree(there) else self._write_weights(engine, CHECKPOINTS, progressed)
+        there = engine.rank != 0 or is_whole(self.output / CHECKPOINTS / f"step-{position.step:08d}")
+        return None if engine.agree(there) else self._write_weights(engine, CHECKPOINTS, position)
 
-    def snapshot(self, engine: TrainingEngine, progressed: Progressed) -> Path:
+    def snapshot(self, engine: TrainingEngine, position: RunPosition) -> Path:
         """Write the weights alone, to be kept. All ranks call it.
 
         Raises:
             RunError: as ``save``.
         """
-        return self._write_weights(engine, SNAPSHOTS, progressed)
+        return self._write_weights(engine, SNAPSHOTS, position)
 
-    def _write_weights(self, engine: TrainingEngine, root: str, progressed: Progressed) -> Path:
-        extra = self._extra(progressed, None if self.adapter_config is None else self.base)
-        return self._write(engine, root, progressed, lambda: engine.weights(self.dtype, exact=self.exact), extra)
+    def _write_weights(self, engine: TrainingEngine, root: str, position: RunPosition) -> Path:
+        extra = self._extra(position, None if self.adapter_config is None else self.base)
+        return self._write(engine, root, position, lambda: engine.weights(self.dtype, from_master=self.from_master), extra)
 
-    def _extra(self, progressed: Progressed, base: Base | None) -> dict[str, Any]:
+    def _extra(self, position: RunPosition, base: Base | None) -> dict[str, Any]:
         of_run = {"settings": dict(self.settings), "course": dict(self.course)}
-        return {"progress": asdict(progressed), **of_run, **recorded(base)}
+        return {"progress": position.record(), **of_run, **recorded(base)}
 
     def _write(
         self,
         engine: TrainingEngine,
         root: str,
-        progressed: Progressed,
+        position: RunPosition,
         tensors: Callable[[], Iterable[tuple[str, torch.Tensor | None]]],
         extra: Mapping[str, Any],
     ) -> Path:
         """Gather on all ranks, write on rank 0. A failing disk ends the writing, not the gathering: the others would wait."""
         writer: CheckpointWriter | None = None
         failure: Exception | None = None
-        folder = self.output / root / f"step-{progressed.step:08d}"
+        folder = self.output / root / f"step-{position.step:08d}"
         if engine.rank == 0:
             try:
-                writer = self._writer(root, progressed, extra)
+                writer = self._writer(root, position, extra)
             except Exception as error:
                 failure = error
         for name, tensor in tensors():
@@ -126,14 +126,14 @@ class Keeper:
             if failure is not None:
                 writer.abort()
         if not engine.agree(failure is None):
-            raise RunError(f"{folder}: the save of step {progressed.step} failed: {failure or 'see rank 0'}") from failure
+            raise RunError(f"{folder}: the save of step {position.step} failed: {failure or 'see rank 0'}") from failure
         return folder
 
-    def _writer(self, root: str, progressed: Progressed, extra: Mapping[str, Any]) -> CheckpointWriter:
+    def _writer(self, root: str, position: RunPosition, extra: Mapping[str, Any]) -> CheckpointWriter:
         served = root != RESUME
         return CheckpointWriter(
             self.output / root,
-            step=progressed.step,
+            step=position.step,
             config=self.config,
             adapter_config=self.adapter_config if served else None,
             generation_config=self.generation_config if served and self.adapter_config is None else None,
@@ -144,8 +144,8 @@ class Keeper:
 
 
 def _resume_tensors(engine: TrainingEngine, rng_states: list[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor | None]]:
-    for name, tensor in engine.masters():
+    for name, tensor in engine.master_weights():
         yield f"master.{name}", tensor
-    yield from engine.moments()
+    yield from engine.optimizer_state()
     for rank, state in enumerate(rng_states):
         yield f"rng.{engine.device.type}.{rank}", state

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from finetune.config import TuneConfig
-from finetune.train.position import Progressed
+from finetune.train.position import RunPosition
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ _SHAPES: Final[Mapping[str, Callable[[Schedule, int], float]]] = {
 }
 
 
-def make_schedule(config: TuneConfig, num_samples: int, done: Progressed | None = None) -> Schedule:
+def make_schedule(config: TuneConfig, num_samples: int, done: RunPosition | None = None) -> Schedule:
     """The schedule of a run whose training data is cut into ``num_samples`` samples; ``optimizer.lr`` must be set.
 
     Args:

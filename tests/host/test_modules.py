@@ -11,7 +11,7 @@ import pytest
 
 from finetune.errors import FinetuneError
 from finetune.launch import local
-from finetune.launch.local import Ranks
+from finetune.launch.local import RankProcesses
 from host.modules import import_path, module_command
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,7 +37,7 @@ def test_a_module_is_not_taken_from_the_working_directory(trap: Path) -> None:
 
 def test_ranks_of_training_take_no_module_from_the_working_directory(trap: Path, tmp_path: Path) -> None:
     with (
-        Ranks(tmp_path / "out", {"config": {}}, ranks=1, threads=1) as ranks,
+        RankProcesses(tmp_path / "out", {"config": {}}, ranks=1, threads=1) as ranks,
         pytest.raises(FinetuneError, match="run is not set"),
     ):
         ranks.wait()
@@ -53,7 +53,7 @@ def test_a_rank_of_training_that_was_killed_for_memory_is_told_from_any_other(
         "import signal, sys\nif 'finetune.launch.rank' in sys.orig_argv: signal.pause()\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with Ranks(tmp_path / "out", {"config": {}}, ranks=1, threads=1) as ranks:
+    with RankProcesses(tmp_path / "out", {"config": {}}, ranks=1, threads=1) as ranks:
         os.kill(ranks.process_ids[0], signal.SIGKILL)
         with pytest.raises(FinetuneError, match=f"rank 0 was {kernel or r'killed .SIGKILL.: by hand, or by the system'}"):
             ranks.wait()

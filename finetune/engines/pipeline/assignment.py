@@ -29,7 +29,7 @@ Split = Callable[[int], list[Layer]]
 
 
 @dataclass(frozen=True, slots=True)
-class Division:
+class StageAssignment:
     """All layers of a model, and the stage that each goes to."""
 
     layers: Sequence[Layer]
@@ -71,7 +71,7 @@ class Division:
         return lines
 
 
-def divide(config: TuneConfig, model: PreTrainedModel, split: Split, device: torch.device) -> Division:
+def assign_stages(config: TuneConfig, model: PreTrainedModel, split: Split, device: torch.device) -> StageAssignment:
     """Cut the layers of ``model`` into ``pipeline.stages``. All ranks call it, and come to the same cut.
 
     Raises:
@@ -85,12 +85,14 @@ def divide(config: TuneConfig, model: PreTrainedModel, split: Split, device: tor
             "(embeddings, each block, norm, head)"
         )
     if costs is not None:
-        return Division(layers, partition.balanced(costs, stages), costs)
+        return StageAssignment(layers, partition.balanced(costs, stages), costs)
     if method == "parameters":
-        return Division(layers, partition.balanced([num_parameters(layer) for layer in layers], stages))
+        return StageAssignment(layers, partition.balanced([num_parameters(layer) for layer in layers], stages))
     if method == "uniform":
-        return Division(layers, partition.uniform(len(layers), stages))
-    return Division(layers, partition.of_type([type_of(layer) for layer in layers], method.removeprefix("type:"), stages))
+        return StageAssignment(layers, partition.uniform(len(layers), stages))
+    return StageAssignment(
+        layers, partition.of_type([type_of(layer) for layer in layers], method.removeprefix("type:"), stages)
+    )
 
 
 def _measured(

@@ -22,16 +22,17 @@ from transformers import PreTrainedModel
 from finetune.config import TuneConfig, to_deepspeed
 from finetune.data.batches import Microbatch
 from finetune.distributed import Grid, random_state, set_random_state
+from finetune.engines.base import EngineBase
 from finetune.engines.diagnosis import first_bad_output, first_on_any_rank, gradient_in_words, output_in_words
 from finetune.engines.loss_scale import LossScale, is_everyday, reason_of_bad_gradient
-from finetune.engines.pipeline.assignment import divide
+from finetune.engines.pipeline.assignment import assign_stages
 from finetune.engines.pipeline.layers import Flow, Layer, LossTally, build_on_meta, give_memory, lent_memory, split
 from finetune.engines.pipeline.optimizer import StageOptimizer
 from finetune.engines.pipeline.schedule import PipeSchedule, StageModule, StepEnd
-from finetune.engines.pipeline.shared_weights import Copies
+from finetune.engines.pipeline.shared_weights import SharedWeights
 from finetune.engines.pipeline.state import StageState
 from finetune.engines.protocol import StepOutcome
-from finetune.engines.ranked import Ranked
+from finetune.model.dtypes import DTYPES
 from finetune.model.finite import is_finite
 from finetune.model.isolation import positions_of
 from finetune.optimizers.make import make_optimizer
@@ -41,7 +42,7 @@ IDLE = "idle"
 """Name of the parameter of a stage that has none of its own to update."""
 
 
-class PipelineEngine(Ranked):
+class PipelineEngine(EngineBase):
     """One stage of a model under DeepSpeed's pipeline on this rank, ZeRO-0 or ZeRO-1 among the ranks of the stage.
 
     Every method is collective: all ranks call it, in the same order, all ranks of a pipeline with the same batches.
@@ -66,20 +67,20 @@ class PipelineEngine(Ranked):
         self.stage, self.data_rank, self.data_ranks = grid.stage, grid.data_rank, grid.data_ranks
         self._accumulation, self._clip = config.accumulation, config.optimizer.clip
         self.loss_scale = LossScale() if precision == "fp16" else None
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
+        dtype = DTYPES[precision]
         self.model = build_on_meta(hf_config, dtype)
         self._tally = LossTally(device)
-        self.division = divide(config, self.model, self._splitting(config), device)
-        users = self.division.users()
+        self.assignment = assign_stages(config, self.model, self._splitting(config), device)
+        users = self.assignment.users()
         self._stage_of = {name: users[parameter][0] for name, parameter in self.model.named_parameters()}
-        mine = self.division.of(self.stage)
+        mine = self.assignment.of(self.stage)
         give_memory((parameter for layer in mine for parameter in layer.parameters()), torch.device("cpu"))
         fill(self.model, self.gather)
-        self._copies = Copies(users, grid)
-        self._module = StageModule(self.division.layers, self.division.bounds)
+        self._shared_weights = SharedWeights(users, grid)
+        self._module = StageModule(self.assignment.layers, self.assignment.bounds)
         self._schedule, self._optimizer = self._make_optimizer(config, precision)
         if self._optimizer.sums_in_fp32:
-            self._copies.add_up_in_fp32()
+            self._shared_weights.add_up_in_fp32()
         name, parameters = config.optimizer.name, dict(self.model.named_parameters())
         moments, factors = moments_of(self.model, name), factors_of(self.model, name)
         self._state = StageState(parameters, self._stage_of, moments, factors, self._optimizer, grid, device)
@@ -103,7 +104,7 @@ class PipelineEngine(Ranked):
         inner = make_optimizer(options, groups, matrices_of(self.model, options.name))
         json = to_deepspeed(config, device=self.device.type, precision=precision, cpu_adam=False, pipeline=True)
         end = StepEnd(
-            add_shared_gradients=lambda: self._copies.reduce_gradients(self._optimizer.gradient_of),
+            add_shared_gradients=lambda: self._shared_weights.reduce_gradients(self._optimizer.gradient_of),
             reduce_gradients=self._reduce_gradients,
             update=self._finish_step,
         )
@@ -113,7 +114,7 @@ class PipelineEngine(Ranked):
 
     def describe(self) -> list[str]:
         """The stages, line by line."""
-        return self.division.describe(self._accumulation)
+        return self.assignment.describe(self._accumulation)
 
     @contextmanager
     def gather(self, parameters: list[nn.Parameter]) -> Iterator[bool]:
@@ -183,7 +184,7 @@ class PipelineEngine(Ranked):
         self._optimizer.skip_update = skipped is not None
         self._optimizer.update()
         if skipped is None:
-            self._copies.renew()
+            self._shared_weights.renew()
         if self.loss_scale is not None and skipped != "loss":
             self.loss_scale.stepped(overflowed=skipped is not None)
         mean = loss_total / max(1, self._num_targets)
@@ -228,28 +229,28 @@ class PipelineEngine(Ranked):
 
     # -- state, one parameter at a time
 
-    def weights(self, dtype: torch.dtype, *, exact: bool = False) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Every parameter once, whole, on CPU in ``dtype``, on rank 0 alone; ``exact``: the optimizer's own."""
-        return self._state.weights(dtype, exact=exact)
+    def weights(self, dtype: torch.dtype, *, from_master: bool = False) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Every parameter once, whole, on CPU in ``dtype``, on rank 0 alone; ``from_master``: the optimizer's own."""
+        return self._state.weights(dtype, from_master=from_master)
 
-    def masters(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+    def master_weights(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         """What a resumed run needs besides moments: every parameter in fp32, on rank 0 alone."""
-        return self._state.weights(torch.float32, exact=True)
+        return self._state.weights(torch.float32, from_master=True)
 
-    def moments(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+    def optimizer_state(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         """``exp_avg.<name>`` and so on of every trained parameter, whole, fp32, on rank 0 alone."""
-        return self._state.moments()
+        return self._state.optimizer_state()
 
-    def set_exact_weights(self, read: Callable[[str], torch.Tensor]) -> None:
+    def set_master_weights(self, read: Callable[[str], torch.Tensor]) -> None:
         """Set the optimizer's fp32 weights from ``read(name)``; those that compute must have been filled with the same."""
-        self._state.set_exact_weights(read)
+        self._state.set_master_weights(read)
 
-    def set_moments(self, read: Callable[[str], torch.Tensor], adam_steps: int) -> None:
+    def set_optimizer_state(self, read: Callable[[str], torch.Tensor], optimizer_steps: int) -> None:
         """Set the moments from ``read('exp_avg.<name>')`` and so on, and the number of updates the optimizer has made."""
-        self._state.set_moments(read, adam_steps)
+        self._state.set_optimizer_state(read, optimizer_steps)
 
     @property
-    def adam_steps(self) -> int:
+    def optimizer_steps(self) -> int:
         """Updates the optimizer has made: steps taken without the skipped ones."""
         return self._optimizer.updates
 

@@ -67,7 +67,7 @@ class Layer(nn.Module):
         return f"{self.kind} {type_of(self)} {num_parameters(self)}"
 
 
-class Surroundings:
+class BlockInputs:
     """What blocks need besides hidden states: mask and rotary tables of the micro-batch at hand, made once per stage."""
 
     def __init__(self, config: Any, rotary: nn.Module | None) -> None:
@@ -118,7 +118,7 @@ class BlockLayer(Layer):
 
     kind = "block"
 
-    def __init__(self, block: nn.Module, surroundings: Surroundings, activations: ActivationConfig) -> None:
+    def __init__(self, block: nn.Module, surroundings: BlockInputs, activations: ActivationConfig) -> None:
         super().__init__()
         self.block = block
         self._surroundings, self._where = surroundings, activations.checkpoint
@@ -284,7 +284,7 @@ def split(
     rotary = part(family.rotary)
     if rotary is not None:
         rotary.to(device)
-    surroundings = Surroundings(inner.config, rotary)
+    surroundings = BlockInputs(inner.config, rotary)
     head = model.get_output_embeddings()
     return [
         EmbeddingLayer(part(family.tokens), part(family.positions), part(family.dropout)),

@@ -127,7 +127,7 @@ class StageOptimizer:
             state = self._inner.state[tensor]
             state["step"] = updates_made(state["step"], updates)
 
-    def exact(self, parameter: nn.Parameter) -> torch.Tensor:
+    def master_weight(self, parameter: nn.Parameter) -> torch.Tensor:
         """A parameter's fp32 weight, whole."""
         whole: torch.Tensor = parameter.detach() if self.plain else safe_get_full_fp32_param(parameter)
         return whole

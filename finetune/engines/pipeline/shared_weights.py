@@ -38,7 +38,7 @@ class SharedWeight:
         weight.grad = None
 
 
-class Copies:
+class SharedWeights:
     """The weights that this rank's stage shares with others. Every method is collective among all ranks."""
 
     def __init__(self, users: Mapping[nn.Parameter, Sequence[int]], grid: Grid) -> None:

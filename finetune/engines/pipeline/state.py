@@ -38,20 +38,20 @@ class StageState:
         self._optimizer, self._grid, self._device = optimizer, grid, device
 
     @torch.no_grad()
-    def weights(self, dtype: torch.dtype, *, exact: bool) -> Iterator[tuple[str, torch.Tensor | None]]:
+    def weights(self, dtype: torch.dtype, *, from_master: bool) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Every parameter once, whole, on CPU in ``dtype``, on rank 0 alone (``None`` elsewhere).
 
         Args:
-            exact: take the optimizer's fp32 weights instead of those that compute.
+            from_master: take the optimizer's fp32 weights instead of those that compute.
         """
         for name, parameter in self._parameters.items():
-            if exact and parameter.requires_grad:
-                whole = self._to_first(name, parameter.shape, torch.float32, partial(self._optimizer.exact, parameter))
+            if from_master and parameter.requires_grad:
+                whole = self._to_first(name, parameter.shape, torch.float32, partial(self._optimizer.master_weight, parameter))
             else:
                 whole = self._to_first(name, parameter.shape, parameter.dtype, parameter.detach)
             yield name, None if whole is None else whole.to("cpu", dtype)
 
-    def moments(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+    def optimizer_state(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         """What ``optimizers.state`` lists of every trained parameter (``exp_avg.<name>``), whole, fp32, on rank 0 alone."""
         for name, parameter in self._parameters.items():
             for key in self._moments[name] if parameter.requires_grad else ():
@@ -63,13 +63,13 @@ class StageState:
             yield factor, None if whole is None else whole.cpu()
 
     @torch.no_grad()
-    def set_exact_weights(self, read: Callable[[str], torch.Tensor]) -> None:
+    def set_master_weights(self, read: Callable[[str], torch.Tensor]) -> None:
         """Set the optimizer's fp32 weights from ``read(name)``; those that compute must have been filled with the same."""
         for name, parameter in self._owned():
             self._optimizer.set_exact(parameter, read(name))
 
     @torch.no_grad()
-    def set_moments(self, read: Callable[[str], torch.Tensor], updates: int) -> None:
+    def set_optimizer_state(self, read: Callable[[str], torch.Tensor], updates: int) -> None:
         """Set the moments from ``read('exp_avg.<name>')`` and so on, and the number of updates the optimizer has made."""
         for name, parameter in self._owned():
             for key in self._moments[name]:

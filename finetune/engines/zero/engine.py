@@ -25,14 +25,15 @@ from transformers.integrations import HfDeepSpeedConfig
 from finetune.config import TuneConfig, to_deepspeed
 from finetune.data.batches import Microbatch
 from finetune.distributed import random_state, set_random_state
+from finetune.engines.base import EngineBase
 from finetune.engines.diagnosis import first_bad_output, first_on_any_rank, gradient_in_words, output_in_words
 from finetune.engines.loss_scale import LossScale, is_everyday, reason_of_bad_gradient
 from finetune.engines.protocol import StepOutcome
-from finetune.engines.ranked import Ranked
 from finetune.engines.zero.optimizer import ZeroOptimizer, choose_optimizer
 from finetune.machine.nvme import Disk, disk_settings
 from finetune.model.adapters import add_adapters, as_peft_names_them, base_of
 from finetune.model.build import build_empty, meta_shapes
+from finetune.model.dtypes import DTYPES
 from finetune.model.isolation import forward_inputs
 from finetune.model.loss import HeadLoss, token_losses
 from finetune.model.recompute import recompute_blocks
@@ -58,7 +59,7 @@ def start_ranks(device: str, rank: int) -> torch.device:
     return torch.device(device, rank) if device == "cuda" else torch.device("cpu")
 
 
-class ZeroEngine(Ranked):
+class ZeroEngine(EngineBase):
     """One model under DeepSpeed ZeRO on this rank.
 
     Every method is collective: all ranks call it, in the same order.
@@ -85,7 +86,7 @@ class ZeroEngine(Ranked):
         self.data_rank, self.data_ranks = self.rank, self.world_size
         self._stage = config.zero.stage
         self._accumulation = config.accumulation
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
+        dtype = DTYPES[precision]
         self.loss_scale = LossScale() if precision == "fp16" else None
         settings = None if disk is None else disk_settings(config, *disk, meta_shapes(hf_config), dtype.itemsize)
         elements = sum(map(math.prod, meta_shapes(hf_config).values())) if config.offload.ratio < 1.0 else None
@@ -208,24 +209,24 @@ class ZeroEngine(Ranked):
     # -- state, one parameter at a time
 
     @torch.no_grad()
-    def weights(self, dtype: torch.dtype, *, exact: bool = False) -> Iterator[tuple[str, torch.Tensor | None]]:
+    def weights(self, dtype: torch.dtype, *, from_master: bool = False) -> Iterator[tuple[str, torch.Tensor | None]]:
         """What is served: every parameter once, whole, on CPU in ``dtype``, on rank 0 alone (``None`` elsewhere).
 
         With adapters it is theirs alone, under peft's names.
 
         Args:
-            exact: take the optimizer's fp32 weights instead of those that compute.
+            from_master: take the optimizer's fp32 weights instead of those that compute.
         """
         if not self._has_adapters:
-            yield from self._whole(dtype, exact, list(self.model.named_parameters()))
+            yield from self._whole(dtype, from_master, list(self.model.named_parameters()))
             return
-        adapters = dict(self._whole(dtype, exact, self._trained()))
+        adapters = dict(self._whole(dtype, from_master, self._trained()))
         if self.rank == 0:
             found = {name: tensor for name, tensor in adapters.items() if tensor is not None}
             yield from as_peft_names_them(self.model, found).items()
 
     @torch.no_grad()
-    def masters(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+    def master_weights(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         """What a resumed run needs, by the model's own names, in fp32: trained weights, and frozen ones without adapters."""
         everything = self._trained() if self._has_adapters else list(self.model.named_parameters())
         yield from self._whole(torch.float32, True, everything)
@@ -234,11 +235,11 @@ class ZeroEngine(Ranked):
         return [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
 
     def _whole(
-        self, dtype: torch.dtype, exact: bool, parameters: Sequence[tuple[str, nn.Parameter]]
+        self, dtype: torch.dtype, from_master: bool, parameters: Sequence[tuple[str, nn.Parameter]]
     ) -> Iterator[tuple[str, torch.Tensor | None]]:
         for name, parameter in parameters:
-            if exact and parameter.requires_grad:
-                whole = self._optimizer.exact(parameter)
+            if from_master and parameter.requires_grad:
+                whole = self._optimizer.master_weight(parameter)
                 yield name, whole.to("cpu", dtype) if self.rank == 0 else None
                 continue
             gathering = deepspeed.zero.GatheredParameters([parameter]) if self._stage == 3 else nullcontext()
@@ -246,7 +247,7 @@ class ZeroEngine(Ranked):
                 yield name, parameter.detach().to("cpu", dtype) if self.rank == 0 else None
 
     @torch.no_grad()
-    def moments(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+    def optimizer_state(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         """``exp_avg.<name>`` and so on of every trained parameter, whole, fp32, on rank 0 alone.
 
         Which keys a parameter has depends on the optimizer: see ``optimizers.state``, and ``Adafactor`` for its factors.
@@ -260,14 +261,14 @@ class ZeroEngine(Ranked):
             yield name, whole.cpu() if self.rank == 0 else None
 
     @torch.no_grad()
-    def set_exact_weights(self, read: Callable[[str], torch.Tensor]) -> None:
+    def set_master_weights(self, read: Callable[[str], torch.Tensor]) -> None:
         """Set the optimizer's fp32 weights from ``read(name)``; those that compute must have been filled with the same."""
         self._optimizer.settle()
         for name, parameter in self._trained():
             self._optimizer.set_exact(parameter, read(name))
 
     @torch.no_grad()
-    def set_moments(self, read: Callable[[str], torch.Tensor], adam_steps: int) -> None:
+    def set_optimizer_state(self, read: Callable[[str], torch.Tensor], optimizer_steps: int) -> None:
         """Set the moments from ``read('exp_avg.<name>')`` and so on, and the number of updates the optimizer has made."""
         self._optimizer.settle()
         for name, parameter in self._trained():
@@ -275,10 +276,10 @@ class ZeroEngine(Ranked):
                 self._optimizer.set_moment(parameter, key, read(f"{key}.{name}"))
         for name, whole in self._optimizer.whole.items():
             whole.copy_(read(name))
-        self._optimizer.set_updates(adam_steps)
+        self._optimizer.set_updates(optimizer_steps)
 
     @property
-    def adam_steps(self) -> int:
+    def optimizer_steps(self) -> int:
         """Updates the optimizer has made: steps taken without the skipped ones."""
         return self._optimizer.updates
 

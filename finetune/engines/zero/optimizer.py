@@ -154,7 +154,7 @@ class ZeroOptimizer:
         if self._zenflow is not None:
             self._zenflow.settle()
 
-    def exact(self, parameter: nn.Parameter) -> torch.Tensor:
+    def master_weight(self, parameter: nn.Parameter) -> torch.Tensor:
         """A parameter's fp32 weight, whole."""
         whole: torch.Tensor = safe_get_full_fp32_param(parameter)
         return whole

@@ -49,7 +49,7 @@ def test_the_default_follows_the_kind_of_run(
     ("recorded", "rate"), [({"course": {"optimizer.lr": 5e-3}}, 5e-3), ({}, 3e-4)], ids=["recorded", "as written before"]
 )
 def test_a_resumed_run_keeps_the_learning_rate_it_had(tmp_path: Path, recorded: dict[str, Any], rate: float) -> None:
-    progress = {"step": 6, "samples": 24, "tokens": 100, "adam_steps": 6, "skipped_in_a_row": 0}
+    progress = {"step": 6, "samples": 24, "tokens": 100, "optimizer_steps": 6, "skipped_in_a_row": 0}
     manifest = SimpleNamespace(extra={"progress": progress, "settings": {}, **recorded})
     state = ResumeState(SimpleNamespace(manifest=manifest, path=tmp_path))  # type: ignore[arg-type]
     config, words = with_rate(load_config(config_file(tmp_path, model=EXISTING, optimizer={"lr": None})), state.learning_rate)

@@ -41,9 +41,9 @@ from finetune.engines.protocol import TrainingEngine
 from finetune.engines.zero.engine import ZeroEngine, start_ranks
 from finetune.model.build import build_empty, decay_groups, fill, initialise, new_config, saved_config
 from finetune.model.loss import token_losses
-from finetune.train.position import Progressed
+from finetune.train.position import RunPosition
 from finetune.train.resume import ResumeState
-from finetune.train.saving import Keeper
+from finetune.train.saving import CheckpointSaver
 from finetune.train.schedule import Schedule
 from tests.finetune.engines.zero_worker import fp16_on_cpu, leave, same, snapshot, whole
 
@@ -184,12 +184,12 @@ def costly_head(layers: Sequence[Layer], **_: Any) -> list[float]:
 def parity(model: str, stages: int, zero: int, partition: str, expected: dict[str, Any]) -> dict[str, Any]:
     """Losses and norms of every step, and whether the starting weights were those of plain PyTorch."""
     engine = make_engine(model, stages=stages, zero=zero, partition=partition)
-    own = engine.division.of(engine.stage)
+    own = engine.assignment.of(engine.stage)
     held = sum(parameter.numel() for parameter in engine.model.parameters() if not parameter.is_meta)
     begin = {name: tensor.clone() for name, tensor in engine.weights(torch.float32) if tensor is not None}
     seen = [engine.train_step(mine(engine, step), SCHEDULE.rate(step)) for step in range(STEPS)]
     return {
-        "bounds": list(engine.division.bounds),
+        "bounds": list(engine.assignment.bounds),
         "layers": engine.describe(),
         "holds_its_stage_alone": held == num_parameters(*own),
         "evaluated": engine.evaluate(mine(engine, 1))[0],
@@ -204,7 +204,7 @@ def not_finite(zero: int, precision: str) -> dict[str, Any]:
     # With the head in pieces, rank 1 has nothing of its own to update.
     engine = make_engine("gpt2", zero=zero, precision=precision, partition="profile" if precision == "bf16" else "uniform")
     seen = [engine.train_step(mine(engine, 0), 1e-3)]
-    before, adam_steps = snapshot(engine), engine.adam_steps
+    before, optimizer_steps = snapshot(engine), engine.optimizer_steps
     if engine.rank == 1:
         own = next(parameter for parameter in engine.model.parameters() if not parameter.is_meta and parameter.dim() == 2)
         handle = own.register_hook(lambda gradient: gradient * math.nan)
@@ -215,7 +215,7 @@ def not_finite(zero: int, precision: str) -> dict[str, Any]:
         add = engine._tally.add
         engine._tally.add = lambda loss: add(loss * math.inf)  # type: ignore[method-assign]
     seen.append(engine.train_step(mine(engine, 2), 1e-3))
-    untouched = same(before, snapshot(engine)) and engine.adam_steps == adam_steps
+    untouched = same(before, snapshot(engine)) and engine.optimizer_steps == optimizer_steps
     if engine.rank == engine.world_size - 1:
         engine._tally.add = add  # type: ignore[method-assign]
     seen.append(engine.train_step(mine(engine, 3), 1e-3))
@@ -228,14 +228,14 @@ def not_finite(zero: int, precision: str) -> dict[str, Any]:
     }
 
 
-def keeper(output: Path, model: str) -> Keeper:
-    return Keeper(
+def keeper(output: Path, model: str) -> CheckpointSaver:
+    return CheckpointSaver(
         output=output,
         config=saved_config(hf_config(model), torch.float32),
         generation_config={},
         tokenizer_files=(),
         dtype=torch.float32,
-        exact=True,
+        from_master=True,
         max_shard_bytes=1 << 20,
         keep=0,
         resume_state=True,
@@ -249,7 +249,7 @@ def resumed(output: Path, zero: int, precision: str) -> dict[str, Any]:
     engine = make_engine("gpt2", zero=zero, precision=precision, dropout=True)
     for step in range(4):
         engine.train_step(mine(engine, step), SCHEDULE.rate(step))
-    keeper(output, "gpt2").save(engine, progressed_of(engine))
+    keeper(output, "gpt2").save(engine, position_of(engine))
     losses = {"uninterrupted": go_on(engine)}
     final = snapshot(engine)
     state = ResumeState(open_checkpoint(output / "resume"))
@@ -272,7 +272,7 @@ def half(output: Path, zero: int, partition: str) -> dict[str, Any]:
     seen = {"losses": losses, "good_steps": engine.loss_scale.good_steps, "momentum": math.sqrt(sum(squares))}
     seen |= overflows(engine)
     good = [engine.train_step(mine(engine, 1), 1e-3)]
-    keeper(output, "gpt2").save(engine, progressed_of(engine))
+    keeper(output, "gpt2").save(engine, position_of(engine))
     good.append(engine.train_step(mine(engine, 2), 1e-3))
     state = ResumeState(open_checkpoint(output / "resume"))
     again = make_engine("gpt2", zero=zero, precision="fp16", partition=partition, fill=state.fill)
@@ -284,7 +284,7 @@ def half(output: Path, zero: int, partition: str) -> dict[str, Any]:
         "norm": good[0].grad_norm,
         "next_loss": good[1].loss,
         "bitwise": resumed == good[1] and same(snapshot(engine), snapshot(again)),
-        "resumed_scale": [progressed_of(each).loss_scale for each in (engine, again)],
+        "resumed_scale": [position_of(each).loss_scale for each in (engine, again)],
         **large_sums(again),
     }
 
@@ -292,7 +292,7 @@ def half(output: Path, zero: int, partition: str) -> dict[str, Any]:
 def overflows(engine: PipelineEngine) -> dict[str, Any]:
     """Steps at a scale that is too large, with an infinite gradient at a small one, and with infinite activations."""
     assert engine.loss_scale is not None
-    before, adam_steps = snapshot(engine), engine.adam_steps
+    before, optimizer_steps = snapshot(engine), engine.optimizer_steps
     broken = engine.data_rank == engine.data_ranks - 1  # a single rank of a stage
     weight = engine.model.get_parameter("transformer.h.0.mlp.c_fc.weight")
     act = engine.model.get_submodule("transformer.h.2.mlp.act")
@@ -312,7 +312,7 @@ def overflows(engine: PipelineEngine) -> dict[str, Any]:
         "skipped": [outcome.skipped for outcome in seen],
         "diagnoses": [outcome.diagnosis for outcome in seen],
         "scales": scales,
-        "untouched": same(before, snapshot(engine)) and engine.adam_steps == adam_steps,
+        "untouched": same(before, snapshot(engine)) and engine.optimizer_steps == optimizer_steps,
     }
 
 
@@ -324,15 +324,15 @@ def large_sums(engine: PipelineEngine) -> dict[str, Any]:
     handle = tied.register_hook(lambda gradient: torch.full_like(gradient, 6e4))
     outcome = engine.train_step(mine(engine, 3), 1e-3)
     handle.remove()
-    expected = math.sqrt(tied.numel()) * 6e4 / 2.0**16 * engine.division.stages * MICROBATCHES / engine.data_ranks
+    expected = math.sqrt(tied.numel()) * 6e4 / 2.0**16 * engine.assignment.stages * MICROBATCHES / engine.data_ranks
     return {"large_sums": outcome.skipped, "large_sums_norm": outcome.grad_norm / expected}
 
 
-def progressed_of(engine: TrainingEngine) -> Progressed:
+def position_of(engine: TrainingEngine) -> RunPosition:
     """How far ``engine`` is, as a run would save it."""
     scale = engine.loss_scale
     kept = None if scale is None else (scale.value, scale.good_steps)
-    return Progressed(step=4, samples=0, tokens=0, adam_steps=engine.adam_steps, skipped_in_a_row=0, loss_scale=kept)
+    return RunPosition(step=4, samples=0, tokens=0, optimizer_steps=engine.optimizer_steps, skipped_in_a_row=0, loss_scale=kept)
 
 
 def half_elsewhere(output: Path) -> dict[str, Any]:
@@ -370,8 +370,8 @@ def elsewhere(output: Path) -> dict[str, list[float]]:
     engine = make_engine("gpt2")
     for step in range(4):
         engine.train_step(mine(engine, step), SCHEDULE.rate(step))
-    progressed = progressed_of(engine)
-    keeper(output / "pipeline", "gpt2").save(engine, progressed)
+    position = position_of(engine)
+    keeper(output / "pipeline", "gpt2").save(engine, position)
     losses = {"uninterrupted": go_on(engine)}
 
     def from_state(path: Path, make: Callable[..., TrainingEngine]) -> TrainingEngine:
@@ -386,7 +386,7 @@ def elsewhere(output: Path) -> dict[str, list[float]]:
 
     losses["one stage"] = go_on(from_state(output / "pipeline", lambda fill: make_engine("gpt2", stages=1, fill=fill)))
     without = from_state(output / "pipeline", zero3)
-    keeper(output / "zero", "gpt2").save(without, progressed)
+    keeper(output / "zero", "gpt2").save(without, position)
     losses["no pipeline"] = go_on(without)
     losses["back"] = go_on(from_state(output / "zero", lambda fill: make_engine("gpt2", zero=0, fill=fill)))
     return losses
@@ -447,8 +447,8 @@ def served(output: Path, model: str) -> float:
     engine = make_engine(model, zero=0)
     for step in range(2):
         engine.train_step(mine(engine, step), 1e-2)
-    progressed = Progressed(step=2, samples=0, tokens=0, adam_steps=engine.adam_steps, skipped_in_a_row=0)
-    path = keeper(output, model).save(engine, progressed)
+    position = RunPosition(step=2, samples=0, tokens=0, optimizer_steps=engine.optimizer_steps, skipped_in_a_row=0)
+    path = keeper(output, model).save(engine, position)
     batches = mine(engine, 5)
     loss_sum, _ = engine.evaluate(batches)
     if engine.rank != 0:

@@ -21,7 +21,7 @@ from finetune.engines.protocol import TrainingEngine
 from finetune.engines.zero.engine import ZeroEngine, start_ranks
 from finetune.model.build import build_empty, decay_groups, initialise
 from finetune.optimizers.lion import Lion
-from finetune.train.position import Progressed
+from finetune.train.position import RunPosition
 from finetune.train.resume import ResumeState
 from tests.finetune.engines.pipeline_worker import (
     costly_head,
@@ -113,15 +113,15 @@ def trained(name: str, case: str, output: Path) -> dict[str, Any]:
 
     engine = staged(fill)
     losses = train(engine, options, range(SAVED))
-    progressed = Progressed(step=SAVED, samples=0, tokens=0, adam_steps=engine.adam_steps, skipped_in_a_row=0)
-    keeper(output, "gpt2").save(engine, progressed)
+    position = RunPosition(step=SAVED, samples=0, tokens=0, optimizer_steps=engine.optimizer_steps, skipped_in_a_row=0)
+    keeper(output, "gpt2").save(engine, position)
     losses += train(engine, options, range(SAVED, STEPS))
     again = restored(staged)
     resumed = train(again, options, range(SAVED, STEPS))
     return {
         "losses": losses,
         "resumed": resumed,
-        "bitwise": same(snapshot(engine), snapshot(again)) and again.adam_steps == engine.adam_steps == STEPS,
+        "bitwise": same(snapshot(engine), snapshot(again)) and again.optimizer_steps == engine.optimizer_steps == STEPS,
         "without a pipeline": train(restored(alone), options, range(SAVED, STEPS)),
     }
 

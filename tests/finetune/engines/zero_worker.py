@@ -43,9 +43,9 @@ from finetune.machine.build_ops import load_op
 from finetune.machine.process import end_process
 from finetune.model.build import build_empty, decay_groups, initialise, new_config
 from finetune.model.loss import token_losses
-from finetune.train.position import Progressed
+from finetune.train.position import RunPosition
 from finetune.train.resume import ResumeState
-from finetune.train.saving import Keeper
+from finetune.train.saving import CheckpointSaver
 from finetune.train.schedule import Schedule
 
 STEPS = 20
@@ -156,9 +156,9 @@ def make_engine(
 
 def snapshot(engine: TrainingEngine) -> dict[str, torch.Tensor]:
     """All weights, exact and computing, and moments; on rank 0."""
-    tensors = {f"exact.{name}": tensor for name, tensor in engine.weights(torch.float32, exact=True)}
+    tensors = {f"exact.{name}": tensor for name, tensor in engine.weights(torch.float32, from_master=True)}
     tensors |= {f"computing.{name}": tensor for name, tensor in engine.weights(torch.float32)}
-    tensors |= dict(engine.moments())
+    tensors |= dict(engine.optimizer_state())
     return {name: tensor.clone() for name, tensor in tensors.items() if tensor is not None}
 
 
@@ -212,7 +212,7 @@ def half(case: str, adam: bool, rank: int) -> dict[str, Any]:
     assert engine.loss_scale is not None
     losses = [engine.train_step(mine(step_data(step), rank), SCHEDULE.rate(step)).loss for step in range(10)]
     good_steps = engine.loss_scale.good_steps
-    before, adam_steps = snapshot(engine), engine.adam_steps
+    before, optimizer_steps = snapshot(engine), engine.optimizer_steps
     engine.loss_scale.value = 2.0**60
     overflow = engine.train_step(mine(step_data(10), rank), 1e-3, diagnose=True)
     lowered = engine.loss_scale.value
@@ -227,7 +227,7 @@ def half(case: str, adam: bool, rank: int) -> dict[str, Any]:
     handle = block.register_forward_hook(lambda module, args, output: output * (3e5 if rank == 1 else 1.0))
     activations = engine.train_step(mine(step_data(11), rank), 1e-3, diagnose=True)
     handle.remove()
-    untouched = same(before, snapshot(engine)) and engine.adam_steps == adam_steps
+    untouched = same(before, snapshot(engine)) and engine.optimizer_steps == optimizer_steps
     last = engine.train_step(mine(step_data(12), rank), 1e-3)
     return {
         "losses": losses,
@@ -243,7 +243,7 @@ def half(case: str, adam: bool, rank: int) -> dict[str, Any]:
 def not_finite(engine: ZeroEngine, rank: int) -> dict[str, Any]:
     """A good step, one with a NaN gradient on rank 1 alone, one with a NaN loss there, a good one, one whose norm overflows."""
     seen = [engine.train_step(mine(step_data(0), rank), 1e-3)]
-    before, adam_steps = snapshot(engine), engine.adam_steps
+    before, optimizer_steps = snapshot(engine), engine.optimizer_steps
     if rank == 1:
         handle = next(engine.model.parameters()).register_hook(lambda gradient: gradient * math.nan)
     seen.append(engine.train_step(mine(step_data(1), rank), 1e-3, diagnose=True))
@@ -253,11 +253,11 @@ def not_finite(engine: ZeroEngine, rank: int) -> dict[str, Any]:
     if rank == 1:
         engine._loss = lambda batch: computed(batch) * math.nan  # type: ignore[method-assign]
     seen.append(engine.train_step(mine(step_data(2), rank), 1e-3))
-    untouched = same(before, snapshot(engine)) and engine.adam_steps == adam_steps
+    untouched = same(before, snapshot(engine)) and engine.optimizer_steps == optimizer_steps
     engine._loss = computed  # type: ignore[method-assign]
     seen.append(engine.train_step(mine(step_data(3), rank), 1e-3))
     after = snapshot(engine)
-    adam_steps = engine.adam_steps
+    optimizer_steps = engine.optimizer_steps
     handle = next(engine.model.parameters()).register_hook(lambda gradient: torch.full_like(gradient, 3e19))
     beyond = engine.train_step(mine(step_data(4), rank), 1e-3)
     handle.remove()
@@ -265,7 +265,7 @@ def not_finite(engine: ZeroEngine, rank: int) -> dict[str, Any]:
         "skipped": [outcome.skipped for outcome in seen],
         "diagnoses": [outcome.diagnosis for outcome in seen],
         "norm_overflow": beyond.skipped,
-        "norm_overflow_counted_as_it_was": engine.adam_steps == adam_steps + (beyond.skipped is None),
+        "norm_overflow_counted_as_it_was": engine.optimizer_steps == optimizer_steps + (beyond.skipped is None),
         "finite_beyond": all(bool(tensor.isfinite().all()) for tensor in snapshot(engine).values()),
         "untouched": untouched,
         "moved_on": rank != 0 or not same(before, after),
@@ -273,14 +273,14 @@ def not_finite(engine: ZeroEngine, rank: int) -> dict[str, Any]:
     }
 
 
-def keeper(output: Path) -> Keeper:
-    return Keeper(
+def keeper(output: Path) -> CheckpointSaver:
+    return CheckpointSaver(
         output=output,
         config=hf_config().to_dict(),
         generation_config={},
         tokenizer_files=(),
         dtype=torch.float32,
-        exact=True,
+        from_master=True,
         max_shard_bytes=1 << 20,
         keep=0,
         resume_state=True,
@@ -293,7 +293,9 @@ def resumed(adam: bool, rank: int, output: Path) -> dict[str, Any]:
     engine = make_engine("zero3-offload-all", adam)
     for step in range(4):
         engine.train_step(mine(step_data(step), rank), SCHEDULE.rate(step))
-    keeper(output).save(engine, Progressed(step=4, samples=0, tokens=0, adam_steps=engine.adam_steps, skipped_in_a_row=0))
+    keeper(output).save(
+        engine, RunPosition(step=4, samples=0, tokens=0, optimizer_steps=engine.optimizer_steps, skipped_in_a_row=0)
+    )
 
     def go_on(engine: ZeroEngine) -> list[float]:
         return [engine.train_step(mine(step_data(step), rank), SCHEDULE.rate(step)).loss for step in range(4, 8)]
@@ -316,7 +318,7 @@ def failing_save(adam: bool) -> str:
     engine = make_engine("zero3", adam)
     try:
         keeper(Path("/proc/no-such-place")).save(
-            engine, Progressed(step=1, samples=0, tokens=0, adam_steps=0, skipped_in_a_row=0)
+            engine, RunPosition(step=1, samples=0, tokens=0, optimizer_steps=0, skipped_in_a_row=0)
         )
     except RunError as error:
         return str(error)

@@ -19,7 +19,7 @@ from finetune.data.prepared import Prepared
 from finetune.errors import WeightNotFinite
 from finetune.model.build import _always, build_empty
 from finetune.model.finite import check_finite
-from finetune.train.initial_model import Origin
+from finetune.train.initial_model import InitialModel
 from finetune.train.resume import ResumeState
 from tests.support.models import build, save
 
@@ -41,7 +41,7 @@ def spoiled(sound: Path, folder: Path, number: float, name: str = SPOILED) -> Pa
 
 
 def state_in(output: Path, tensors: dict[str, torch.Tensor]) -> ResumeState:
-    progress = {"step": 3, "samples": 6, "tokens": 60, "adam_steps": 3, "skipped_in_a_row": 0}
+    progress = {"step": 3, "samples": 6, "tokens": 60, "optimizer_steps": 3, "skipped_in_a_row": 0}
     extra = {"progress": progress, "settings": {}}
     with CheckpointWriter(output / "resume", step=3, config={"model_type": "gpt_neox"}, extra=extra) as writer:
         for name, tensor in tensors.items():
@@ -71,7 +71,7 @@ def test_training_does_not_begin_with_it(sound: Path, tmp_path: Path, number: fl
         run=RunConfig(output=str(tmp_path / "run")), data=DataConfig(train=("text",)), model=ModelConfig(path=str(folder))
     )
     facts: dict[str, Any] = dict.fromkeys(Prepared.__dataclass_fields__, 0)
-    origin = Origin(config, Prepared(**{**facts, "num_ids": 200, "stop_ids": ()}))
+    origin = InitialModel(config, Prepared(**{**facts, "num_ids": 200, "stop_ids": ()}))
     rule = rf"model\.path: {folder}: tensor '{SPOILED}' holds {number} at \[0, 5\]"
     with pytest.raises(WeightNotFinite, match=rule):
         origin.fill(build_empty(origin.hf_config, torch.float32, _always([])), _always)
@@ -108,7 +108,7 @@ def test_a_resume_state_is_refused_by_the_weight_or_the_moment(sound: Path, tmp_
     weights = {f"master.{name}": parameter.detach() for name, parameter in build("gpt_neox").named_parameters()}
     config = TuneConfig(run=RunConfig(output="run"), data=DataConfig(train=("text",)), model=ModelConfig(path=str(sound)))
     facts: dict[str, Any] = dict.fromkeys(Prepared.__dataclass_fields__, 0)
-    hf_config = Origin(config, Prepared(**{**facts, "num_ids": 200, "stop_ids": ()})).hf_config
+    hf_config = InitialModel(config, Prepared(**{**facts, "num_ids": 200, "stop_ids": ()})).hf_config
     moment = f"exp_avg_sq.{SPOILED}"
     state = state_in(tmp_path / "moment", {**weights, moment: torch.tensor([1.0, math.inf])})
     state.fill(build_empty(hf_config, torch.float32, _always([])), _always)

@@ -37,7 +37,7 @@ from finetune.engines.zero import engine as ds
 from finetune.engines.zero.engine import ZeroEngine
 from finetune.model.build import build_empty, decay_groups, initialise, new_config
 from finetune.model.loss import token_losses
-from finetune.train.position import Progressed
+from finetune.train.position import RunPosition
 from finetune.train.resume import ResumeState
 from finetune.train.schedule import Schedule
 from tests.finetune.engines.zero_worker import SETTINGS, keeper, leave, not_finite, same, snapshot, step_data, whole
@@ -190,7 +190,7 @@ def parity(make: Callable[[], ZeroEngine], expected: dict[str, torch.Tensor], *,
     """Losses, and the largest difference of a weight in the end."""
     engine = make()
     losses = train(engine, range(steps))
-    found = [(n, tensor) for n, tensor in engine.weights(torch.float32, exact=True) if tensor is not None]
+    found = [(n, tensor) for n, tensor in engine.weights(torch.float32, from_master=True) if tensor is not None]
     return {"losses": losses, "difference": max((float((t - expected[n]).abs().max()) for n, t in found), default=0.0)}
 
 
@@ -212,7 +212,9 @@ def resumed(name: str, output: Path) -> dict[str, Any]:
     """Losses after the save: uninterrupted, resumed in the same layout, resumed in others."""
     engine = make_engine(name, "zero3-offload")
     train(engine, range(SAVED))
-    keeper(output).save(engine, Progressed(step=SAVED, samples=0, tokens=0, adam_steps=engine.adam_steps, skipped_in_a_row=0))
+    keeper(output).save(
+        engine, RunPosition(step=SAVED, samples=0, tokens=0, optimizer_steps=engine.optimizer_steps, skipped_in_a_row=0)
+    )
     losses = {"uninterrupted": train(engine, range(SAVED, RESUMED))}
     final = snapshot(engine)
     bitwise = False
@@ -235,7 +237,7 @@ def adapters(engine: ZeroEngine, *, steps: int = 5) -> dict[str, Any]:
     """Losses with LoRA, and what the optimizer keeps of each adapter."""
     losses = train(engine, range(steps))
     unset_hf_deepspeed_config()  # or later models would be built partitioned
-    return {"losses": losses, "keys": sorted({key.split(".", 1)[0] for key, _ in engine.moments()})}
+    return {"losses": losses, "keys": sorted({key.split(".", 1)[0] for key, _ in engine.optimizer_state()})}
 
 
 def pair(name: str, rank: int, out: Path) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from finetune.engines.zero import engine as ds
 from finetune.engines.zero.engine import ZeroEngine
 from finetune.model.build import build_empty, decay_groups
 from finetune.model.loss import token_losses
-from finetune.train.position import Progressed
+from finetune.train.position import RunPosition
 from finetune.train.resume import ResumeState
 from tests.finetune.engines.zero_worker import keeper, leave, not_finite, same, snapshot, step_data, whole
 from tests.finetune.optimizers import optimizer_worker
@@ -123,7 +123,9 @@ def resumed(output: Path) -> dict[str, Any]:
     """Losses after the save: uninterrupted, resumed in the same layout, resumed in others."""
     engine, unsaved = make_engine("zero3"), make_engine("zero3")
     train(engine, range(SAVED))
-    keeper(output).save(engine, Progressed(step=SAVED, samples=0, tokens=0, adam_steps=engine.adam_steps, skipped_in_a_row=0))
+    keeper(output).save(
+        engine, RunPosition(step=SAVED, samples=0, tokens=0, optimizer_steps=engine.optimizer_steps, skipped_in_a_row=0)
+    )
     losses = {"uninterrupted": train(engine, range(SAVED, RESUMED)), "never saved": train(unsaved, range(RESUMED))[SAVED:]}
     final = snapshot(engine)
     alike = {"never saved": same(final, snapshot(unsaved))}

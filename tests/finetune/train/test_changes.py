@@ -23,7 +23,7 @@ from finetune.config import (
 from finetune.data.prepared import Prepared
 from finetune.errors import ConfigError
 from finetune.train.changes import changes_in_words, check_settings, course_of, settings_of
-from finetune.train.position import Progressed
+from finetune.train.position import RunPosition
 from finetune.train.schedule import make_schedule
 
 SAVE = Path("run/resume/step-00000004")
@@ -123,8 +123,8 @@ def test_epochs_count_samples_also_when_the_size_of_a_step_changes() -> None:
     def steps(micro: int, done: tuple[int, int] | None) -> int:
         config = replace(CONFIG, batch=BatchConfig(micro=micro), schedule=ScheduleConfig(epochs=2.0))
         taken = {} if done is None else dict(zip(("step", "samples"), done, strict=True))
-        progressed = Progressed(**taken, tokens=0, adam_steps=0, skipped_in_a_row=0) if taken else None
-        return make_schedule(config, 100, progressed).steps
+        position = RunPosition(**taken, tokens=0, optimizer_steps=0, skipped_in_a_row=0) if taken else None
+        return make_schedule(config, 100, position).steps
 
     assert steps(8, None) == steps(8, (10, 80)) == 25
     assert steps(4, (10, 80)) == 10 + 30, "120 samples of 200 are left"

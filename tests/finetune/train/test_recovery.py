@@ -23,10 +23,10 @@ from finetune.output.folder import claimed_output, step_folders
 from finetune.output.saves import is_whole, newest_whole
 from finetune.train import saving
 from finetune.train.changes import changes_in_words
-from finetune.train.position import Progressed
+from finetune.train.position import RunPosition
 from finetune.train.recovery import SavedWeights
 from finetune.train.resume import ResumeState, find_resume_state
-from finetune.train.saving import Keeper
+from finetune.train.saving import CheckpointSaver
 from tests.support.models import build
 
 
@@ -46,14 +46,14 @@ class OneRank:
         self.exact: dict[str, torch.Tensor] = {}
         self.moments_set = False
 
-    def weights(self, dtype: torch.dtype, *, exact: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(self, dtype: torch.dtype, *, from_master: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self.model.named_parameters():
             yield name, torch.full_like(parameter, self._step, dtype=dtype)
 
-    def masters(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def master_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.weights(torch.float32)
 
-    def moments(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def optimizer_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield "exp_avg.x", torch.ones(3)
 
     def rng_states(self) -> list[torch.Tensor]:
@@ -61,10 +61,10 @@ class OneRank:
 
     def set_rng_state(self, state: torch.Tensor) -> None: ...
 
-    def set_exact_weights(self, read: Callable[[str], torch.Tensor]) -> None:
+    def set_master_weights(self, read: Callable[[str], torch.Tensor]) -> None:
         self.exact = {name: read(name) for name, _ in self.model.named_parameters()}
 
-    def set_moments(self, read: Callable[[str], torch.Tensor], adam_steps: int) -> None:
+    def set_optimizer_state(self, read: Callable[[str], torch.Tensor], optimizer_steps: int) -> None:
         self.moments_set = True
 
     def agree(self, good: bool) -> bool:
@@ -85,14 +85,14 @@ def config(output: Path) -> TuneConfig:
     )
 
 
-def keeper(output: Path, model: PreTrainedModel) -> Keeper:
-    return Keeper(
+def keeper(output: Path, model: PreTrainedModel) -> CheckpointSaver:
+    return CheckpointSaver(
         output=output,
         config=model.config.to_dict(),
         generation_config={},
         tokenizer_files=(),
         dtype=torch.bfloat16,
-        exact=False,
+        from_master=False,
         max_shard_bytes=1 << 30,
         keep=2,
         resume_state=True,
@@ -100,8 +100,8 @@ def keeper(output: Path, model: PreTrainedModel) -> Keeper:
     )
 
 
-def at(step: int) -> Progressed:
-    return Progressed(step=step, samples=10 * step, tokens=100 * step, adam_steps=step, skipped_in_a_row=0)
+def at(step: int) -> RunPosition:
+    return RunPosition(step=step, samples=10 * step, tokens=100 * step, optimizer_steps=step, skipped_in_a_row=0)
 
 
 def stopped_before(monkeypatch: pytest.MonkeyPatch, number: int, error: BaseException) -> None:
@@ -145,8 +145,8 @@ def test_killed_at_any_step_of_its_first_save_a_run_can_go_on(
         outcomes.append(found is not None)
         if found is not None:
             assert isinstance(found, ResumeState), "what counts first is the resume state: nothing is lost"
-            assert (found.progressed, found.lost, weights_of(found, model)) == (at(5), (), {5.0})
-            made_up = keeper(output, model).save_missing(OneRank(model, 5), found.progressed)  # type: ignore[arg-type]
+            assert (found.position, found.lost, weights_of(found, model)) == (at(5), (), {5.0})
+            made_up = keeper(output, model).save_missing(OneRank(model, 5), found.position)  # type: ignore[arg-type]
             assert is_whole(output / "checkpoints" / "step-00000005")
             assert made_up is None or made_up.name == "step-00000005"
         if not killed:
@@ -175,7 +175,7 @@ def test_a_full_disk_in_the_resume_state_leaves_a_folder_that_starts_or_goes_on(
         monkeypatch.undo()
         found = find_resume_state(config(output))
         assert found is not None
-        assert found.progressed == at(5)
+        assert found.position == at(5)
 
 
 def saved(output: Path, model: PreTrainedModel, *steps: int) -> None:
@@ -201,7 +201,7 @@ def test_weights_alone_are_gone_on_from_and_what_was_lost_is_said(model: PreTrai
     with claimed_output(config(tmp_path)):
         found = find_resume_state(config(tmp_path))
     assert isinstance(found, SavedWeights)
-    assert (found.progressed.step, found.progressed.samples, found.progressed.adam_steps) == (5, 50, 0)
+    assert (found.position.step, found.position.samples, found.position.optimizer_steps) == (5, 50, 0)
     assert weights_of(found, model) == {5.0}
     assert "moments" in " ".join(found.lost)
     found.check({"data": "a", "model": {"hidden_size": 32}}, None)
@@ -221,7 +221,7 @@ def test_a_checkpoint_of_an_earlier_release_tells_its_step_and_the_log_its_token
     (tmp_path / "log.jsonl").write_text('{"step": 5, "loss": 1.0, "tokens": 77}\n{"step": 6')
     found = find_resume_state(config(tmp_path))
     assert found is not None
-    assert (found.progressed.step, found.progressed.samples, found.progressed.tokens) == (5, 40, 77)
+    assert (found.position.step, found.position.samples, found.position.tokens) == (5, 40, 77)
     found.check({"data": "b", "model": {}}, None)
     lost = "; ".join(found.lost)
     assert "the proof that data and order, batch are those of before: " in lost
@@ -234,7 +234,7 @@ def test_a_damaged_state_gives_way_to_the_one_before_and_then_to_weights(model: 
     damage(tmp_path / "resume" / "step-00000009")
     found = find_resume_state(config(tmp_path))
     assert isinstance(found, ResumeState)
-    assert found.progressed == at(5)
+    assert found.position == at(5)
     assert "step-00000009" in found.lost[0]
     damage(tmp_path / "resume" / "step-00000005")
     found = find_resume_state(config(tmp_path))
@@ -256,14 +256,14 @@ def test_going_on_from_an_older_save_removes_the_damaged_one_and_no_good_one(
     damage(tmp_path / "resume" / "step-00000020")
     found = find_resume_state(config(tmp_path))
     assert found is not None
-    assert found.progressed.step == 10
+    assert found.position.step == 10
     replace(keeper(tmp_path, model), keep=keep).save(OneRank(model, 12), at(12))  # type: ignore[arg-type]
     for root in ("resume", "checkpoints"):
         assert [step for step, _ in step_folders(tmp_path / root)] == [10, 12][-keep:]
         assert newest_whole(tmp_path / root) == tmp_path / root / "step-00000012"
     found = find_resume_state(config(tmp_path))
     assert isinstance(found, ResumeState)
-    assert (found.progressed, found.lost) == (at(12), ())
+    assert (found.position, found.lost) == (at(12), ())
 
 
 def test_weights_alone_tell_the_course_and_keep_the_learning_rate(model: PreTrainedModel, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from finetune.distributed import random_state, set_random_state
 
 
-class Ranked:
+class EngineBase:
     """One of the ranks that train together. Every method is collective: all ranks call it, in the same order."""
 
     def __init__(self, device: torch.device) -> None:

@@ -1,0 +1,18 @@
+"""The types that weights are kept and computed in, by the names that configurations and commands have for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import torch
+
+DTYPES: Final[Mapping[str, torch.dtype]] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+"""By torch's own names (``save.dtype``, ``--dtype``) and by those of ``run.precision``."""
