@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import os
-import signal
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
 
 import yaml
 from rich.console import Console
-from rich.markup import escape
 
 from finetune.commands.parser import command_parser
 from finetune.config import TuneConfig
 from finetune.config.learning_rate import with_rate
 from finetune.config.load import load_config
 from finetune.config.read import describe, split_overrides
-from finetune.machine.swap import claimed_swap
-from finetune.output.folder import claimed_output
 
 
 def main(command: str, words: Sequence[str]) -> int:
@@ -43,6 +36,8 @@ def main(command: str, words: Sequence[str]) -> int:
     if options.resume:
         overrides.append(("run.resume", "auto"))
     from finetune.launch import external
+    from finetune.launch.common import plain
+    from finetune.launch.run import train
 
     if external.started_by_launcher():
         overrides.append(("run.ranks", str(external.world_size())))
@@ -54,51 +49,3 @@ def main(command: str, words: Sequence[str]) -> int:
         yaml.safe_dump(plain(asdict(with_rate(config)[0])), sys.stdout, sort_keys=False, allow_unicode=True)
         return 0
     return train(config, Console(), command=command, anyway=options.anyway)
-
-
-def plain(value: Any) -> Any:
-    """Tuples as lists, for YAML and JSON."""
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, tuple | list) else value
-
-
-def train(config: TuneConfig, console: Console, *, command: str = "tune", anyway: bool = False) -> int:
-    """Prepare the data, start the ranks, and wait for them.
-
-    The ranks import what is slow while the data is tokenised here; rank 0 refuses what cannot fit, unless ``anyway``.
-
-    Raises:
-        FinetuneError: what was wrong; no process is left.
-    """
-    from finetune.base_model.hub import located
-    from finetune.forecast.least import check_least
-    from finetune.launch import external
-    from finetune.launch.local import RankProcesses
-    from finetune.launch.prerequisites import make_ready, settled
-    from finetune.observe.outside import observed
-    from finetune.observe.sinks import check_sinks
-
-    check_sinks(config)
-
-    def say(text: str) -> None:
-        console.print(f"[dim]{escape(text)}[/]", highlight=False, soft_wrap=True)
-
-    if not anyway and not external.started_by_launcher():  # several nodes have more memory than this one
-        check_least(located(config, command=command, need="config"))
-    config = located(config, say if os.environ.get("RANK", "0") == "0" else lambda _: None, command=command)
-    if external.started_by_launcher():
-        external.train(config, plain(asdict(config)), console, command=command, anyway=anyway)
-    with ExitStack() as stack:
-        output = stack.enter_context(claimed_output(config))
-        config = settled(config, say)
-        settings = plain(asdict(config))
-        # The swap files go once no rank is left that could use them.
-        swap = stack.enter_context(claimed_swap(config, say))
-        run = {"config": settings, "command": command, "anyway": anyway}
-        ranks = stack.enter_context(RankProcesses(output, run, ranks=config.run.ranks, threads=config.run.threads))
-        (output / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True), encoding="utf-8")
-        ranks.go(make_ready(config, say, ranks.check, swap=swap))
-        with observed(config, ranks.process_ids, console):
-            ranks.wait()
-        return 1 if ranks.interrupted is signal.SIGINT else 0

@@ -7,30 +7,28 @@ environment. Rank 0 prepares the data and tells the others; ``run.output`` must 
 from __future__ import annotations
 
 import ipaddress
-import json
 import os
 import signal
 import socket
 import sys
 import threading
-import traceback
-from collections.abc import Mapping, MutableMapping
+from collections.abc import MutableMapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import psutil
-import yaml
 from rich.console import Console
-from rich.markup import escape
 
 from finetune.config import TuneConfig
 from finetune.errors import ConfigError, FinetuneError, RunError
+from finetune.launch.common import claimed_run, ending_with_it, saying, silent
+from finetune.launch.instructions import Command, Instructions, Refused, decoded, encoded
+from finetune.launch.prerequisites import built_ops, make_ready
 from finetune.machine import inventory
 from finetune.machine.process import end_process, without_collection
-from finetune.machine.swap import claimed_swap, clear_leftovers
-from finetune.output.folder import claimed_output
+from finetune.machine.swap import clear_leftovers
 from host.modules import import_path
 
 _NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -85,7 +83,7 @@ def interface_towards(host: str) -> str | None:
     return next((name for name, found in named if any(one.address.partition("%")[0] == mine for one in found)), None)
 
 
-def train(config: TuneConfig, settings: Mapping[str, Any], console: Console, *, command: str, anyway: bool) -> NoReturn:
+def train(config: TuneConfig, console: Console, *, command: Command, anyway: bool) -> NoReturn:
     """Be one rank of the run, and end with it. Rank 0 alone writes to ``console``."""
     rank = int(os.environ["RANK"])
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -100,20 +98,15 @@ def train(config: TuneConfig, settings: Mapping[str, Any], console: Console, *, 
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     quiet = Console(file=open(os.devnull, "w"))  # noqa: SIM115  # as long as the process
     with ExitStack() as stack:
-        try:
-            _rank(config, settings, console if rank == 0 else quiet, stop, stack, command=command, anyway=anyway)
-        except BaseException as error:
-            code = error.exit_code if isinstance(error, FinetuneError) else 1
-            if not isinstance(error, FinetuneError):
-                traceback.print_exc()
-            elif str(error):
+
+        def report(error: BaseException, code: int) -> None:
+            if isinstance(error, FinetuneError) and str(error):
                 print(f"error: rank {rank}: {error}", file=sys.stderr)
-            sys.stdout.flush()
-            sys.stderr.flush()
             with suppress(OSError):
                 stack.close()  # locks and swap files
-            # No clean-up that could wait for other ranks: threads of a torn process group may never end.
-            os._exit(code)
+
+        with ending_with_it(report):
+            _rank(config, console if rank == 0 else quiet, stop, stack, command=command, anyway=anyway)
     end_process(0)
 
 
@@ -128,57 +121,51 @@ def check_not_stopped(stop: threading.Event) -> None:
 
 
 def _rank(
-    config: TuneConfig,
-    settings: Mapping[str, Any],
-    console: Console,
-    stop: threading.Event,
-    stack: ExitStack,
-    *,
-    command: str,
-    anyway: bool,
+    config: TuneConfig, console: Console, stop: threading.Event, stack: ExitStack, *, command: Command, anyway: bool
 ) -> None:
     with without_collection():
         from finetune.distributed import tell_everyone
-        from finetune.launch.prerequisites import built_ops, make_ready, settled
-        from finetune.launch.rank import choose_device, look_ahead, train_rank
+        from finetune.launch.rank import choose_device, train_rank
 
         device = choose_device(config, local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         os.environ["DS_ACCELERATOR"] = device
         from finetune.engines.zero import engine
 
-    def say(text: str) -> None:
-        console.print(f"[dim]{escape(text)}[/]", highlight=False, soft_wrap=True)
-
+    say, first = saying(console), int(os.environ["RANK"]) == 0
     place = engine.start_ranks(device, int(os.environ.get("LOCAL_RANK", "0")))
-    told: dict[str, Any] = {}
-    if int(os.environ["RANK"]) == 0:
-        try:
-            output = stack.enter_context(claimed_output(config))
-            config = settled(config, say)
-            settings = {**settings, "model": {**settings["model"], "path": config.model.path}}
-            swap = stack.enter_context(claimed_swap(config, say))
-            (output / "logs").mkdir(exist_ok=True)
-            text = yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True)
-            (output / "config.yaml").write_text(text, encoding="utf-8")
-            look_ahead(config, console, command=command, anyway=anyway)
-            told = {**make_ready(config, say, lambda: check_not_stopped(stop), swap=swap), "model.path": config.model.path}
-        except FinetuneError as error:
-            told = {"error": str(error), "exit_code": error.exit_code}
-        except OSError as error:
-            told = {"error": f"run.output: {config.run.output} cannot be written: {error}", "exit_code": ConfigError.exit_code}
-    told = json.loads(tell_everyone(json.dumps(told)))
-    if "error" in told:
-        error = FinetuneError(told["error"] if int(os.environ["RANK"]) == 0 else "")
-        error.exit_code = told["exit_code"]
+    mine = encoded(_prepare(config, console, stop, stack, command=command, anyway=anyway)) if first else b""
+    told = decoded(tell_everyone(mine.decode()).encode())
+    if isinstance(told, Refused):
+        error = FinetuneError(told.message if first else "")
+        error.exit_code = told.exit_code
         raise error
-    config = replace(config, model=replace(config.model, path=told["model.path"]))
+    config = replace(config, model=replace(config.model, path=told.model_path))
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         built_ops(config, say)  # rank 0 built them on its own node
-        if told["swap"] is not None:
-            clear_leftovers(Path(told["swap"]).parent, say)
+        if told.swap is not None:
+            clear_leftovers(Path(told.swap).parent, say)
     tell_everyone("built")
-    told["ops"] = built_ops(config, lambda _: None)
-    train_rank(config, told, place, stop.is_set, console, pipeline=command == "pretrain")
+    told = replace(told, ops=built_ops(config, silent))
+    train_rank(config, told, place, stop.is_set, console, command=command)
+
+
+def _prepare(
+    config: TuneConfig, console: Console, stop: threading.Event, stack: ExitStack, *, command: Command, anyway: bool
+) -> Instructions | Refused:
+    """What rank 0 does for all: hold the run's folders until ``stack`` is closed, and make everything ready."""
+    from finetune.launch.rank import look_ahead
+
+    say = saying(console)
+    try:
+        run = stack.enter_context(claimed_run(config, say))
+        (run.output / "logs").mkdir(exist_ok=True)
+        look_ahead(run.config, console, command=command, anyway=anyway)
+        return make_ready(run.config, say, lambda: check_not_stopped(stop), swap=run.swap)
+    except FinetuneError as error:
+        return Refused(message=str(error), exit_code=error.exit_code)
+    except OSError as error:
+        rule = f"run.output: {config.run.output} cannot be written: {error}"
+        return Refused(message=rule, exit_code=ConfigError.exit_code)
 
 
 def hand_over(hostfile: Path, words: list[str]) -> None:

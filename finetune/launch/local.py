@@ -12,14 +12,22 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from rich.console import Console
+
+from finetune.config import TuneConfig
 from finetune.errors import FinetuneError, RankDied, RunError
+from finetune.launch.common import claimed_run, saying
+from finetune.launch.instructions import Command, Instructions, RunFile, encoded
+from finetune.launch.prerequisites import make_ready
 from finetune.machine import inventory
 from finetune.machine.process import rank_environment
+from finetune.observe.outside import observed
 from host.limits import killed_for_memory, memory_kills
 from host.modules import import_path, module_command
 
@@ -38,6 +46,23 @@ class Ended:
     """What the rank left behind, if it could."""
 
 
+def train(config: TuneConfig, console: Console, *, command: Command, anyway: bool) -> int:
+    """Start the ranks of a run here, prepare its data while they import, and wait for them; returns the exit code.
+
+    Raises:
+        FinetuneError: what was wrong; no rank is left.
+    """
+    say = saying(console)
+    with ExitStack() as stack:
+        run = stack.enter_context(claimed_run(config, say))
+        file = RunFile(config=run.config, command=command, anyway=anyway)
+        ranks = stack.enter_context(RankProcesses(run.output, file, ranks=config.run.ranks, threads=config.run.threads))
+        ranks.go(make_ready(run.config, say, ranks.check, swap=run.swap))
+        with observed(run.config, ranks.process_ids, console):
+            ranks.wait()
+        return 1 if ranks.interrupted is signal.SIGINT else 0
+
+
 class RankProcesses:
     """The rank processes of one run. Use as a context manager: leaving it kills what still runs.
 
@@ -45,12 +70,12 @@ class RankProcesses:
     thread that started them ends.
     """
 
-    def __init__(self, output: Path, run: Mapping[str, Any], *, ranks: int, threads: int | None) -> None:
+    def __init__(self, output: Path, run: RunFile, *, ranks: int, threads: int | None) -> None:
         self._logs = output / "logs"
         shutil.rmtree(self._logs, ignore_errors=True)
         self._logs.mkdir(parents=True)
         run_file = output / "run.json"
-        run_file.write_text(json.dumps(run, indent=2) + "\n", encoding="utf-8")
+        run.write(run_file)
         self._ended: queue.SimpleQueue[Ended] = queue.SimpleQueue()
         self._processes: list[subprocess.Popen[bytes]] = []
         self.interrupted: signal.Signals | None = None
@@ -124,10 +149,10 @@ class RankProcesses:
         if self.interrupted is not None and not self._training:
             raise RunError(f"stopped by {self.interrupted.name} before training began")
 
-    def go(self, message: Mapping[str, Any]) -> None:
+    def go(self, told: Instructions) -> None:
         """Tell all ranks to train."""
         self._stop_if_interrupted()
-        line = (json.dumps(message) + "\n").encode()
+        line = encoded(told) + b"\n"
         for process in self._processes:
             assert process.stdin is not None
             try:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from finetune.config import TuneConfig
 from finetune.data.prepared import Prepared
 from finetune.errors import ConfigError
+from finetune.launch.instructions import Instructions
 from finetune.machine import ops
 from finetune.machine.process import without_collection
 from finetune.output.folder import CHECKPOINTS, RESUME, step_folders
@@ -36,8 +37,8 @@ def settled(config: TuneConfig, say: Say) -> TuneConfig:
 
 def make_ready(
     config: TuneConfig, say: Say, check: Callable[[], None] = lambda: None, *, swap: Path | None = None
-) -> dict[str, Any]:
-    """Prepare everything a rank needs; returns what the ranks are told, fit for JSON.
+) -> Instructions:
+    """Prepare everything a rank needs; returns what the ranks are told.
 
     Args:
         say: told what takes time.
@@ -58,12 +59,9 @@ def make_ready(
     disk = None if swap is None else prepare_disk(swap, say)
     built = built_ops(config, say)
     check()
-    return {
-        "prepared": asdict(prepared),
-        "ops": built,
-        "disk": None if disk is None else asdict(disk),
-        "swap": None if swap is None else str(swap),
-    }
+    return Instructions(
+        model_path=config.model.path, prepared=prepared, ops=built, disk=disk, swap=None if swap is None else str(swap)
+    )
 
 
 def _prepared(config: TuneConfig, say: Say, check: Callable[[], None]) -> Prepared:

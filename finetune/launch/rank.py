@@ -12,14 +12,14 @@ import signal
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from finetune.config import TuneConfig
-from finetune.config.read import build
 from finetune.errors import ConfigError, FinetuneError
+from finetune.launch.common import ending_with_it
+from finetune.launch.instructions import Command, Instructions, RunFile, decoded
 from finetune.machine.process import die_with_parent, end_process, without_collection
 
 if TYPE_CHECKING:
@@ -27,48 +27,39 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def main(run_file: Path) -> int:
-    """Run one rank to its end; returns the exit code."""
+def main(run_file: Path) -> None:
+    """Be one rank until its end; a failure ends the process with its own exit code."""
     die_with_parent(int(os.environ["TESSERA_PARENT"]))
     rank = int(os.environ["RANK"])
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    job = json.loads(run_file.read_text(encoding="utf-8"))
-    config = build(TuneConfig, job["config"], {})
-    try:
-        _train(config, rank, stop, pipeline=job.get("command") == "pretrain", anyway=bool(job.get("anyway")))
-    except BaseException as error:
-        traceback.print_exc()
-        code = error.exit_code if isinstance(error, FinetuneError) else 1
-        _leave_reason(Path(config.run.output), rank, error, code)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # No clean-up that could wait for other ranks: threads of a torn process group may never end.
-        os._exit(code)
-    return 0
+    run = RunFile.read(run_file)
+    reason_file = Path(run.config.run.output) / "logs" / f"rank-{rank}.error.json"
+    with ending_with_it(lambda error, code: _leave_reason(reason_file, error, code)):
+        _train(run, rank, stop)
 
 
-def _train(config: TuneConfig, rank: int, stop: threading.Event, **options: bool) -> None:
+def _train(run: RunFile, rank: int, stop: threading.Event) -> None:
     with without_collection():
-        device = choose_device(config, local_ranks=config.run.ranks)
+        device = choose_device(run.config, local_ranks=run.config.run.ranks)
         os.environ["DS_ACCELERATOR"] = device  # DeepSpeed decides when it is imported
         from rich.console import Console
 
         from finetune.engines.zero import engine
 
-    command = "pretrain" if options["pipeline"] else "tune"
     console = Console(file=_console(), width=_width()) if rank == 0 else None
-    look_ahead(config, console, command=command, anyway=options["anyway"])
+    look_ahead(run.config, console, command=run.command, anyway=run.anyway)
     line = sys.stdin.readline()
     if not line:
         return  # the launcher gave up before training began
-    told: dict[str, Any] = json.loads(line)
+    told = decoded(line.encode())
+    assert isinstance(told, Instructions), "the launcher refuses by itself"
     place = engine.start_ranks(device, rank)
     with _console() if rank == 0 else open(os.devnull, "w") as out:
-        train_rank(config, told, place, stop.is_set, Console(file=out, width=_width()), pipeline=options["pipeline"])
+        train_rank(run.config, told, place, stop.is_set, Console(file=out, width=_width()), command=run.command)
 
 
-def look_ahead(config: TuneConfig, console: Console | None, *, command: str, anyway: bool) -> None:
+def look_ahead(config: TuneConfig, console: Console | None, *, command: Command, anyway: bool) -> None:
     """Refuse, before the data is ready, what can be seen to fail; the rank that has a console forecasts what the run needs.
 
     Raises:
@@ -85,41 +76,38 @@ def look_ahead(config: TuneConfig, console: Console | None, *, command: str, any
 
 def train_rank(
     config: TuneConfig,
-    told: Mapping[str, Any],
+    told: Instructions,
     place: torch.device,
     should_stop: Callable[[], bool],
     console: Console,
     *,
-    pipeline: bool,
+    command: Command,
 ) -> None:
     """Train as one of the ranks that have joined.
 
     Args:
-        told: what ``finetune.launch.prerequisites.make_ready`` returned.
         place: this rank's device.
+        should_stop: asked once a step.
     """
-    from finetune.data.prepare import Prepared
-    from finetune.machine import build_ops
-    from finetune.machine.nvme import Disk
+    from finetune.machine.build_ops import load_op
     from finetune.machine.swap import held_swap
-    from finetune.train import begin
+    from finetune.train.begin import Job, run_rank
 
-    for name, library in told["ops"].items():
-        build_ops.load_op(name, Path(library))
-    precision = choose_precision(config, place.type)
-    swap = None if told["swap"] is None else Path(told["swap"])
-    job = begin.Job(
+    for name, library in told.ops.items():
+        load_op(name, Path(library))
+    swap = None if told.swap is None else Path(told.swap)
+    job = Job(
         config=config,
-        prepared=Prepared(**told["prepared"]),
+        prepared=told.prepared,
         device=place,
-        precision=precision,
-        cpu_adam="cpu_adam" in told["ops"],
-        disk=None if told["disk"] is None else Disk(**told["disk"]),
+        precision=choose_precision(config, place.type),
+        cpu_adam="cpu_adam" in told.ops,
+        disk=told.disk,
         swap=swap,
-        pipeline=pipeline,
+        pipeline=command == "pretrain",
     )
     with held_swap(swap):
-        begin.run_rank(job, console, should_stop)
+        run_rank(job, console, should_stop)
 
 
 def _console() -> TextIO:
@@ -172,15 +160,19 @@ def _check_cpu(config: TuneConfig) -> None:
             raise ConfigError(f"{key}: {rule}")
 
 
-def _leave_reason(output: Path, rank: int, error: BaseException, code: int) -> None:
+def _leave_reason(file: Path, error: BaseException, code: int) -> None:
+    expected = isinstance(error, FinetuneError)
+    if expected:
+        print(f"error: {error}", file=sys.stderr)
     reason = {
         "time": time.time(),
         "exit_code": code,
-        "expected": isinstance(error, FinetuneError),
-        "message": str(error) if isinstance(error, FinetuneError) else f"{type(error).__name__}: {error}",
+        "expected": expected,
+        "message": str(error) if expected else f"{type(error).__name__}: {error}",
     }
-    (output / "logs" / f"rank-{rank}.error.json").write_text(json.dumps(reason), encoding="utf-8")
+    file.write_text(json.dumps(reason), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    end_process(main(Path(sys.argv[1])))
+    main(Path(sys.argv[1]))
+    end_process(0)

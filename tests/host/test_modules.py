@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from finetune.config import DataConfig, ModelConfig, RunConfig, TuneConfig
 from finetune.errors import FinetuneError
 from finetune.launch import local
+from finetune.launch.instructions import RunFile
 from finetune.launch.local import RankProcesses
 from host.modules import import_path, module_command
 
@@ -35,10 +37,20 @@ def test_a_module_is_not_taken_from_the_working_directory(trap: Path) -> None:
     assert not trap.exists()
 
 
+def a_run(folder: Path) -> RunFile:
+    """A run whose ranks refuse it, for its GPUs, once they have read it and imported torch."""
+    config = TuneConfig(
+        run=RunConfig(output=str(folder / "out"), device="cuda", ranks=1000),
+        data=DataConfig(train=(str(folder),)),
+        model=ModelConfig(path=str(folder)),
+    )
+    return RunFile(config=config)
+
+
 def test_ranks_of_training_take_no_module_from_the_working_directory(trap: Path, tmp_path: Path) -> None:
     with (
-        RankProcesses(tmp_path / "out", {"config": {}}, ranks=1, threads=1) as ranks,
-        pytest.raises(FinetuneError, match="run is not set"),
+        RankProcesses(tmp_path / "out", a_run(tmp_path), ranks=1, threads=1) as ranks,
+        pytest.raises(FinetuneError, match="the GPUs torch sees"),
     ):
         ranks.wait()
     assert not trap.exists()
@@ -53,7 +65,7 @@ def test_a_rank_of_training_that_was_killed_for_memory_is_told_from_any_other(
         "import signal, sys\nif 'finetune.launch.rank' in sys.orig_argv: signal.pause()\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with RankProcesses(tmp_path / "out", {"config": {}}, ranks=1, threads=1) as ranks:
+    with RankProcesses(tmp_path / "out", a_run(tmp_path), ranks=1, threads=1) as ranks:
         os.kill(ranks.process_ids[0], signal.SIGKILL)
         with pytest.raises(FinetuneError, match=f"rank 0 was {kernel or r'killed .SIGKILL.: by hand, or by the system'}"):
             ranks.wait()

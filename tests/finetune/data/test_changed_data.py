@@ -173,10 +173,10 @@ def test_an_allowed_change_keeps_the_tokenizer_that_the_weights_know(tmp_path: P
     with pytest.raises(ConfigError, match=r"module_3\.py: new"):
         make_ready(load_config(file), quiet)
     said: list[str] = []
-    made = make_ready(load_config(file, [("data.changed", "accept")]), said.append)["prepared"]
-    assert made["known_as"] == (first.fingerprint,)
-    assert made["fingerprint"] != first.fingerprint
-    learned = [Path(folder) / "tokenizer.json" for folder in (made["tokenizer"], first.tokenizer)]
+    made = make_ready(load_config(file, [("data.changed", "accept")]), said.append).prepared
+    assert made.known_as == (first.fingerprint,)
+    assert made.fingerprint != first.fingerprint
+    learned = [Path(folder) / "tokenizer.json" for folder in (made.tokenizer, first.tokenizer)]
     assert learned[0].read_bytes() == learned[1].read_bytes()
     assert any("going on with changed data" in line and "module_3.py: new" in line for line in said)
     other = [("data.changed", "accept"), ("tokenizer", "{path: " + str(tmp_path / "other") + "}")]
@@ -196,11 +196,11 @@ def test_an_allowed_change_holds_for_the_older_save_that_a_damaged_one_gives_way
     tree = small_run(text, tmp_path / "run")
     tree["run"]["resume"] = "auto"
     accepting = load_config(write_config(tree, tmp_path / "run.yaml"), [("data.changed", "accept")])
-    second = Prepared(**make_ready(accepting, quiet)["prepared"])
+    second = make_ready(accepting, quiet).prepared
     save(accepting, second, {"data": second.fingerprint}, step=4)
-    made = make_ready(accepting, quiet)["prepared"]
+    made = make_ready(accepting, quiet).prepared
     older = {"data": first.fingerprint, "data.seed": 0}
-    check_settings(tmp_path / "resume", older, {"data": made["fingerprint"], "data.seed": 0}, made["known_as"])
+    check_settings(tmp_path / "resume", older, {"data": made.fingerprint, "data.seed": 0}, made.known_as)
 
 
 def test_a_large_file_is_known_by_its_size_and_samples(tmp_path: Path) -> None:

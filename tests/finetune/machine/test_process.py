@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import subprocess
 import sys
@@ -11,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from finetune.config.load import load_config
+from finetune.launch.instructions import RunFile
 from finetune.machine.process import rank_environment, without_collection
-from tests.finetune.support import COMMAND, ROOT, run_command, small_run, witness_environment
+from tests.finetune.support import COMMAND, ROOT, run_command, small_run, witness_environment, write_config
 
 PROGRAM = """
 import atexit, sys, threading
@@ -66,8 +67,8 @@ def test_what_libraries_in_c_have_written_is_not_lost() -> None:
 
 def test_a_rank_is_not_taken_down(tmp_path: Path) -> None:
     environment, seen = witness_environment(tmp_path)
-    tree = small_run(tmp_path, tmp_path / "run")
-    (tmp_path / "run.json").write_text(json.dumps({"config": tree}))
+    config = load_config(write_config(small_run(tmp_path, tmp_path / "run"), tmp_path / "run.yaml"))
+    RunFile(config=config).write(tmp_path / "run.json")
     done = subprocess.run(
         [sys.executable, "-m", "finetune.launch.rank", str(tmp_path / "run.json")],
         cwd=ROOT,
