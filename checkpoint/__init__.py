@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from checkpoint.errors import CheckpointError
+from checkpoint.holding import Hold, claimed, hold
 from checkpoint.latest import resolve_latest
 from checkpoint.layout import TensorInfo
 from checkpoint.manifest import Manifest
@@ -20,9 +21,12 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "CheckpointWriter",
+    "Hold",
     "Manifest",
     "Structure",
     "TensorInfo",
+    "claimed",
+    "hold",
     "open_checkpoint",
     "open_structure",
     "resolve_latest",

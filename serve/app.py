@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
 
-from checkpoint import CheckpointError, open_structure, resolve_latest
+from checkpoint import CheckpointError, hold, open_structure, resolve_latest
 from serve.config import ServerConfig
 from serve.engine.engine import Engine, EngineLimits
 from serve.engine.executor import Executor, ModelFacts
@@ -26,7 +26,7 @@ from serve.runtime.edition import Edition
 from serve.runtime.gateway import Gateway
 from serve.runtime.supervisor import RankGroup
 from serve.text.detokenizer import open_text
-from serve.text.tokenizer import load_tokenizer
+from serve.text.tokenizer import Tokenizer, load_tokenizer
 from serve.worker.executor import RankExecutor
 from serve.worker.rehearsal import rehearse
 
@@ -124,7 +124,11 @@ async def serve(
 
     async def reopen() -> Edition:
         again = await asyncio.to_thread(open_edition, config)
-        await try_out(again.config)
+        try:
+            await try_out(again.config)
+        except BaseException:
+            again.release()
+            raise
         return again
 
     # Build.
@@ -160,22 +164,35 @@ async def serve(
 
 
 def open_edition(config: ServerConfig) -> Edition:
-    """What the model's folder holds now, proved as far as headers, sizes, configuration and tokenizer tell: without torch, so
-    that a folder or an option at fault is told of at once.
+    """What the model's folder holds now, held there, and proved as far as headers, sizes, configuration and tokenizer tell:
+    without torch, so that a folder or an option at fault is told of at once.
 
     Raises:
         ConfigError: there is no such folder, no whole checkpoint in it, or it cannot be served with these options.
     """
     found = with_checkpoint_folder(config)
     try:
-        with open_structure(found.model.path) as structure:
-            check_fit(found.model, structure)
-            tokenizer = load_tokenizer(found.model.path)
-            if tokenizer is not None:
-                check_rows(structure, tokenizer.largest_id())
+        held = hold(Path(found.model.path))
+        try:
+            tokenizer = _proved(found)
+        except BaseException:
+            held.release()
+            raise
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
-    return Edition(found, tokenizer)
+    if not held.locked:
+        _log.info("the file system of %s has no locks: nothing keeps a training run from removing it", found.model.path)
+    return Edition(found, tokenizer, held)
+
+
+def _proved(config: ServerConfig) -> Tokenizer | None:
+    """The tokenizer of a folder whose structure and tokenizer are sound and fit each other and the options."""
+    with open_structure(config.model.path) as structure:
+        check_fit(config.model, structure)
+        tokenizer = load_tokenizer(config.model.path)
+        if tokenizer is not None:
+            check_rows(structure, tokenizer.largest_id)
+        return tokenizer
 
 
 def make_engine(edition: Edition, facts: ModelFacts, executor: Executor) -> Engine:
@@ -200,7 +217,8 @@ def with_checkpoint_folder(config: ServerConfig) -> ServerConfig:
             folder = resolve_latest(folder)
         except CheckpointError as error:
             raise ConfigError(f"model.path: there is no config.json, and {error}") from error
-    model = dataclasses.replace(config.model, path=str(folder), name=config.model.served_name)
+    # Links are followed now: one that is turned elsewhere later changes nothing until the next reload either.
+    model = dataclasses.replace(config.model, path=str(folder.resolve()), name=config.model.served_name)
     return dataclasses.replace(config, model=model)
 
 

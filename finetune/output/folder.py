@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from checkpoint import claimed
 from finetune.config import TuneConfig
 from finetune.errors import ConfigError
 
@@ -43,22 +44,31 @@ def step_folders(root: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in matches if match)
 
 
-def prune(written: Path, keep: int) -> None:
+def prune(written: Path, keep: int) -> list[Path]:
     """Remove all but the newest ``keep`` saves beside ``written``, the save of now, which always stays; 0 keeps all.
 
     Saves of later steps go too: the run went on from one before them, and they are no part of its course any more.
+
+    Returns:
+        Saves that would have gone, and that a server holds: they stay until the first call after it has ended.
     """
     if not keep:
-        return
+        return []
     saves = step_folders(written.parent)
     number = next(step for step, folder in saves if folder.name == written.name)
     course = [folder for step, folder in saves if step <= number]
+    held: list[Path] = []
     for folder in [*course[:-keep], *(folder for step, folder in saves if step > number)]:
-        # Out of the way first: a removal that is cut short must not leave a half folder that looks like a save.
-        doomed = folder.with_name(f"removed-{folder.name}")
-        shutil.rmtree(doomed, ignore_errors=True)
-        folder.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+        with claimed(folder) as free:
+            if not free:
+                held.append(folder)
+                continue
+            # Out of the way first: a removal that is cut short must not leave a half folder that looks like a save.
+            doomed = folder.with_name(f"removed-{folder.name}")
+            shutil.rmtree(doomed, ignore_errors=True)
+            folder.rename(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
+    return held
 
 
 @contextmanager

@@ -95,7 +95,7 @@ def begin(job: Job, console: Console) -> Trainer:
     schedule = make_schedule(config, rows.num_samples, None if state is None else state.position)
     course = course_of(config, initial.hf_config, schedule, job.precision)
     # Before the engine: training changes the configuration it is given.
-    saver = _saver(job, initial, settings, course)
+    saver = _saver(job, initial, settings, course, console)
     fill = initial.fill if state is None or config.lora is not None else state.fill
     engine = _engine(job, initial.hf_config, fill, None if state is None else state.fill_adapters)
     if config.lora is not None:
@@ -172,7 +172,9 @@ def _engine(job: Job, hf_config: Any, fill: Fill, fill_adapters: Fill | None) ->
     return ZeroEngine(job.config, hf_config, fill, fill_adapters=fill_adapters, cpu_adam=job.cpu_adam, disk=disk, **common)
 
 
-def _saver(job: Job, initial: InitialModel, settings: Mapping[str, Any], course: Mapping[str, Any]) -> CheckpointSaver:
+def _saver(
+    job: Job, initial: InitialModel, settings: Mapping[str, Any], course: Mapping[str, Any], console: Console
+) -> CheckpointSaver:
     save = job.config.save
     dtype = DTYPES[job.precision if save.dtype == "auto" else save.dtype]
     files = (job.prepared.tokenizer_folder / name for name in TOKENIZER_FILES)
@@ -189,4 +191,5 @@ def _saver(job: Job, initial: InitialModel, settings: Mapping[str, Any], course:
         settings=settings,
         course=course,
         base=initial.base,
+        say=lambda line: console.print(line, highlight=False, soft_wrap=True, markup=False),
     )

@@ -46,6 +46,10 @@ class CheckpointSaver:
     """What a resumed run tells changes of; see ``finetune.train.changes``."""
     adapter_config: Mapping[str, Any] | None = None
     """``adapter_config.json`` of a run that trains adapters; its checkpoints are then peft's folders."""
+    say: Callable[[str], None] = print
+    """Tells the reader, on rank 0, what else is to be known of a save."""
+    told: set[Path] = field(default_factory=set)
+    """Saves of which it was said that they cannot be removed."""
 
     def save(self, engine: TrainingEngine, position: RunPosition) -> Path:
         """Write both; then remove what is older than ``keep``, or of a course that the run has left. All ranks call it.
@@ -64,8 +68,14 @@ class CheckpointSaver:
         served = self._write_weights(engine, CHECKPOINTS, position)
         if engine.rank == 0:
             for folder in (*written, served):
-                prune(folder, self.keep)
+                self._prune(folder)
         return served
+
+    def _prune(self, written: Path) -> None:
+        for folder in prune(written, self.keep):
+            if folder not in self.told:
+                self.say(f"{folder} is being served, and stays beside the newest {self.keep} until a save after that")
+                self.told.add(folder)
 
     def save_missing(self, engine: TrainingEngine, position: RunPosition) -> Path | None:
         """Write the checkpoint that belongs to the state just resumed from, if it is not there. All ranks call it.

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
+from checkpoint import Hold
 from serve.config import ServerConfig
+from serve.errors import RankStartError
 from serve.text.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -16,3 +21,25 @@ class Edition:
     """``model.path`` is the very checkpoint that is served, also when the user named a folder of several."""
     tokenizer: Tokenizer | None
     """``None`` for a model without one: requests then carry token ids only."""
+    hold: Hold | None = None
+    """Keeps the folder from being removed by a training run until ``release``."""
+
+    def check_folder(self) -> None:
+        """Look whether the folder is still the one that was read, before ranks load it; a replaced one is warned of.
+
+        Raises:
+            RankStartError: it is gone.
+        """
+        path, fate = self.config.model.path, "in place" if self.hold is None else self.hold.fate()
+        if fate == "gone":
+            raise RankStartError(
+                f"{path}, the folder that is served, was removed or renamed, or cannot be reached, and no rank can load it; "
+                "start the server again to serve what --model holds now"
+            )
+        if fate == "replaced":
+            _log.warning("%s was replaced by another save since it was first served; the ranks load what is there now", path)
+
+    def release(self) -> None:
+        """No rank will load this edition again: its folder may go."""
+        if self.hold is not None:
+            self.hold.release()

@@ -212,7 +212,10 @@ class Gateway:
     def _on_up(self, edition: Edition, facts: ModelFacts) -> None:
         if self._reload.is_outdated(edition):
             return
+        before = self.edition
         self._server.serve(edition, facts)
+        if before is not edition:
+            before.release()
         self._reload.settle()
 
     def _on_down(self, error: EngineDown) -> None:

@@ -106,8 +106,14 @@ class Reload:
     async def _replace(self) -> None:
         """One reload."""
         edition = await self._read_folder()
-        await self._end_calls()
-        failure = await self._hand_over(edition)
+        try:
+            await self._end_calls()
+            failure = await self._hand_over(edition)
+        except BaseException:
+            edition.release()
+            raise
+        if failure is not None:
+            edition.release()
         if failure is not None and self._server.has_given_up:
             raise EngineDown(f"{failure}, and what was served before cannot be brought back") from failure
         if failure is not None:

@@ -226,6 +226,7 @@ class Supervisor:
         error: StartError = RankStartError("the engine stopped")
         _log.info("loading the model: %s", life.edition.config.model.served_name)
         try:
+            life.edition.check_folder()
             facts = life.group.start()
             engine = self._make_engine(life.edition, facts, life.steps)
             self._announce(life, engine, facts)

@@ -11,7 +11,7 @@ import tokenizers
 
 from checkpoint.config import shown
 from checkpoint.errors import CheckpointError
-from checkpoint.folder import Folder
+from checkpoint.folder import Folder, parse_object
 from checkpoint.tokenizer_files import FLAGS, MAX_IDS, read_special_tokens, read_tokenizer_config
 from serve.errors import ConfigError
 from serve.text.chat import ChatTemplate, load_chat_template
@@ -46,11 +46,9 @@ class Tokenizer:
         """Ids that ``decode`` leaves out."""
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         """Ids the tokenizer knows; a model may have more rows than that, never fewer."""
-
-    def largest_id(self) -> int:
-        """The largest id that any text can become, by the vocabulary and by what is put around every text."""
         probed = (*self.encode(""), *self.encode(_PROBE))
-        return max((*self.backend.get_vocab(with_added_tokens=True).values(), *probed), default=-1)
+        self.largest_id: int = max((*backend.get_vocab(with_added_tokens=True).values(), *probed), default=-1)
+        """The largest id that any text can become, by the vocabulary and by what is put around every text."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Token ids of ``text``; empty for an empty text unless special tokens are added."""
@@ -101,9 +99,10 @@ def _load(folder: Folder) -> Tokenizer | None:
     config = read_tokenizer_config(folder)
     if folder.has("tokenizer.json"):
         file = "tokenizer.json"
-        folder.read_object(file)  # by the rules for all files, which the library does not know
+        data = folder.read_bytes(file)
+        parse_object(file, data)  # by the rules for all files, which the library does not know
         with _reading(file):
-            backend = tokenizers.Tokenizer.from_buffer(folder.read_bytes(file))
+            backend = tokenizers.Tokenizer.from_buffer(data)
     elif folder.has("vocab.json") and folder.has("merges.txt"):
         file = "vocab.json"
         backend = _from_vocab_and_merges(folder)
@@ -127,7 +126,7 @@ def _load(folder: Folder) -> Tokenizer | None:
         backend.no_truncation()
         backend.no_padding()
         tokenizer = Tokenizer(backend, load_chat_template(folder, config, special))
-        tokenizer.decode([max(0, tokenizer.largest_id())])
+        tokenizer.decode([max(0, tokenizer.largest_id)])
     return tokenizer
 
 

@@ -15,11 +15,11 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from checkpoint import CheckpointWriter
+from checkpoint import CheckpointWriter, claimed
 from serve.v1 import admin_pb2, inference_pb2, models_pb2, tokenizer_pb2
 from tests.support import reference
 from tests.support.models import save
-from tests.support.server import Server, serving
+from tests.support.server import Server, serving, until
 
 PROMPT = (5, 6, 7, 8)
 
@@ -50,6 +50,12 @@ def root(tmp_path: Path) -> Path:
 def server(root: Path) -> Iterator[Server]:
     with serving(root, "--tensor-parallel-size", "2", "--drain-seconds", "120") as running:
         yield running
+
+
+def may_go(folder: Path) -> bool:
+    """Whether a training run would remove this save."""
+    with claimed(folder) as free:
+        return free
 
 
 def ask(tokens: int) -> inference_pb2.GenerateRequest:
@@ -88,6 +94,8 @@ def test_the_next_checkpoint_is_served_by_the_same_server(server: Server, root: 
     assert server.tokenizer.Tokenize(tokenizer_pb2.TokenizeRequest(text="def"), timeout=120).token_ids
     assert not any(psutil.pid_exists(pid) for pid in ranks)
     assert len(server.rank_pids()) == 2
+    assert not may_go(new)
+    until(lambda: may_go(root / "step-00000001"))
     metrics = server.metrics()
     assert metrics["tessera_engine_up"] == 1
     assert metrics["tessera_engine_restarts_total"] == 0
@@ -117,6 +125,8 @@ def test_a_checkpoint_that_cannot_be_served_leaves_the_ranks_of_the_one_before(
     spoiled = "gpt_neox.layers.1.mlp.dense_4h_to_h.weight"
     second = put_step(root, 2, "gpt_neox", tmp_path / "third", nan=spoiled)
     assert f"model.safetensors: tensor '{spoiled}' holds numbers that are NaN or infinite in float32" in refusal()
+    until(lambda: may_go(second))
+    assert not may_go(root / "step-00000001")
     # Cut short in place: the one that is being served, and there is no other.
     shutil.rmtree(second)
     (root / "latest").write_text("step-00000001")

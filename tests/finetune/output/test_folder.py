@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from checkpoint import hold
 from finetune.config import DataConfig, ModelConfig, RunConfig, TokenizerConfig, TuneConfig
 from finetune.errors import ConfigError
 from finetune.output.folder import checkpoint_folder, claimed_output, prune, step_folders
@@ -63,6 +64,19 @@ def test_the_newest_saves_are_kept(tmp_path: Path) -> None:
     prune(tmp_path / "step-00000010", 0)
     assert len(step_folders(tmp_path)) == 2
     assert step_folders(tmp_path / "nowhere") == []
+
+
+def test_a_save_that_is_served_stays_until_the_server_is_gone(tmp_path: Path) -> None:
+    save(tmp_path, *(f"step-{step:08d}" for step in (2, 4, 6, 8)))
+    served, newest = tmp_path / "step-00000002", tmp_path / "step-00000006"
+    holds = [hold(served), hold(served), hold(tmp_path / "step-00000008")]
+    assert prune(newest, 1) == [served, tmp_path / "step-00000008"], "also one of a course that the run has left"
+    assert [step for step, _ in step_folders(tmp_path)] == [2, 6, 8]
+    holds.pop(0)
+    assert served in prune(newest, 1), "another server holds it"
+    holds.clear()
+    assert prune(newest, 1) == []
+    assert [step for step, _ in step_folders(tmp_path)] == [6]
 
 
 def test_checkpoints_of_a_run_are_found_from_its_folder(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from checkpoint import CheckpointWriter, open_checkpoint
+from checkpoint import CheckpointWriter, hold, open_checkpoint
 from checkpoint.durable import Disk
 from finetune.config import DataConfig, LoraConfig, ModelConfig, RunConfig, TokenizerConfig, TuneConfig
 from finetune.errors import ConfigError, RunError
@@ -264,6 +264,25 @@ def test_going_on_from_an_older_save_removes_the_damaged_one_and_no_good_one(
     found = find_resume_state(config(tmp_path))
     assert isinstance(found, ResumeState)
     assert (found.position, found.lost) == (at(12), ())
+
+
+def test_a_save_that_is_served_stays_is_told_of_once_and_goes_with_the_next_save_after_its_server(
+    model: PreTrainedModel, tmp_path: Path
+) -> None:
+    told: list[str] = []
+    saver = replace(keeper(tmp_path, model), keep=1, say=told.append)
+    engine = OneRank(model, 5)
+    served = hold(saver.save(engine, at(5)))  # type: ignore[arg-type]
+    for step in (10, 15):
+        saver.save(engine, at(step))  # type: ignore[arg-type]
+        assert [found for found, _ in step_folders(tmp_path / "checkpoints")] == [5, step]
+        assert [found for found, _ in step_folders(tmp_path / "resume")] == [step]
+        assert newest_whole(tmp_path / "checkpoints") == tmp_path / "checkpoints" / f"step-{step:08d}"
+    (line,) = told
+    assert f"{served.path} is being served, and stays beside the newest 1" in line
+    served.release()
+    saver.save(engine, at(20))  # type: ignore[arg-type]
+    assert [found for found, _ in step_folders(tmp_path / "checkpoints")] == [20]
 
 
 def test_weights_alone_tell_the_course_and_keep_the_learning_rate(model: PreTrainedModel, tmp_path: Path) -> None:

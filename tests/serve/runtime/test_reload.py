@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
+from checkpoint import hold
 from serve.errors import ConfigError, Draining, EngineDown, Loading, RankStartError, ReloadRefused
 from serve.runtime import flight, supervisor
 from serve.runtime.edition import Edition
@@ -102,6 +104,26 @@ async def test_a_new_model_whose_ranks_die_later_is_brought_back_as_itself() -> 
         b.ranks.kill()
         await b.until_life(2)
         assert b.gateway.edition is AGAIN
+
+
+async def test_a_served_folder_that_was_removed_is_named_when_its_ranks_die(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(supervisor, "FIRST_BACKOFF_SECONDS", 0.0)
+    folder = tmp_path / "step-00000002"
+    folder.mkdir()
+    held = Edition(options(model={"path": str(folder), "name": "fake"}), None, hold(folder))
+    async with bench(reopen=lambda _: held, supervisor={"max_restarts_in_a_row": 2}) as b:
+        await b.gateway.reload()
+        folder.rename(tmp_path / "aside")
+        folder.mkdir()
+        b.ranks.kill()
+        await b.until_life(2)
+        assert f"{folder} was replaced by another save" in caplog.text
+        folder.rmdir()
+        b.ranks.kill()
+        error = await b.gateway.until_given_up()
+        assert f"at last: {folder}, the folder that is served, was removed or renamed, or cannot be reached" in str(error)
 
 
 async def test_a_server_that_is_told_to_go_while_it_loads_again_goes() -> None:

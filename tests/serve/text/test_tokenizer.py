@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from checkpoint.folder import Folder
 from serve.errors import ConfigError
 from serve.text.tokenizer import PIECE_CHARACTERS, UNCOUNTED_BYTES, Tokenizer, load_tokenizer
 from tests.serve.text.folders import FOLDERS, TEXTS, make_folder, write
@@ -129,7 +130,7 @@ def test_a_tokenizer_that_puts_unknown_ids_around_every_text_says_so_by_its_larg
     write(folder, "tokenizer.json", content)
     tokenizer = load_tokenizer(folder)
     assert tokenizer is not None
-    assert tokenizer.largest_id() == 70_000
+    assert tokenizer.largest_id == 70_000
 
 
 def test_truncation_saved_in_the_file_is_not_applied(tmp_path: Path) -> None:
@@ -171,3 +172,12 @@ def test_a_text_that_needs_little_memory_is_tokenised_once(
     assert not counted
     assert tokenizer.exceeds("a" * (UNCOUNTED_BYTES + 1), 10)
     assert counted
+
+
+def test_a_tokenizer_file_is_read_once(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    read_bytes = Folder.read_bytes
+    monkeypatch.setattr(Folder, "read_bytes", lambda self, name, **limit: read.append(name) or read_bytes(self, name, **limit))
+    load_tokenizer(folders["gpt_neox"])
+    assert read.count("tokenizer.json") == 1
+    assert len(read) == len(set(read)), read
