@@ -59,7 +59,7 @@ lint: $(STAMP) ## ruff: rules and format
 	@$(PY) -m ruff format -q --check .
 	@echo "lint: clean"
 
-types: $(STAMP) ## mypy strict on the torch-free packages
+types: $(STAMP) ## mypy strict
 	@$(PY) -m mypy --no-error-summary
 	@echo "types: clean"
 

@@ -126,11 +126,11 @@ class ShardWriter:
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensor's elements in row-major order, as flat CPU tensors of at most ``COPY_BYTES``, or of one element."""
     if tensor.is_contiguous():
-        for piece in _flat(tensor).split(max(1, COPY_BYTES // tensor.element_size())):
+        for piece in torch.split(_flat(tensor), max(1, COPY_BYTES // tensor.element_size())):
             yield piece.cpu()
         return
     rows = max(1, COPY_BYTES * tensor.shape[0] // (tensor.numel() * tensor.element_size()))
-    for block in tensor.split(rows):
+    for block in torch.split(tensor, rows):
         if rows > 1 or block.numel() * block.element_size() <= COPY_BYTES:
             yield _flat(block.contiguous()).cpu()
         else:

@@ -86,7 +86,7 @@ class Metrics:
             version: of the package, for ``build_info``.
             num_ranks: how many values the label ``rank`` has.
         """
-        disable_created_metrics()  # type: ignore[no-untyped-call]
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # prometheus_client leaves it unannotated
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)

@@ -47,8 +47,8 @@ from serve.v1 import (
     tokenizer_pb2_grpc,
 )
 
-_END: Final[Any] = grpc.aio.EOF  # type: ignore[attr-defined]
-"""What gRPC reads at the end of a stream; its type stubs do not know it."""
+_END: Final[Any] = grpc.aio.EOF  # type: ignore[attr-defined]  # its type stubs do not know it
+"""What gRPC reads at the end of a stream."""
 
 
 class AsyncEventStream:

@@ -190,7 +190,8 @@ def _options(arguments: argparse.Namespace) -> Options:
     given["logit_bias"] = dict(arguments.logit_bias) or None
     given["special_tokens"] = False if arguments.no_special_tokens else None
     options = Options()
-    options.update({name: value for name, value in given.items() if value not in (None, [])})  # type: ignore[typeddict-item]
+    chosen = {name: value for name, value in given.items() if value not in (None, [])}
+    options.update(chosen)  # type: ignore[typeddict-item]  # the tables above hold names of Options and their types
     return options
 
 

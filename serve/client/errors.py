@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import grpc
 from google.protobuf.message import DecodeError
-from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
+from google.rpc import error_details_pb2, status_pb2
 
 from serve.v1 import inference_pb2
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from serve.client.errors import TesseraError, from_batch_error
@@ -304,7 +305,7 @@ def _usage(message: types_pb2.Usage) -> Usage:
     return Usage(message.prompt_tokens, message.cached_tokens, message.completion_tokens)
 
 
-def _logprobs(messages: object) -> tuple[TokenLogprob, ...]:
+def _logprobs(messages: Iterable[types_pb2.TokenLogprob]) -> tuple[TokenLogprob, ...]:
     return tuple(
         TokenLogprob(
             m.token_id,
@@ -312,5 +313,5 @@ def _logprobs(messages: object) -> tuple[TokenLogprob, ...]:
             m.rank,
             tuple((top.token_id, top.logprob) for top in m.top),
         )
-        for m in messages  # type: ignore[attr-defined]
+        for m in messages
     )

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType, MethodType
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -89,7 +89,7 @@ class StepState:
         """What the layer being computed has left to the back end to turn its queries and keys with."""
 
     def postpone_rotary(
-        self, query: Tensor, key: Tensor, cosines_1TR: Tensor, sines_1TR: Tensor, *_: Any, **__: Any
+        self, query: Tensor, key: Tensor, cosines_1TR: Tensor, sines_1TR: Tensor, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
         """Stands in for transformers' ``apply_rotary_pos_emb``: the attention that follows turns queries and keys itself."""
         assert cosines_1TR.shape[-1] <= query.shape[-1], "check_rope refuses to turn more features than a head has"
@@ -299,10 +299,10 @@ def _through_interface(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    **_: Any,
+    **_: object,
 ) -> tuple[Tensor, None]:
     """What transformers' attention modules call: q [1, H, T, D], k and v [1, G, T, D]; returns [1, T, H, D]."""
-    attention: PagedAttention = module.tessera_attention  # type: ignore[assignment]
+    attention: PagedAttention = module.tessera_attention  # type: ignore[assignment]  # nn.Module names modules and tensors only
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     return attention(query, key, value, scale, sliding_window or 0), None
 
@@ -329,11 +329,11 @@ def attach(module: nn.Module, attention: PagedAttention, *, replace_attn: bool, 
     Where the back end can, it takes over what the module's forward does by ``rotary_function``.
     """
     if replace_attn:
-        module._attn = _as_attn(attention, scale)  # type: ignore[assignment]
+        module._attn = _as_attn(attention, scale)  # type: ignore[assignment]  # a function where a module stood
     else:
         object.__setattr__(module, "tessera_attention", attention)
     if rotary_function and attention.backend.rotates:
-        module.forward = _with_global(module, rotary_function, attention.state.postpone_rotary)  # type: ignore[method-assign]
+        module.forward = _with_global(module, rotary_function, attention.state.postpone_rotary)
 
 
 def _with_global(module: nn.Module, name: str, value: object) -> MethodType:

@@ -58,7 +58,7 @@ def choose_packer(device: torch.device, dtype: torch.dtype, kernels: ctypes.CDLL
         return "torch", None
     if kernels is not None and kernels.tessera_linear_supported(dtype == torch.bfloat16):
         return "kernel", _Own(kernels).pack
-    if not torch.backends.mkldnn.is_available():
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         return "torch", None
     if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return "torch", None
@@ -98,7 +98,7 @@ def _pack_onednn(weight_OI: Tensor, bias_O: Tensor | None, activation: str = "no
     name, algorithm = _ONEDNN_ACTIVATIONS["none" if activation == "relu" else activation]
 
     def matmul(x: Tensor) -> Tensor:
-        out = torch.ops.mkldnn._linear_pointwise(x, packed, bias_O, name, [], algorithm)
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias_O, name, [], algorithm)
         return out.relu_() if activation == "relu" else out
 
     return matmul

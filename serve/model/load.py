@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from checkpoint import Checkpoint, CheckpointError
 from serve.errors import ConfigError
 from serve.model.attention import INTERFACE_NAME
 from serve.model.families import Family, check_rope, family_of
+from serve.model.pretrained import initialise, new_model, vocabulary_rows
 
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -105,7 +105,7 @@ def build_on_meta(checkpoint: Checkpoint, family: Family, config: PretrainedConf
     try:
         with torch.device("meta"):
             # Eager first: GPT-J and GPT-Neo know no other name while they are built.
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager").eval()
+            model = new_model(config, dtype, attention="eager")
     except Exception as error:
         raise ConfigError(f"config.json describes no model that can be built: {_one_line(error)}") from error
     model.config._attn_implementation = INTERFACE_NAME
@@ -120,7 +120,7 @@ def build_on_meta(checkpoint: Checkpoint, family: Family, config: PretrainedConf
     }
     try:
         checkpoint.check_tensors(expected, tied=aliases)
-        checkpoint.check_tokenizer(model.get_input_embeddings().weight.shape[0])
+        checkpoint.check_tokenizer(vocabulary_rows(model))
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
     for parameter in model.parameters():
@@ -238,8 +238,6 @@ def _fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
         if "bias" in missing:  # GPT-Neo's mask of all positions by all positions: our attention has no use for it
             module._buffers["bias"] = None
             continue
-        fresh: Any = None
         for name in missing:
-            fresh = torch.empty_like(module._buffers[name], device=device)
-            module._buffers[name] = fresh
-        model._init_weights(module)
+            module._buffers[name] = torch.empty_like(module.get_buffer(name), device=device)
+        initialise(model, module)

@@ -68,7 +68,7 @@ class _Batch:
             while self._running:
                 await asyncio.wait(self._running)
         finally:
-            if not asyncio.current_task().cancelling():  # type: ignore[union-attr]
+            if not asyncio.current_task().cancelling():  # type: ignore[union-attr]  # a coroutine always runs in a task
                 await self.events.put(None)
 
     def cancel(self) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from checkpoint import CheckpointError, open_checkpoint
 from serve.engine.plan import Span, Start, StepPlan
@@ -22,6 +22,9 @@ from serve.worker.runner import Runner
 _PROMPT_TOKENS: Final = 8
 _SEQUENCE: Final = SequenceId(-1)
 """No request's: the engine counts from 0."""
+
+_Output = Tensor | tuple[Tensor, ...]
+"""What a layer gives on: hidden states, alone or before others."""
 
 _log = logging.getLogger(__name__)
 
@@ -76,8 +79,8 @@ def _first_bad_layer(body: nn.Module) -> Iterator[Callable[[], str | None]]:
     """Within, the layers look at what they give on; asks which was the first whose numbers were not finite."""
     bad: list[str] = []
 
-    def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def look(module: nn.Module, inputs: Any, output: Any) -> None:
+    def watch(name: str) -> Callable[[nn.Module, object, _Output], None]:
+        def look(module: nn.Module, inputs: object, output: _Output) -> None:
             if not bad and not is_finite(output[0] if isinstance(output, tuple) else output):
                 bad.append(name)
 

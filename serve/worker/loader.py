@@ -32,6 +32,7 @@ from serve.model.kernels.build import KernelUnavailable, load_cpu_kernels
 from serve.model.lean import call_leaves_directly
 from serve.model.linear import Matmul, Packer, activation_of, choose_packer, plain
 from serve.model.load import Blueprint, ShardOf, SliceReader, build_on_meta, choose_dtype, fill, read_config
+from serve.model.pretrained import head_of, vocabulary_rows
 from serve.worker.finite import check_weights
 from serve.worker.kv_cache import GIB, allocate, block_bytes, choose_memory, choose_num_blocks
 from serve.worker.parallel import Ranks, is_row_parallel, shard, vocabulary_widths
@@ -85,7 +86,7 @@ def load_rank(
         family, model_config, blueprint, dtype = plan.family, plan.model_config, plan.blueprint, plan.blueprint.dtype
         size, max_model_len = config.model.tensor_parallel_size, plan.max_model_len
         layers, heads, width = int(model_config.num_hidden_layers), key_value_heads(model_config), head_dim(model_config)
-        vocab_size = int(blueprint.model.get_input_embeddings().weight.shape[0])
+        vocab_size = vocabulary_rows(blueprint.model)
         ranks = join()
         shards: dict[str, ShardOf] = dict(shard(blueprint.model, family, ranks)) if size > 1 else {}
         watch.lap("build")
@@ -132,10 +133,9 @@ def load_rank(
         cache_memory=f"{num_blocks * per_block / GIB:.2f} of {memory}",
     )
     call_leaves_directly(model)
-    head = model.get_output_embeddings()
     rank_model = RankModel(
         body=model.base_model,
-        head=head,
+        head=head_of(model),
         head_widths=vocabulary_widths(vocab_size, size),
         state=state,
         facts=facts,
@@ -170,7 +170,7 @@ def survey(checkpoint: Checkpoint, config: ServerConfig, device: torch.device) -
     check_dtype(str(dtype).removeprefix("torch."), device.type)
     max_model_len = check_max_model_len(config.model.max_model_len, int(model_config.max_position_embeddings))
     blueprint = build_on_meta(checkpoint, family, model_config, dtype)
-    rows = int(blueprint.model.get_input_embeddings().weight.shape[0])
+    rows = vocabulary_rows(blueprint.model)
     return Survey(
         family=family,
         model_config=model_config,
@@ -259,7 +259,7 @@ def _linear_installer(
             if activation != "none":
                 setattr(parent, name, nn.Identity())
         matmul: Matmul = (packer or plain)(weight_OI, None if summed else bias_O, activation)
-        module.forward = _summed(matmul, bias_O, ranks) if summed else matmul  # type: ignore[method-assign]
+        module.forward = _summed(matmul, bias_O, ranks) if summed else matmul
         _give_back_freed_memory()
         return True
 

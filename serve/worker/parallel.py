@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import torch
 import torch.distributed as dist
@@ -67,11 +67,12 @@ class Ranks:
             dist.broadcast(letters, src=0, group=group)
         return bytes(letters.tolist()).decode()
 
-    def _control_group(self) -> Any:
+    def _control_group(self) -> dist.ProcessGroup | None:
         """Small integers travel over gloo, whatever carries the activations."""
         if dist.get_backend() == "gloo":
             return None
-        return dist.new_group(backend="gloo")
+        group: dist.ProcessGroup = dist.new_group(backend="gloo")
+        return group
 
     def close(self) -> None:
         if self.size > 1 and dist.is_initialized():
@@ -130,7 +131,7 @@ def shard(model: PreTrainedModel, family: Family, ranks: Ranks) -> Mapping[str, 
     from deepspeed.module_inject.autotp_config import AutoTPConfig, PartitionType, TPLayerSpec
     from deepspeed.module_inject.layers import VocabParallelEmbedding
 
-    def spec(names: tuple[str, ...], kind: PartitionType, **options: Any) -> TPLayerSpec:
+    def spec(names: tuple[str, ...], kind: PartitionType, **options: object) -> TPLayerSpec:
         return TPLayerSpec(
             patterns=[rf".*\b{name.replace('.', chr(92) + '.')}\.weight$" for name in names], partition_type=kind, **options
         )
@@ -179,10 +180,25 @@ def _use_local_widths(model: PreTrainedModel, family: Family) -> None:
             module.split_size = module.c_attn.weight.shape[0] // 3
 
 
-def _pieces(meta: Mapping[str, Any], rank: int) -> ShardOf:
-    """Read DeepSpeed's own description of a shard (``DS_AUTOTP_UC_META``)."""
+class _Description(TypedDict):
+    """What we read of DeepSpeed's own description of a shard (``DS_AUTOTP_UC_META``)."""
+
+    original_shape: Sequence[int]
+    replicated: bool
+    partition_dim: int | None
+    partition_sizes: Sequence[int]
+    """Width of each rank's part."""
+    sub_param_sizes: Sequence[int] | None
+    """Widths of the fused parts, each of which is cut by itself; ``None`` where nothing is fused."""
+    sub_param_shard_widths: Sequence[Sequence[int]]
+    """Of each fused part, the width of each rank's piece."""
+
+
+def _pieces(meta: _Description, rank: int) -> ShardOf:
+    """Read DeepSpeed's description of a shard."""
     full_shape = tuple(int(n) for n in meta["original_shape"])
-    if meta["replicated"] or meta["partition_dim"] is None:
+    dim = meta["partition_dim"]
+    if meta["replicated"] or dim is None:
         return ShardOf(full_shape=full_shape, dim=0, pieces=(Piece(0, full_shape[0]),))
     if meta["sub_param_sizes"]:
         pieces, offset = [], 0
@@ -190,10 +206,10 @@ def _pieces(meta: Mapping[str, Any], rank: int) -> ShardOf:
             begin = offset + sum(widths[:rank])
             pieces.append(Piece(begin, begin + widths[rank]))
             offset += size
-        return ShardOf(full_shape=full_shape, dim=int(meta["partition_dim"]), pieces=tuple(pieces))
+        return ShardOf(full_shape=full_shape, dim=int(dim), pieces=tuple(pieces))
     sizes = meta["partition_sizes"]
     begin = sum(sizes[:rank])
-    return ShardOf(full_shape=full_shape, dim=int(meta["partition_dim"]), pieces=(Piece(begin, begin + sizes[rank]),))
+    return ShardOf(full_shape=full_shape, dim=int(dim), pieces=(Piece(begin, begin + sizes[rank]),))
 
 
 def vocabulary_widths(vocab_size: int, size: int) -> tuple[int, ...]:

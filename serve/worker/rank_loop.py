@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgpack
 
@@ -27,6 +27,11 @@ from serve.errors import ConfigError, StartError
 from serve.worker import wire
 from serve.worker.progress import Progress
 from serve.worker.vitals import PULSE
+
+if TYPE_CHECKING:
+    import torch
+
+    from serve.worker.runner import Runner
 
 PULSE_SECONDS: Final = 0.25
 _PR_SET_PDEATHSIG: Final = 1
@@ -63,9 +68,9 @@ def main(arguments: list[str]) -> int:
     os._exit(0)
 
 
-def _load(  # type: ignore[no-untyped-def]
+def _load(
     config: ServerConfig, rank: int, rendezvous: Path, steps: socket.socket, began: float, progress: Progress
-):
+) -> Runner | None:
     """Load the model and report; ``None`` when that failed and was reported."""
     try:
         import torch
@@ -101,7 +106,7 @@ def _load(  # type: ignore[no-untyped-def]
     return runner
 
 
-def _serve(runner, steps: socket.socket, progress: Progress) -> None:  # type: ignore[no-untyped-def]
+def _serve(runner: Runner, steps: socket.socket, progress: Progress) -> None:
     while True:
         plan = wire.decode_plan(wire.receive(steps))
         progress.mark()
@@ -111,7 +116,7 @@ def _serve(runner, steps: socket.socket, progress: Progress) -> None:  # type: i
             wire.send(steps, wire.encode_result(result))
 
 
-def choose_device(wanted: str, rank: int):  # type: ignore[no-untyped-def]
+def choose_device(wanted: str, rank: int) -> torch.device:
     """The device of a rank, by ``model.device``.
 
     Raises:

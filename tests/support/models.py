@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Protocol
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 FAMILIES = ("gpt_neox", "gpt2", "gptj", "gpt_neo", "opt", "llama", "mistral", "qwen2", "phi")
 VOCABULARY = 509
 """Odd, so that a vocabulary cut over two ranks is uneven."""
 
+
+class _Maker(Protocol):
+    """What we call of ``AutoModelForCausalLM``, which has no types."""
+
+    def from_config(self, config: PretrainedConfig, *, dtype: torch.dtype) -> PreTrainedModel: ...
+
+
+_MAKER: Final[_Maker] = AutoModelForCausalLM
 _COMMON: dict[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
 _LLAMA = {
     "hidden_size": 64,
@@ -71,7 +80,8 @@ def build(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
         options["pad_token_id"] = 1
     config = CONFIG_MAPPING[family](**options)
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = _MAKER.from_config(config, dtype=torch.float32)
+    nn.Module.eval(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1 and "norm" not in name and "ln_" not in name:
@@ -110,7 +120,8 @@ def save(
     """Save ``build``'s model into a folder, and a tokenizer beside it."""
     build(family, seed, **changes).save_pretrained(folder, max_shard_size=max_shard_size)
     if with_tokenizer:
-        PreTrainedTokenizerFast(
+        made = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # transformers leaves it unannotated
             tokenizer_object=tokenizer(), eos_token="<|endoftext|>", bos_token="<|endoftext|>"
-        ).save_pretrained(folder)
+        )
+        made.save_pretrained(folder)
     return folder

@@ -4,28 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol, cast
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
+
+
+class _Generates(Protocol):
+    """A causal model, which transformers' types do not tell from any other."""
+
+    def generate(self, ids: torch.Tensor, **options: object) -> torch.Tensor: ...
 
 
 def load(path: Path) -> PreTrainedModel:
     """The model as transformers loads it, fp32."""
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    nn.Module.eval(model)
+    return model
 
 
 @torch.inference_mode()
 def greedy(model: PreTrainedModel, prompt: Sequence[int], count: int) -> list[int]:
     """``count`` greedy tokens after the prompt, EOS ignored."""
     ids = torch.tensor([list(prompt)])
-    out = model.generate(
+    out = cast(_Generates, model).generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count, do_sample=False,
         eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
-    return out[0, len(prompt) :].tolist()
+    generated: list[int] = out[0, len(prompt) :].tolist()
+    return generated
 
 
 @torch.inference_mode()
 def logprobs(model: PreTrainedModel, ids: Sequence[int]) -> torch.Tensor:
     """Log-softmax after each position, [len(ids), vocabulary]."""
-    return model(torch.tensor([list(ids)])).logits[0].double().log_softmax(dim=1)
+    logits_TV: torch.Tensor = model(torch.tensor([list(ids)])).logits[0]
+    return logits_TV.double().log_softmax(dim=1)

@@ -60,7 +60,8 @@ class Server:
     def health(self) -> str:
         """``SERVING`` or ``NOT_SERVING``."""
         answer = self.health_stub.Check(health_pb2.HealthCheckRequest(service="serve.v1.Inference"), timeout=60)
-        return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+        name: str = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+        return name
 
     def rank_pids(self) -> list[int]:
         """The ranks' processes, rank 0 first."""
