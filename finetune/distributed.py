@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -16,11 +16,11 @@ class Peers:
     rank: int
     """This one's place among them."""
     size: int
-    group: Any = None
+    group: dist.ProcessGroup | None = None
     """``None``: all ranks there are, or this one alone if ``size`` is 1."""
 
     @classmethod
-    def of(cls, group: Any = None) -> Self:
+    def of(cls, group: dist.ProcessGroup | None = None) -> Self:
         """The ranks of a process group; of all."""
         return cls(dist.get_rank(group), dist.get_world_size(group), group)
 

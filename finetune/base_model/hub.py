@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from checkpoint.tokenizer_files import TOKENIZER_FILES
 from finetune.config import TuneConfig
@@ -114,7 +114,7 @@ def located(
         ConfigError: as ``folder_of``, or the model cannot be trained by ``command``.
     """
     given = config.model.path, config.tokenizer.path
-    changes: dict[str, Any] = {}
+    changes: dict[str, Path] = {}
     # A resumed run may go on where the folder it began with is no more.
     is_open = config.run.resume == "auto" and not on_hub(given[0])
     if given[0] is not None and not is_open and (need != "tokenizer" or (given[1] is None and config.tokenizer.train is None)):

@@ -51,7 +51,7 @@ def to_deepspeed(
         elements: of the model, on all ranks together; needed for ``offload.ratio``.
         pipeline: for ``finetune.engines.pipeline.engine``, which clips by itself.
     """
-    json = {
+    json: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": config.batch.micro,
         "gradient_accumulation_steps": config.accumulation,
         "train_batch_size": config.step_samples,

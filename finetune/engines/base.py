@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from finetune.distributed import random_state, set_random_state
+
+
+class _Engine(Protocol):
+    """What is asked of DeepSpeed's engines here, of either kind."""
+
+    def destroy(self) -> None: ...
 
 
 class EngineBase:
@@ -38,7 +44,7 @@ class EngineBase:
         dist.all_reduce(tensor)
         return [float(value) for value in tensor]
 
-    def _leave(self, engine: Any) -> None:
+    def _leave(self, engine: _Engine) -> None:
         """Free DeepSpeed's engine, and leave when all do."""
         engine.destroy()
         dist.barrier()

@@ -8,22 +8,25 @@ reads that before it makes the next gradient.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any
+from typing import Protocol
 
 import torch
 
 
-def reduce_in_place(zero: Any) -> None:
+class _Reducer(Protocol):
+    allreduce_bucket: Callable[..., torch.Tensor]
+
+
+def reduce_in_place(zero: _Reducer) -> None:
     """Have a ``DeepSpeedZeroOptimizer`` reduce buckets where they lie, whenever their parts are neighbours."""
     reduce = zero.allreduce_bucket
 
     @wraps(reduce)
-    def reduce_joined(bucket: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+    def reduce_joined(bucket: Sequence[torch.Tensor], *args: object, **kwargs: object) -> torch.Tensor:
         whole = joined(bucket)
-        reduced: torch.Tensor = reduce(bucket if whole is None else [whole], *args, **kwargs)
-        return reduced
+        return reduce(bucket if whole is None else [whole], *args, **kwargs)
 
     zero.allreduce_bucket = reduce_joined
 

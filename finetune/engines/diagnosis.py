@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ class _Found(Exception):
     """Ends a forward pass that has shown enough."""
 
 
-def first_bad_output(model: nn.Module, run: Callable[[], Any], *, stop: bool) -> BadOutput | None:
+def first_bad_output(model: nn.Module, run: Callable[[], object], *, stop: bool) -> BadOutput | None:
     """Do ``run``, a forward pass through ``model``, and find the first module whose output is not finite.
 
     Modules are looked at as they return, so it is the innermost one. Its inputs are finite, unless ``run`` began with others: a
@@ -42,8 +42,8 @@ def first_bad_output(model: nn.Module, run: Callable[[], Any], *, stop: bool) ->
     """
     found: list[BadOutput] = []
 
-    def watch(number: int) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]:
-        def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def watch(number: int) -> Callable[[nn.Module, tuple[object, ...], dict[str, object], object], None]:
+        def look(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
             if found or all(is_finite(tensor) for tensor in _tensors(output)):
                 return
             inputs = [tensor.detach().abs().max() for tensor in _tensors((args, kwargs)) if tensor.numel()]
@@ -95,7 +95,7 @@ def gradient_in_words(bad: Iterable[str]) -> str | None:
     return f"the gradient of {names[-1]}" + (f", and of {others} before it" if others else "")
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def _tensors(value: object) -> list[torch.Tensor]:
     """Floating-point tensors anywhere in a module's arguments or answer. Masks hold minus infinity on purpose."""
     if isinstance(value, torch.Tensor):
         return [value] if value.is_floating_point() else []

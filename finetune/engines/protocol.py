@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from finetune.data.batches import Microbatch
 from finetune.engines.loss_scale import LossScale
+from finetune.model.build import Gather
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +42,12 @@ class TrainingEngine(Protocol):
     """Which share of each step's samples this rank computes."""
     data_ranks: int
     device: torch.device
-    model: nn.Module
-    """All parameters by name and shape; their values may be elsewhere."""
-
     loss_scale: LossScale | None
     """In fp16."""
+
+    @property
+    def model(self) -> nn.Module:
+        """All parameters by name and shape; their values may be elsewhere."""
 
     def train_step(
         self, batches: Sequence[Microbatch], rate: float, *, stop: bool = False, diagnose: bool = False
@@ -94,5 +97,5 @@ class TrainingEngine(Protocol):
         """Leave the ranks."""
 
 
-Fill = Callable[[Any, Any], None]
+Fill = Callable[[PreTrainedModel, Gather], None]
 """Gives an empty model its first weights; the second argument makes parameters whole for a moment."""

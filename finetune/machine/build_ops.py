@@ -9,10 +9,10 @@ import os
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import deepspeed
 import deepspeed.ops
@@ -27,6 +27,25 @@ _FILE_CONSTANT = re.compile(r"^(?:static\s+)?const\s+[\w:]+\s+(c_\w+)\s*=", re.M
 """Constants of one source, which another may have by the same name."""
 
 
+class _Builder(Protocol):
+    """What we use of DeepSpeed's ``OpBuilder``."""
+
+    name: str
+    sources: Callable[[], list[str]]
+    include_paths: Callable[[], list[str]]
+    cxx_args: Callable[[], list[str]]
+
+    def load(self, verbose: bool) -> object: ...
+
+
+class _FileAccess(Protocol):
+    """What we use of DeepSpeed's ``aio_handle``: each call returns when all bytes of the tensor have moved."""
+
+    def sync_pwrite(self, data: torch.Tensor, path: str, offset: int) -> object: ...
+
+    def sync_pread(self, data: torch.Tensor, path: str, offset: int) -> object: ...
+
+
 def build_op(name: str, needed: Sequence[Path] = ()) -> None:
     """Build, or load from the cache, one of DeepSpeed's C++ operations; ``name`` is its builder's NAME.
 
@@ -36,13 +55,13 @@ def build_op(name: str, needed: Sequence[Path] = ()) -> None:
     for library in needed:
         load_op(library.stem, library)
     builders = {"cpu_adam": CPUAdamBuilder, "pin_memory": PinMemoryBuilder, "async_io": AsyncIOBuilder}
-    builder = builders[name]()
+    builder: _Builder = builders[name]()
     if name in ("pin_memory", "async_io"):
         _build_as_one(builder)
     builder.load(verbose=True)
 
 
-def _build_as_one(builder: Any) -> None:
+def _build_as_one(builder: _Builder) -> None:
     """Have an operation compiled as one source, without the debugging symbols that nobody reads."""
     place = Path(deepspeed.ops.__file__).parent
     folders = [place / path for path in builder.include_paths()]
@@ -96,7 +115,7 @@ def measure_disk(folder: Path, libraries: Sequence[Path]) -> Disk:
     found: list[Disk] = []
     try:
         for block, depth, threads in CANDIDATES:
-            handle = access(block, depth, False, True, threads)
+            handle: _FileAccess = access(block, depth, False, True, threads)
             seconds = []
             for act in (handle.sync_pwrite, handle.sync_pread):
                 began = time.perf_counter()

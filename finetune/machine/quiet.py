@@ -6,6 +6,23 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
+
+
+class _Talk(Protocol):
+    """What we call of ``transformers.utils.logging``, which has few types."""
+
+    def get_verbosity(self) -> int: ...
+
+    def set_verbosity(self, verbosity: int) -> None: ...
+
+    def set_verbosity_error(self) -> None: ...
+
+    def is_progress_bar_enabled(self) -> bool: ...
+
+    def enable_progress_bar(self) -> None: ...
+
+    def disable_progress_bar(self) -> None: ...
 
 
 @contextmanager
@@ -15,14 +32,15 @@ def quiet() -> Iterator[None]:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from transformers.utils import logging
 
-    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    talk: _Talk = logging
+    before, bars = talk.get_verbosity(), talk.is_progress_bar_enabled()
+    talk.set_verbosity_error()
+    talk.disable_progress_bar()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.set_verbosity(before)
+        talk.set_verbosity(before)
         if bars:
-            logging.enable_progress_bar()
+            talk.enable_progress_bar()

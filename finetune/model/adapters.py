@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -12,6 +12,9 @@ from transformers.pytorch_utils import Conv1D
 
 from finetune.config import LoraConfig
 from finetune.errors import ConfigError
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig, *, base: str, seed: int) -> nn.Module:
@@ -32,7 +35,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, *, base: str, seed:
             raise ConfigError(f"lora.targets: {target!r} ends the name of no linear layer of the model; there are {ends}")
     settings = PeftLora(
         r=config.rank,
-        lora_alpha=config.alpha,  # type: ignore[arg-type]  # annotated int; a number to peft
+        lora_alpha=config.alpha,  # type: ignore[arg-type]  # annotated int; any number to peft
         lora_dropout=config.dropout,
         target_modules=list(config.targets) or "all-linear",
         use_rslora=config.method == "rslora",
@@ -54,7 +57,7 @@ def _linear_layers(model: PreTrainedModel) -> list[str]:
 def base_of(model: nn.Module) -> PreTrainedModel:
     """The transformers model inside peft's, or the model itself."""
     get = getattr(model, "get_base_model", None)
-    return model if get is None else get()  # type: ignore[return-value]
+    return cast(PreTrainedModel, model if get is None else get())
 
 
 def as_peft_names_them(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -68,7 +71,7 @@ def as_peft_names_them(model: nn.Module, tensors: Mapping[str, torch.Tensor]) ->
 
 def adapter_config_of(model: nn.Module) -> dict[str, Any]:
     """``adapter_config.json``: peft's description of the adapters, ready for inference."""
-    values: dict[str, Any] = model.peft_config["default"].to_dict()  # type: ignore[union-attr, operator, index]
+    values: dict[str, Any] = cast("PeftModel", model).peft_config["default"].to_dict()
     plain = {key: sorted(value) if isinstance(value, set) else value for key, value in values.items()}
     for key in ("task_type", "peft_type"):
         plain[key] = str(getattr(plain[key], "value", plain[key]))

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
     AutoConfig,
-    AutoModelForCausalLM,
+    PretrainedConfig,
     PreTrainedModel,
 )
 from transformers import initialization as hf_init
@@ -27,12 +27,13 @@ from transformers.integrations.deepspeed import prevent_arange_dtype_change
 from checkpoint import Checkpoint, CheckpointError
 from finetune.errors import ConfigError
 from finetune.model.finite import check_finite, found_in
+from finetune.model.pretrained import initialise_module, new_model
 
 Gather = Callable[[list[nn.Parameter]], AbstractContextManager[bool]]
 """Makes the given parameters whole for a moment; the value says whether this rank writes them. All ranks must enter."""
 
 
-def new_config(settings: Mapping[str, Any], *, num_ids: int, seq_len: int, end_of_text_id: int) -> Any:
+def new_config(settings: Mapping[str, Any], *, num_ids: int, seq_len: int, end_of_text_id: int) -> PretrainedConfig:
     """The transformers configuration of a new model.
 
     Raises:
@@ -55,7 +56,7 @@ def new_config(settings: Mapping[str, Any], *, num_ids: int, seq_len: int, end_o
     return config
 
 
-def check_new_config(settings: Mapping[str, Any]) -> Any:
+def check_new_config(settings: Mapping[str, Any]) -> type[PretrainedConfig]:
     """The configuration class of ``model.new``; needs no tokenizer, so it runs before any work is done.
 
     Raises:
@@ -74,7 +75,7 @@ def check_new_config(settings: Mapping[str, Any]) -> Any:
     return config_class
 
 
-def _causal_class(model_type: object) -> Any | None:
+def _causal_class(model_type: object) -> type[PretrainedConfig] | None:
     """Configuration class of a causal language model; ``None`` for anything else.
 
     Encoders have a language modelling head too, but without a causal mask they would see the tokens they are to predict.
@@ -85,13 +86,13 @@ def _causal_class(model_type: object) -> Any | None:
     return found if found in MODEL_FOR_CAUSAL_LM_MAPPING and found not in MODEL_FOR_MASKED_LM_MAPPING else None
 
 
-def _keys(config_class: Any) -> set[str]:
+def _keys(config_class: type[PretrainedConfig]) -> set[str]:
     """Keys the configuration of a model type has: its own parameters, their common names, and everyone's."""
     own = {name for name in inspect.signature(config_class.__init__).parameters if name not in ("self", "args", "kwargs")}
     return own | set(config_class().to_dict()) | set(config_class.attribute_map)
 
 
-def check_fit(config: Any, *, num_ids: int, seq_len: int, key: str) -> None:
+def check_fit(config: PretrainedConfig, *, num_ids: int, seq_len: int, key: str) -> None:
     """The tokenizer's ids have rows and the samples have positions.
 
     Raises:
@@ -104,7 +105,7 @@ def check_fit(config: Any, *, num_ids: int, seq_len: int, key: str) -> None:
         raise ConfigError(f"data.seq_len is {seq_len}; it must be at most {longest}, the longest position of the model ({key})")
 
 
-def config_of(checkpoint: Checkpoint) -> Any:
+def config_of(checkpoint: Checkpoint) -> PretrainedConfig:
     """The transformers configuration of an existing checkpoint.
 
     Raises:
@@ -118,7 +119,7 @@ def config_of(checkpoint: Checkpoint) -> Any:
     return made
 
 
-def config_from(config: Mapping[str, Any], folder: Path) -> Any:
+def config_from(config: Mapping[str, Any], folder: Path) -> PretrainedConfig:
     """The transformers configuration of ``config.json`` alone.
 
     Args:
@@ -138,7 +139,7 @@ def config_from(config: Mapping[str, Any], folder: Path) -> Any:
         raise ConfigError(f"{folder / 'config.json'}: {rule}") from error
 
 
-def build_empty(config: Any, dtype: torch.dtype, context: AbstractContextManager[Any]) -> PreTrainedModel:
+def build_empty(config: PretrainedConfig, dtype: torch.dtype, context: AbstractContextManager[object]) -> PreTrainedModel:
     """Build the model with unset weights, every parameter made inside ``context`` (DeepSpeed's, under ZeRO-3).
 
     Buffers such as rotary tables are right already, in fp32 whatever ``dtype`` is.
@@ -147,7 +148,7 @@ def build_empty(config: Any, dtype: torch.dtype, context: AbstractContextManager
         stack.enter_context(hf_init.no_init_weights())
         stack.enter_context(prevent_arange_dtype_change())  # else zero.Init rounds rotary positions to bf16
         stack.enter_context(context)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = new_model(config, dtype)
     model.tie_weights()
     model.config.use_cache = False  # for training only; what is saved is the configuration from before
     return model
@@ -169,7 +170,7 @@ def initialise(model: PreTrainedModel, gather: Gather, seed: int) -> None:
             near += child.parameters(recurse=False)
         with gather(list(dict.fromkeys(near))) as writes:
             if writes or not near:
-                owner._init_weights(module)
+                initialise_module(owner, module)
 
     with hf_init.guard_torch_init_functions():
         visit(model, model)
@@ -207,7 +208,8 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     checkpoint.check_tensors(shapes_of(model), tied=tied)
     with found_in(str(checkpoint.path)):
         fill(model, lambda name: checkpoint.read(checkpoint.resolve(name, tied)), _always)
-    return model.eval()
+    nn.Module.eval(model)
+    return model
 
 
 @contextmanager
@@ -224,10 +226,10 @@ def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
     return next((info.dtype for info in checkpoint.tensors.values() if info.dtype.is_floating_point), torch.float32)
 
 
-def meta_shapes(config: Any) -> dict[str, tuple[int, ...]]:
+def meta_shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the parameters a configuration makes, tied ones once, without making them."""
     with torch.device("meta"):
-        return shapes_of(AutoModelForCausalLM.from_config(config))
+        return shapes_of(new_model(config))
 
 
 def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -256,16 +258,17 @@ def decay_groups(model: nn.Module, weight_decay: float, *, only: Container[str] 
     return [group for group in groups if group["params"]]
 
 
-def saved_config(config: Any, dtype: torch.dtype) -> dict[str, Any]:
+def saved_config(config: PretrainedConfig, dtype: torch.dtype) -> dict[str, Any]:
     """``config.json`` of a checkpoint of this model."""
     values: dict[str, Any] = config.to_dict()
-    values["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
+    model_class = cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+    values["architectures"] = [model_class.__name__]
     values["dtype"] = str(dtype).removeprefix("torch.")
     values["use_cache"] = True
     return values
 
 
-def generation_defaults(config: Any, end_of_text_id: int) -> dict[str, Any]:
+def generation_defaults(config: PretrainedConfig, end_of_text_id: int) -> dict[str, Any]:
     """``generation_config.json`` of a new model: where generation begins and ends."""
     start = getattr(config, "bos_token_id", None)
     return {"bos_token_id": end_of_text_id if start is None else start, "eos_token_id": end_of_text_id}

@@ -5,9 +5,10 @@ B rows   L tokens   Segments are numbered as ``Microbatch.segments`` says.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import torch
+from transformers import PretrainedConfig
 
 from finetune.data.batches import Microbatch
 from finetune.errors import ConfigError
@@ -35,7 +36,7 @@ BY_MASK: Final = frozenset({"opt"})
 """Families that make their mask without the positions; none has windows, so one mask serves all layers."""
 
 
-def check_isolation(config: Any, packing: str) -> None:
+def check_isolation(config: PretrainedConfig, packing: str) -> None:
     """Refuse to pack samples for a model of which it is not known that they stay apart.
 
     Raises:
@@ -49,13 +50,13 @@ def check_isolation(config: Any, packing: str) -> None:
         )
 
 
-def forward_inputs(batch: Microbatch, config: Any, device: torch.device) -> dict[str, Any]:
+def forward_inputs(batch: Microbatch, config: PretrainedConfig, device: torch.device) -> dict[str, torch.Tensor | bool]:
     """Keyword arguments of a causal language model's forward for ``batch``.
 
     Args:
         config: the model's transformers configuration.
     """
-    inputs: dict[str, Any] = {"input_ids": batch.inputs.to(device), "use_cache": False}
+    inputs: dict[str, torch.Tensor | bool] = {"input_ids": batch.inputs.to(device), "use_cache": False}
     if batch.segments is not None:
         segments = batch.segments.to(device)
         inputs["position_ids"] = positions_of(segments)

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from finetune.model.pretrained import head_of
 
 IGNORED: Final = -100
 """Target of a position that does not count."""
@@ -45,24 +47,24 @@ class HeadLoss:
     """
 
     def __init__(self, model: PreTrainedModel, rows: int | None = None) -> None:
-        head = model.get_output_embeddings()
+        head = head_of(model)
         assert isinstance(head, nn.Linear), "supports() was asked before"
         self._rows = rows
         self._targets_T: Tensor | None = None
         whole = head.forward
 
-        def forward(hidden: Tensor) -> Tensor:
+        def forward(input: Tensor) -> Tensor:
             if self._targets_T is None:
-                return whole(hidden)
-            return linear_cross_entropy(hidden.flatten(0, -2), head.weight, head.bias, self._targets_T, self._rows)
+                return whole(input)
+            return linear_cross_entropy(input.flatten(0, -2), head.weight, head.bias, self._targets_T, self._rows)
 
-        head.forward = forward  # type: ignore[method-assign]
+        head.forward = forward  # type: ignore[method-assign]  # of this layer alone
 
     @staticmethod
     def supports(model: PreTrainedModel) -> bool:
         """Whether the model's logits are what its output layer, a plain linear one, returns."""
         scaled = any(getattr(model.config, key, None) not in (None, 1, 1.0) for key in _SCALED_LOGITS)
-        return type(model.get_output_embeddings()) is nn.Linear and not scaled
+        return type(head_of(model)) is nn.Linear and not scaled
 
     @contextmanager
     def of(self, targets_BL: Tensor) -> Iterator[None]:
@@ -83,7 +85,10 @@ def linear_cross_entropy(
         targets_N: int64; positions of -100 cost nothing, neither time nor memory.
         rows: rows of logits at once; ``None`` chooses.
     """
-    return _LinearCrossEntropy.apply(hidden_NH, weight_VH, bias_V, targets_N, rows, torch.is_grad_enabled())  # type: ignore[no-any-return]
+    loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        hidden_NH, weight_VH, bias_V, targets_N, rows, torch.is_grad_enabled()
+    )
+    return loss
 
 
 def chunk_rows(num_targets: int, vocab_size: int, device: str = "cpu") -> int:
@@ -92,10 +97,20 @@ def chunk_rows(num_targets: int, vocab_size: int, device: str = "cpu") -> int:
     return max(_FEWEST_ROWS, min(most, max(fewest, -(-num_targets // 16))))
 
 
+class _Kept(Protocol):
+    """What the forward pass leaves for the backward pass; torch makes it."""
+
+    needs_input_grad: tuple[bool, ...]
+    gradients: _Gradients
+    index_T: Tensor | None
+    """Rows of the hidden states that count; ``None``: all."""
+    num_rows: int
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any,
+    def forward(
+        ctx: _Kept,
         hidden_NH: Tensor,
         weight_VH: Tensor,
         bias_V: Tensor | None,
@@ -108,8 +123,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden_TH = hidden_NH if everything else hidden_NH[index_T]
         targets_T = targets_N if everything else targets_N[index_T]
         rows = rows or chunk_rows(len(targets_T), len(weight_VH), weight_VH.device.type)
-        wanted = [with_gradients and needed for needed in ctx.needs_input_grad[:3]]
-        gradients = _Gradients(hidden_TH, weight_VH, bias_V, *wanted, rows)
+        of_hidden, of_weight, of_bias = (with_gradients and needed for needed in ctx.needs_input_grad[:3])
+        gradients = _Gradients(hidden_TH, weight_VH, bias_V, of_hidden, of_weight, of_bias, rows)
         # One buffer for all chunks: made anew for each, blocks of this size leave holes in the allocator's heap.
         logits_RV = weight_VH.new_empty(min(rows, len(targets_T)), len(weight_VH))
         loss = torch.zeros((), dtype=torch.float64, device=hidden_NH.device)
@@ -121,8 +136,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss.float()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        found: _Gradients = ctx.gradients
+    def backward(ctx: _Kept, grad: Tensor) -> tuple[Tensor | None, ...]:
+        found = ctx.gradients
         del ctx.gradients  # large, and of no use twice
         hidden = None
         if found.hidden_TH is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd.graph import save_on_cpu
@@ -15,6 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from finetune.errors import ConfigError
+from finetune.model.pretrained import let_inputs_need_gradients
+
+R = TypeVar("R")
 
 
 def recompute_blocks(model: PreTrainedModel, where: str, *, pin_memory: bool) -> None:
@@ -32,16 +35,16 @@ def recompute_blocks(model: PreTrainedModel, where: str, *, pin_memory: bool) ->
         rule = f"be none for a {model.config.model_type} model: transformers knows no blocks of it"
         raise ConfigError(f"activations.checkpoint is {where!r}; it must {rule}")
 
-    def run(block: Callable[..., Any], *arguments: Any) -> Any:
+    def run(block: Callable[..., object], *arguments: object) -> object:
         with _kept(where, pin_memory):
             return checkpoint(block, *arguments, use_reentrant=True)
 
     model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=run)
     # Without this a block whose input needs no gradient (frozen embeddings) would learn nothing.
-    model.enable_input_require_grads()
+    let_inputs_need_gradients(model)
 
 
-def computed_again(function: Callable[..., Any], where: str, *inputs: torch.Tensor, **around: Any) -> Any:
+def computed_again(function: Callable[..., R], where: str, *inputs: torch.Tensor, **around: Any) -> R:
     """``function(*inputs, **around)``, which a backward pass computes again from the same random state.
 
     For modules whose weights lie here whole: the kind of checkpointing that is not reentrant.
@@ -52,8 +55,9 @@ def computed_again(function: Callable[..., Any], where: str, *inputs: torch.Tens
     if where == "none" or not torch.is_grad_enabled():
         return function(*inputs, **around)
     with _kept(where, pin_memory=inputs[0].is_cuda):
-        return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=True, **around)
+        result: R = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=True, **around)
+        return result
 
 
-def _kept(where: str, pin_memory: bool) -> AbstractContextManager[Any]:
+def _kept(where: str, pin_memory: bool) -> AbstractContextManager[object]:
     return save_on_cpu(pin_memory=pin_memory) if where == "cpu" else nullcontext()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 import torch
@@ -12,6 +12,7 @@ from finetune.optimizers.base import ShardedOptimizer
 from finetune.optimizers.fragments import Fragment, Fragments
 from finetune.optimizers.state import FACTORS
 
+_Direction = Callable[[Fragment], torch.Tensor]
 _DECAY: Final = 0.8
 _SMALLEST: Final = 1e-30
 _LARGEST_RMS: Final = 1.0
@@ -64,7 +65,7 @@ class Adafactor(ShardedOptimizer):
             row_R = gradient.new_zeros(fragment.shape[0])
             row_R[rows] = squares_rC.sum(1)
             sums += [row_R, squares_rC.sum(0)]
-        totals = iter(self._sum_over_peers(torch.cat(sums)).split([len(one) for one in sums]))
+        totals = iter(torch.split(self._sum_over_peers(torch.cat(sums)), [len(one) for one in sums]))
         for fragment in fragments:
             row_R, col_C = self._factors(fragment)
             row_R.lerp_(next(totals) / len(col_C) + _SMALLEST, share)
@@ -80,7 +81,7 @@ class Adafactor(ShardedOptimizer):
         second.lerp_(gradient.square().add_(_SMALLEST), state["step"] ** -_DECAY)
         self._apply(group, flat, fragments, lambda fragment: fragment.of(gradient) * fragment.of(second).rsqrt())
 
-    def _apply(self, group: Mapping[str, Any], flat: torch.Tensor, fragments: Fragments, direction: Any) -> None:
+    def _apply(self, group: Mapping[str, Any], flat: torch.Tensor, fragments: Fragments, direction: _Direction) -> None:
         """Decay, and subtract ``direction(fragment)`` from each fragment, scaled down where the whole tensor's is too long."""
         squares = self._sum_over_peers(torch.stack([direction(fragment).square().sum() for fragment in fragments]))
         for fragment, square in zip(fragments, squares.tolist(), strict=True):

@@ -40,7 +40,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
         self._layout, self._device, self._peers = layout, device, peers
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # torch's other form gives back a loss
         """One update of every flat tensor in ``param_groups``. All peers call it."""
         assert closure is None, "DeepSpeed calls it without one"
         for group in self.param_groups:

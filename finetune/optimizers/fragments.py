@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol, cast
 
 import torch
 from torch import nn
@@ -71,11 +71,54 @@ def pieces_of(fragment: Fragment) -> list[Piece]:
     return found
 
 
-def fragments_of(zero: Any, names: Mapping[nn.Parameter, str], *, stage: int, rank: int) -> list[Fragments]:
+class _Groups(Protocol):
+    """What is read of DeepSpeed's ZeRO optimizer, of which each stage has its own: the parameters of each flat tensor."""
+
+    fp16_groups: Sequence[Sequence[nn.Parameter]]
+    """Of ZeRO-3."""
+    bit16_groups: Sequence[Sequence[nn.Parameter]]
+    """Of ZeRO-1 and 2."""
+
+
+class Partitioned(Protocol):
+    """What ZeRO-3 adds to a parameter."""
+
+    ds_numel: int
+    ds_shape: Sequence[int]
+    """Of the whole."""
+    ds_tensor: torch.Tensor
+    """This rank's part, flat."""
+
+    def partition_numel(self) -> int:
+        """Elements of each rank's part, padding counted."""
+        ...
+
+
+class _Range(Protocol):
+    start: int
+    numel: int
+
+
+class _Link(Protocol):
+    """Where this rank's fp32 part of a parameter is."""
+
+    lp_fragment_address: _Range
+    """In the flattened parameter."""
+    hp_fragment_address: _Range
+    """In the flat tensor."""
+
+
+class _Linked(Protocol):
+    """What ZeRO-1, ZeRO-2 and the bf16 optimizer add to a parameter."""
+
+    _hp_mapping: _Link | None
+
+
+def fragments_of(zero: _Groups, names: Mapping[nn.Parameter, str], *, stage: int, rank: int) -> list[Fragments]:
     """The fragments of each of this rank's flat fp32 tensors, in DeepSpeed's order.
 
     Args:
-        zero: DeepSpeed's ZeRO optimizer.
+        zero: DeepSpeed's ZeRO optimizer of that stage.
         names: of all trained parameters.
     """
     if stage == 3:
@@ -93,24 +136,25 @@ def all_of(parameter: nn.Parameter, name: str) -> Fragments:
     return [Fragment(name=name, shape=tuple(parameter.shape), start=0, count=parameter.numel(), offset=0)]
 
 
-def _in_equal_parts(group: Sequence[Any], names: Mapping[nn.Parameter, str], rank: int) -> Fragments:
+def _in_equal_parts(group: Sequence[nn.Parameter], names: Mapping[nn.Parameter, str], rank: int) -> Fragments:
     """ZeRO-3 cuts each parameter into equal parts, one a rank; the last ones may end in padding, which is no fragment's."""
     found: list[Fragment] = []
     offset = 0
     for parameter in group:
-        size, whole = parameter.partition_numel(), parameter.ds_numel
+        cut = cast(Partitioned, parameter)
+        size, whole = cut.partition_numel(), cut.ds_numel
         start = min(rank * size, whole)
-        shape = tuple(parameter.ds_shape)
+        shape = tuple(cut.ds_shape)
         count = min(size, whole - start)
         found.append(Fragment(name=names[parameter], shape=shape, start=start, count=count, offset=offset))
         offset += size
     return found
 
 
-def _in_one_range(parameter: Any, name: str) -> Fragment:
+def _in_one_range(parameter: nn.Parameter, name: str) -> Fragment:
     """ZeRO-1 and 2 cut all parameters of a group, laid end to end, into one range a rank."""
     shape = tuple(parameter.shape)
-    linked = parameter._hp_mapping
+    linked = cast(_Linked, parameter)._hp_mapping
     if linked is None:
         return Fragment(name=name, shape=shape, start=0, count=0, offset=0)
     here, there = linked.lp_fragment_address, linked.hp_fragment_address

@@ -15,7 +15,7 @@ class Lion(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "betas": betas, "weight_decay": 0.0})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # torch's other form gives back a loss
         """One update of every parameter that has a gradient."""
         assert closure is None, "DeepSpeed calls it without one"
         for group in self.param_groups:

@@ -19,6 +19,7 @@ def make_optimizer(options: OptimizerConfig, groups: list[dict[str, Any]], matri
         matrices: names of the parameters it treats as matrices.
     """
     lr, eps, betas = options.lr, options.eps, (options.betas[0], options.betas[1])
+    assert lr is not None, "the learning rate is settled before anything is built"
     if options.name == "lion":
         return Lion(groups, lr=lr, betas=betas)
     if options.name == "adafactor":

@@ -76,7 +76,7 @@ class Muon(ShardedOptimizer):
             held = [fragment for fragment in turn if fragment is not None]
             mine = torch.cat([fragment.of(gradient).lerp(fragment.of(momentum), keep).to(self._device) for fragment in held])
             self._make_orthogonal(turn, mine)
-            for fragment, direction in zip(held, mine.split([fragment.count for fragment in held]), strict=True):
+            for fragment, direction in zip(held, torch.split(mine, [fragment.count for fragment in held]), strict=True):
                 scale = _RMS * math.sqrt(max(fragment.shape))
                 fragment.of(flat).mul_(1.0 - rate * decay).sub_(direction.to(flat.device), alpha=rate * scale)
 

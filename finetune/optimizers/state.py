@@ -10,6 +10,7 @@ from torch import nn
 
 from finetune.model.adapters import base_of
 from finetune.model.build import decay_groups, shapes_of
+from finetune.model.pretrained import head_of
 
 MOMENTS: Final[Mapping[str, tuple[str, ...]]] = {
     "adamw": ("exp_avg", "exp_avg_sq"),
@@ -44,7 +45,7 @@ def matrices_of(model: nn.Module, optimizer: str) -> frozenset[str]:
     tables: set[int] = set()
     if optimizer == "muon":
         tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-        head: Any = base_of(model).get_output_embeddings()
+        head = head_of(base_of(model))
         tables |= set() if head is None else {id(head.weight)}
     shapes = shapes_of(model)
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]

@@ -71,7 +71,7 @@ class ZenFlow(ShardedOptimizer):
         self._room = Room()
         self._adding = ThreadPoolExecutor(1, "zenflow-gradients")
         self._updating = ThreadPoolExecutor(1, "zenflow-weights")
-        self._added: list[Future[None]] = []
+        self._added: list[Future[torch.Tensor]] = []
         self._updated: dict[torch.Tensor, Future[None]] = {}
 
     def place(self, layout: Mapping[torch.Tensor, Fragments], device: torch.device, peers: Peers) -> None:
@@ -146,7 +146,8 @@ class ZenFlow(ShardedOptimizer):
         assert flat not in self._chosen, "what was chosen before has been put back"
         assert flat.grad is not None
         lengths = self._sum_over_peers(torch.cat([_squares_of_rows(fragment, flat.grad) for fragment in fragments]))
-        for fragment, length_R in zip(fragments, lengths.split([fragment.shape[0] for fragment in fragments]), strict=True):
+        by_fragment = torch.split(lengths, [fragment.shape[0] for fragment in fragments])
+        for fragment, length_R in zip(fragments, by_fragment, strict=True):
             count = max(1, round(self._share * fragment.shape[0]))
             chosen_R = self._of(CHOSEN, fragment.name).zero_()
             # Among equal ones (tokens that were not there) the first, on however many ranks.

@@ -12,12 +12,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig
 
 from finetune.config import TuneConfig, to_deepspeed
 from finetune.data.batches import Microbatch
@@ -27,11 +26,12 @@ from finetune.engines.diagnosis import first_bad_output, first_on_any_rank, grad
 from finetune.engines.loss_scale import LossScale, is_everyday, reason_of_bad_gradient
 from finetune.engines.pipeline.assignment import assign_stages
 from finetune.engines.pipeline.layers import Flow, Layer, LossTally, build_on_meta, give_memory, lent_memory, split
+from finetune.engines.pipeline.library import Schedule
 from finetune.engines.pipeline.optimizer import StageOptimizer
 from finetune.engines.pipeline.schedule import PipeSchedule, StageModule, StepEnd
 from finetune.engines.pipeline.shared_weights import SharedWeights
 from finetune.engines.pipeline.state import StageState
-from finetune.engines.protocol import StepOutcome
+from finetune.engines.protocol import Fill, StepOutcome
 from finetune.model.dtypes import DTYPES
 from finetune.model.finite import is_finite
 from finetune.model.isolation import positions_of
@@ -51,8 +51,8 @@ class PipelineEngine(EngineBase):
     def __init__(
         self,
         config: TuneConfig,
-        hf_config: Any,
-        fill: Callable[[PreTrainedModel, Any], None],
+        hf_config: PretrainedConfig,
+        fill: Fill,
         *,
         device: torch.device,
         precision: str,
@@ -86,13 +86,13 @@ class PipelineEngine(EngineBase):
         self._state = StageState(parameters, self._stage_of, moments, factors, self._optimizer, grid, device)
         self._stop = self._diagnose = False
         self._num_targets = 0
-        self._shape: tuple[Any, ...] | None = None
+        self._shape: tuple[int | bool, ...] | None = None
         self._outcome: StepOutcome | None = None
 
     def _splitting(self, config: TuneConfig) -> Callable[[int], list[Layer]]:
         return lambda pieces: split(self.model, self.device, self._tally, config.activations, head_pieces=pieces)
 
-    def _make_optimizer(self, config: TuneConfig, precision: str) -> tuple[PipeSchedule, StageOptimizer]:
+    def _make_optimizer(self, config: TuneConfig, precision: str) -> tuple[Schedule, StageOptimizer]:
         """The optimizer of what this stage updates, and DeepSpeed's schedule around both."""
         options = config.optimizer
         named = self.model.named_parameters()
@@ -108,7 +108,7 @@ class PipelineEngine(EngineBase):
             reduce_gradients=self._reduce_gradients,
             update=self._finish_step,
         )
-        schedule = PipeSchedule(end, self._module, inner, json)
+        schedule: Schedule = PipeSchedule(end, self._module, inner, json)
         moments = {**moments_of(self.model, options.name), IDLE: MOMENTS[options.name]}
         return schedule, StageOptimizer(inner, schedule, names, moments, self.device)
 

@@ -13,16 +13,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol, cast
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_causal_mask
 
 from finetune.config import ActivationConfig
 from finetune.model.build import build_empty
 from finetune.model.loss import IGNORED, linear_cross_entropy, token_losses
+from finetune.model.pretrained import head_of
 from finetune.model.recompute import computed_again
 
 Flow = tuple[torch.Tensor, ...]
@@ -70,12 +71,12 @@ class Layer(nn.Module):
 class BlockInputs:
     """What blocks need besides hidden states: mask and rotary tables of the micro-batch at hand, made once per stage."""
 
-    def __init__(self, config: Any, rotary: nn.Module | None) -> None:
+    def __init__(self, config: PretrainedConfig, rotary: nn.Module | None) -> None:
         self._config, self._rotary = config, rotary
         self._of: object = None
-        self._last: dict[str, Any] = {}
+        self._last: dict[str, object] = {}
 
-    def of(self, hidden_BLH: torch.Tensor, positions_BL: torch.Tensor | None) -> dict[str, Any]:
+    def of(self, hidden_BLH: torch.Tensor, positions_BL: torch.Tensor | None) -> dict[str, object]:
         """Keyword arguments of a block."""
         key = positions_BL if positions_BL is not None else (hidden_BLH.shape, hidden_BLH.dtype, hidden_BLH.device)
         if self._of is key or (positions_BL is None and self._of == key):
@@ -187,7 +188,10 @@ class HeadLayer(Layer):
         self._tally.add(loss)
         if self._left == 1:
             return loss * self._tally.last_scale
-        return _Joined.apply(hidden_nH[count:], loss, self._tally.scale), targets_n[count:]
+        rest_nH: torch.Tensor = _Joined.apply(  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+            hidden_nH[count:], loss, self._tally.scale
+        )
+        return rest_nH, targets_n[count:]
 
     @property
     def signature(self) -> str:
@@ -227,23 +231,31 @@ class HeadLayer(Layer):
         return token_losses(self.head(hidden_BLH), targets_N)
 
 
+class _Kept(Protocol):
+    """What the forward pass leaves for the backward pass; torch makes it."""
+
+    scale: float
+    like: torch.Tensor
+    """1, as a loss."""
+
+
 class _Joined(torch.autograd.Function):
     """Hands tensors on unchanged; their gradient, when it comes back, brings ``scale`` as the gradient of ``loss`` along."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, loss: torch.Tensor, scale: float) -> torch.Tensor:
+    def forward(ctx: _Kept, tensor: torch.Tensor, loss: torch.Tensor, scale: float) -> torch.Tensor:
         ctx.scale, ctx.like = scale, loss.new_ones(())
         return tensor.clone()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: _Kept, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         return gradients[0], ctx.like * ctx.scale, None
 
 
 # -- building
 
 
-def build_on_meta(config: Any, dtype: torch.dtype) -> PreTrainedModel:
+def build_on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The whole model without memory for its parameters. Buffers, such as rotary tables, are real."""
     model = build_empty(config, dtype, _parameters_on_meta())
     model.train()
@@ -254,16 +266,16 @@ def build_on_meta(config: Any, dtype: torch.dtype) -> PreTrainedModel:
 def _parameters_on_meta() -> Iterator[None]:
     register = nn.Module.register_parameter
 
-    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:
-            parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-        register(module, name, parameter)
+    def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+        register(self, name, param)
 
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]  # until the end of the context
     try:
         yield
     finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+        nn.Module.register_parameter = register  # type: ignore[method-assign]  # as it was
 
 
 def split(
@@ -276,7 +288,7 @@ def split(
         activations: which inputs of blocks, and of pieces of the head, are kept alone and where; how many logits exist at once.
     """
     family = FAMILIES[model.config.model_type]
-    inner = model.base_model
+    inner = cast(PreTrainedModel, model.base_model)
 
     def part(name: str | None) -> Any:
         return None if name is None else getattr(inner, name)
@@ -285,7 +297,8 @@ def split(
     if rotary is not None:
         rotary.to(device)
     surroundings = BlockInputs(inner.config, rotary)
-    head = model.get_output_embeddings()
+    head = head_of(model)
+    assert head is not None, "every family above has one"
     return [
         EmbeddingLayer(part(family.tokens), part(family.positions), part(family.dropout)),
         *(BlockLayer(block, surroundings, activations) for block in part(family.blocks)),
@@ -309,7 +322,7 @@ def give_memory(parameters: Iterable[nn.Parameter], device: torch.device) -> Non
     for parameter in parameters:
         if parameter.is_meta:
             real = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
-            torch.utils.swap_tensors(parameter, real)
+            torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
 
 
 @contextmanager
@@ -322,4 +335,4 @@ def lent_memory(parameters: Iterable[nn.Parameter], device: torch.device) -> Ite
     finally:
         for parameter in borrowers:
             nothing = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
-            torch.utils.swap_tensors(parameter, nothing)
+            torch.utils.swap_tensors(parameter, nothing)  # type: ignore[no-untyped-call]  # torch leaves it unannotated

@@ -8,7 +8,7 @@ fp32.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import cast
 
 import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
@@ -22,7 +22,8 @@ from torch import nn
 
 from finetune.distributed import Peers
 from finetune.engines.buckets import reduce_in_place
-from finetune.engines.pipeline.schedule import PipeSchedule
+from finetune.engines.guard import guard_update
+from finetune.engines.pipeline.library import Schedule, Wrapper
 from finetune.optimizers.base import ShardedOptimizer
 from finetune.optimizers.fragments import Fragments, all_of, ranges_of
 from finetune.optimizers.state import no_updates, updates_made
@@ -34,7 +35,7 @@ class StageOptimizer:
     def __init__(
         self,
         inner: torch.optim.Optimizer,
-        schedule: PipeSchedule,
+        schedule: Schedule,
         names: Mapping[nn.Parameter, str],
         moments: Mapping[str, tuple[str, ...]],
         device: torch.device,
@@ -46,9 +47,9 @@ class StageOptimizer:
             moments: keys of the state of each, see ``finetune.optimizers.state``.
         """
         self._inner, self._schedule, self._device = inner, schedule, device
-        self._wrapper = schedule.optimizer
-        self.plain = self._wrapper is inner
+        self.plain = schedule.optimizer is inner
         """Whether every rank of the stage updates all of it, each by itself."""
+        self._wrapper = cast(Wrapper, schedule.optimizer)  # asked for nothing where there is none
         self.sums_in_fp32 = isinstance(self._wrapper, BF16_Optimizer)
         """Whether gradients are of 16 bits, and added up in fp32."""
         if not self.plain and not self.sums_in_fp32:
@@ -58,7 +59,7 @@ class StageOptimizer:
         self._create_moments()
         self.skip_update = False
         """Whether the next update is to change nothing."""
-        self._guard_update()
+        guard_update(inner, lambda: self.skip_update)
 
     # -- a step
 
@@ -104,15 +105,6 @@ class StageOptimizer:
     def update(self) -> None:
         """Update, unless it is to be skipped, and forget the gradients."""
         self._schedule._take_model_step(None)
-
-    def _guard_update(self) -> None:
-        """Make the update itself refuse a skipped step: DeepSpeed's clean-up around it runs as after any other step."""
-        update = self._inner.step
-
-        def guarded(*args: Any, **kwargs: Any) -> Any:
-            return None if self.skip_update else update(*args, **kwargs)
-
-        self._inner.step = guarded  # type: ignore[method-assign]
 
     # -- state
 
@@ -165,10 +157,10 @@ class StageOptimizer:
             return list(self._wrapper.fp32_groups_flat_partition)
         return list(self._wrapper.single_partition_of_fp32_groups)
 
-    def _find_fragments(self, names: Mapping[Any, str]) -> list[Fragments]:
+    def _find_fragments(self, names: Mapping[nn.Parameter, str]) -> list[Fragments]:
         """What lies in each of the tensors that are updated, in their order."""
         if self.plain:
-            return [all_of(parameter, names[parameter]) for parameter in self._updated()]  # type: ignore[arg-type]
+            return [all_of(parameter, names[parameter]) for group in self._inner.param_groups for parameter in group["params"]]
         return ranges_of(self._wrapper.bf16_groups if self.sums_in_fp32 else self._wrapper.bit16_groups, names)
 
     def _create_moments(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 
 from finetune.errors import ConfigError
@@ -34,7 +34,7 @@ def balanced(costs: Sequence[float], stages: int) -> Bounds:
     return _cut(sums, stages, slowest * (1 + 1e-12), lambda total, cost: total + cost * cost)
 
 
-def _cut(sums: Sequence[float], stages: int, limit: float, add: object) -> Bounds:
+def _cut(sums: Sequence[float], stages: int, limit: float, add: Callable[[float, float], float]) -> Bounds:
     """The cut with the smallest fold of ``add`` over its stages' costs, none of which exceeds ``limit``."""
     layers = len(sums) - 1
     best: list[float] = [0.0] + [math.inf] * layers
@@ -46,7 +46,7 @@ def _cut(sums: Sequence[float], stages: int, limit: float, add: object) -> Bound
                 cost = sums[stop] - sums[start]
                 if cost > limit or best[start] == math.inf:
                     continue
-                total = add(best[start], cost)  # type: ignore[operator]
+                total = add(best[start], cost)
                 if total < row[stop]:
                     row[stop], came_from[stop] = total, start
         best = row

@@ -18,10 +18,11 @@ from deepspeed.utils.timer import NoopTimer
 from torch import nn
 
 from finetune.engines.pipeline.layers import Layer
+from finetune.engines.pipeline.library import Wrapper
 from finetune.engines.pipeline.partition import Bounds
 
 
-class StageModule(PipelineModule):
+class StageModule(PipelineModule):  # type: ignore[misc]  # DeepSpeed has no types
     """The layers of this rank's stage, by bounds that were chosen before."""
 
     idle: nn.Parameter | None
@@ -54,7 +55,7 @@ class StepEnd:
     update: Callable[[], None]
 
 
-class PipeSchedule(DeepSpeedPipeline):
+class PipeSchedule(DeepSpeedPipeline):  # type: ignore[misc]  # DeepSpeed has no types
     """DeepSpeed's schedule of forward and backward passes, with an end of our own."""
 
     def __init__(self, end: StepEnd, module: StageModule, optimizer: torch.optim.Optimizer, json: dict[str, Any]) -> None:
@@ -70,7 +71,7 @@ class PipeSchedule(DeepSpeedPipeline):
             config_class=config,
         )
 
-    def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
+    def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer) -> Wrapper:
         """Put DeepSpeed's optimizer for bf16 around ``optimizer`` in fp16 too: nothing in it but its name depends on the type.
 
         It adds up gradients in fp32. Those DeepSpeed has for fp16 add up in fp16, where the sum over many micro-batches, ranks
@@ -78,8 +79,9 @@ class PipeSchedule(DeepSpeedPipeline):
         themselves, of which a head in pieces has several.
         """
         if not self.fp16_enabled():
-            return super()._configure_zero_optimizer(optimizer)
-        return BF16_Optimizer(
+            made: Wrapper = super()._configure_zero_optimizer(optimizer)
+            return made
+        in_fp32: Wrapper = BF16_Optimizer(
             optimizer,
             self.param_names,
             bfloat16_config=DeepSpeedBF16Config(enabled=True),
@@ -89,6 +91,7 @@ class PipeSchedule(DeepSpeedPipeline):
             timers=NoopTimer(),
             grad_acc_dtype=torch.float32,
         )
+        return in_fp32
 
     def _exec_reduce_tied_grads(self) -> None:
         self._end.add_shared_gradients()
@@ -98,7 +101,7 @@ class PipeSchedule(DeepSpeedPipeline):
         self._end.reduce_gradients()
         self._force_grad_boundary = False
 
-    def _exec_optimizer_step(self, lr_kwargs: Any = None) -> None:
+    def _exec_optimizer_step(self, lr_kwargs: object = None) -> None:
         self._force_grad_boundary = True
         self._end.update()
         self._force_grad_boundary = False

@@ -7,13 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from finetune.distributed import Grid
+
+
+class _Accumulating(Protocol):
+    """A leaf tensor, whose hook torch has left unannotated."""
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> object: ...
 
 
 @dataclass(slots=True)
@@ -25,7 +31,7 @@ class SharedWeight:
     """Rank that updates it, among those with the same share of the data."""
     owned: bool
     """Whether that is this one; the others hold copies."""
-    group: Any
+    group: dist.ProcessGroup
     gradient: torch.Tensor | None = None
     """Of a copy, where gradients add up in fp32."""
 
@@ -51,7 +57,7 @@ class SharedWeights:
         for parameter, stages in users.items():
             for number in range(grid.data_ranks if len(stages) > 1 else 0):
                 ranks = [grid.rank_of(stage, number) for stage in stages]
-                group = dist.new_group(ranks)
+                group: dist.ProcessGroup = dist.new_group(ranks)
                 if grid.rank in ranks:
                     self._shared.append(SharedWeight(parameter, ranks[0], grid.rank == ranks[0], group))
 
@@ -59,7 +65,8 @@ class SharedWeights:
         """Have the gradients of copies add up in fp32 too, as DeepSpeed does for the weights that are updated."""
         for shared in self._shared:
             if not shared.owned:
-                shared.weight.register_post_accumulate_grad_hook(shared.add_gradient)
+                accumulating: _Accumulating = shared.weight
+                accumulating.register_post_accumulate_grad_hook(shared.add_gradient)
 
     def reduce_gradients(self, gradient_of: Callable[[nn.Parameter], torch.Tensor | None]) -> None:
         """Add the gradients of all copies to that of the weight that is updated, which ``gradient_of`` gives."""

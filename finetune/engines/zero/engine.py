@@ -11,16 +11,16 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import deepspeed
 import deepspeed.ops
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import PreTrainedModel
-from transformers.integrations import HfDeepSpeedConfig
+from transformers import PretrainedConfig
+from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
 from finetune.config import TuneConfig, to_deepspeed
 from finetune.data.batches import Microbatch
@@ -28,11 +28,12 @@ from finetune.distributed import random_state, set_random_state
 from finetune.engines.base import EngineBase
 from finetune.engines.diagnosis import first_bad_output, first_on_any_rank, gradient_in_words, output_in_words
 from finetune.engines.loss_scale import LossScale, is_everyday, reason_of_bad_gradient
-from finetune.engines.protocol import StepOutcome
+from finetune.engines.protocol import Fill, StepOutcome
+from finetune.engines.zero.library import Engine
 from finetune.engines.zero.optimizer import ZeroOptimizer, choose_optimizer
 from finetune.machine.nvme import Disk, disk_settings
 from finetune.model.adapters import add_adapters, as_peft_names_them, base_of
-from finetune.model.build import build_empty, meta_shapes
+from finetune.model.build import Gather, build_empty, meta_shapes
 from finetune.model.dtypes import DTYPES
 from finetune.model.isolation import forward_inputs
 from finetune.model.loss import HeadLoss, token_losses
@@ -68,10 +69,10 @@ class ZeroEngine(EngineBase):
     def __init__(
         self,
         config: TuneConfig,
-        hf_config: Any,
-        fill: Callable[[PreTrainedModel, Any], None],
+        hf_config: PretrainedConfig,
+        fill: Fill,
         *,
-        fill_adapters: Callable[[nn.Module, Any], None] | None = None,
+        fill_adapters: Callable[[nn.Module, Gather], None] | None = None,
         device: torch.device,
         precision: str,
         cpu_adam: bool,
@@ -98,7 +99,8 @@ class ZeroEngine(EngineBase):
         self._has_adapters = config.lora is not None
         if config.lora is not None:
             # While it lives, peft makes partitioned weights whole where it reads them (DoRA's norms).
-            self._told_peft = HfDeepSpeedConfig(ds) if self._stage == 3 else None
+            if self._stage == 3:
+                self._told_peft = HfDeepSpeedConfig(ds)  # type: ignore[no-untyped-call]  # transformers leaves it unannotated
             self.model = add_adapters(base, config.lora, base=str(config.model.path), seed=config.run.seed)
             if fill_adapters is not None:
                 fill_adapters(self.model, self.gather)
@@ -107,7 +109,8 @@ class ZeroEngine(EngineBase):
         self._head_loss = HeadLoss(base, rows) if rows != 0 and HeadLoss.supports(base) else None
         self._moments = moments_of(self.model, config.algorithm)
         optimizer = choose_optimizer(config, self.model, cpu_adam=cpu_adam)
-        self._engine, *_ = deepspeed.initialize(model=self.model, optimizer=optimizer, config=ds, dist_init_required=False)
+        engine, *_ = deepspeed.initialize(model=self.model, optimizer=optimizer, config=ds, dist_init_required=False)
+        self._engine: Engine = engine
         names = {parameter: name for name, parameter in self._trained()}
         self._optimizer = ZeroOptimizer(self._engine.optimizer, config, names, self._moments, device=device, rank=self.rank)
 
@@ -182,8 +185,7 @@ class ZeroEngine(EngineBase):
             return self._forward(batch)
 
     def _forward(self, batch: Microbatch) -> torch.Tensor:
-        logits: torch.Tensor = self._engine(**forward_inputs(batch, base_of(self.model).config, self.device)).logits
-        return logits
+        return self._engine(**forward_inputs(batch, base_of(self.model).config, self.device)).logits
 
     def describe(self) -> list[str]:
         """Nothing beyond the configuration."""
@@ -200,7 +202,7 @@ class ZeroEngine(EngineBase):
             return gradient_in_words(name for (name, _), flag in zip(trained, bad, strict=True) if flag)
         state = random_state(self.device)
         self._engine.eval()
-        found = [first_bad_output(self._engine.module, lambda b=batch: self._loss(b), stop=False) for batch in batches]  # type: ignore[misc]
+        found = [first_bad_output(self._engine.module, partial(self._loss, batch), stop=False) for batch in batches]
         set_random_state(self.device, state)
         mine = min((f for f in found if f is not None), key=lambda f: f.module, default=None)
         first = first_on_any_rank(mine, self.device)

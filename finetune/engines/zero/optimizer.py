@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import cast
 
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -22,9 +22,11 @@ from torch import nn
 from finetune.config import TuneConfig
 from finetune.distributed import Peers
 from finetune.engines.buckets import reduce_in_place
+from finetune.engines.guard import guard_update
+from finetune.engines.zero.library import Zero
 from finetune.model.finite import is_finite
 from finetune.optimizers.base import ShardedOptimizer
-from finetune.optimizers.fragments import fragments_of
+from finetune.optimizers.fragments import Partitioned, fragments_of
 from finetune.optimizers.make import make_optimizer
 from finetune.optimizers.state import groups_of, matrices_of, no_updates, updates_made
 from finetune.optimizers.zenflow import ZenFlow
@@ -35,7 +37,7 @@ class ZeroOptimizer:
 
     def __init__(
         self,
-        zero: Any,
+        zero: Zero,
         config: TuneConfig,
         names: Mapping[nn.Parameter, str],
         moments: Mapping[str, tuple[str, ...]],
@@ -54,7 +56,7 @@ class ZeroOptimizer:
         if self._stage < 3:
             reduce_in_place(zero)
         self._inner = zero.optimizer
-        self._updaters = [self._inner]
+        self._updaters: list[torch.optim.Optimizer] = [self._inner]
         if config.offload.ratio < 1.0:
             # DeepSpeed updates what stays on the device with an optimizer of its own, which neither follows the schedule nor
             # is saved. With one state and one guard for both, it is.
@@ -65,7 +67,8 @@ class ZeroOptimizer:
         self._on_disk = config.offload.optimizer == "nvme"
         self.skip_update = False
         """Whether the next update is to change nothing."""
-        self._guard_update()
+        for updater in self._updaters:
+            guard_update(updater, lambda: self.skip_update)
         self._fragments = fragments_of(zero, names, stage=self._stage, rank=rank)
         self._create_moments()
 
@@ -125,17 +128,6 @@ class ZeroOptimizer:
         for pieces in self._zero.averaged_gradients.values():
             yield from pieces or ()
 
-    def _guard_update(self) -> None:
-        """Make the update itself refuse a skipped step: DeepSpeed's clean-up around it runs as after any other step."""
-        for updater in self._updaters:
-            updater.step = self._guarded(updater.step)
-
-    def _guarded(self, update: Callable[..., Any]) -> Callable[..., Any]:
-        def guarded(*args: Any, **kwargs: Any) -> Any:
-            return None if self.skip_update else update(*args, **kwargs)
-
-        return guarded
-
     # -- state
 
     @property
@@ -183,9 +175,9 @@ class ZeroOptimizer:
         """State that every rank has all of, by key and parameter."""
         return self._inner.whole if isinstance(self._inner, ShardedOptimizer) else {}
 
-    def _part(self, parameter: Any, whole: torch.Tensor) -> torch.Tensor:
+    def _part(self, parameter: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part. ZeRO-3 pads each parameter to equal parts; the padding is zero."""
-        size = parameter.ds_tensor.numel()
+        size = cast(Partitioned, parameter).ds_tensor.numel()
         part = torch.zeros(size, dtype=torch.float32)
         mine = whole.flatten()[self._rank * size : (self._rank + 1) * size]
         part[: mine.numel()] = mine
@@ -228,6 +220,7 @@ def choose_optimizer(config: TuneConfig, model: nn.Module, *, cpu_adam: bool) ->
     groups, matrices = groups_of(model, algorithm, options.weight_decay), matrices_of(model, algorithm)
     betas = (options.betas[0], options.betas[1])
     if algorithm == "zenflow":
+        assert options.lr is not None, "the learning rate is settled before anything is built"
         paces = config.offload.zenflow
         return ZenFlow(
             groups,
