@@ -65,6 +65,9 @@ _NULLABLE = frozenset(
 _UNSAID = frozenset((*_DROPOUTS, *_DEVIATIONS, "use_cache"))
 """Keys whose ``null`` says nothing: older files have it, and the library of today refuses it."""
 
+_FALSE_IF_NULL = frozenset(("tie_word_embeddings",))
+"""Keys whose ``null`` was no different from ``false`` to the library that wrote it, and is refused by that of today."""
+
 _ROPE_NUMBERS: Mapping[str, tuple[float, float]] = {
     "rope_theta": (0.0, math.inf),
     "factor": (0.0, 1e6),
@@ -104,7 +107,7 @@ def check_config(config: Mapping[str, Any]) -> None:
             continue
         if not own:
             _foreign(key, value)
-        elif value is not None or key not in _NULLABLE | _UNSAID:
+        elif value is not None or key not in _NULLABLE | _UNSAID | _FALSE_IF_NULL:
             _RULES[key](key, value)
     _check_ids(CONFIG, config, _MAX_SIZE)
     if own:
@@ -116,12 +119,19 @@ def check_config(config: Mapping[str, Any]) -> None:
 
 def normalized(config: Mapping[str, Any]) -> dict[str, Any]:
     """A checked ``config.json`` as the libraries of today take it: of the families known here without the ``null`` of keys
-    that then have the family's default, and with ``torch.float16`` as ``float16``."""
+    that then have the family's default or are false, with ``torch.float16`` as ``float16`` and one id that begins a text."""
     if config["model_type"] not in _OWN_FAMILIES:
         return dict(config)
     kept = {key: value for key, value in config.items() if value is not None or key not in _UNSAID}
-    named = {key: kept[key].removeprefix("torch.") for key in _DTYPE_KEYS if isinstance(kept.get(key), str)}
-    return {**kept, **named}
+    kept |= {key: False for key in _FALSE_IF_NULL & kept.keys() if kept[key] is None}
+    kept |= {key: kept[key].removeprefix("torch.") for key in _DTYPE_KEYS if isinstance(kept.get(key), str)}
+    return with_one_beginning(kept)
+
+
+def with_one_beginning(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with at most one id that begins a text: the first of a list, and ``None`` for a list of none."""
+    begins = values.get("bos_token_id")
+    return dict(values) | ({"bos_token_id": begins[0] if begins else None} if isinstance(begins, list) else {})
 
 
 def check_generation_config(generation: Mapping[str, Any]) -> None:
@@ -220,11 +230,6 @@ def _share(key: str, value: Any) -> None:
         _refuse(key, value, "a number from 0 to 1")
 
 
-def _dropout(key: str, value: Any) -> None:
-    if not _is_number(value) or not 0 <= value < 1:
-        _refuse(key, value, "a number from 0 up to, but not, 1")
-
-
 def _deviation(key: str, value: Any) -> None:
     if not _is_number(value) or value < 0:
         _refuse(key, value, "a finite number, 0 or more")
@@ -244,8 +249,7 @@ _RULES: Mapping[str, Callable[[str, Any], None]] = {
     **dict.fromkeys(_COUNTS, _count),
     **dict.fromkeys(_EPSILONS, _epsilon),
     **dict.fromkeys(_THETAS, _theta),
-    **dict.fromkeys(_SHARES, _share),
-    **dict.fromkeys(_DROPOUTS, _dropout),
+    **dict.fromkeys((*_SHARES, *_DROPOUTS), _share),
     **dict.fromkeys(_DEVIATIONS, _deviation),
     **dict.fromkeys(_SWITCHES, _switch),
     **dict.fromkeys(_TEXTS, _text),
@@ -264,12 +268,12 @@ def _check_ids(file: str, values: Mapping[str, Any], limit: int, why: str = "") 
     is none."""
     for key in _IDS:
         value = values.get(key)
-        ends = key == "eos_token_id"
-        lowest = 0 if ends else -1
-        ids = value if isinstance(value, list) and ends else [] if value is None else [value]
+        lowest = 0 if key == "eos_token_id" else -1
+        several = key != "pad_token_id"
+        ids = value if isinstance(value, list) and several else [] if value is None else [value]
         for item in ids:
             if type(item) is not int or not lowest <= item < limit:
-                kinds = "an id, or a list of ids," if ends else "an id"
+                kinds = "an id, or a list of ids," if several else "an id"
                 _refuse(key, value, f"{kinds} from {lowest} to {limit - 1}{why}", file)
 
 

@@ -8,7 +8,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from checkpoint.config import CONFIG, GENERATION, check_config, check_generation_config, check_vocabulary, layers, normalized
+from checkpoint.config import (
+    CONFIG,
+    GENERATION,
+    check_config,
+    check_generation_config,
+    check_vocabulary,
+    layers,
+    normalized,
+    with_one_beginning,
+)
 from checkpoint.errors import CheckpointError
 from checkpoint.folder import Folder
 from checkpoint.latest import is_root, resolve_latest
@@ -110,7 +119,7 @@ def read_configs(folder: Folder) -> tuple[dict[str, Any], dict[str, Any]]:
     check_config(config)
     generation = folder.read_object(GENERATION) if folder.has(GENERATION) else {}
     check_generation_config(generation)
-    return normalized(config), generation
+    return normalized(config), with_one_beginning(generation)
 
 
 def _check_table(manifest: Manifest, places: Mapping[str, tuple[str, Extent]]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from serve.engine.answers import check_answers, judge
 from serve.engine.events import finished_event, prompt_event, token_event
 from serve.engine.executor import Executor, ModelFacts
 from serve.engine.limits import EngineLimits, check_fits, check_queue
@@ -14,6 +13,7 @@ from serve.engine.registry import Registry
 from serve.engine.scheduler import Scheduler
 from serve.engine.sequence import LiveRequest, Sequence
 from serve.engine.stats import EngineStats, StepStats
+from serve.engine.step_results import check_result, judge
 from serve.engine.stopping import LENGTH, Stop, StopRule
 from serve.engine.text import TextFactory
 from serve.errors import DeadlineExpired, DuplicateRequest, NotFinite, RequestBroke, RequestError
@@ -179,7 +179,7 @@ class Engine:
         if plan is not None:
             self._note_starts(plan, began)
             result = self._executor.execute(plan)
-            check_answers(plan, result, self._facts.vocab_size)
+            check_result(plan, result, self._facts.vocab_size)
             now = self._clock()
             self._apply(plan, result, now)
             self._note_step(plan, self._clock() - began)

@@ -8,8 +8,8 @@ from typing import Final
 
 from serve.config import ServerConfig
 from serve.errors import EngineDown, RequestError
-from serve.rpc import answers
-from serve.rpc.wire import Malformed
+from serve.rpc import messages
+from serve.rpc.decoding import Malformed
 from serve.runtime.stream import Stream
 from serve.types import Generation
 from serve.v1 import inference_pb2
@@ -87,11 +87,11 @@ class _Batch:
             generation, stream = await self._start(request)
             try:
                 async for event in stream:
-                    if answers.says_something(event, generation):
-                        await self.events.put(await answers.event_message(event, generation))
+                    if messages.says_something(event, generation):
+                        await self.events.put(await messages.event_message(event, generation))
             finally:
                 stream.close()
         except RequestError as error:
             if isinstance(error, EngineDown):
                 self.engine_down = error
-            await self.events.put(answers.error_event(request.request_id, error))
+            await self.events.put(messages.error_event(request.request_id, error))

@@ -15,8 +15,8 @@ from google.protobuf.message import Message
 
 from serve.errors import RequestError
 from serve.rpc.deadlines import is_expired
+from serve.rpc.decoding import Malformed, Reader, Unread
 from serve.rpc.status import RpcStatus, abort, internal_status, rpc_status
-from serve.rpc.wire import Malformed, Reader, Unread
 
 _log = logging.getLogger(__name__)
 

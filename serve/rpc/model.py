@@ -8,9 +8,10 @@ from typing import Final
 
 from serve.config import ServerConfig
 from serve.engine.executor import ModelFacts
-from serve.errors import FeatureOff, InvalidRequest, NotFound
+from serve.errors import FeatureOff, InvalidRequest, Loading, NotFound
 from serve.rpc.threads import in_text_thread
 from serve.runtime.edition import Edition
+from serve.runtime.gateway import Gateway
 from serve.text.chat import ChatTemplate
 from serve.text.tokenizer import Tokenizer
 
@@ -73,6 +74,22 @@ class ServedModel:
         if tokenizer.chat is None:
             raise FeatureOff("prompt.chat needs a chat template, and this model has none; send prompt.text")
         return tokenizer.chat
+
+
+class Models:
+    """Hands out the served model, once there is one."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    def current(self) -> ServedModel:
+        """
+        Raises:
+            Loading: the ranks were never ready so far.
+        """
+        if self._gateway.facts is None:
+            raise Loading("the model is being loaded")
+        return ServedModel(self._gateway.facts, self._gateway.edition)
 
 
 async def encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool, field: str, at_most: int) -> tuple[int, ...]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from serve.rpc.model import ServedModel
-from serve.rpc.service import Models
+from serve.rpc.model import Models, ServedModel
 from serve.v1 import models_pb2
 
 

@@ -14,8 +14,8 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import _async as aio
 from grpc_reflection.v1alpha import reflection_pb2
 
+from serve.rpc.decoding import Malformed
 from serve.rpc.methods import Calls, bind
-from serve.rpc.wire import Malformed
 from serve.v1 import admin_pb2, inference_pb2, models_pb2, tokenizer_pb2
 
 V1ALPHA: Final = "grpc.reflection.v1alpha.ServerReflection"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from serve.errors import InvalidRequest, RequestAborted
-from serve.rpc import answers
+from serve.rpc import messages
 from serve.rpc.checks import Checks
 from serve.rpc.convert import Call, check_common, new_request_id
 from serve.rpc.model import ServedModel, encode_now
@@ -110,9 +110,9 @@ class Scorer:
                 async for event in stream:
                     if isinstance(event, PromptReady):
                         logprobs = event.logprobs[sequence.start : sequence.end]
-                        await answers.converted(logprobs, functools.partial(_fill, result, logprobs, sequence))
+                        await messages.converted(logprobs, functools.partial(_fill, result, logprobs, sequence))
                     elif isinstance(event, SequenceFinished):
-                        result.usage.CopyFrom(answers.usage(event.usage))
+                        result.usage.CopyFrom(messages.usage(event.usage))
             finally:
                 streams.discard(stream)
                 stream.close()
@@ -225,7 +225,7 @@ def _generation(
 
 
 def _fill(result: inference_pb2.ScoreResult, logprobs: tuple[TokenLogprob | None, ...], sequence: _Sequence) -> None:
-    result.tokens.extend(answers.prompt_logprobs(logprobs, sequence.ids[sequence.start : sequence.end]))
+    result.tokens.extend(messages.prompt_logprobs(logprobs, sequence.ids[sequence.start : sequence.end]))
     scored = [entry for entry in logprobs if entry is not None]
     result.sum = sum(entry.logprob for entry in scored)
     result.is_greedy = all(entry.rank == 1 for entry in scored)

@@ -20,9 +20,10 @@ from serve.rpc.bounds import request_bounds
 from serve.rpc.hang_up import hang_up
 from serve.rpc.health import HealthService
 from serve.rpc.methods import Calls, bind
+from serve.rpc.model import Models
 from serve.rpc.model_service import ModelService
 from serve.rpc.reflection import reflection_handlers
-from serve.rpc.service import InferenceService, Models
+from serve.rpc.service import InferenceService
 from serve.rpc.text_service import TokenizerService
 from serve.runtime.gateway import Gateway
 from serve.v1 import admin_pb2, inference_pb2, models_pb2, tokenizer_pb2

@@ -7,33 +7,17 @@ from typing import Any
 
 from serve.errors import DeadlineExpired, Loading
 from serve.metrics import Metrics
-from serve.rpc import answers, convert
+from serve.rpc import convert, messages
 from serve.rpc.batch import run_batch
 from serve.rpc.convert import Call
 from serve.rpc.deadlines import LEAST_SECONDS, is_expired
-from serve.rpc.model import ServedModel
+from serve.rpc.decoding import Malformed
+from serve.rpc.model import Models, ServedModel
 from serve.rpc.scoring import Scorer
-from serve.rpc.wire import Malformed
 from serve.runtime.gateway import Gateway
 from serve.runtime.stream import Stream
 from serve.types import Generation
 from serve.v1 import inference_pb2
-
-
-class Models:
-    """Hands out the served model, once there is one."""
-
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
-
-    def current(self) -> ServedModel:
-        """
-        Raises:
-            Loading: the ranks were never ready so far.
-        """
-        if self._gateway.facts is None:
-            raise Loading("the model is being loaded")
-        return ServedModel(self._gateway.facts, self._gateway.edition)
 
 
 class InferenceService:
@@ -54,7 +38,7 @@ class InferenceService:
         """Generate and answer once."""
         model = self._model()
         generation = await convert.to_generation(request, model, self._call(context))
-        answer = answers.ResponseBuilder(generation)
+        answer = messages.ResponseBuilder(generation)
         async for event in self._start(generation, model, context):
             await answer.add(event)
         return answer.build()
@@ -66,8 +50,8 @@ class InferenceService:
         model = self._model()
         generation = await convert.to_generation(request, model, self._call(context))
         async for event in self._start(generation, model, context):
-            if answers.says_something(event, generation):
-                yield await answers.event_message(event, generation)
+            if messages.says_something(event, generation):
+                yield await messages.event_message(event, generation)
 
     async def GenerateBatch(
         self, requests: AsyncIterator[inference_pb2.GenerateRequest | Malformed], context: Any

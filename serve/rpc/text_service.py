@@ -7,8 +7,7 @@ from typing import Any
 from serve.errors import InvalidRequest
 from serve.rpc import prompts
 from serve.rpc.checks import Checks
-from serve.rpc.model import decode, encode
-from serve.rpc.service import Models
+from serve.rpc.model import Models, decode, encode
 from serve.v1 import tokenizer_pb2
 
 

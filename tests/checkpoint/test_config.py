@@ -22,9 +22,9 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "n_layer": (0, -1, HUGE, "3"),
     "n_inner": (0, -8, "8"),
     "layer_norm_epsilon": (NAN, INFINITE, 0, -1e-5, "1e-5", 10**400, None),
-    "resid_pdrop": (NAN, -0.1, 1.0, "0"),
+    "resid_pdrop": (NAN, -0.1, 1.1, "0"),
     "initializer_range": (NAN, -1, 10**400),
-    "tie_word_embeddings": ("yes", 1, None),
+    "tie_word_embeddings": ("yes", 1),
     "activation_function": (3, "", None),
     "dtype": ("float31", 16, {"": "float32"}),
     "torch_dtype": ("int8",),
@@ -33,8 +33,8 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "rope_scaling": ([], {"factor": INFINITE}, {"partial_rotary_factor": 2}),
     "partial_rotary_factor": (NAN, -0.5, 1.5),
     "eos_token_id": (-1, "</s>", {"id": 1}, True, 1.0, [1, -1], [[1]], HUGE),
-    "bos_token_id": (-2, "<s>", [1]),
-    "pad_token_id": (-2, {}),
+    "bos_token_id": (-2, "<s>", [-2], ["<s>"]),
+    "pad_token_id": (-2, {}, [1]),
     "attention_types": (3, [[["global"], HUGE]], [[["global", "odd"], 1]], [["global"]], [[[], 1]]),
 }
 CASES = [(key, value) for key, values in WRONG.items() for value in values]
@@ -62,6 +62,28 @@ def test_what_older_files_leave_null_has_the_default_of_the_family(tmp_path: Pat
     with open_structure(tmp_path) as opened:
         assert not opened.config.keys() & set(UNSAID)
         assert opened.config["n_inner"] is None
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "means"),
+    [
+        ("tie_word_embeddings", None, False),
+        ("attn_pdrop", 1.0, 1.0),
+        ("bos_token_id", [3, 4], 3),
+        ("bos_token_id", [], None),
+        ("bos_token_id", [-1], -1),
+    ],
+)
+def test_what_older_libraries_took_is_given_to_that_of_today_as_it_takes_it(
+    tmp_path: Path, key: str, value: object, means: object
+) -> None:
+    plain_folder(tmp_path)
+    write_config(tmp_path, {**CONFIG, key: value})
+    (tmp_path / "generation_config.json").write_text(json.dumps({"bos_token_id": [1, 2]}))
+    with open_structure(tmp_path) as opened:
+        assert opened.config[key] == means
+        assert opened.generation_config == {"bos_token_id": 1}
+        opened.check_model()
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])

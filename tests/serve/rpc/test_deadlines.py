@@ -10,8 +10,8 @@ import pytest
 
 from serve.rpc.bounds import request_bounds
 from serve.rpc.deadlines import is_expired
+from serve.rpc.decoding import Reader
 from serve.rpc.methods import Calls, _Behaviour
-from serve.rpc.wire import Reader
 from serve.v1 import inference_pb2
 from tests.serve.rpc.running import config_of
 

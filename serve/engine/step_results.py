@@ -9,7 +9,7 @@ from serve.engine.stopping import LENGTH, Stop
 from serve.types import FinishReason
 
 
-def check_answers(plan: StepPlan, result: StepResult, vocab_size: int) -> None:
+def check_result(plan: StepPlan, result: StepResult, vocab_size: int) -> None:
     """See that the result answers the plan, before anything is changed.
 
     Raises:
