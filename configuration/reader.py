@@ -38,6 +38,16 @@ class Reader:
         with self._told():
             return read_tree(path)
 
+    def lay(self, tree: Tree, given: Mapping[str, tuple[object, str]]) -> None:
+        """Write dotted keys, each with its value and where that comes from, over ``tree``.
+
+        Raises:
+            the command's error: what a key is below holds a value and no keys.
+        """
+        with self._told():
+            for key, (value, place) in given.items():
+                tree.lay(key, value, place)
+
     def lay_over(self, tree: Tree, overrides: Sequence[tuple[str, str]]) -> None:
         """Write each (dotted key, text), read as YAML, over ``tree``; the last one of a key wins.
 

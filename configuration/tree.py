@@ -10,7 +10,7 @@ from typing import Any, Final
 import yaml
 
 _DEEPEST: Final = 40
-_MOST_VALUES: Final = 100_000
+_MOST_VALUES: Final = 30_000
 """Aliases of aliases make few lines many values."""
 _BOOL, _TIMESTAMP = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:timestamp"
 
@@ -38,13 +38,21 @@ class Tree:
     """Dotted key, of a list's entry ``data.train[1].weight`` -> ``run.yaml, line 3`` or ``command line, --zero.stage``."""
 
     def lay(self, key: str, value: object, place: str) -> None:
-        """Set the dotted ``key``, whatever it, or what it is below, was before."""
+        """Set the dotted ``key``, whatever it was before.
+
+        Raises:
+            Mistake: what it is below holds a value and no keys.
+        """
         *parents, last = key.split(".")
-        here = self.values
+        here, above = self.values, ""
         for parent in parents:
+            above = f"{above}.{parent}" if above else parent
             below = here.get(parent)
-            if not isinstance(below, dict):
+            if below is None:
                 below = here[parent] = {}
+            if not isinstance(below, dict):
+                before = f"{found}: " if (found := self.place_of(above)) else ""
+                raise Mistake(f"{before}{above} is {below!r}; it must be a mapping of keys to values for {place} to set one")
             here = below
         here[last] = value
         for other in [other for other in self.places if other.startswith((f"{key}.", f"{key}["))]:
@@ -130,10 +138,13 @@ class _Walk:
         self.places: dict[str, str] = {}
 
     def document(self, text: str) -> Any:
-        loader = _Loader(text)
         try:
-            node = loader.get_single_node()
-            return None if node is None else self._value(loader, node, "", 0)
+            loader = _Loader(text)
+            try:
+                node = loader.get_single_node()
+                return None if node is None else self._value(loader, node, "", 0)
+            finally:
+                loader.dispose()
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
             said = ", ".join(part for part in (error.context, error.problem) if part)
@@ -141,8 +152,6 @@ class _Walk:
         except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
             # PyYAML lets what its constructors meet through: numbers of too many digits, bottomless nesting.
             raise Mistake(f"{self._source}: not valid YAML: {' '.join(str(error).split())}") from None
-        finally:
-            loader.dispose()
 
     def _line(self, mark: yaml.Mark) -> str:
         return f"{self._source}, line {mark.line + 1}"
