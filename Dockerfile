@@ -18,6 +18,7 @@ COPY LICENSE README.md ./
 COPY serve serve
 COPY finetune finetune
 COPY checkpoint checkpoint
+COPY configuration configuration
 COPY host host
 RUN pip install --no-cache-dir ${PIP_ARGS} --no-deps . && rm -rf build *.egg-info
 

@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from typing import Final
 
 from rich.console import Console
 from rich.markup import escape
 
-from finetune.commands.parser import COMMANDS
+from finetune.commands.parser import CommandParser
 from finetune.errors import FinetuneError, RunError
+
+_COMMANDS: Final = {
+    "tune": ("train", "train a new or existing model from text"),
+    "pretrain": ("train", "train a GPT-NeoX, GPT-2 or Llama through a pipeline of stages"),
+    "prepare": ("prepare", "tokenise the data of a run ahead of it"),
+    "data": ("data", "check: list every faulty record; show: print a row with its targets"),
+    "export": ("export", "write a checkpoint elsewhere, in any dtype"),
+    "merge": ("merge", "join a LoRA adapter with its base model"),
+    "plan": ("plan", "what a run will need against what there is, without running it"),
+    "evaluate": ("evaluate", "loss and perplexity of a checkpoint on text"),
+    "predict": ("predict", "complete a file of prompts with a checkpoint"),
+    "doctor": ("doctor", "what this machine has and what is missing"),
+}
+"""Command -> its module in ``finetune.commands``, and what it is for; in the order of ``--help``."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,31 +69,39 @@ def _flush_output() -> None:
 
 
 def _run(words: list[str]) -> int:
+    parser = _parser()
+    if not words:
+        parser.print_help(sys.stderr)
+        return 2
+    if not words[0].startswith("-") and words[0] not in _COMMANDS:
+        near = difflib.get_close_matches(words[0], _COMMANDS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        parser.error(f"unknown command {words[0]!r}{hint} (there are {', '.join(_COMMANDS)})")
+    options = parser.parse_args(words)
+    run: Callable[[argparse.Namespace], int] = options.run
+    return run(options)
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tessera-finetune", allow_abbrev=False, description="Train GPT checkpoints.")
-    parser.add_argument(
-        "command", metavar="{" + ",".join(COMMANDS) + "}", help="; ".join(f"{k}: {v}" for k, v in COMMANDS.items())
+    commands = parser.add_subparsers(
+        dest="subcommand", required=True, metavar="COMMAND", title="commands", parser_class=CommandParser
     )
-    if not words or words[0] in ("-h", "--help"):
-        parser.print_help(sys.stdout if words else sys.stderr)
-        return 0 if words else 2
-    command, rest = words[0], words[1:]
-    if command not in COMMANDS:
-        parser.error(f"unknown command {command!r}; there are {', '.join(COMMANDS)}")
-    if command in ("tune", "pretrain"):
-        from finetune.commands import train
-
-        return train.main(command, rest)
-    # transformers imports DeepSpeed, which otherwise looks for devices and says so among what these commands print. The ranks
-    # of the two commands above choose for themselves.
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    return _main_of(command)(rest)
+    for name, (module, purpose) in _COMMANDS.items():
+        commands.add_parser(name, help=purpose, description=f"{purpose[0].upper()}{purpose[1:]}.", fill=_filler(name, module))
+    return parser
 
 
-def _main_of(command: str) -> Callable[[Sequence[str]], int]:
-    """The function that runs a command; its module alone is imported."""
-    if command == "prepare":
-        from finetune.commands.data import prepare
+def _filler(command: str, module: str) -> Callable[[CommandParser], None]:
+    """Adds the arguments of one command, whose module alone is imported."""
 
-        return prepare
-    main: Callable[[Sequence[str]], int] = import_module(f"finetune.commands.{command}").main
-    return main
+    def fill(parser: CommandParser) -> None:
+        if command not in ("tune", "pretrain"):
+            # transformers imports DeepSpeed, which otherwise looks for devices and says so among what these commands print.
+            # The ranks of the two left out choose for themselves.
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        found = import_module(f"finetune.commands.{module}")
+        found.add_arguments(parser)
+        parser.set_defaults(run=found.run)
+
+    return fill

@@ -13,7 +13,7 @@ from importlib.metadata import version as installed_version
 
 from serve.config import DEVICES, DTYPES, ServerConfig
 from serve.errors import ConfigError
-from serve.options import ENVIRONMENT_PREFIX, Option, all_options, build_config, read_yaml, to_yaml
+from serve.options import ENVIRONMENT_PREFIX, Option, all_options, build_config, to_yaml
 
 CHOICES = {"model.dtype": DTYPES, "model.device": DEVICES, "rpc.reflection": ("auto", "on", "off")}
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -62,20 +62,15 @@ def resolve(arguments: Mapping[str, object], environment: Mapping[str, str]) -> 
         ConfigError: a value does not read as its type or breaks its rule, or the file is at fault.
     """
     path = arguments.get("config") or environment.get(CONFIG_VARIABLE)
-    values: dict[str, object] = {}
-    origins: dict[str, str] = {}
-    if path:
-        values = read_yaml(str(path))
-        origins = dict.fromkeys(values, str(path))
+    given: dict[str, tuple[object, str]] = {}
     for option in all_options():
-        for source, value in (
+        for place, value in (
             (option.variable, _from_environment(option, environment)),
             (option.flag, arguments.get(option.key)),
         ):
             if value is not None:
-                values[option.key] = option.parse(value, source)
-                origins[option.key] = source
-    return build_config(values, origins)
+                given[option.key] = value, place
+    return build_config(str(path) if path else None, given)
 
 
 def package_version() -> str:

@@ -1,1 +1,1 @@
-"""The commands that are more than a few lines of ``finetune.cli``: one file each, with a ``main(words)``."""
+"""The commands, one file each: ``add_arguments(parser)`` says what a command takes, ``run(options)`` does it."""

@@ -1,85 +1,56 @@
-"""``tessera-finetune prepare``, ``data check`` and ``data show``: the data of a run, without a run."""
+"""``tessera-finetune data check`` and ``data show``: the data of a run, without a run."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, fields
-from pathlib import Path
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from finetune.commands.parser import CommandParser, add_config, require_option
 from finetune.commands.tables import table_console
 from finetune.config import TuneConfig
-from finetune.config.read import split_overrides
+from finetune.config.load import load_config
 from finetune.errors import ConfigError
-from finetune.machine import inventory
 
 if TYPE_CHECKING:
     from finetune.data.check import DataReport
 
-_OVERRIDES = "Any key of the configuration can be given as an option too, as for tune: --data.seq_len 1024"
+
+def add_arguments(parser: CommandParser) -> None:
+    """What the command takes."""
+    parser.description = "Look at a run's data."
+    what = parser.add_subparsers(dest="what", required=True, metavar="{check,show}")
+    check = what.add_parser("check", help="list every faulty record; exit code 2 if one would be refused")
+    check.description = "Read all data and list every faulty record; exit code 2 if one would be refused."
+    add_config(check)
+    check.add_argument("--limit", type=int, default=50, help="faults and warnings to list, at most (50 each); all are counted")
+    check.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    show = what.add_parser("show", help="print a row as packed, targets told from context")
+    show.description = "Print one row as the model sees it, targets told from context; prepares the data first."
+    add_config(show)
+    show.add_argument("--row", type=int, default=0, help="number of the row (0)")
 
 
-def prepare(words: list[str]) -> int:
-    """Tokenise what a configuration names, in several processes, where ``tune`` will find it."""
-    parser = _parser("prepare", "tokenise the data of a run ahead of it; an interrupted one goes on where it was")
-    parser.add_argument("--workers", type=int, default=None, help="processes that tokenise; unset: one per usable core")
-    parser.add_argument("--megatron", type=Path, metavar="PREFIX", help="also write PREFIX.bin and PREFIX.idx")
-    config, options = _parsed(parser, words)
-    if options.workers is not None and options.workers < 1:
-        parser.error("--workers must be at least 1")
-    from finetune.data.export import write_prepared
-    from finetune.data.prepare import prepare as make
-    from finetune.data.prepared import described
-
-    console = Console()
-    workers = options.workers or inventory.usable_cores()
-    with _written(config), _Counter(console) as counter:
-        prepared = make(config, _say(console), workers=workers, progress=counter.update)
-    console.print(
-        f"{prepared.documents:,} documents; {described(prepared)}; {prepared.train_rows:,} rows of {prepared.seq_len} to train "
-        f"on, {prepared.eval_rows:,} to evaluate on",
-        highlight=False,
-        soft_wrap=True,
-    )
-    if options.megatron:
-        try:
-            count = write_prepared(prepared, options.megatron)
-        except OSError as error:
-            raise ConfigError(f"--megatron: {options.megatron} cannot be written: {error}") from error
-        console.print(f"{options.megatron}.bin and .idx: {count:,} documents", highlight=False, soft_wrap=True)
-    return 0
+def run(options: argparse.Namespace) -> int:
+    """Run the command; returns the exit code."""
+    return _check(options) if options.what == "check" else _show(options)
 
 
-def main(words: list[str]) -> int:
-    """``data check`` or ``data show``."""
-    commands = {"check": _check, "show": _show}
-    parser = argparse.ArgumentParser(prog="tessera-finetune data", allow_abbrev=False, description="Look at a run's data.")
-    parser.add_argument("what", choices=list(commands), help="check: list every faulty record; show: print a row as packed")
-    if not words or words[0] not in commands:
-        parser.parse_args(words[:1])
-        return 2
-    return commands[words[0]](words[1:])
-
-
-def _check(words: list[str]) -> int:
-    parser = _parser("data check", "read all data and list every faulty record; exit code 2 if one would be refused")
-    parser.add_argument("--limit", type=int, default=50, help="faults and warnings to list, at most (50 each); all are counted")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
-    config, options = _parsed(parser, words)
-    if options.limit < 1:
-        parser.error("--limit must be at least 1")
+def _check(options: argparse.Namespace) -> int:
+    require_option(options.limit >= 1, "limit", options.limit, "be at least 1")
+    config = settings_of(options)
     from finetune.data.check import check_data
 
     console = table_console()
-    report = check_data(config, limit=options.limit, say=_say(Console(stderr=True)))
+    report = check_data(config, limit=options.limit, say=say(Console(stderr=True)))
     if options.json:
         sys.stdout.write(json.dumps(asdict(report), ensure_ascii=False) + "\n")
     else:
@@ -119,66 +90,35 @@ def _print_report(report: DataReport, console: Console) -> None:
     console.print(f"{count} faults{skipped}{warned}", highlight=False)
 
 
-def _show(words: list[str]) -> int:
-    parser = _parser("data show", "print one row as the model sees it, targets told from context; prepares the data first")
-    parser.add_argument("--row", type=int, default=0, help="number of the row (0)")
-    config, options = _parsed(parser, words)
+def _show(options: argparse.Namespace) -> int:
+    config = settings_of(options)
     from finetune.data.prepare import prepare as make
     from finetune.data.show import show_row
 
-    with _written(config):
-        prepared = make(config, _say(Console(stderr=True)))
+    with written(config):
+        prepared = make(config, say(Console(stderr=True)))
     show_row(prepared, options.row, Console())
     return 0
 
 
-# -- shared
+# -- shared with ``prepare``
 
 
-def _parser(command: str, description: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"tessera-finetune {command}", description=description, epilog=_OVERRIDES, allow_abbrev=False
-    )
-    parser.add_argument("config", type=Path, metavar="CONFIG.yaml")
-    return parser
-
-
-def _parsed(parser: argparse.ArgumentParser, words: list[str]) -> tuple[TuneConfig, argparse.Namespace]:
+def settings_of(options: argparse.Namespace) -> TuneConfig:
+    """The run's configuration, with the tokenizer where it can be read."""
     from finetune.base_model.hub import located
-    from finetune.config.load import load_config
 
-    overrides, rest = split_overrides(words, [field.name for field in fields(TuneConfig)])
-    options = parser.parse_args(rest)
-    return located(load_config(options.config, overrides), _say(Console(stderr=True)), need="tokenizer"), options
+    return located(load_config(options.config, options.overrides), say(Console(stderr=True)), need="tokenizer")
 
 
-class _Counter:
-    """A line that counts units of work, on a terminal."""
-
-    def __init__(self, console: Console) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-
-        columns = ("tokenising", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self._task = self._progress.add_task("tokenising", total=None)
-
-    def __enter__(self) -> _Counter:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def update(self, done: int, total: int) -> None:
-        self._progress.update(self._task, completed=done, total=total)
-
-
-def _say(console: Console):  # type: ignore[no-untyped-def]
+def say(console: Console) -> Callable[[str], None]:
+    """Prints what is under way, dim."""
     return lambda text: console.print(f"[dim]{escape(text)}[/]", highlight=False, soft_wrap=True)
 
 
 @contextmanager
-def _written(config: TuneConfig) -> Iterator[None]:
+def written(config: TuneConfig) -> Iterator[None]:
+    """Refuses a place that cannot be written to."""
     try:
         yield
     except OSError as error:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 import shutil
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +14,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
-from finetune.commands.parser import command_parser
+from finetune.commands.parser import CommandParser
 from finetune.commands.tables import table_console
 from finetune.machine import inventory, ops
 
@@ -34,12 +34,13 @@ class Finding:
     remedy: str = ""
 
 
-def main(words: Sequence[str]) -> int:
-    """Run the command; returns the exit code."""
-    parser = command_parser("doctor")
+def add_arguments(parser: CommandParser) -> None:
+    """What the command takes."""
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
-    options = parser.parse_args(words)
 
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command; returns the exit code."""
     findings = examine()
     if options.json:
         sys.stdout.write(json.dumps(as_json(findings), indent=2) + "\n")

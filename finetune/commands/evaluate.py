@@ -10,9 +10,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-from finetune.commands.parser import DTYPES
+from configuration import Tree, keys_of
+from finetune.commands.parser import DTYPES, CommandParser, require_option
 from finetune.config import DataConfig
-from finetune.config.read import Places, apply_overrides, build, describe, split_overrides
+from finetune.config.load import READER
 from finetune.errors import ConfigError
 from finetune.machine import inventory
 from finetune.machine.process import without_collection
@@ -34,18 +35,13 @@ KEYS: Final = (
 """Keys of ``data`` that say what is measured; the others are about training."""
 
 
-def main(words: Sequence[str]) -> int:
-    """Run the command; returns the exit code."""
-    described = ((name, meaning) for name, _, meaning in describe(DataConfig, "data.") if name.partition(".")[2] in KEYS)
-    keys_text = "\n".join(f"  --{name}\n      {meaning}" for name, meaning in described)
-    parser = argparse.ArgumentParser(
-        prog="tessera-finetune evaluate",
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Loss and perplexity of a checkpoint on text, or on the answers to prompts and in chats, in every format\n"
-        "that tune takes. Targets are those the run was trained on, if the checkpoint is a run's, or those of tune's defaults.",
-        epilog=f"Keys of data as in tune's file, their values read as YAML:\n\n{keys_text}",
+def add_arguments(parser: CommandParser) -> None:
+    """What the command takes."""
+    parser.description = (
+        "Loss and perplexity of a checkpoint on text, or on the answers to prompts and in chats, in every format\n"
+        "that tune takes. Targets are those the run was trained on, if the checkpoint is a run's, or those of tune's defaults."
     )
+    parser.take_keys((), _keys_of_data)
     parser.add_argument("checkpoint", type=Path, metavar="RUN_OR_CHECKPOINT")
     parser.add_argument("--data", nargs="+", required=True, help="files, folders, globs or data sets, as data.train of tune")
     parser.add_argument("--pattern", help="names of the files taken from folders (*); short for --data.pattern")
@@ -54,12 +50,20 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="to compute in (float32)")
     parser.add_argument("--last-word", choices=("line", "document"), help="also predict each one's last word, as LAMBADA does")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
-    overrides, rest = split_overrides(words, [])
-    options = parser.parse_args(rest)
+
+
+def _keys_of_data() -> str:
+    taken = (key for key in keys_of(DataConfig, "data.") if key.name.partition(".")[2] in KEYS)
+    keys = "\n".join(f"  --{key.name}\n      {key.meaning}" for key in taken)
+    return f"Keys of data as in tune's file, their values read as YAML:\n\n{keys}"
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command; returns the exit code."""
     for name, least in (("seq_len", 2), ("batch", 1)):
-        if getattr(options, name) is not None and getattr(options, name) < least:
-            parser.error(f"--{name.replace('_', '-')} must be at least {least}")
-    keys = _keys(overrides)
+        value = getattr(options, name)
+        require_option(value is None or value >= least, name, value, f"be at least {least}")
+    keys = _keys(options.overrides)
     keys |= {name: given for name in ("pattern", "seq_len") if (given := getattr(options, name)) is not None}
     with without_collection():
         import torch
@@ -89,11 +93,11 @@ def _keys(overrides: Sequence[tuple[str, str]]) -> dict[str, Any]:
         section, _, key = name.partition(".")
         if section != "data" or key not in KEYS:
             raise ConfigError(f"command line, --{name}: evaluate takes --data.KEY of {', '.join(KEYS)}")
-    tree: dict[str, Any] = {}
-    places: Places = {}
-    apply_overrides(tree, places, overrides)
-    given = tree.get("data", {})
-    config = build(DataConfig, {"train": ["the sources of --data"], **given}, places, "data.")
+    tree = Tree()
+    READER.lay_over(tree, overrides)
+    given = tree.values.get("data", {})
+    with_sources = Tree({"train": ["the sources of --data"], **given}, tree.places)
+    config = READER.build(DataConfig, with_sources, "data.")
     return {key: getattr(config, key) for key in given}
 
 

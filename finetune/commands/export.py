@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-from finetune.commands.parser import DTYPES, command_parser
+from finetune.commands.parser import DTYPES, CommandParser, require_option
 from finetune.machine.process import without_collection
 
 
-def main(words: Sequence[str]) -> int:
-    """Run the command; returns the exit code."""
-    parser = command_parser("export")
+def add_arguments(parser: CommandParser) -> None:
+    """What the command takes."""
     parser.add_argument("source", type=Path, metavar="RUN_OR_CHECKPOINT")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to make")
     parser.add_argument("--dtype", choices=DTYPES, help="of the written weights; unset: as stored")
     parser.add_argument("--step", type=int, help="which checkpoint of a run; unset: the latest")
     parser.add_argument("--max-shard-mib", type=int, default=2048, help="largest file of weights (2048)")
-    options = parser.parse_args(words)
-    if options.max_shard_mib < 1:
-        parser.error("--max-shard-mib must be at least 1")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command; returns the exit code."""
+    require_option(options.max_shard_mib >= 1, "max_shard_mib", options.max_shard_mib, "be at least 1")
     with without_collection():
         import torch
 

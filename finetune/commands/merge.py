@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
 from pathlib import Path
 
 from rich.console import Console
 
-from finetune.commands.parser import DTYPES, command_parser
+from finetune.commands.parser import DTYPES, CommandParser, require_option
 from finetune.machine.process import without_collection
 
 
-def main(words: Sequence[str]) -> int:
-    """Run the command; returns the exit code."""
-    parser = command_parser("merge")
+def add_arguments(parser: CommandParser) -> None:
+    """What the command takes."""
     parser.add_argument("adapter", type=Path, metavar="RUN_OR_ADAPTER")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to make")
     parser.add_argument("--base", type=Path, help="folder of the base model; unset: the one the adapter names")
@@ -25,9 +24,11 @@ def main(words: Sequence[str]) -> int:
     )
     parser.add_argument("--dtype", choices=DTYPES, help="of the written weights; unset: the base model's")
     parser.add_argument("--max-shard-mib", type=int, default=2048, help="largest file of weights (2048)")
-    options = parser.parse_args(words)
-    if options.max_shard_mib < 1:
-        parser.error(f"--max-shard-mib is {options.max_shard_mib}; it must be at least 1")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command; returns the exit code."""
+    require_option(options.max_shard_mib >= 1, "max_shard_mib", options.max_shard_mib, "be at least 1")
     with without_collection():
         import torch
 

@@ -1,29 +1,78 @@
-"""What the argument parsers of the commands have in common."""
+"""The argument parsers of the commands, and what several commands take alike."""
 
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
+
+from configuration import keys_of
+from finetune.config import TuneConfig
+from finetune.config.load import READER
+from finetune.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Types that weights are written in, by the names that ``--dtype`` takes."""
-COMMANDS = {
-    "tune": "train a new or existing model from text",
-    "pretrain": "train a GPT-NeoX, GPT-2 or Llama through a pipeline of stages",
-    "prepare": "tokenise the data of a run ahead of it",
-    "data": "check: list every faulty record; show: print a row with its targets",
-    "export": "write a checkpoint elsewhere, in any dtype",
-    "merge": "join a LoRA adapter with its base model",
-    "plan": "what a run will need against what there is, without running it",
-    "evaluate": "loss and perplexity of a checkpoint on text",
-    "predict": "complete a file of prompts with a checkpoint",
-    "doctor": "what this machine has and what is missing",
-}
-"""What each command is for, in the order of ``--help``."""
 
 
-def command_parser(command: str, **options: Any) -> argparse.ArgumentParser:
-    """An argument parser of one command; ``options`` are those of ``argparse.ArgumentParser``."""
-    return argparse.ArgumentParser(
-        prog=f"tessera-finetune {command}", description=COMMANDS[command], allow_abbrev=False, **options
-    )
+class CommandParser(argparse.ArgumentParser):
+    """The parser of one command: filled when the command is named, and taking keys of the configuration as options."""
+
+    def __init__(self, *, fill: Callable[[CommandParser], None] | None = None, **options: Any) -> None:
+        """``fill`` adds the command's arguments; the other options are argparse's own."""
+        super().__init__(allow_abbrev=False, **options)
+        self._fill = fill
+        self._top_level: tuple[str, ...] | None = None
+        self._more_help: Callable[[], str] | None = None
+
+    def take_keys(self, top_level: Sequence[str], more_help: Callable[[], str]) -> None:
+        """Take every ``--SECTION.KEY VALUE``, and ``--NAME VALUE`` of the names in ``top_level``, as ``overrides``.
+
+        ``more_help`` makes the end of the help text, which alone needs the meaning of every key.
+        """
+        self.formatter_class = argparse.RawDescriptionHelpFormatter
+        self._top_level, self._more_help = tuple(top_level), more_help
+
+    def format_help(self) -> str:
+        """The whole help text."""
+        if self._more_help is not None:
+            self.epilog = self._more_help()
+        return super().format_help()
+
+    def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
+        """As argparse does, whose sub-parsers are called here; ``words`` of the result are the arguments as they were given."""
+        if self._fill is not None:
+            fill, self._fill = self._fill, None
+            fill(self)
+        words = list(sys.argv[1:] if args is None else args)
+        overrides, rest = ([], words) if self._top_level is None else READER.split(words, self._top_level)
+        options, unknown = super().parse_known_args(rest, namespace)
+        if unknown:  # told with this command's usage
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        if self._top_level is not None:
+            options.overrides, options.words = overrides, words
+        return options, unknown
+
+
+def add_config(parser: CommandParser) -> None:
+    """A run's file, and every key of it as an option."""
+    parser.add_argument("config", type=Path, metavar="CONFIG.yaml")
+    parser.take_keys([field.name for field in fields(TuneConfig)], _all_keys)
+
+
+def _all_keys() -> str:
+    keys = "\n".join(f"  --{key.name} ({key.shown_default})\n      {key.meaning}" for key in keys_of(TuneConfig))
+    return f"Every key of the file can be given as an option, its value read as YAML:\n\n{keys}"
+
+
+def require_option(condition: bool, name: str, value: object, rule: str) -> None:
+    """Refuse the option that argparse calls ``name``.
+
+    Raises:
+        ConfigError: ``condition`` does not hold.
+    """
+    if not condition:
+        raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must {rule}")

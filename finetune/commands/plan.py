@@ -6,15 +6,16 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from finetune.commands.parser import CommandParser, add_config, require_option
 from finetune.commands.tables import table_console
 from finetune.config import TuneConfig
-from finetune.config.read import apply_overrides, describe, read_yaml, split_overrides
+from finetune.config.load import load_config, read_tree
 from finetune.errors import ConfigError
 from finetune.machine.process import without_collection
 
@@ -23,18 +24,13 @@ if TYPE_CHECKING:
     from finetune.forecast.measure import Speeds
 
 
-def main(words: Sequence[str]) -> int:
-    """Run the command; returns the exit code."""
-    keys = "\n".join(f"  --{name} ({default})\n      {meaning}" for name, default, meaning in describe(TuneConfig))
-    parser = argparse.ArgumentParser(
-        prog="tessera-finetune plan",
-        allow_abbrev=False,
-        description="What a run will need against what this machine has, without running it: memory of the devices and the "
-        "host, NVMe, disk, time. Exit code 0: it fits, 2: it does not.",
-        epilog=f"Every key of the file can be given as an option, its value read as YAML:\n\n{keys}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def add_arguments(parser: CommandParser) -> None:
+    """What the command takes."""
+    parser.description = (
+        "What a run will need against what this machine has, without running it: memory of the devices and the host, NVMe,\n"
+        "disk, time. Exit code 0: it fits, 2: it does not."
     )
-    parser.add_argument("config", type=Path, metavar="CONFIG.yaml")
+    add_config(parser)
     parser.add_argument("--gpus", type=int, help="GPUs of a described machine; 0: none")
     parser.add_argument("--gpu-gib", type=float, help="memory of each of them")
     parser.add_argument("--ram-gib", type=float, help="host memory of a described machine")
@@ -51,25 +47,24 @@ def main(words: Sequence[str]) -> int:
         "where no run in the folder has measured its own",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
-    overrides, rest = split_overrides(words, [field.name for field in fields(TuneConfig)])
-    options = parser.parse_args(rest)
-    if options.gpus is not None and options.gpus < 0:
-        parser.error(f"--gpus is {options.gpus}; it must be 0 or more")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command; returns the exit code."""
+    require_option(options.gpus is None or options.gpus >= 0, "gpus", options.gpus, "be 0 or more")
     if options.gpus and options.gpu_gib is None:
-        parser.error("--gpus needs --gpu-gib, the memory of each")
+        raise ConfigError("--gpus needs --gpu-gib, the memory of each")
     for name in ("gpu_gib", "ram_gib", "nvme_gib"):
         value = getattr(options, name)
-        if value is not None and not 0 < value < 1e9:
-            parser.error(f"--{name.replace('_', '-')} is {value}; it must be greater than 0")
+        require_option(value is None or 0 < value < 1e9, name, value, "be greater than 0")
     described = [name for name in ("gpus", "gpu_gib", "ram_gib", "nvme_gib") if getattr(options, name) is not None]
     if options.measure and described:
-        parser.error(f"--measure measures this machine; --{described[0].replace('_', '-')} describes another")
+        raise ConfigError(f"--measure measures this machine; --{described[0].replace('_', '-')} describes another")
 
     from finetune.base_model.hub import located
-    from finetune.config.load import load_config
 
-    command = options.command or _command_of(options.config, overrides)
-    given = load_config(options.config, overrides, command=command)
+    command = options.command or _command_of(options.config, options.overrides)
+    given = load_config(options.config, options.overrides, command=command)
     config = located(given, command=command, need="config")
     # Of a model of the hub no weights are downloaded for a plan.
     return plan(config, options, table_console(), command=command, weights=config.model == given.model)
@@ -77,8 +72,7 @@ def main(words: Sequence[str]) -> int:
 
 def _command_of(path: Path, overrides: Sequence[tuple[str, str]]) -> str:
     """``pretrain`` for a file that has stages, or repeats all state; else ``tune``."""
-    tree, places = read_yaml(path)
-    apply_overrides(tree, places, overrides)
+    tree = read_tree(path, overrides).values
     sections = (tree.get("pipeline"), tree.get("zero"))
     pipeline, zero = (section if isinstance(section, dict) else {} for section in sections)
     return "pretrain" if pipeline.get("stages", 1) != 1 or zero.get("stage") == 0 else "tune"

@@ -5,25 +5,23 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
 from finetune.base_model.hub import folder_of
-from finetune.commands.parser import DTYPES
+from finetune.commands.parser import DTYPES, CommandParser, require_option
 from finetune.errors import ConfigError
 from finetune.machine import inventory
 from finetune.machine.process import without_collection
 
 
-def main(words: Sequence[str]) -> int:
-    """Run the command; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="tessera-finetune predict",
-        allow_abbrev=False,
-        description="Complete every prompt of a file with a checkpoint. A file named .jsonl has objects with prompt, text or "
-        "messages (a chat, rendered by the checkpoint's template); any other one prompt a line.",
+def add_arguments(parser: CommandParser) -> None:
+    """What the command takes."""
+    parser.description = (
+        "Complete every prompt of a file with a checkpoint. A file named .jsonl has objects with prompt, text or messages (a "
+        "chat, rendered by the checkpoint's template); any other one prompt a line."
     )
     parser.add_argument("checkpoint", type=Path, metavar="RUN_OR_CHECKPOINT")
     parser.add_argument("--prompts", type=Path, required=True, metavar="FILE")
@@ -36,23 +34,18 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--dtype", choices=DTYPES, help="to compute in; unset: float32, bfloat16 on a GPU")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cuda where there is one (auto)")
     parser.add_argument("--json", action="store_true", help="one JSON object a prompt instead of text")
-    options = parser.parse_args(words)
-    for name, least in (("max_new_tokens", 1), ("batch", 1), ("seed", 0)):
-        if getattr(options, name) < least:
-            parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be at least {least}")
-    if not 0 <= options.temperature <= 100:
-        parser.error(f"--temperature is {options.temperature}; it must be 0 or more")
-    if not 0 < options.top_p <= 1:
-        parser.error(f"--top-p is {options.top_p}; it must lie between 0 and 1, 0 excluded")
-    return predict(options)
 
 
-def predict(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     """Read the prompts, load the checkpoint, write the completions as they come.
 
     Raises:
-        ConfigError: the prompts, the checkpoint or the place to write to is at fault.
+        ConfigError: an option, the prompts, the checkpoint or the place to write to is at fault.
     """
+    for name, least in (("max_new_tokens", 1), ("batch", 1), ("seed", 0)):
+        require_option(getattr(options, name) >= least, name, getattr(options, name), f"be at least {least}")
+    require_option(0 <= options.temperature <= 100, "temperature", options.temperature, "be 0 or more")
+    require_option(0 < options.top_p <= 1, "top_p", options.top_p, "lie between 0 and 1, 0 excluded")
     checkpoint = folder_of(options.checkpoint, "predict")
     if not checkpoint.exists():
         raise ConfigError(f"{options.checkpoint}: there is no such checkpoint")

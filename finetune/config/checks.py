@@ -5,6 +5,10 @@ from __future__ import annotations
 from finetune.errors import ConfigError
 
 
+class BrokenRule(ConfigError, ValueError):
+    """A value breaks the rule of its key. A ``ValueError``, so that msgspec says which entry of a list it was."""
+
+
 def require(condition: bool, name: str, value: object, rule: str) -> None:
     if not condition:
-        raise ConfigError(f"{name} is {value!r}; it must {rule}")
+        raise BrokenRule(f"{name} is {value!r}; it must {rule}")

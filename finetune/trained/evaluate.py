@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
 from finetune.config import DataConfig, ModelConfig, RunConfig, TokenizerConfig, TuneConfig
-from finetune.config.read import read_yaml
+from finetune.config.load import READER
 from finetune.data.encode import Encoded
 from finetune.data.inputs import Inputs
 from finetune.data.layout import too_long_rule
@@ -122,7 +122,7 @@ def evaluate(
 def _masking_of(path: Path) -> dict[str, Any]:
     """What the run that ``path`` is of, or in, had as targets; nothing where there is no run."""
     run = run_of(path)
-    data = {} if run is None else read_yaml(run / "config.yaml")[0].get("data")
+    data = {} if run is None else READER.read(run / "config.yaml").values.get("data")
     found = {key: data[key] for key in _MASKING if key in data} if isinstance(data, dict) else {}
     return {key: tuple(value) if isinstance(value, list) else value for key, value in found.items()}
 

@@ -27,7 +27,7 @@ exec "{python}" -m pip install -q --no-index --no-deps --no-build-isolation --no
 """
 OLD_SECONDS = 1_500_000_000
 """When the sources were last touched: long before the image is built, as in a checkout that is a day old."""
-PACKAGES = ("checkpoint", "finetune", "host", "serve")
+PACKAGES = ("checkpoint", "configuration", "finetune", "host", "serve")
 
 
 def instructions() -> list[tuple[str, str]]:

@@ -12,11 +12,12 @@ import grimp
 import pytest
 
 import checkpoint
+import configuration
 import finetune
 import host
 import serve
 
-OURS = ("serve", "finetune", "checkpoint", "host")
+OURS = ("serve", "finetune", "checkpoint", "configuration", "host")
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def test_training_has_at_most_eight_modules_outside_its_rooms() -> None:
     assert len(flat) <= 8, flat
 
 
-@pytest.mark.parametrize("package", [serve, finetune, checkpoint, host], ids=lambda package: package.__name__)
+@pytest.mark.parametrize("package", [serve, finetune, checkpoint, configuration, host], ids=lambda package: package.__name__)
 def test_every_package_says_what_it_is_for(package: ModuleType) -> None:
     found = [package.__name__, *(m.name for m in pkgutil.walk_packages(package.__path__, f"{package.__name__}.") if m.ispkg)]
     generated = [name for name in found if name.startswith("serve.v1")]

@@ -97,7 +97,7 @@ def test_evaluate_scores_every_token_once(trained: TrainedRun, tmp_path: Path, c
         (["tune", "x.yaml", "--nonsense"], "--nonsense"),
         (["doctor", "now"], "now"),
         (["evaluate", "nowhere", "--data", "nowhere"], "nowhere"),
-        (["evaluate", "nowhere", "--data", "x", "--batch", "0"], "--batch must be at least 1"),
+        (["evaluate", "nowhere", "--data", "x", "--batch", "0"], "--batch is 0; it must be at least 1"),
     ],
 )
 def test_usage_mistakes_exit_2_and_say_what(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from configuration import keys_of
 from finetune.config import TuneConfig
 from finetune.config.load import load_config
-from finetune.config.read import describe
 from serve.client import Client
 from tests.finetune.support import NEEDS_LIBAIO, ROOT, run_command, write_config
 from tests.finetune.train.test_tune import losses_of
@@ -33,7 +33,7 @@ def test_the_guide_names_real_examples_and_keys(tmp_path: Path) -> None:
     assert load_config(write_config(first, tmp_path / "run.yaml")).run.ranks == 2
     for other in others:  # parts of a run, laid over the first
         load_config(write_config({**first, **other}, tmp_path / "part.yaml"))
-    keys = {name for name, _, _ in describe(TuneConfig)} | {"model.new", "tokenizer.train"}
+    keys = {key.name for key in keys_of(TuneConfig)} | {"model.new", "tokenizer.train"}
     sections = {name.split(".")[0] for name in keys}
     named = {name for name in re.findall(r"`(?:--)?([a-z]+\.[a-z_]+)[`:]", guide) if name.split(".")[0] in sections} - {
         "log.jsonl"

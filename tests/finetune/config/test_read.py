@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from configuration import Tree, keys_of
 from finetune.config import SourceConfig, TuneConfig
-from finetune.config.load import load_config
-from finetune.config.read import build, describe, split_overrides
+from finetune.config.load import READER, load_config
 from finetune.errors import ConfigError
 
 GOOD = """\
@@ -107,15 +107,15 @@ def test_a_mistake_on_the_command_line_is_named(tmp_path: Path, name: str, value
 
 def test_overrides_are_told_from_options() -> None:
     words = ["--data.train", "x", "run.yaml", "--resume", "--run.ranks=2", "--optimizer.lr", "-1"]
-    overrides, rest = split_overrides(words, ["run", "data"])
+    overrides, rest = READER.split(words, ["run", "data"])
     assert overrides == [("data.train", "x"), ("run.ranks", "2"), ("optimizer.lr", "-1")]
     assert rest == ["run.yaml", "--resume"]
     with pytest.raises(ConfigError, match=r"--run\.ranks needs a value"):
-        split_overrides(["--run.ranks"], ["run"])
+        READER.split(["--run.ranks"], ["run"])
 
 
 def test_every_key_has_a_meaning() -> None:
-    undocumented = [name for name, _, meaning in describe(TuneConfig) if not meaning]
+    undocumented = [key.name for key in keys_of(TuneConfig) if not key.meaning]
     assert undocumented == []
 
 
@@ -138,8 +138,8 @@ def test_a_list_holds_words_and_mappings(tmp_path: Path) -> None:
     config = load(tmp_path, SOURCES)
     assert config.data.train == ("a.jsonl", SourceConfig(path="b.jsonl", weight=2.0))
     assert [(source.path, source.weight) for source in config.data.sources("train")] == [("a.jsonl", 1.0), ("b.jsonl", 2.0)]
-    assert build(TuneConfig, json.loads(json.dumps(asdict(config))), {}) == config, "as the ranks are told it"
-    assert "data.train[].weight" in {name for name, _, _ in describe(TuneConfig)}
+    assert READER.build(TuneConfig, Tree(json.loads(json.dumps(asdict(config))))) == config, "as the ranks are told it"
+    assert "data.train[].weight" in {key.name for key in keys_of(TuneConfig)}
 
 
 @pytest.mark.parametrize(

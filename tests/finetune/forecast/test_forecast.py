@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from finetune.commands import plan
+from finetune.cli import main
 from finetune.config import (
     ActivationConfig,
     BatchConfig,
@@ -359,7 +359,7 @@ def planned(tmp_path: Path, capsys: pytest.CaptureFixture[str], *words: str) -> 
     tree["model"]["new"] |= {"hidden_size": 2048, "num_attention_heads": 16, "intermediate_size": 8192, "num_hidden_layers": 8}
     tree["batch"] = {"micro": 8}
     tree["run"]["device"] = "auto"
-    code = plan.main([str(write_config(tree, tmp_path / "run.yaml")), *words])
+    code = main(["plan", str(write_config(tree, tmp_path / "run.yaml")), *words])
     return code, capsys.readouterr().out
 
 
@@ -411,10 +411,8 @@ def test_plan_knows_the_command_of_a_run_with_one_stage(tmp_path: Path, capsys: 
 
 def test_plan_refuses_bad_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["--gpus", "2"], ["--ram-gib", "0"], ["--gpus", "-1", "--gpu-gib", "1"]):
-        with pytest.raises(SystemExit) as stopped:
-            plan.main([str(tmp_path / "x.yaml"), *words])
-        assert stopped.value.code == 2
-    assert "--gpus" in capsys.readouterr().err
+        assert main(["plan", str(tmp_path / "x.yaml"), *words]) == 2
+        assert words[0] in capsys.readouterr().err
 
 
 # -- time and measurement

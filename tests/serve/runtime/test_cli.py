@@ -13,7 +13,7 @@ import pytest
 from serve import cli
 from serve.config import ServerConfig
 from serve.errors import ConfigError
-from serve.options import all_options, read_yaml, to_yaml
+from serve.options import all_options, to_yaml
 
 
 def resolved(arguments: list[str], environment: dict[str, str] | None = None) -> ServerConfig:
@@ -82,23 +82,31 @@ def test_what_is_printed_reads_back_the_same(tmp_path: Path) -> None:
 
 def test_off_in_a_file_is_a_word(tmp_path: Path) -> None:
     file = written(tmp_path, "rpc:\n  admin_address: off\n  reflection: off\n  insecure_public: true\n")
-    assert read_yaml(file) == {"rpc.admin_address": "off", "rpc.reflection": "off", "rpc.insecure_public": True}
+    config = resolved(["--config", file])
+    assert (config.rpc.admin_address, config.rpc.reflection, config.rpc.insecure_public) == ("off", "off", True)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("rpc: {prot: 1}", r"serve.yaml: unknown key of rpc: 'prot'; allowed: host, port, metrics_port"),
-        ("rcp: {port: 1}", r"serve.yaml: unknown section: 'rcp'; allowed: model, cache, scheduler"),
-        ("rpc: {port: many}", r"serve.yaml: rpc.port is 'many'; it must be a whole number"),
-        ("rpc: {port: true}", r"serve.yaml: rpc.port is True; it must be a whole number"),
-        ("rpc: {port: 70000}", r"serve.yaml: rpc.port is 70000; it must lie between 0 and 65535"),
+        (
+            "cache:\nrpc:\n  prot: 1",
+            r"serve.yaml, line 3: unknown key rpc.prot; did you mean rpc.port\? \(allowed under rpc: host, port, metrics_port",
+        ),
+        (
+            "rcp: {port: 1}",
+            r"serve.yaml, line 1: unknown key rcp; did you mean rpc\? \(allowed at the top: model, cache, sched",
+        ),
+        ("\nrpc: {port: many}", r"serve.yaml, line 2: rpc.port is 'many'; it must be a whole number"),
+        ("rpc: {port: true}", r"serve.yaml, line 1: rpc.port is True; it must be a whole number"),
+        ("rpc: {port: 1.5}", r"serve.yaml, line 1: rpc.port is 1.5; it must be a whole number"),
+        ("rpc: {port: 70000}", r"serve.yaml, line 1: rpc.port is 70000; it must lie between 0 and 65535"),
         ("cache: {prefix_caching: maybe}", r"cache.prefix_caching is 'maybe'; it must be true or false"),
         ("cache: {kv_cache_gib: much}", r"cache.kv_cache_gib is 'much'; it must be a number or none"),
-        ("rpc: {port: 1, port: 2}", r"the key 'port' stands twice"),
-        ("rpc: [port]", r"rpc is list; it must be a mapping"),
-        ("rpc: {port: 1", r"--config .*serve.yaml: .*line 1"),
-        ("1: {port: 1}", r"the key 1 is not text"),
+        ("rpc: {port: 1, port: 2}", r"serve.yaml, line 1: rpc.port is set twice"),
+        ("rpc: [port]", r"serve.yaml, line 1: rpc is \['port'\]; it must be a mapping"),
+        ("rpc: {port: 1", r"serve.yaml, line 1: not valid YAML: .*expected ',' or '}'"),
+        ("1: {port: 1}", r"serve.yaml, line 1: key 1 is not text"),
     ],
 )
 def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
@@ -107,7 +115,7 @@ def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str, message: str) 
 
 
 def test_a_missing_file_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"--config /nowhere.yaml: No such file"):
+    with pytest.raises(ConfigError, match=r"/nowhere.yaml: cannot be read: No such file"):
         resolved(["--config", "/nowhere.yaml"])
 
 
