@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -45,6 +45,14 @@ class Prompt:
         return str(self.messages[-1]["content"])
 
 
+class _Generates(Protocol):
+    """A causal model, which transformers' types do not tell from any other."""
+
+    def generate(
+        self, ids: torch.Tensor, *, attention_mask: torch.Tensor, generation_config: GenerationConfig
+    ) -> torch.Tensor: ...
+
+
 class Completer:
     """A checkpoint that completes prompts.
 
@@ -60,7 +68,7 @@ class Completer:
         trained = open_trained(path, dtype)
         self.folder = trained.folder
         self._tokenizer = _open_tokenizer(trained.tokenizer_folder)
-        self._model: PreTrainedModel = trained.model.to(device)
+        self._model: PreTrainedModel = trained.model.to(device)  # type: ignore[arg-type]  # wrapped: mypy takes it for no method
         self._defaults = trained.generation_config
         self._model.config.use_cache = True
         self._longest = int(getattr(self._model.config, "max_position_embeddings", 0) or 1 << 30)
@@ -103,7 +111,7 @@ class Completer:
 
     @property
     def _end_id(self) -> int | None:
-        found = self._defaults.get("eos_token_id", self._tokenizer.eos_token_id)
+        found: int | list[int] | None = self._defaults.get("eos_token_id", self._tokenizer.eos_token_id)
         return found[0] if isinstance(found, list) else found
 
     @torch.inference_mode()
@@ -118,9 +126,11 @@ class Completer:
             sampled = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
         ends = self._defaults.get("eos_token_id", self._tokenizer.eos_token_id)
         new_tokens = max(1, min(sampling.max_new_tokens, self._longest - width))
-        settings = GenerationConfig(max_new_tokens=new_tokens, eos_token_id=ends, pad_token_id=filler, **sampled)
+        settings = GenerationConfig(  # type: ignore[no-untyped-call]  # transformers leaves it unannotated
+            max_new_tokens=new_tokens, eos_token_id=ends, pad_token_id=filler, **sampled
+        )
         with quiet():
-            made = self._model.generate(ids, attention_mask=mask, generation_config=settings)
+            made = cast(_Generates, self._model).generate(ids, attention_mask=mask, generation_config=settings)
         texts: list[str] = self._tokenizer.batch_decode(made[:, width:], skip_special_tokens=True)
         return texts
 
