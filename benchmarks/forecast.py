@@ -2,8 +2,8 @@
 
 ``python -m benchmarks.forecast [NAME ...]`` trains a few steps with each and records both figures. What is measured is said in
 ``finetune.machine.memory``. ``--random 30 --seed N`` does it with runs whose shapes are drawn (``benchmarks.random_runs``):
-models that the forecast was not made with. ``--time`` compares seconds a step instead, of smaller runs, each right after the
-machine was measured for it.
+models that the forecast was not made with. ``--time`` compares seconds a step instead, each right after the machine was
+measured for it, of smaller runs or, with ``--random``, of drawn ones.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ import datetime
 import json
 import os
 import random
+import resource
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,18 +32,24 @@ from finetune.machine import inventory
 ROOT: Final = Path(__file__).resolve().parents[1]
 RESULTS: Final = ROOT / "benchmarks" / "results"
 BAR: Final = 0.10
-"""Largest difference of forecast and measurement, as a share of what was measured."""
+"""Largest difference of forecast and measurement of memory, as a share of what was measured."""
+TIME_BAR: Final = 0.30
+"""The same of seconds a step."""
+
+
+def _model(family: str, hidden: int, layers: int, heads: int, inner: int, vocab: int, **more: int) -> dict[str, Any]:
+    sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads, "intermediate_size": inner}
+    return {"model_type": family, **sizes, "vocab_size": vocab, **more}
+
 
 MODELS: Final[dict[str, dict[str, Any]]] = {
-    "gpt_neox 46M": {
-        "model_type": "gpt_neox", "hidden_size": 512, "num_hidden_layers": 12, "num_attention_heads": 8,
-        "intermediate_size": 2048, "vocab_size": 8192,
-    },
-    "llama 68M": {
-        "model_type": "llama", "hidden_size": 640, "num_hidden_layers": 8, "num_attention_heads": 10, "num_key_value_heads": 5,
-        "intermediate_size": 1792, "vocab_size": 16384,
-    },
-}  # fmt: skip
+    "gpt_neox 46M": _model("gpt_neox", 512, 12, 8, 2048, 8192),
+    "llama 68M": _model("llama", 640, 8, 10, 1792, 16384, num_key_value_heads=5),
+    "gpt2 6M": {"model_type": "gpt2", "n_embd": 256, "n_layer": 6, "n_head": 4, "vocab_size": 2048},
+    "qwen2 8M": _model("qwen2", 256, 8, 4, 704, 4096, num_key_value_heads=2),
+    "gpt_neox 7M": _model("gpt_neox", 384, 3, 6, 1536, 2048),
+    "llama 3M": _model("llama", 192, 5, 4, 512, 2048, num_key_value_heads=4),
+}
 NEOX: Final = "gpt_neox 46M"
 LLAMA: Final = "llama 68M"
 
@@ -76,21 +85,6 @@ CASES: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
 }
 """Name -> command, model, sections laid over the common ones."""
 
-_SMALL_MODELS: Final[dict[str, dict[str, Any]]] = {
-    "gpt2 6M": {"model_type": "gpt2", "n_embd": 256, "n_layer": 6, "n_head": 4, "vocab_size": 2048},
-    "qwen2 8M": {
-        "model_type": "qwen2", "hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "intermediate_size": 704, "vocab_size": 4096,
-    },
-    "gpt_neox 7M": {
-        "model_type": "gpt_neox", "hidden_size": 384, "num_hidden_layers": 3, "num_attention_heads": 6,
-        "intermediate_size": 1536, "vocab_size": 2048,
-    },
-    "llama 3M": {
-        "model_type": "llama", "hidden_size": 192, "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 4,
-        "intermediate_size": 512, "vocab_size": 2048,
-    },
-}  # fmt: skip
 TIMED: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
     "time-gpt2": ("tune", "gpt2 6M", {"zero": {"stage": 1}, "run": {"ranks": 1}}),
     "time-gpt2-bf16": ("tune", "gpt2 6M", {"zero": {"stage": 2}, "run": {"precision": "bf16"}, "batch": {"micro": 4}}),
@@ -106,13 +100,18 @@ TIMED: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
     ),
 }
 """The same for seconds a step: small models, where a run takes seconds and the machine changes little meanwhile."""
+_WHAT: Final = {
+    False: "peak host memory of all ranks together, forecast before the run and measured (finetune/machine/memory.py)",
+    True: "seconds of a step: expected from what plan --measure found right before a run, and the run's median; others_cores: "
+    "how many cores processes of others used while it was measured and while it ran",
+}
 
 
 def main() -> int:
     """Run the cases; 1 when one of them misses the bar."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="*", metavar="NAME", help=f"of {', '.join(CASES)}; none: all")
-    parser.add_argument("--steps", type=int, default=5, help="optimizer steps of each (5)")
+    parser.add_argument("--steps", type=int, default=6, help="optimizer steps of each (6)")
     parser.add_argument("--random", type=int, metavar="N", help="instead, N runs drawn at random")
     parser.add_argument("--seed", type=int, default=0, help="of the drawn runs (0)")
     parser.add_argument("--first", type=int, default=0, help="number of the first drawn run (0)")
@@ -121,8 +120,6 @@ def main() -> int:
     options = parser.parse_args()
     if options.random is not None and options.cases:
         parser.error("--random takes no names of cases")
-    if options.random is not None and options.time:
-        parser.error("--random and --time exclude each other")
     known = TIMED if options.time else CASES
     for name in options.cases:
         if name not in known:
@@ -135,15 +132,17 @@ def main() -> int:
         if options.random is not None:
             runs = [f"{options.seed}/{options.first + number}" for number in range(options.random)]
         for name in runs:
-            if options.time:
-                print(_timed(name, text, folder, options.steps, record=not options.no_record), flush=True)
-                continue
-            row = _run_drawn(name, text, folder) if options.random is not None else _run(name, text, folder, options.steps)
+            if options.random is not None:
+                run = _drawn(name, text, folder, options.steps)
+            else:
+                run = _given(name, known, text, folder, options.steps)
+            row = run.timed() if options.time else run.weighed()
             rows.append(row)
             print(_line(row), flush=True)
             if not options.no_record:
-                _record(row)
-    return int(any(abs(row.get("difference", 0.0)) > BAR for row in rows))
+                _record(row, timed=options.time)
+            shutil.rmtree(run.output, ignore_errors=True)
+    return int(any("failed" in row or abs(row["difference"]) > (TIME_BAR if options.time else BAR) for row in rows))
 
 
 def _write_text(path: Path) -> Path:
@@ -153,42 +152,77 @@ def _write_text(path: Path) -> Path:
     return path
 
 
-def _run(name: str, text: Path, folder: Path, steps: int) -> dict[str, Any]:
-    command, model, _ = CASES[name]
-    config, output = _write_run(name, CASES, text, folder, steps)
-    done = _command(command, config)
-    return _compared({"case": name, "model": model, "command": command}, done, output)
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One run that is forecast, and made."""
+
+    facts: Mapping[str, Any]
+    """What its row says of it."""
+    command: str
+    config: Path
+    output: Path
+
+    def weighed(self) -> dict[str, Any]:
+        """Make it; memory."""
+        done = _command(self.command, self.config)
+        if done.returncode != 0:
+            return {**self.facts, "failed": (done.stderr or done.stdout).strip()[-500:]}
+        said, seen = (json.loads((self.output / file).read_text()) for file in ("forecast.json", "measured.json"))
+        return {
+            **self.facts,
+            "forecast_bytes": said["host_bytes"],
+            "measured_bytes": seen["host_bytes"],
+            "difference": _difference(said["host_bytes"], seen["host_bytes"]),
+            "phase": said["need"]["host_phase"],
+            "process_bytes": said["host_items"]["process"] // said["layout"]["ranks"],
+        }
+
+    def timed(self) -> dict[str, Any]:
+        """Measure the machine for it, make it right after; seconds of a step."""
+        planned, measuring = _beside(lambda: _command("plan", self.config, "--measure", "--json", "--command", self.command))
+        done, running = _beside(lambda: _command(self.command, self.config))
+        if planned.returncode != 0 or done.returncode != 0:
+            return {**self.facts, "failed": (planned.stderr + done.stderr).strip()[-500:]}
+        expected = json.loads(planned.stdout)
+        measured = json.loads((self.output / "pace.json").read_text())["step_seconds"]
+        return {
+            **self.facts,
+            "expected_seconds": round(expected["pace"]["step_seconds"], 4),
+            "measured_seconds": round(measured, 4),
+            "difference": _difference(expected["pace"]["step_seconds"], measured),
+            "others_cores": [round(measuring, 2), round(running, 2)],
+            "measured": expected["measured"],
+        }
 
 
-def _timed(name: str, text: Path, folder: Path, steps: int, *, record: bool) -> str:
-    """Measure the machine and run a case right after it; a line for the terminal."""
-    command, model, _ = TIMED[name]
-    config, output = _write_run(name, TIMED, text, folder, steps)
-    planned = _command("plan", config, "--measure", "--json", "--command", command)
-    load = os.getloadavg()[0]
-    done = _command(command, config)
-    if planned.returncode != 0 or done.returncode != 0:
-        return f"{name:22} failed: {(planned.stderr + done.stderr).strip()[-300:]}"
-    expected = json.loads(planned.stdout)
-    measured = json.loads((output / "pace.json").read_text())["step_seconds"]
-    ratio = expected["pace"]["step_seconds"] / measured
-    row = {"case": name, "model": model, "command": command, "expected_seconds": round(expected["pace"]["step_seconds"], 4)}
-    row |= {"measured_seconds": round(measured, 4), "ratio": round(ratio, 3), "load": load, "speeds": expected["speeds"]}
-    if record:
-        _record_pace(row)
-    return (
-        f"{name:22} expected {row['expected_seconds']:7.3f} s  measured {measured:7.3f} s  ratio {ratio:.2f}  load {load:.1f}"
-    )
+def _difference(forecast: float, measured: float) -> float:
+    return round((forecast - measured) / measured, 4)
 
 
-def _write_run(
-    name: str, cases: Mapping[str, tuple[str, str, dict[str, Any]]], text: Path, folder: Path, steps: int
-) -> tuple[Path, Path]:
-    """The file of a case, and its output folder."""
-    _, model, sections = cases[name]
+def _beside(act: Callable[[], subprocess.CompletedProcess[str]]) -> tuple[subprocess.CompletedProcess[str], float]:
+    """What a process said, and how many cores the processes of others used meanwhile."""
+    began, busy, own = time.monotonic(), _busy_seconds(), _child_seconds()
+    done = act()
+    return done, max(0.0, _busy_seconds() - busy - (_child_seconds() - own)) / (time.monotonic() - began)
+
+
+def _busy_seconds() -> float:
+    """Of all cores together, since the machine started."""
+    user, nice, system, _, _, interrupts, soft, *_ = map(int, Path("/proc/stat").read_text().splitlines()[0].split()[1:])
+    return (user + nice + system + interrupts + soft) / os.sysconf("SC_CLK_TCK")
+
+
+def _child_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def _given(name: str, cases: Mapping[str, tuple[str, str, dict[str, Any]]], text: Path, folder: Path, steps: int) -> _Run:
+    """A run of the tables above."""
+    command, model, sections = cases[name]
     output = folder / name
     tree: dict[str, Any] = {
-        "model": {"new": {**MODELS, **_SMALL_MODELS}[model]},
+        "model": {"new": MODELS[model]},
         "tokenizer": {"train": {"vocab_size": 1024}},
         "data": {"train": str(text), "seq_len": 256},
         "batch": {"micro": 2},
@@ -202,47 +236,30 @@ def _write_run(
     if "lora" in sections:
         tree["model"] = {"path": str(_base_model(model, text, folder) / "checkpoints")}
         del tree["tokenizer"]
-    config = folder / f"{name}.yaml"
-    config.write_text(yaml.safe_dump(tree), encoding="utf-8")
-    return config, output
+    return _written({"case": name, "model": model, "command": command}, command, tree, folder / f"{name}.yaml")
 
 
-def _run_drawn(name: str, text: Path, folder: Path) -> dict[str, Any]:
-    """A drawn run: three steps, no evaluation, and a last save without a resume state, which takes longer than the steps."""
+def _drawn(name: str, text: Path, folder: Path, steps: int) -> _Run:
+    """A drawn run: no evaluation, and a last save without a resume state, which takes longer than the steps."""
     seed, number = map(int, name.split("/"))
     command, drawn = draw_run(seed, number)
-    output = folder / name.replace("/", "-")
+    file = folder / f"{seed}-{number}.yaml"
     tree = {
         **drawn,
         "tokenizer": {"train": {"vocab_size": 1024}},
         "data": {**drawn["data"], "train": str(text), "eval_fraction": 0},
-        "schedule": {"steps": 3},
+        "schedule": {"steps": steps},
         "save": {"resume_state": False},
         "log": {"every": 1, "report": False},
-        "run": {**drawn["run"], "output": str(output), "device": "cpu"},
+        "run": {**drawn["run"], "output": str(file.with_suffix("")), "device": "cpu"},
     }
-    config = folder / f"{output.name}.yaml"
-    config.write_text(yaml.safe_dump(tree), encoding="utf-8")
-    done = _command(command, config)
-    row = _compared({"case": name, "model": drawn["model"]["new"]["model_type"], "command": command}, done, output)
-    shutil.rmtree(output, ignore_errors=True)
-    return {**row, "drawn": drawn}
+    facts = {"case": name, "model": drawn["model"]["new"]["model_type"], "command": command, "drawn": drawn}
+    return _written(facts, command, tree, file)
 
 
-def _compared(row: dict[str, Any], done: subprocess.CompletedProcess[str], output: Path) -> dict[str, Any]:
-    """The row of a run that has ended: memory, and seconds a step where they were forecast."""
-    if done.returncode != 0:
-        return {**row, "failed": (done.stderr or done.stdout).strip()[-500:]}
-    said, seen = (json.loads((output / file).read_text()) for file in ("forecast.json", "measured.json"))
-    forecast, measured = said["host_bytes"], seen["host_bytes"]
-    return {
-        **row,
-        "forecast_bytes": forecast,
-        "measured_bytes": measured,
-        "difference": round((forecast - measured) / measured, 4),
-        "phase": said["need"]["host_phase"],
-        "process_bytes": said["host_items"]["process"] // said["layout"]["ranks"],
-    }
+def _written(facts: Mapping[str, Any], command: str, tree: Mapping[str, Any], file: Path) -> _Run:
+    file.write_text(yaml.safe_dump(dict(tree)), encoding="utf-8")
+    return _Run(facts, command, file, Path(tree["run"]["output"]))
 
 
 def _base_model(model: str, text: Path, folder: Path) -> Path:
@@ -273,40 +290,31 @@ def _command(command: str, config: Path, *more: str) -> subprocess.CompletedProc
 def _line(row: Mapping[str, Any]) -> str:
     """For the terminal."""
     if "failed" in row:
-        return f"{row['case']:18} failed: {str(row['failed']).splitlines()[-1] if row['failed'] else ''}"
-    figures = f"forecast {row['forecast_bytes'] / 2**20:7,.0f} MiB  measured {row['measured_bytes'] / 2**20:7,.0f} MiB"
-    return f"{row['case']:18} {figures}  {row['difference']:+.1%}  ({row['model']}, {row['phase']})"
+        return f"{row['case']:22} failed: {str(row['failed']).splitlines()[-1] if row['failed'] else ''}"
+    if "expected_seconds" in row:
+        figures = f"expected {row['expected_seconds']:7.3f} s  measured {row['measured_seconds']:7.3f} s"
+        more = f"cores of others {' and '.join(map(str, row['others_cores']))}"
+    else:
+        figures = f"forecast {row['forecast_bytes'] / 2**20:7,.0f} MiB  measured {row['measured_bytes'] / 2**20:7,.0f} MiB"
+        more = row["phase"]
+    return f"{row['case']:22} {figures}  {row['difference']:+.1%}  ({row['model']}, {more})"
 
 
-def _record(row: dict[str, Any]) -> None:
+def _record(row: dict[str, Any], *, timed: bool) -> None:
     """Put one case's row into the file of today."""
     today = datetime.datetime.now(datetime.UTC).date()
-    path = RESULTS / f"forecast-cpu-{today}.json"
+    path = RESULTS / f"{'pace' if timed else 'forecast'}-cpu-{today}.json"
     before = json.loads(path.read_text())["rows"] if path.is_file() else []
     rows = [*(other for other in before if other["case"] != row["case"]), row]
-    rows.sort(
-        key=lambda row: (0, list(CASES).index(row["case"])) if row["case"] in CASES else (1, *map(int, row["case"].split("/")))
-    )
+    names = list(TIMED if timed else CASES)
+    rows.sort(key=lambda row: (0, names.index(row["case"])) if row["case"] in names else (1, *map(int, row["case"].split("/"))))
     facts = {
-        "what": "peak host memory of all ranks together, forecast before the run and measured (finetune/machine/memory.py)",
-        "hardware": f"{inventory.cpu_description()}, {inventory.usable_cores()} cores, {inventory.memory_bytes() >> 30} GiB",
+        "what": _WHAT[timed],
+        "hardware": f"{inventory.cpu_description()}, {inventory.usable_cores()} cores, "
+        f"{inventory.memory_bytes() / 2**30:.0f} GiB",
         "versions": {name: inventory.version_of(name) for name in ("torch", "deepspeed", "transformers")},
-        "bar": BAR,
+        "bar": TIME_BAR if timed else BAR,
         "rows": rows,
-    }
-    path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-
-
-def _record_pace(row: dict[str, Any]) -> None:
-    """Put one timed case's row into the file of today."""
-    path = RESULTS / f"pace-cpu-{datetime.datetime.now(datetime.UTC).date()}.json"
-    before = json.loads(path.read_text())["rows"] if path.is_file() else []
-    facts = {
-        "what": "seconds a step, expected from the speeds that plan --measure found right before a run, and the run's median; "
-        "load is the machine's load average at the run's start: above the number of cores, others were running too",
-        "hardware": f"{inventory.cpu_description()}, {inventory.usable_cores()} cores, {inventory.memory_bytes() >> 30} GiB",
-        "versions": {name: inventory.version_of(name) for name in ("torch", "deepspeed", "transformers")},
-        "rows": [*(other for other in before if other["case"] != row["case"]), row],
     }
     path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 

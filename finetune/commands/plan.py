@@ -21,7 +21,7 @@ from finetune.machine.process import without_collection
 
 if TYPE_CHECKING:
     from finetune.forecast.hardware import Hardware
-    from finetune.forecast.measure import Speeds
+    from finetune.forecast.speeds import Measured
 
 
 def add_arguments(parser: CommandParser) -> None:
@@ -43,8 +43,8 @@ def add_arguments(parser: CommandParser) -> None:
     parser.add_argument(
         "--measure",
         action="store_true",
-        help="measure this machine's speeds anew, about 10 s, and keep them: the seconds of a step on its CPU follow from them "
-        "where no run in the folder has measured its own",
+        help="measure this machine's speeds anew, about half a minute, and keep them: the seconds of a step on its CPU follow "
+        "from them where no run in the folder has measured its own",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
 
@@ -99,13 +99,13 @@ def plan(config: TuneConfig, options: argparse.Namespace, console: Console, *, c
         config, gpus=options.gpus, gpu_gib=options.gpu_gib, ram_gib=options.ram_gib, nvme_gib=options.nvme_gib
     )
     precision = precision_of(config, hardware.device)
-    speeds = _speeds(config, hardware, precision, anew=options.measure)
+    speeds = _speeds(config, hardware, precision, command, console, anew=options.measure)
     pace = None if hardware.described else kept_pace(config)
     found = forecast(config, hf_config, hardware, precision=precision, command=command, pace=pace, speeds=speeds)
     advice = advise(config, hf_config, found, precision=precision, command=command) if found.shortages() else []
     if options.json:
         changes = [dict(option.change) for option in advice]
-        measured = {"speeds": asdict(speeds)} if options.measure and speeds is not None else {}
+        measured = {"measured": asdict(speeds)} if options.measure and speeds is not None else {}
         sys.stdout.write(json.dumps({**found.as_json(), "advice": changes, **measured}, indent=2, default=str) + "\n")
     else:
         if options.measure and speeds is not None:
@@ -115,12 +115,23 @@ def plan(config: TuneConfig, options: argparse.Namespace, console: Console, *, c
     return 2 if found.shortages() else 0
 
 
-def _speeds(config: TuneConfig, hardware: Hardware, precision: str, *, anew: bool) -> Speeds | None:
+def _speeds(
+    config: TuneConfig, hardware: Hardware, precision: str, command: str, console: Console, *, anew: bool
+) -> Measured | None:
     """This machine's, measured anew or kept; ``None`` where they would say nothing of the run."""
     from finetune.forecast.measure import kept_speeds, measure_speeds
+    from finetune.forecast.seconds import is_measurable
 
-    if anew and hardware.device != "cpu":
-        raise ConfigError("--measure: only the CPU's speeds are measured, and this run would take GPUs (run.device)")
-    if hardware.device != "cpu" or hardware.described:
+    measurable = is_measurable(config, hardware.device)
+    if anew and not measurable:
+        raise ConfigError(
+            "--measure: only a CPU's speeds are measured, and those of runs without NVMe offload and ZenFlow; this run takes "
+            + ("GPUs (run.device)" if hardware.device != "cpu" else "one of the two (offload)")
+        )
+    if not measurable or hardware.described:
         return None
-    return measure_speeds(config, precision) if anew else kept_speeds(config, precision)
+    if not anew:
+        return kept_speeds(config, precision, command)
+    from finetune.launch.prerequisites import built_ops
+
+    return measure_speeds(config, precision, command, libraries=built_ops(config, lambda text: None))

@@ -16,6 +16,7 @@ from finetune.forecast.least import REMEDY
 from finetune.forecast.measure import kept_speeds
 from finetune.forecast.memory import PROCESS_BYTES
 from finetune.forecast.pace import kept_pace
+from finetune.forecast.seconds import is_measurable
 from finetune.forecast.show import summary
 from finetune.machine.memory import pages_of
 from finetune.output.records import FORECAST, write_json
@@ -75,6 +76,6 @@ def _forecast_here(config: TuneConfig, command: str) -> Forecast:
         precision=precision,
         command=command,
         pace=kept_pace(config),
-        speeds=kept_speeds(config, precision) if hardware.device == "cpu" else None,
+        speeds=kept_speeds(config, precision, command) if is_measurable(config, hardware.device) else None,
         process_bytes=process,
     )

@@ -14,7 +14,6 @@ from finetune.errors import ConfigError
 from finetune.forecast.facts import ModelFacts, facts_of
 from finetune.forecast.hardware import Hardware
 from finetune.forecast.layout import Layout, layout_of
-from finetune.forecast.measure import Speeds
 from finetune.forecast.memory import (
     SHARED_FILES_BYTES,
     WRITER_BYTES,
@@ -24,7 +23,8 @@ from finetune.forecast.memory import (
     need_of,
 )
 from finetune.forecast.pace import Pace
-from finetune.forecast.seconds import pace_of
+from finetune.forecast.seconds import is_measurable, pace_of
+from finetune.forecast.speeds import Measured
 from finetune.output.folder import CHECKPOINTS, RESUME, step_folders
 from finetune.units import in_gib
 
@@ -104,7 +104,7 @@ def forecast(
     precision: str,
     command: str = "tune",
     pace: Pace | None = None,
-    speeds: Speeds | None = None,
+    speeds: Measured | None = None,
     process_bytes: int = 0,
 ) -> Forecast:
     """Work out what ``config`` needs on ``hardware``.
@@ -131,13 +131,13 @@ def from_facts(
     precision: str,
     command: str = "tune",
     pace: Pace | None = None,
-    speeds: Speeds | None = None,
+    speeds: Measured | None = None,
     process_bytes: int = 0,
 ) -> Forecast:
     """The same, for facts already counted."""
     layout = layout_of(config, device=hardware.device, precision=precision, command=command)
     need = need_of(facts, layout)
-    if pace is None and speeds is not None and not hardware.described:
+    if pace is None and speeds is not None and is_measurable(config, hardware.device) and not hardware.described:
         pace = pace_of(config, facts, layout, speeds)
     items = dict(need.host)
     if process_bytes:

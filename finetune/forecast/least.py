@@ -15,6 +15,7 @@ from finetune.config import TuneConfig
 from finetune.errors import ConfigError
 from finetune.forecast.hardware import this_machine
 from finetune.machine import inventory
+from finetune.output.folder import checkpoint_folder
 from finetune.units import in_gib
 
 _GATED: Final = ("llama", "mistral", "qwen2")
@@ -52,11 +53,11 @@ def check_least(config: TuneConfig) -> None:
 
 
 def _sizes(config: TuneConfig) -> Mapping[str, Any]:
-    """``model.new``, or ``config.json`` of ``model.path``; empty where it cannot be read, which is told later."""
+    """``model.new``, or ``config.json`` of what ``model.path`` means; empty where it cannot be read, which is told later."""
     if config.model.path is None:
         return config.model.new or {}
     try:
-        return read_configs(open_folder(Path(config.model.path).expanduser()))[0]
+        return read_configs(open_folder(checkpoint_folder(Path(config.model.path).expanduser())))[0]
     except CheckpointError:
         return {}
 

@@ -4,98 +4,90 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import subprocess
+import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from finetune.config import TuneConfig
 from finetune.errors import FinetuneError
+from finetune.forecast.estimate import model_config_of
+from finetune.forecast.facts import facts_of
+from finetune.forecast.layout import layout_of
+from finetune.forecast.seconds import trial_of
+from finetune.forecast.speeds import Measured, prices_from, speeds_from
+from finetune.forecast.trials import Job, prices_of, trials_of
 from finetune.machine import inventory, ops
 from finetune.machine.process import rank_environment
 from finetune.output.records import read_json, write_json
 from host.modules import import_path, module_command
 
-_LIMIT_SECONDS: Final = 120
-_ORDINARY: Final = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_LIMIT_SECONDS: Final = 300
+_PROGRAM: Final = "finetune.train.trial"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Speeds:
-    """Of one rank, while all ranks of the run do the same."""
-
-    products: Mapping[int, float]
-    """Size of a square product, forward and backward -> operations a second."""
-    attention: float
-    """Operations a second of the causal attention kernel."""
-    plain_bytes: float
-    """Bytes a second of additions and the like."""
-    costly_bytes: float
-    """Bytes a second of activation functions, norms and the like."""
-    update_bytes: float
-    """Bytes a second of an optimizer's update."""
-    call_seconds: float
-    """Of one operation on next to nothing."""
-    reduce_bytes: float | None
-    """Bytes of a tensor a second that all ranks add up; ``None`` with one rank."""
-    gather_bytes: float | None
-    """Bytes of a whole tensor a second that all ranks collect; ``None`` with one rank."""
-
-    def lines(self) -> list[str]:
-        """For the reader."""
-        products = ", ".join(f"{rate / 1e9:,.1f} at {size}" for size, rate in self.products.items())
-        lines = [
-            f"products: {products} (10^9 operations a second of one rank, by size); attention: {self.attention / 1e9:,.1f}",
-            f"memory: {self.plain_bytes / 1e9:,.1f} GB/s in plain operations, {self.costly_bytes / 1e9:,.1f} in activation "
-            f"functions and norms, {self.update_bytes / 1e9:,.1f} in an optimizer's update",
-            f"one call: {self.call_seconds * 1e6:,.1f} us",
-        ]
-        if self.reduce_bytes is not None and self.gather_bytes is not None:
-            lines.append(
-                f"between ranks: {self.reduce_bytes / 1e9:,.2f} GB/s added up, {self.gather_bytes / 1e9:,.2f} collected"
-            )
-        return lines
-
-
-def machine_of(config: TuneConfig, precision: str) -> dict[str, Any]:
-    """What the speeds of a run's ranks on a CPU depend on; figures of another machine are not used."""
+def machine_of(config: TuneConfig, precision: str, command: str) -> dict[str, Any]:
+    """What the speeds of a run's ranks on a CPU depend on; figures of another machine or engine are not used."""
+    offload = config.offload
     return {
         "processor": inventory.cpu_description(),
         "cores": inventory.usable_cores(),
-        "torch": inventory.version_of("torch"),
+        "versions": {name: inventory.version_of(name) for name in ("torch", "deepspeed", "transformers")},
         "ranks": config.run.ranks,
         "threads": config.run.threads or max(1, inventory.usable_cores() // config.run.ranks),
         "precision": precision,
+        "engine": [command, config.zero.stage, config.zero.bucket_elements, config.pipeline.stages],
+        "update": [config.algorithm, offload.optimizer, offload.parameters, offload.ratio],
     }
 
 
-def kept_speeds(config: TuneConfig, precision: str) -> Speeds | None:
+def kept_speeds(config: TuneConfig, precision: str, command: str) -> Measured | None:
     """What was measured before of this machine for such ranks; ``None`` for nothing, or a file that is damaged."""
-    here = machine_of(config, precision)
+    here = machine_of(config, precision, command)
     try:
         found = read_json(_file_of(here))
-        return None if found is None or found["machine"] != here else _speeds(found["speeds"])
+        if found is None or found["machine"] != here:
+            return None
+        return Measured(speeds=speeds_from(found["speeds"]), prices=prices_from(found["prices"]))
     except (RuntimeError, KeyError, TypeError, ValueError, AttributeError):
         return None
 
 
-def measure_speeds(config: TuneConfig, precision: str) -> Speeds:
-    """Measure, about 10 s, and keep the figures.
+def measure_speeds(config: TuneConfig, precision: str, command: str, *, libraries: Mapping[str, str] | None = None) -> Measured:
+    """Measure, about half a minute, and keep the figures.
+
+    Args:
+        libraries: of DeepSpeed's operations that the run would load, by name.
 
     Raises:
         FinetuneError: the processes that measure failed.
     """
-    here = machine_of(config, precision)
-    speeds = _measure(here)
+    here = machine_of(config, precision, command)
+    job = Job(config=config, command=command, precision=precision, libraries=dict(libraries or {}))
+    said = _measure(here, job)
+    try:
+        speeds = speeds_from(said["speeds"])
+        trials, facts = [], {}
+        for trial, seconds in zip(trials_of(config), said["seconds"], strict=True):
+            shape = trial.data.seq_len, trial.batch.micro, str(trial.model.new)
+            if shape not in facts:
+                facts[shape] = facts_of(trial, model_config_of(trial), precision, on_gpu=False)
+            layout = layout_of(trial, device="cpu", precision=precision, command=command)
+            trials.append(trial_of(facts[shape], layout, speeds, float(seconds)))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise FinetuneError(f"the machine could not be measured: {error}") from error
+    measured = Measured(speeds=speeds, prices=prices_of(trials))
     with suppress(OSError, RuntimeError):  # no cache folder: known to this process alone
         path = _file_of(here)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, {"machine": here, "speeds": asdict(speeds)})
-    return speeds
+        write_json(path, {"machine": here, **asdict(measured)})
+    return measured
 
 
 def _file_of(here: Mapping[str, Any]) -> Path:
@@ -103,51 +95,35 @@ def _file_of(here: Mapping[str, Any]) -> Path:
     return ops.cache_folder() / "speeds" / f"{key}.json"
 
 
-def _speeds(values: Mapping[str, Any]) -> Speeds:
-    """From a file or a process.
-
-    Raises:
-        KeyError, TypeError, ValueError, AttributeError: it is none.
-    """
-    products = {int(size): _positive(rate) for size, rate in values["products"].items()}
-    if not products:
-        raise ValueError("no product was measured")
-    rest = {}
-    for name in (field.name for field in fields(Speeds) if field.name != "products"):
-        given = values[name]
-        between = name in ("reduce_bytes", "gather_bytes")
-        rest[name] = None if between and given is None else _positive(given)
-    return Speeds(products=dict(sorted(products.items())), **rest)  # type: ignore[arg-type]
-
-
-def _positive(value: Any) -> float:
-    number = float(value)
-    if not (math.isfinite(number) and number > 0):
-        raise ValueError(f"{value} is no speed")
-    return number
-
-
-def _measure(here: Mapping[str, Any]) -> Speeds:
+def _measure(here: Mapping[str, Any], job: Job) -> dict[str, Any]:
     """Let as many processes as the run has ranks measure at the same time; rank 0 tells."""
     ranks = here["ranks"]
     environment = {**os.environ, **rank_environment(ranks, here["threads"]), "PYTHONPATH": import_path(os.environ)}
-    command = [*module_command("finetune.forecast.probe"), _ORDINARY[here["precision"]]]
     processes: list[subprocess.Popen[str]] = []
-    try:
-        for rank in range(ranks):
-            own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            out = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
-            err = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
-            processes.append(subprocess.Popen(command, env=own, stdin=subprocess.DEVNULL, stdout=out, stderr=err, text=True))
-        said, complaint = processes[0].communicate(timeout=_LIMIT_SECONDS)
-        if processes[0].returncode != 0:
-            last = complaint.strip().splitlines()[-1:]
-            raise FinetuneError(f"the machine could not be measured: {last[0] if last else processes[0].returncode}")
-        return _speeds(json.loads(said.strip().splitlines()[-1]))
-    except (OSError, subprocess.SubprocessError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise FinetuneError(f"the machine could not be measured: {error}") from error
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "job.json"
+        file.write_bytes(msgspec.json.encode(job))
+        try:
+            for rank in range(ranks):
+                own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                out = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
+                err = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
+                command = [*module_command(_PROGRAM), str(file)]
+                processes.append(
+                    subprocess.Popen(command, env=own, stdin=subprocess.DEVNULL, stdout=out, stderr=err, text=True)
+                )
+            said, complaint = processes[0].communicate(timeout=_LIMIT_SECONDS)
+            if processes[0].returncode != 0:
+                last = complaint.strip().splitlines()[-1:]
+                raise FinetuneError(f"the machine could not be measured: {last[0] if last else processes[0].returncode}")
+            answer = json.loads(said.strip().splitlines()[-1])
+            if not isinstance(answer, dict):
+                raise ValueError(f"rank 0 said {answer}")
+            return answer
+        except (OSError, subprocess.SubprocessError, ValueError, LookupError, TypeError) as error:
+            raise FinetuneError(f"the machine could not be measured: {error}") from error
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    process.kill()
+                process.wait()

@@ -1,11 +1,8 @@
-"""Times what a training step is made of, as one of the ranks. Run as a process of its own by ``finetune.forecast.measure``."""
+"""Times what a training step computes, as one of the ranks."""
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import Any, Final
@@ -15,7 +12,7 @@ from torch import distributed
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from finetune.machine.process import die_with_parent
+from finetune.forecast.work import Tally, Work
 
 _BUDGET_SECONDS: Final = 0.08
 """Of each measurement in a round."""
@@ -23,20 +20,21 @@ _ROUNDS: Final = 5
 _SIZES: Final = (32, 128, 384, 1024)
 
 
-class _Calls(TorchDispatchMode):
-    """Counts operations."""
+class _Counted(TorchDispatchMode):
+    """Adds up operations as the forecast does (``work``)."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.count = 0
+        self.tally = Tally()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
+        made = func(*args, **(kwargs or {}))
+        self.tally.see(func, args, made)
+        return made
 
 
 def measure(dtype: torch.dtype, ranks: int) -> dict[str, Any]:
-    """The fields of ``measure.Speeds``: medians over rounds, so that what else runs for a moment does not spoil one figure."""
+    """The fields of ``speeds.Speeds``: medians over rounds, so that what else runs for a moment does not spoil one figure."""
     rounds = [_round(dtype, ranks) for _ in range(_ROUNDS)]
     found: dict[str, Any] = {
         name: None if value is None else statistics.median(one[name] for one in rounds)
@@ -54,14 +52,15 @@ def _round(dtype: torch.dtype, ranks: int) -> dict[str, Any]:
         left, right = torch.full((size, size), 0.5, dtype=dtype), torch.full((size, size), 0.25, dtype=dtype)
         # One as in the forward pass, two as in the backward pass.
         products[size] = 6.0 * size**3 / _seconds(lambda a=left, b=right: (a @ b.t(), a @ b, a.t() @ b), several)
+    call = _call(several)
+    plain = _plain(dtype, several, call)
     return {
         "products": products,
         "attention": _attention(dtype, several),
-        "plain_bytes": _plain(dtype, several),
-        "costly_bytes": _costly(dtype, several),
-        "update_bytes": _update(several),
-        "call_seconds": _call(several),
-        "reduce_bytes": _between(distributed.all_reduce, several) if several else None,
+        "plain_bytes": plain,
+        "costly_bytes": _costly(dtype, several, call, plain),
+        "drawn": _drawn(dtype, several),
+        "call_seconds": call,
         "gather_bytes": _between(lambda part: _gather(part, ranks), several) if several else None,
     }
 
@@ -95,29 +94,54 @@ def _attention(dtype: torch.dtype, several: bool) -> float:
     return (1 + 2.5) * 4 * batch * heads * length * length * size / 2 / _seconds(both, several)
 
 
-def _plain(dtype: torch.dtype, several: bool) -> float:
-    one, other = torch.full((512, 2048), 0.5, dtype=dtype), torch.full((512, 2048), 0.25, dtype=dtype)
-    return 3.0 * one.numel() * one.itemsize / _seconds(lambda: one + other, several)
+def _timed(act: Callable[[], object], several: bool) -> tuple[float, Work]:
+    """Seconds of something done once, and what it is made of."""
+    with _Counted() as counted:
+        act()
+    return _seconds(act, several), counted.tally.work(tensors=0)
 
 
-def _costly(dtype: torch.dtype, several: bool) -> float:
-    rows = torch.full((512, 1024), 0.5, dtype=dtype, requires_grad=True)
+def _plain(dtype: torch.dtype, several: bool, call: float) -> float:
+    """Results are held as those of a forward pass are, so most of them lie in no cache, and some on new pages."""
+    one, other = torch.full((256, 1024), 0.5, dtype=dtype), torch.full((256, 1024), 0.25, dtype=dtype)
+
+    def act() -> object:
+        held = [one]
+        for _ in range(8):
+            product = held[-1] * other
+            turned = product.view(2, 128, 8, 128).transpose(1, 2).contiguous()
+            held += [product, turned, torch.cat((turned.view(256, 1024)[:, 512:], product[:, :512]), 1), product + one]
+        return held
+
+    seconds, work = _timed(act, several)
+    return work.plain_bytes / _rest(seconds, work.calls * call)
+
+
+def _costly(dtype: torch.dtype, several: bool, call: float, plain: float) -> float:
+    rows = torch.full((256, 1024), 0.5, dtype=dtype, requires_grad=True)
     weight = torch.ones(1024, dtype=dtype, requires_grad=True)
-    gradient = torch.full((512, 1024), 0.1, dtype=dtype)
+    gradient = torch.full((256, 1024), 0.1, dtype=dtype)
 
-    def both() -> object:
-        answer = functional.gelu(functional.layer_norm(rows, (1024,), weight))
-        return torch.autograd.grad(answer, (rows, weight), gradient)
+    def act() -> object:
+        held = rows
+        for _ in range(2):
+            held = functional.layer_norm(functional.gelu(held), (1024,), weight)
+            held = functional.silu(held) + torch.tanh(held) * held.pow(2)
+            held = torch.softmax(held, -1)
+        return torch.autograd.grad(held, (rows, weight), gradient)
 
-    # Two passes forward of two tensors each, two back of three.
-    return 10.0 * rows.numel() * rows.itemsize / _seconds(both, several)
+    seconds, work = _timed(act, several)
+    return work.costly_bytes / _rest(seconds, work.calls * call + work.plain_bytes / plain)
 
 
-def _update(several: bool) -> float:
-    weight = torch.nn.Parameter(torch.full((4 << 20,), 0.5))
-    weight.grad = torch.full_like(weight, 0.1)
-    optimizer = torch.optim.AdamW([weight], fused=True)
-    return 28.0 * weight.numel() / _seconds(optimizer.step, several)
+def _rest(seconds: float, known: float) -> float:
+    """What is left of ``seconds``: not less than a part of it, where what is known was measured too slow."""
+    return max(seconds - known, seconds / 4)
+
+
+def _drawn(dtype: torch.dtype, several: bool) -> float:
+    rows = torch.empty((256, 1024), dtype=dtype)
+    return rows.numel() / _seconds(lambda: rows.bernoulli_(0.9), several)
 
 
 def _call(several: bool) -> float:
@@ -130,9 +154,8 @@ def _call(several: bool) -> float:
             answer = layer(answer).view(2, 2, 8).transpose(1, 2).contiguous().view(4, 8) * 0.5 + one
         return torch.autograd.grad(answer.sum(), (one, *layer.parameters()))
 
-    with _Calls() as calls:
-        chain()
-    return _seconds(chain, several) / calls.count
+    seconds, work = _timed(chain, several)
+    return seconds / work.calls
 
 
 def _between(call: Callable[[torch.Tensor], object], several: bool) -> float:
@@ -143,21 +166,3 @@ def _between(call: Callable[[torch.Tensor], object], several: bool) -> float:
 def _gather(whole: torch.Tensor, ranks: int) -> None:
     size = whole.numel() // ranks
     distributed.all_gather_into_tensor(whole[: size * ranks], torch.full((size,), 0.5))
-
-
-def main() -> None:
-    """Print the figures of rank 0 as one JSON object."""
-    die_with_parent(int(os.environ["TESSERA_PARENT"]))
-    ranks = int(os.environ["WORLD_SIZE"])
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    if ranks > 1:
-        distributed.init_process_group("gloo")
-    found = measure(getattr(torch, sys.argv[1]), ranks)
-    if ranks > 1:
-        distributed.barrier()
-        distributed.destroy_process_group()
-    print(json.dumps(found), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -11,11 +11,13 @@ import torch
 from torch.utils._pytree import tree_iter
 
 _COSTLY: Final = (
-    "gelu", "silu", "softmax", "exp", "tanh", "sigmoid", "pow", "norm", "dropout", "bernoulli", "sqrt", "cos", "sin",
+    "gelu", "silu", "softmax", "exp", "tanh", "sigmoid", "pow", "norm", "sqrt", "cos", "sin",
 )  # fmt: skip
 """Parts of the names of operations that compute more than they move."""
 _LOOKUPS: Final = ("embedding", "gather", "index", "scatter")
 """They touch as much as they give, not the whole table."""
+_DRAWN: Final = "bernoulli"
+"""Dropout's random numbers, which one thread draws one after the other."""
 _CREATIONS: Final = ("empty", "new_empty", "empty_like", "empty_strided")
 _BACKWARD_SQUARES: Final = 2.5
 """Products of an attention's backward pass for each of its forward pass: five in the place of two."""
@@ -33,6 +35,8 @@ class Work:
     """Read and written by operations that move more than they compute."""
     costly_bytes: float
     """The same of exponentials, norms and the like."""
+    drawn: float
+    """Random numbers."""
     calls: int
     """Operations, views included."""
     tensors: int
@@ -44,7 +48,7 @@ class Tally:
 
     def __init__(self) -> None:
         self._products: Counter[int] = Counter()
-        self._attention = self._plain = self._costly = 0.0
+        self._attention = self._plain = self._costly = self._drawn = 0.0
         self._calls = 0
 
     def see(self, func: Any, args: tuple[Any, ...], made: Any) -> None:
@@ -65,6 +69,8 @@ class Tally:
             query, key = given[1:3] if backward else given[:2]
             operations = 4.0 * query.numel() * key.shape[-2] * (_BACKWARD_SQUARES if backward else 1)
             self._attention += operations / (2 if any(value is True for value in args) else 1)
+        elif _DRAWN in name:
+            self._drawn += sum(tensor.numel() for tensor in results)
         else:
             moved = 2 * _bytes(results) if any(part in name for part in _LOOKUPS) else _bytes(given) + _bytes(results)
             self.move(moved, costly=any(part in name for part in _COSTLY))
@@ -99,6 +105,7 @@ class Tally:
             attention=self._attention,
             plain_bytes=self._plain,
             costly_bytes=self._costly,
+            drawn=self._drawn,
             calls=self._calls,
             tensors=tensors,
         )

@@ -63,6 +63,11 @@ def world_size() -> int:
     return int(os.environ["WORLD_SIZE"])
 
 
+def on_several_machines() -> bool:
+    """Whether the launcher started ranks elsewhere too, or may have: one that does not say how many are here."""
+    return world_size() > int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def interface_towards(host: str) -> str | None:
     """The network interface that this machine reaches ``host`` through; ``None`` for itself, or where that is unknown.
 
@@ -90,8 +95,9 @@ def train(config: TuneConfig, console: Console, *, command: Command, anyway: boo
     # Launchers set one thread per rank, or none; the fair share is what an offloaded optimizer needs.
     os.environ["OMP_NUM_THREADS"] = str(config.run.threads or max(1, inventory.usable_cores() // local_ranks))
     os.environ["HF_HUB_OFFLINE"] = "1"
-    others = world_size() > local_ranks
-    interface = interface_towards(os.environ["MASTER_ADDR"]) or (interface_towards(_ELSEWHERE) if others else None)
+    interface = interface_towards(os.environ["MASTER_ADDR"])
+    if interface is None and on_several_machines():
+        interface = interface_towards(_ELSEWHERE)
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     stop = threading.Event()

@@ -27,7 +27,7 @@ def train(config: TuneConfig, console: Console, *, command: Command = "tune", an
 
     check_sinks(config)
     joins = external.started_by_launcher()
-    if not anyway and not joins:  # several nodes have more memory than this one
+    if not anyway and not (joins and external.on_several_machines()):  # several have more memory than this one
         check_least(located(config, command=command, need="config"))
     config = located(config, saying(console) if os.environ.get("RANK", "0") == "0" else silent, command=command)
     if joins:

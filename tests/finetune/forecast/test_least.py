@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import resource
@@ -12,8 +13,13 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from finetune.cli import main
+from finetune.config import ModelConfig
+from finetune.errors import ConfigError, FinetuneError
+from finetune.forecast import least
 from finetune.forecast.least import least_elements
+from finetune.launch import external
 from finetune.model.build import meta_shapes
+from tests.finetune.forecast.support import config_of, hardware
 from tests.finetune.support import run_command, small_run, write_config
 from tests.support.models import FAMILIES, SMALL
 
@@ -57,6 +63,34 @@ def test_an_existing_model_is_refused_by_its_configuration(
     assert main(["tune", str(config)]) == 2
     assert "billion weights" in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "run").exists()
+
+
+def test_the_model_of_a_runs_folder_is_seen_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Path(__file__).parents[2] / "fixtures" / "release_0_1" / "tune"
+    monkeypatch.setattr(least, "this_machine", lambda config: hardware(ram_bytes=1 << 10))
+    for path in (run, run / "checkpoints"):
+        config = dataclasses.replace(config_of(), model=ModelConfig(path=str(path)))
+        with pytest.raises(ConfigError, match="billion weights"):
+            least.check_least(config)
+
+
+@pytest.mark.parametrize(("here", "refused"), [("2", True), ("1", False)])
+def test_ranks_of_a_launcher_refuse_it_where_all_of_them_are_on_one_machine(
+    tmp_path: Path, text_folder: Path, here: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": here}
+    for name, value in {**environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    began = []
+
+    def train(*_: Any, **__: Any) -> None:
+        began.append(True)
+        raise FinetuneError("enough")
+
+    monkeypatch.setattr(external, "train", train)
+    config = config_file(tmp_path, text_folder, {"new": {**SEVENTY, "num_hidden_layers": 8000}})
+    assert main(["tune", str(config)]) != 0
+    assert bool(began) is not refused
 
 
 @pytest.mark.parametrize("family", FAMILIES)

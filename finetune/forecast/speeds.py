@@ -1,0 +1,88 @@
+"""What is measured of a machine: how fast it computes, and what the steps of a run's engine cost besides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from finetune.forecast.trials import Prices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speeds:
+    """Of one rank, while all ranks of the run do the same."""
+
+    products: Mapping[int, float]
+    """Size of a square product, forward and backward -> operations a second."""
+    attention: float
+    """Operations a second of the causal attention kernel."""
+    plain_bytes: float
+    """Bytes a second of additions, copies and the like."""
+    costly_bytes: float
+    """Bytes a second of activation functions, norms and the like."""
+    drawn: float
+    """Random numbers a second."""
+    call_seconds: float
+    """Of one operation on next to nothing."""
+    gather_bytes: float | None
+    """Bytes of a whole tensor a second that all ranks collect; ``None`` with one rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Of a machine, with the ranks and the engine of a run."""
+
+    speeds: Speeds
+    prices: Prices
+
+    def lines(self) -> list[str]:
+        """For the reader."""
+        speeds, prices = self.speeds, self.prices
+        products = ", ".join(f"{rate / 1e9:,.1f} at {size}" for size, rate in speeds.products.items())
+        between = "" if speeds.gather_bytes is None else f"; between ranks: {speeds.gather_bytes / 1e9:,.2f} GB/s collected"
+        return [
+            f"products: {products} (10^9 operations a second of one rank, by size); attention: {speeds.attention / 1e9:,.1f}",
+            f"memory: {speeds.plain_bytes / 1e9:,.1f} GB/s in plain operations, {speeds.costly_bytes / 1e9:,.1f} in activation "
+            f"functions and norms; {speeds.drawn / 1e6:,.0f} million random numbers a second",
+            f"one call: {speeds.call_seconds * 1e6:,.1f} us{between}",
+            f"in steps of small runs: computing takes {prices.computing:.2f} of the sum of its parts; each tensor costs "
+            f"{prices.micro_tensor * 1e6:,.0f} us a micro-batch and {prices.step_tensor * 1e6:,.0f} us a step, each million of "
+            f"elements {prices.micro_element * 1e9:,.1f} ms and {prices.step_element * 1e9:,.1f} ms",
+        ]
+
+
+def speeds_from(values: Mapping[str, Any]) -> Speeds:
+    """From a file or a process.
+
+    Raises:
+        KeyError, TypeError, ValueError, AttributeError: it is none.
+    """
+    products = {int(size): _positive(rate) for size, rate in values["products"].items()}
+    if not products:
+        raise ValueError("no product was measured")
+    rest = {}
+    for name in (field.name for field in fields(Speeds) if field.name != "products"):
+        given = values[name]
+        rest[name] = None if name == "gather_bytes" and given is None else _positive(given)
+    return Speeds(products=dict(sorted(products.items())), **rest)  # type: ignore[arg-type]
+
+
+def prices_from(values: Mapping[str, Any]) -> Prices:
+    """The same of an engine."""
+    return Prices(**{field.name: _number(values[field.name]) for field in fields(Prices)})
+
+
+def _number(value: Any) -> float:
+    number = float(value)
+    if not (math.isfinite(number) and number >= 0):
+        raise ValueError(f"{value} is no price")
+    return number
+
+
+def _positive(value: Any) -> float:
+    number = _number(value)
+    if number == 0:
+        raise ValueError(f"{value} is no speed")
+    return number

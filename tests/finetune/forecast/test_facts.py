@@ -1,0 +1,111 @@
+"""What is counted of a model and of one micro-batch without its weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from finetune.config import ActivationConfig, BatchConfig, LoraConfig, ModelConfig
+from finetune.forecast.estimate import model_config_of
+from finetune.forecast.facts import facts_of
+from finetune.model.build import build_empty
+from finetune.model.loss import token_losses
+from tests.finetune.forecast.support import NEW, config_of
+
+
+@pytest.mark.parametrize("model_type", ["gpt_neox", "gpt2", "llama", "gpt_neo", "opt"])
+def test_parameters_are_counted_as_transformers_builds_them(model_type: str) -> None:
+    new: dict[str, Any] = {"model_type": model_type, "vocab_size": 512}
+    config = config_of(new=new | ({} if model_type != "gpt_neox" else NEW))
+    hf_config = model_config_of(config)
+    for key, value in (("num_hidden_layers", 2), ("hidden_size", 64), ("num_attention_heads", 4)):
+        if model_type not in ("gpt_neo",):
+            setattr(hf_config, key, value)
+    if model_type == "opt":
+        hf_config.word_embed_proj_dim, hf_config.ffn_dim = 64, 96
+    if model_type == "llama":
+        hf_config.num_key_value_heads, hf_config.head_dim = 4, 16
+    facts = facts_of(config, hf_config, "fp32", on_gpu=False)
+    with torch.device("meta"):
+        model = build_empty(hf_config, torch.float32, nullcontext())
+    assert facts.total == facts.trained == sum(p.numel() for p in model.parameters())
+    assert facts.largest == max(p.numel() for p in model.parameters())
+
+
+def test_activations_are_what_autograd_really_saves() -> None:
+    config = config_of()
+    hf_config = model_config_of(config)
+    facts = facts_of(config, hf_config, "fp32", on_gpu=False)
+    model = build_empty(hf_config, torch.float32, nullcontext()).train()
+    owned = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
+    saved: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in owned:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    ids = torch.zeros(2, 48, dtype=torch.int64)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = token_losses(model(input_ids=ids, use_cache=False).logits, ids)
+    assert loss.requires_grad
+    total = sum(saved.values())
+    logits = 2 * 48 * 512 * 4
+    assert total <= facts.activation_bytes <= total + 2.5 * logits, "what is saved, and the temporaries of the loss beside it"
+
+
+def test_activations_grow_with_the_batch_and_shrink_in_bf16() -> None:
+    def activations(micro: int, precision: str) -> int:
+        config = config_of(batch=BatchConfig(micro=micro))
+        return facts_of(config, model_config_of(config), precision, on_gpu=False).activation_bytes
+
+    assert activations(4, "fp32") == pytest.approx(2 * activations(2, "fp32"), rel=0.1)
+    assert activations(4, "bf16") < 0.8 * activations(4, "fp32")
+
+
+def test_adapters_and_recomputed_blocks_are_followed_as_they_are() -> None:
+    plain = config_of()
+    hf_config = model_config_of(plain)
+    whole = facts_of(plain, hf_config, "fp32", on_gpu=False)
+    adapted = dataclasses.replace(plain, model=ModelConfig(path="x"), lora=LoraConfig(rank=4, method="dora"))
+    facts = facts_of(adapted, hf_config, "fp32", on_gpu=False)
+    ranks = 3 * 4 * ((64 + 192) + (64 + 64) + 2 * (64 + 160))
+    assert facts.frozen == whole.total
+    assert facts.trained == ranks + 3 * (192 + 64 + 160 + 64), "two factors and a magnitude for each linear layer"
+    recomputed = dataclasses.replace(plain, activations=ActivationConfig(checkpoint="device"))
+    facts = facts_of(recomputed, hf_config, "fp32", on_gpu=False)
+    assert facts.total == whole.total
+    assert facts.activation_bytes < 0.6 * whole.activation_bytes
+    assert facts.saved_inputs_bytes == 3 * 2 * 48 * 64 * 4
+
+
+def test_a_chunked_loss_takes_less_than_whole_logits() -> None:
+    def activations(rows: int | None) -> int:
+        config = dataclasses.replace(config_of(new={**NEW, "vocab_size": 8192}), activations=ActivationConfig(loss_rows=rows))
+        return facts_of(config, model_config_of(config), "fp32", on_gpu=False).activation_bytes
+
+    assert activations(None) < 0.7 * activations(0)
+
+
+@pytest.mark.parametrize("packing", ["join", "isolate"])
+def test_masks_are_counted_where_samples_are_packed_alone(packing: Any) -> None:
+    """A mask is a square for every row and layer; rows of one sample need none, whatever their length."""
+    config = config_of()
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, seq_len=640, packing=packing))
+    hf_config = model_config_of(config)
+    made = facts_of(config, hf_config, "fp32", on_gpu=False).trace
+    square = 2 * 640 * 640 * 4
+    assert (sum(event.size == square for event in made) > 0) is (packing == "isolate")
+
+
+def test_model_flops_are_six_a_weight_and_the_attention() -> None:
+    config = config_of()
+    facts = facts_of(config, model_config_of(config), "fp32", on_gpu=False)
+    blocks = 3 * (64 * 192 + 64 * 64 + 2 * 64 * 160)
+    assert facts.multiplied == blocks + 64 * 512, "the output layer multiplies, the embedding is looked up"
+    assert facts.flops_per_token(48) == 6 * facts.multiplied + 12 * 3 * 64 * 48
