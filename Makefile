@@ -59,7 +59,7 @@ lint: $(STAMP) ## ruff: rules and format
 	@$(PY) -m ruff format -q --check .
 	@echo "lint: clean"
 
-types: $(STAMP) ## mypy strict
+types: $(STAMP) ## mypy strict over everything but generated code
 	@$(PY) -m mypy --no-error-summary
 	@echo "types: clean"
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 from serve.errors import InvalidRequest, NotFound, Unavailable
 from serve.rpc.checks import REQUEST_ID
+from serve.rpc.context import Context
 from serve.rpc.scoring import Scorer
 from serve.runtime.gateway import Gateway
 from serve.runtime.state import State
@@ -28,7 +29,7 @@ class AdminService:
         self._gateway = gateway
         self._scorer = scorer
 
-    async def Abort(self, request: admin_pb2.AbortRequest, context: Any) -> admin_pb2.AbortResponse:
+    async def Abort(self, request: admin_pb2.AbortRequest, context: Context) -> admin_pb2.AbortResponse:
         """End one request."""
         if not REQUEST_ID.fullmatch(request.request_id):
             raise InvalidRequest.of("request_id", "must be 1 to 128 characters, each of A-Z a-z 0-9 . _ : -")
@@ -37,23 +38,23 @@ class AdminService:
             raise NotFound(f"no live request is called {request_id!r}")
         return admin_pb2.AbortResponse()
 
-    async def Drain(self, request: admin_pb2.DrainRequest, context: Any) -> admin_pb2.DrainResponse:
+    async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainResponse:
         """Take no new requests, and wait for those in flight."""
         await self._gateway.drain()
         return admin_pb2.DrainResponse()
 
-    async def Reload(self, request: admin_pb2.ReloadRequest, context: Any) -> admin_pb2.ReloadResponse:
+    async def Reload(self, request: admin_pb2.ReloadRequest, context: Context) -> admin_pb2.ReloadResponse:
         """Serve what the model's folder holds now. It goes on when the caller does not wait for it."""
         await self._gateway.reload()
         return admin_pb2.ReloadResponse()
 
     async def FlushPrefixCache(
-        self, request: admin_pb2.FlushPrefixCacheRequest, context: Any
+        self, request: admin_pb2.FlushPrefixCacheRequest, context: Context
     ) -> admin_pb2.FlushPrefixCacheResponse:
         """Forget cached prefixes."""
         return admin_pb2.FlushPrefixCacheResponse(blocks=await self._gateway.flush_prefix_cache())
 
-    async def GetLoad(self, request: admin_pb2.GetLoadRequest, context: Any) -> admin_pb2.GetLoadResponse:
+    async def GetLoad(self, request: admin_pb2.GetLoadRequest, context: Context) -> admin_pb2.GetLoadResponse:
         """How busy the server is; figures of an engine that is not there are 0."""
         config = self._gateway.config
         load = admin_pb2.GetLoadResponse(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
-from typing import Any, Final
+from typing import Final
 
 from grpc_health.v1 import health_pb2
 
 from serve.errors import NotFound, QueueFull
+from serve.rpc.context import Context
 from serve.runtime.gateway import Gateway
 from serve.runtime.state import State
 
@@ -32,19 +33,19 @@ class HealthService:
         self._closed = True
         self._tell()
 
-    async def Check(self, request: health_pb2.HealthCheckRequest, context: Any) -> health_pb2.HealthCheckResponse:
+    async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> health_pb2.HealthCheckResponse:
         """The status now; NOT_FOUND for a service that is not here."""
         if request.service not in self._names:
             raise NotFound(f"there is no service {request.service[:64]!r}")
         return health_pb2.HealthCheckResponse(status=self._status(request.service))
 
-    async def List(self, request: health_pb2.HealthListRequest, context: Any) -> health_pb2.HealthListResponse:
+    async def List(self, request: health_pb2.HealthListRequest, context: Context) -> health_pb2.HealthListResponse:
         """The status of every service."""
         statuses = {name: health_pb2.HealthCheckResponse(status=self._status(name)) for name in self._names}
         return health_pb2.HealthListResponse(statuses=statuses)
 
     async def Watch(
-        self, request: health_pb2.HealthCheckRequest, context: Any
+        self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
         """The status now and after every change; SERVICE_UNKNOWN for a service that is not here."""
         if self._num_watchers >= MAX_WATCHERS:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
-from typing import Any, Final
+from typing import Any, Final, TypeVar, cast
 
 import grpc
 from google.protobuf import message_factory
@@ -14,6 +14,7 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import Message
 
 from serve.errors import RequestError
+from serve.rpc.context import Context
 from serve.rpc.deadlines import is_expired
 from serve.rpc.decoding import Malformed, Reader, Unread
 from serve.rpc.status import RpcStatus, abort, internal_status, rpc_status
@@ -23,8 +24,13 @@ _log = logging.getLogger(__name__)
 Count = Callable[[str, str], None]
 """(method, status code) of a call that has ended."""
 
-Handler = Callable[[Any, Any], Any]
+Handler = Callable[[Any, Context], Any]
 """A servicer's method: (request or iterator of requests, context) -> awaitable answer, or asynchronous generator of answers."""
+
+_Request = Message | Malformed | Unread
+"""As the deserializer leaves it."""
+
+A = TypeVar("A")
 
 _CONSTRUCTORS: Final = {
     (False, False): grpc.unary_unary_rpc_method_handler,
@@ -39,7 +45,7 @@ class Calls:
     def __init__(self) -> None:
         self._live: set[asyncio.Future[None]] = set()
 
-    def began(self, context: Any) -> None:
+    def began(self, context: Context) -> None:
         """A handler has this call until its status was sent."""
         over = asyncio.get_running_loop().create_future()
         self._live.add(over)
@@ -64,8 +70,8 @@ def bind(
     bounds: Mapping[str, int],
     calls: Calls,
     name: str = "",
-) -> Any:
-    """A ``grpc.GenericRpcHandler`` for every method of ``service``, found on ``servicer`` by name.
+) -> grpc.GenericRpcHandler[Any, Any]:
+    """A handler for every method of ``service``, found on ``servicer`` by name.
 
     Args:
         bounds: what a request may hold, see ``serve.rpc.bounds.request_bounds``.
@@ -96,7 +102,7 @@ class _Behaviour:
         self._calls = calls
         self._count = count
 
-    async def unary(self, request: Any, context: Any) -> Any:
+    async def unary(self, request: _Request, context: Context) -> Message:
         async def run() -> Message:
             answer: Awaitable[Message] = self._handler(await self._read(request), context)
             return await answer
@@ -105,26 +111,30 @@ class _Behaviour:
 
     # A coroutine that writes, not a generator: gRPC leaves a generator suspended when its call is cancelled, while this one is
     # told at once.
-    async def stream(self, request: Any, context: Any) -> None:
+    async def stream(self, request: _Request | AsyncIterator[_Request], context: Context) -> None:
         async def run() -> None:
-            requests = self._each(request) if self._method.client_streaming else await self._read(request)
+            requests: Message | AsyncIterator[Message | Malformed]
+            if self._method.client_streaming:
+                requests = self._each(cast(AsyncIterator[_Request], request))
+            else:
+                requests = await self._read(cast(_Request, request))
             async with aclosing(self._handler(requests, context)) as answers:
                 async for answer in answers:
                     await context.write(answer)
 
         await self._guarded(run, context)
 
-    async def _read(self, request: Message | Malformed | Unread) -> Message:
+    async def _read(self, request: _Request) -> Message:
         message = await self._reader.read(request)
         if isinstance(message, Malformed):
             raise message.error
         return message
 
-    async def _each(self, requests: AsyncIterator[Message | Malformed | Unread]) -> AsyncIterator[Message | Malformed]:
+    async def _each(self, requests: AsyncIterator[_Request]) -> AsyncIterator[Message | Malformed]:
         async for request in requests:
             yield await self._reader.read(request)
 
-    async def _guarded(self, run: Callable[[], Awaitable[Any]], context: Any) -> Any:
+    async def _guarded(self, run: Callable[[], Awaitable[A]], context: Context) -> A:
         """Run the handler; count its call, before the client can know of its end, and end it with the status of its error."""
         self._calls.began(context)
         allowed = context.time_remaining()
@@ -156,6 +166,6 @@ class _Behaviour:
         return internal_status()
 
 
-def _client_code(context: Any, allowed_seconds: float | None) -> str:
+def _client_code(context: Context, allowed_seconds: float | None) -> str:
     """The status of a call that its client ended."""
     return "DEADLINE_EXCEEDED" if is_expired(context.time_remaining(), allowed_seconds) else "CANCELLED"

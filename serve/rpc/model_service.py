@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from serve.rpc.context import Context
 from serve.rpc.model import Models, ServedModel
 from serve.v1 import models_pb2
 
@@ -14,13 +13,13 @@ class ModelService:
     def __init__(self, models: Models) -> None:
         self._models = models
 
-    async def GetModel(self, request: models_pb2.GetModelRequest, context: Any) -> models_pb2.Model:
+    async def GetModel(self, request: models_pb2.GetModelRequest, context: Context) -> models_pb2.Model:
         """The model by name."""
         model = self._models.current()
         model.require_name(request.name)
         return _message(model)
 
-    async def ListModels(self, request: models_pb2.ListModelsRequest, context: Any) -> models_pb2.ListModelsResponse:
+    async def ListModels(self, request: models_pb2.ListModelsRequest, context: Context) -> models_pb2.ListModelsResponse:
         """Every model: one."""
         return models_pb2.ListModelsResponse(models=[_message(self._models.current())])
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable
 from typing import Any, Final
 
+import grpc
 from google.protobuf import descriptor_pb2, descriptor_pool
 from google.protobuf.descriptor import FileDescriptor
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import _async as aio
 from grpc_reflection.v1alpha import reflection_pb2
 
+from serve.rpc.context import Context
 from serve.rpc.decoding import Malformed
 from serve.rpc.methods import Calls, bind
 from serve.v1 import admin_pb2, inference_pb2, models_pb2, tokenizer_pb2
@@ -23,7 +25,7 @@ V1: Final = "grpc.reflection.v1.ServerReflection"
 _DESCRIBED: Final = (inference_pb2, tokenizer_pb2, models_pb2, admin_pb2, health_pb2, reflection_pb2)
 
 
-def reflection_handlers(services: Iterable[str], calls: Calls) -> list[Any]:
+def reflection_handlers(services: Iterable[str], calls: Calls) -> list[grpc.GenericRpcHandler[Any, Any]]:
     """``grpc.GenericRpcHandler``s of both versions, listing ``services`` and themselves."""
     servicer = _Reflection(aio.ReflectionServicer([*services, V1, V1ALPHA], pool=_pool()))
     service = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
@@ -36,7 +38,7 @@ class _Reflection:
     def __init__(self, servicer: Any) -> None:
         self._servicer = servicer
 
-    async def ServerReflectionInfo(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+    async def ServerReflectionInfo(self, requests: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
         """Answers questions about services and their messages."""
 
         async def readable() -> AsyncIterator[Any]:

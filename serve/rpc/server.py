@@ -6,7 +6,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from typing import Final
 
 import grpc
 from google.protobuf.descriptor import ServiceDescriptor
@@ -82,7 +82,7 @@ class RpcServer:
         self._metrics = metrics
         self._config = config
         self._clock = clock
-        self._servers: dict[str, Any] = {}  # by the address that was bound
+        self._servers: dict[str, grpc.aio.Server] = {}  # by the address that was bound
         self._calls = Calls()
         self._health: HealthService | None = None
 
@@ -178,7 +178,7 @@ def _address(rpc: RpcConfig) -> str:
     return f"{host}:{rpc.port}"
 
 
-def _bind(server: Any, field: str, address: str) -> str:
+def _bind(server: grpc.aio.Server, field: str, address: str) -> str:
     if address.startswith("unix:"):
         _require_free(field, address.removeprefix("unix:").removeprefix("//"))
     try:

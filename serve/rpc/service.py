@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from typing import Any
 
 from serve.errors import DeadlineExpired, Loading
 from serve.metrics import Metrics
 from serve.rpc import convert, messages
 from serve.rpc.batch import run_batch
+from serve.rpc.context import Context
 from serve.rpc.convert import Call
 from serve.rpc.deadlines import LEAST_SECONDS, is_expired
 from serve.rpc.decoding import Malformed
@@ -34,7 +34,7 @@ class InferenceService:
         self._clock = clock
         self.scorer = Scorer(gateway)
 
-    async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> inference_pb2.GenerateResponse:
+    async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> inference_pb2.GenerateResponse:
         """Generate and answer once."""
         model = self._model()
         generation = await convert.to_generation(request, model, self._call(context))
@@ -44,7 +44,7 @@ class InferenceService:
         return answer.build()
 
     async def GenerateStream(
-        self, request: inference_pb2.GenerateRequest, context: Any
+        self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateEvent]:
         """Generate and answer piece by piece. However the call ends, its KV blocks are freed."""
         model = self._model()
@@ -54,7 +54,7 @@ class InferenceService:
                 yield await messages.event_message(event, generation)
 
     async def GenerateBatch(
-        self, requests: AsyncIterator[inference_pb2.GenerateRequest | Malformed], context: Any
+        self, requests: AsyncIterator[inference_pb2.GenerateRequest | Malformed], context: Context
     ) -> AsyncIterator[inference_pb2.GenerateEvent]:
         """Run many requests on one call."""
         call = self._call(context)
@@ -68,11 +68,11 @@ class InferenceService:
         async for message in run_batch(requests, start, self._gateway.config):
             yield message
 
-    async def Score(self, request: inference_pb2.ScoreRequest, context: Any) -> inference_pb2.ScoreResponse:
+    async def Score(self, request: inference_pb2.ScoreRequest, context: Context) -> inference_pb2.ScoreResponse:
         """Measure how likely given texts are."""
         return await self.scorer.score(request, self._model(), self._call(context))
 
-    def _start(self, generation: Generation, model: ServedModel, context: Any) -> Stream:
+    def _start(self, generation: Generation, model: ServedModel, context: Context) -> Stream:
         stream = self._gateway.start(generation, model.edition)
         # Runs however the call ends, also where no exception can reach the handler.
         context.add_done_callback(lambda _: self._leave(stream))
@@ -92,7 +92,7 @@ class InferenceService:
             self._metrics.rejected(refusal)  # the gateway, which counts the others, never sees this request
             raise
 
-    def _call(self, context: Any) -> Call:
+    def _call(self, context: Context) -> Call:
         now = self._clock()
         remaining = context.time_remaining()
         if remaining is None:

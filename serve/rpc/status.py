@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn
+from typing import Final, NoReturn
 
 from google.protobuf import any_pb2, duration_pb2
 from google.protobuf.message import Message
@@ -17,6 +17,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc import StatusCode
 
 from serve import errors
+from serve.rpc.context import Context
 
 STATUS_OF: Final[Mapping[type[errors.RequestError], StatusCode]] = {
     errors.InvalidRequest: StatusCode.INVALID_ARGUMENT,  # the client's mistake; retrying cannot help
@@ -80,7 +81,7 @@ def internal_status() -> RpcStatus:
     return RpcStatus(StatusCode.INTERNAL, "the server failed on this call; its log says why", ())
 
 
-async def abort(context: Any, status: RpcStatus) -> NoReturn:
+async def abort(context: Context, status: RpcStatus) -> NoReturn:
     """End the call. Does not return: gRPC raises through the handler."""
     await context.abort(status.code, status.message, status.trailers)
     raise AssertionError("context.abort returned")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from serve.errors import InvalidRequest
 from serve.rpc import prompts
 from serve.rpc.checks import Checks
+from serve.rpc.context import Context
 from serve.rpc.model import Models, decode, encode
 from serve.v1 import tokenizer_pb2
 
@@ -17,7 +16,7 @@ class TokenizerService:
     def __init__(self, models: Models) -> None:
         self._models = models
 
-    async def Tokenize(self, request: tokenizer_pb2.TokenizeRequest, context: Any) -> tokenizer_pb2.TokenizeResponse:
+    async def Tokenize(self, request: tokenizer_pb2.TokenizeRequest, context: Context) -> tokenizer_pb2.TokenizeResponse:
         """Text to token ids."""
         model = self._models.current()
         model.require_name(request.model)
@@ -32,7 +31,7 @@ class TokenizerService:
         _require_few("text", len(ids), limit)
         return tokenizer_pb2.TokenizeResponse(token_ids=ids, max_model_len=model.facts.max_model_len)
 
-    async def Detokenize(self, request: tokenizer_pb2.DetokenizeRequest, context: Any) -> tokenizer_pb2.DetokenizeResponse:
+    async def Detokenize(self, request: tokenizer_pb2.DetokenizeRequest, context: Context) -> tokenizer_pb2.DetokenizeResponse:
         """Token ids to text."""
         model = self._models.current()
         model.require_name(request.model)
@@ -44,7 +43,7 @@ class TokenizerService:
         text = await decode(model.require_tokenizer("Detokenize"), request.token_ids, skip_special_tokens=skips)
         return tokenizer_pb2.DetokenizeResponse(text=text)
 
-    async def RenderChat(self, request: tokenizer_pb2.RenderChatRequest, context: Any) -> tokenizer_pb2.RenderChatResponse:
+    async def RenderChat(self, request: tokenizer_pb2.RenderChatRequest, context: Context) -> tokenizer_pb2.RenderChatResponse:
         """A conversation to the prompt the model would see."""
         model = self._models.current()
         model.require_name(request.model)
