@@ -35,11 +35,12 @@ from finetune.forecast.facts import facts_of
 from finetune.forecast.hardware import Hardware
 from finetune.forecast.heap import Heap
 from finetune.forecast.layout import layout_of
-from finetune.forecast.memory import MATRIX_BUFFERS, _phases, _state, _step, need_of
+from finetune.forecast.memory import _phases, _state, _step, need_of
 from finetune.forecast.pace import keep_pace, kept_pace
 from finetune.machine.memory import MemoryWatch, pages_of
 from finetune.model.build import build_empty
 from finetune.model.loss import token_losses
+from finetune.optimizers.muon import BUFFERS
 from tests.finetune.support import small_run, write_config
 
 GIB = 1 << 30
@@ -247,7 +248,7 @@ def test_factors_are_on_every_rank_and_whole_matrices_on_the_device() -> None:
     assert host["moments"] - factors == pytest.approx((alone["moments"] - factors) / 4, abs=4)
     assert not device.get("whole matrices")
     device, host = needs("muon", 4)
-    assert device["whole matrices"] == 4 * MATRIX_BUFFERS * 64 * 192
+    assert device["whole matrices"] == 4 * BUFFERS * 64 * 192
     assert "whole matrices" not in host
 
 
