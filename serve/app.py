@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
 
 from checkpoint import CheckpointError, hold, open_structure, resolve_latest
+from checkpoint.tokenizer import Tokenizer
 from serve.config import ServerConfig
 from serve.engine.engine import Engine, EngineLimits
 from serve.engine.executor import Executor, ModelFacts
@@ -26,7 +27,7 @@ from serve.runtime.edition import Edition
 from serve.runtime.gateway import Gateway
 from serve.runtime.supervisor import RankGroup
 from serve.text.detokenizer import open_text
-from serve.text.tokenizer import Tokenizer, load_tokenizer
+from serve.text.tokenizer import load_tokenizer
 from serve.worker.executor import RankExecutor
 from serve.worker.rehearsal import rehearse
 

@@ -42,7 +42,9 @@ class CommandParser(argparse.ArgumentParser):
             self.epilog = self._more_help()
         return super().format_help()
 
-    def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
+    def parse_known_args(  # type: ignore[override]  # its overloads take a namespace of any class
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
         """As argparse does, whose sub-parsers are called here; ``words`` of the result are the arguments as they were given."""
         if self._fill is not None:
             fill, self._fill = self._fill, None

@@ -1,31 +1,30 @@
-"""Conversations as text: the chat template rendered as transformers renders it, and where in the text each turn lies.
+"""Where in a conversation's text each turn lies, and what is learned of it.
 
-A template is code from a model's folder. It runs in Jinja's immutable sandbox and sees the conversation and the names of the
-special tokens.
+The text itself is written by ``checkpoint.chat`` alone, which a server renders with too.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
-from typing import Any
 
-import jinja2
-from jinja2.ext import Extension, loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
+from checkpoint import CheckpointError
+from checkpoint.chat import ChatRejected, ChatTemplate
 from finetune.data.samples import Chat, Malformed
-from finetune.data.templates import TEMPLATES
 from finetune.errors import ConfigError
 
 _BEGIN, _END = "\ufdd0", "\ufdd1"  # no characters of any text: the ends of what {% generation %} encloses
 _PLACE = "\ufdd2"  # nor this: stands for the content of a turn
+_MOST_BYTES = 256 << 20
+"""Of one conversation's text: a template that writes more writes without end."""
 _NO_SPANS = (
     "the chat template writes turn {turn} differently once more turns follow, so its tokens cannot be told apart; "
     "enclose the assistant's words in {{% generation %}} … {{% endgeneration %}} in the template (data.chat_template)"
+)
+_MARKS_CHANGE_TEXT = (
+    "the chat template alters what it encloses in {% generation %}, or the conversation holds U+FDD0 or U+FDD1, so its tokens "
+    "cannot be told apart; let the template write those parts as they are, and leave such characters out"
 )
 
 
@@ -39,24 +38,8 @@ class Rendered:
     """Whether the last range ends the text, but for white space: then the end of text is to be learned after it."""
 
 
-class _RaisedByTemplate(jinja2.TemplateError):
-    """A template called ``raise_exception``."""
-
-
-class _Generation(Extension):
-    """``{% generation %}``: what it encloses is the assistant's."""
-
-    tags = {"generation"}  # noqa: RUF012  (declared so by jinja2)
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        begin, end = (jinja2.nodes.Output([jinja2.nodes.TemplateData(mark)], lineno=line) for mark in (_BEGIN, _END))
-        return [begin, *body, end]
-
-
-class ChatTemplate:
-    """A compiled template with the special tokens of its tokenizer."""
+class ChatTargets:
+    """A chat template, and where in what it writes the targets are."""
 
     def __init__(
         self, source: str, special_tokens: Mapping[str, str], specials: Iterable[str], now: datetime, place: str
@@ -71,15 +54,13 @@ class ChatTemplate:
         Raises:
             ConfigError: it does not compile.
         """
-        self._environment = _environment(now)
         try:
-            self._template = self._environment.from_string(source)
-        except jinja2.TemplateError as error:
-            line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
-            raise ConfigError(f"{place}{line}: the chat template does not compile: {error}") from error
-        nodes = self._environment.parse(source)
-        self._marks = any(data.data == _BEGIN for data in nodes.find_all(jinja2.nodes.TemplateData))
-        self._special_tokens = dict(special_tokens)
+            self._template = ChatTemplate(source, special_tokens, now=lambda: now)
+            self._marked: ChatTemplate | None = None
+            if self._template.encloses_answers:
+                self._marked = ChatTemplate(source, special_tokens, now=lambda: now, marks=(_BEGIN, _END))
+        except CheckpointError as error:
+            raise ConfigError(f"{place}: {error.rule}") from error
         self._specials = tuple({*specials, *special_tokens.values()} - {""})
 
     def render(self, chat: Chat, wanted: Sequence[bool]) -> Rendered:
@@ -88,9 +69,12 @@ class ChatTemplate:
         Raises:
             Malformed: the template refuses the conversation, or its turns cannot be told apart.
         """
-        text, marks = _without_marks(self._text(chat, len(chat.messages)))
+        text = self.render_whole(chat)
         wanted = [want and weight for want, weight in zip(wanted, chat.weights, strict=True)]
-        spans = self._marked(chat, wanted, text, marks) if self._marks else self._found(chat, wanted, text)
+        if self._marked is None:
+            spans = [self._range(chat, turn, text) for turn, want in enumerate(wanted) if want]
+        else:
+            spans = self._enclosed(self._marked, chat, wanted, text)
         spans = [self._trimmed(text, begin, end) for begin, end in spans if begin < end]
         ends = bool(spans) and not text[spans[-1][1] :].strip()
         return Rendered(text, tuple(spans), ends)
@@ -101,7 +85,7 @@ class ChatTemplate:
         Raises:
             Malformed: the template refuses it.
         """
-        return _without_marks(self._text(chat, len(chat.messages)))[0]
+        return self._text(chat, len(chat.messages))
 
     def ends_by_itself(self, text: str) -> bool:
         """Whether ``text`` ends with a special token."""
@@ -109,8 +93,11 @@ class ChatTemplate:
 
     # -- ranges
 
-    def _marked(self, chat: Chat, wanted: Sequence[bool], text: str, marks: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    def _enclosed(self, template: ChatTemplate, chat: Chat, wanted: Sequence[bool], text: str) -> list[tuple[int, int]]:
         """What the template itself marks; each mark is a turn of the assistant, in order."""
+        unmarked, marks = _without_marks(_rendered(template, chat, len(chat.messages), prompt=False))
+        if unmarked != text:
+            raise Malformed(_MARKS_CHANGE_TEXT)
         turns = [index for index, message in enumerate(chat.messages) if message["role"] == "assistant"]
         if len(marks) != len(turns):
             if all(wanted[index] for index in turns):
@@ -129,10 +116,6 @@ class ChatTemplate:
                 if following.startswith(special):
                     return begin, len(text) - len(following) + len(special)
         return begin, end
-
-    def _found(self, chat: Chat, wanted: Sequence[bool], text: str) -> list[tuple[int, int]]:
-        """Ranges of turns, found by rendering the conversation up to each of them."""
-        return [self._range(chat, turn, text) for turn, want in enumerate(wanted) if want]
 
     def _range(self, chat: Chat, turn: int, text: str) -> tuple[int, int]:
         """From the end of the prompt before the turn to the end of what the template writes with it."""
@@ -164,7 +147,7 @@ class ChatTemplate:
         """What the template writes before and after the content of a turn, in the first ``turns`` turns."""
         messages = list(chat.messages)
         messages[turn] = {**messages[turn], "content": _PLACE}
-        text = _without_marks(self._text(Chat(tuple(messages), chat.weights, chat.tools), turns))[0]
+        text = self._text(Chat(tuple(messages), chat.weights, chat.tools), turns)
         if text.count(_PLACE) != 1:
             raise Malformed(_NO_SPANS.format(turn=turn + 1))
         head, tail = text.split(_PLACE)
@@ -189,19 +172,22 @@ class ChatTemplate:
             raise
 
     def _text(self, chat: Chat, turns: int, *, prompt: bool = False) -> str:
-        try:
-            rendered = self._template.render(
-                messages=[dict(message) for message in chat.messages[:turns]],
-                tools=chat.tools,
-                documents=None,
-                add_generation_prompt=prompt,
-                **self._special_tokens,
-            )
-        except _RaisedByTemplate as error:
-            raise Malformed(f"the chat template refuses the conversation: {error}; mend the record or the template") from error
-        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
-            raise Malformed(f"the chat template fails on the conversation: {error}; mend the record or the template") from error
-        return _without_marks(rendered)[0] if prompt or turns < len(chat.messages) else rendered
+        return _rendered(self._template, chat, turns, prompt=prompt)
+
+
+def _rendered(template: ChatTemplate, chat: Chat, turns: int, *, prompt: bool) -> str:
+    """The first ``turns`` turns as the template writes them.
+
+    Raises:
+        Malformed: it refuses them, or fails on them.
+    """
+    try:
+        return template.render(chat.messages[:turns], add_generation_prompt=prompt, max_bytes=_MOST_BYTES, tools=chat.tools)
+    except ChatRejected as error:
+        verb = "fails on" if error.said is None else "refuses"
+        raise Malformed(
+            f"the chat template {verb} the conversation: {error.reason}; mend the record or the template"
+        ) from error
 
 
 def _common_prefix(first: str, second: str) -> int:
@@ -225,67 +211,3 @@ def _without_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
         kept.append(part)
         length += len(part)
     return "".join(kept), ranges
-
-
-def find_template(named: str | None, tokenizer_folder: Path) -> tuple[str, str] | None:
-    """The template of a run and where it is from: the one named, or the tokenizer's own.
-
-    Raises:
-        ConfigError: the file cannot be read, or what the tokenizer's folder says is none.
-    """
-    if named is not None:
-        if named in TEMPLATES:
-            return TEMPLATES[named], f"data.chat_template {named}"
-        path = Path(named).expanduser()
-        try:
-            return path.read_text(encoding="utf-8-sig"), str(path)
-        except (OSError, UnicodeDecodeError) as error:
-            names = ", ".join(TEMPLATES)
-            raise ConfigError(
-                f"data.chat_template: {path} cannot be read: {error}; name a Jinja file or one of {names}"
-            ) from error
-    file = tokenizer_folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8"), str(file)
-    file = tokenizer_folder / "tokenizer_config.json"
-    source = json.loads(file.read_text(encoding="utf-8")).get("chat_template") if file.is_file() else None
-    if isinstance(source, list):
-        source = next((entry.get("template") for entry in source if entry.get("name") == "default"), None)
-    if source is not None and not isinstance(source, str):
-        raise ConfigError(
-            f"{file}: chat_template is {type(source).__name__}; it must be text; or name one by data.chat_template"
-        )
-    return (source, str(file)) if source is not None else None
-
-
-def special_tokens_of(folder: Path, end_of_text: str) -> dict[str, str]:
-    """Named special tokens of a tokenizer's folder, such as ``{"eos_token": "</s>"}``, as templates expect them."""
-    named: dict[str, str] = {"eos_token": end_of_text}
-    for file in ("special_tokens_map.json", "tokenizer_config.json"):
-        if not (folder / file).is_file():
-            continue
-        for key, value in json.loads((folder / file).read_text(encoding="utf-8")).items():
-            text = value.get("content") if isinstance(value, dict) else value
-            if key.endswith("_token") and not key.startswith("add_") and isinstance(text, str):
-                named[key] = text
-    return named
-
-
-def _environment(now: datetime) -> ImmutableSandboxedEnvironment:
-    """What templates written for transformers expect to find."""
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = now.strftime
-    return environment
-
-
-def _tojson(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    # Jinja's own filter escapes HTML, which templates for prompts do not expect.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> None:
-    raise _RaisedByTemplate(message)

@@ -6,16 +6,15 @@ the answer in one token, the text is tokenised in parts instead.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
 
-from finetune.data.chat import ChatTemplate
+from checkpoint.tokenizer import Tokenizer
+from finetune.data.chat import ChatTargets
 from finetune.data.readers.items import Fault, Piece, Tokens
 from finetune.data.samples import Chat, Completion, Malformed
 
@@ -59,23 +58,16 @@ class Encoder:
     """Encodes the samples of one source. Deterministic, whatever is encoded together."""
 
     def __init__(
-        self, tokenizer: Tokenizer, end_id: int, template: ChatTemplate | None, train_on: str, roles: Sequence[str]
+        self, tokenizer: Tokenizer, end_id: int, template: ChatTargets | None, train_on: str, roles: Sequence[str]
     ) -> None:
         self._tokenizer, self._end_id, self._template = tokenizer, end_id, template
         self._train_on, self._roles = train_on, tuple(roles)
-        self._num_ids = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-        self._special_ids = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special} | {
-            end_id
-        }
-        self._controls = tuple(
-            token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special and token.content
-        )
-        self._leading = _leading_ids(tokenizer)
-        self._prepends = _prepends(tokenizer)
+        self._num_ids = tokenizer.num_ids
+        self._special_ids = tokenizer.special_ids | {end_id}
 
     def controls_in(self, text: str) -> list[str]:
         """The special tokens that ``text`` spells out."""
-        return [control for control in self._controls if control in text]
+        return [control for control in self._tokenizer.special_texts if control in text]
 
     # -- from readers' items
 
@@ -83,7 +75,7 @@ class Encoder:
         """Encode what was read, in order; what cannot be is a fault."""
         prepared = [self._prepare(item) for item in items]
         texts = list(chain.from_iterable(self._texts(item) for item in prepared))
-        batch = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False) if texts else []
+        batch = self._tokenizer.backend.encode_batch_fast(texts, add_special_tokens=False) if texts else []
         encodings = iter([encoding.ids for encoding in batch])
         return [self._finish(item, encodings) for item in prepared]
 
@@ -128,7 +120,7 @@ class Encoder:
 
     def _needs_whole(self, item: _Pending) -> bool:
         """Whether the parts alone could be other tokens than a server's. A prompt and one answer are just its two parts."""
-        return self._prepends or len(item.spans) > 1
+        return self._tokenizer.prepends_space or len(item.spans) > 1
 
     def _finish(self, item: Piece | Tokens | _Pending | Fault, encodings: Iterator[list[int]]) -> Encoded | Fault:
         if isinstance(item, Fault):
@@ -170,7 +162,8 @@ class Encoder:
         num_used = len(mask) - mask[::-1].index(1) if 1 in mask else len(mask)  # nothing is learned from what follows
         ids, mask = ids[:num_used], mask[:num_used]
         if item.bos:
-            ids, mask = [*self._leading, *ids], [0] * len(self._leading) + mask
+            leading = self._tokenizer.leading_ids
+            ids, mask = [*leading, *ids], [0] * len(leading) + mask
         return Encoded(
             np.asarray(ids, dtype=np.int64),
             np.asarray(mask, dtype=np.uint8),
@@ -191,7 +184,7 @@ class Encoder:
     def _across_borders(self, item: _Pending, whole: list[int], ids: list[int], mask: list[int]) -> tuple[list[int], list[int]]:
         """The whole's tokens, if each border lies between two of them and a prompt alone has the same; else the parts'."""
         borders = sorted({border for span in item.spans for border in span} - {0, len(item.text)})
-        heads = self._tokenizer.encode_batch_fast([item.text[:border] for border in borders], add_special_tokens=False)
+        heads = self._tokenizer.backend.encode_batch_fast([item.text[:border] for border in borders], add_special_tokens=False)
         counts = [len(head.ids) for head in heads]
         if all(whole[:count] == head.ids for count, head in zip(counts, heads, strict=True)):
             where = dict(zip(borders, counts, strict=True)) | {0: 0, len(item.text): len(whole)}
@@ -199,10 +192,10 @@ class Encoder:
             for begin, end in item.spans:
                 mask[where[begin] : where[end]] = [1] * (where[end] - where[begin])
             return whole, mask
-        if not self._prepends:
+        if not self._tokenizer.prepends_space:
             return ids, mask
         # This tokenizer puts a space before whatever it is given, so parts of a text are not its tokens.
-        encoding = self._tokenizer.encode(item.text, add_special_tokens=False)
+        encoding = self._tokenizer.backend.encode(item.text, add_special_tokens=False)
         inside = [_is_inside(item.text, offsets, item.spans) for offsets in encoding.offsets]
         return encoding.ids, inside
 
@@ -230,26 +223,3 @@ def _is_inside(text: str, offsets: Span, spans: Iterable[Span]) -> int:
 
 def _size(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode("utf-8"))
-
-
-def _leading_ids(tokenizer: Tokenizer) -> list[int]:
-    """Ids the tokenizer puts before a plain prompt, such as ``<s>``: what a server computes with."""
-    encoding = tokenizer.encode("a", add_special_tokens=True)
-    count = next((index for index, special in enumerate(encoding.special_tokens_mask) if not special), 0)
-    return list(encoding.ids[:count])
-
-
-def _prepends(tokenizer: Tokenizer) -> bool:
-    """Whether the tokenizer puts a space before a text, as those made from SentencePiece do."""
-    tree = json.loads(tokenizer.to_str())
-    nodes = [tree.get("normalizer"), tree.get("pre_tokenizer")]
-    while nodes:
-        node = nodes.pop()
-        if not isinstance(node, dict):
-            continue
-        nodes += node.get("normalizers", []) + node.get("pretokenizers", [])
-        if node.get("type") == "Prepend" or node.get("add_prefix_space") is True:
-            return True
-        if node.get("type") == "Metaspace" and node.get("prepend_scheme", "always") != "never":
-            return True
-    return False

@@ -115,7 +115,8 @@ def _split(tables: Sequence[Numbers], settings: Settings) -> tuple[list[Numbers]
     held[:, BEGIN] += held_from
     held[:, LENGTH] -= held_from
     bounds = np.cumsum([len(table) for table in tables])[:-1]
-    return tuple([part[part[:, LENGTH] > 0] for part in np.split(side, bounds)] for side in (kept, held))  # type: ignore[return-value]
+    train, evaluation = ([part[part[:, LENGTH] > 0] for part in np.split(side, bounds)] for side in (kept, held))
+    return train, evaluation
 
 
 def _held_from_joined(lengths: Numbers, settings: Settings) -> Numbers:

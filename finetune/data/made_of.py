@@ -76,8 +76,7 @@ def read_made_of(folder: Path) -> MadeOf | None:
         SourceRecord(files=tuple((name, size, value) for name, size, value in record["files"]), read_as=record["read_as"])
         for record in tree.pop("sources")
     )
-    lists = {key: tuple(tree.pop(key)) for key in ("names", "weights")}
-    return MadeOf(**tree, **lists, sources=sources)
+    return MadeOf(**tree | {key: tuple(tree[key]) for key in ("names", "weights")}, sources=sources)
 
 
 def differences(was: MadeOf, now: MadeOf) -> Iterator[str]:

@@ -25,7 +25,7 @@ from finetune.data.prepared import Prepared
 from finetune.data.settings import Say, files_digest, prepare_encoding
 from finetune.data.shards import LEFT_OUT, facts_of, name_unit
 from finetune.data.sources import UNIT_BYTES, Source, Unit, units_of
-from finetune.data.tokenizer import end_of_text_id, num_ids, open_tokenizer
+from finetune.data.tokenizer import end_of_text_id, open_tokenizer
 from finetune.data.workers import Encoding, UnitJob, make_shards
 from finetune.errors import DataError
 
@@ -219,7 +219,7 @@ def _list_left_out(folders: Sequence[Sequence[Path]], path: Path) -> None:
 
 def _facts(encoding: Encoding, inputs: Inputs, folders: Sequence[Sequence[Path]], layout: Layout) -> dict[str, object]:
     tokenizer = open_tokenizer(encoding.tokenizer)
-    ids, end_id = num_ids(tokenizer), end_of_text_id(encoding.tokenizer, tokenizer)
+    ids, end_id = tokenizer.num_ids, end_of_text_id(encoding.tokenizer, tokenizer)
     shards = [facts_of(folder) for some in folders for folder in some]
     training = [facts_of(folder) for some in folders[: len(inputs.train)] for folder in some]
     return {

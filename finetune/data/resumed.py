@@ -9,10 +9,12 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
+from checkpoint import CheckpointError
+from checkpoint.folder import Folder
+from checkpoint.tokenizer import open_as_written
 from finetune.config import TuneConfig
 from finetune.data.made_of import MadeOf, differences, read_made_of
 from finetune.data.prepared import Prepared
-from finetune.data.tokenizer import open_tokenizer
 from finetune.errors import ConfigError
 
 _SHARD_FILES = ("ids.bin", "learned.bin", "lengths.npy")
@@ -59,11 +61,18 @@ def check_tokenizer(prepared: Prepared, saved: Path) -> None:
     Raises:
         ConfigError: it is another one, for which the run's weights mean nothing.
     """
-    if open_tokenizer(saved).to_str() != open_tokenizer(prepared.tokenizer_folder).to_str():
+    if _as_written(saved) != _as_written(prepared.tokenizer_folder):
         raise ConfigError(
             f"tokenizer: is not the one of {saved}: its ids mean other text to the weights of this run; name that folder as "
             "tokenizer.path, or another run.output"
         )
+
+
+def _as_written(folder: Path) -> str:
+    try:
+        return open_as_written(Folder(folder)).to_str()
+    except CheckpointError as error:
+        raise ConfigError(f"{folder / error.file}: {error.rule}") from error
 
 
 def _same_tokens(now: MadeOf, saved_with: str, tokens: Path) -> bool:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from checkpoint.tokenizer_files import TEMPLATE as CHAT_TEMPLATE
 from finetune.config import TuneConfig
-from finetune.data.chat import find_template
 from finetune.data.inputs import Inputs, digest, source_identity
+from finetune.data.templates import named_template, own_template
 from finetune.data.tokenizer import copy_tokenizer, train_tokenizer
 from finetune.data.workers import Encoding
 from finetune.errors import ConfigError
@@ -38,7 +38,7 @@ def prepare_encoding(
         ConfigError: one of them is at fault, or a conversation has no template.
     """
     named = config.data.chat_template
-    given = find_template(named, root) if named else None
+    given = named_template(named) if named else None
     conversations = any(source.format in ("alpaca", "sharegpt", "messages") for source in inputs.sources)
     if conversations and given is None and config.tokenizer.train is not None:
         raise ConfigError(_NO_TEMPLATE)  # a new tokenizer brings none: said before it is learned
@@ -65,7 +65,7 @@ def prepare_encoding(
             work.rename(folder)
         finally:
             shutil.rmtree(work, ignore_errors=True)
-    template = given or find_template(None, folder)
+    template = given or own_template(folder)
     if template is None and conversations:
         raise ConfigError(_NO_TEMPLATE)
     return Encoding(

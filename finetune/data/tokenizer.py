@@ -7,17 +7,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import tokenizers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from checkpoint import CheckpointError
 from checkpoint.folder import Folder
-from checkpoint.tokenizer_files import TOKENIZER_FILES, check_tokenizer_files
+from checkpoint.tokenizer import END_OF_TEXT, Tokenizer, open_as_written, read_tokenizer
+from checkpoint.tokenizer_files import TOKENIZER_CONFIG, TOKENIZER_FILES, check_tokenizer_files
 from finetune.config import TrainTokenizerConfig
 from finetune.data.readers import Piece
 from finetune.errors import ConfigError
 
-END_OF_TEXT = "<|endoftext|>"
-"""What belongs to a tokenizer and travels with every checkpoint; only the first is needed."""
+_AS_WRITTEN = "PreTrainedTokenizerFast"
+"""The class of transformers that takes ``tokenizer.json`` as it is."""
 
 
 def train_tokenizer(pieces: Iterator[Piece], config: TrainTokenizerConfig, folder: Path) -> None:
@@ -25,7 +26,7 @@ def train_tokenizer(pieces: Iterator[Piece], config: TrainTokenizerConfig, folde
 
     The result opens in ``tokenizers`` and in transformers, and any text comes back unchanged from its ids.
     """
-    tokenizer = Tokenizer(models.BPE())
+    tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
@@ -39,7 +40,7 @@ def train_tokenizer(pieces: Iterator[Piece], config: TrainTokenizerConfig, folde
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     description = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
+        "tokenizer_class": _AS_WRITTEN,
         "bos_token": END_OF_TEXT,
         "eos_token": END_OF_TEXT,
         "unk_token": END_OF_TEXT,
@@ -74,7 +75,7 @@ def copy_tokenizer(source: Path, folder: Path, key: str) -> None:
     if "tokenizer.json" in files:
         for name, data in files.items():
             (folder / name).write_bytes(data)
-        _settle_pipeline(source, folder / "tokenizer.json")
+        _settle_pipeline(source, folder)
         return
     try:
         from transformers import AutoTokenizer
@@ -98,8 +99,9 @@ def read_tokenizer_files(source: Path) -> dict[str, bytes]:
 
 
 def _settle_pipeline(source: Path, copy: Path) -> None:
-    """Give the file the pipeline of its class, and the tokens that only ``tokenizer_config.json`` declares.
+    """Give the file the pipeline of its class, and the tokens that only ``tokenizer_config.json`` declares; and name the class.
 
+    Where none is named it follows from the model beside the files, which may be another one in what is trained.
     Tokens that transformers would add beyond those stay out: the model has no rows for them.
     """
     from transformers import AutoTokenizer
@@ -108,8 +110,12 @@ def _settle_pipeline(source: Path, copy: Path) -> None:
         opened = AutoTokenizer.from_pretrained(source, local_files_only=True, trust_remote_code=False)
         theirs = opened.backend_tokenizer
     except Exception:  # an unknown class, or none: the file stands for itself, and is checked when it is opened
+        _name_class(copy / TOKENIZER_CONFIG, _AS_WRITTEN)
         return
-    ours = open_tokenizer(copy.parent)
+    try:
+        ours = open_as_written(Folder(copy))
+    except CheckpointError as error:
+        raise ConfigError(f"{copy / error.file}: {error.rule}") from error
     before = ours.to_str()
     declared = {int(number) for number in opened.init_kwargs.get("added_tokens_decoder", {})}
     known = {token.content for token in ours.get_added_tokens_decoder().values()}
@@ -118,50 +124,44 @@ def _settle_pipeline(source: Path, copy: Path) -> None:
             ours.add_tokens([token])
             if ours.token_to_id(token.content) != number:
                 raise ConfigError(
-                    f"{source / 'tokenizer_config.json'}: gives {token.content!r} the id {number}; "
+                    f"{source / TOKENIZER_CONFIG}: gives {token.content!r} the id {number}; "
                     f"the vocabulary's next free id is {ours.token_to_id(token.content)}"
                 )
     for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
         setattr(ours, part, getattr(theirs, part))
     if ours.to_str() != before:
-        ours.save(str(copy))
+        ours.save(str(copy / "tokenizer.json"))
+    _name_class(copy / TOKENIZER_CONFIG, type(opened).__name__)
+
+
+def _name_class(file: Path, name: str) -> None:
+    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    if not config.get("tokenizer_class"):
+        config["tokenizer_class"] = _AS_WRITTEN if name == "TokenizersBackend" else name  # the new name of the same
+        file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def open_tokenizer(folder: Path) -> Tokenizer:
-    """Open ``tokenizer.json`` of ``folder``, with truncation and padding off.
+    """The tokenizer in ``folder``, as a server reads it.
 
     Raises:
         ConfigError: it is missing or broken.
     """
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise ConfigError(f"{path}: missing")
     try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises the bare Exception
-        raise ConfigError(f"{path}: not a tokenizer that tokenizers {tokenizers.__version__} opens: {error}") from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
+        tokenizer = read_tokenizer(Folder(folder))
+    except CheckpointError as error:
+        raise ConfigError(f"{folder / error.file}: {error.rule}") from error
+    if tokenizer is None:
+        raise ConfigError(f"{folder / 'tokenizer.json'}: missing")
     return tokenizer
 
 
-def num_ids(tokenizer: Tokenizer) -> int:
-    """1 + the largest id, added tokens included: the embedding rows a model needs."""
-    return 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-
-
 def end_of_text_id(folder: Path, tokenizer: Tokenizer) -> int:
-    """Id of the token that ends a document: ``eos_token`` of tokenizer_config.json, else ``<|endoftext|>`` or ``</s>``.
+    """Id of the token that ends a document.
 
     Raises:
-        ConfigError: the tokenizer names none.
+        ConfigError: the tokenizer, which is that of ``folder``, has none.
     """
-    names: list[str] = []
-    for file in ("tokenizer_config.json", "special_tokens_map.json"):
-        if (folder / file).is_file():
-            token = json.loads((folder / file).read_text(encoding="utf-8")).get("eos_token")
-            names += [token["content"]] if isinstance(token, dict) else [token] if isinstance(token, str) else []
-    for name in (*names, END_OF_TEXT, "</s>"):
-        if (token_id := tokenizer.token_to_id(name)) is not None:
-            return int(token_id)
-    raise ConfigError(f"{folder / 'tokenizer_config.json'}: names no eos_token that is in tokenizer.json; documents need one")
+    if tokenizer.end_of_text_id is None:
+        raise ConfigError(f"{folder / TOKENIZER_CONFIG}: names no eos_token that is in tokenizer.json; documents need one")
+    return tokenizer.end_of_text_id

@@ -14,13 +14,13 @@ from multiprocessing import get_context
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
-from finetune.data.chat import ChatTemplate, special_tokens_of
+from finetune.data.chat import ChatTargets
 from finetune.data.encode import Encoded, Encoder
 from finetune.data.readers import Fault, Piece, Record, Tokens, cut
 from finetune.data.samples import Chat, Completion, Malformed, Text, parse
 from finetune.data.shards import ShardWriter, is_shard
 from finetune.data.sources import Source, Unit, place_of, read_part
-from finetune.data.tokenizer import end_of_text_id, num_ids, open_tokenizer
+from finetune.data.tokenizer import end_of_text_id, open_tokenizer
 from finetune.errors import DataError, RunError
 from finetune.machine.process import die_with_parent
 
@@ -58,11 +58,9 @@ def encoder_of(encoding: Encoding) -> tuple[Encoder, str]:
     end_id = end_of_text_id(encoding.tokenizer, tokenizer)
     template = None
     if encoding.template is not None:
-        named = special_tokens_of(encoding.tokenizer, tokenizer.id_to_token(end_id) or "")
-        special = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
-        now = datetime.fromisoformat(encoding.now)
-        template = ChatTemplate(encoding.template, named, special, now, encoding.template_place)
-    dtype = "uint16" if num_ids(tokenizer) <= 1 << 16 else "uint32"
+        now, place = datetime.fromisoformat(encoding.now), encoding.template_place
+        template = ChatTargets(encoding.template, tokenizer.special_tokens, tokenizer.special_texts, now, place)
+    dtype = "uint16" if tokenizer.num_ids <= 1 << 16 else "uint32"
     return Encoder(tokenizer, end_id, template, encoding.train_on, encoding.roles), dtype
 
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from finetune.data.batches import Microbatch
 from finetune.engines.loss_scale import LossScale
-from finetune.model.build import Gather
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from finetune.model.build import Gather
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,5 +100,7 @@ class TrainingEngine(Protocol):
         """Leave the ranks."""
 
 
-Fill = Callable[[PreTrainedModel, Gather], None]
+Fill = Callable[["PreTrainedModel", "Gather"], None]
 """Gives an empty model its first weights; the second argument makes parameters whole for a moment."""
+FillAdapters = Callable[[nn.Module, "Gather"], None]
+"""The same for the adapters of peft's model."""

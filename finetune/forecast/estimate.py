@@ -249,12 +249,12 @@ def _num_ids(config: TuneConfig) -> int:
     if config.tokenizer.train is not None:
         return config.tokenizer.train.vocab_size
     assert config.tokenizer.path is not None, "TuneConfig refuses a new model without a tokenizer"
-    from finetune.data.tokenizer import num_ids, open_tokenizer
+    from finetune.data.tokenizer import open_tokenizer
 
     folder = Path(config.tokenizer.path).expanduser()
     if not (folder / TOKENIZER_FILES[0]).is_file():
         raise ConfigError(f"tokenizer.path: {folder} holds no {TOKENIZER_FILES[0]}")
-    return num_ids(open_tokenizer(folder))
+    return open_tokenizer(folder).num_ids
 
 
 def precision_of(config: TuneConfig, device: str) -> str:

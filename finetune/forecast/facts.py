@@ -19,6 +19,7 @@ from finetune.forecast.follow import Trace, What, follow
 from finetune.forecast.work import Work
 from finetune.model.adapters import add_adapters
 from finetune.model.build import build_empty
+from finetune.model.pretrained import head_of
 from finetune.model.recompute import recompute_blocks
 from finetune.optimizers.kinds import KINDS
 from finetune.optimizers.state import groups_of, matrices_of
@@ -157,7 +158,7 @@ def _prepared(model: PreTrainedModel, config: TuneConfig) -> nn.Module:
 def _multiplied(model: PreTrainedModel, wrapped: nn.Module) -> int:
     """Elements of weights that take part in products: lookups do not, unless the table is the output layer too."""
     tables = {id(m.weight): m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding)}
-    head = model.get_output_embeddings()
+    head = head_of(model)
     if head is not None:
         tables.pop(id(head.weight), None)
     return sum(p.numel() for p in wrapped.parameters() if p.ndim >= 2 and id(p) not in tables)

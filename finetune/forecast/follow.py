@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -21,8 +21,10 @@ from transformers import PreTrainedModel, masking_utils
 
 from finetune.config import TuneConfig
 from finetune.forecast.work import Tally, Work
+from finetune.model.hooks import after_each_gradient
 from finetune.model.isolation import BY_MASK
 from finetune.model.loss import HeadLoss, chunk_rows, token_losses
+from finetune.model.pretrained import head_of
 
 
 class What(Enum):
@@ -65,7 +67,7 @@ def follow(
         with seen, _loss_as_trained(model, config, packed, whole_logits) as chunked, _masks_as_trained(packed):
             inputs = torch.zeros(shape, dtype=torch.int64)
             targets = torch.zeros(shape, dtype=torch.int64)
-            more: dict[str, Any] = {}
+            more: dict[str, torch.Tensor] = {}
             if packed:
                 more["position_ids"] = torch.zeros(shape, dtype=torch.int64)
                 if model.config.model_type in BY_MASK:
@@ -81,7 +83,7 @@ def follow(
 
 
 def _count_head(tally: Tally, model: PreTrainedModel, config: TuneConfig) -> None:
-    weight: Any = model.get_output_embeddings().weight
+    weight = _head_of(model).weight
     count = config.batch.micro * config.data.seq_len
     rows = min(count, config.activations.loss_rows or chunk_rows(count, len(weight)))
     vocab, hidden = weight.shape
@@ -105,7 +107,7 @@ def _pretend(model: nn.Module) -> None:
         for owned in (module._parameters, module._buffers):
             for name, tensor in owned.items():
                 if tensor is not None:
-                    owned[name] = fake(tensor)  # type: ignore[assignment]
+                    owned[name] = fake(tensor)  # type: ignore[assignment]  # a parameter in the place of a parameter
     del originals
 
 
@@ -133,20 +135,40 @@ def _loss_as_trained(model: PreTrainedModel, config: TuneConfig, packed: bool, w
     if whole_logits or not HeadLoss.supports(model):
         yield False
         return
-    head: Any = model.get_output_embeddings()
+    head = _head_of(model)
     count = config.batch.micro * config.data.seq_len
     rows = config.activations.loss_rows or chunk_rows(count, len(head.weight))
-    head.forward = lambda hidden: _ChunkedLoss.apply(hidden.flatten(0, -2), head.weight, min(count, rows), packed)
+
+    def forward(input: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+            input.flatten(0, -2), head.weight, min(count, rows), packed
+        )
+        return loss
+
+    head.forward = forward  # type: ignore[method-assign]  # of this layer alone
     yield True
+
+
+def _head_of(model: PreTrainedModel) -> nn.Linear:
+    head = head_of(model)
+    assert isinstance(head, nn.Linear), "HeadLoss.supports was asked before"
+    return head
+
+
+class _Kept(Protocol):
+    """What the forward pass leaves for the backward pass; torch makes it."""
+
+    needs_input_grad: tuple[bool, ...]
+    packed: bool
+    hidden_TH: torch.Tensor
+    weight_VH: torch.Tensor | None
 
 
 class _ChunkedLoss(torch.autograd.Function):
     """Makes and keeps tensors of the sizes that ``finetune.model.loss`` makes and keeps; computes nothing."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, rows: int, packed: bool
-    ) -> torch.Tensor:
+    def forward(ctx: _Kept, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, rows: int, packed: bool) -> torch.Tensor:
         ctx.packed = packed
         hidden_TH = torch.empty_like(hidden_NH) if packed else hidden_NH  # the rows of targets that count, about all
         ctx.hidden_TH = torch.empty_like(hidden_TH)
@@ -164,7 +186,7 @@ class _ChunkedLoss(torch.autograd.Function):
         return torch.empty(())
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: _Kept, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight = ctx.hidden_TH, ctx.weight_VH
         del ctx.hidden_TH, ctx.weight_VH
         if ctx.packed:
@@ -172,11 +194,11 @@ class _ChunkedLoss(torch.autograd.Function):
         return hidden, None if weight is None else weight.to(hidden.dtype), None, None
 
 
-class _Witness(TorchDispatchMode):
+class _Witness(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it unannotated
     """Writes down every storage made inside it, and when it is freed."""
 
     def __init__(self, wrapped: nn.Module) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         self.events: list[Event] = []
         self.tally = Tally()
         self._count = 0
@@ -189,7 +211,7 @@ class _Witness(TorchDispatchMode):
                 module.register_forward_pre_hook(self._comes_to)
         for parameter in wrapped.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._finished)
+                after_each_gradient(parameter, self._finished)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

@@ -193,17 +193,14 @@ class RankProcesses:
             said = "" if number == signal.SIGKILL else f": {self._last_lines(rank)}"
             how = killed_for_memory(self._kills_before) if number == signal.SIGKILL else None
             return RankDied(f"rank {rank} {f'was {how}' if how else _signal_text(number)}{said}; its log: {self._log(rank)}")
-        told = sorted(
-            (rank for rank in failed if rank.reason), key=lambda rank: (not rank.reason["expected"], rank.reason["time"])
-        )  # type: ignore[index]
+        told = [(rank.rank, rank.reason) for rank in failed if rank.reason]
         if told:
-            first = told[0]
-            assert first.reason is not None
-            error = RankDied(f"rank {first.rank}: {first.reason['message']}; its log: {self._log(first.rank)}")
-            if first.reason["expected"]:
-                error = RankDied(str(first.reason["message"]))
+            rank, reason = min(told, key=lambda each: (not each[1]["expected"], each[1]["time"]))
+            error = RankDied(f"rank {rank}: {reason['message']}; its log: {self._log(rank)}")
+            if reason["expected"]:
+                error = RankDied(str(reason["message"]))
                 error.told = True
-            error.exit_code = int(first.reason["exit_code"])
+            error.exit_code = int(reason["exit_code"])
             return error
         rank = failed[0].rank
         return RankDied(f"rank {rank} ended with code {failed[0].code}: {self._last_lines(rank)}; its log: {self._log(rank)}")

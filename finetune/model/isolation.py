@@ -5,13 +5,15 @@ B rows   L tokens   Segments are numbered as ``Microbatch.segments`` says.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
-from transformers import PretrainedConfig
 
 from finetune.data.batches import Microbatch
 from finetune.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 BY_POSITIONS: Final = frozenset(
     [

@@ -39,7 +39,7 @@ class TrainMetrics:
     """Owns the registry and every series in it. May be called from any thread."""
 
     def __init__(self) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # prometheus_client leaves it unannotated
         self.registry = CollectorRegistry()
         self._loss = self._gauge("loss", "Mean loss of the target tokens of the last step, in nats.")
         self._eval_loss = self._gauge("eval_loss", "Loss on held-out text at the last evaluation, in nats.")

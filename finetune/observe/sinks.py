@@ -7,7 +7,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 from finetune.config import TuneConfig
 from finetune.errors import ConfigError
@@ -35,6 +35,24 @@ def check_sinks(config: TuneConfig) -> None:
                 raise ConfigError(f"log.metrics_port is {log.metrics_port}; it {rule}") from error
 
 
+class _Events(Protocol):
+    """What we use of TensorBoard's ``SummaryWriter``."""
+
+    def add_scalar(self, name: str, value: float, step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _Run(Protocol):
+    """What we use of a run of Weights & Biases."""
+
+    id: str
+
+    def log(self, data: dict[str, float], *, step: int) -> None: ...
+
+    def finish(self) -> None: ...
+
+
 class Sinks:
     """Both of them, each if the configuration asks for it."""
 
@@ -57,13 +75,14 @@ class Sinks:
             self._wandb.finish()
 
 
-def _events(folder: Path, done: int) -> Any:
+def _events(folder: Path, done: int) -> _Events:
     from torch.utils.tensorboard import SummaryWriter
 
-    return SummaryWriter(str(folder), purge_step=done + 1 if done else None, flush_secs=30)
+    events: _Events = SummaryWriter(str(folder), purge_step=done + 1 if done else None, flush_secs=30)
+    return events
 
 
-def _wandb(config: TuneConfig, output: Path) -> Any:
+def _wandb(config: TuneConfig, output: Path) -> _Run:
     """A run of the project, the same one again when a training run is resumed.
 
     Raises:
@@ -74,7 +93,7 @@ def _wandb(config: TuneConfig, output: Path) -> Any:
     kept = output / "wandb-run"
     known = kept.read_text(encoding="utf-8").strip() if kept.is_file() else None
     try:
-        run = wandb.init(
+        run: _Run = wandb.init(
             project=config.log.wandb, id=known, resume="allow", dir=str(output), name=output.name, config=asdict(config)
         )
     except Exception as error:  # its own kinds, which differ from release to release

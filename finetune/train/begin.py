@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from transformers import PretrainedConfig
 
 from checkpoint.tokenizer_files import TOKENIZER_FILES
 from finetune.config import TuneConfig
@@ -17,7 +18,7 @@ from finetune.config.learning_rate import with_rate
 from finetune.data.pack import SampleOrder, Share
 from finetune.data.prepared import Prepared, described
 from finetune.data.rows import open_rows
-from finetune.engines.protocol import Fill, TrainingEngine
+from finetune.engines.protocol import Fill, FillAdapters, TrainingEngine
 from finetune.engines.zero.engine import ZeroEngine
 from finetune.machine.nvme import Disk
 from finetune.model.adapters import adapter_config_of
@@ -162,14 +163,22 @@ def _resumed_in_words(
     return found + ([] if state is None else changes_in_words(state.course, course))
 
 
-def _engine(job: Job, hf_config: Any, fill: Fill, fill_adapters: Fill | None) -> TrainingEngine:
-    common = {"device": job.device, "precision": job.precision}
+def _engine(job: Job, hf_config: PretrainedConfig, fill: Fill, fill_adapters: FillAdapters | None) -> TrainingEngine:
     if job.pipeline:
         from finetune.engines.pipeline.engine import PipelineEngine
 
-        return PipelineEngine(job.config, hf_config, fill, **common)
+        return PipelineEngine(job.config, hf_config, fill, device=job.device, precision=job.precision)
     disk = None if job.disk is None or job.swap is None else (job.disk, job.swap)
-    return ZeroEngine(job.config, hf_config, fill, fill_adapters=fill_adapters, cpu_adam=job.cpu_adam, disk=disk, **common)
+    return ZeroEngine(
+        job.config,
+        hf_config,
+        fill,
+        fill_adapters=fill_adapters,
+        device=job.device,
+        precision=job.precision,
+        cpu_adam=job.cpu_adam,
+        disk=disk,
+    )
 
 
 def _saver(

@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.config import TuneConfig
 from finetune.data.prepared import Prepared
 from finetune.errors import ConfigError
 from finetune.train.schedule import Schedule
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 _TOLD = ("batch", "optimizer", "schedule", "zero", "offload", "pipeline", "activations")
 """Sections of which every key is told when it changes."""
@@ -25,7 +28,7 @@ _OF_DATA = ("data", "data.seq_len", "data.seed")
 Values = Mapping[str, Any]
 
 
-def settings_of(config: TuneConfig, prepared: Prepared, hf_config: Any) -> dict[str, Any]:
+def settings_of(config: TuneConfig, prepared: Prepared, hf_config: PretrainedConfig) -> dict[str, Any]:
     """What the tensors and the position of a resume state belong to: a resumed run must agree in it."""
     lora = None if config.lora is None else {**asdict(config.lora), "targets": list(config.lora.targets)}
     return {
@@ -39,7 +42,7 @@ def settings_of(config: TuneConfig, prepared: Prepared, hf_config: Any) -> dict[
     }
 
 
-def course_of(config: TuneConfig, hf_config: Any, schedule: Schedule, precision: str) -> dict[str, Any]:
+def course_of(config: TuneConfig, hf_config: PretrainedConfig, schedule: Schedule, precision: str) -> dict[str, Any]:
     """What else decides how a run goes on, by key: told when it changes, and never a reason to refuse."""
     sections = asdict(config)
     found: dict[str, Any] = {"samples of a step": config.step_samples, "steps in all": schedule.steps}
@@ -54,7 +57,7 @@ def course_of(config: TuneConfig, hf_config: Any, schedule: Schedule, precision:
     return {**found, **_flat("model", dropouts)}
 
 
-def _plain_values(hf_config: Any) -> dict[str, Any]:
+def _plain_values(hf_config: PretrainedConfig) -> dict[str, Any]:
     values = {key: value for key, value in hf_config.to_dict().items() if isinstance(value, int | float | str | bool)}
     for name in ("transformers_version", "use_cache", "dtype"):
         values.pop(name, None)

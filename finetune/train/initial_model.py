@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from checkpoint import Checkpoint, CheckpointError, open_checkpoint
@@ -46,7 +47,7 @@ class InitialModel:
         """The checkpoint that the model is; ``None`` for a new one."""
         sizes = {"num_ids": prepared.num_ids, "seq_len": config.data.seq_len}
         if config.model.new is not None:
-            self.hf_config: Any = new_config(config.model.new, end_of_text_id=prepared.end_of_text_id, **sizes)
+            self.hf_config = new_config(config.model.new, end_of_text_id=prepared.end_of_text_id, **sizes)
         else:
             assert config.model.path is not None, "ModelConfig holds exactly one of the two"
             try:
@@ -86,7 +87,7 @@ class InitialModel:
         except CheckpointError as error:
             raise self._at_fault(error) from error
 
-    def reader(self, model: PreTrainedModel) -> Read:
+    def reader(self, model: nn.Module) -> Read:
         """Reads the checkpoint's own numbers in fp32, by the names of ``model``."""
         checkpoint, tied = self._checkpoint, tied_names(model)
         assert checkpoint is not None, "a new model has nothing to read"

@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
+from checkpoint.tokenizer import Tokenizer
 from finetune.config import DataConfig, ModelConfig, RunConfig, TokenizerConfig, TuneConfig
 from finetune.config.load import READER
 from finetune.data.encode import Encoded
@@ -24,7 +24,7 @@ from finetune.data.layout import too_long_rule
 from finetune.data.readers import Fault
 from finetune.data.settings import prepare_encoding
 from finetune.data.sources import Source, place_of, source_of, units_of
-from finetune.data.tokenizer import num_ids, open_tokenizer
+from finetune.data.tokenizer import open_tokenizer
 from finetune.data.workers import encoded_items, encoder_of
 from finetune.errors import DataError
 from finetune.model.build import check_fit
@@ -100,7 +100,7 @@ def evaluate(
     longest = int(getattr(model.config, "max_position_embeddings", _LONGEST_WINDOW))
     settings = replace(settings, seq_len=min(longest, _LONGEST_WINDOW) if seq_len is None else seq_len)
     tokenizer = open_tokenizer(folder)
-    check_fit(model.config, num_ids=num_ids(tokenizer), seq_len=settings.seq_len, key=str(path))
+    check_fit(model.config, num_ids=tokenizer.num_ids, seq_len=settings.seq_len, key=str(path))
     scored = _scored(model, folder, sources, settings, batch)
     scorer = scored.scorer
     right, words = (0, 0) if last_word is None else _last_words(model, tokenizer, sources, last_word, batch, settings.seq_len)
@@ -232,11 +232,11 @@ def _last_word_ids(tokenizer: Tokenizer, text: str, longest: int) -> tuple[list[
     found = _LAST_WORD.search(text.strip())
     if found is None:
         return None
-    target = tokenizer.encode(found[0], add_special_tokens=False).ids
-    before = tokenizer.encode(text.strip()[: found.start()], add_special_tokens=False).ids
+    target = tokenizer.encode(found[0], add_special_tokens=False)
+    before = tokenizer.encode(text.strip()[: found.start()], add_special_tokens=False)
     if len(target) >= longest:
         return None
-    return (before + target)[-longest:], len(target)
+    return [*before, *target][-longest:], len(target)
 
 
 @torch.no_grad()

@@ -6,14 +6,20 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel
 
-from finetune.errors import ConfigError, DataError
+from checkpoint import CheckpointError
+from checkpoint.chat import ChatRejected
+from finetune.data.tokenizer import open_tokenizer
+from finetune.errors import DataError
 from finetune.machine.quiet import quiet
 from finetune.trained.open import open_trained
+
+_MOST_PROMPT_BYTES = 4 << 20
+"""Of a rendered chat, as a server takes unless it is told otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +51,14 @@ class Prompt:
         return str(self.messages[-1]["content"])
 
 
+class _Generates(Protocol):
+    """A causal model, which transformers' types do not tell from any other."""
+
+    def generate(
+        self, ids: torch.Tensor, *, attention_mask: torch.Tensor, generation_config: GenerationConfig
+    ) -> torch.Tensor: ...
+
+
 class Completer:
     """A checkpoint that completes prompts.
 
@@ -59,8 +73,8 @@ class Completer:
     def __init__(self, path: Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
         trained = open_trained(path, dtype)
         self.folder = trained.folder
-        self._tokenizer = _open_tokenizer(trained.tokenizer_folder)
-        self._model: PreTrainedModel = trained.model.to(device)
+        self._tokenizer = open_tokenizer(trained.tokenizer_folder)
+        self._model: PreTrainedModel = trained.model.to(device)  # type: ignore[arg-type]  # wrapped: mypy takes it for no method
         self._defaults = trained.generation_config
         self._model.config.use_cache = True
         self._longest = int(getattr(self._model.config, "max_position_embeddings", 0) or 1 << 30)
@@ -79,8 +93,11 @@ class Completer:
             yield from self._batch([self._ids(prompt, sampling) for prompt in prompts[first : first + batch]], sampling)
 
     def _ids(self, prompt: Prompt, sampling: Sampling) -> list[int]:
-        text = prompt.text if prompt.text is not None else self._render(prompt)
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        """What a server makes of the prompt: a text gets the tokenizer's special tokens, a template writes its own."""
+        if prompt.text is not None:
+            ids = list(self._tokenizer.encode(prompt.text))
+        else:
+            ids = list(self._tokenizer.encode(self._render(prompt), add_special_tokens=False))
         if not ids:
             start = self._defaults.get("bos_token_id", self._end_id)
             if start is None:
@@ -91,19 +108,19 @@ class Completer:
 
     def _render(self, prompt: Prompt) -> str:
         try:
-            rendered = self._tokenizer.apply_chat_template(
-                [dict(message) for message in prompt.messages or ()], tokenize=False, add_generation_prompt=True
-            )
-        except Exception as error:  # no template, or one that refuses these roles
-            reason = " ".join(str(error).split())[:200]
-            raise DataError(
-                f"{prompt.place}: the chat template of {self.folder} cannot render these messages: {reason}"
-            ) from error
-        return str(rendered)
+            if (template := self._tokenizer.chat) is not None:
+                return template.render(prompt.messages or (), add_generation_prompt=True, max_bytes=_MOST_PROMPT_BYTES)
+            reason = "there is none"
+        except ChatRejected as error:
+            reason = error.reason
+        except CheckpointError as error:
+            reason = str(error)
+        reason = " ".join(reason.split())[:200]
+        raise DataError(f"{prompt.place}: the chat template of {self.folder} cannot render these messages: {reason}")
 
     @property
     def _end_id(self) -> int | None:
-        found = self._defaults.get("eos_token_id", self._tokenizer.eos_token_id)
+        found: int | list[int] | None = self._defaults.get("eos_token_id", self._tokenizer.end_of_text_id)
         return found[0] if isinstance(found, list) else found
 
     @torch.inference_mode()
@@ -116,20 +133,14 @@ class Completer:
         sampled: dict[str, Any] = {"do_sample": False}
         if sampling.temperature > 0:
             sampled = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
-        ends = self._defaults.get("eos_token_id", self._tokenizer.eos_token_id)
+        ends = self._defaults.get("eos_token_id", self._tokenizer.end_of_text_id)
         new_tokens = max(1, min(sampling.max_new_tokens, self._longest - width))
-        settings = GenerationConfig(max_new_tokens=new_tokens, eos_token_id=ends, pad_token_id=filler, **sampled)
+        settings = GenerationConfig(  # type: ignore[no-untyped-call]  # transformers leaves it unannotated
+            max_new_tokens=new_tokens, eos_token_id=ends, pad_token_id=filler, **sampled
+        )
         with quiet():
-            made = self._model.generate(ids, attention_mask=mask, generation_config=settings)
-        texts: list[str] = self._tokenizer.batch_decode(made[:, width:], skip_special_tokens=True)
-        return texts
-
-
-def _open_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:
-        raise ConfigError(f"{folder}: transformers cannot open its tokenizer: {' '.join(str(error).split())[:300]}") from error
+            made = cast(_Generates, self._model).generate(ids, attention_mask=mask, generation_config=settings)
+        return [self._tokenizer.decode(row) for row in made[:, width:].tolist()]
 
 
 def read_prompts(path: Path) -> list[Prompt]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from checkpoint import CheckpointError, open_checkpoint
@@ -42,7 +43,8 @@ def open_trained(path: Path, dtype: torch.dtype) -> Trained:
     try:
         with open_checkpoint(checkpoint_folder(path)) if adapter is None else open_base(adapter) as checkpoint:
             folder = checkpoint.path if adapter is None else adapter
-            model = load_model(checkpoint, dtype) if adapter is None else merged_model(checkpoint, adapter, dtype).eval()
+            model = load_model(checkpoint, dtype) if adapter is None else merged_model(checkpoint, adapter, dtype)
+            nn.Module.eval(model)
             places = [place for place in (folder, checkpoint.path) if (place / TOKENIZER_FILES[0]).is_file()]
             if not places:
                 raise ConfigError(f"{folder}: holds no {TOKENIZER_FILES[0]}")

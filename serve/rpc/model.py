@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from checkpoint.chat import ChatTemplate
+from checkpoint.tokenizer import Tokenizer
 from serve.config import ServerConfig
 from serve.engine.executor import ModelFacts
 from serve.errors import FeatureOff, InvalidRequest, Loading, NotFound
 from serve.rpc.threads import in_text_thread
 from serve.runtime.edition import Edition
 from serve.runtime.gateway import Gateway
-from serve.text.chat import ChatTemplate
-from serve.text.tokenizer import Tokenizer
+from serve.text.tokenizer import exceeds
 
 INLINE_CHARACTERS: Final = 4096
 """A text up to this long is tokenised on the event loop: it takes less than the way to a thread and back."""
@@ -108,7 +109,7 @@ def encode_now(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool, fie
         InvalidRequest: ``field`` has more than ``at_most`` tokens by far. What is only a little too long passes: the caller,
             who knows the limit exactly, counts the ids.
     """
-    if tokenizer.exceeds(text, at_most):
+    if exceeds(tokenizer, text, at_most):
         raise InvalidRequest.of(field, f"has more than {at_most} tokens, which is the limit")
     return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 

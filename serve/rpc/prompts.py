@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from checkpoint.chat import ChatRejected, ChatTemplate
 from serve.errors import InvalidRequest
 from serve.rpc.checks import Checks
 from serve.rpc.model import ServedModel, decode, encode
 from serve.rpc.threads import in_text_thread
-from serve.text.chat import ChatRejected, ChatTemplate
 from serve.v1 import inference_pb2, types_pb2
 
 MAX_ROLE_CHARACTERS: Final = 64
@@ -111,7 +111,7 @@ async def render(chat: types_pb2.Chat, model: ServedModel, *, field: str) -> str
 
 
 def _render(template: ChatTemplate, chat: types_pb2.Chat, max_bytes: int) -> str:
-    turns = [(message.role, message.content) for message in chat.messages]
+    turns = [{"role": message.role, "content": message.content} for message in chat.messages]
     opens_turn = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
     return template.render(turns, add_generation_prompt=opens_turn, max_bytes=max_bytes)
 

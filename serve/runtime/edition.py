@@ -6,9 +6,9 @@ import logging
 from dataclasses import dataclass
 
 from checkpoint import Hold
+from checkpoint.tokenizer import Tokenizer
 from serve.config import ServerConfig
 from serve.errors import RankStartError
-from serve.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 

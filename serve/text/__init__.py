@@ -1,1 +1,1 @@
-"""Text to tokens and back: tokenizer, incremental detokenizer, chat template."""
+"""Text to tokens and back: the served tokenizer, incremental detokenizer."""

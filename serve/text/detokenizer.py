@@ -8,10 +8,10 @@ from __future__ import annotations
 import codecs
 from typing import Final, Protocol
 
+from checkpoint.tokenizer import Tokenizer
 from serve.engine.text import TextDelta, TextFactory, TextStream
 from serve.text.pieces import Kind, Pieces, decoder_kind
 from serve.text.stops import StopFinder
-from serve.text.tokenizer import Tokenizer
 from serve.types import Generation
 
 _NOTHING: Final = TextDelta("", None)

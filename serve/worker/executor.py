@@ -14,16 +14,13 @@ import time
 from dataclasses import dataclass
 from typing import Final
 
-import msgpack
-
 from host import limits
 from host.modules import import_path, module_command
 from serve.config import ServerConfig
 from serve.engine.executor import ExecutorDied, ModelFacts
 from serve.engine.plan import StepPlan, StepResult
-from serve.errors import ConfigError, RankStartError
+from serve.errors import RankStartError
 from serve.worker import wire
-from serve.worker.rank_loop import READY
 from serve.worker.vitals import Vitals, furthest_behind, stalled
 
 _REAP_SECONDS: Final = 10.0
@@ -81,7 +78,7 @@ class RankExecutor:
                     rank = self._spawn(number, size, rendezvous)
                     self._ranks.append(rank)
                 try:
-                    wire.send(rank.steps, wire.encode_record(self._config))
+                    wire.send(rank.steps, wire.encode(self._config))
                 except wire.ConnectionLost:
                     raise RankStartError(self._lost_while_it_started(rank)) from None
             facts = self._wait_until_ready()
@@ -121,7 +118,7 @@ class RankExecutor:
     def _wait_until_ready(self) -> ModelFacts:
         deadline = time.monotonic() + self._config.supervisor.start_timeout_seconds
         facts: dict[int, ModelFacts] = {}
-        failures: list[tuple[str, str]] = []
+        failures: list[wire.Failed] = []
         with selectors.DefaultSelector() as selector:
             for rank in self._ranks:
                 selector.register(rank.steps, selectors.EVENT_READ, rank)
@@ -138,18 +135,18 @@ class RankExecutor:
                     rank = key.data
                     selector.unregister(rank.steps)
                     try:
-                        kind, *rest = msgpack.unpackb(wire.receive(rank.steps))
+                        report = wire.decode_report(wire.receive(rank.steps))
                     except wire.ConnectionLost:
-                        failures.append(("rank", self._lost_while_it_started(rank)))
-                        continue
-                    if kind == READY:
-                        facts[rank.number] = wire.decode_record(rest[0], ModelFacts)
-                    else:
-                        failures.append((rest[0], rest[1]))
+                        report = wire.Failed(self._lost_while_it_started(rank), configured=False)
+                    except wire.Malformed as error:
+                        report = wire.Failed(f"rank {rank.number} started with {error}", configured=False)
+                    if isinstance(report, wire.Ready):
+                        facts[rank.number] = report.facts
+                    elif isinstance(report, wire.Failed):
+                        failures.append(report)
         if failures:
             # A configuration error explains the others' deaths, not the other way round.
-            kind, message = min(failures, key=lambda failure: failure[0] != "config")
-            raise (ConfigError if kind == "config" else RankStartError)(message)
+            raise min(failures, key=lambda failure: not failure.configured).error()
         return facts[0]
 
     def _lost_while_it_started(self, rank: _Rank) -> str:
@@ -164,13 +161,15 @@ class RankExecutor:
         Raises:
             ExecutorDied: a rank is gone, or ``close`` was called meanwhile.
         """
-        payload = wire.encode_plan(plan)
+        payload = wire.encode(plan)
         try:
             for rank in self._ranks:
                 wire.send(rank.steps, payload)
             result = wire.decode_result(wire.receive(self._ranks[0].steps))
         except (wire.ConnectionLost, IndexError) as error:
             raise ExecutorDied(self._cause_of_loss() or f"the ranks' connection was lost: {error}") from error
+        except wire.Malformed as error:
+            raise ExecutorDied(f"rank 0 answered step {plan.step} with {error}") from None
         if result.step != plan.step:
             raise ExecutorDied(f"step {plan.step} was answered by step {result.step}")
         return result

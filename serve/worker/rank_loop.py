@@ -20,8 +20,6 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-import msgpack
-
 from serve.config import ServerConfig
 from serve.errors import ConfigError, StartError
 from serve.worker import wire
@@ -35,8 +33,6 @@ if TYPE_CHECKING:
 
 PULSE_SECONDS: Final = 0.25
 _PR_SET_PDEATHSIG: Final = 1
-
-READY, FAILED = "ready", "failed"
 
 
 def main(arguments: list[str]) -> int:
@@ -57,7 +53,7 @@ def main(arguments: list[str]) -> int:
     progress = Progress()
     threading.Thread(target=_beat, args=(pulse, progress), daemon=True, name="pulse").start()
     try:
-        config: ServerConfig = wire.decode_record(wire.receive(steps), ServerConfig)
+        config = wire.decode_config(wire.receive(steps))
         runner = _load(config, rank, rendezvous, steps, began, progress)
         if runner is not None:
             _serve(runner, steps, progress)
@@ -95,14 +91,14 @@ def _load(
         with progress.with_others():
             check_forward(config.model.path, model, ranks, runner)
     except StartError as error:
-        wire.send(steps, msgpack.packb([FAILED, "config" if isinstance(error, ConfigError) else "rank", str(error)]))
+        wire.send(steps, wire.encode(wire.Failed(str(error), configured=isinstance(error, ConfigError))))
         return None
     except Exception as error:
         traceback.print_exc()
-        wire.send(steps, msgpack.packb([FAILED, "rank", f"{type(error).__name__}: {error}"]))
+        wire.send(steps, wire.encode(wire.Failed(f"{type(error).__name__}: {error}", configured=False)))
         return None
     progress.waiting = True  # from here on it has nothing to do but what it is told
-    wire.send(steps, msgpack.packb([READY, wire.encode_record(model.facts)]))
+    wire.send(steps, wire.encode(wire.Ready(model.facts)))
     return runner
 
 
@@ -113,7 +109,7 @@ def _serve(runner: Runner, steps: socket.socket, progress: Progress) -> None:
         result = runner.execute(plan)
         progress.mark()
         if result is not None:
-            wire.send(steps, wire.encode_result(result))
+            wire.send(steps, wire.encode(result))
 
 
 def choose_device(wanted: str, rank: int) -> torch.device:

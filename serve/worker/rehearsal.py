@@ -9,8 +9,6 @@ import os
 import sys
 import traceback
 
-import msgpack
-
 from host.modules import module_command
 from serve.config import ServerConfig
 from serve.errors import ConfigError, RankStartError, StartError
@@ -32,7 +30,7 @@ async def rehearse(config: ServerConfig) -> None:
     )  # fmt: skip
     try:
         async with asyncio.timeout(config.supervisor.start_timeout_seconds):
-            answer, _ = await process.communicate(wire.encode_record(config))
+            answer, _ = await process.communicate(wire.encode(config))
     except TimeoutError:
         raise RankStartError("trying the checkpoint took longer than supervisor.start_timeout_seconds") from None
     finally:
@@ -41,9 +39,12 @@ async def rehearse(config: ServerConfig) -> None:
         await process.wait()
     if not answer:
         raise RankStartError(f"the process that tried the checkpoint ended with {process.returncode}")
-    kind, message = msgpack.unpackb(answer)
-    if message:
-        raise (ConfigError if kind == "config" else RankStartError)(message)
+    try:
+        report = wire.decode_report(answer)
+    except wire.Malformed as error:
+        raise RankStartError(f"the process that tried the checkpoint answered with {error}") from None
+    if isinstance(report, wire.Failed):
+        raise report.error()
 
 
 def main() -> int:
@@ -53,13 +54,12 @@ def main() -> int:
     os.dup2(2, 1)  # what libraries print is no answer
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(levelname)-7s rehearsal: %(message)s")
     os.nice(5)  # the ranks are serving meanwhile
-    config: ServerConfig = wire.decode_record(sys.stdin.buffer.read(), ServerConfig)
-    os.write(answer_fd, msgpack.packb(_verdict(config)))
+    os.write(answer_fd, wire.encode(_verdict(wire.decode_config(sys.stdin.buffer.read()))))
     return 0
 
 
-def _verdict(config: ServerConfig) -> tuple[str, str]:
-    """Kind and message of what is wrong; an empty message where nothing is."""
+def _verdict(config: ServerConfig) -> wire.Report:
+    """What is wrong, or that nothing is."""
     try:
         import torch
 
@@ -68,11 +68,11 @@ def _verdict(config: ServerConfig) -> tuple[str, str]:
         torch.set_num_threads(1)  # several files are read at once
         loader.rehearse(config, choose_device(config.model.device, 0))
     except StartError as error:
-        return "config" if isinstance(error, ConfigError) else "rank", str(error)
+        return wire.Failed(str(error), configured=isinstance(error, ConfigError))
     except Exception as error:
         traceback.print_exc()
-        return "rank", f"{type(error).__name__}: {error}"
-    return "", ""
+        return wire.Failed(f"{type(error).__name__}: {error}", configured=False)
+    return wire.Fine()
 
 
 if __name__ == "__main__":

@@ -1,16 +1,19 @@
-"""Plans, results and configuration as bytes: msgpack arrays with a length before them. Never pickle."""
+"""Plans, results and configuration as bytes: typed msgpack with a length before it. Never pickle."""
 
 from __future__ import annotations
 
 import socket
 import struct
-from dataclasses import fields, is_dataclass
-from typing import Any, Final, get_args, get_origin, get_type_hints
+from typing import Final, TypeVar
 
-import msgpack
+import msgspec
 
-from serve.engine.plan import PromptLogprobs, Sampled, SequenceFault, Span, Start, StepPlan, StepResult
-from serve.types import SamplingParams, TokenLogprob
+from serve.config import ServerConfig
+from serve.engine.executor import ModelFacts
+from serve.engine.plan import StepPlan, StepResult
+from serve.errors import ConfigError, RankStartError, StartError
+
+T = TypeVar("T")
 
 _LENGTH: Final = struct.Struct("!I")
 MAX_MESSAGE_BYTES: Final = 1 << 30
@@ -18,6 +21,41 @@ MAX_MESSAGE_BYTES: Final = 1 << 30
 
 class ConnectionLost(Exception):
     """The other side closed its end, or died."""
+
+
+class Malformed(Exception):
+    """Bytes that are not the message that was expected."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """A rank has loaded its part."""
+
+    facts: ModelFacts
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """A rank could not load, or a rehearsal found that none could."""
+
+    message: str
+    configured: bool
+    """Whether the checkpoint or an option is at fault."""
+
+    def error(self) -> StartError:
+        """For the one who started it."""
+        return (ConfigError if self.configured else RankStartError)(self.message)
+
+
+class Fine(msgspec.Struct, frozen=True, tag=True):
+    """A rehearsal found nothing."""
+
+
+Report = Ready | Failed | Fine
+
+_ENCODER: Final = msgspec.msgpack.Encoder()
+_CONFIG: Final = msgspec.msgpack.Decoder(ServerConfig)
+_REPORT: Final[msgspec.msgpack.Decoder[Report]] = msgspec.msgpack.Decoder(Report)
+_PLAN: Final = msgspec.msgpack.Decoder(StepPlan)
+_RESULT: Final = msgspec.msgpack.Decoder(StepResult)
 
 
 def send(connection: socket.socket, payload: bytes) -> None:
@@ -57,98 +95,49 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
     return bytes(parts)
 
 
-def _fields(value: Any, kind: type) -> list[Any]:
-    return [getattr(value, field.name) for field in fields(kind)]
+def encode(value: object) -> bytes:
+    """A dataclass of the engine's or the configuration's, or a ``Report``, as bytes."""
+    return _ENCODER.encode(value)
 
 
-def encode_plan(plan: StepPlan) -> bytes:
-    """A plan as bytes."""
-    starts = [[*_fields(start, Start)] for start in plan.starts]
-    for packed, start in zip(starts, plan.starts, strict=True):
-        packed[_SAMPLING_AT] = _fields(start.sampling, SamplingParams)
-    spans = [(s.sequence, s.start, s.count, s.new_tokens, s.new_blocks, s.sample) for s in plan.spans]
-    return _pack([plan.step, starts, spans, plan.dropped])
+def decode_config(payload: bytes) -> ServerConfig:
+    """The configuration that was encoded; its own checks run again.
+
+    Raises:
+        Malformed: the bytes are something else.
+    """
+    return _decoded(_CONFIG, payload)
+
+
+def decode_report(payload: bytes) -> Report:
+    """What a rank says once it has loaded, or a rehearsal at its end.
+
+    Raises:
+        Malformed: the bytes are something else.
+    """
+    return _decoded(_REPORT, payload)
 
 
 def decode_plan(payload: bytes) -> StepPlan:
-    """The plan that ``encode_plan`` packed."""
-    step, starts, spans, dropped = msgpack.unpackb(payload, use_list=False)
-    return StepPlan(
-        step=step,
-        starts=tuple(_start(values) for values in starts),
-        spans=tuple(
-            Span(sequence=q, start=p, count=n, new_tokens=t, new_blocks=b, sample=last) for q, p, n, t, b, last in spans
-        ),
-        dropped=dropped,
-    )
+    """The plan that was encoded.
 
-
-_SAMPLING_AT: Final = [field.name for field in fields(Start)].index("sampling")
-_START_NAMES: Final = tuple(field.name for field in fields(Start))
-_SAMPLING_NAMES: Final = tuple(field.name for field in fields(SamplingParams))
-
-
-def _start(values: tuple[Any, ...]) -> Start:
-    named = dict(zip(_START_NAMES, values, strict=True))
-    named["sampling"] = SamplingParams(**dict(zip(_SAMPLING_NAMES, named["sampling"], strict=True)))
-    return Start(**named)
-
-
-def encode_result(result: StepResult) -> bytes:
-    """A result as bytes."""
-    return _pack(
-        [
-            result.step,
-            [(s.sequence, s.token_id, _logprob(s.logprob)) for s in result.sampled],
-            [(p.sequence, p.first, [_logprob(value) for value in p.logprobs]) for p in result.prompt_logprobs],
-            [(f.sequence, f.message, f.not_finite) for f in result.faults],
-        ]
-    )
+    Raises:
+        Malformed: the bytes are something else.
+    """
+    return _decoded(_PLAN, payload)
 
 
 def decode_result(payload: bytes) -> StepResult:
-    """The result that ``encode_result`` packed."""
-    step, sampled, prompts, faults = msgpack.unpackb(payload, use_list=False)
-    return StepResult(
-        step=step,
-        sampled=tuple(Sampled(sequence=q, token_id=t, logprob=TokenLogprob(*p) if p else None) for q, t, p in sampled),
-        prompt_logprobs=tuple(
-            PromptLogprobs(sequence=q, first=first, logprobs=tuple(TokenLogprob(*p) for p in values))
-            for q, first, values in prompts
-        ),
-        faults=tuple(SequenceFault(sequence=q, message=message, not_finite=bad) for q, message, bad in faults),
-    )
+    """The result that was encoded.
+
+    Raises:
+        Malformed: the bytes are something else.
+    """
+    return _decoded(_RESULT, payload)
 
 
-def _logprob(value: TokenLogprob | None) -> tuple[Any, ...] | None:
-    return None if value is None else (value.token_id, value.logprob, value.rank, value.top)
-
-
-def _pack(value: Any) -> bytes:
-    return msgpack.packb(value)  # type: ignore[no-any-return]
-
-
-def encode_record(value: Any) -> bytes:
-    """A dataclass of plain values and further dataclasses (``ServerConfig``, ``ModelFacts``) as bytes."""
-    return _pack(_plain(value))
-
-
-def _plain(value: Any) -> Any:
-    if is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
-    return value
-
-
-def decode_record(payload: bytes, kind: type) -> Any:
-    """The dataclass that ``encode_record`` packed; its own checks run again."""
-    return _record(msgpack.unpackb(payload, use_list=False), kind)
-
-
-def _record(value: Any, kind: Any) -> Any:
-    if is_dataclass(kind):
-        hints = get_type_hints(kind)
-        return kind(**{name: _record(item, hints[name]) for name, item in value.items()})  # type: ignore[operator]
-    if get_origin(kind) is tuple and value is not None:
-        assert get_args(kind)
-        return tuple(value)
-    return value
+def _decoded(decoder: msgspec.msgpack.Decoder[T], payload: bytes) -> T:
+    try:
+        return decoder.decode(payload)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise Malformed(f"a message of {len(payload)} bytes is not what was expected: {error}") from None

@@ -14,6 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 from transformers import PreTrainedModel
 
+from serve.config import SupervisorConfig
 from serve.v1 import inference_pb2
 from tests.support import reference
 from tests.support.sandbox import as_the_unit
@@ -87,6 +88,27 @@ def test_a_lost_rank(server: Server, model: PreTrainedModel, victim: int, fault:
     until(lambda: server.metrics()["tessera_kv_blocks_used"] == 0)
     assert not any(psutil.pid_exists(pid) for pid in old)
     assert set(os.listdir("/dev/shm")) <= shared_memory
+
+
+def test_a_server_that_was_stopped_goes_on_with_its_calls_and_its_ranks(server: Server, model: PreTrainedModel) -> None:
+    ranks = until(lambda: len(pids := server.rank_pids()) == 2 and pids)
+    restarts = server.metrics()["tessera_engine_restarts_total"]
+    call = server.inference.GenerateStream(_request(400), timeout=120)
+    ids = list(next(call).delta.token_ids)
+    server.process.send_signal(signal.SIGSTOP)
+    try:
+        # For longer than the silence after which a rank counts as frozen.
+        with pytest.raises(grpc.RpcError) as caught:
+            server.health_stub.Check(health_pb2.HealthCheckRequest(), timeout=SupervisorConfig().heartbeat_timeout_seconds + 1)
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    finally:
+        server.process.send_signal(signal.SIGCONT)
+    for event in call:
+        ids.extend(event.delta.token_ids)
+    assert ids == reference.greedy(model, PROMPT, 400)
+    until(lambda: any("stood still" in line for line in server.log))
+    assert server.rank_pids() == ranks
+    assert server.metrics()["tessera_engine_restarts_total"] == restarts
 
 
 def test_ranks_do_not_outlive_a_killed_server(folder: Path) -> None:

@@ -2,17 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 from finetune.base_model.hub import HUB
 from finetune.data.readers.items import Fault, Item, Part, Record
 from finetune.errors import DataError
 
 _ROWS_AT_ONCE = 256
+
+
+class _Sized(Protocol):
+    nbytes: int
+
+
+class _Rows(Protocol):
+    """What we use of a data set of the ``datasets`` library."""
+
+    data: _Sized
+    _fingerprint: str
+    """Of its content and of what was done with it."""
+
+    def with_format(self, kind: None) -> _Rows: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, rows: slice) -> Mapping[str, Sequence[object]]:
+        """Columns by name."""
+        ...
+
+
+_Opened = _Rows | dict[str, _Rows]
+"""One, or several by the names of their splits."""
+
+
+class _RowGroup(Protocol):
+    num_rows: int
+    total_byte_size: int
+
+
+class _Metadata(Protocol):
+    num_row_groups: int
+
+    def row_group(self, number: int) -> _RowGroup: ...
+
+
+class _Batch(Protocol):
+    def to_pylist(self) -> list[dict[str, object]]: ...
+
+
+class _ParquetFile(Protocol):
+    """What we use of ``pyarrow.parquet.ParquetFile``."""
+
+    metadata: _Metadata
+
+    def iter_batches(self, *, batch_size: int, row_groups: range) -> Iterator[_Batch]: ...
 
 
 class ParquetReader:
@@ -76,7 +123,7 @@ def is_saved_dataset(folder: Path) -> bool:
 
 
 @lru_cache(maxsize=8)
-def open_dataset(path: Path, split: str | None) -> Any:
+def open_dataset(path: Path, split: str | None) -> _Rows:
     """A data set of the ``datasets`` library, memory-mapped, giving plain Python values.
 
     Args:
@@ -85,11 +132,12 @@ def open_dataset(path: Path, split: str | None) -> Any:
     Raises:
         DataError: it cannot be opened, or has no such split.
     """
-    import datasets  # type: ignore[import-untyped]
+    import datasets
 
     datasets.disable_progress_bars()
     name = str(path)
     try:
+        found: _Opened
         found = _by_name(name.removeprefix(HUB), split) if name.startswith(HUB) else datasets.load_from_disk(name)
     except Exception as error:  # each loader of the library raises its own kinds
         what = " ".join(str(error).split())
@@ -104,18 +152,20 @@ def open_dataset(path: Path, split: str | None) -> Any:
     return found.with_format(None)
 
 
-def _by_name(name: str, split: str | None) -> Any:
+def _by_name(name: str, split: str | None) -> _Opened:
     import datasets
 
     name, _, named_split = name.partition(":")
     name, _, config = name.partition(",")
-    return datasets.load_dataset(name, config or None, split=split or named_split or "train")
+    opened: _Opened = datasets.load_dataset(name, config or None, split=split or named_split or "train")
+    return opened
 
 
-def _parquet(file: Path) -> Any:
-    import pyarrow.parquet  # type: ignore[import-untyped]
+def _parquet(file: Path) -> _ParquetFile:
+    import pyarrow.parquet
 
     try:
-        return pyarrow.parquet.ParquetFile(file)
+        opened: _ParquetFile = pyarrow.parquet.ParquetFile(file)
+        return opened
     except (OSError, ValueError) as error:
         raise DataError(f"{file}: not a parquet file: {' '.join(str(error).split())}; make the file again") from error

@@ -7,19 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from finetune.distributed import Grid
-
-
-class _Accumulating(Protocol):
-    """A leaf tensor, whose hook torch has left unannotated."""
-
-    def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> object: ...
+from finetune.model.hooks import after_each_gradient
 
 
 @dataclass(slots=True)
@@ -65,8 +59,7 @@ class SharedWeights:
         """Have the gradients of copies add up in fp32 too, as DeepSpeed does for the weights that are updated."""
         for shared in self._shared:
             if not shared.owned:
-                accumulating: _Accumulating = shared.weight
-                accumulating.register_post_accumulate_grad_hook(shared.add_gradient)
+                after_each_gradient(shared.weight, shared.add_gradient)
 
     def reduce_gradients(self, gradient_of: Callable[[nn.Parameter], torch.Tensor | None]) -> None:
         """Add the gradients of all copies to that of the weight that is updated, which ``gradient_of`` gives."""

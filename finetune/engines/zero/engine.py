@@ -28,12 +28,12 @@ from finetune.distributed import random_state, set_random_state
 from finetune.engines.base import EngineBase, Reduced
 from finetune.engines.diagnosis import first_bad_output, first_on_any_rank, gradient_in_words, output_in_words
 from finetune.engines.loss_scale import LossScale
-from finetune.engines.protocol import Fill, StepOutcome
+from finetune.engines.protocol import Fill, FillAdapters, StepOutcome
 from finetune.engines.zero.library import Engine
 from finetune.engines.zero.optimizer import ZeroOptimizer, choose_optimizer
 from finetune.machine.nvme import Disk, disk_settings
 from finetune.model.adapters import add_adapters, as_peft_names_them, base_of
-from finetune.model.build import Gather, build_empty, meta_shapes
+from finetune.model.build import build_empty, meta_shapes
 from finetune.model.dtypes import DTYPES
 from finetune.model.isolation import forward_inputs
 from finetune.model.loss import HeadLoss, token_losses
@@ -72,7 +72,7 @@ class ZeroEngine(EngineBase[ZeroOptimizer]):
         hf_config: PretrainedConfig,
         fill: Fill,
         *,
-        fill_adapters: Callable[[nn.Module, Gather], None] | None = None,
+        fill_adapters: FillAdapters | None = None,
         device: torch.device,
         precision: str,
         cpu_adam: bool,

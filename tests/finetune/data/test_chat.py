@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime
+from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from finetune.data.chat import ChatTemplate
+from checkpoint.chat import ChatTemplate
+from checkpoint.tokenizer import Tokenizer
+from finetune.data.chat import ChatTargets
 from finetune.data.encode import Encoded, Encoder
 from finetune.data.readers import Fault
 from finetune.data.samples import Chat, Completion, Malformed
-from finetune.data.templates import TEMPLATES
+from finetune.data.templates import TEMPLATES, named_template
 from finetune.errors import ConfigError
 
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>", "</s>"]
@@ -56,9 +60,9 @@ THINKING = """\
 {%- endfor -%}{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"""
 
 
-def byte_level() -> Tokenizer:
+def byte_level() -> tokenizers.Tokenizer:
     """As GPT-2's: spaces go to the word that follows, and line ends together."""
-    tokenizer = Tokenizer(models.BPE())
+    tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -68,9 +72,9 @@ def byte_level() -> Tokenizer:
     return tokenizer
 
 
-def sentence_piece() -> Tokenizer:
+def sentence_piece() -> tokenizers.Tokenizer:
     """As Llama's: a space is put before every text."""
-    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    tokenizer = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>", *SPECIALS], show_progress=False)
@@ -78,17 +82,17 @@ def sentence_piece() -> Tokenizer:
     return tokenizer
 
 
-TOKENIZERS = {"byte_level": byte_level(), "sentence_piece": sentence_piece()}
+TOKENIZERS = {"byte_level": Tokenizer(byte_level()), "sentence_piece": Tokenizer(sentence_piece())}
 
 
-def template(source: str, eos: str = "<|endoftext|>") -> ChatTemplate:
-    return ChatTemplate(source, {"eos_token": eos}, SPECIALS, datetime(2026, 1, 2), "test.jinja")
+def template(source: str, eos: str = "<|endoftext|>") -> ChatTargets:
+    return ChatTargets(source, {"eos_token": eos}, SPECIALS, datetime(2026, 1, 2), "test.jinja")
 
 
 def encoder(source: str | None, kind: str = "byte_level", eos: str = "<|endoftext|>", train_on: str = "completion") -> Encoder:
     tokenizer = TOKENIZERS[kind]
     made = template(source, eos) if source is not None else None
-    return Encoder(tokenizer, tokenizer.token_to_id(eos), made, train_on, ("assistant",))
+    return Encoder(tokenizer, tokenizer.backend.token_to_id(eos) or 0, made, train_on, ("assistant",))
 
 
 def chat(*turns: str, weights: Sequence[bool] | None = None) -> Chat:
@@ -147,9 +151,9 @@ def test_a_turn_begins_with_the_tokens_a_server_makes_of_the_prompt(name: str) -
     tokenizer = TOKENIZERS["byte_level"]
     for answer in ("The answer is 42.", "\n\nyes", "  no"):
         made = encoded(encoder(source), chat("Hello there", answer))
-        question = chat("Hello there")
-        prompt = template(source)._text(question, 1, prompt=True)
-        ids = tokenizer.encode(prompt, add_special_tokens=False).ids
+        served = ChatTemplate(source, {"eos_token": "<|endoftext|>"})
+        prompt = served.render(chat("Hello there").messages, add_generation_prompt=True, max_bytes=999)
+        ids = list(tokenizer.encode(prompt, add_special_tokens=False))
         assert made.learned is not None
         assert made.ids[: len(ids)].tolist() == ids
         assert made.learned[: len(ids)].tolist() == [0] * len(ids)
@@ -161,7 +165,7 @@ def test_tokens_are_those_of_the_whole_text_where_turns_are_bordered_by_special_
     source, _ = EXPECTED[name]
     made = encoded(encoder(source), chat(*TURNS))
     text = template(source).render_whole(chat(*TURNS))
-    ids = TOKENIZERS["byte_level"].encode(text, add_special_tokens=False).ids
+    ids = list(TOKENIZERS["byte_level"].encode(text, add_special_tokens=False))
     assert made.ids.tolist() == ids[: len(made.ids)]
 
 
@@ -227,17 +231,18 @@ def test_completions_end_in_the_end_of_text(kind: str, prompt: str, completion: 
     text = TOKENIZERS[kind].decode(made.ids.tolist(), skip_special_tokens=False)
     assert text == prompt + completion + "<|endoftext|>"
     if kind == "byte_level":
-        head = TOKENIZERS[kind].encode(prompt, add_special_tokens=False).ids
+        head = list(TOKENIZERS[kind].encode(prompt, add_special_tokens=False))
         assert made.ids[: len(head)].tolist() == head
 
 
 def test_the_tokenizers_own_leading_token_comes_before_a_completion() -> None:
     from tokenizers.processors import TemplateProcessing
 
-    tokenizer = byte_level()
-    tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 3)])
+    backend = byte_level()
+    backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 3)])
+    tokenizer = Tokenizer(backend)
     made = encoded(Encoder(tokenizer, 0, None, "completion", ("assistant",)), Completion("Hello", " there"))
-    assert made.ids.tolist() == [3, *tokenizer.encode("Hello", add_special_tokens=False).ids, *made.ids[-2:].tolist()]
+    assert made.ids.tolist() == [3, *tokenizer.encode("Hello", add_special_tokens=False), *made.ids[-2:].tolist()]
     assert made.learned is not None
     assert made.learned[0] == 0
 
@@ -259,7 +264,7 @@ def test_what_a_template_cannot_render_is_a_fault(source: str | None, sample: Ch
 
 
 def test_a_template_that_does_not_compile_names_its_line() -> None:
-    with pytest.raises(ConfigError, match=r"test\.jinja, line 2: the chat template does not compile"):
+    with pytest.raises(ConfigError, match=r"test\.jinja: line 2: the chat template does not compile"):
         template("{% if x %}\n{% fi %}")
 
 
@@ -267,3 +272,31 @@ def test_a_template_cannot_leave_its_sandbox() -> None:
     for source in ("{{ messages.append(1) }}", "{{ ''.__class__.__mro__ }}{{ messages.__class__.__subclasses__() }}"):
         with pytest.raises(Malformed):
             template(source).render_whole(chat("a"))
+
+
+def test_the_text_is_what_a_server_renders_whatever_the_conversation_holds() -> None:
+    odd = chat("Hello \ufdd0there\ufdd1", "yes \ufdd2 no")
+    for name, (source, _) in EXPECTED.items():
+        served = ChatTemplate(source, {"eos_token": "<|endoftext|>"})
+        text = served.render(odd.messages, add_generation_prompt=False, max_bytes=999)
+        assert template(source).render_whole(odd) == text, name
+    made = encoded(encoder(CHATML), odd)
+    assert targets(made) == ["yes \ufdd2 no<|im_end|>"]
+
+
+def test_parts_that_the_template_alters_cannot_be_told_apart() -> None:
+    trimmed = """\
+{%- for message in messages -%}{%- set words -%}{% generation %}{{ message.content }} {% endgeneration %}{%- endset -%}
+{{ words | trim }}{{ eos_token }}{%- endfor -%}"""
+    (fault,) = encoder(trimmed).encode([chat("Hello", "yes")])
+    assert isinstance(fault, Fault)
+    assert "the chat template alters what it encloses" in fault.message
+    assert template(trimmed).render_whole(chat("Hello", "yes")) == "Hello<|endoftext|>yes<|endoftext|>"
+
+
+def test_a_named_template_that_no_server_would_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "long.jinja").write_text("x" * (1 << 20) + "x")
+    with pytest.raises(ConfigError, match=r"long\.jinja has 1048577 bytes; a template has at most 1048576"):
+        named_template(str(tmp_path / "long.jinja"))
+    with pytest.raises(ConfigError, match=r"none\.jinja cannot be read"):
+        named_template(str(tmp_path / "none.jinja"))

@@ -17,7 +17,7 @@ from finetune.data.rows import JoinedRows, open_rows
 from finetune.data.tokenizer import copy_tokenizer, end_of_text_id, open_tokenizer
 from finetune.errors import ConfigError, DataError
 from tests.finetune.support import small_run, write_config, write_text_folder
-from tests.serve.text.folders import FOLDERS, TEXTS, make_folder
+from tests.support.tokenizers import FOLDERS, TEXTS, make_folder
 
 
 def prepared(tmp_path: Path, text: Path, **sections: object) -> Prepared:
@@ -55,8 +55,8 @@ def test_the_trained_tokenizer_opens_in_transformers_and_agrees(tmp_path: Path, 
     ours = open_tokenizer(made.tokenizer_folder)
     theirs = AutoTokenizer.from_pretrained(made.tokenizer_folder)
     text = "def get_path(value):\n    return self.items.total  # naïve 😀"
-    assert theirs(text)["input_ids"] == ours.encode(text).ids
-    assert theirs.decode(ours.encode(text).ids) == text
+    assert theirs(text)["input_ids"] == list(ours.encode(text))
+    assert theirs.decode(ours.encode(text)) == text
     assert theirs.eos_token == "<|endoftext|>"
     assert theirs.eos_token_id == made.end_of_text_id
     assert made.num_ids == len(theirs) <= 300
@@ -94,10 +94,23 @@ def test_a_given_tokenizer_gives_the_ids_of_transformers(name: str, tmp_path: Pa
     compared = [text for text in TEXTS if "<|endoftext|>" not in text]
     assert len(compared) > len(TEXTS) / 2
     for text in compared:
-        assert ours.encode(text).ids == theirs(text)["input_ids"], text
-        plain = ours.encode(text, add_special_tokens=False).ids
+        assert list(ours.encode(text)) == theirs(text)["input_ids"], text
+        plain = list(ours.encode(text, add_special_tokens=False))
         assert plain == theirs(text, add_special_tokens=False)["input_ids"], text
         assert ours.decode(plain) == theirs.decode(plain, skip_special_tokens=True, clean_up_tokenization_spaces=False), text
+
+
+def test_a_copied_tokenizer_names_its_class(tmp_path: Path) -> None:
+    """Without it, the class would follow from the model that the copy is saved with."""
+    silent = make_folder("gpt_neox_silent", tmp_path)
+
+    def named(copy: Path) -> str:
+        copy_tokenizer(silent, copy, "tokenizer.path")
+        return str(json.loads((copy / "tokenizer_config.json").read_text())["tokenizer_class"])
+
+    assert named(tmp_path / "of a known model") == "GPTNeoXTokenizer"
+    (silent / "config.json").unlink()
+    assert named(tmp_path / "of no model") == "PreTrainedTokenizerFast", "which takes the file as it is"
 
 
 def test_preparing_again_finds_the_files_and_a_changed_text_makes_new_ones(tmp_path: Path) -> None:
@@ -155,7 +168,7 @@ def test_a_tokenizer_that_is_none_is_refused(tmp_path: Path, text_folder: Path) 
     (bad / "tokenizer.json").write_text(json.dumps({"model": 5}))
     tree = small_run(text_folder, tmp_path / "run")
     tree["tokenizer"] = {"path": str(bad)}
-    with pytest.raises(ConfigError, match=r"tokenizer\.json: not a tokenizer"):
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: is not what the tokenizers library can use"):
         prepare(load_config(write_config(tree, tmp_path / "run.yaml")), lambda _: None)
 
 

@@ -99,7 +99,7 @@ def test_text_is_packed_in_pieces_that_hold_every_token_once(tmp_path: Path) -> 
     rows = open_rows(made, "train").rows(np.arange(made.train_rows))
     long = [tokens for tokens in open_rows_samples(made) if len(tokens) > 30]
     tokenizer = open_tokenizer(made.tokenizer_folder)
-    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    ids = list(tokenizer.encode(text, add_special_tokens=False))
     starts = [ids[first : first + 5] for first in range(0, len(ids), 64)]
     assert [start for start in starts if len(start) == 5 and not any(piece[:5] == start for piece in long)] == []
     assert (rows.targets != NO_TARGET).sum() >= len(ids)

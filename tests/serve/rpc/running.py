@@ -14,6 +14,7 @@ from typing import Any
 
 import grpc
 
+from checkpoint.tokenizer import Tokenizer
 from serve.config import AdmissionConfig, ModelConfig, RpcConfig, SchedulerConfig, ServerConfig
 from serve.engine.engine import Engine, EngineLimits
 from serve.engine.executor import Executor, ExecutorDied, ModelFacts
@@ -25,11 +26,11 @@ from serve.runtime.edition import Edition
 from serve.runtime.gateway import Gateway
 from serve.runtime.state import State
 from serve.text.detokenizer import open_text
-from serve.text.tokenizer import Tokenizer, load_tokenizer
+from serve.text.tokenizer import load_tokenizer
 from serve.v1 import admin_pb2_grpc, inference_pb2, inference_pb2_grpc, models_pb2_grpc, tokenizer_pb2_grpc
 from tests.serve.fake_executor import FakeExecutor, fake_facts
 from tests.serve.runtime.ranks import PATIENCE_SECONDS
-from tests.serve.text.folders import make_folder
+from tests.support.tokenizers import make_folder
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'wizard' %}{{ raise_exception('no wizards') }}{% endif %}"

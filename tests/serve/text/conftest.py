@@ -1,20 +1,14 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from serve.text.tokenizer import Tokenizer, load_tokenizer
-from tests.serve.text.folders import FOLDERS, make_folder
+from checkpoint.tokenizer import Tokenizer
+from serve.text.tokenizer import load_tokenizer
+from tests.support.tokenizers import FOLDERS, make_folder
 
 
 @pytest.fixture(scope="session")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
     root = tmp_path_factory.mktemp("tokenizers")
-    return {name: make_folder(name, root) for name in FOLDERS}
-
-
-@pytest.fixture(scope="session")
-def tokenizers(folders: dict[str, Path]) -> dict[str, Tokenizer]:
-    loaded = {name: load_tokenizer(folder) for name, folder in folders.items()}
+    loaded = {name: load_tokenizer(make_folder(name, root)) for name in FOLDERS}
     return {name: tokenizer for name, tokenizer in loaded.items() if tokenizer is not None}

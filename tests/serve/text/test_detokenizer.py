@@ -5,11 +5,11 @@ import time
 
 import pytest
 
+from checkpoint.tokenizer import Tokenizer
 from serve.text.detokenizer import open_text
 from serve.text.pieces import Kind, decoder_kind
-from serve.text.tokenizer import Tokenizer
 from serve.types import Generation, RequestId, ResponseOptions, SamplingParams, StoppingParams
-from tests.serve.text.folders import CORPUS, FOLDERS, TEXTS
+from tests.support.tokenizers import CORPUS, FOLDERS, TEXTS
 
 
 def generation(

@@ -81,7 +81,7 @@ def test_ranks_compute_without_the_kernels_and_leave_nothing_behind(
     """Nor do they take a module from the folder that the server was started in."""
     folder = tmp_path / "temporary"
     folder.mkdir()
-    for name in ("serve", "checkpoint", "host", "torch", "msgpack"):
+    for name in ("serve", "checkpoint", "host", "torch", "msgspec"):
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'seen')!r}, 'a').write({name!r})\nraise SystemExit(9)\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TMPDIR", str(folder))

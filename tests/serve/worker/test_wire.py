@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import socket
 import struct
+from collections.abc import Callable
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -70,20 +72,22 @@ results = st.builds(
 
 @given(plans)
 def test_a_plan_comes_out_as_it_went_in(plan: StepPlan) -> None:
-    assert wire.decode_plan(wire.encode_plan(plan)) == plan
+    assert wire.decode_plan(wire.encode(plan)) == plan
 
 
 @given(results)
 def test_a_result_comes_out_as_it_went_in(result: StepResult) -> None:
-    assert wire.decode_result(wire.encode_result(result)) == result
+    assert wire.decode_result(wire.encode(result)) == result
 
 
 def test_the_configuration_comes_out_as_it_went_in() -> None:
     config = ServerConfig(model=ModelConfig(path="/m", max_model_len=77), cache=CacheConfig(kv_cache_gib=0.25))
-    assert wire.decode_record(wire.encode_record(config), ServerConfig) == config
+    assert wire.decode_config(wire.encode(config)) == config
 
 
-def test_the_model_facts_come_out_as_they_went_in() -> None:
+def test_what_a_rank_reports_comes_out_as_it_went_in() -> None:
+    for report in (wire.Failed("no such file", configured=True), wire.Fine()):
+        assert wire.decode_report(wire.encode(report)) == report
     facts = ModelFacts(
         family="opt",
         vocab_size=9,
@@ -97,7 +101,32 @@ def test_the_model_facts_come_out_as_they_went_in() -> None:
         checkpoint_step=None,
         load_seconds=(("build", 0.5), ("weights", 1.5)),
     )
-    assert wire.decode_record(wire.encode_record(facts), ModelFacts) == facts
+    assert wire.decode_report(wire.encode(wire.Ready(facts))) == wire.Ready(facts)
+
+
+DECODERS: tuple[Callable[[bytes], object], ...] = (
+    wire.decode_plan, wire.decode_result, wire.decode_config, wire.decode_report,
+)  # fmt: skip
+
+
+@given(st.binary(max_size=60) | st.just(b"\x91" * 5000), st.sampled_from(DECODERS))
+def test_bytes_that_are_no_message_are_refused(payload: bytes, decode: Callable[[bytes], object]) -> None:
+    with pytest.raises(wire.Malformed, match=f"a message of {len(payload)} bytes"):
+        decode(payload)
+
+
+@given(plans, st.data())
+def test_a_message_of_the_wrong_kind_length_or_type_is_refused(plan: StepPlan, data: st.DataObject) -> None:
+    whole = wire.encode(plan)
+    cut = data.draw(st.integers(0, len(whole) - 1))
+    tree = msgspec.msgpack.decode(whole)
+    wrong = msgspec.msgpack.encode({**tree, "spans": [{"sequence": "one", "start": 0, "count": 1}]})
+    for payload, says in ((whole[:cut], "message"), (whole + b"\x00", "message"), (wrong, r"\$.spans\[0\].sequence")):
+        with pytest.raises(wire.Malformed, match=says):
+            wire.decode_plan(payload)
+    for decode in (wire.decode_config, wire.decode_report):
+        with pytest.raises(wire.Malformed):
+            decode(whole)
 
 
 def test_a_closed_connection_and_an_absurd_length_are_told_apart_from_messages() -> None:

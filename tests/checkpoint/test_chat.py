@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from serve.errors import ConfigError
-from serve.text.chat import ChatRejected, ChatTemplate
-from serve.text.tokenizer import load_tokenizer
-from tests.serve.text.folders import make_folder, write
+from checkpoint import CheckpointError
+from checkpoint.chat import ChatRejected, ChatTemplate
+from checkpoint.folder import Folder
+from checkpoint.tokenizer import read_tokenizer
+from tests.support.tokenizers import make_folder, write
 
 TEMPLATE = """{% for message in messages %}
 {% if message.role not in ('system', 'user', 'assistant') %}{{ raise_exception('no such role') }}{% endif %}
@@ -18,7 +21,11 @@ TEMPLATE = """{% for message in messages %}
 {% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 
-TURNS = [("system", "Be brief."), ("user", " hi <b> "), ("assistant", "hello")]
+TURNS = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": " hi <b> "},
+    {"role": "assistant", "content": "hello"},
+]
 
 
 @pytest.mark.parametrize("open_turn", [True, False])
@@ -34,27 +41,29 @@ def test_prompts_equal_those_of_transformers(place: str, open_turn: bool, tmp_pa
         config["chat_template"] = TEMPLATE if place == "config" else both
         write(folder, "tokenizer_config.json", config)
     theirs = transformers.AutoTokenizer.from_pretrained(str(folder)).apply_chat_template(
-        [{"role": role, "content": content} for role, content in TURNS], tokenize=False, add_generation_prompt=open_turn
+        TURNS, tokenize=False, add_generation_prompt=open_turn
     )
-    tokenizer = load_tokenizer(folder)
+    tokenizer = read_tokenizer(Folder(folder))
     assert tokenizer is not None
     assert tokenizer.chat is not None
     assert tokenizer.chat.render(TURNS, add_generation_prompt=open_turn, max_bytes=10_000) == theirs
 
 
-def render(source: str, turns: list[tuple[str, str]] | None = None, max_bytes: int = 1000) -> str:
-    template = ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"})
-    return template.render(turns or [("user", "hi")], add_generation_prompt=True, max_bytes=max_bytes)
+def render(source: str, content: str = "hi", **options: Any) -> str:
+    template = ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}, **options)
+    return template.render([{"role": "user", "content": content}], add_generation_prompt=True, max_bytes=1000)
 
 
 def test_a_template_sees_the_special_tokens_and_its_helpers() -> None:
     source = "{{ bos_token }}{% generation %}{{ messages[0].content | tojson }}{% endgeneration %}{{ eos_token }}"
-    assert render(source, [("user", 'a "<b>" ü')]) == '<s>"a \\"<b>\\" ü"</s>'
+    assert render(source, 'a "<b>" ü') == '<s>"a \\"<b>\\" ü"</s>'
 
 
 def test_a_refusal_is_told_in_the_templates_words() -> None:
-    with pytest.raises(ChatRejected, match="no such role"):
-        ChatTemplate(TEMPLATE, {}).render([("wizard", "hi")], add_generation_prompt=False, max_bytes=1000)
+    wizard = [{"role": "wizard", "content": "hi"}]
+    with pytest.raises(ChatRejected, match="no such role") as caught:
+        ChatTemplate(TEMPLATE, {}).render(wizard, add_generation_prompt=False, max_bytes=1000)
+    assert caught.value.said == "no such role"
 
 
 @pytest.mark.parametrize(
@@ -91,5 +100,28 @@ def test_a_template_may_reckon() -> None:
     "source", ["{% if %}", "{{ " + "(" * 5000 + ")" * 5000 + " }}", "{% for i in x %}" * 60 + "{% endfor %}" * 60]
 )
 def test_a_template_that_does_not_compile_is_a_configuration_error(source: str) -> None:
-    with pytest.raises(ConfigError, match="does not compile"):
-        ChatTemplate(source, {})
+    with pytest.raises(CheckpointError, match=r"^some\.jinja: .*does not compile"):
+        ChatTemplate(source, {}, file="some.jinja")
+
+
+def test_a_template_that_does_not_compile_names_its_line() -> None:
+    with pytest.raises(CheckpointError, match=r"^chat_template\.jinja: line 2: the chat template does not compile"):
+        ChatTemplate("{% if x %}\n{% fi %}", {})
+
+
+def test_marks_are_written_around_what_the_template_encloses_and_change_nothing_else() -> None:
+    source = "{{ eos_token }}{% generation %}{{ messages[0].content }}{% endgeneration %}{{ bos_token }}"
+    assert render(source, marks=("[", "]")) == "</s>[hi]<s>"
+    assert render(source) == "</s>hi<s>"
+    assert ChatTemplate(source, {}).encloses_answers
+    assert not ChatTemplate("{{ messages[0].content }}", {}).encloses_answers
+
+
+def test_the_time_that_templates_are_told_is_the_one_handed_in() -> None:
+    assert render("{{ strftime_now('%d %b %Y') }}", now=lambda: datetime(2026, 1, 2)) == "02 Jan 2026"
+
+
+def test_tools_are_seen_by_the_template() -> None:
+    template = ChatTemplate("{{ tools | tojson }}", {})
+    assert template.render([], add_generation_prompt=False, max_bytes=99, tools=[{"name": "f"}]) == '[{"name": "f"}]'
+    assert template.render([], add_generation_prompt=False, max_bytes=99) == "null"

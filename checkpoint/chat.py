@@ -1,13 +1,13 @@
-"""The model folder's chat template: a conversation becomes a prompt.
+"""A chat template: a conversation becomes text. Training and serving both render here, so a model is asked as it was taught.
 
-A template is code from the folder. It runs in Jinja's immutable sandbox, sees the conversation and the names of the special
-tokens and nothing else, and a request cannot pass it anything further.
+A template is code from a model's folder. It runs in Jinja's immutable sandbox, sees the conversation and the names of the
+special tokens and nothing else, and a request cannot pass it anything further.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -18,15 +18,23 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from checkpoint.errors import CheckpointError
-from checkpoint.folder import Folder
-from checkpoint.tokenizer_files import MAX_TEMPLATE_BYTES, default_template
-from serve.errors import ConfigError
+from checkpoint.tokenizer_files import MAX_TEMPLATE_BYTES, TEMPLATE
 
 _LONGEST_NUMBER_BITS = 1 << 16
 
 
 class ChatRejected(Exception):
     """The template does not accept this conversation; the message is the template's own, or a general one."""
+
+    def __init__(self, message: str, *, said: str | None = None) -> None:
+        super().__init__(message)
+        self.said = said
+        """The template's own words, if it called ``raise_exception``; else the cause tells, and may quote the conversation."""
+
+    @property
+    def reason(self) -> str:
+        """What went wrong, for whoever wrote the conversation: it may quote that."""
+        return self.said if self.said is not None else str(self.__cause__ or self)
 
 
 class _RaisedByTemplate(jinja2.TemplateError):
@@ -36,36 +44,68 @@ class _RaisedByTemplate(jinja2.TemplateError):
 class ChatTemplate:
     """A compiled template. Rendering changes nothing, so threads may share it."""
 
-    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        *,
+        file: str = TEMPLATE,
+        now: Callable[[], datetime] = datetime.now,
+        marks: tuple[str, str] = ("", ""),
+    ) -> None:
         """
-        Raises:
-            ConfigError: the template does not compile.
-        """
-        try:
-            self._template = _environment().from_string(source)
-        except Exception as error:  # Jinja passes on what Python says of the program it writes: too deep, too long, ...
-            raise ConfigError(f"the chat template does not compile: {type(error).__name__}: {str(error)[:300]}") from error
-        self._special_tokens = special_tokens
+        Args:
+            special_tokens: the named ones, for example ``{"eos_token": "</s>"}``.
+            file: where the source is from, for messages.
+            now: asked by ``strftime_now``.
+            marks: written before and after each part that the template encloses in ``{% generation %}``.
 
-    def render(self, messages: Sequence[tuple[str, str]], *, add_generation_prompt: bool, max_bytes: int) -> str:
-        """The prompt for ``messages``, pairs of role and content, oldest first.
+        Raises:
+            CheckpointError: the template does not compile.
+        """
+        self._environment = _environment(now, marks)
+        try:
+            self._template = self._environment.from_string(source)
+        except Exception as error:  # Jinja passes on what Python says of the program it writes: too deep, too long, ...
+            line = f"line {error.lineno}: " if isinstance(error, jinja2.TemplateSyntaxError) else ""
+            rule = f"{line}the chat template does not compile: {type(error).__name__}: {str(error)[:300]}"
+            raise CheckpointError(file, rule) from error
+        self._special_tokens = dict(special_tokens)
+
+    @property
+    def encloses_answers(self) -> bool:
+        """Whether the template encloses something in ``{% generation %}``."""
+        return self._environment.encloses_answers
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, max_bytes: int, tools: Any = None
+    ) -> str:
+        """The text of a conversation.
+
+        Args:
+            messages: objects with at least ``role`` and ``content``, oldest first.
+            add_generation_prompt: whether the template is to open a turn of the assistant.
+            tools: descriptions of tools, for templates that list them.
 
         Raises:
             ChatRejected: the template refuses the conversation or fails on it, or wrote more than ``max_bytes`` of UTF-8.
         """
-        turns = [{"role": role, "content": content} for role, content in messages]
         parts: list[str] = []
         num_bytes = 0
         try:
             for part in self._template.generate(
-                messages=turns, add_generation_prompt=add_generation_prompt, tools=None, documents=None, **self._special_tokens
+                messages=[dict(message) for message in messages],
+                add_generation_prompt=add_generation_prompt,
+                tools=tools,
+                documents=None,
+                **self._special_tokens,
             ):
                 parts.append(part)
                 num_bytes += len(part.encode())
                 if num_bytes > max_bytes:
                     raise ChatRejected(f"the chat template wrote more than {max_bytes} bytes")
         except _RaisedByTemplate as error:
-            raise ChatRejected(f"the chat template says: {error}") from error
+            raise ChatRejected(f"the chat template says: {error}", said=str(error)) from error
         except ChatRejected:
             raise
         except Exception as error:  # a template is a program, which can fail in every way that programs do
@@ -74,26 +114,12 @@ class ChatTemplate:
         return "".join(parts)
 
 
-def load_chat_template(folder: Folder, config: dict[str, Any], special_tokens: dict[str, str]) -> ChatTemplate | None:
-    """The folder's default template, or ``None``: ``chat_template.jinja`` goes before the entry in ``tokenizer_config.json``.
-
-    Raises:
-        CheckpointError: it cannot be read, does not compile or has the wrong type.
-    """
-    found = default_template(folder, config)
-    if found is None:
-        return None
-    source, file = found
-    try:
-        return ChatTemplate(source, special_tokens)
-    except ConfigError as error:
-        raise CheckpointError(file, str(error)) from error
-
-
 class _Environment(ImmutableSandboxedEnvironment):
     """Jinja's sandbox, and bounds on powers and repetitions: one such expression could take a day, as soon as it compiles."""
 
     intercepted_binops = frozenset(("*", "**"))
+    marks = ("", "")
+    encloses_answers = False
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if isinstance(left, int) and isinstance(right, int):
@@ -111,12 +137,13 @@ def _length(factor: object) -> int:
     return len(factor) if isinstance(factor, str | list | tuple) else 1
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
+def _environment(now: Callable[[], datetime], marks: tuple[str, str]) -> _Environment:
     """What templates written for transformers expect to find."""
     environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    environment.marks = marks
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.globals["strftime_now"] = lambda form: now().strftime(form)
     return environment
 
 
@@ -124,10 +151,17 @@ class _Generation(jinja2.ext.Extension):
     """``{% generation %}`` marks the assistant's own words for training; a prompt just contains them."""
 
     tags = {"generation"}  # noqa: RUF012  (declared so by jinja2)
+    environment: _Environment
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        self.environment.encloses_answers = True
+        begin, end = (
+            [jinja2.nodes.Output([jinja2.nodes.TemplateData(mark)], lineno=line)] if mark else []
+            for mark in self.environment.marks
+        )
+        return [*begin, *body, *end]
 
 
 def _tojson(
