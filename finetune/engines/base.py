@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from finetune.distributed import random_state, set_random_state
+from finetune.engines.loss_scale import LossScale, is_everyday, reason_of_bad_gradient
+from finetune.engines.optimizer import EngineOptimizer
+from finetune.engines.protocol import StepOutcome
 
 
 class _Engine(Protocol):
@@ -16,8 +22,31 @@ class _Engine(Protocol):
     def destroy(self) -> None: ...
 
 
-class EngineBase:
+Updated = TypeVar("Updated", bound=EngineOptimizer)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reduced:
+    """What one rank knows of a step once gradients are reduced."""
+
+    loss_sum: float
+    """Over this rank's target tokens."""
+    bad_gradient: bool
+    """Whether its part of the gradient is not finite."""
+    squares: float = 0.0
+    """Its share of the gradient's squared norm, if the engine clips by that."""
+    num_targets: int
+    """Of all ranks."""
+    stop: bool
+    """Whether it would stop."""
+
+
+class EngineBase(Generic[Updated]):
     """One of the ranks that train together. Every method is collective: all ranks call it, in the same order."""
+
+    loss_scale: LossScale | None
+    """In fp16."""
+    _optimizer: Updated
 
     def __init__(self, device: torch.device) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -37,6 +66,49 @@ class EngineBase:
     def set_rng_state(self, state: torch.Tensor) -> None:
         """Set this rank's random state."""
         set_random_state(self.device, state)
+
+    def _end_step(self, found: Reduced, diagnose: Callable[[str], str | None] | None) -> StepOutcome:
+        """Decide on all ranks together whether a step counts, and update.
+
+        Args:
+            diagnose: finds, in words, where what is not finite came from; told why the step is skipped.
+        """
+        bad_loss = not math.isfinite(found.loss_sum)
+        loss_sum, squares, losses, gradients, stops = self._sum(
+            0.0 if bad_loss else found.loss_sum,
+            0.0 if found.bad_gradient else found.squares,
+            float(bad_loss),
+            float(found.bad_gradient),
+            float(found.stop),
+        )
+        skipped = "loss" if losses else reason_of_bad_gradient(self.loss_scale) if gradients else None
+        norm, diagnosis = math.sqrt(squares), None
+        if skipped is None:
+            self._before_update(norm)
+        elif diagnose is not None and not is_everyday(skipped, self.loss_scale):
+            diagnosis = diagnose(skipped)
+        self._optimizer.skip_update = skipped is not None
+        updated = self._optimizer.update()
+        if updated:
+            self._after_update()
+        elif skipped is None:
+            skipped = reason_of_bad_gradient(self.loss_scale)
+            diagnosis = "the norm: every number is finite, the sum of their squares is not"
+        if self.loss_scale is not None and skipped != "loss":
+            self.loss_scale.stepped(overflowed=skipped is not None)
+        mean = float("nan") if losses else loss_sum / max(1, found.num_targets)
+        norm = float("nan") if skipped else self._norm(norm)
+        return StepOutcome(mean, norm, found.num_targets, skipped, stops > 0, diagnosis)
+
+    def _before_update(self, norm: float) -> None:
+        """What is done with good gradients of all ranks, whose norm is ``norm``, before the update."""
+
+    def _after_update(self) -> None:
+        """What is done with new weights."""
+
+    def _norm(self, found: float) -> float:
+        """The gradient's norm before clipping, after an update; ``found`` is the root of all ranks' ``squares``."""
+        return found
 
     def _sum(self, *values: float) -> list[float]:
         """Each value added up over all ranks, in fp64."""

@@ -21,6 +21,7 @@ from finetune.model.adapters import add_adapters
 from finetune.model.build import build_empty
 from finetune.model.pretrained import head_of
 from finetune.model.recompute import recompute_blocks
+from finetune.optimizers.kinds import KINDS
 from finetune.optimizers.state import groups_of, matrices_of
 
 
@@ -40,6 +41,8 @@ class ModelFacts:
     """Elements of what the optimizer treats as matrices; 0 for one that works element by element."""
     factors: int
     """Rows and columns of all those matrices, added."""
+    whole: int
+    """Elements of what the optimizer keeps of all of them that every rank has all of."""
     largest_matrix: int
     """Elements of the largest of them."""
     multiplied: int
@@ -107,6 +110,7 @@ def facts_of(config: TuneConfig, hf_config: Any, precision: str, *, on_gpu: bool
         largest_group=max(sum(p.numel() for p in group["params"]) for group in groups),
         matrices=sum(shape.numel() for shape in matrices),
         factors=sum(sum(shape) for shape in matrices),
+        whole=sum(shape[dimension] for shape in matrices for dimension in KINDS[config.algorithm].whole_state.values()),
         largest_matrix=max((shape.numel() for shape in matrices), default=0),
         multiplied=_multiplied(model, wrapped),
         layers=layers,

@@ -15,8 +15,8 @@ from typing import Final
 from finetune.forecast.facts import ModelFacts
 from finetune.forecast.layout import Layout
 from finetune.forecast.replay import replay
-from finetune.optimizers.state import MOMENTS, OF_MATRICES
-from finetune.optimizers.zenflow import CHUNK_ELEMENTS
+from finetune.optimizers.kind import UpdateSizes
+from finetune.optimizers.kinds import KINDS
 
 _MIB: Final = 1 << 20
 _GIB: Final = 1 << 30
@@ -41,8 +41,6 @@ LIVE_PARAMETERS: Final = 1_000_000_000
 """Elements that ZeRO-3 leaves whole between uses, at most: DeepSpeed's stage3_max_live_parameters."""
 JOINED_ELEMENTS: Final = 500_000_000
 """Gradients of fewer are joined with those of another group to be sent: DeepSpeed's MEMORY_OPT_ALLREDUCE_SIZE."""
-MATRIX_BUFFERS: Final = 6
-"""Copies of one matrix, in fp32, that Muon holds while it makes it orthogonal."""
 
 _SWAP_BUFFERS: Final = 5
 _MOST_SUB_GROUP: Final = 50_000_000
@@ -204,9 +202,9 @@ def _state(facts: ModelFacts, layout: Layout) -> tuple[Phase, Phase]:
 
 def moment_elements(facts: ModelFacts, algorithm: str) -> tuple[int, int]:
     """Elements of all moments of a whole model: those that are spread as the weights are, and those every rank has."""
-    usual = len(MOMENTS[algorithm])
-    spread = usual * facts.trained + (len(OF_MATRICES.get(algorithm, ())) - usual) * facts.matrices
-    return spread, facts.factors if algorithm == "adafactor" else 0
+    kind = KINDS[algorithm]
+    spread = len(kind.state) * (facts.trained - facts.matrices) + len(kind.keys_of(matrix=True)) * facts.matrices
+    return spread, facts.whole
 
 
 def _moments(facts: ModelFacts, layout: Layout) -> int:
@@ -326,8 +324,8 @@ def _step(facts: ModelFacts, layout: Layout) -> tuple[Phase, Phase]:
     trained, _, share = _sizes(facts, layout)
     w = layout.weight_bytes
     group = min(share, -(-facts.largest_group // (layout.pipeline * layout.shares)))
-    scratch = _scratch(facts, layout, share)
-    turn = {"whole matrices": 4 * MATRIX_BUFFERS * facts.largest_matrix if layout.algorithm == "muon" else 0}
+    kind, sizes = KINDS[layout.algorithm], _update_sizes(facts, layout, share)
+    scratch, turn = kind.scratch(sizes), {"whole matrices": kind.device_scratch(sizes)}
     if layout.sums_in_fp32:
         return {"gradients": w * trained, "optimizer's scratch": scratch, **turn}, {}
     if layout.stage == 3:
@@ -346,20 +344,21 @@ def _step(facts: ModelFacts, layout: Layout) -> tuple[Phase, Phase]:
     return turn, {"optimizer's scratch": scratch}
 
 
-def _scratch(facts: ModelFacts, layout: Layout, share: int) -> int:
-    """Bytes the optimizer computes with, where its state lies: a group's share, or of Adafactor's matrices one's."""
-    if layout.algorithm == "adamw":
-        return 0  # DeepSpeed's on the CPU and torch's fused one go over the weights once (Twin-Flow's rest is small)
-    if layout.algorithm == "zenflow":
-        # Gradients and changes of a matrix's chosen rows, and what the background changes at once.
-        part = -(-facts.largest_matrix // layout.shares) if layout.stage == 3 else min(share, facts.largest_matrix)
-        return round(8 * layout.chosen * part) + 4 * min(CHUNK_ELEMENTS, part)
-    if layout.algorithm == "adafactor":
-        return 8 * min(share, facts.largest_matrix)
-    if layout.stage == 0:
-        return 8 * min(share, facts.largest)  # nothing is flat: one parameter after the other
-    group = facts.trained - facts.matrices if layout.algorithm == "muon" else facts.largest_group
-    return 8 * min(share, -(-group // (layout.pipeline * layout.shares)))
+def _update_sizes(facts: ModelFacts, layout: Layout, share: int) -> UpdateSizes:
+    def part(elements: int) -> int:
+        return min(share, -(-elements // (layout.pipeline * layout.shares)))
+
+    whole_rows = -(-facts.largest_matrix // layout.shares) if layout.stage == 3 else min(share, facts.largest_matrix)
+    return UpdateSizes(
+        share=share,
+        group=part(facts.largest_group),
+        others=part(facts.trained - facts.matrices),
+        parameter=facts.largest,
+        matrix=facts.largest_matrix,
+        matrix_part=whole_rows,
+        flat=layout.stage != 0,
+        chosen=layout.chosen,
+    )
 
 
 def _nvme(facts: ModelFacts, layout: Layout) -> int:

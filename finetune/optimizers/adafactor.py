@@ -7,12 +7,15 @@ from typing import Any, Final
 
 import torch
 
+from finetune.config import TuneConfig
 from finetune.distributed import Peers
 from finetune.optimizers.base import ShardedOptimizer
 from finetune.optimizers.fragments import Fragment, Fragments
-from finetune.optimizers.state import FACTORS
+from finetune.optimizers.kind import Groups, OptimizerKind, rate_of
 
 _Direction = Callable[[Fragment], torch.Tensor]
+FACTORS: Final = ("exp_avg_sq_row", "exp_avg_sq_col")
+"""What is kept whole of a matrix: one number for each row, and one for each column."""
 _DECAY: Final = 0.8
 _SMALLEST: Final = 1e-30
 _LARGEST_RMS: Final = 1.0
@@ -102,3 +105,18 @@ def in_rows(fragment: Fragment, values: torch.Tensor) -> tuple[slice, torch.Tens
     held = rows_rC.view(-1).narrow(0, fragment.start - first * columns if fragment.count else 0, fragment.count)
     held.copy_(values)
     return slice(first, last), rows_rC, held
+
+
+def make_adafactor(config: TuneConfig, groups: Groups, matrices: frozenset[str]) -> torch.optim.Optimizer:
+    """Of the configuration it takes ``lr`` alone."""
+    return Adafactor(groups, matrices=matrices, lr=rate_of(config))
+
+
+ADAFACTOR = OptimizerKind(
+    name="adafactor",
+    make=make_adafactor,
+    state=("exp_avg_sq",),
+    matrix_state=(),
+    whole_state={key: dimension for dimension, key in enumerate(FACTORS)},
+    scratch=lambda sizes: 8 * min(sizes.share, sizes.matrix),
+)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -68,14 +67,3 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
     @abstractmethod
     def _update_others(self, group: Mapping[str, Any], flat: torch.Tensor, state: dict[str, Any], fragments: Fragments) -> None:
         """Update one flat tensor without any."""
-
-
-def adamw(group: Mapping[str, Any], flat: torch.Tensor, state: Mapping[str, Any]) -> None:
-    """AdamW (arXiv 1711.05101), element by element."""
-    rate, (first_beta, second_beta), steps = group["lr"], group["betas"], state["step"]
-    gradient, first, second = flat.grad, state["exp_avg"], state["exp_avg_sq"]
-    assert gradient is not None
-    first.lerp_(gradient, 1.0 - first_beta)
-    second.mul_(second_beta).addcmul_(gradient, gradient, value=1.0 - second_beta)
-    root = second.sqrt().div_(math.sqrt(1.0 - second_beta**steps)).add_(group["eps"])
-    flat.mul_(1.0 - rate * group["weight_decay"]).addcdiv_(first, root, value=-rate / (1.0 - first_beta**steps))

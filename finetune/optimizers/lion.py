@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+from finetune.config import TuneConfig
+from finetune.optimizers.kind import Groups, OptimizerKind, betas_of, rate_of, two_of_a_group
+
 
 class Lion(torch.optim.Optimizer):
     """Decoupled weight decay; one state per parameter, ``exp_avg``. Works element by element, so on ZeRO's flat pieces too."""
@@ -31,3 +34,11 @@ class Lion(torch.optim.Optimizer):
                 parameter.mul_(1.0 - rate * decay).add_(direction, alpha=-rate)
                 momentum.lerp_(gradient, 1.0 - momentum_beta)
                 state["step"] += 1
+
+
+def make_lion(config: TuneConfig, groups: Groups, matrices: frozenset[str]) -> torch.optim.Optimizer:
+    """Of the configuration it takes ``lr`` and ``betas``."""
+    return Lion(groups, lr=rate_of(config), betas=betas_of(config))
+
+
+LION = OptimizerKind(name="lion", make=make_lion, state=("exp_avg",), scratch=two_of_a_group)

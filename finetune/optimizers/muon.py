@@ -8,13 +8,18 @@ from typing import Any, Final
 
 import torch
 
+from finetune.config import TuneConfig
 from finetune.distributed import Peers
-from finetune.optimizers.base import ShardedOptimizer, adamw
+from finetune.optimizers.adamw import adamw
+from finetune.optimizers.base import ShardedOptimizer
 from finetune.optimizers.fragments import Fragment, Fragments
+from finetune.optimizers.kind import Groups, OptimizerKind, UpdateSizes, betas_of, rate_of
 
 COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
 """Of x, x^3 and x^5 in one iteration on a singular value x."""
 ITERATIONS: Final = 5
+BUFFERS: Final = 6
+"""Copies of one matrix, in fp32, that are held while it is made orthogonal."""
 _SMALLEST_NORM: Final = 1e-7
 _RMS: Final = 0.2
 
@@ -119,3 +124,26 @@ def turns_of(matrices: Fragments, ranks: int) -> list[Turn]:
         min(hands, key=lambda hand: sum(work[held.name] for held in hand)).append(matrix)
     longest = max(len(hand) for hand in hands)
     return [[hand[number] if number < len(hand) else None for hand in hands] for number in range(longest)]
+
+
+def make_muon(config: TuneConfig, groups: Groups, matrices: frozenset[str]) -> torch.optim.Optimizer:
+    """Of the configuration it takes ``lr``, ``momentum``, ``betas`` and ``eps``."""
+    options = config.optimizer
+    lr, betas = rate_of(config), betas_of(config)
+    return Muon(groups, matrices=matrices, lr=lr, momentum=options.momentum, betas=betas, eps=options.eps)
+
+
+def _scratch(sizes: UpdateSizes) -> int:
+    """Two numbers for each weight that AdamW updates at once."""
+    return 8 * (sizes.others if sizes.flat else min(sizes.share, sizes.parameter))
+
+
+MUON = OptimizerKind(
+    name="muon",
+    make=make_muon,
+    state=("exp_avg", "exp_avg_sq"),
+    matrix_state=("momentum",),
+    tables_are_matrices=False,
+    scratch=_scratch,
+    device_scratch=lambda sizes: 4 * BUFFERS * sizes.matrix,
+)

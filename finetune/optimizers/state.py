@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any, Final
+from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,26 +11,7 @@ from torch import nn
 from finetune.model.adapters import base_of
 from finetune.model.build import decay_groups, shapes_of
 from finetune.model.pretrained import head_of
-
-MOMENTS: Final[Mapping[str, tuple[str, ...]]] = {
-    "adamw": ("exp_avg", "exp_avg_sq"),
-    "lion": ("exp_avg",),
-    "muon": ("exp_avg", "exp_avg_sq"),
-    "adafactor": ("exp_avg_sq",),
-    "zenflow": ("exp_avg", "exp_avg_sq"),
-}
-"""Tensors as large as the parameter, by ``TuneConfig.algorithm``."""
-OF_MATRICES: Final[Mapping[str, tuple[str, ...]]] = {
-    "muon": ("momentum",),
-    "adafactor": (),
-    "zenflow": ("exp_avg", "exp_avg_sq", "put_off", "pending"),
-}
-"""The same of its matrices, for optimizers that treat those in their own way."""
-FACTORS: Final = ("exp_avg_sq_row", "exp_avg_sq_col")
-"""What Adafactor keeps whole of a matrix: one number for each row, and one for each column."""
-CHOSEN: Final = "chosen"
-UPDATES: Final = "updates"
-"""What ZenFlow keeps whole of a matrix: whether a row is updated in every step, and how often it was updated."""
+from finetune.optimizers.kinds import KINDS
 
 
 def matrices_of(model: nn.Module, optimizer: str) -> frozenset[str]:
@@ -40,10 +21,11 @@ def matrices_of(model: nn.Module, optimizer: str) -> frozenset[str]:
     belong to single tokens; an adapter's factors are matrices to all. GPT-2's weights are stored transposed and its queries,
     keys and values fused, as GPT-NeoX's are: each tensor is one matrix, the way round it is stored.
     """
-    if optimizer not in OF_MATRICES:
+    kind = KINDS[optimizer]
+    if kind.matrix_state is None:
         return frozenset()
     tables: set[int] = set()
-    if optimizer == "muon":
+    if not kind.tables_are_matrices:
         tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
         head = head_of(base_of(model))
         tables |= set() if head is None else {id(head.weight)}
@@ -52,20 +34,18 @@ def matrices_of(model: nn.Module, optimizer: str) -> frozenset[str]:
     return frozenset(name for name, parameter in trained if len(shapes[name]) == 2 and id(parameter) not in tables)
 
 
-def moments_of(model: nn.Module, optimizer: str) -> dict[str, tuple[str, ...]]:
+def state_of(model: nn.Module, optimizer: str) -> dict[str, tuple[str, ...]]:
     """Trained parameter -> keys of the state that has an element for each of its own."""
     matrices = matrices_of(model, optimizer)
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    return {name: OF_MATRICES[optimizer] if name in matrices else MOMENTS[optimizer] for name in trained}
+    return {name: KINDS[optimizer].keys_of(matrix=name in matrices) for name in trained}
 
 
-def factors_of(model: nn.Module, optimizer: str) -> dict[str, tuple[str, int]]:
+def whole_state_of(model: nn.Module, optimizer: str) -> dict[str, tuple[str, int]]:
     """``<key>.<parameter>`` -> parameter and length, of the state that is whole on every rank that updates the parameter."""
-    if optimizer != "adafactor":
-        return {}
-    shapes, matrices = shapes_of(model), matrices_of(model, optimizer)
+    shapes, matrices, whole = shapes_of(model), matrices_of(model, optimizer), KINDS[optimizer].whole_state
     ordered = [name for name, _ in model.named_parameters() if name in matrices]
-    return {f"{key}.{name}": (name, size) for name in ordered for key, size in zip(FACTORS, shapes[name], strict=True)}
+    return {f"{key}.{name}": (name, shapes[name][dimension]) for name in ordered for key, dimension in whole.items()}
 
 
 def groups_of(
@@ -76,7 +56,7 @@ def groups_of(
     Args:
         only: names of the parameters taken; unset: all that are trained.
     """
-    trained = moments_of(model, optimizer).keys()
+    trained = state_of(model, optimizer).keys()
     taken = trained if only is None else trained & set(only)
     matrices = matrices_of(model, optimizer) & taken
     others = taken - matrices

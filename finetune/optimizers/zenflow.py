@@ -9,12 +9,17 @@ from typing import Any, Final
 
 import torch
 
+from finetune.config import TuneConfig
 from finetune.distributed import Peers
-from finetune.optimizers.base import ShardedOptimizer, adamw
+from finetune.optimizers.adamw import adamw
+from finetune.optimizers.base import ShardedOptimizer
 from finetune.optimizers.fragments import Fragment, Fragments, Piece, pieces_of
-from finetune.optimizers.state import CHOSEN, UPDATES
+from finetune.optimizers.kind import Groups, OptimizerKind, UpdateSizes, betas_of, rate_of
 from finetune.optimizers.zenflow_rows import ChosenRows, Room, adam_by_rows
 
+CHOSEN: Final = "chosen"
+UPDATES: Final = "updates"
+"""What is kept whole of a matrix: whether a row is updated in every step, and how often it was updated."""
 CHUNK_ELEMENTS: Final = 1 << 21
 """Updated at once in the background: so many that starting threads does not count."""
 _CACHED_ELEMENTS: Final = 1 << 20
@@ -236,3 +241,33 @@ def _prepare_rest(settings: Mapping[str, Any], flat: torch.Tensor, state: Mappin
         adam_by_rows(settings, pending_rc, first_rc, second_rc, updates_r, change_rc, summed=summed)
         torch.add(change_rc, weight_rc, alpha=settings["lr"] * settings["weight_decay"], out=pending_rc)
     tensors[-1].index_fill_(0, rest.chosen_k, 0.0)
+
+
+def make_zenflow(config: TuneConfig, groups: Groups, matrices: frozenset[str]) -> torch.optim.Optimizer:
+    """Of the configuration it takes ``lr``, ``betas``, ``eps`` and ``offload.zenflow``."""
+    paces = config.offload.zenflow
+    return ZenFlow(
+        groups,
+        matrices=matrices,
+        lr=rate_of(config),
+        betas=betas_of(config),
+        eps=config.optimizer.eps,
+        share=paces.share,
+        update_every=paces.update_every,
+        select_every=paces.select_every,
+    )
+
+
+def _scratch(sizes: UpdateSizes) -> int:
+    """Gradients and changes of a matrix's chosen rows, and what the background changes at once."""
+    return round(8 * sizes.chosen * sizes.matrix_part) + 4 * min(CHUNK_ELEMENTS, sizes.matrix_part)
+
+
+ZENFLOW = OptimizerKind(
+    name="zenflow",
+    make=make_zenflow,
+    state=("exp_avg", "exp_avg_sq"),
+    matrix_state=("exp_avg", "exp_avg_sq", "put_off", "pending"),
+    whole_state={CHOSEN: 0, UPDATES: 0},
+    scratch=_scratch,
+)

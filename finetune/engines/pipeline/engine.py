@@ -21,9 +21,9 @@ from transformers import PretrainedConfig
 from finetune.config import TuneConfig, to_deepspeed
 from finetune.data.batches import Microbatch
 from finetune.distributed import Grid, random_state, set_random_state
-from finetune.engines.base import EngineBase
+from finetune.engines.base import EngineBase, Reduced
 from finetune.engines.diagnosis import first_bad_output, first_on_any_rank, gradient_in_words, output_in_words
-from finetune.engines.loss_scale import LossScale, is_everyday, reason_of_bad_gradient
+from finetune.engines.loss_scale import LossScale
 from finetune.engines.pipeline.assignment import assign_stages
 from finetune.engines.pipeline.layers import Flow, Layer, LossTally, build_on_meta, give_memory, lent_memory, split
 from finetune.engines.pipeline.library import Schedule
@@ -35,14 +35,14 @@ from finetune.engines.protocol import Fill, StepOutcome
 from finetune.model.dtypes import DTYPES
 from finetune.model.finite import is_finite
 from finetune.model.isolation import positions_of
-from finetune.optimizers.make import make_optimizer
-from finetune.optimizers.state import MOMENTS, factors_of, groups_of, matrices_of, moments_of
+from finetune.optimizers.kinds import KINDS
+from finetune.optimizers.state import groups_of, matrices_of, state_of, whole_state_of
 
 IDLE = "idle"
 """Name of the parameter of a stage that has none of its own to update."""
 
 
-class PipelineEngine(EngineBase):
+class PipelineEngine(EngineBase[StageOptimizer]):
     """One stage of a model under DeepSpeed's pipeline on this rank, ZeRO-0 or ZeRO-1 among the ranks of the stage.
 
     Every method is collective: all ranks call it, in the same order, all ranks of a pipeline with the same batches.
@@ -82,8 +82,8 @@ class PipelineEngine(EngineBase):
         if self._optimizer.sums_in_fp32:
             self._shared_weights.add_up_in_fp32()
         name, parameters = config.optimizer.name, dict(self.model.named_parameters())
-        moments, factors = moments_of(self.model, name), factors_of(self.model, name)
-        self._state = StageState(parameters, self._stage_of, moments, factors, self._optimizer, grid, device)
+        state_keys, whole = state_of(self.model, name), whole_state_of(self.model, name)
+        self._state = StageState(parameters, self._stage_of, state_keys, whole, self._optimizer, grid, device)
         self._stop = self._diagnose = False
         self._num_targets = 0
         self._shape: tuple[int | bool, ...] | None = None
@@ -101,7 +101,7 @@ class PipelineEngine(EngineBase):
         if not groups:
             idle = self._module.add_idle_parameter()
             groups, names = [{"params": [idle], "weight_decay": 0.0}], {idle: IDLE}
-        inner = make_optimizer(options, groups, matrices_of(self.model, options.name))
+        inner = KINDS[options.name].make(config, groups, matrices_of(self.model, options.name))
         json = to_deepspeed(config, device=self.device.type, precision=precision, cpu_adam=False, pipeline=True)
         end = StepEnd(
             add_shared_gradients=lambda: self._shared_weights.reduce_gradients(self._optimizer.gradient_of),
@@ -109,8 +109,8 @@ class PipelineEngine(EngineBase):
             update=self._finish_step,
         )
         schedule: Schedule = PipeSchedule(end, self._module, inner, json)
-        moments = {**moments_of(self.model, options.name), IDLE: MOMENTS[options.name]}
-        return schedule, StageOptimizer(inner, schedule, names, moments, self.device)
+        state_keys = {**state_of(self.model, options.name), IDLE: KINDS[options.name].state}
+        return schedule, StageOptimizer(inner, schedule, names, state_keys, self.device)
 
     def describe(self) -> list[str]:
         """The stages, line by line."""
@@ -165,31 +165,21 @@ class PipelineEngine(EngineBase):
         """Decide on all ranks together whether the step counts, clip, and update."""
         gradients = self._optimizer.reduced_gradients()
         norm = float(torch.stack(torch._foreach_norm(gradients)).double().norm()) / self._scale
-        loss_sum = float(self._tally.total)
-        bad_loss, bad_gradient = not math.isfinite(loss_sum), not math.isfinite(norm)
         share = 1 / self.data_ranks if self._optimizer.plain else 1.0  # every rank of a stage holds all of its gradient
-        loss_total, squares, losses, bad, stops = self._sum(
-            0.0 if bad_loss else loss_sum,
-            0.0 if bad_gradient else share * norm * norm,
-            float(bad_loss),
-            float(bad_gradient),
-            float(self._stop),
+        found = Reduced(
+            loss_sum=float(self._tally.total),
+            bad_gradient=not math.isfinite(norm),
+            squares=share * norm * norm,
+            num_targets=self._num_targets,
+            stop=self._stop,
         )
-        skipped = "loss" if losses else reason_of_bad_gradient(self.loss_scale) if bad else None
-        norm = math.sqrt(squares)
-        if skipped is None:
-            self._unscale_and_clip(gradients, norm)
-        look = self._diagnose and skipped in ("gradient", "scale") and not is_everyday(skipped, self.loss_scale)
-        diagnosis = self._first_bad_gradient() if look else None
-        self._optimizer.skip_update = skipped is not None
-        self._optimizer.update()
-        if skipped is None:
-            self._shared_weights.renew()
-        if self.loss_scale is not None and skipped != "loss":
-            self.loss_scale.stepped(overflowed=skipped is not None)
-        mean = loss_total / max(1, self._num_targets)
-        mean, norm = float("nan") if losses else mean, float("nan") if skipped else norm
-        self._outcome = StepOutcome(mean, norm, self._num_targets, skipped, stops > 0, diagnosis)
+        self._outcome = self._end_step(found, self._first_bad_gradient if self._diagnose else None)
+
+    def _before_update(self, norm: float) -> None:
+        self._unscale_and_clip(self._optimizer.reduced_gradients(), norm)
+
+    def _after_update(self) -> None:
+        self._shared_weights.renew()
 
     def _unscale_and_clip(self, gradients: list[torch.Tensor], norm: float) -> None:
         clipped = self._clip / (norm + 1e-6) if self._clip and norm > self._clip else 1.0
@@ -205,8 +195,10 @@ class PipelineEngine(EngineBase):
         first = first_on_any_rank(mine, self.device, stage=self.stage)
         return None if first is None else output_in_words(self.model, first)
 
-    def _first_bad_gradient(self) -> str | None:
-        """In words; ``None`` where ZeRO has cut the gradients up already."""
+    def _first_bad_gradient(self, skipped: str) -> str | None:
+        """In words; ``None`` where ZeRO has cut the gradients up already, and of a loss, which is looked at after the step."""
+        if skipped == "loss":
+            return None
         named = list(self.model.named_parameters())
 
         def is_bad(name: str, parameter: nn.Parameter) -> bool:

@@ -20,8 +20,8 @@ class StageState:
         self,
         parameters: Mapping[str, nn.Parameter],
         stage_of: Mapping[str, int],
-        moments: Mapping[str, tuple[str, ...]],
-        factors: Mapping[str, tuple[str, int]],
+        state_keys: Mapping[str, tuple[str, ...]],
+        whole: Mapping[str, tuple[str, int]],
         optimizer: StageOptimizer,
         grid: Grid,
         device: torch.device,
@@ -31,10 +31,10 @@ class StageState:
         Args:
             parameters: of the whole model, those of other stages without memory.
             stage_of: the stage that updates and saves each.
-            moments: keys of the state of each that is trained, and ``factors`` what is whole of it (``optimizers.state``).
+            state_keys: of each that is trained, and ``whole`` what every rank has all of (``optimizers.state``).
             optimizer: of this stage.
         """
-        self._parameters, self._stage_of, self._moments, self._factors = parameters, stage_of, moments, factors
+        self._parameters, self._stage_of, self._state_keys, self._whole = parameters, stage_of, state_keys, whole
         self._optimizer, self._grid, self._device = optimizer, grid, device
 
     @torch.no_grad()
@@ -54,28 +54,28 @@ class StageState:
     def optimizer_state(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         """What ``optimizers.state`` lists of every trained parameter (``exp_avg.<name>``), whole, fp32, on rank 0 alone."""
         for name, parameter in self._parameters.items():
-            for key in self._moments[name] if parameter.requires_grad else ():
-                read = partial(self._optimizer.moment, parameter, key)
+            for key in self._state_keys[name] if parameter.requires_grad else ():
+                read = partial(self._optimizer.state_of, parameter, key)
                 whole = self._to_first(name, parameter.shape, torch.float32, read)
                 yield f"{key}.{name}", None if whole is None else whole.to("cpu", torch.float32)
-        for factor, (name, size) in self._factors.items():
-            whole = self._to_first(name, (size,), torch.float32, partial(self._optimizer.factors.__getitem__, factor))
-            yield factor, None if whole is None else whole.cpu()
+        for key, (name, size) in self._whole.items():
+            whole = self._to_first(name, (size,), torch.float32, partial(self._optimizer.whole_state.__getitem__, key))
+            yield key, None if whole is None else whole.cpu()
 
     @torch.no_grad()
     def set_master_weights(self, read: Callable[[str], torch.Tensor]) -> None:
         """Set the optimizer's fp32 weights from ``read(name)``; those that compute must have been filled with the same."""
         for name, parameter in self._owned():
-            self._optimizer.set_exact(parameter, read(name))
+            self._optimizer.set_master_weight(parameter, read(name))
 
     @torch.no_grad()
     def set_optimizer_state(self, read: Callable[[str], torch.Tensor], updates: int) -> None:
         """Set the moments from ``read('exp_avg.<name>')`` and so on, and the number of updates the optimizer has made."""
         for name, parameter in self._owned():
-            for key in self._moments[name]:
-                self._optimizer.set_moment(parameter, key, read(f"{key}.{name}"))
-        for factor, whole in self._optimizer.factors.items():
-            whole.copy_(read(factor))
+            for key in self._state_keys[name]:
+                self._optimizer.set_state_of(parameter, key, read(f"{key}.{name}"))
+        for key, whole in self._optimizer.whole_state.items():
+            whole.copy_(read(key))
         self._optimizer.set_updates(updates)
 
     def _owned(self) -> Iterator[tuple[str, nn.Parameter]]:

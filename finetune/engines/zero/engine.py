@@ -25,9 +25,9 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig
 from finetune.config import TuneConfig, to_deepspeed
 from finetune.data.batches import Microbatch
 from finetune.distributed import random_state, set_random_state
-from finetune.engines.base import EngineBase
+from finetune.engines.base import EngineBase, Reduced
 from finetune.engines.diagnosis import first_bad_output, first_on_any_rank, gradient_in_words, output_in_words
-from finetune.engines.loss_scale import LossScale, is_everyday, reason_of_bad_gradient
+from finetune.engines.loss_scale import LossScale
 from finetune.engines.protocol import Fill, FillAdapters, StepOutcome
 from finetune.engines.zero.library import Engine
 from finetune.engines.zero.optimizer import ZeroOptimizer, choose_optimizer
@@ -38,7 +38,7 @@ from finetune.model.dtypes import DTYPES
 from finetune.model.isolation import forward_inputs
 from finetune.model.loss import HeadLoss, token_losses
 from finetune.model.recompute import recompute_blocks
-from finetune.optimizers.state import moments_of
+from finetune.optimizers.state import state_of
 
 _COLLECTIVE_TIMEOUT = timedelta(hours=2)  # rank 0 alone writes checkpoints while the others wait
 
@@ -60,7 +60,7 @@ def start_ranks(device: str, rank: int) -> torch.device:
     return torch.device(device, rank) if device == "cuda" else torch.device("cpu")
 
 
-class ZeroEngine(EngineBase):
+class ZeroEngine(EngineBase[ZeroOptimizer]):
     """One model under DeepSpeed ZeRO on this rank.
 
     Every method is collective: all ranks call it, in the same order.
@@ -107,12 +107,12 @@ class ZeroEngine(EngineBase):
         recompute_blocks(base, config.activations.checkpoint, pin_memory=device.type == "cuda")
         rows = config.activations.loss_rows
         self._head_loss = HeadLoss(base, rows) if rows != 0 and HeadLoss.supports(base) else None
-        self._moments = moments_of(self.model, config.algorithm)
+        self._state_keys = state_of(self.model, config.algorithm)
         optimizer = choose_optimizer(config, self.model, cpu_adam=cpu_adam)
         engine, *_ = deepspeed.initialize(model=self.model, optimizer=optimizer, config=ds, dist_init_required=False)
         self._engine: Engine = engine
         names = {parameter: name for name, parameter in self._trained()}
-        self._optimizer = ZeroOptimizer(self._engine.optimizer, config, names, self._moments, device=device, rank=self.rank)
+        self._optimizer = ZeroOptimizer(self._engine, config, names, self._state_keys, device=device, rank=self.rank)
 
     @contextmanager
     def gather(self, parameters: list[nn.Parameter]) -> Iterator[bool]:
@@ -143,28 +143,14 @@ class ZeroEngine(EngineBase):
             self._engine.backward(loss * (self._accumulation * self.world_size / max(1, num_targets)))
             if number < len(batches) - 1:
                 self._engine.step()
-        return self._finish_step(batches, float(loss_sum), num_targets, stop, diagnose)
+        found = Reduced(
+            loss_sum=float(loss_sum), bad_gradient=not self._optimizer.gradients_finite(), num_targets=num_targets, stop=stop
+        )
+        return self._end_step(found, partial(self._diagnose, batches) if diagnose else None)
 
-    def _finish_step(
-        self, batches: Sequence[Microbatch], loss_sum: float, num_targets: int, stop: bool, diagnose: bool
-    ) -> StepOutcome:
-        bad_loss = not torch.tensor(loss_sum).isfinite().item()
-        bad_gradient = not self._optimizer.gradients_finite()
-        loss_total, losses, gradients, stops = self._sum(loss_sum, float(bad_loss), float(bad_gradient), float(stop))
-        skipped = "loss" if losses else reason_of_bad_gradient(self.loss_scale) if gradients else None
-        look = diagnose and skipped is not None and not is_everyday(skipped, self.loss_scale)
-        diagnosis = self._diagnose(batches, skipped) if look else None
-        self._optimizer.skip_update = skipped is not None
-        self._optimizer.forget_history()
-        self._engine.step()
-        if skipped is None and self._optimizer.overflowed:
-            # DeepSpeed has made no update.
-            skipped = reason_of_bad_gradient(self.loss_scale)
-            diagnosis = "the norm: every number is finite, the sum of their squares is not"
-        if self.loss_scale is not None and skipped != "loss":
-            self.loss_scale.stepped(overflowed=skipped is not None)
-        norm = float("nan") if skipped else float(self._engine.get_global_grad_norm() or 0.0)
-        return StepOutcome(loss_total / max(1, num_targets), norm, num_targets, skipped, stops > 0, diagnosis)
+    def _norm(self, found: float) -> float:
+        """DeepSpeed has taken it, and clipped by it, in its own step."""
+        return float(self._engine.get_global_grad_norm() or 0.0)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Microbatch]) -> tuple[float, int]:
@@ -191,7 +177,7 @@ class ZeroEngine(EngineBase):
         """Nothing beyond the configuration."""
         return []
 
-    def _diagnose(self, batches: Sequence[Microbatch], skipped: str | None) -> str | None:
+    def _diagnose(self, batches: Sequence[Microbatch], skipped: str) -> str | None:
         """Where this step's first value that is not finite came from, the same on every rank."""
         if skipped != "loss":
             trained = self._trained()
@@ -256,10 +242,10 @@ class ZeroEngine(EngineBase):
         """
         self._optimizer.settle()
         for name, parameter in self._trained():
-            for key in self._moments[name]:
-                whole = self._optimizer.moment(parameter, key)
+            for key in self._state_keys[name]:
+                whole = self._optimizer.state_of(parameter, key)
                 yield f"{key}.{name}", whole.to("cpu", torch.float32) if self.rank == 0 else None
-        for name, whole in self._optimizer.whole.items():
+        for name, whole in self._optimizer.whole_state.items():
             yield name, whole.cpu() if self.rank == 0 else None
 
     @torch.no_grad()
@@ -267,16 +253,16 @@ class ZeroEngine(EngineBase):
         """Set the optimizer's fp32 weights from ``read(name)``; those that compute must have been filled with the same."""
         self._optimizer.settle()
         for name, parameter in self._trained():
-            self._optimizer.set_exact(parameter, read(name))
+            self._optimizer.set_master_weight(parameter, read(name))
 
     @torch.no_grad()
     def set_optimizer_state(self, read: Callable[[str], torch.Tensor], optimizer_steps: int) -> None:
         """Set the moments from ``read('exp_avg.<name>')`` and so on, and the number of updates the optimizer has made."""
         self._optimizer.settle()
         for name, parameter in self._trained():
-            for key in self._moments[name]:
-                self._optimizer.set_moment(parameter, key, read(f"{key}.{name}"))
-        for name, whole in self._optimizer.whole.items():
+            for key in self._state_keys[name]:
+                self._optimizer.set_state_of(parameter, key, read(f"{key}.{name}"))
+        for name, whole in self._optimizer.whole_state.items():
             whole.copy_(read(name))
         self._optimizer.set_updates(optimizer_steps)
 

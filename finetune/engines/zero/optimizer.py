@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import cast
 
 import torch
@@ -22,63 +23,56 @@ from torch import nn
 from finetune.config import TuneConfig
 from finetune.distributed import Peers
 from finetune.engines.buckets import reduce_in_place
-from finetune.engines.guard import guard_update
-from finetune.engines.zero.library import Zero
+from finetune.engines.optimizer import EngineOptimizer
+from finetune.engines.zero.library import Engine
 from finetune.model.finite import is_finite
-from finetune.optimizers.base import ShardedOptimizer
 from finetune.optimizers.fragments import Partitioned, fragments_of
-from finetune.optimizers.make import make_optimizer
-from finetune.optimizers.state import groups_of, matrices_of, no_updates, updates_made
+from finetune.optimizers.kind import betas_of, rate_of
+from finetune.optimizers.kinds import KINDS
+from finetune.optimizers.state import groups_of, matrices_of
 from finetune.optimizers.zenflow import ZenFlow
 
 
-class ZeroOptimizer:
-    """What one rank updates. Methods that touch tensors are collective."""
+class ZeroOptimizer(EngineOptimizer):
+    """The optimizer of a whole model, of which this rank updates a part. Methods that touch tensors are collective."""
 
     def __init__(
         self,
-        zero: Zero,
+        engine: Engine,
         config: TuneConfig,
         names: Mapping[nn.Parameter, str],
-        moments: Mapping[str, tuple[str, ...]],
+        state_keys: Mapping[str, tuple[str, ...]],
         *,
         device: torch.device,
         rank: int,
     ) -> None:
-        """Reach into ``zero``, what DeepSpeed made around an optimizer of ``choose_optimizer``, and create its moments.
+        """Reach into what ``engine`` has made around an optimizer of ``choose_optimizer``, and create its state.
 
         Args:
             names: of all trained parameters.
-            moments: keys of the state of each, see ``finetune.optimizers.state``.
+            state_keys: of each, see ``optimizers.kind``.
         """
-        self._zero, self._moments, self._device, self._rank = zero, moments, device, rank
-        self._stage = config.zero.stage
+        zero = engine.optimizer
+        self._engine, self._zero, self._rank, self._stage = engine, zero, rank, config.zero.stage
         if self._stage < 3:
             reduce_in_place(zero)
-        self._inner = zero.optimizer
-        self._updaters: list[torch.optim.Optimizer] = [self._inner]
+        updaters = [zero.optimizer]
         if config.offload.ratio < 1.0:
             # DeepSpeed updates what stays on the device with an optimizer of its own, which neither follows the schedule nor
             # is saved. With one state and one guard for both, it is.
-            zero.backup_optimizer.state = self._inner.state
-            self._updaters.append(zero.backup_optimizer)
+            zero.backup_optimizer.state = zero.optimizer.state
+            updaters.append(zero.backup_optimizer)
+        super().__init__(updaters, state_keys, device)
         self._zenflow = self._inner if isinstance(self._inner, ZenFlow) else None
         self._offloaded = config.offload.optimizer != "none"
         self._on_disk = config.offload.optimizer == "nvme"
-        self.skip_update = False
-        """Whether the next update is to change nothing."""
-        for updater in self._updaters:
-            guard_update(updater, lambda: self.skip_update)
-        self._fragments = fragments_of(zero, names, stage=self._stage, rank=rank)
-        self._create_moments()
+        self._create_state(fragments_of(zero, names, stage=self._stage, rank=rank), Peers.of())
 
     # -- a step
 
     def begin_step(self, rate: float, loss_scale: float | None) -> None:
         """Set the learning rate, and in fp16 what the loss will be multiplied by."""
-        for updater in self._updaters:
-            for group in updater.param_groups:
-                group["lr"] = rate
+        self.set_rate(rate)
         if loss_scale is not None:
             self._zero.override_loss_scale(loss_scale)
 
@@ -112,10 +106,11 @@ class ZeroOptimizer:
             other = [(1.0 + beta) / 2 for beta in group["betas"]]
             self._inner.ds_opt_adam.adam_update(self._inner.opt_id, 1, 0.0, *other, 1.0, 0.0, True, *one)
 
-    @property
-    def overflowed(self) -> bool:
-        """Whether DeepSpeed has made no update in its last step."""
-        return bool(self._zero.overflow)
+    def update(self) -> bool:
+        """Step as DeepSpeed does; it refuses by itself where every number is finite and the sum of their squares is not."""
+        self.forget_history()
+        self._engine.step()
+        return not (self.skip_update or bool(self._zero.overflow))
 
     def _reduced_gradients(self) -> Iterator[torch.Tensor]:
         if self._on_disk:
@@ -123,23 +118,12 @@ class ZeroOptimizer:
             yield torch.tensor([float(norm) for norm in self._zero.norm_for_param_grads.values()])
             return
         if self._offloaded:
-            yield from (flat.grad for flat in self.flat_weights() if flat.grad is not None)
+            yield from (flat.grad for flat in self.updated() if flat.grad is not None)
             return
         for pieces in self._zero.averaged_gradients.values():
             yield from pieces or ()
 
     # -- state
-
-    @property
-    def updates(self) -> int:
-        """Updates made: steps taken without the skipped ones."""
-        return int(self._inner.state[self.flat_weights()[0]]["step"])
-
-    def set_updates(self, updates: int) -> None:
-        """Set their number."""
-        for flat in self.flat_weights():
-            state = self._inner.state[flat]
-            state["step"] = updates_made(state["step"], updates)
 
     def settle(self) -> None:
         """Bring the state to where it is read and set."""
@@ -151,29 +135,24 @@ class ZeroOptimizer:
         whole: torch.Tensor = safe_get_full_fp32_param(parameter)
         return whole
 
-    def set_exact(self, parameter: nn.Parameter, whole: torch.Tensor) -> None:
-        """Set it."""
+    def set_master_weight(self, parameter: nn.Parameter, whole: torch.Tensor) -> None:
+        """Set a parameter's fp32 weight from all of it."""
         if self._stage < 3:
             safe_set_full_fp32_param(parameter, whole.to(self._device))
         else:
             safe_set_local_fp32_param(parameter, self._part(parameter, whole))
 
-    def moment(self, parameter: nn.Parameter, key: str) -> torch.Tensor:
-        """One of a parameter's moments, whole."""
+    def state_of(self, parameter: nn.Parameter, key: str) -> torch.Tensor:
+        """What is kept of a parameter under ``key``, whole."""
         whole: torch.Tensor = safe_get_full_optimizer_state(parameter, key)
         return whole
 
-    def set_moment(self, parameter: nn.Parameter, key: str, whole: torch.Tensor) -> None:
-        """Set it."""
+    def set_state_of(self, parameter: nn.Parameter, key: str, whole: torch.Tensor) -> None:
+        """Set what is kept of a parameter under ``key`` from all of it."""
         if self._stage < 3:
             safe_set_full_optimizer_state(parameter, whole.to(self._device), key)
         else:
             safe_set_local_optimizer_state(parameter, self._part(parameter, whole), key)
-
-    @property
-    def whole(self) -> dict[str, torch.Tensor]:
-        """State that every rank has all of, by key and parameter."""
-        return self._inner.whole if isinstance(self._inner, ShardedOptimizer) else {}
 
     def _part(self, parameter: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part. ZeRO-3 pads each parameter to equal parts; the padding is zero."""
@@ -183,30 +162,28 @@ class ZeroOptimizer:
         part[: mine.numel()] = mine
         return part
 
-    def flat_weights(self) -> Sequence[torch.Tensor]:
+    def updated(self) -> Sequence[torch.Tensor]:
         """This rank's fp32 weights as the optimizer holds them, one flat tensor per group."""
         flats = self._zero.fp32_partitioned_groups_flat if self._stage == 3 else self._zero.single_partition_of_fp32_groups
         return list(flats)
 
-    def _create_moments(self) -> None:
-        """Create the moments now, as the optimizer would in its first step, so that they can be saved and set at any time."""
-        flats = self.flat_weights()
-        for number, flat in enumerate(flats):
-            here = len(self._updaters) > 1 and self._zero.subgroup_to_device[number] != "cpu"
-            # DeepSpeed's optimizer for what stays on the device is torch's AdamW, not fused: it counts on the host.
-            none_yet = torch.tensor(0.0) if here else no_updates(self._inner, flat)
-            swapped = self._on_disk and self._zero._swappable_optimizer_subgroup(number)
-            if swapped:
-                self._zero._optimizer_states_and_gradient_swap_in(number)
-            keys = self._moments[self._fragments[number][0].name]  # all parameters of one flat tensor have the same
-            moments = {key: torch.zeros_like(flat, dtype=torch.float32) for key in keys}
-            self._inner.state[flat] = {"step": none_yet, **moments}
-            if swapped:
-                self._zero._optimizer_states_and_gradient_swap_out(number)
+    @contextmanager
+    def _in_memory(self, number: int) -> Iterator[None]:
+        swapped = self._on_disk and self._zero._swappable_optimizer_subgroup(number)
+        if swapped:
+            self._zero._optimizer_states_and_gradient_swap_in(number)
+        yield
+        if swapped:
+            self._zero._optimizer_states_and_gradient_swap_out(number)
+
+    def _none_yet(self, number: int, tensor: torch.Tensor) -> torch.Tensor | int:
+        here = len(self._updaters) > 1 and self._zero.subgroup_to_device[number] != "cpu"
+        # DeepSpeed's optimizer for what stays on the device is torch's AdamW, not fused: it counts on the host.
+        return torch.tensor(0.0) if here else super()._none_yet(number, tensor)
+
+    def _link_state(self) -> None:
         if self._stage < 3:
             self._zero._lazy_init_hp_params_optimizer_state()
-        if isinstance(self._inner, ShardedOptimizer):
-            self._inner.place(dict(zip(flats, self._fragments, strict=True)), self._device, Peers.of())
 
     def close(self) -> None:
         """End what is done in the background."""
@@ -216,25 +193,11 @@ class ZeroOptimizer:
 
 def choose_optimizer(config: TuneConfig, model: nn.Module, *, cpu_adam: bool) -> torch.optim.Optimizer:
     """The optimizer of ``model``: DeepSpeed's CPU Adam where AdamW is offloaded and it was built."""
-    options, algorithm = config.optimizer, config.algorithm
+    algorithm, options = config.algorithm, config.optimizer
     groups, matrices = groups_of(model, algorithm, options.weight_decay), matrices_of(model, algorithm)
-    betas = (options.betas[0], options.betas[1])
-    if algorithm == "zenflow":
-        assert options.lr is not None, "the learning rate is settled before anything is built"
-        paces = config.offload.zenflow
-        return ZenFlow(
-            groups,
-            matrices=matrices,
-            lr=options.lr,
-            betas=betas,
-            eps=options.eps,
-            share=paces.share,
-            update_every=paces.update_every,
-            select_every=paces.select_every,
-        )
     if algorithm == "adamw" and config.offload.optimizer != "none" and cpu_adam:
         optimizer: torch.optim.Optimizer = DeepSpeedCPUAdam(
-            groups, lr=options.lr, betas=betas, eps=options.eps, adamw_mode=True
+            groups, lr=rate_of(config), betas=betas_of(config), eps=options.eps, adamw_mode=True
         )
         return optimizer
-    return make_optimizer(options, groups, matrices)
+    return KINDS[algorithm].make(config, groups, matrices)

@@ -10,7 +10,8 @@ from finetune.config import BatchConfig, OffloadConfig, OptimizerConfig, Pipelin
 from finetune.forecast.estimate import forecast, model_config_of
 from finetune.forecast.facts import facts_of
 from finetune.forecast.layout import layout_of
-from finetune.forecast.memory import MATRIX_BUFFERS, _phases, _state, _step, need_of
+from finetune.forecast.memory import _phases, _state, _step, need_of
+from finetune.optimizers.muon import BUFFERS
 from tests.finetune.forecast.support import GIB, NEW, config_of, forecast_of, hardware
 
 
@@ -87,7 +88,7 @@ def test_factors_are_on_every_rank_and_whole_matrices_on_the_device() -> None:
     assert host["moments"] - factors == pytest.approx((alone["moments"] - factors) / 4, abs=4)
     assert not device.get("whole matrices")
     device, host = needs("muon", 4)
-    assert device["whole matrices"] == 4 * MATRIX_BUFFERS * 64 * 192
+    assert device["whole matrices"] == 4 * BUFFERS * 64 * 192
     assert "whole matrices" not in host
 
 

@@ -29,7 +29,7 @@ from finetune.errors import ConfigError
 from finetune.optimizers.adafactor import in_rows
 from finetune.optimizers.fragments import Fragment, Fragments, all_of, fragments_of
 from finetune.optimizers.muon import orthogonal, turns_of
-from finetune.optimizers.state import factors_of, groups_of, matrices_of, moments_of
+from finetune.optimizers.state import groups_of, matrices_of, state_of, whole_state_of
 from tests.finetune.optimizers.optimizer_worker import CASES, OPTIMIZERS, hf_config
 from tests.finetune.support import run_command, run_ranks, small_run, write_config
 from tests.finetune.train.test_tune import losses_of
@@ -156,7 +156,7 @@ def test_every_parameter_is_in_one_group_with_its_like() -> None:
     for optimizer in ("adamw", "lion", "muon", "adafactor"):
         groups = [[names[parameter] for parameter in group["params"]] for group in groups_of(model, optimizer, 0.1)]
         assert sorted(name for group in groups for name in group) == sorted(names.values())
-        keys = moments_of(model, optimizer)
+        keys = state_of(model, optimizer)
         assert all(len({keys[name] for name in group}) == 1 for group in groups)
     assert matrices_of(model, "adamw") == matrices_of(model, "lion") == frozenset()
     blocks = {f"transformer.h.0.{end}.weight" for end in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
@@ -175,8 +175,8 @@ def test_groups_can_be_of_some_parameters(optimizer: str) -> None:
 
 def test_only_adafactor_keeps_factors() -> None:
     model = gpt2()
-    assert factors_of(model, "muon") == factors_of(model, "adamw") == {}
-    found = factors_of(model, "adafactor")
+    assert whole_state_of(model, "muon") == whole_state_of(model, "adamw") == {}
+    found = whole_state_of(model, "adafactor")
     assert len(found) == 2 * len(matrices_of(model, "adafactor"))
     name = "transformer.h.0.attn.c_attn.weight"
     assert found[f"exp_avg_sq_row.{name}"] == (name, 36)
