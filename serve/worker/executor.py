@@ -245,14 +245,25 @@ class RankExecutor:
                 if rank.process.poll() is None:
                     rank.process.kill()  # also ends a frozen one
             for rank in self._ranks:
-                rank.process.wait(timeout=_REAP_SECONDS)
-                how, lived = ended.get(rank.number, "by the server"), time.monotonic() - rank.started
-                _log.info("rank %d ended after %.1f s: %s (process %d)", rank.number, lived, how, rank.process.pid)
-                # shutdown, not only close: a thread that waits in ``execute`` must wake up.
+                # shutdown, not only close: a thread that waits in ``execute`` must wake up, whatever becomes of the ranks.
                 for end in (rank.steps, rank.pulse):
                     with contextlib.suppress(OSError):
                         end.shutdown(socket.SHUT_RDWR)
+            for rank in self._ranks:
+                self._collect(rank, ended.get(rank.number, "by the server"))
+                for end in (rank.steps, rank.pulse):
                     end.close()
+
+    @staticmethod
+    def _collect(rank: _Rank, how: str) -> None:
+        """Wait for a killed process. One that waits in the kernel, for a device or a file system, may not die for long."""
+        try:
+            rank.process.wait(timeout=_REAP_SECONDS)
+        except subprocess.TimeoutExpired:
+            _log.error("rank %d was killed and does not end: process %d hangs in the kernel", rank.number, rank.process.pid)
+            return
+        lived = time.monotonic() - rank.started
+        _log.info("rank %d ended after %.1f s: %s (process %d)", rank.number, lived, how, rank.process.pid)
 
     def _how_it_ended(self, rank: _Rank) -> str:
         code = rank.process.poll()

@@ -24,10 +24,13 @@ async def rehearse(config: ServerConfig) -> None:
         ConfigError: the checkpoint or an option is at fault.
         RankStartError: the process failed, or took longer than ``supervisor.start_timeout_seconds``.
     """
-    process = await asyncio.create_subprocess_exec(
-        *module_command(__name__),
-        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=rank_environment(0, 1, config.model.device),
-    )  # fmt: skip
+    pipe = asyncio.subprocess.PIPE
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *module_command(__name__), stdin=pipe, stdout=pipe, env=rank_environment(0, 1, config.model.device)
+        )
+    except OSError as error:  # no memory, no descriptor or no process to be had
+        raise RankStartError(f"the process that tries the checkpoint could not be started: {error.strerror}") from error
     try:
         async with asyncio.timeout(config.supervisor.start_timeout_seconds):
             answer, _ = await process.communicate(wire.encode(config))

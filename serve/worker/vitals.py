@@ -53,7 +53,7 @@ class Vitals:
             return
         self._looked = now
         work = _work_of(self._process_id)
-        if work == self._work:
+        if work and work == self._work:  # where the system does not tell, nothing is known against the rank
             helpers_seconds = _helpers_seconds(self._process_id)
             if helpers_seconds == self._helpers_seconds:
                 return

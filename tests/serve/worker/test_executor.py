@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +29,7 @@ from serve.types import BlockId, SamplingParams, SequenceId
 from serve.worker import executor as executors
 from serve.worker import wire
 from serve.worker.executor import RankExecutor
+from serve.worker.vitals import Vitals
 from tests.support.kernels import cpu_kernels
 from tests.support.models import build, save
 
@@ -148,6 +150,49 @@ def test_a_frozen_rank_is_noticed_and_close_frees_the_waiting_step(started: Rank
     waiting.join(timeout=120)
     assert len(outcome) == 1
     assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+class Undying(subprocess.Popen[bytes]):
+    """A process that waits in the kernel, where no signal reaches it."""
+
+    def __init__(self) -> None:
+        self.pid, self.returncode = 0, None
+
+    def poll(self) -> None:
+        return None
+
+    def kill(self) -> None:
+        pass
+
+    def wait(self, timeout: float | None = None) -> int:
+        raise subprocess.TimeoutExpired("rank", timeout or 0.0)
+
+
+def test_a_rank_that_cannot_be_killed_keeps_neither_the_step_nor_the_server(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    executor = RankExecutor(_config(model))
+    pairs = [(socket.socketpair(), socket.socketpair()) for _ in range(2)]
+    for number, ((steps, _), (pulse, _)) in enumerate(pairs):
+        executor._ranks.append(executors._Rank(number, Undying(), steps, pulse, 0.0, Vitals(number, 0, pulse, 0.0)))
+    outcome: list[BaseException] = []
+
+    def wait_for_ever() -> None:
+        try:
+            executor.execute(_plan(0))
+        except ExecutorDied as error:
+            outcome.append(error)
+
+    waiting = threading.Thread(target=wait_for_ever, daemon=True)
+    waiting.start()
+    assert wire.receive(pairs[1][0][1]), "the plan has come, and the step waits for its answer"
+    executor.close()
+    waiting.join(timeout=10)
+    assert len(outcome) == 1
+    assert caplog.text.count("was killed and does not end") == 2
+    for pair in pairs:
+        for _, theirs in pair:
+            theirs.close()
 
 
 @contextmanager

@@ -63,3 +63,10 @@ def test_the_rank_that_has_done_least_is_the_one_that_the_others_wait_for() -> N
         assert furthest_behind([behind]) == 1
         behind.count = 8
         assert furthest_behind([ahead, behind]) is None, "equal counts tell nothing"
+
+
+def test_of_a_rank_whose_work_cannot_be_seen_nothing_is_said(ranks: list[Vitals]) -> None:
+    for second in range(20):  # the process of number 0, of which the system tells nothing
+        for rank in ranks:
+            rank.look(NOW + second)
+    assert stalled(ranks, NOW + 20, LIMIT) is None
