@@ -5,13 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from configuration import keys_of
-from finetune.config import TuneConfig
-from finetune.config.load import READER
 from finetune.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -50,7 +46,7 @@ class CommandParser(argparse.ArgumentParser):
             fill, self._fill = self._fill, None
             fill(self)
         words = list(sys.argv[1:] if args is None else args)
-        overrides, rest = ([], words) if self._top_level is None else READER.split(words, self._top_level)
+        overrides, rest = ([], words) if self._top_level is None else _split(words, self._top_level)
         options, unknown = super().parse_known_args(rest, namespace)
         if unknown:  # told with this command's usage
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -59,13 +55,24 @@ class CommandParser(argparse.ArgumentParser):
         return options, unknown
 
 
+def _split(words: Sequence[str], top_level: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
+    from finetune.config.load import READER  # here and below, so that the list of commands needs nothing of the configuration
+
+    return READER.split(words, top_level)
+
+
 def add_config(parser: CommandParser) -> None:
     """A run's file, and every key of it as an option."""
+    from finetune.config import TuneConfig
+
     parser.add_argument("config", type=Path, metavar="CONFIG.yaml")
-    parser.take_keys([field.name for field in fields(TuneConfig)], _all_keys)
+    parser.take_keys(list(TuneConfig.__dataclass_fields__), _all_keys)
 
 
 def _all_keys() -> str:
+    from configuration import keys_of
+    from finetune.config import TuneConfig
+
     keys = "\n".join(f"  --{key.name} ({key.shown_default})\n      {key.meaning}" for key in keys_of(TuneConfig))
     return f"Every key of the file can be given as an option, its value read as YAML:\n\n{keys}"
 
