@@ -140,4 +140,4 @@ def _decoded(decoder: msgspec.msgpack.Decoder[T], payload: bytes) -> T:
     try:
         return decoder.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise Malformed(f"a message of {len(payload)} bytes is not what was expected: {error}") from None
+        raise Malformed(f"a message of {len(payload)} bytes that is not the expected one: {error}") from None

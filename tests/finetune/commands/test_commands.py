@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ import torch
 from checkpoint import open_checkpoint
 from finetune.cli import main
 from tests.finetune.conftest import TrainedRun
+from tests.finetune.support import ROOT
 
 
 def test_export_writes_a_plain_folder_in_another_dtype(trained: TrainedRun, tmp_path: Path) -> None:
@@ -91,7 +95,18 @@ def test_evaluate_scores_every_token_once(trained: TrainedRun, tmp_path: Path, c
     ("words", "says"),
     [
         ([], "usage"),
-        (["retrain", "x.yaml"], "unknown command 'retrain'"),
+        (["retrain", "x.yaml"], "unknown command 'retrain'; did you mean pretrain?"),
+        (["--nonsense"], "required: COMMAND"),
+        (["data"], "{check,show}"),
+        (["data", "chek", "x.yaml"], "invalid choice: 'chek'"),
+        (["data", "check", "x.yaml", "--row", "1"], "tessera-finetune data check: error: unrecognized arguments: --row 1"),
+        (["prepare", "x.yaml", "--workers", "0"], "--workers is 0; it must be at least 1"),
+        (["tune", "x.yaml", "--zero.stage"], "--zero.stage needs a value"),
+        (["export", "x", "y", "--save.dtype", "float32"], "unrecognized arguments: --save.dtype float32"),
+        (
+            ["evaluate", "x", "--data", "y", "--zero.stage", "3"],
+            "command line, --zero.stage: evaluate takes --data.KEY of format",
+        ),
         (["tune"], "CONFIG.yaml"),
         (["tune", "no-such.yaml"], "no-such.yaml"),
         (["tune", "x.yaml", "--nonsense"], "--nonsense"),
@@ -112,6 +127,43 @@ def test_help_lists_commands_and_every_key(capsys: pytest.CaptureFixture[str]) -
     shown = capsys.readouterr().out
     assert "--offload.optimizer (none)" in shown
     assert "--schedule.warmup (0.05)" in shown
+
+
+def test_every_command_says_what_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    commands = re.findall(r"^    ([a-z]+) ", capsys.readouterr().out, re.MULTILINE)
+    assert len(commands) == 10
+    for words in (*([command] for command in commands), ["data", "check"], ["data", "show"]):
+        assert main([*words, "--help"]) == 0
+        assert capsys.readouterr().out.startswith(f"usage: tessera-finetune {' '.join(words)} [-h]")
+
+
+def test_the_list_of_commands_needs_nothing_of_any_of_them() -> None:
+    program = "import sys; from finetune.cli import main; main(['--help']); sys.exit(bool({names} & set(sys.modules)))"
+    names = "{'torch', 'numpy', 'transformers', 'msgspec', 'yaml', 'finetune.config'}"
+    done = subprocess.run([sys.executable, "-c", program.format(names=names)], cwd=ROOT, capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("words", [["--hostfile", "hosts"], ["--hostfile=hosts"]])
+def test_ranks_of_other_nodes_get_every_argument_but_the_hostfile(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    class HandedOver(Exception):
+        pass
+
+    def hand_over(hostfile: Path, arguments: list[str]) -> None:
+        raise HandedOver(hostfile, arguments)
+
+    monkeypatch.setattr("finetune.launch.external.hand_over", hand_over)
+    with pytest.raises(HandedOver) as handed:
+        main(["pretrain", "--zero.stage", "0", *words, "run.yaml", "--run.seed=3", "--resume"])
+    expected = ["pretrain", "--zero.stage", "0", "run.yaml", "--run.seed=3", "--resume"]
+    assert handed.value.args == (Path("hosts"), expected)
+
+
+def test_a_mistyped_key_is_told_with_the_nearest_one(trained: TrainedRun, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("tune", "pretrain", "plan", "prepare"):
+        assert main([command, str(trained.config), "--zero.stge", "3"]) == 2
+        assert "error: command line, --zero.stge: unknown key zero.stge; did you mean zero.stage?" in capsys.readouterr().err
 
 
 def test_print_config_shows_all_of_it(trained: TrainedRun, capsys: pytest.CaptureFixture[str]) -> None:
