@@ -118,36 +118,11 @@ def forecast(
         process_bytes: host memory of one rank without a model, if measured; 0 takes the usual figure.
     """
     facts = facts_of(config, hf_config, precision, on_gpu=hardware.device == "cuda")
-    return from_facts(
-        config, facts, hardware, precision=precision, command=command, pace=pace, speeds=speeds, process_bytes=process_bytes
-    )
-
-
-def from_facts(
-    config: TuneConfig,
-    facts: ModelFacts,
-    hardware: Hardware,
-    *,
-    precision: str,
-    command: str = "tune",
-    pace: Pace | None = None,
-    speeds: Measured | None = None,
-    process_bytes: int = 0,
-) -> Forecast:
-    """The same, for facts already counted."""
     layout = layout_of(config, device=hardware.device, precision=precision, command=command)
     need = need_of(facts, layout)
     if pace is None and speeds is not None and is_measurable(config, hardware.device) and not hardware.described:
         pace = pace_of(config, facts, layout, speeds)
-    items = dict(need.host)
-    if process_bytes:
-        items["process"] = process_bytes
-    everyone = {name: size * layout.ranks for name, size in items.items()}
-    for name in ("activations", "heap gaps"):
-        if name in everyone:
-            everyone[name] = round(everyone[name] * mean_in_flight(layout))
-    everyone["shared libraries"] = SHARED_FILES_BYTES[layout.device]
-    everyone["writing and figures"] = WRITER_BYTES
+    everyone = _of_all_ranks(need, layout, process_bytes)
     checkpoint, resume = _save_bytes(config, facts, layout, precision)
     saves = _saves(config)
     data = _data_bytes(config)
@@ -165,6 +140,20 @@ def from_facts(
         pace=pace,
         flops_per_token=facts.flops_per_token(config.data.seq_len),
     )
+
+
+def _of_all_ranks(need: Need, layout: Layout, process_bytes: int) -> dict[str, int]:
+    """Host memory of all ranks together, by item; ``process_bytes``: see ``forecast``."""
+    items = dict(need.host)
+    if process_bytes:
+        items["process"] = process_bytes
+    everyone = {name: size * layout.ranks for name, size in items.items()}
+    for name in ("activations", "heap gaps"):
+        if name in everyone:
+            everyone[name] = round(everyone[name] * mean_in_flight(layout))
+    everyone["shared libraries"] = SHARED_FILES_BYTES[layout.device]
+    everyone["writing and figures"] = WRITER_BYTES
+    return everyone
 
 
 def _save_bytes(config: TuneConfig, facts: ModelFacts, layout: Layout, precision: str) -> tuple[int, int]:

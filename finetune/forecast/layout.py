@@ -33,6 +33,12 @@ class Layout:
     """Share of an offloaded optimizer's state that lies on the host (Twin-Flow)."""
     chosen: float = 0.0
     """Share of a matrix's rows whose weights and moments are held once more (ZenFlow)."""
+    times_layers: bool = False
+    """Whether a pipeline's layers are timed before it is cut into stages, each by itself on every rank."""
+    tokens: int = 0
+    """Of a micro-batch."""
+    whole_logits: bool = False
+    """Whether the loss is taken from the logits of a whole micro-batch."""
     sent_bytes: int = 4
     """Of an element of a gradient on its way to other ranks of a pipeline stage."""
 
@@ -82,5 +88,8 @@ def layout_of(config: TuneConfig, *, device: str, precision: str, command: str =
         checkpoint_on_cpu=config.activations.checkpoint == "cpu",
         on_host=offload.ratio,
         chosen=offload.zenflow.share if offload.method == "zenflow" else 0.0,
+        times_layers=staged and config.pipeline.partition == "profile",
+        tokens=config.batch.micro * config.data.seq_len,
+        whole_logits=config.activations.loss_rows == 0,
         sent_bytes=2 if precision == "bf16" else 4,
     )

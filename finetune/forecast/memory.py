@@ -128,6 +128,7 @@ def _phases(facts: ModelFacts, layout: Layout) -> dict[str, tuple[Phase, Phase]]
         reduction, kept = _reduction(facts, layout), {}
     load_device, load_host = _load(facts, layout)
     return {
+        "timing of layers": (_timing(facts, layout), process),
         "load": (load_device, _merge(process, load_host)),
         "backward pass": (_merge(state_device, backward), _merge(process, state_host, backward_host)),
         "reduction": (_merge(state_device, reduction), _merge(process, state_host)),
@@ -155,6 +156,17 @@ def _load(facts: ModelFacts, layout: Layout) -> tuple[Phase, Phase]:
     if layout.device == "cpu":
         return flat, {}
     return flat, _merge(whole, reading)
+
+
+def _timing(facts: ModelFacts, layout: Layout) -> Phase:
+    """The head, which is the largest of the layers that a pipeline times one by one, whole on every rank, before it is cut."""
+    if not (layout.times_layers and layout.whole_logits):
+        return {}
+    # The logarithms of the probabilities, the loss's gradient by them, and that by the logits.
+    return {
+        "logits of the timed head": 3 * 4 * layout.tokens * facts.vocab,
+        "weights": 2 * layout.weight_bytes * facts.vocab * facts.hidden,
+    }
 
 
 def _state(facts: ModelFacts, layout: Layout) -> tuple[Phase, Phase]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
-from finetune.config import BatchConfig, OffloadConfig, OptimizerConfig, PipelineConfig, ZeroConfig
+from finetune.config import ActivationConfig, BatchConfig, OffloadConfig, OptimizerConfig, PipelineConfig, ZeroConfig
 from finetune.forecast.estimate import forecast, model_config_of
 from finetune.forecast.facts import facts_of
 from finetune.forecast.layout import layout_of
@@ -99,6 +100,25 @@ def test_pretrain_with_one_stage_adds_up_gradients_in_fp32_too() -> None:
     assert staged.layout.sums_in_fp32
     assert staged.need.host["gradients in fp32"] == 4 * staged.facts.trained
     assert "gradients in fp32" not in forecast_of(config).need.host or forecast_of(config).need.host_phase == "optimizer step"
+
+
+def test_a_pipeline_that_times_its_layers_holds_whole_logits_on_every_rank() -> None:
+    """Before it is cut into stages each rank computes the head once, forward and backward."""
+
+    def timed(**sections: Any) -> dict[str, int]:
+        config = config_of(zero=ZeroConfig(stage=1), **sections)
+        facts = facts_of(config, model_config_of(config), "fp32", on_gpu=False)
+        return dict(
+            _phases(facts, layout_of(config, device="cpu", precision="fp32", command="pretrain"))["timing of layers"][0]
+        )
+
+    whole = ActivationConfig(loss_rows=0)
+    assert timed(activations=whole, pipeline=PipelineConfig(stages=2)) == {
+        "logits of the timed head": 3 * 4 * 2 * 48 * 512,
+        "weights": 2 * 4 * 512 * 64,
+    }
+    assert timed(activations=whole, pipeline=PipelineConfig(stages=2, partition="uniform")) == {}
+    assert timed(pipeline=PipelineConfig(stages=2)) == {}
 
 
 def test_one_rank_of_zero_three_gathers_nothing_on_a_cpu() -> None:
