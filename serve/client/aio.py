@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any, Final, Self, Unpack
 
 import grpc
+from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from serve.client import results
@@ -141,12 +142,12 @@ class AsyncClient:
         self.address = address
         self._timeout = timeout
         self._policy = RetryPolicy(retries=retries, when_full=retry_when_full)
-        self._channel: Any = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-        self._inference: Any = _stub(inference_pb2_grpc.InferenceStub, self._channel)
-        self._tokenizer: Any = _stub(tokenizer_pb2_grpc.TokenizerStub, self._channel)
-        self._models: Any = _stub(models_pb2_grpc.ModelsStub, self._channel)
-        self._admin: Any = _stub(admin_pb2_grpc.AdminStub, self._channel)
-        self._health: Any = _stub(health_pb2_grpc.HealthStub, self._channel)
+        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._inference = inference_pb2_grpc.InferenceStub(self._channel)
+        self._tokenizer = tokenizer_pb2_grpc.TokenizerStub(self._channel)
+        self._models = models_pb2_grpc.ModelsStub(self._channel)
+        self._admin = admin_pb2_grpc.AdminStub(self._channel)
+        self._health = health_pb2_grpc.HealthStub(self._channel)
 
     async def __aenter__(self) -> Self:
         return self
@@ -156,7 +157,7 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Close the connection; calls in flight are cancelled."""
-        await self._channel.close()
+        await self._channel.close(None)
 
     async def generate(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Generated:
         """Generate, and return everything at the end."""
@@ -291,7 +292,7 @@ class AsyncClient:
     def _deadline(self, timeout: float | None) -> Deadline:
         return Deadline(self._timeout if timeout is None else timeout)
 
-    async def _call(self, method: Any, message: Any, timeout: float | None) -> Any:
+    async def _call(self, method: Any, message: Message, timeout: float | None) -> Any:
         deadline = self._deadline(timeout)
         attempts = Attempts(self._policy, deadline)
         while True:
@@ -299,8 +300,3 @@ class AsyncClient:
                 return await method(message, timeout=deadline.remaining_seconds)
             except grpc.RpcError as error:
                 await asyncio.sleep(attempts.wait_or_raise(from_rpc_error(error, self.address)))
-
-
-def _stub(make: Any, channel: Any) -> Any:
-    """A generated stub; generated code is not typed."""
-    return make(channel)

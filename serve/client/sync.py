@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Self, TypeVar, Unpack
 
 import grpc
+from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from serve.client import results
@@ -133,12 +134,12 @@ class Client:
         self.address = address
         self._timeout = timeout
         self._policy = RetryPolicy(retries=retries, when_full=retry_when_full)
-        self._channel: Any = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
-        self._inference: Any = _stub(inference_pb2_grpc.InferenceStub, self._channel)
-        self._tokenizer: Any = _stub(tokenizer_pb2_grpc.TokenizerStub, self._channel)
-        self._models: Any = _stub(models_pb2_grpc.ModelsStub, self._channel)
-        self._admin: Any = _stub(admin_pb2_grpc.AdminStub, self._channel)
-        self._health: Any = _stub(health_pb2_grpc.HealthStub, self._channel)
+        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._inference = inference_pb2_grpc.InferenceStub(self._channel)
+        self._tokenizer = tokenizer_pb2_grpc.TokenizerStub(self._channel)
+        self._models = models_pb2_grpc.ModelsStub(self._channel)
+        self._admin = admin_pb2_grpc.AdminStub(self._channel)
+        self._health = health_pb2_grpc.HealthStub(self._channel)
 
     def __enter__(self) -> Self:
         return self
@@ -277,7 +278,7 @@ class Client:
     def _deadline(self, timeout: float | None) -> Deadline:
         return Deadline(self._timeout if timeout is None else timeout)
 
-    def _call(self, method: Any, message: Any, timeout: float | None) -> Any:
+    def _call(self, method: Any, message: Message, timeout: float | None) -> Any:
         deadline = self._deadline(timeout)
         attempts = Attempts(self._policy, deadline)
         while True:
@@ -285,8 +286,3 @@ class Client:
                 return method(message, timeout=deadline.remaining_seconds)
             except grpc.RpcError as error:
                 time.sleep(attempts.wait_or_raise(from_rpc_error(error, self.address)))
-
-
-def _stub(make: Any, channel: Any) -> Any:
-    """A generated stub; generated code is not typed."""
-    return make(channel)
