@@ -66,8 +66,7 @@ def run(options: argparse.Namespace) -> int:
     keys = _keys(options.overrides)
     keys |= {name: given for name in ("pattern", "seq_len") if (given := getattr(options, name)) is not None}
     with without_collection():
-        import torch
-
+        from checkpoint.dtypes import FLOAT_TYPES
         from finetune.trained.evaluate import evaluate
 
     torch.set_num_threads(inventory.usable_cores())
@@ -75,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
         options.checkpoint,
         options.data,
         batch=options.batch,
-        dtype=getattr(torch, options.dtype),
+        dtype=FLOAT_TYPES[options.dtype],
         last_word=options.last_word,
         **keys,
     )

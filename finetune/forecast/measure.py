@@ -21,7 +21,6 @@ from finetune.output.records import read_json, write_json
 from host.modules import import_path, module_command
 
 _LIMIT_SECONDS: Final = 120
-_ORDINARY: Final = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +130,7 @@ def _measure(here: Mapping[str, Any]) -> Speeds:
     """Let as many processes as the run has ranks measure at the same time; rank 0 tells."""
     ranks = here["ranks"]
     environment = {**os.environ, **rank_environment(ranks, here["threads"]), "PYTHONPATH": import_path(os.environ)}
-    command = [*module_command("finetune.forecast.probe"), _ORDINARY[here["precision"]]]
+    command = [*module_command("finetune.forecast.probe"), here["precision"]]
     processes: list[subprocess.Popen[str]] = []
     try:
         for rank in range(ranks):

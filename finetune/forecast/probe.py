@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.machine.process import die_with_parent
+from finetune.model.dtypes import DTYPES
 
 _BUDGET_SECONDS: Final = 0.08
 """Of each measurement in a round."""
@@ -152,7 +153,7 @@ def main() -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if ranks > 1:
         distributed.init_process_group("gloo")
-    found = measure(getattr(torch, sys.argv[1]), ranks)
+    found = measure(DTYPES[sys.argv[1]], ranks)
     if ranks > 1:
         distributed.barrier()
         distributed.destroy_process_group()
