@@ -66,6 +66,8 @@ def run(options: argparse.Namespace) -> int:
     keys = _keys(options.overrides)
     keys |= {name: given for name in ("pattern", "seq_len") if (given := getattr(options, name)) is not None}
     with without_collection():
+        import torch
+
         from checkpoint.dtypes import FLOAT_TYPES
         from finetune.trained.evaluate import evaluate
 
