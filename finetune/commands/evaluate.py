@@ -68,6 +68,7 @@ def run(options: argparse.Namespace) -> int:
     with without_collection():
         import torch
 
+        from checkpoint.dtypes import FLOAT_TYPES
         from finetune.trained.evaluate import evaluate
 
     torch.set_num_threads(inventory.usable_cores())
@@ -75,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
         options.checkpoint,
         options.data,
         batch=options.batch,
-        dtype=getattr(torch, options.dtype),
+        dtype=FLOAT_TYPES[options.dtype],
         last_word=options.last_word,
         **keys,
     )

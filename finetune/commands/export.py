@@ -23,11 +23,10 @@ def run(options: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
     require_option(options.max_shard_mib >= 1, "max_shard_mib", options.max_shard_mib, "be at least 1")
     with without_collection():
-        import torch
-
+        from checkpoint.dtypes import FLOAT_TYPES
         from finetune.trained.export import export
 
-    dtype = getattr(torch, options.dtype) if options.dtype else None
+    dtype = FLOAT_TYPES[options.dtype] if options.dtype else None
     path = export(options.source, options.out, dtype=dtype, step=options.step, max_shard_bytes=options.max_shard_mib << 20)
     sys.stdout.write(f"{path}\n")
     return 0

@@ -30,11 +30,10 @@ def run(options: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
     require_option(options.max_shard_mib >= 1, "max_shard_mib", options.max_shard_mib, "be at least 1")
     with without_collection():
-        import torch
-
+        from checkpoint.dtypes import FLOAT_TYPES
         from finetune.trained.merge import merge
 
-    dtype = None if options.dtype is None else getattr(torch, options.dtype)
+    dtype = None if options.dtype is None else FLOAT_TYPES[options.dtype]
     out = merge(
         options.adapter,
         options.out,

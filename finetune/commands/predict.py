@@ -52,6 +52,7 @@ def run(options: argparse.Namespace) -> int:
     with without_collection():
         import torch
 
+        from checkpoint.dtypes import FLOAT_TYPES
         from finetune.machine.quiet import quiet
         from finetune.trained.generate import Completer, Sampling, read_prompts
 
@@ -60,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
     if options.device == "cuda" and not has_gpu:
         raise ConfigError("--device is cuda; torch sees no GPU")
     device = "cuda" if options.device != "cpu" and has_gpu else "cpu"
-    dtype = getattr(torch, options.dtype or ("bfloat16" if device == "cuda" else "float32"))
+    dtype = FLOAT_TYPES[options.dtype or ("bfloat16" if device == "cuda" else "float32")]
     torch.set_num_threads(inventory.usable_cores())
     sampling = Sampling(
         max_new_tokens=options.max_new_tokens, temperature=options.temperature, top_p=options.top_p, seed=options.seed

@@ -9,6 +9,7 @@ import torch
 
 from finetune.data.pack import SampleOrder, Share
 from finetune.data.rows import Numbers, Rows
+from finetune.data.targets import IGNORE_INDEX
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +19,7 @@ class Microbatch:
     inputs: torch.Tensor
     """int64 [B, L]"""
     targets: torch.Tensor
-    """int64 [B, L], the input's successor; -100 does not count."""
+    """int64 [B, L], the input's successor; ``IGNORE_INDEX`` does not count."""
     segments: torch.Tensor | None = None
     """int64 [B, L]: number of the packed sample each token belongs to, growing from 0 within a row; padding is one more.
     Tokens see their own segment alone and count positions from its start. ``None``: each row is one segment."""
@@ -26,7 +27,7 @@ class Microbatch:
     @property
     def num_targets(self) -> int:
         """Targets that count."""
-        return int((self.targets != -100).sum())
+        return int((self.targets != IGNORE_INDEX).sum())
 
 
 def step_batches(rows: Rows, order: SampleOrder, share: Share, first: int) -> list[Microbatch]:
@@ -46,7 +47,7 @@ def eval_batches(rows: Rows, share: Share, limit: int) -> list[Microbatch]:
         wanted = np.arange(first, first + share.micro)
         batch = _microbatch(rows, wanted.clip(max=count - 1))
         missing = torch.from_numpy(wanted >= count)[:, None]
-        batches.append(Microbatch(batch.inputs, batch.targets.masked_fill(missing, -100), batch.segments))
+        batches.append(Microbatch(batch.inputs, batch.targets.masked_fill(missing, IGNORE_INDEX), batch.segments))
     return batches
 
 

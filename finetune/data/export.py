@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from finetune.data.prepared import Prepared
 from finetune.data.readers.megatron import labels_of, write_megatron
 from finetune.data.shards import ShardTokens, lengths_of
+from finetune.data.targets import IGNORE_INDEX
 
 _LONGEST_UINT16 = 65_500
 """Ids from which Megatron's own tools write int32."""
@@ -19,7 +20,7 @@ _LONGEST_UINT16 = 65_500
 def write_prepared(prepared: Prepared, prefix: Path) -> int:
     """Write every document of the training sources once, in order; returns how many.
 
-    ``PREFIX_label`` is written when some tokens are no targets: the ids again, -100 where they are not.
+    ``PREFIX_label`` is written when some tokens are no targets: the ids again, ``IGNORE_INDEX`` where they are not.
     """
     folders = [Path(shard) for shard in prepared.train_shards]
     tokens = ShardTokens(folders, prepared.dtype)
@@ -43,4 +44,4 @@ def _documents(folders: list[Path], tokens: ShardTokens) -> Iterator[tuple[NDArr
 
 
 def _labels(ids: NDArray[np.int64], mask: NDArray[np.uint8] | None) -> NDArray[np.int64]:
-    return ids.astype(np.int64) if mask is None else np.where(mask, ids.astype(np.int64), -100)
+    return ids.astype(np.int64) if mask is None else np.where(mask, ids.astype(np.int64), IGNORE_INDEX)

@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 from finetune.data.layout import LENGTH
 from finetune.data.prepared import Prepared
 from finetune.data.shards import ShardTokens
+from finetune.data.targets import IGNORE_INDEX
 
 Numbers = NDArray[np.int64]
-NO_TARGET = -100
-"""A target that does not count."""
 
 
 class RowBatch(NamedTuple):
@@ -27,7 +26,7 @@ class RowBatch(NamedTuple):
     inputs: Numbers
     """[B, L]"""
     targets: Numbers
-    """[B, L], the input's successor; ``NO_TARGET`` does not count."""
+    """[B, L], the input's successor; ``IGNORE_INDEX`` does not count."""
     segments: Numbers | None
     """[B, L]: number of the sample each token belongs to, from 0 in each row; padding is one more sample. ``None``: each row
     is one segment."""
@@ -85,7 +84,7 @@ class JoinedRows:
         for row, index in enumerate(indices):
             ids, learned = self.stream(int(index) * self._seq_len, self._seq_len + 1)
             inputs[row] = ids[:-1]
-            targets[row] = np.where(learned[1:], ids[1:], NO_TARGET)
+            targets[row] = np.where(learned[1:], ids[1:], IGNORE_INDEX)
         return RowBatch(inputs, targets, None)
 
     def spans(self, row: int) -> list[tuple[int, int, int]]:
@@ -136,7 +135,7 @@ class SampleRows:
 
     def rows(self, indices: Numbers) -> RowBatch:
         shape = (len(indices), self._seq_len)
-        inputs, targets = np.full(shape, self._pad, np.int64), np.full(shape, NO_TARGET, np.int64)
+        inputs, targets = np.full(shape, self._pad, np.int64), np.full(shape, IGNORE_INDEX, np.int64)
         segments = np.zeros(shape, np.int64)
         for row, index in enumerate(indices):
             at = 0
@@ -145,7 +144,7 @@ class SampleRows:
                 ids, mask = self._tokens.read(shard, begin, end)
                 here = slice(at, at + len(ids) - 1)
                 inputs[row, here] = ids[:-1]
-                targets[row, here] = ids[1:] if mask is None else np.where(mask[1:], ids[1:].astype(np.int64), NO_TARGET)
+                targets[row, here] = ids[1:] if mask is None else np.where(mask[1:], ids[1:].astype(np.int64), IGNORE_INDEX)
                 segments[row, here] = number
                 at += len(ids) - 1
             segments[row, at:] = len(samples)

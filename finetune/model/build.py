@@ -25,6 +25,7 @@ from transformers import initialization as hf_init
 from transformers.integrations.deepspeed import prevent_arange_dtype_change
 
 from checkpoint import Checkpoint, CheckpointError
+from checkpoint.dtypes import dtype_name
 from finetune.errors import ConfigError
 from finetune.model.finite import check_finite, found_in
 from finetune.model.pretrained import initialise_module, new_model
@@ -263,7 +264,7 @@ def saved_config(config: PretrainedConfig, dtype: torch.dtype) -> dict[str, Any]
     values: dict[str, Any] = config.to_dict()
     model_class = cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
     values["architectures"] = [model_class.__name__]
-    values["dtype"] = str(dtype).removeprefix("torch.")
+    values["dtype"] = dtype_name(dtype)
     values["use_cache"] = True
     return values
 

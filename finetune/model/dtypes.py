@@ -7,10 +7,10 @@ from typing import Final
 
 import torch
 
+from checkpoint.dtypes import FLOAT_TYPES
+
 DTYPES: Final[Mapping[str, torch.dtype]] = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
+    **FLOAT_TYPES,
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from checkpoint.dtypes import dtype_name
 from finetune.errors import WeightNotFinite
 
 
@@ -27,7 +28,7 @@ def check_finite(name: str, loaded: torch.Tensor, source: torch.Tensor | None = 
     """
     if not loaded.is_floating_point() or is_finite(loaded):
         return
-    wanted = str(loaded.dtype).removeprefix("torch.")
+    wanted = dtype_name(loaded.dtype)
     source = loaded if source is None else source
     bad = ~source.detach().isfinite()
     count = int(bad.sum())

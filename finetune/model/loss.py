@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from finetune.data.targets import IGNORE_INDEX
 from finetune.model.pretrained import head_of
 
-IGNORED: Final = -100
-"""Target of a position that does not count."""
 _CHUNK_BYTES: Final = {"cpu": (16 << 20, 32 << 20), "cuda": (128 << 20, 256 << 20)}
 """Fewest and most. Each chunk also reads and writes the weight's gradient, so small ones cost time; a GPU wants larger ones."""
 _FEWEST_ROWS: Final = 16
@@ -33,9 +32,9 @@ _SCALED_LOGITS: Final = ("final_logit_softcapping", "logit_scale", "logits_scali
 
 
 def token_losses(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
-    """Sum over all targets of the negative log-likelihood, in fp32, from whole logits; targets of -100 do not count."""
+    """Sum over all targets of the negative log-likelihood, in fp32, from whole logits; ``IGNORE_INDEX`` does not count."""
     return nn.functional.cross_entropy(
-        logits_BLV.flatten(0, 1).float(), targets_BL.flatten(), ignore_index=IGNORED, reduction="sum"
+        logits_BLV.flatten(0, 1).float(), targets_BL.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
     )
 
 
@@ -82,7 +81,7 @@ def linear_cross_entropy(
     """Sum over the counted targets of -log softmax(hidden @ weight.T + bias)[target], fp32, differentiable once.
 
     Args:
-        targets_N: int64; positions of -100 cost nothing, neither time nor memory.
+        targets_N: int64; positions of ``IGNORE_INDEX`` cost nothing, neither time nor memory.
         rows: rows of logits at once; ``None`` chooses.
     """
     loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]  # torch leaves it unannotated
@@ -118,7 +117,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         rows: int | None,
         with_gradients: bool,
     ) -> Tensor:
-        index_T = (targets_N != IGNORED).nonzero().squeeze(1)
+        index_T = (targets_N != IGNORE_INDEX).nonzero().squeeze(1)
         everything = len(index_T) == len(targets_N)
         hidden_TH = hidden_NH if everything else hidden_NH[index_T]
         targets_T = targets_N if everything else targets_N[index_T]

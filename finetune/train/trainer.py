@@ -16,7 +16,7 @@ from finetune.data.rows import Rows
 from finetune.engines.protocol import StepOutcome, TrainingEngine
 from finetune.errors import LossSpike, NotFinite, RunError
 from finetune.observe.gauges import Gauges
-from finetune.observe.plot import draw_losses
+from finetune.observe.plots import draw_losses
 from finetune.observe.progress import RunProgress, speed_in_words
 from finetune.observe.spikes import Spike, SpikeWatch
 from finetune.output.folder import LOG

@@ -24,11 +24,11 @@ from finetune.data.layout import too_long_rule
 from finetune.data.readers import Fault
 from finetune.data.settings import prepare_encoding
 from finetune.data.sources import Source, place_of, source_of, units_of
+from finetune.data.targets import IGNORE_INDEX
 from finetune.data.tokenizer import open_tokenizer
 from finetune.data.workers import encoded_items, encoder_of
 from finetune.errors import DataError
 from finetune.model.build import check_fit
-from finetune.model.loss import IGNORED
 from finetune.output.folder import run_of
 from finetune.trained.open import open_trained
 from finetune.trained.scoring import Scorer
@@ -192,8 +192,8 @@ def _add(scored: _Scored, item: Encoded | Fault, data: DataConfig, *, as_sample:
         if data.too_long == "refuse":
             return too_long_rule(len(ids), data.seq_len)
         ids = ids[: data.seq_len + 1] if data.too_long == "cut" else ids[:0]
-    targets = ids[1:] if learned is None else np.where(learned[1 : len(ids)], ids[1:], IGNORED)
-    if (targets == IGNORED).all():
+    targets = ids[1:] if learned is None else np.where(learned[1 : len(ids)], ids[1:], IGNORE_INDEX)
+    if (targets == IGNORE_INDEX).all():
         scored.dropped += 1
     else:
         scored.samples += 1

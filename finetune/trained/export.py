@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from checkpoint import Checkpoint, CheckpointError, CheckpointWriter, open_checkpoint
+from checkpoint.dtypes import dtype_name
 from checkpoint.tokenizer_files import TOKENIZER_FILES
 from finetune.base_model.hub import folder_of
 from finetune.errors import ConfigError, RunError
@@ -78,7 +79,7 @@ def _write(
     config = dict(checkpoint.config)
     if dtype is not None:
         config.pop("torch_dtype", None)
-        config["dtype"] = str(dtype).removeprefix("torch.")
+        config["dtype"] = dtype_name(dtype)
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for name in checkpoint.tensors:

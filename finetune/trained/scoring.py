@@ -10,7 +10,8 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from finetune.model.loss import IGNORED, token_losses
+from finetune.data.targets import IGNORE_INDEX
+from finetune.model.loss import token_losses
 
 Ids = NDArray[np.int64]
 _SORTED_BATCHES = 64
@@ -43,7 +44,7 @@ class Scorer:
             self._score_windows()
 
     def add_sample(self, ids: Ids, targets: Ids) -> None:
-        """One sample, which sees itself alone: its ids but the last, and the target of each, or ``IGNORED``."""
+        """One sample, which sees itself alone: its ids but the last, and the target of each, or ``IGNORE_INDEX``."""
         self._samples.append((ids, targets))
         if len(self._samples) >= self._batch * _SORTED_BATCHES:
             self._score_samples()
@@ -78,7 +79,7 @@ class Scorer:
         for first in range(0, len(samples), self._batch):
             some = samples[first : first + self._batch]
             shape = (len(some), len(some[-1][0]))
-            inputs_NL, targets_NL = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
+            inputs_NL, targets_NL = np.zeros(shape, np.int64), np.full(shape, IGNORE_INDEX, np.int64)
             for row, (ids, targets) in enumerate(some):
                 inputs_NL[row, : len(ids)] = ids  # padded at the end, which causal attention does not see
                 targets_NL[row, : len(ids)] = targets
@@ -88,4 +89,4 @@ class Scorer:
     def _score(self, inputs_NL: Ids, targets_NL: Ids) -> None:
         logits = self._model(input_ids=torch.from_numpy(inputs_NL), use_cache=False).logits
         self.loss_sum += float(token_losses(logits, torch.from_numpy(targets_NL)))
-        self.num_targets += int((targets_NL != IGNORED).sum())
+        self.num_targets += int((targets_NL != IGNORE_INDEX).sum())

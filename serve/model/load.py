@@ -12,12 +12,11 @@ from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from checkpoint import Checkpoint, CheckpointError
+from checkpoint.dtypes import FLOAT_TYPES
 from serve.errors import ConfigError
 from serve.model.attention import INTERFACE_NAME
 from serve.model.families import Family, check_rope, family_of
 from serve.model.pretrained import initialise, new_model, vocabulary_rows
-
-DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +84,15 @@ def _one_line(error: Exception) -> str:
 def choose_dtype(checkpoint: Checkpoint, wanted: str) -> torch.dtype:
     """``auto`` is what config.json names, else what most of the weights are stored in."""
     if wanted != "auto":
-        return DTYPES[wanted]
+        return FLOAT_TYPES[wanted]
     named = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
-    if named in DTYPES:
-        return DTYPES[str(named)]
+    if named in FLOAT_TYPES:
+        return FLOAT_TYPES[str(named)]
     sizes: dict[torch.dtype, int] = {}
     for info in checkpoint.tensors.values():
         sizes[info.dtype] = sizes.get(info.dtype, 0) + math.prod(info.shape)
     stored = max(sizes, key=lambda dtype: sizes[dtype])
-    return stored if stored in DTYPES.values() else torch.float32
+    return stored if stored in FLOAT_TYPES.values() else torch.float32
 
 
 def build_on_meta(checkpoint: Checkpoint, family: Family, config: PretrainedConfig, dtype: torch.dtype) -> Blueprint:

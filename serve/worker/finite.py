@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from checkpoint import Checkpoint, CheckpointError, TensorInfo
+from checkpoint.dtypes import dtype_name
 
 _PIECE_BYTES: Final = 4 << 20
 """A piece stays in the processor's cache and its memory in the heap: of larger ones, most of the time goes to fresh pages."""
@@ -38,7 +39,7 @@ def check_weights(checkpoint: Checkpoint, names: Collection[str], dtype: torch.d
             continue
         for part in _pieces(info):
             if not is_finite(checkpoint.read(info.name, part, dtype=dtype)):
-                served = str(dtype).removeprefix("torch.")
+                served = dtype_name(dtype)
                 rule = f"tensor {info.name!r} holds numbers that are NaN or infinite in {served}; it is not served"
                 raise CheckpointError(info.file, rule)
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from checkpoint.dtypes import dtype_name
 from serve.config import ServerConfig
 from serve.engine.executor import ModelFacts
 from serve.errors import ConfigError
@@ -121,7 +122,7 @@ def load_rank(
         vocab_size=vocab_size,
         max_model_len=min(max_model_len, num_blocks * config.cache.block_tokens),
         eos_ids=plan.eos_ids,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=dtype_name(dtype),
         device=device.type,
         num_blocks=num_blocks,
         block_tokens=config.cache.block_tokens,
@@ -167,7 +168,7 @@ def survey(checkpoint: Checkpoint, config: ServerConfig, device: torch.device) -
         int(model_config.num_attention_heads), key_value_heads(model_config), config.model.tensor_parallel_size
     )
     dtype = choose_dtype(checkpoint, config.model.dtype)
-    check_dtype(str(dtype).removeprefix("torch."), device.type)
+    check_dtype(dtype_name(dtype), device.type)
     max_model_len = check_max_model_len(config.model.max_model_len, int(model_config.max_position_embeddings))
     blueprint = build_on_meta(checkpoint, family, model_config, dtype)
     rows = vocabulary_rows(blueprint.model)

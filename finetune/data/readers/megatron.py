@@ -20,13 +20,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from finetune.data.readers.items import Fault, Item, Part, Tokens
+from finetune.data.targets import IGNORE_INDEX
 from finetune.errors import DataError
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _CODES = {"uint16": 8, "int32": 4}
-_NO_TARGET = -100
 _FLOATS = {6: ("<f4", "<f8"), 7: ("<f8", "<f4")}
 """To GPT-NeoX, to Megatron-LM."""
 
@@ -122,7 +122,7 @@ def _dtype(idx: Path, code: int, num_tokens: int, bin_size: int) -> np.dtype[Any
 
 
 def labels_of(idx: Path) -> Path:
-    """The index of the labels that may lie beside ``idx``: -100 where a token is no target."""
+    """The index of the labels that may lie beside ``idx``: ``IGNORE_INDEX`` where a token is no target."""
     return idx.with_name(f"{idx.stem}_label.idx")
 
 
@@ -155,7 +155,7 @@ class MegatronReader:
             elif ids.dtype.kind == "f" and not np.array_equal(whole, ids):
                 yield number, Fault("holds numbers that are not whole, so they are no token ids; it may be a file of rewards")
             elif len(whole):
-                yield number, Tokens(whole, None if marks is None else (marks != _NO_TARGET).astype(np.uint8))
+                yield number, Tokens(whole, None if marks is None else (marks != IGNORE_INDEX).astype(np.uint8))
 
     def place(self, part: Part, position: int) -> str:
         return f"{part.file.with_suffix('.bin')}, document {position + 1}"

@@ -21,8 +21,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_causal_mask
 
 from finetune.config import ActivationConfig
+from finetune.data.targets import IGNORE_INDEX
 from finetune.model.build import build_empty
-from finetune.model.loss import IGNORED, linear_cross_entropy, token_losses
+from finetune.model.loss import linear_cross_entropy, token_losses
 from finetune.model.pretrained import head_of
 from finetune.model.recompute import computed_again
 
@@ -217,7 +218,7 @@ class HeadLayer(Layer):
 
         Gradients that came early, as the last piece's do, would wait for it in every micro-batch under way.
         """
-        index_T = (targets_N != IGNORED).nonzero().squeeze(1)
+        index_T = (targets_N != IGNORE_INDEX).nonzero().squeeze(1)
         hidden_TH, targets_T = hidden_NH[index_T], targets_N[index_T]
         parts = [
             computed_again(

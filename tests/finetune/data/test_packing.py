@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from finetune.config.load import load_config
 from finetune.data.binning import pack
 from finetune.data.prepare import Prepared, prepare
-from finetune.data.rows import NO_TARGET, SampleRows, open_rows
+from finetune.data.rows import SampleRows, open_rows
+from finetune.data.targets import IGNORE_INDEX
 from finetune.data.tokenizer import open_tokenizer
 from finetune.errors import DataError
 from tests.finetune.support import small_run, write_config
@@ -50,7 +51,7 @@ def answers(made: Prepared, side: str = "train") -> list[str]:
         numbers = np.zeros_like(inputs) if segments is None else segments
         assert (np.diff(numbers[0]) >= 0).all()
         for segment in range(int(numbers.max()) + 1):
-            mine = targets[0][(numbers[0] == segment) & (targets[0] != NO_TARGET)]
+            mine = targets[0][(numbers[0] == segment) & (targets[0] != IGNORE_INDEX)]
             if len(mine):
                 found.append(tokenizer.decode(mine.tolist(), skip_special_tokens=False).strip())
     return found
@@ -84,9 +85,9 @@ def test_samples_can_be_joined_too(tmp_path: Path) -> None:
     made = prepared(tmp_path / "p", str(file), packing="join")
     inputs, targets, segments = open_rows(made, "train").rows(np.arange(made.train_rows))
     assert segments is None
-    assert (targets[:, :-1] == inputs[:, 1:])[targets[:, :-1] != NO_TARGET].all()
+    assert (targets[:, :-1] == inputs[:, 1:])[targets[:, :-1] != IGNORE_INDEX].all()
     tokenizer = open_tokenizer(made.tokenizer_folder)
-    text = tokenizer.decode(targets[targets != NO_TARGET].tolist(), skip_special_tokens=False)
+    text = tokenizer.decode(targets[targets != IGNORE_INDEX].tolist(), skip_special_tokens=False)
     assert text.startswith(" <0><|endoftext|> <1><|endoftext|>")
 
 
@@ -102,7 +103,7 @@ def test_text_is_packed_in_pieces_that_hold_every_token_once(tmp_path: Path) -> 
     ids = list(tokenizer.encode(text, add_special_tokens=False))
     starts = [ids[first : first + 5] for first in range(0, len(ids), 64)]
     assert [start for start in starts if len(start) == 5 and not any(piece[:5] == start for piece in long)] == []
-    assert (rows.targets != NO_TARGET).sum() >= len(ids)
+    assert (rows.targets != IGNORE_INDEX).sum() >= len(ids)
 
 
 def open_rows_samples(made: Prepared) -> list[list[int]]:

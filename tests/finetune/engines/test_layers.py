@@ -11,9 +11,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import finetune.model.loss
 from finetune.config import ActivationConfig
+from finetune.data.targets import IGNORE_INDEX
 from finetune.engines.pipeline.layers import LossTally, build_on_meta, give_memory, split
 from finetune.model.build import _always, initialise, new_config
-from finetune.model.loss import IGNORED
 
 CPU = torch.device("cpu")
 VOCABULARY, LENGTH = 61, 8
@@ -38,7 +38,7 @@ def step(activations: ActivationConfig, pieces: int, *, targets: bool = True) ->
     tally.start(1.0, 1)
     ids = torch.randint(0, VOCABULARY, (2, LENGTH + 1), generator=torch.Generator().manual_seed(1))
     wanted = ids[:, 1:].clone()
-    wanted[0, : LENGTH // 2 if targets else LENGTH] = IGNORED  # with two pieces, all that the first has
+    wanted[0, : LENGTH // 2 if targets else LENGTH] = IGNORE_INDEX  # with two pieces, all that the first has
     torch.manual_seed(5)  # dropout
     flow: object = (ids[:, :-1], wanted)
     for layer in layers:

@@ -1,17 +1,17 @@
-"""Curves and the report, from logs written by hand."""
+"""The report, from logs written by hand."""
 
 from __future__ import annotations
 
 import json
 import re
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from finetune.config import DataConfig, LogConfig, RunConfig, TokenizerConfig, TuneConfig
 from finetune.config.model import ModelConfig
-from finetune.observe.curves import Curve, Picture
-from finetune.observe.report import write_report
+from finetune.observe.report import _Samples, write_report
 from finetune.output.records import FORECAST, MEASURED, beside
 
 
@@ -33,24 +33,6 @@ def write_log(output: Path, *more: dict[str, Any]) -> None:
     (output / "config.yaml").write_text("run: {output: <b>here</b>}\n")
 
 
-def test_a_picture_is_well_formed_and_keeps_its_peak() -> None:
-    points = [(float(step), 1.0) for step in range(10_000)]
-    points[4321] = (4321.0, 99.0)
-    points[5] = (5.0, float("nan"))
-    picture = Picture(title="loss < 3", curves=[Curve(name="a", points=points, color="#000")], marks=[100.0]).as_svg()
-    root = ElementTree.fromstring(picture)
-    (line,) = root.iter("{http://www.w3.org/2000/svg}polyline")
-    heights = [float(point.split(",")[1]) for point in line.attrib["points"].split()]
-    assert len(heights) < 1500
-    assert min(heights) < 35, "the highest point is at the top"
-    assert "nan" not in picture
-
-
-def test_a_picture_of_one_point_and_of_none() -> None:
-    assert "circle" in Picture(title="t", curves=[Curve(name="a", points=[(1.0, 2.0)], color="#000")]).as_svg()
-    assert Picture(title="t", curves=[Curve(name="a", points=[(1.0, float("inf"))], color="#000")]).as_svg() == ""
-
-
 def test_the_report_holds_everything_and_loads_nothing(tmp_path: Path) -> None:
     output = tmp_path / "run"
     write_log(
@@ -64,16 +46,45 @@ def test_the_report_holds_everything_and_loads_nothing(tmp_path: Path) -> None:
         json.dumps({"host_bytes": 3 << 30, "disk_bytes": 1 << 30, "host_items": {"weights": 1 << 30}})
     )
     (output / MEASURED).write_text(json.dumps({"host_bytes": 2 << 30, "disk_bytes": 1 << 29}))
-    path = write_report(config_of(output), failure="the disk is <full>")
+    path = write_report(config_of(output))
     assert path == output / "report.html"
     page = path.read_text()
-    assert page.count("<svg") == 4
-    for said in ("4.2000", "3.00 GiB", "2.00 GiB", "loss spike", "runs/x, 1.5 s", "MFU, median", "the disk is &lt;full&gt;"):
+    for said in ("4.2000", "3.00 GiB", "2.00 GiB", "loss spike", "runs/x, 1.5 s", "MFU, median", "the loss was not finite"):
         assert said in page
-    assert "<b>here</b>" not in page, "what comes from the run is escaped"
+    for title in ("loss (nats per token)", "learning rate", "gradient norm", "targets/s"):
+        assert f">{title}</text>" in page
+    assert "The run ended early" not in page
+    assert "Samples" not in page, "none were asked for"
     assert "<script" not in page
-    assert re.findall(r'(?:src|href)="', page) == []
+    assert set(re.findall(r"""(?:src|href|url)=?["'(]+(.)""", page)) == {"#"}, "every reference is to the page itself"
     assert "host memory 2.00 GiB (forecast 3.00, +50 %)" in (beside(output) or "")
+
+
+def test_numbers_stand_at_the_right_and_words_at_the_left(tmp_path: Path) -> None:
+    write_log(tmp_path / "run")
+    path = write_report(config_of(tmp_path / "run"))
+    assert path is not None
+    assert '<tr><td>training loss</td><td class="number">3.0000</td></tr>' in path.read_text()
+
+
+def test_whatever_comes_from_the_run_is_escaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hostile = "<script>alert('&')</script>"
+    output = tmp_path / "run <img src=x>"
+    write_log(
+        output,
+        {"step": 20, "saved": hostile, "seconds": 1.5},
+        {"step": 19, "skipped": "gradient", "diagnosis": hostile},
+    )
+    (output / "config.yaml").write_text(hostile)
+    (output / FORECAST).write_text(json.dumps({"host_items": {hostile: 1 << 30}}))
+    samples = _Samples(hostile, [(hostile, "</span>" + hostile)])
+    monkeypatch.setattr("finetune.observe.report._samples", lambda *_: samples)
+    path = write_report(config_of(output), failure=hostile)
+    assert path is not None
+    page = path.read_text()
+    assert "<script" not in page
+    assert "<img" not in page
+    assert page.count("&lt;script&gt;alert(&#39;&amp;&#39;)&lt;/script&gt;") == 8
 
 
 def test_no_step_no_report(tmp_path: Path) -> None:
