@@ -6,11 +6,14 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from finetune.config import LoraConfig, TuneConfig, ZenFlowConfig
 from finetune.errors import ConfigError
 from finetune.forecast.estimate import Forecast, forecast
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 Change = tuple[tuple[str, Any], ...]
 """Dotted keys and their values, set together."""
@@ -36,7 +39,9 @@ class Advice:
         return "\n".join(f"{section}: {{{', '.join(lines)}}}" for section, lines in sections.items())
 
 
-def advise(config: TuneConfig, hf_config: Any, given: Forecast, *, precision: str, command: str = "tune") -> list[Advice]:
+def advise(
+    config: TuneConfig, hf_config: PretrainedConfig, given: Forecast, *, precision: str, command: str = "tune"
+) -> list[Advice]:
     """The first combinations of keys with which the run fits, cheapest first; empty if none was found.
 
     A combination that holds another one found before is left out.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from checkpoint.tokenizer_files import TOKENIZER_FILES
 from finetune.config import SourceConfig, TuneConfig
@@ -27,6 +27,9 @@ from finetune.forecast.seconds import is_measurable, pace_of
 from finetune.forecast.speeds import Measured
 from finetune.output.folder import CHECKPOINTS, RESUME, step_folders
 from finetune.units import in_gib
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 _DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -98,7 +101,7 @@ class Forecast:
 
 def forecast(
     config: TuneConfig,
-    hf_config: Any,
+    hf_config: PretrainedConfig,
     hardware: Hardware,
     *,
     precision: str,
@@ -204,7 +207,7 @@ def _size_of(entry: str | SourceConfig, config: TuneConfig) -> int:
 # -- the model of a configuration, without its data
 
 
-def model_config_of(config: TuneConfig, *, weights: bool = True) -> Any:
+def model_config_of(config: TuneConfig, *, weights: bool = True) -> PretrainedConfig:
     """The transformers configuration of the run's model, from the configuration alone: the data need not exist.
 
     Args:

@@ -6,11 +6,10 @@ import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from finetune.config import TuneConfig
 from finetune.data.inputs import find_inputs
@@ -84,7 +83,7 @@ class ModelFacts:
         return self.multiplied * (4 + 2 * share) + 12 * self.layers * self.hidden * seq_len
 
 
-def facts_of(config: TuneConfig, hf_config: Any, precision: str, *, on_gpu: bool) -> ModelFacts:
+def facts_of(config: TuneConfig, hf_config: PretrainedConfig, precision: str, *, on_gpu: bool) -> ModelFacts:
     """Build the run's model on fake tensors, adapters and recomputation included, and follow one micro-batch through it."""
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     if on_gpu:
@@ -134,7 +133,7 @@ def packing_of(config: TuneConfig) -> str:
         return "isolate" if named else "join"
 
 
-def _without_attention_dropout(hf_config: Any) -> Any:
+def _without_attention_dropout(hf_config: PretrainedConfig) -> PretrainedConfig:
     """A GPU's attention kernel drops inside; the CPU's, which is simulated, would keep whole squares for it."""
     changed = type(hf_config)(**hf_config.to_dict())
     for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):

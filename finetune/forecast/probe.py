@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -20,11 +21,11 @@ _ROUNDS: Final = 5
 _SIZES: Final = (32, 128, 384, 1024)
 
 
-class _Counted(TorchDispatchMode):
+class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it unannotated
     """Adds up operations as the forecast does (``work``)."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         self.tally = Tally()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -45,13 +46,17 @@ def measure(dtype: torch.dtype, ranks: int) -> dict[str, Any]:
     return {"products": products, **found}
 
 
+def _three_products(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """One as in the forward pass, two as in the backward pass."""
+    return left @ right.t(), left @ right, left.t() @ right
+
+
 def _round(dtype: torch.dtype, ranks: int) -> dict[str, Any]:
     several = ranks > 1
     products = {}
     for size in _SIZES:
         left, right = torch.full((size, size), 0.5, dtype=dtype), torch.full((size, size), 0.25, dtype=dtype)
-        # One as in the forward pass, two as in the backward pass.
-        products[size] = 6.0 * size**3 / _seconds(lambda a=left, b=right: (a @ b.t(), a @ b, a.t() @ b), several)
+        products[size] = 6.0 * size**3 / _seconds(partial(_three_products, left, right), several)
     call = _call(several)
     plain = _plain(dtype, several, call)
     return {

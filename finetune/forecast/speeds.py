@@ -62,11 +62,11 @@ def speeds_from(values: Mapping[str, Any]) -> Speeds:
     products = {int(size): _positive(rate) for size, rate in values["products"].items()}
     if not products:
         raise ValueError("no product was measured")
-    rest = {}
+    rest: dict[str, Any] = {}
     for name in (field.name for field in fields(Speeds) if field.name != "products"):
         given = values[name]
         rest[name] = None if name == "gather_bytes" and given is None else _positive(given)
-    return Speeds(products=dict(sorted(products.items())), **rest)  # type: ignore[arg-type]
+    return Speeds(products=dict(sorted(products.items())), **rest)
 
 
 def prices_from(values: Mapping[str, Any]) -> Prices:

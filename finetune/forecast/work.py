@@ -112,7 +112,8 @@ class Tally:
 
 
 def _cube_root(volume: int) -> int:
-    return max(1, round(volume ** (1 / 3)))
+    root: float = volume ** (1 / 3)
+    return max(1, round(root))
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
