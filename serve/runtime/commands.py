@@ -7,14 +7,13 @@ from dataclasses import dataclass
 
 from serve.errors import RequestError
 from serve.runtime.stream import Stream
-from serve.types import Generation, RequestId
+from serve.types import RequestId
 
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Take this request; its events go to ``stream``."""
+    """Take the request of ``stream``, which its events go to."""
 
-    generation: Generation
     stream: Stream
 
 

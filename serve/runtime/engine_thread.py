@@ -132,8 +132,8 @@ class EngineThread:
 
     def _obey(self, engine: Engine, command: Command) -> None:
         match command:
-            case Add():
-                self._add(engine, command)
+            case Add(stream=stream):
+                self._add(engine, stream)
             case Drop(stream=stream, error=error):
                 if self._routes.get(stream.request_id) is stream:
                     self._abort(engine, stream.request_id, error)
@@ -144,22 +144,22 @@ class EngineThread:
             case Wake():
                 pass
 
-    def _add(self, engine: Engine, command: Add) -> None:
-        if command.stream.ended:  # given up while it waited in the queue
+    def _add(self, engine: Engine, stream: Stream) -> None:
+        if stream.ended:  # given up while it waited in the queue
             return
-        request_id = command.generation.request_id
+        request_id = stream.request_id
         try:
-            engine.add(command.generation)
+            engine.add(stream.generation)
         except ServeError as error:
             self._metrics.rejected(error)
-            self._outbox.append((command.stream, RequestFailed(request_id=request_id, error=error)))
+            self._outbox.append((stream, RequestFailed(request_id=request_id, error=error)))
         except Exception:
             _log.exception("the engine could not take request %s", request_id)
             broke = RequestBroke("the engine could not take this request")
-            self._outbox.append((command.stream, RequestFailed(request_id=request_id, error=broke)))
+            self._outbox.append((stream, RequestFailed(request_id=request_id, error=broke)))
         else:
-            self._routes[request_id] = command.stream
-            self._ledger.accepted(command.generation)
+            self._routes[request_id] = stream
+            self._ledger.accepted(stream.generation)
 
     def _abort(self, engine: Engine, request_id: RequestId, error: RequestError) -> bool:
         found = engine.abort(request_id, error)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from typing import ParamSpec
 
 from serve.engine.engine import Engine
 from serve.engine.executor import Executor, ModelFacts
 from serve.engine.stats import EngineStats
-from serve.errors import Draining, EngineDown, Loading, RequestAborted, StartError
+from serve.errors import Draining, EngineDown, Loading, QueueFull, RequestAborted, ServeError, StartError
 from serve.metrics import Metrics
-from serve.runtime.admission import Admission
-from serve.runtime.commands import Abort, FlushPrefixCache
+from serve.runtime.commands import Abort, Add, Drop, FlushPrefixCache
 from serve.runtime.edition import Edition
 from serve.runtime.engine_thread import Delivery, EngineThread
 from serve.runtime.flight import Flight
@@ -75,7 +74,6 @@ class Gateway:
             metrics=metrics,
             clock=clock,
         )
-        self._admission = Admission(self._server, self._flight, self._bridge, self.config, metrics)
         self._reload = Reload(
             self._server, self._flight, self._supervisor, reopen=reopen, drain_seconds=self.config.rpc.drain_seconds
         )
@@ -105,12 +103,39 @@ class Gateway:
     # What the RPC layer asks for.
 
     def start(self, generation: Generation, edition: Edition | None = None) -> Stream:
-        """Put a request in the engine's queue, or raise why not: see ``Admission.start``."""
-        return self._admission.start(generation, edition)
+        """Put a request in the engine's queue.
 
-    def call(self, edition: Edition | None = None) -> AbstractContextManager[Callable[[Generation], Stream]]:
-        """A call of several requests, in flight as one: see ``Admission.call``."""
-        return self._admission.call(edition)
+        Args:
+            generation: the request.
+            edition: what it was made for; ``None`` if it does not matter.
+
+        Raises:
+            Loading, EngineDown, Draining: the server takes no requests now, or serves another edition by now.
+            QueueFull: so many requests wait to be looked at that the queue is full beyond doubt.
+
+        The stream's first event may still be ``QueueFull``, ``DuplicateRequest`` or ``InvalidRequest``, from the engine.
+        """
+        self._refuse_for(self._server.unavailable(edition) or self._overload())
+        return self._admit(generation)
+
+    @contextlib.contextmanager
+    def call(self, edition: Edition | None = None) -> Iterator[Callable[[Generation], Stream]]:
+        """A call of several requests, in flight as one: a drain waits for it and takes what it starts later.
+
+        Yields:
+            What starts one of its requests, and raises as ``start`` does.
+
+        Raises:
+            Loading, EngineDown, Draining: as for ``start``.
+        """
+        self._refuse_for(self._server.unavailable(edition))
+        with self._flight.call() as call:
+
+            def start(generation: Generation) -> Stream:
+                self._refuse_for(call.error or self._overload())
+                return self._admit(generation)
+
+            yield start
 
     async def abort(self, request_id: RequestId) -> bool:
         """End a live request, whoever started it, with ``RequestAborted``. False if there is no such request."""
@@ -229,6 +254,30 @@ class Gateway:
         self._server.give_up(error)
 
     # Inside.
+
+    def _refuse_for(self, reason: ServeError | None) -> None:
+        """Raise the reason, if there is one, and count it."""
+        if reason is not None:
+            self._metrics.rejected(reason)
+            raise reason
+
+    def _overload(self) -> QueueFull | None:
+        limit = self.config.admission.max_queued_requests
+        if self._bridge.backlog >= limit + self.config.scheduler.max_num_seqs:
+            return QueueFull(f"{limit} requests are waiting already", reason="requests", retry_after_seconds=1.0)
+        return None
+
+    def _admit(self, generation: Generation) -> Stream:
+        stream = Stream(
+            generation,
+            buffer_events=self.config.rpc.stream_buffer_events,
+            slow_reader_seconds=self.config.rpc.slow_reader_seconds,
+            abort=lambda stream, error: self._bridge.send(Drop(stream, error)),
+            over=self._flight.remove,
+        )
+        self._flight.add(stream)
+        self._bridge.send(Add(stream))
+        return stream
 
     def _deliver_soon(self, deliveries: list[Delivery]) -> None:
         self._post(_deliver, deliveries)

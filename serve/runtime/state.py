@@ -57,11 +57,13 @@ class ServerState:
         """Call ``callback`` with every state entered from now on."""
         self._listeners.append(callback)
 
-    def unavailable(self) -> Unavailable | None:
-        """Why there are no new requests now; ``None`` while there are."""
+    def unavailable(self, edition: Edition | None = None) -> Unavailable | None:
+        """Why there are no new requests now, or none that were made for ``edition``; ``None`` while there are."""
         match self._now:
             case State.SERVING:
-                return None
+                if edition is None or edition is self.edition:
+                    return None
+                return Loading("the model was loaded again while this call was read; send it again")
             case State.LOADING:
                 return Loading("the model is being loaded")
             case State.DOWN:

@@ -52,7 +52,7 @@ class Bridge:
         return Stream(generation, buffer_events=16, slow_reader_seconds=1, abort=lambda *_: None, over=lambda _: None)
 
     def add(self, generation: Generation) -> Add:
-        return Add(generation, self.stream(generation))
+        return Add(self.stream(generation))
 
 
 def make_engine(ranks: FakeRanks) -> Engine:
