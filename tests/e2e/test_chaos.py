@@ -45,7 +45,7 @@ def _request(plan: Plan) -> inference_pb2.GenerateRequest:
 
 def _run(server: Server, plan: Plan) -> tuple[list[int], str]:
     """The ids a stream gave, and the status it ended with."""
-    call = server.inference.GenerateStream(_request(plan), timeout=120)
+    call = server.inference.GenerateStream(_request(plan), timeout=400)
     ids: list[int] = []
     try:
         for event in call:
@@ -92,7 +92,7 @@ def test_counters_equal_the_clients_counts(server: Server) -> None:
             request = _request(plan)
             if plan.tokens == 5:
                 request.sampling.top_p = 7.0
-            answer = server.inference.Generate(request, timeout=120)
+            answer = server.inference.Generate(request, timeout=400)
         except grpc.RpcError as error:
             return error.code().name, 0, 0, ""
         usage = answer.completions[0].finish.usage

@@ -49,13 +49,13 @@ class _Load:
         for thread in self._threads:
             thread.start()
         for _ in self._threads:
-            assert self._under_way.acquire(timeout=120)
+            assert self._under_way.acquire(timeout=400)
 
     def _stream(self, server: Server) -> None:
         started = False
         try:
             while True:
-                for event in server.inference.GenerateStream(_request(500), timeout=120):
+                for event in server.inference.GenerateStream(_request(500), timeout=400):
                     if event.WhichOneof("event") == "delta" and not started:
                         started = True
                         self._under_way.release()
@@ -64,7 +64,7 @@ class _Load:
 
     def join(self) -> list[str]:
         for thread in self._threads:
-            thread.join(timeout=120)
+            thread.join(timeout=400)
             assert not thread.is_alive(), "a call hangs"
         return self.codes
 
@@ -83,7 +83,7 @@ def test_a_lost_rank(server: Server, model: PreTrainedModel, victim: int, fault:
     assert f"engine down: rank {victim} {noticed}" in [line for line in server.log if "engine down" in line][-1]
 
     until(lambda: server.health() == "SERVING")
-    answer = server.inference.Generate(_request(40), timeout=120)
+    answer = server.inference.Generate(_request(40), timeout=400)
     assert list(answer.completions[0].token_ids) == reference.greedy(model, PROMPT, 40)
     until(lambda: server.metrics()["tessera_kv_blocks_used"] == 0)
     assert not any(psutil.pid_exists(pid) for pid in old)
@@ -93,7 +93,7 @@ def test_a_lost_rank(server: Server, model: PreTrainedModel, victim: int, fault:
 def test_a_server_that_was_stopped_goes_on_with_its_calls_and_its_ranks(server: Server, model: PreTrainedModel) -> None:
     ranks = until(lambda: len(pids := server.rank_pids()) == 2 and pids)
     restarts = server.metrics()["tessera_engine_restarts_total"]
-    call = server.inference.GenerateStream(_request(400), timeout=120)
+    call = server.inference.GenerateStream(_request(400), timeout=400)
     ids = list(next(call).delta.token_ids)
     server.process.send_signal(signal.SIGSTOP)
     try:
@@ -124,12 +124,12 @@ def test_sigterm_finishes_calls_in_flight_and_refuses_new_ones(folder: Path) -> 
         # A watch, not a question: the server may have ended before a question is asked.
         health = server.health_stub.Watch(health_pb2.HealthCheckRequest(service="serve.v1.Inference"))
         assert next(health).status == health_pb2.HealthCheckResponse.SERVING
-        call = server.inference.GenerateStream(_request(400), timeout=120)
+        call = server.inference.GenerateStream(_request(400), timeout=400)
         next(call)
         server.process.send_signal(signal.SIGTERM)
         assert next(health).status == health_pb2.HealthCheckResponse.NOT_SERVING
         with pytest.raises(grpc.RpcError) as refused:
-            server.inference.Generate(_request(5), timeout=60)
+            server.inference.Generate(_request(5), timeout=240)
         assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
         assert sum(len(event.delta.token_ids) for event in call) == 400
-        assert server.process.wait(timeout=120) == 0
+        assert server.process.wait(timeout=400) == 0

@@ -66,7 +66,7 @@ def _request(prompt: Sequence[int], **response: int) -> inference_pb2.GenerateRe
 
 
 def _generate(server: Server, prompt: Sequence[int]) -> list[int]:
-    answer = server.inference.Generate(_request(prompt), timeout=120)
+    answer = server.inference.Generate(_request(prompt), timeout=400)
     return list(answer.completions[0].token_ids)
 
 
@@ -95,7 +95,7 @@ def test_prompts_that_share_a_cached_prefix(server: Server, judge: Judge) -> Non
     tails = _prompts(4, [1, 20, 45])
     cached = []
     for tail in tails:
-        answer = server.inference.Generate(_request(shared + tail), timeout=120)
+        answer = server.inference.Generate(_request(shared + tail), timeout=400)
         assert list(answer.completions[0].token_ids) == judge.greedy(shared + tail)
         cached.append(answer.prompt.cached_tokens)
     assert cached == [0, 96, 96]
@@ -103,7 +103,7 @@ def test_prompts_that_share_a_cached_prefix(server: Server, judge: Judge) -> Non
 
 def test_logprobs_of_prompt_and_output(server: Server, judge: Judge) -> None:
     [prompt] = _prompts(5, [150])
-    answer = server.inference.Generate(_request(prompt, logprobs=3, prompt_logprobs=2), timeout=120)
+    answer = server.inference.Generate(_request(prompt, logprobs=3, prompt_logprobs=2), timeout=400)
     completion = answer.completions[0]
     ids = [*prompt, *completion.token_ids]
     expected = reference.logprobs(judge.model, ids)

@@ -42,7 +42,7 @@ def _refusal(model: Path, *options: str) -> str:
         "cpu",
         *options,
     ]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=400)
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
@@ -109,7 +109,7 @@ def test_what_config_json_alone_decides_is_refused_before_anything_heavy_is_impo
         capture_output=True,
         text=True,
         cwd=ROOT,
-        timeout=120,
+        timeout=400,
     )
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     assert rule in done.stderr

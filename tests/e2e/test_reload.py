@@ -73,7 +73,7 @@ def test_the_next_checkpoint_is_served_by_the_same_server(server: Server, root: 
 
     def stream() -> None:
         ids: list[int] = []
-        for event in server.inference.GenerateStream(ask(400), timeout=120):
+        for event in server.inference.GenerateStream(ask(400), timeout=400):
             ids.extend(event.delta.token_ids)
             began.set()
         calls.append(ids)
@@ -83,15 +83,15 @@ def test_the_next_checkpoint_is_served_by_the_same_server(server: Server, root: 
     under_way.start()
     assert began.wait(120)
     ranks = server.rank_pids()
-    server.admin.Reload(admin_pb2.ReloadRequest(), timeout=240)
+    server.admin.Reload(admin_pb2.ReloadRequest(), timeout=600)
     under_way.join()
     assert calls == [old], "a call in flight ends as it began"
 
-    model = server.models.GetModel(models_pb2.GetModelRequest(), timeout=120)
+    model = server.models.GetModel(models_pb2.GetModelRequest(), timeout=400)
     assert (model.family, model.checkpoint_step, model.name) == ("gpt2", 2, "run")
-    answer = server.inference.Generate(ask(64), timeout=120).completions[0]
+    answer = server.inference.Generate(ask(64), timeout=400).completions[0]
     assert list(answer.token_ids) == reference.greedy(reference.load(new), PROMPT, 64)
-    assert server.tokenizer.Tokenize(tokenizer_pb2.TokenizeRequest(text="def"), timeout=120).token_ids
+    assert server.tokenizer.Tokenize(tokenizer_pb2.TokenizeRequest(text="def"), timeout=400).token_ids
     assert not any(psutil.pid_exists(pid) for pid in ranks)
     assert len(server.rank_pids()) == 2
     assert not may_go(new)
@@ -109,12 +109,12 @@ def test_a_checkpoint_that_cannot_be_served_leaves_the_ranks_of_the_one_before(
 
     def refusal() -> str:
         with pytest.raises(grpc.RpcError) as caught:
-            server.admin.Reload(admin_pb2.ReloadRequest(), timeout=240)
+            server.admin.Reload(admin_pb2.ReloadRequest(), timeout=600)
         assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
         assert "what was served before goes on" in caught.value.details()
         assert server.health() == "SERVING"
         assert server.rank_pids() == ranks, "the ranks that serve are not given up for what cannot be loaded"
-        answer = server.inference.Generate(ask(32), timeout=120).completions[0]
+        answer = server.inference.Generate(ask(32), timeout=400).completions[0]
         assert list(answer.token_ids) == expected
         return caught.value.details()
 
@@ -133,4 +133,4 @@ def test_a_checkpoint_that_cannot_be_served_leaves_the_ranks_of_the_one_before(
     shard = root / "step-00000001" / "model.safetensors"
     os.truncate(shard, shard.stat().st_size // 2)
     assert "model.safetensors" in refusal()
-    assert server.models.GetModel(models_pb2.GetModelRequest(), timeout=120).checkpoint_step == 1
+    assert server.models.GetModel(models_pb2.GetModelRequest(), timeout=400).checkpoint_step == 1

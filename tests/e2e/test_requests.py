@@ -42,7 +42,7 @@ def test_a_seed_gives_the_same_tokens_whatever_else_runs(server: Server) -> None
         request.sampling.temperature = 0.9
         request.sampling.top_p = 0.95
         request.sampling.seed = seed
-        return list(server.inference.Generate(request, timeout=120).completions[0].token_ids)
+        return list(server.inference.Generate(request, timeout=400).completions[0].token_ids)
 
     alone = [sampled(seed) for seed in range(4)]
     assert len({tuple(ids) for ids in alone}) == 4
@@ -53,7 +53,7 @@ def test_a_seed_gives_the_same_tokens_whatever_else_runs(server: Server) -> None
         other.token_ids.ids.extend(source.randrange(1, VOCABULARY) for _ in range(source.randint(1, 90)))
         other.sampling.temperature = 1.0
         other.stopping.max_new_tokens = source.randint(1, 50)
-        server.inference.Generate(other, timeout=120)
+        server.inference.Generate(other, timeout=400)
 
     with ThreadPoolExecutor(20) as pool:
         noises = [pool.submit(noise, i) for i in range(12)]
@@ -68,12 +68,12 @@ def test_sequences_share_the_prompt_and_differ(server: Server) -> None:
     request.sampling.temperature = 1.0
     request.sampling.seed = 3
     request.sampling.num_sequences = 5
-    answer = server.inference.Generate(request, timeout=120)
+    answer = server.inference.Generate(request, timeout=400)
     assert [c.index for c in answer.completions] == list(range(5))
     assert len({tuple(c.token_ids) for c in answer.completions}) == 5
     shared = [c.finish.usage.cached_tokens for c in answer.completions]
     assert all(cached >= answer.prompt.prompt_tokens - 16 for cached in shared[1:])
-    again = server.inference.Generate(request, timeout=120)
+    again = server.inference.Generate(request, timeout=400)
     assert [list(c.token_ids) for c in again.completions] == [list(c.token_ids) for c in answer.completions]
 
 
@@ -85,11 +85,11 @@ def test_a_stop_string_ends_the_text_before_it(server: Server, folder: Path, mod
     stop = text[middle : middle + 7]
     request = _request()
     request.stopping.stop_strings.append(stop)
-    completion = server.inference.Generate(request, timeout=120).completions[0]
+    completion = server.inference.Generate(request, timeout=400).completions[0]
     assert completion.finish.stop_string == stop
     assert completion.text == text[: text.index(stop)]
     request.stopping.include_stop = True
-    events = list(server.inference.GenerateStream(request, timeout=120))
+    events = list(server.inference.GenerateStream(request, timeout=400))
     assert "".join(event.delta.text for event in events) == text[: text.index(stop)] + stop
 
 
@@ -99,7 +99,7 @@ def test_score_is_the_models_log_likelihood(server: Server, model: PreTrainedMod
     item = request.items.add()
     item.context_ids.ids.extend(context)
     item.token_ids.ids.extend(continuation)
-    result = server.inference.Score(request, timeout=120).results[0]
+    result = server.inference.Score(request, timeout=400).results[0]
     expected = reference.logprobs(model, context + continuation)
     values = [float(expected[len(context) + i - 1, token]) for i, token in enumerate(continuation)]
     assert [entry.logprob for entry in result.tokens] == pytest.approx(values, abs=1e-4)
@@ -154,7 +154,7 @@ def _with(path: str, value: float) -> inference_pb2.GenerateRequest:
 def test_bad_input_is_refused_by_field(server: Server, request_: inference_pb2.GenerateRequest, field: str) -> None:
     steps = server.metrics()["tessera_step_seconds_count"]
     with pytest.raises(grpc.RpcError) as refused:
-        server.inference.Generate(request_, timeout=120)
+        server.inference.Generate(request_, timeout=400)
     assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert any(field in violation for violation in _violations(refused.value)), _violations(refused.value)
     assert server.metrics()["tessera_step_seconds_count"] == steps
@@ -172,10 +172,10 @@ def test_a_live_request_id_is_taken(server: Server) -> None:
 
     def refusal() -> grpc.StatusCode | None:
         """Of a second call while the first one lives; ``None`` if the first one had ended when the second came."""
-        call = server.inference.GenerateStream(request, timeout=120)
+        call = server.inference.GenerateStream(request, timeout=400)
         next(call)
         try:
-            server.inference.Generate(request, timeout=120)
+            server.inference.Generate(request, timeout=400)
         except grpc.RpcError as error:
             return error.code()
         finally:

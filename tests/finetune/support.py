@@ -63,7 +63,7 @@ def write_config(tree: Mapping[str, Any], path: Path) -> Path:
 
 
 def run_command(
-    *words: str | Path, env: Mapping[str, str] | None = None, seconds: float = 240
+    *words: str | Path, env: Mapping[str, str] | None = None, seconds: float = 600
 ) -> subprocess.CompletedProcess[str]:
     """Run ``tessera-finetune`` to its end."""
     return subprocess.run(
@@ -77,7 +77,7 @@ def run_command(
     )
 
 
-def run_ranks(module: str, ranks: int, out: Path, *words: str | Path, seconds: float = 240) -> None:
+def run_ranks(module: str, ranks: int, out: Path, *words: str | Path, seconds: float = 600) -> None:
     """Run ``python -m MODULE OUT WORDS`` once for each rank of a run on the CPU; all must succeed. Their logs go to ``out``."""
     environment = {**os.environ, **rank_environment(ranks, 1), "DS_ACCELERATOR": "cpu"}
     started = []

@@ -32,7 +32,7 @@ def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_module_is_not_taken_from_the_working_directory(trap: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": import_path(os.environ)}
-    done = subprocess.run(module_command("host.limits"), env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(module_command("host.limits"), env=environment, capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stderr) == (0, "")
     assert not trap.exists()
 

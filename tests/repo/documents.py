@@ -34,7 +34,7 @@ def shell_commands(text: str) -> list[list[str]]:
 def help_of(module: str, *subcommand: str) -> str:
     """What ``python -m module [subcommand] --help`` prints; it must exit 0."""
     result = subprocess.run(
-        [sys.executable, "-m", module, *subcommand, "--help"], cwd=REPOSITORY, capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", module, *subcommand, "--help"], cwd=REPOSITORY, capture_output=True, text=True, timeout=400
     )
     assert result.returncode == 0, f"{module} {' '.join(subcommand)} --help: {result.stderr}"
     return result.stdout

@@ -20,7 +20,7 @@ def recipe_of(target: str) -> str:
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         check=True,
     )
     return result.stdout
@@ -49,7 +49,7 @@ def test_modules_that_targets_run_exist() -> None:
 def test_an_old_python_is_refused_with_a_sentence() -> None:
     result = subprocess.run(
         ["make", "-s", "setup", "PYTHON=/bin/false", "VENV=.cache/no-such-environment"],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=240,
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert result.returncode != 0
     assert "Python 3.11 or newer" in result.stderr
@@ -63,7 +63,7 @@ def test_import_contracts_hold(capsys) -> None:
 def test_the_example_configuration_is_accepted_and_explained() -> None:
     result = subprocess.run(
         [sys.executable, "-m", "serve", "--config", "examples/serve.yaml", "--print-config"],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=240,
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     resolved = yaml.safe_load(result.stdout)

@@ -186,7 +186,7 @@ def test_a_failing_part_ends_the_demo_with_1(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     result = subprocess.run(
         [sys.executable, "-m", "examples.demo", "--out", str(tmp_path / "out")],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120,
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400,
     )  # fmt: skip
     assert result.returncode == 1, result.stderr
     assert "The demo failed: training ended with exit code" in result.stdout

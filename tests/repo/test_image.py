@@ -184,7 +184,7 @@ def generated(server: Server, count: int) -> list[int]:
     request = inference_pb2.GenerateRequest(
         token_ids={"ids": PROMPT}, stopping={"max_new_tokens": count, "ignore_eos": True}, sampling={"temperature": 0.0}
     )
-    return list(server.inference.Generate(request, timeout=60).completions[0].token_ids)
+    return list(server.inference.Generate(request, timeout=240).completions[0].token_ids)
 
 
 LOOPBACK = ("--host", "127.0.0.1", "--port", "0", "--metrics-port", "0")

@@ -48,7 +48,7 @@ class Server:
         """Every sample of /metrics: ``name{label="value"}`` to its value."""
         # A direct opener: a proxy in the environment has no business with loopback.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(self.metrics_url, timeout=60) as answer:
+        with opener.open(self.metrics_url, timeout=240) as answer:
             text = answer.read().decode()
         samples = {}
         for family in text_string_to_metric_families(text):
@@ -59,7 +59,7 @@ class Server:
 
     def health(self) -> str:
         """``SERVING`` or ``NOT_SERVING``."""
-        answer = self.health_stub.Check(health_pb2.HealthCheckRequest(service="serve.v1.Inference"), timeout=60)
+        answer = self.health_stub.Check(health_pb2.HealthCheckRequest(service="serve.v1.Inference"), timeout=240)
         name: str = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
         return name
 
@@ -77,7 +77,7 @@ class Server:
         self.channel.close()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(timeout=120)
+        return self.process.wait(timeout=400)
 
 
 def until(condition: Callable[[], T], seconds: float = 120.0, every: float = 0.02) -> T:

@@ -19,7 +19,7 @@ HALF_CASES = [(ranks, case) for ranks, cases in HALF.items() for case in cases]
 
 
 def run_worker(out: Path, ranks: int) -> list[dict[str, Any]]:
-    run_ranks("tests.finetune.engines.pipeline_worker", ranks, out, seconds=400)
+    run_ranks("tests.finetune.engines.pipeline_worker", ranks, out, seconds=800)
     return [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
 
 

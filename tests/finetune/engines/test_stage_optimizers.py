@@ -22,7 +22,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
     found: Reports = {}
     for ranks in CASES:
         out = tmp_path_factory.mktemp(f"ranks-{ranks}")
-        run_ranks("tests.finetune.engines.stage_optimizer_worker", ranks, out, seconds=400)
+        run_ranks("tests.finetune.engines.stage_optimizer_worker", ranks, out, seconds=800)
         found[ranks] = [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
     return found
 

@@ -23,7 +23,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 def torchrun(*words: str | Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     return subprocess.run(
-        [*TORCHRUN, *map(str, words)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False
+        [*TORCHRUN, *map(str, words)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False
     )
 
 
@@ -59,7 +59,7 @@ def test_ranks_that_slurm_started_train_together(text_folder: Path, tmp_path: Pa
         for n in range(2)
     ]
     try:
-        told = [task.communicate(timeout=120) for task in tasks]
+        told = [task.communicate(timeout=400) for task in tasks]
     finally:
         for task in tasks:
             task.kill()
@@ -117,7 +117,7 @@ def as_only_rank(config: Path) -> subprocess.Popen[str]:
 def test_what_cannot_be_written_is_told_in_a_line(text_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "run" / "config.yaml").mkdir(parents=True)
     with as_only_rank(write_config(small_run(text_folder, tmp_path / "run"), tmp_path / "run.yaml")) as task:
-        _, stderr = task.communicate(timeout=120)
+        _, stderr = task.communicate(timeout=400)
     assert task.returncode == 2
     assert "error: rank 0: run.output: " in stderr
     assert "config.yaml" in stderr
@@ -132,7 +132,7 @@ def test_a_stop_before_the_first_step_ends_the_preparation(text_folder: Path, tm
         with (output / "config.yaml").open() as reader:
             task.terminate()
             reader.read()
-        _, stderr = task.communicate(timeout=120)
+        _, stderr = task.communicate(timeout=400)
     assert task.returncode == 1
     assert "stopped by SIGTERM before training began" in stderr
     assert not list(output.glob("checkpoints/step-*"))

@@ -41,7 +41,7 @@ threading.Timer(0, go.set).start()
 )
 def test_the_end_of_a_process_is_whole_and_leaves_the_interpreter(end: str, last: list[str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(end=end)], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, "-c", PROGRAM.format(end=end)], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 3, done.stderr
     assert done.stdout.splitlines() == ["thread", "at exit", *last]
@@ -53,7 +53,7 @@ BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHON
 def test_output_that_nobody_takes_does_not_change_the_code() -> None:
     program = "from finetune.machine.process import end_process; print('lost'); end_process(0)"
     with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=BUFFERED, stdout=full, timeout=240, check=False)
+        done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=BUFFERED, stdout=full, timeout=600, check=False)
     assert done.returncode == 0
 
 
@@ -61,7 +61,7 @@ def test_what_libraries_in_c_have_written_is_not_lost() -> None:
     program = (
         "import ctypes; from finetune.machine.process import end_process; ctypes.CDLL(None).printf(b'from C'); end_process(0)"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=BUFFERED, capture_output=True, timeout=240, check=True)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=BUFFERED, capture_output=True, timeout=600, check=True)
     assert done.stdout == b"from C"
 
 
@@ -76,7 +76,7 @@ def test_a_rank_is_not_taken_down(tmp_path: Path) -> None:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -93,7 +93,7 @@ def test_a_command_is_not_taken_down(tmp_path: Path) -> None:
 def test_output_that_cannot_be_written_is_an_error(words: list[str]) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [*COMMAND, *words], cwd=ROOT, env=BUFFERED, stdout=full, stderr=subprocess.PIPE, timeout=240, check=False
+            [*COMMAND, *words], cwd=ROOT, env=BUFFERED, stdout=full, stderr=subprocess.PIPE, timeout=600, check=False
         )
     assert done.returncode == 1
     assert b"No space left" in done.stderr
@@ -102,7 +102,7 @@ def test_output_that_cannot_be_written_is_an_error(words: list[str]) -> None:
 @pytest.mark.parametrize("words", [["--help"], ["export", "--help"]])
 def test_output_that_was_closed_is_no_error(words: list[str]) -> None:
     closed = ["sh", "-c", 'exec "$@" >&-', "sh", *COMMAND, *words]
-    done = subprocess.run(closed, cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=240, check=False)
+    done = subprocess.run(closed, cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=600, check=False)
     assert done.returncode == 0
     assert "Traceback" not in done.stderr
 
@@ -117,7 +117,7 @@ threading._shutdown = interrupted
 atexit.register(print, "at exit")
 end_process(4)
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert (done.returncode, done.stdout) == (4, "at exit\n")
 
 

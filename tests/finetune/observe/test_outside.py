@@ -102,10 +102,10 @@ def test_metrics_answer_while_a_run_lasts(text_folder: Path, tmp_path: Path) -> 
                 address = found[1]
             if address and line.startswith("step "):
                 break
-        with urllib.request.urlopen(address, timeout=120) as answer:
+        with urllib.request.urlopen(address, timeout=400) as answer:
             text = answer.read().decode()
         process.kill()
-        process.communicate(timeout=240)
+        process.communicate(timeout=600)
     assert float(re.search(r"^tessera_train_tokens_total (\S+)$", text, re.MULTILINE)[1]) > 0
     assert 'tessera_train_memory_bytes{where="host"}' in text
 

@@ -56,7 +56,7 @@ def test_an_earlier_release_s_adapters_go_on_upon_their_base_and_data(written: P
     search = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     words = [*COMMAND, "tune", "lora.yaml", "--resume"]
     env = {**os.environ, "PYTHONPATH": search}
-    done = subprocess.run(words, cwd=written, env=env, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(words, cwd=written, env=env, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     assert "resumed at step 3" in done.stdout
     assert "do not say what their base held" in done.stdout
