@@ -301,19 +301,22 @@ def _line(row: Mapping[str, Any]) -> str:
 
 
 def _record(row: dict[str, Any], *, timed: bool) -> None:
-    """Put one case's row into the file of today."""
-    today = datetime.datetime.now(datetime.UTC).date()
-    path = RESULTS / f"{'pace' if timed else 'forecast'}-cpu-{today}.json"
-    before = json.loads(path.read_text())["rows"] if path.is_file() else []
-    rows = [*(other for other in before if other["case"] != row["case"]), row]
+    """Put one case's row into the file of today; drawn runs have a file of their own."""
+    drawn = "-random" if "drawn" in row else ""
+    path = RESULTS / f"{'pace' if timed else 'forecast'}{drawn}-cpu-{datetime.datetime.now(datetime.UTC).date()}.json"
+    before = json.loads(path.read_text()) if path.is_file() else {"rows": []}
+    rows = [*(other for other in before["rows"] if other["case"] != row["case"]), row]
     names = list(TIMED if timed else CASES)
-    rows.sort(key=lambda row: (0, names.index(row["case"])) if row["case"] in names else (1, *map(int, row["case"].split("/"))))
+    rows.sort(key=lambda row: tuple(map(int, row["case"].split("/"))) if drawn else names.index(row["case"]))
+    bar = TIME_BAR if timed else BAR
     facts = {
+        **before,
         "what": _WHAT[timed],
         "hardware": f"{inventory.cpu_description()}, {inventory.usable_cores()} cores, "
         f"{inventory.memory_bytes() / 2**30:.0f} GiB",
         "versions": {name: inventory.version_of(name) for name in ("torch", "deepspeed", "transformers")},
-        "bar": TIME_BAR if timed else BAR,
+        "bar": bar,
+        "within_bar": f"{sum(abs(row.get('difference', 2 * bar)) <= bar for row in rows)} of {len(rows)}",
         "rows": rows,
     }
     path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
