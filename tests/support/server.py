@@ -80,7 +80,7 @@ class Server:
         return self.process.wait(timeout=400)
 
 
-def until(condition: Callable[[], T], seconds: float = 120.0, every: float = 0.02) -> T:
+def until(condition: Callable[[], T], seconds: float = 400.0, every: float = 0.02) -> T:
     """Wait for a condition to come true; its first true value."""
     deadline = time.monotonic() + seconds
     while True:
