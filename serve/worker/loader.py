@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from checkpoint.dtypes import dtype_name
@@ -84,64 +84,39 @@ def load_rank(
     """
     with _opened(config, everything=rank == 0) as checkpoint:
         plan = survey(checkpoint, config, device)
-        family, model_config, blueprint, dtype = plan.family, plan.model_config, plan.blueprint, plan.blueprint.dtype
-        size, max_model_len = config.model.tensor_parallel_size, plan.max_model_len
-        layers, heads, width = int(model_config.num_hidden_layers), key_value_heads(model_config), head_dim(model_config)
-        vocab_size = vocabulary_rows(blueprint.model)
         ranks = join()
-        shards: dict[str, ShardOf] = dict(shard(blueprint.model, family, ranks)) if size > 1 else {}
-        watch.lap("build")
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        kernels = _load_kernels(config.kernels.cache_dir, rank, device, dtype)
-        linear, packer = choose_packer(device, dtype, kernels)
-        fill(
-            blueprint.model,
-            SliceReader(checkpoint, blueprint, shards, device),
-            device,
-            _linear_installer(packer, ranks, _activations(blueprint.model, family)),
-        )
-        watch.lap("weights")
+        kernels, linear = _read_weights(checkpoint, plan, config, ranks, device, watch)
         step = checkpoint.step
 
-    model = blueprint.model
-    per_block = block_bytes(
-        layers=layers, kv_heads=heads // size, head_dim=width, block_tokens=config.cache.block_tokens, dtype=dtype
-    )
-    memory = choose_memory(config.cache, device, size)
-    num_blocks = ranks.smallest(
-        choose_num_blocks(
-            memory, cache=config.cache, scheduler=config.scheduler, max_model_len=max_model_len, bytes_per_block=per_block
-        )
-    )
-    backend = TorchBackend() if kernels is None else CpuKernelBackend(kernels)
-    state = _page_attention(model, family, model_config, config, num_blocks, heads // size, dtype, device, backend)
+    model = plan.blueprint.model
+    blocks = _choose_blocks(plan, config, ranks, device)
+    state = _page_attention(plan, config, blocks, device, TorchBackend() if kernels is None else CpuKernelBackend(kernels))
     watch.lap("cache")
     facts = ModelFacts(
-        family=family.name,
-        vocab_size=vocab_size,
-        max_model_len=min(max_model_len, num_blocks * config.cache.block_tokens),
+        family=plan.family.name,
+        vocab_size=vocabulary_rows(model),
+        max_model_len=min(plan.max_model_len, blocks.count * config.cache.block_tokens),
         eos_ids=plan.eos_ids,
-        dtype=dtype_name(dtype),
+        dtype=dtype_name(plan.blueprint.dtype),
         device=device.type,
-        num_blocks=num_blocks,
+        num_blocks=blocks.count,
         block_tokens=config.cache.block_tokens,
-        num_parameters=blueprint.num_parameters,
+        num_parameters=plan.blueprint.num_parameters,
         checkpoint_step=step,
         attention="torch" if kernels is None else "kernel",
         linear=linear,
         load_seconds=tuple(watch.phases),
-        cache_memory=f"{num_blocks * per_block / GIB:.2f} of {memory}",
+        cache_memory=blocks.memory,
     )
     call_leaves_directly(model)
     rank_model = RankModel(
         body=model.base_model,
         head=head_of(model),
-        head_widths=vocabulary_widths(vocab_size, size),
+        head_widths=vocabulary_widths(facts.vocab_size, config.model.tensor_parallel_size),
         state=state,
         facts=facts,
         device=device,
-        stored=blueprint.stored,
+        stored=plan.blueprint.stored,
     )
     return rank_model, ranks
 
@@ -179,6 +154,58 @@ def survey(checkpoint: Checkpoint, config: ServerConfig, device: torch.device) -
         max_model_len=max_model_len,
         eos_ids=_eos_ids(rows, checkpoint.generation_config, checkpoint.config),
     )
+
+
+def _read_weights(
+    checkpoint: Checkpoint, plan: Survey, config: ServerConfig, ranks: Ranks, device: torch.device, watch: Stopwatch
+) -> tuple[ctypes.CDLL | None, str]:
+    """Cut the model for this rank and fill it; returns the CPU kernels, where they apply, and what computes linear layers."""
+    model, dtype = plan.blueprint.model, plan.blueprint.dtype
+    shards: dict[str, ShardOf] = dict(shard(model, plan.family, ranks)) if config.model.tensor_parallel_size > 1 else {}
+    watch.lap("build")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    kernels = _load_kernels(config.kernels.cache_dir, ranks.rank, device, dtype)
+    linear, packer = choose_packer(device, dtype, kernels)
+    install = _linear_installer(packer, ranks, _activations(model, plan.family))
+    fill(model, SliceReader(checkpoint, plan.blueprint, shards, device), device, install)
+    watch.lap("weights")
+    return kernels, linear
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Blocks:
+    """The KV blocks of one rank."""
+
+    count: int
+    """The same on every rank."""
+    kv_heads: int
+    """Key/value heads in each."""
+    memory: str
+    """What they take of what, in words."""
+
+
+def _choose_blocks(plan: Survey, config: ServerConfig, ranks: Ranks, device: torch.device) -> _Blocks:
+    """Agree with the other ranks on how many blocks each of them has memory for."""
+    size = config.model.tensor_parallel_size
+    kv_heads = key_value_heads(plan.model_config) // size
+    bytes_per_block = block_bytes(
+        layers=int(plan.model_config.num_hidden_layers),
+        kv_heads=kv_heads,
+        head_dim=head_dim(plan.model_config),
+        block_tokens=config.cache.block_tokens,
+        dtype=plan.blueprint.dtype,
+    )
+    memory = choose_memory(config.cache, device, size)
+    mine = choose_num_blocks(
+        memory,
+        cache=config.cache,
+        scheduler=config.scheduler,
+        max_model_len=plan.max_model_len,
+        bytes_per_block=bytes_per_block,
+    )
+    count = ranks.smallest(mine)
+    return _Blocks(count=count, kv_heads=kv_heads, memory=f"{count * bytes_per_block / GIB:.2f} of {memory}")
 
 
 def rehearse(config: ServerConfig, device: torch.device) -> None:
@@ -297,27 +324,18 @@ def _load_kernels(cache_dir: str, rank: int, device: torch.device, dtype: torch.
         return None
 
 
-def _page_attention(
-    model: PreTrainedModel,
-    family: Family,
-    model_config: PretrainedConfig,
-    config: ServerConfig,
-    num_blocks: int,
-    kv_heads: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    backend: Backend,
-) -> StepState:
+def _page_attention(plan: Survey, config: ServerConfig, blocks: _Blocks, device: torch.device, backend: Backend) -> StepState:
     """Allocate the cache and put paged attention into every layer."""
     register_interface()
+    family, model_config, model = plan.family, plan.model_config, plan.blueprint.model
     width = head_dim(model_config)
     caches = allocate(
         layers=int(model_config.num_hidden_layers),
-        num_blocks=num_blocks,
-        kv_heads=kv_heads,
+        num_blocks=blocks.count,
+        kv_heads=blocks.kv_heads,
         head_dim=width,
         block_tokens=config.cache.block_tokens,
-        dtype=dtype,
+        dtype=plan.blueprint.dtype,
         device=device,
     )
     state = StepState()

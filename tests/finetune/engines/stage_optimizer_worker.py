@@ -23,7 +23,7 @@ from finetune.model.build import build_empty, decay_groups, initialise
 from finetune.optimizers.lion import Lion
 from finetune.train.position import RunPosition
 from finetune.train.resume import ResumeState
-from tests.finetune.engines.pipeline_worker import (
+from tests.finetune.engines.pipelines import (
     costly_head,
     hf_config,
     keeper,

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.finetune.engines.pipeline_worker import HALF, HALF_STEPS, MODELS, PARITY
+from tests.finetune.engines.pipeline_worker import HALF, HALF_STEPS, PARITY
+from tests.finetune.engines.pipelines import MODELS
 from tests.finetune.support import run_ranks
 
 pytestmark = pytest.mark.slow

@@ -160,6 +160,19 @@ def config_of(**sections: dict[str, Any]) -> ServerConfig:
     )
 
 
+def engine_of(edition: Edition, facts: ModelFacts, executor: Executor) -> Engine:
+    """The engine that ``edition`` asks for."""
+    config = edition.config
+    limits = EngineLimits(
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_step_tokens=config.scheduler.max_step_tokens,
+        max_queued_requests=config.admission.max_queued_requests,
+        max_queued_tokens=config.admission.max_queued_tokens,
+        prefix_caching=True,
+    )
+    return Engine(facts=facts, limits=limits, executor=executor, open_text=open_text(edition.tokenizer), clock=time.monotonic)
+
+
 @contextlib.asynccontextmanager
 async def serving(
     *,
@@ -182,8 +195,7 @@ async def serving(
         reopen: what a reload finds, given the first edition.
         sections: options by section.
     """
-    chosen: Tokenizer | None = tokenizer() if isinstance(text, str) else text
-    config = config_of(**sections)
+    edition = Edition(config_of(**sections), tokenizer() if isinstance(text, str) else text)
     vocab_size = tokenizer().vocab_size
     facts = facts or fake_facts(vocab_size=vocab_size, max_model_len=256, eos_ids=(EOS,), num_blocks=512)
     metrics = Metrics(version="0", num_ranks=1)
@@ -194,31 +206,18 @@ async def serving(
         prepare(lives[-1])
         return lives[-1]
 
-    def make_engine(edition: Edition, found: ModelFacts, executor: Executor) -> Engine:
-        limits = EngineLimits(
-            max_num_seqs=config.scheduler.max_num_seqs,
-            max_step_tokens=config.scheduler.max_step_tokens,
-            max_queued_requests=config.admission.max_queued_requests,
-            max_queued_tokens=config.admission.max_queued_tokens,
-            prefix_caching=True,
-        )
-        return Engine(
-            facts=found, limits=limits, executor=executor, open_text=open_text(edition.tokenizer), clock=time.monotonic
-        )
-
     async def reopened() -> Edition:
         return reopen(edition)
 
-    edition = Edition(config, chosen)
     gateway = Gateway(
         edition=edition,
         reopen=reopened,
         make_group=make_group,
-        make_engine=make_engine,
+        make_engine=engine_of,
         metrics=metrics,
         clock=time.monotonic,
     )
-    server = RpcServer(gateway, metrics, config)
+    server = RpcServer(gateway, metrics, edition.config)
     address = await server.start()
     gateway.launch()
     # Channels to one address share a connection unless told otherwise, also across tests.
