@@ -15,7 +15,7 @@ export HF_HUB_OFFLINE := 1
 MAKEFLAGS += --no-print-directory
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help setup libaio demo test test-slow check lint types imports proto proto-check bench bench-training test-gpu bench-gpu test-image image-tools clean distclean
+.PHONY: help setup libaio demo pictures test test-slow check lint types imports proto proto-check bench bench-training test-gpu bench-gpu test-image image-tools clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -72,6 +72,9 @@ proto: $(STAMP) ## generate serve/v1 from protos/
 
 proto-check: $(STAMP) ## prove that serve/v1 is what protos/ generates
 	@$(PY) protos/generate.py --check
+
+pictures: $(STAMP) ## draw docs/rooms.svg from the imports as they are
+	@$(PY) docs/rooms.py
 
 bench: $(STAMP) ## tokens per second beside transformers, on this machine's CPU
 	@$(PY) -m benchmarks.serving

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import subprocess
+import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +19,7 @@ import finetune
 import host
 import serve
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 OURS = ("serve", "finetune", "checkpoint", "configuration", "host")
 
 
@@ -45,3 +48,10 @@ def test_every_package_says_what_it_is_for(package: ModuleType) -> None:
     generated = [name for name in found if name.startswith("serve.v1")]
     silent = [name for name in found if name not in generated and not importlib.import_module(name).__doc__]
     assert not silent
+
+
+def test_the_drawn_rooms_are_those_of_the_imports() -> None:
+    drawn = subprocess.run(
+        [sys.executable, "docs/rooms.py", "--check"], cwd=REPOSITORY, capture_output=True, text=True, timeout=400
+    )
+    assert (drawn.returncode, drawn.stderr) == (0, "")
