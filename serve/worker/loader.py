@@ -94,7 +94,7 @@ def load_rank(
     watch.lap("cache")
     facts = ModelFacts(
         family=plan.family.name,
-        vocab_size=vocabulary_rows(model),
+        vocab_size=plan.vocab_size,
         max_model_len=min(plan.max_model_len, blocks.count * config.cache.block_tokens),
         eos_ids=plan.eos_ids,
         dtype=dtype_name(plan.blueprint.dtype),
@@ -112,7 +112,7 @@ def load_rank(
     rank_model = RankModel(
         body=model.base_model,
         head=head_of(model),
-        head_widths=vocabulary_widths(facts.vocab_size, config.model.tensor_parallel_size),
+        head_widths=vocabulary_widths(plan.vocab_size, config.model.tensor_parallel_size),
         state=state,
         facts=facts,
         device=device,
@@ -129,6 +129,8 @@ class Survey:
     model_config: PretrainedConfig
     blueprint: Blueprint
     max_model_len: int
+    vocab_size: int
+    """Rows of the whole embedding; a rank's own model has fewer once it is cut."""
     eos_ids: tuple[int, ...]
 
 
@@ -152,6 +154,7 @@ def survey(checkpoint: Checkpoint, config: ServerConfig, device: torch.device) -
         model_config=model_config,
         blueprint=blueprint,
         max_model_len=max_model_len,
+        vocab_size=rows,
         eos_ids=_eos_ids(rows, checkpoint.generation_config, checkpoint.config),
     )
 
