@@ -28,7 +28,8 @@ def test_an_example_is_a_configuration(path: Path) -> None:
 
 
 def test_the_guide_names_real_examples_and_keys(tmp_path: Path) -> None:
-    guide = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    pages = [ROOT / "docs" / "training.md", *sorted((ROOT / "docs" / "training").glob("*.md"))]
+    guide = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     first, *others = (yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", guide, flags=re.DOTALL))
     assert load_config(write_config(first, tmp_path / "run.yaml")).run.ranks == 2
     for other in others:  # parts of a run, laid over the first
