@@ -7,10 +7,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from checkpoint.errors import CheckpointError
+from checkpoint.given import Given
 from checkpoint.holding import Hold, claimed, hold
 from checkpoint.latest import resolve_latest
 from checkpoint.layout import TensorInfo
 from checkpoint.manifest import Manifest
+from checkpoint.recognise import locate
 from checkpoint.structure import Structure, open_structure
 
 if TYPE_CHECKING:
@@ -21,12 +23,14 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "CheckpointWriter",
+    "Given",
     "Hold",
     "Manifest",
     "Structure",
     "TensorInfo",
     "claimed",
     "hold",
+    "locate",
     "open_checkpoint",
     "open_structure",
     "resolve_latest",

@@ -10,7 +10,7 @@ import torch
 from checkpoint.errors import CheckpointError
 from checkpoint.layout import TensorInfo
 from checkpoint.names import all_stored, find_tied, is_harmless_buffer
-from checkpoint.readers.hf import Weights
+from checkpoint.readers.weights import Weights
 
 _COMPARE_BYTES = 16 << 20
 _NAMED_AT_MOST = 4

@@ -52,17 +52,24 @@ class Folder:
         except OSError as error:
             raise CheckpointError(str(self.path), f"the folder cannot be listed: {error.strerror}") from error
 
+    def below(self, name: str) -> Folder:
+        """A folder inside this one.
+
+        Raises:
+            CheckpointError: the name is not plain, there is no such folder, or it is a link that leaves this one.
+        """
+        target = self._inside(name)
+        if not target.is_dir():
+            raise CheckpointError(name, "is not a folder" if target.exists() else "is missing")
+        return Folder(target)
+
     def open(self, name: str) -> int:
         """Open a regular file for reading and return its descriptor, which the caller closes.
 
         Raises:
             CheckpointError: the name is not plain, there is no such file, it lies outside, or it is no regular file.
         """
-        if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
-            raise CheckpointError(repr(name), "a checkpoint's file must be a plain name inside its folder")
-        target = Path(os.path.realpath(self.path / name))
-        if not any(target.is_relative_to(root) for root in self._roots):
-            raise CheckpointError(name, "is a link that leaves the checkpoint's folder")
+        target = self._inside(name)
         try:
             # Without O_NONBLOCK, opening a pipe would wait for ever.
             fd = os.open(target, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -74,6 +81,15 @@ class Folder:
             os.close(fd)
             raise CheckpointError(name, "is not a regular file")
         return fd
+
+    def _inside(self, name: str) -> Path:
+        """Where the plain ``name`` leads, which is inside this folder."""
+        if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
+            raise CheckpointError(repr(name), "a checkpoint's file must be a plain name inside its folder")
+        target = Path(os.path.realpath(self.path / name))
+        if not any(target.is_relative_to(root) for root in self._roots):
+            raise CheckpointError(name, "is a link that leaves the checkpoint's folder")
+        return target
 
     def read_bytes(self, name: str, *, limit: int = MAX_JSON_BYTES) -> bytes:
         """The whole content of a small file."""

@@ -16,27 +16,30 @@ from checkpoint import names
 from checkpoint.agreement import check_tensors
 from checkpoint.dtypes import TORCH_DTYPES
 from checkpoint.errors import CheckpointError
+from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.layout import TensorInfo
 from checkpoint.manifest import Manifest, check_hashes, each_file
-from checkpoint.slices import read_slice
+from checkpoint.slices import read_stored
 from checkpoint.structure import Structure, Verification, open_structure
 from checkpoint.vocabulary import check_rows, tokenizer_vocab_size
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-def open_checkpoint(path: str | Path, *, verify: Verification = "structure") -> Checkpoint:
+def open_checkpoint(path: str | Path, *, verify: Verification = "structure", given: Given = NOTHING_GIVEN) -> Checkpoint:
     """Open a checkpoint for reading.
 
     Args:
-        path: a Hugging Face folder, one step's folder, or the root above step folders, whose latest whole one is taken.
+        path: a folder of any layout that ``checkpoint.recognise`` knows, or one above: of several checkpoints in a folder that
+            says which is the newest, that is taken.
         verify: ``structure`` proves that every file has its size and every tensor its place, reading headers only;
             ``sha256`` also reads every byte and compares it with the manifest, which must be there.
+        given: what the files leave open.
 
     Raises:
         CheckpointError: a file is missing, broken or not to be trusted; it names the file and the rule.
     """
-    return Checkpoint(open_structure(path, verify=verify))
+    return Checkpoint(open_structure(path, verify=verify, given=given))
 
 
 class Checkpoint:
@@ -56,6 +59,10 @@ class Checkpoint:
     """Every stored tensor, by its stored name."""
     manifest: Manifest | None
     """``None`` for folders that Tessera did not write."""
+    layout: str
+    """What the layout of its files is called, such as ``Hugging Face``."""
+    tokenizer_folder: Path
+    """Where the tokenizer's files are, if there are any; not always ``path``."""
 
     def __init__(self, structure: Structure) -> None:
         """Takes the structure's open files over."""
@@ -63,10 +70,12 @@ class Checkpoint:
         self.config = MappingProxyType(structure.config)
         self.generation_config = MappingProxyType(structure.generation_config)
         self.manifest = structure.manifest
+        self.layout = structure.layout
+        self.tokenizer_folder = structure.tokenizer.path
         self.tensors = MappingProxyType(
             {
-                name: TensorInfo(name, TORCH_DTYPES[extent.dtype], extent.shape, file)
-                for name, (file, extent) in structure.weights.places.items()
+                name: TensorInfo(name, TORCH_DTYPES[stored.dtype], stored.shape, stored.file)
+                for name, stored in structure.weights.places.items()
             }
         )
         self._structure = structure
@@ -78,8 +87,8 @@ class Checkpoint:
 
     @property
     def step(self) -> int | None:
-        """Optimizer steps taken, by the manifest."""
-        return None if self.manifest is None else self.manifest.step
+        """Optimizer steps taken, by the manifest or by the layout's own files; ``None`` where neither says."""
+        return self._weights.step if self.manifest is None else self.manifest.step
 
     @property
     def bytes_read(self) -> int:
@@ -97,7 +106,7 @@ class Checkpoint:
 
     @cached_property
     def _tokenizer(self) -> tuple[str, int] | None:
-        return tokenizer_vocab_size(self._structure.folder)
+        return tokenizer_vocab_size(self._structure.tokenizer)
 
     def resolve(self, name: str, tied: Mapping[str, str] = _NOTHING) -> str:
         """The stored name of the model's tensor ``name``.
@@ -138,11 +147,11 @@ class Checkpoint:
                 raise ValueError(f"dtype is {dtype}; tensors are cast to floating point only")
             if not info.dtype.is_floating_point:
                 raise CheckpointError(info.file, f"tensor {info.name!r} holds {info.dtype}; weights must be floating point")
-        file, extent = self._weights.places[info.name]
         with self._reading():
-            out = read_slice(self._weights.files[file], file, extent, index, dtype=dtype, device=device)
+            place = self._weights.places[info.name]
+            out, num_bytes = read_stored(self._weights.files, place, index, dtype=dtype, device=device)
         with self._lock:
-            self._bytes_read += out.numel() * extent.item_bytes
+            self._bytes_read += num_bytes
         return out
 
     def look_through(self, look: Callable[[str], None], *, hashes: bool) -> None:

@@ -1,10 +1,11 @@
-"""A restricted unpickler: reads the table of tensors that ``torch.save`` writes, and can do nothing else.
+"""A restricted unpickler: reads the tables of tensors that ``torch.save`` writes, and can do nothing else.
 
 ``torch.load`` is never called. Three walls stand one behind the other:
 
-1. the byte code is walked first, without running it, and only the operations that a table of tensors needs are let through;
-2. a global is looked up in ``_ALLOWED`` and nowhere else: no module is imported and no attribute fetched by name;
-3. what the table yields are inert stand-ins of this module, not the classes that the pickle names.
+1. the byte code is walked first, without running it, and only the operations that such tables need are let through;
+2. a global is looked up among those that the layout is known to name, and nowhere else: no module is imported and no attribute
+   fetched by name;
+3. what a table yields are inert stand-ins of this module, not the classes that the pickle names.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import io
 import math
 import pickle
 import pickletools
-from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 from checkpoint.errors import CheckpointError
 from checkpoint.layout import zero_size_rule
@@ -23,7 +25,7 @@ MAX_PICKLE_BYTES = 64 << 20
 """A table takes about 200 bytes a tensor."""
 
 
-# The stand-ins are named tuples: the pickle machine's BUILD operation, which sets attributes, has no hold on them.
+# These stand-ins are named tuples: the pickle machine's BUILD operation, which sets attributes, has no hold on them.
 
 
 class StoredTensor(NamedTuple):
@@ -46,6 +48,32 @@ class _Storage(NamedTuple):
     key: str
     dtype: str
     num_items: int
+
+
+class Bag:
+    """An object of a class that is not made: what the pickle would have made it of, and nothing that runs."""
+
+    CLASS: ClassVar[str] = ""
+    """Module and name of the class that the pickle names."""
+
+    __slots__ = ("args", "state")
+    args: tuple[Any, ...]
+    state: Any
+
+    def __new__(cls, *args: Any) -> Bag:
+        made = object.__new__(cls)
+        object.__setattr__(made, "args", args)
+        object.__setattr__(made, "state", None)
+        return made
+
+    def __setstate__(self, state: object) -> None:
+        object.__setattr__(self, "state", state)
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise pickle.UnpicklingError("the pickle tries to change what stands in for an object")
+
+    def __repr__(self) -> str:
+        return f"<{self.CLASS}>"
 
 
 class _Table(dict[Any, Any]):
@@ -73,43 +101,43 @@ class _Maker:
         raise pickle.UnpicklingError("the table tries to change what builds it")
 
 
-class _Refused(Exception):
+class Refused(Exception):
     """A rule of the table's content is broken."""
 
 
 def _count(value: object) -> int:
     if type(value) is not int or value < 0:
-        raise _Refused(f"the table has {value!r} where a count must stand")
+        raise Refused(f"the table has {value!r} where a count must stand")
     return value
 
 
 def _counts(value: object) -> tuple[int, ...]:
     if not isinstance(value, tuple):
-        raise _Refused(f"the table has {value!r} where a tuple of counts must stand")
+        raise Refused(f"the table has {value!r} where a tuple of counts must stand")
     return tuple(_count(item) for item in value)
 
 
 def _rebuild_tensor(storage: object, first_item: object, shape: object, strides: object, *_: object) -> StoredTensor:
     """Stand-in of ``torch._utils._rebuild_tensor_v2``; gradients, hooks and metadata are not wanted."""
     if not isinstance(storage, _Storage):
-        raise _Refused("a tensor of the table has no storage")
+        raise Refused("a tensor of the table has no storage")
     made = StoredTensor(storage.key, storage.dtype, storage.num_items, _count(first_item), _counts(shape), _counts(strides))
     if len(made.shape) != len(made.strides):
-        raise _Refused(f"a tensor of the table has shape {made.shape} and strides {made.strides}")
+        raise Refused(f"a tensor of the table has shape {made.shape} and strides {made.strides}")
     return made
 
 
 def _rebuild_parameter(data: object, *_: object) -> StoredTensor:
     """Stand-in of ``torch._utils._rebuild_parameter``."""
     if not isinstance(data, StoredTensor):
-        raise _Refused("a parameter of the table holds no tensor")
+        raise Refused("a parameter of the table holds no tensor")
     return data
 
 
 def _make_table(*args: object) -> _Table:
     """Stand-in of ``OrderedDict()``, which pickles empty and fills it after."""
     if args and args != ([],):
-        raise _Refused("an OrderedDict of the table is built from arguments")
+        raise Refused("an OrderedDict of the table is built from arguments")
     return _Table()
 
 
@@ -140,7 +168,7 @@ _DTYPES = {
 }
 """torch's names of dtypes, and the format's."""
 
-_ALLOWED: dict[tuple[str, str], Any] = {
+_TENSORS: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): _Maker(_make_table),
     ("torch._utils", "_rebuild_tensor_v2"): _Maker(_rebuild_tensor),
     ("torch._utils", "_rebuild_parameter"): _Maker(_rebuild_parameter),
@@ -158,19 +186,53 @@ _OPERATIONS = frozenset(_OPERATION_NAMES.split())
 """Every operation of the pickle machine that a table of tensors needs; none that imports, instantiates or extends."""
 
 
-class _TableUnpickler(pickle.Unpickler):
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """What the pickles of one layout may name beside tensors. Everything here becomes a ``Bag``."""
+
+    classes: frozenset[str] = frozenset()
+    """Module and name, joined by a dot."""
+    packages: frozenset[str] = frozenset()
+    """First parts of modules whose every name is allowed: where what stands in a pickle is for its writer's users to choose."""
+    calls: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    """By module and name, what is called instead: functions of this project that take what the pickle gives."""
+
+    def find(self, module: str, name: str) -> Any:
+        """What stands in for the global; ``None`` where it is not allowed."""
+        whole = f"{module}.{name}"
+        if whole in self.calls:
+            return _Maker(self.calls[whole])
+        if whole in self.classes or module.partition(".")[0] in self.packages:
+            return type("Bag", (Bag,), {"CLASS": whole, "__slots__": ()})
+        return None
+
+
+_NOTHING = Allowed()
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: bytes, allowed: Allowed) -> None:
+        super().__init__(io.BytesIO(data))
+        self._allowed = allowed
+        self._made: dict[tuple[str, str], Any] = {}
+
     def find_class(self, module: str, name: str) -> Any:
         try:
-            return _ALLOWED[module, name]
+            return _TENSORS[module, name]
         except KeyError:
-            raise _Refused(f"the pickle names {module}.{name}; only tables of tensors are read, so this is refused") from None
+            pass
+        if (module, name) not in self._made:
+            self._made[module, name] = self._allowed.find(module, name)
+        if self._made[module, name] is None:
+            raise Refused(f"the pickle names {module}.{name}; only tables of tensors are read, so this is refused")
+        return self._made[module, name]
 
     def persistent_load(self, pid: Any) -> _Storage:
         if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage":
-            raise _Refused("the pickle refers to something that is not a storage")
+            raise Refused("the pickle refers to something that is not a storage")
         _, kind, key, _, num_items = pid
         if not isinstance(kind, _StorageType) or not isinstance(key, str):
-            raise _Refused("the pickle has a storage of unknown type")
+            raise Refused("the pickle has a storage of unknown type")
         return _Storage(key, kind.dtype, _count(num_items))
 
 
@@ -180,44 +242,77 @@ def read_table(data: bytes, file: str) -> dict[str, StoredTensor]:
     Raises:
         CheckpointError: the pickle does or holds something other than a flat table of tensors; what it is, is named.
     """
+    table = _load(data, file, _NOTHING, _OPERATIONS)
     try:
-        _check_operations(data)
-        table = _TableUnpickler(io.BytesIO(data)).load()
-        return _check_table(table)
-    except _Refused as error:
+        return check_table(table)
+    except Refused as error:
+        raise CheckpointError(file, str(error)) from None
+
+
+def read_tree(data: bytes, file: str, allowed: Allowed) -> Any:
+    """As ``read_table``, for pickles whose tensors lie deeper, beside other values.
+
+    Returns:
+        a tree of dictionaries, lists, tuples, plain values, ``StoredTensor`` and ``Bag``. Nothing about its form is proved;
+        a tensor is, by ``check_tensor``, when it is used.
+
+    Raises:
+        CheckpointError: the pickle names a class or uses an operation that this layout has no need of.
+    """
+    return _load(data, file, allowed, _OPERATIONS | {"NEWOBJ"})
+
+
+def _load(data: bytes, file: str, allowed: Allowed, operations: frozenset[str]) -> Any:
+    try:
+        _check_operations(data, operations)
+        return _Unpickler(data, allowed).load()
+    except Refused as error:
         raise CheckpointError(file, str(error)) from None
     except Exception as error:  # The machine raises nearly anything on broken input, and broken is all it can be.
         raise CheckpointError(file, f"its data.pkl is not a readable table of tensors: {error}") from error
 
 
-def _check_operations(data: bytes) -> None:
+def _check_operations(data: bytes, operations: frozenset[str]) -> None:
     """Walk the byte code without running it. It has no jumps, so what is seen here is what would run."""
     end = 0
     for number, (operation, argument, position) in enumerate(pickletools.genops(data)):
-        if operation.name not in _OPERATIONS:
-            raise _Refused(f"the pickle uses the operation {operation.name}, which no table of tensors needs")
+        if operation.name not in operations:
+            raise Refused(f"the pickle uses the operation {operation.name}, which no table of tensors needs")
         # Memo slots are numbered as they are made; a far number would make the machine allocate up to there.
         if operation.name in ("BINPUT", "LONG_BINPUT") and int(argument or 0) > number:
-            raise _Refused(f"the pickle uses memo slot {argument} at operation {number}")
+            raise Refused(f"the pickle uses memo slot {argument} at operation {number}")
         end = (position or 0) + 1
     if end != len(data):
-        raise _Refused("the pickle has bytes after its end")
+        raise Refused("the pickle has bytes after its end")
 
 
-def _check_table(table: object) -> dict[str, StoredTensor]:
-    """A flat dictionary from names to tensors that lie inside their storages."""
+def check_table(table: object) -> dict[str, StoredTensor]:
+    """A flat dictionary from names to tensors that lie inside their storages.
+
+    Raises:
+        Refused: it is none.
+    """
     if not isinstance(table, dict):
-        raise _Refused(f"holds {type(table).__name__}, not a table of tensors")
+        raise Refused(f"holds {type(table).__name__}, not a table of tensors")
     for name, tensor in table.items():
         if not isinstance(name, str):
-            raise _Refused(f"the table has the key {name!r}, which is not a name")
+            raise Refused(f"the table has the key {name!r}, which is not a name")
         if not isinstance(tensor, StoredTensor):
-            raise _Refused(f"entry {name!r} is {type(tensor).__name__}, not a tensor; only flat tables of tensors are read")
-        if 0 in tensor.shape:
-            raise _Refused(zero_size_rule(name, tensor.shape))
-        if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.strides, strict=True)):
-            raise _Refused(f"tensor {name!r} repeats its elements (stride 0); save it after .contiguous()")
-        last = tensor.first_item + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))
-        if last >= tensor.storage_items or math.prod(tensor.shape) > tensor.storage_items:
-            raise _Refused(f"tensor {name!r} reaches element {last} of a storage of {tensor.storage_items}")
+            raise Refused(f"entry {name!r} is {type(tensor).__name__}, not a tensor; only flat tables of tensors are read")
+        check_tensor(name, tensor)
     return table
+
+
+def check_tensor(name: str, tensor: StoredTensor) -> None:
+    """A tensor has elements, and they lie inside its storage.
+
+    Raises:
+        Refused: they do not.
+    """
+    if 0 in tensor.shape:
+        raise Refused(zero_size_rule(name, tensor.shape))
+    if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.strides, strict=True)):
+        raise Refused(f"tensor {name!r} repeats its elements (stride 0); save it after .contiguous()")
+    last = tensor.first_item + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))
+    if last >= tensor.storage_items or math.prod(tensor.shape) > tensor.storage_items:
+        raise Refused(f"tensor {name!r} reaches element {last} of a storage of {tensor.storage_items}")

@@ -8,14 +8,14 @@ contiguous in the file, straight into the result where dtype, device and order a
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from checkpoint.dtypes import TORCH_DTYPES
 from checkpoint.errors import CheckpointError
-from checkpoint.layout import Extent
+from checkpoint.layout import Piece, Stored
 
 CHUNK_BYTES = 16 << 20
 """Size of the buffer for casts, copies to a device and changes of order. The cast's own scratch is at most four times this."""
@@ -48,43 +48,67 @@ class _Region:
         return _Region(self.shape[1:], self.strides[1:], offset, self.item_bytes)
 
 
-def read_slice(
-    fd: int,
-    file: str,
-    extent: Extent,
+def read_stored(
+    files: Mapping[str, int],
+    stored: Stored,
     index: tuple[slice, ...] | None,
     *,
     dtype: torch.dtype | None,
     device: str | torch.device,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, int]:
     """Read ``tensor[index]`` into a new contiguous tensor.
 
     Args:
-        fd: open for reading; its position is neither used nor moved, so that threads may share it.
-        file: the name for error messages.
-        extent: where the whole tensor lies.
+        files: descriptors by file name, open for reading; their positions are neither used nor moved, so that threads may share
+            them.
+        stored: where the whole tensor lies.
         index: slices of step 1, at most one for each dimension; the rest is taken whole. ``None`` takes all.
         dtype: what to cast to; ``None`` keeps the stored dtype.
 
+    Returns:
+        the tensor, and how many bytes were read for it.
+
     Raises:
         ValueError: ``index`` has too many entries or a step other than 1.
-        CheckpointError: the file ends early or cannot be read.
+        CheckpointError: a file ends early or cannot be read.
     """
-    starts, shape = resolve_index(extent.shape, index)
-    stored, item_bytes = TORCH_DTYPES[extent.dtype], extent.item_bytes
-    offset = extent.offset_bytes + item_bytes * sum(a * s for a, s in zip(starts, extent.strides, strict=True))
-    out = torch.empty(shape, dtype=dtype or stored, device=device)
+    starts, shape = resolve_index(stored.shape, index)
+    kept = TORCH_DTYPES[stored.dtype]
+    out = torch.empty(shape, dtype=dtype or kept, device=device)
     if out.numel() == 0:
-        return out
+        return out, 0
+    if stored.merge == "boxes":
+        return out, sum(_read_piece(files, piece, starts, out) for piece in stored.pieces)
+    # Copies are added in a type that loses nothing of them, and made the wanted type once.
+    total = torch.zeros(shape, dtype=torch.promote_types(kept, torch.float32), device=device)
+    part = torch.empty(shape, dtype=total.dtype, device=device)
+    num_bytes = 0
+    for piece in stored.pieces:
+        num_bytes += _read_piece(files, piece, starts, part)
+        total += part
+    out.copy_(total.div_(len(stored.pieces)) if stored.merge == "mean" else total)
+    return out, num_bytes
+
+
+def _read_piece(files: Mapping[str, int], piece: Piece, starts: tuple[int, ...], out: torch.Tensor) -> int:
+    """Read what a piece has of the box at ``starts`` of the tensor, which ``out`` is; returns the bytes read."""
+    extent, target, offset = piece.extent, out, piece.extent.offset_bytes
+    for dim, (first, last, start, stride) in enumerate(zip(piece.start, piece.stop, starts, extent.strides, strict=True)):
+        low, high = max(first, start), min(last, start + out.shape[dim])
+        if low >= high:
+            return 0
+        target = target.narrow(dim, low - start, high - low)
+        offset += (low - first) * stride * extent.item_bytes
+    shape = target.shape
     order = sorted(range(len(shape)), key=lambda d: -extent.strides[d] if shape[d] > 1 else 0)
-    region = _Region(tuple(shape[d] for d in order), tuple(extent.strides[d] for d in order), offset, item_bytes)
-    target = out.permute(order)
-    if out.dtype == stored and out.device.type == "cpu" and target.is_contiguous():
-        _read_region(fd, file, region, out.view(-1))
+    region = _Region(tuple(shape[d] for d in order), tuple(extent.strides[d] for d in order), offset, extent.item_bytes)
+    target, kept = target.permute(order), TORCH_DTYPES[extent.dtype]
+    if out.dtype == kept and out.device.type == "cpu" and target.is_contiguous():
+        _read_region(files[piece.file], piece.file, region, target.view(-1))
     else:
-        buffer = torch.empty(min(CHUNK_BYTES, region.num_bytes) // item_bytes, dtype=stored)
-        _fill(fd, file, region, target, buffer)
-    return out
+        buffer = torch.empty(min(CHUNK_BYTES, region.num_bytes) // extent.item_bytes, dtype=kept)
+        _fill(files[piece.file], piece.file, region, target, buffer)
+    return region.num_bytes
 
 
 def resolve_index(shape: tuple[int, ...], index: tuple[slice, ...] | None) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -8,22 +8,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from checkpoint.config import (
-    CONFIG,
-    GENERATION,
-    check_config,
-    check_generation_config,
-    check_vocabulary,
-    layers,
-    normalized,
-    with_one_beginning,
-)
+from checkpoint.config import CONFIG, check_vocabulary, layers
 from checkpoint.errors import CheckpointError
 from checkpoint.folder import Folder
-from checkpoint.latest import is_root, resolve_latest
-from checkpoint.layout import Extent
+from checkpoint.given import NOTHING_GIVEN, Given
+from checkpoint.layout import Stored
 from checkpoint.manifest import MANIFEST, Manifest, check_hashes, check_sizes, load_manifest
-from checkpoint.readers.hf import Weights, open_weights
+from checkpoint.readers import hf
+from checkpoint.readers.weights import Weights
+from checkpoint.recognise import recognise
+from checkpoint.surroundings import checked_configs, find_configs, find_tokenizer
 
 Verification = Literal["structure", "sha256"]
 
@@ -38,6 +32,10 @@ class Structure:
     manifest: Manifest | None
     """``None`` for folders that Tessera did not write."""
     weights: Weights
+    layout: str
+    """What the layout of the weights' files is called."""
+    tokenizer: Folder
+    """Where the tokenizer's files are, if there are any."""
 
     def check_model(self) -> None:
         """Refuse a ``config.json`` of which no model shall be made: before one is built.
@@ -62,73 +60,66 @@ class Structure:
         self.close()
 
 
-def open_structure(path: str | Path, *, verify: Verification = "structure") -> Structure:
+def open_structure(path: str | Path, *, verify: Verification = "structure", given: Given = NOTHING_GIVEN) -> Structure:
     """Prove a checkpoint sound, all but the match of its tensors with the model of ``config.json``, which takes that model.
 
     Args:
-        path, verify: as for ``open_checkpoint``.
+        path, verify, given: as for ``open_checkpoint``.
 
     Raises:
         CheckpointError: a file is missing, broken or not to be trusted; it names the file and the rule.
     """
     if verify not in ("structure", "sha256"):
         raise ValueError(f"verify is {verify!r}; it must be 'structure' or 'sha256'")
-    folder = open_folder(path)
+    folder, layout = recognise(path)
+    above = layout is not hf
     identity = folder.identity()
     manifest = load_manifest(folder)
     if manifest is not None:
         check_sizes(folder, manifest)
     if verify == "sha256":
         check_hashes(folder, manifest)
-    config, generation = read_configs(folder)
-    weights = open_weights(folder)
+    configs = find_configs(folder, given, above=above)
+    tokenizer = find_tokenizer(folder, given, above=above)
+    weights = layout.open_weights(folder, given)
     try:
+        config, generation = configs or checked_configs(folder, weights.config, weights.table, above=above)
         if manifest is not None:
             _check_table(manifest, weights.places)
         if folder.identity() != identity:
             raise CheckpointError(str(path), "was replaced by another save while it was being opened; open it again")
-    except CheckpointError:
+    except BaseException:
         weights.close()
         raise
-    return Structure(folder, config, generation, manifest, weights)
+    return Structure(folder, config, generation, manifest, weights, layout.NAME, tokenizer)
 
 
-def open_folder(path: str | Path) -> Folder:
-    """The checkpoint's folder: ``path`` itself, or the latest whole step under it.
+def model_config(path: str | Path, given: Given = NOTHING_GIVEN) -> tuple[dict[str, Any], Path]:
+    """The checked ``config.json`` of a checkpoint whose weights need not be there, and the checkpoint's folder.
 
     Raises:
-        CheckpointError: there is none, or it is a LoRA adapter's.
+        CheckpointError: there is none, or it breaks a rule.
     """
     path = Path(path)
-    if not path.is_dir():
-        raise CheckpointError(str(path), "is not a folder" if path.exists() else "there is no such folder")
-    folder = Folder(resolve_latest(path) if is_root(path) else path)
-    if folder.has("adapter_config.json") and not folder.has(CONFIG):
-        rule = "this folder is a LoRA adapter, not a model; `tessera-finetune merge` joins it with its base model"
-        raise CheckpointError("adapter_config.json", rule)
-    return folder
+    if (path / CONFIG).is_file() and given.config is None:
+        folder, layout = Folder(path), None
+    else:
+        folder, layout = recognise(path)
+    configs = find_configs(folder, given, above=layout is not None and layout is not hf)
+    if configs is not None:
+        return configs[0], folder.path
+    with open_structure(folder.path, given=given) as structure:
+        return structure.config, folder.path
 
 
-def read_configs(folder: Folder) -> tuple[dict[str, Any], dict[str, Any]]:
-    """``config.json`` and ``generation_config.json``, checked; the second is empty if there is none.
-
-    Raises:
-        CheckpointError: one of them cannot be read or breaks a rule.
-    """
-    config = folder.read_object(CONFIG)
-    check_config(config)
-    generation = folder.read_object(GENERATION) if folder.has(GENERATION) else {}
-    check_generation_config(generation)
-    return normalized(config), with_one_beginning(generation)
-
-
-def _check_table(manifest: Manifest, places: Mapping[str, tuple[str, Extent]]) -> None:
+def _check_table(manifest: Manifest, places: Mapping[str, Stored]) -> None:
     """The manifest's tensors are those of the files."""
-    for name, (file, extent) in places.items():
+    for name, stored in places.items():
+        file = stored.file
         entry = manifest.tensors.get(name)
         if entry is None or file not in manifest.files:
             raise CheckpointError(file, f"holds tensor {name!r}, which {MANIFEST} does not list")
-        if (entry.dtype, entry.shape, entry.file) != (extent.dtype, extent.shape, file):
+        if (entry.dtype, entry.shape, entry.file) != (stored.dtype, stored.shape, file):
             raise CheckpointError(file, f"tensor {name!r} has another dtype, shape or file than {MANIFEST} says")
     for name, entry in manifest.tensors.items():
         if name not in places:

@@ -14,14 +14,14 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
 
-from checkpoint import CheckpointError, hold, open_structure, resolve_latest
+from checkpoint import CheckpointError, hold, locate, open_structure
 from checkpoint.tokenizer import Tokenizer
 from serve.config import ServerConfig
 from serve.engine.engine import Engine, EngineLimits
 from serve.engine.executor import Executor, ModelFacts
 from serve.errors import ConfigError, StartError
 from serve.metrics import Metrics
-from serve.model.fit import check_fit, check_rows
+from serve.model.fit import check_fit, check_rows, given_of
 from serve.rpc.server import RpcServer
 from serve.runtime.edition import Edition
 from serve.runtime.gateway import Gateway
@@ -188,9 +188,9 @@ def open_edition(config: ServerConfig) -> Edition:
 
 def _proved(config: ServerConfig) -> Tokenizer | None:
     """The tokenizer of a folder whose structure and tokenizer are sound and fit each other and the options."""
-    with open_structure(config.model.path) as structure:
+    with open_structure(config.model.path, given=given_of(config.model)) as structure:
         check_fit(config.model, structure)
-        tokenizer = load_tokenizer(config.model.path)
+        tokenizer = load_tokenizer(structure.tokenizer.path)
         if tokenizer is not None:
             check_rows(structure, tokenizer.largest_id)
         return tokenizer
@@ -213,13 +213,12 @@ def with_checkpoint_folder(config: ServerConfig) -> ServerConfig:
     if not folder.is_dir():
         rule = "be a folder" if folder.exists() else "exist"
         raise ConfigError(f"model.path is {config.model.path!r}; it must {rule}")
-    if not (folder / "config.json").exists():
-        try:
-            folder = resolve_latest(folder)
-        except CheckpointError as error:
-            raise ConfigError(f"model.path: there is no config.json, and {error}") from error
-    # Links are followed now: one that is turned elsewhere later changes nothing until the next reload either.
-    model = dataclasses.replace(config.model, path=str(folder.resolve()), name=config.model.served_name)
+    try:
+        # Links are followed now: one that is turned elsewhere later changes nothing until the next reload either.
+        folder = locate(folder)
+    except CheckpointError as error:
+        raise ConfigError(f"model.path: {error}") from error
+    model = dataclasses.replace(config.model, path=str(folder), name=config.model.served_name)
     return dataclasses.replace(config, model=model)
 
 

@@ -32,6 +32,12 @@ class ModelConfig:
     name: str = ""
     """Name clients see; empty means the last part of ``path``."""
 
+    config: str = ""
+    """The model's ``config.json``, or a folder that has one, for a checkpoint that has none beside or above its weights."""
+
+    tokenizer: str = ""
+    """Folder of the tokenizer's files, for a checkpoint that has none beside or above its weights."""
+
     tensor_parallel_size: int = 1
     """Ranks that share every layer. It must divide the model's query heads and key/value heads."""
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from checkpoint.errors import CheckpointError
 from checkpoint.folder import Folder
-from checkpoint.layout import Extent
+from checkpoint.given import NOTHING_GIVEN, Given
+from checkpoint.layout import Extent, whole
 from checkpoint.readers.safetensors import index_safetensors
 from checkpoint.readers.torch_zip import index_torch_zip
+from checkpoint.readers.weights import Weights
+
+NAME = "Hugging Face"
+LOOKS_LIKE = "config.json and model.safetensors, pytorch_model.bin or an index of shards"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,23 +50,19 @@ _KINDS = (
 """In order of preference: where a folder has both, safetensors is read and the torch archives are left alone."""
 
 
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """The weights files of a folder, open, and where each tensor lies in them. Whoever holds this closes the files."""
-
-    files: dict[str, int]
-    """Descriptors by file name."""
-    places: dict[str, tuple[str, Extent]]
-    """File name and extent, by the tensor's stored name."""
-    table: str
-    """The file that says which tensors there are: the index, or the only weights file."""
-
-    def close(self) -> None:
-        for fd in self.files.values():
-            os.close(fd)
+def recognises(folder: Folder) -> bool:
+    """Whether the folder has weights under a name that Hugging Face's libraries give them."""
+    return any(
+        kind.index == name or name in kind.singles or kind.shard.fullmatch(name) for name in folder.names() for kind in _KINDS
+    )
 
 
-def open_weights(folder: Folder) -> Weights:
+def newest_below(_: Folder) -> str | None:
+    """``None``: a folder of several models has no newest."""
+    return None
+
+
+def open_weights(folder: Folder, _: Given = NOTHING_GIVEN) -> Weights:
     """Open every weights file of the folder and prove that index and files agree.
 
     Raises:
@@ -90,7 +90,7 @@ def _open_single(folder: Folder, kind: _Kind, name: str) -> Weights:
     weights = Weights({name: folder.open(name)}, {}, name)
     try:
         for tensor, extent in kind.read(weights.files[name], name).items():
-            weights.places[tensor] = (name, extent)
+            weights.places[tensor] = whole(name, extent)
     except BaseException:
         weights.close()
         raise
@@ -109,7 +109,7 @@ def _open_shards(folder: Folder, kind: _Kind, shards: list[str]) -> Weights:
             weights.files[name] = folder.open(name)
             found = kind.read(weights.files[name], name)
             _check_shard(kind.index, name, weight_map, found)
-            weights.places.update((tensor, (name, extent)) for tensor, extent in found.items())
+            weights.places.update((tensor, whole(name, extent)) for tensor, extent in found.items())
     except BaseException:
         weights.close()
         raise

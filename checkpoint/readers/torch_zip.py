@@ -1,13 +1,18 @@
-"""Finds the tensors of one file that ``torch.save`` wrote: a zip archive of ``data.pkl`` and an entry for each storage."""
+"""Finds the tensors of what ``torch.save`` wrote: a zip archive of ``data.pkl`` and an entry for each storage."""
 
 from __future__ import annotations
 
+import io
 import os
 import zipfile
+from typing import TYPE_CHECKING, Any
 
 from checkpoint.errors import CheckpointError
 from checkpoint.layout import DTYPE_BYTES, Extent
-from checkpoint.pickles import MAX_PICKLE_BYTES, StoredTensor, read_table
+from checkpoint.pickles import MAX_PICKLE_BYTES, Allowed, Refused, StoredTensor, check_tensor, read_table, read_tree
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 _LOCAL_HEADER_BYTES = 30
 
@@ -18,31 +23,137 @@ def index_torch_zip(fd: int, file: str) -> dict[str, Extent]:
     Raises:
         CheckpointError: no such archive, a compressed or encrypted entry, a table with anything but tensors, and the like.
     """
-    entries = _entries(fd, file)
-    tables = [name for name in entries if name.endswith("/data.pkl") and name.count("/") == 1]
-    if len(tables) != 1:
-        raise CheckpointError(file, f"must hold one data.pkl; it holds {len(tables)}")
-    prefix = tables[0].removesuffix("data.pkl")
-    order = entries.get(prefix + "byteorder")
-    if order is not None and _content(fd, file, order, limit=16) != b"little":
-        raise CheckpointError(file, "was written on a big-endian machine; only little-endian files are read")
-    table = read_table(_content(fd, file, entries[tables[0]], limit=MAX_PICKLE_BYTES), file)
+    archive = Archive(fd, file)
+    table = read_table(archive.table, file)
     if not table:
         raise CheckpointError(file, "holds no tensor")
-    starts: dict[str, int] = {}
-    found: dict[str, Extent] = {}
-    for name, tensor in table.items():
-        key = f"{prefix}data/{tensor.storage_key}"
-        if key not in starts:
-            starts[key] = _storage_start(fd, file, entries, key)
-        found[name] = _extent(file, name, tensor, starts[key], entries[key].file_size)
-    return found
+    return {name: archive.extent(name, tensor) for name, tensor in table.items()}
 
 
-def _entries(fd: int, file: str) -> dict[str, zipfile.ZipInfo]:
+class Archive:
+    """One archive that ``torch.save`` wrote: a whole file, or a stretch of one. Nothing of its tensors is read."""
+
+    table: bytes
+    """The pickle that says what the archive holds; see ``tree``."""
+
+    def __init__(self, fd: int, file: str, begin: int = 0, length: int | None = None) -> None:
+        """
+        Args:
+            fd: open for reading; neither closed nor moved.
+            file: the name for messages.
+            begin, length: the stretch of the file that is the archive, in bytes; all from ``begin`` on without a length.
+
+        Raises:
+            CheckpointError: this is no such archive, an entry is compressed, encrypted, twice there or outside, and the like.
+        """
+        self._fd, self._file, self._begin = fd, file, begin
+        size = os.fstat(fd).st_size
+        self._end = size if length is None else begin + length
+        if not 0 <= begin <= self._end <= size:
+            raise CheckpointError(file, f"is cut short: an archive is to lie at bytes {begin} to {self._end} of {size}")
+        self._entries = _entries(_Stretch(fd, begin, self._end - begin), file)
+        tables = [name for name in self._entries if name.endswith("/data.pkl") and name.count("/") == 1]
+        if len(tables) != 1:
+            raise CheckpointError(file, f"must hold one data.pkl; it holds {len(tables)}")
+        self._prefix = tables[0].removesuffix("data.pkl")
+        order = self._entries.get(self._prefix + "byteorder")
+        if order is not None and self._content(order, limit=16) != b"little":
+            raise CheckpointError(file, "was written on a big-endian machine; only little-endian files are read")
+        self.table = self._content(self._entries[tables[0]], limit=MAX_PICKLE_BYTES)
+        self._starts: dict[str, int] = {}
+
+    def tree(self, allowed: Allowed) -> Any:
+        """What was saved, with ``StoredTensor`` for tensors and ``Bag`` for objects; see ``pickles.read_tree``.
+
+        Raises:
+            CheckpointError: the pickle names what is not allowed.
+        """
+        return read_tree(self.table, self._file, allowed)
+
+    def extent(self, name: str, tensor: StoredTensor) -> Extent:
+        """Where a tensor of this archive's table lies in the file, proved to be inside its storage's entry.
+
+        Args:
+            name: of the tensor, for messages.
+
+        Raises:
+            CheckpointError: it has no element, or does not lie inside an entry of its storage's size.
+        """
+        try:
+            check_tensor(name, tensor)
+        except Refused as error:
+            raise CheckpointError(self._file, str(error)) from None
+        key = f"{self._prefix}data/{tensor.storage_key}"
+        entry = self._entries.get(key)
+        if entry is None:
+            raise CheckpointError(self._file, f"the table refers to the entry {key!r}, which is missing")
+        if key not in self._starts:
+            self._starts[key] = self._data_start(entry)
+        item_bytes = DTYPE_BYTES[tensor.dtype]
+        if tensor.storage_items * item_bytes != entry.file_size:
+            needed = tensor.storage_items * item_bytes
+            raise CheckpointError(
+                self._file, f"tensor {name!r} has a storage of {needed} bytes; its entry has {entry.file_size}"
+            )
+        return Extent(tensor.dtype, tensor.shape, tensor.strides, self._starts[key] + tensor.first_item * item_bytes)
+
+    def _data_start(self, info: zipfile.ZipInfo) -> int:
+        """Offset in the file of an entry's first byte, by its own local header, whose padding the directory does not know."""
+        place = self._begin + info.header_offset
+        header = os.pread(self._fd, _LOCAL_HEADER_BYTES, place)
+        if len(header) != _LOCAL_HEADER_BYTES or header[:4] != b"PK\x03\x04":
+            raise CheckpointError(self._file, f"entry {info.filename!r} has no header where the directory says")
+        name_bytes = int.from_bytes(header[26:28], "little")
+        extra_bytes = int.from_bytes(header[28:30], "little")
+        name = os.pread(self._fd, name_bytes, place + _LOCAL_HEADER_BYTES)
+        if name != info.orig_filename.encode("utf-8"):
+            raise CheckpointError(self._file, f"entry {info.filename!r} has another name in its header")
+        start = place + _LOCAL_HEADER_BYTES + name_bytes + extra_bytes
+        if start + info.file_size > self._end:
+            raise CheckpointError(self._file, f"is cut short: entry {info.filename!r} ends after the file")
+        return start
+
+    def _content(self, info: zipfile.ZipInfo, *, limit: int) -> bytes:
+        """The bytes of a small entry."""
+        if info.file_size > limit:
+            rule = f"entry {info.filename!r} has {info.file_size} bytes; at most {limit} are read"
+            raise CheckpointError(self._file, rule)
+        return os.pread(self._fd, info.file_size, self._data_start(info))
+
+
+class _Stretch(io.RawIOBase):
+    """A stretch of a file as a file of its own; the descriptor's position is not touched."""
+
+    def __init__(self, fd: int, begin: int, length: int) -> None:
+        self._fd, self._begin, self._length, self._place = fd, begin, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._place = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: self._length}[whence]
+        if self._place < 0:
+            raise ValueError("before the beginning")
+        return self._place
+
+    def tell(self) -> int:
+        return self._place
+
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        view = memoryview(buffer).cast("B")
+        wanted = view[: max(0, min(len(view), self._length - self._place))]
+        got = os.preadv(self._fd, [wanted], self._begin + self._place) if len(wanted) else 0
+        self._place += got
+        return got
+
+
+def _entries(stretch: _Stretch, file: str) -> dict[str, zipfile.ZipInfo]:
     """The archive's entries by name; all must be stored as they are, since their bytes are read in place."""
     try:
-        with os.fdopen(os.dup(fd), "rb") as copy, zipfile.ZipFile(copy) as archive:
+        with zipfile.ZipFile(io.BufferedReader(stretch)) as archive:
             infos = archive.infolist()
     except Exception as error:  # zipfile raises nearly anything on a broken directory
         rule = f"is not a zip archive as torch.save writes it since 1.6, or is cut short ({error}); load and save it again"
@@ -59,40 +170,3 @@ def _entries(fd: int, file: str) -> dict[str, zipfile.ZipInfo]:
             raise CheckpointError(file, f"entry {info.filename!r} begins before the file")
         entries[info.filename] = info
     return entries
-
-
-def _data_start(fd: int, file: str, info: zipfile.ZipInfo) -> int:
-    """Offset of an entry's first byte, by its own local header, whose padding the archive's directory does not know."""
-    header = os.pread(fd, _LOCAL_HEADER_BYTES, info.header_offset)
-    if len(header) != _LOCAL_HEADER_BYTES or header[:4] != b"PK\x03\x04":
-        raise CheckpointError(file, f"entry {info.filename!r} has no header where the directory says")
-    name_bytes = int.from_bytes(header[26:28], "little")
-    extra_bytes = int.from_bytes(header[28:30], "little")
-    name = os.pread(fd, name_bytes, info.header_offset + _LOCAL_HEADER_BYTES)
-    if name != info.orig_filename.encode("utf-8"):
-        raise CheckpointError(file, f"entry {info.filename!r} has another name in its header")
-    start = info.header_offset + _LOCAL_HEADER_BYTES + name_bytes + extra_bytes
-    if start + info.file_size > os.fstat(fd).st_size:
-        raise CheckpointError(file, f"is cut short: entry {info.filename!r} ends after the file")
-    return start
-
-
-def _content(fd: int, file: str, info: zipfile.ZipInfo, *, limit: int) -> bytes:
-    """The bytes of a small entry."""
-    if info.file_size > limit:
-        raise CheckpointError(file, f"entry {info.filename!r} has {info.file_size} bytes; at most {limit} are read")
-    return os.pread(fd, info.file_size, _data_start(fd, file, info))
-
-
-def _storage_start(fd: int, file: str, entries: dict[str, zipfile.ZipInfo], key: str) -> int:
-    if key not in entries:
-        raise CheckpointError(file, f"the table refers to the entry {key!r}, which is missing")
-    return _data_start(fd, file, entries[key])
-
-
-def _extent(file: str, name: str, tensor: StoredTensor, start: int, entry_bytes: int) -> Extent:
-    item_bytes = DTYPE_BYTES[tensor.dtype]
-    if tensor.storage_items * item_bytes != entry_bytes:
-        rule = f"tensor {name!r} has a storage of {tensor.storage_items * item_bytes} bytes; its entry has {entry_bytes}"
-        raise CheckpointError(file, rule)
-    return Extent(tensor.dtype, tensor.shape, tensor.strides, start + tensor.first_item * item_bytes)

@@ -17,6 +17,7 @@ from checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from checkpoint.folder import Folder
 from checkpoint.latest import is_root, resolve_latest
 from checkpoint.manifest import load_manifest
+from checkpoint.recognise import locate
 from finetune.base_model.hub import hint_for
 from finetune.config import TuneConfig
 from finetune.content import sampled_sha256
@@ -98,7 +99,7 @@ def candidates(path: Path) -> list[Path]:
     if not root.is_dir():
         raise CheckpointError(str(root), "is not a folder" if root.exists() else "there is no such folder")
     if not is_root(root):
-        found = root.resolve()
+        found = locate(root)
         snapshots = sorted(found.parent.iterdir()) if _in_hub_cache(found) else []
         return [found, *(folder for folder in snapshots if folder != found)]
     latest = resolve_latest(root).resolve()

@@ -217,7 +217,7 @@ def model_config_of(config: TuneConfig, *, weights: bool = True) -> PretrainedCo
         ConfigError: there is no such model or tokenizer.
     """
     from checkpoint import CheckpointError, open_checkpoint
-    from checkpoint.structure import open_folder, read_configs
+    from checkpoint.structure import model_config
     from finetune.base_model.identity import candidates
     from finetune.model.build import check_new_config, config_from, config_of, new_config
 
@@ -225,8 +225,7 @@ def model_config_of(config: TuneConfig, *, weights: bool = True) -> PretrainedCo
         try:
             path = candidates(Path(config.model.path))[0]
             if not weights:
-                folder = open_folder(path)
-                return config_from(read_configs(folder)[0], folder.path)
+                return config_from(*model_config(path))
             with open_checkpoint(path) as checkpoint:
                 return config_of(checkpoint)
         except CheckpointError as error:

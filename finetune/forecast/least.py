@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from checkpoint import CheckpointError
-from checkpoint.structure import open_folder, read_configs
+from checkpoint.structure import model_config
 from finetune.config import TuneConfig
 from finetune.errors import ConfigError
 from finetune.forecast.hardware import this_machine
@@ -57,7 +57,7 @@ def _sizes(config: TuneConfig) -> Mapping[str, Any]:
     if config.model.path is None:
         return config.model.new or {}
     try:
-        return read_configs(open_folder(checkpoint_folder(Path(config.model.path).expanduser())))[0]
+        return model_config(checkpoint_folder(Path(config.model.path).expanduser()))[0]
     except CheckpointError:
         return {}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from checkpoint import Structure
+from checkpoint import Given, Structure
 from checkpoint.config import attention_heads, key_value_heads, positions
 from checkpoint.errors import CheckpointError
 from serve.config import ModelConfig
@@ -10,6 +10,11 @@ from serve.errors import ConfigError
 from serve.model.families import check_dtype, check_max_model_len, check_rope_type, check_tensor_parallel, family_of
 
 _CONFIG = "config.json"
+
+
+def given_of(model: ModelConfig) -> Given:
+    """What the options say of the checkpoint that its files leave open."""
+    return Given(config=model.config or None, tokenizer=model.tokenizer or None)
 
 
 def check_fit(model: ModelConfig, structure: Structure) -> None:

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from checkpoint import CheckpointError, open_checkpoint
+from serve.config import ModelConfig
 from serve.engine.plan import Span, Start, StepPlan
 from serve.errors import ConfigError
+from serve.model.fit import given_of
 from serve.types import BlockId, SamplingParams, SequenceId
 from serve.worker.finite import check_weights, is_finite
 from serve.worker.loader import RankModel
@@ -29,14 +31,14 @@ _Output = Tensor | tuple[Tensor, ...]
 _log = logging.getLogger(__name__)
 
 
-def check_forward(path: str, model: RankModel, ranks: Ranks, runner: Runner) -> None:
+def check_forward(config: ModelConfig, model: RankModel, ranks: Ranks, runner: Runner) -> None:
     """Compute a prompt and one more token of a sequence that nobody asked for; all ranks together.
 
     It leaves nothing behind but finite keys and values in blocks that the engine knows nothing of yet. What such a short
     sequence does not touch, most rows of an embedding, is looked at directly.
 
     Args:
-        path: the checkpoint's folder, read again only to name the tensor that is at fault.
+        config: where the checkpoint is, read again only to name the tensor that is at fault.
 
     Raises:
         ConfigError: on every rank, where any rank's numbers are NaN or infinite; names the tensor, or else the layer.
@@ -48,14 +50,14 @@ def check_forward(path: str, model: RankModel, ranks: Ranks, runner: Runner) -> 
         if ranks.smallest(int(is_good)):
             return
         # One rank reads the whole checkpoint once more; the others wait for what it finds.
-        raise ConfigError(ranks.told_by_first(_fault(path, model, bad_layer()) if ranks.rank == 0 else ""))
+        raise ConfigError(ranks.told_by_first(_fault(config, model, bad_layer()) if ranks.rank == 0 else ""))
 
 
-def _fault(path: str, model: RankModel, layer: str | None) -> str:
+def _fault(config: ModelConfig, model: RankModel, layer: str | None) -> str:
     """What is wrong, in words; reads the whole checkpoint, which may take long: the log says first what is known."""
     where = "in weights or logits" if layer is None else f"first after {layer}"
     _log.warning("the model's numbers are not finite, %s; looking for the tensor that is at fault", where)
-    return _bad_tensor(path, model) or _bad_range(model, layer)
+    return _bad_tensor(config, model) or _bad_range(model, layer)
 
 
 def _plans(model: RankModel) -> Iterator[StepPlan]:
@@ -100,10 +102,10 @@ def _first_bad_layer(body: nn.Module) -> Iterator[Callable[[], str | None]]:
             handle.remove()
 
 
-def _bad_tensor(path: str, model: RankModel) -> str | None:
+def _bad_tensor(config: ModelConfig, model: RankModel) -> str | None:
     """What is wrong with the first tensor that is not finite in the type it is served in."""
     try:
-        with open_checkpoint(path) as checkpoint:
+        with open_checkpoint(config.path, given=given_of(config)) as checkpoint:
             check_weights(checkpoint, model.stored, getattr(torch, model.facts.dtype))
     except CheckpointError as error:
         return str(error)

@@ -29,6 +29,7 @@ from serve.model.families import (
     head_dim,
     key_value_heads,
 )
+from serve.model.fit import given_of
 from serve.model.kernels.build import KernelUnavailable, load_cpu_kernels
 from serve.model.lean import call_leaves_directly
 from serve.model.linear import Matmul, Packer, activation_of, choose_packer, plain
@@ -231,11 +232,11 @@ def rehearse(config: ServerConfig, device: torch.device) -> None:
 def _opened(config: ServerConfig, *, everything: bool) -> Checkpoint:
     """The configured checkpoint; ``everything``: also its bytes are proved, as far as ``model.verify`` asks for it."""
     try:
-        checkpoint = open_checkpoint(config.model.path)
+        checkpoint = open_checkpoint(config.model.path, given=given_of(config.model))
         if not everything or not _asks_for_hashes(config.model.verify, checkpoint):
             return checkpoint
         with checkpoint:
-            return open_checkpoint(checkpoint.path, verify="sha256")
+            return open_checkpoint(checkpoint.path, verify="sha256", given=given_of(config.model))
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
 

@@ -89,7 +89,7 @@ def _load(
         )
         runner = Runner(model, ranks)
         with progress.with_others():
-            check_forward(config.model.path, model, ranks, runner)
+            check_forward(config.model, model, ranks, runner)
     except StartError as error:
         wire.send(steps, wire.encode(wire.Failed(str(error), configured=isinstance(error, ConfigError))))
         return None

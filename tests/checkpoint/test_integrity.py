@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint import CheckpointError, open_checkpoint, resolve_latest
+from checkpoint import CheckpointError, Given, open_checkpoint, resolve_latest
 from checkpoint.folder import Folder
-from checkpoint.readers.hf import Weights, open_weights
+from checkpoint.readers.hf import open_weights
+from checkpoint.readers.weights import Weights
 from tests.checkpoint.folders import flip_bit, plain_folder, seed_of, written
 
 
@@ -161,10 +162,10 @@ def test_a_checkpoint_replaced_while_it_is_opened_is_refused_rather_than_mixed(
 ) -> None:
     folder = written(tmp_path / "run", 1, seed=0)
 
-    def replace_first(opened: Folder) -> Weights:
+    def replace_first(opened: Folder, given: Given) -> Weights:
         written(tmp_path / "run", 1, seed=1)
-        return open_weights(opened)
+        return open_weights(opened, given)
 
-    monkeypatch.setattr("checkpoint.structure.open_weights", replace_first)
+    monkeypatch.setattr("checkpoint.readers.hf.open_weights", replace_first)
     with pytest.raises(CheckpointError, match="was replaced by another save while it was being opened"):
         open_checkpoint(folder)

@@ -204,13 +204,13 @@ def test_reading_after_close_is_an_error_and_closing_twice_is_not(tmp_path: Path
 def test_close_lets_a_read_under_way_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.randn(1000, generator=torch.Generator().manual_seed(5))
     checkpoint = open_checkpoint(plain_folder(tmp_path, {"w": tensor}))
-    read_slice: Callable[..., torch.Tensor] = slices.read_slice
+    read_stored: Callable[..., tuple[torch.Tensor, int]] = slices.read_stored
 
-    def close_then_read(*args: object, **options: object) -> torch.Tensor:
+    def close_then_read(*args: object, **options: object) -> tuple[torch.Tensor, int]:
         checkpoint.close()
-        return read_slice(*args, **options)
+        return read_stored(*args, **options)
 
-    monkeypatch.setattr("checkpoint.open.read_slice", close_then_read)
+    monkeypatch.setattr("checkpoint.open.read_stored", close_then_read)
     assert torch.equal(checkpoint.read("w"), tensor)
     with pytest.raises(ValueError, match="is closed"):
         checkpoint.read("w")

@@ -196,7 +196,7 @@ def test_the_checkpoint_that_is_newest_at_the_start_is_served_for_good(tmp_path:
 
 
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds no whole checkpoint"):
+    with pytest.raises(ConfigError, match="is empty, which is no checkpoint of a known layout"):
         with_checkpoint_folder(options(model={"path": str(tmp_path)}))
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="it must be a folder"):

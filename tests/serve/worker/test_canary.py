@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from serve.config import ModelConfig
 from serve.engine.plan import Sampled, Span, Start, StepPlan
 from serve.errors import ConfigError
 from serve.types import BlockId, SamplingParams, SequenceId
@@ -33,7 +34,7 @@ def _spoiled(folder: Path, name: str, value: float = math.nan, place: int = 7, f
 def _check(folder: Path) -> Runner:
     model, ranks = load(folder), Ranks(0, 1)
     runner = Runner(model, ranks)
-    check_forward(str(folder), model, ranks, runner)
+    check_forward(ModelConfig(path=str(folder)), model, ranks, runner)
     return runner
 
 
@@ -70,11 +71,11 @@ def test_one_rank_alone_reads_the_checkpoint_again_and_all_say_what_it_finds(
 ) -> None:
     read: list[str] = []
     opened = canary.open_checkpoint
-    monkeypatch.setattr(canary, "open_checkpoint", lambda path: read.append(path) or opened(path))
+    monkeypatch.setattr(canary, "open_checkpoint", lambda path, **more: read.append(path) or opened(path, **more))
     folder = _spoiled(tmp_path, "gpt_neox.layers.2.mlp.dense_4h_to_h.weight")
     model, second = load(folder), SecondRank()
     with pytest.raises(ConfigError, match="what rank 0 has found"):
-        check_forward(str(folder), model, second, Runner(model, second))
+        check_forward(ModelConfig(path=str(folder)), model, second, Runner(model, second))
     assert not read
     with pytest.raises(ConfigError, match="dense_4h_to_h"):
         _check(folder)
@@ -116,7 +117,7 @@ def test_a_canary_changes_nothing_that_a_request_would_see(tmp_path: Path) -> No
 def test_a_model_of_one_position_passes(tmp_path: Path) -> None:
     model = load(_saved(tmp_path))
     object.__setattr__(model.facts, "max_model_len", 1)
-    check_forward(str(tmp_path), model, Ranks(0, 1), Runner(model, Ranks(0, 1)))
+    check_forward(ModelConfig(path=str(tmp_path)), model, Ranks(0, 1), Runner(model, Ranks(0, 1)))
 
 
 def _saved(folder: Path) -> Path:

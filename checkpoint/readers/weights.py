@@ -1,0 +1,90 @@
+"""What a reader makes of a folder: its files, open, and where each tensor lies in them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from checkpoint.folder import Folder
+from checkpoint.given import Given
+from checkpoint.layout import Stored
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The weights files of a folder, open, and where each tensor lies in them. Whoever holds this closes the files."""
+
+    files: dict[str, int]
+    """Descriptors by file name, or by the path to it below the folder."""
+    places: dict[str, Stored]
+    """Where each tensor lies, by its stored name."""
+    table: str
+    """The file that says which tensors there are: the index, or the only weights file."""
+    config: Mapping[str, Any] | None = None
+    """What the format itself says of the model, as a ``config.json`` would say it; ``None`` where it says nothing."""
+    step: int | None = None
+    """Optimizer steps taken, where the format says so."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What else is known of the checkpoint, by words a user reads: world sizes, what is frozen, what is shared."""
+
+    def close(self) -> None:
+        """Give the files back."""
+        for fd in self.files.values():
+            os.close(fd)
+
+
+class Format(Protocol):
+    """One layout that checkpoints have on disk. A module of this package that has these is one."""
+
+    NAME: str
+    """What the layout is called by those who write it."""
+    LOOKS_LIKE: str
+    """What a folder of it has in it, for the message about one that is none of the known."""
+
+    def recognises(self, folder: Folder) -> bool:
+        """Whether this is one checkpoint of this layout, by the names of its files and small ones among them."""
+        ...
+
+    def newest_below(self, folder: Folder) -> str | None:
+        """The name of the folder in ``folder`` that is the newest checkpoint of this layout; ``None`` where there is none.
+
+        Raises:
+            CheckpointError: the folder says which is the newest, and that is not there.
+        """
+        ...
+
+    def open_weights(self, folder: Folder, given: Given) -> Weights:
+        """Open every weights file and prove that tables and files agree, reading headers only.
+
+        Raises:
+            CheckpointError: whatever does not hold, by file and rule.
+        """
+        ...
+
+
+class OpenFiles:
+    """Files of one folder, opened once each; closed again by leaving the context with an error."""
+
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
+        self.descriptors: dict[str, int] = {}
+
+    def __getitem__(self, name: str) -> int:
+        """The descriptor of ``name``, which may be a path below the folder."""
+        if name not in self.descriptors:
+            *below, last = name.split("/")
+            folder = self._folder
+            for part in below:
+                folder = folder.below(part)
+            self.descriptors[name] = folder.open(last)
+        return self.descriptors[name]
+
+    def __enter__(self) -> OpenFiles:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            for fd in self.descriptors.values():
+                os.close(fd)

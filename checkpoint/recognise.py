@@ -1,0 +1,97 @@
+"""Which checkpoint a path means, and which reader its folder needs."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import NoReturn
+
+from checkpoint.errors import CheckpointError
+from checkpoint.folder import Folder
+from checkpoint.latest import is_root, resolve_latest
+from checkpoint.readers import hf
+from checkpoint.readers.weights import Format
+
+FORMATS: tuple[Format, ...] = (hf,)
+"""Every layout that is read, in the order in which a folder is asked about them."""
+
+RUN_CHECKPOINTS = "checkpoints"
+"""Where a run's folder keeps its checkpoints."""
+
+_DEEPEST = 4
+"""Folders that a path may be above its checkpoint: run, kept checkpoints, step, the trainer's own folder."""
+_NAMED_AT_MOST = 12
+
+
+def recognise(path: str | Path) -> tuple[Folder, Format]:
+    """The folder of the checkpoint that ``path`` means, links resolved, and the layout it has.
+
+    Args:
+        path: a checkpoint's folder, or one above: a run, the root above step folders, whatever a trainer keeps its newest in.
+
+    Raises:
+        CheckpointError: there is no such folder, or it holds no checkpoint of a known layout; it says what the folder holds.
+    """
+    folder = _existing(Path(path))
+    for _ in range(_DEEPEST):
+        for layout in FORMATS:
+            if layout.recognises(folder):
+                return folder, layout
+        inner = _inner(folder)
+        if inner is None and folder.has("config.json"):
+            return folder, hf  # which says that the weights are missing
+        if inner is None:
+            _refuse(path, folder)
+        folder = inner
+    raise CheckpointError(str(path), f"leads {_DEEPEST} folders down, to {folder.path}, and not to a checkpoint")
+
+
+def locate(path: str | Path) -> Path:
+    """The folder of ``recognise`` alone.
+
+    Raises:
+        CheckpointError: as ``recognise``.
+    """
+    return recognise(path)[0].path
+
+
+def _existing(path: Path) -> Folder:
+    try:
+        os.stat(path)
+    except OSError as error:
+        gone = error.errno in (errno.ENOENT, errno.ENOTDIR)
+        raise CheckpointError(
+            str(path), "there is no such folder" if gone else f"cannot be opened: {error.strerror}"
+        ) from error
+    if not path.is_dir():
+        raise CheckpointError(str(path), "is not a folder")
+    return Folder(path)
+
+
+def _inner(folder: Folder) -> Folder | None:
+    """The folder inside this one that its newest checkpoint is in."""
+    if is_root(folder.path):
+        return Folder(resolve_latest(folder.path))
+    if (folder.path / RUN_CHECKPOINTS).is_dir():
+        return folder.below(RUN_CHECKPOINTS)
+    for layout in FORMATS:
+        name = layout.newest_below(folder)
+        if name is not None:
+            return folder.below(name)
+    return None
+
+
+def _refuse(path: str | Path, folder: Folder) -> NoReturn:
+    """Say what a folder that no reader knows looks like, and what would be known."""
+    if folder.has("adapter_config.json"):
+        rule = "this folder is a LoRA adapter, not a model; `tessera-finetune merge` joins it with its base model"
+        raise CheckpointError("adapter_config.json", rule)
+    names = folder.names()
+    listed = ", ".join(names[:_NAMED_AT_MOST]) + (
+        f" and {len(names) - _NAMED_AT_MOST} more" if len(names) > _NAMED_AT_MOST else ""
+    )
+    found = f"holds {listed}" if names else "is empty"
+    known = "; ".join(f"{layout.NAME} ({layout.LOOKS_LIKE})" for layout in FORMATS)
+    where = "" if folder.path == Path(path).resolve() else f"leads to {folder.path}, which "
+    raise CheckpointError(str(path), f"{where}{found}, which is no checkpoint of a known layout. Known are: {known}")
