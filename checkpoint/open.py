@@ -91,6 +91,11 @@ class Checkpoint:
         return self._weights.step if self.manifest is None else self.manifest.step
 
     @property
+    def files(self) -> list[str]:
+        """Names of the weights files, sorted; of those in folders below, the paths to them."""
+        return sorted(self._weights.files)
+
+    @property
     def bytes_read(self) -> int:
         """Bytes of tensors read from the files so far."""
         return self._bytes_read

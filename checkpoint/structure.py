@@ -112,6 +112,18 @@ def model_config(path: str | Path, given: Given = NOTHING_GIVEN) -> tuple[dict[s
         return structure.config, folder.path
 
 
+def tokenizer_place(path: str | Path, given: Given = NOTHING_GIVEN) -> Path:
+    """The folder whose tokenizer belongs to a checkpoint, whose weights need not be there.
+
+    Raises:
+        CheckpointError: there is no such checkpoint.
+    """
+    if (Path(path) / CONFIG).is_file() and given.tokenizer is None:
+        return Path(path)
+    folder, layout = recognise(path)
+    return find_tokenizer(folder, given, above=layout is not hf).path
+
+
 def _check_table(manifest: Manifest, places: Mapping[str, Stored]) -> None:
     """The manifest's tensors are those of the files."""
     for name, stored in places.items():

@@ -13,11 +13,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from checkpoint import Checkpoint, CheckpointError, Given, open_checkpoint
 from checkpoint.folder import Folder
+from checkpoint.given import NOTHING_GIVEN
 from checkpoint.latest import is_root, resolve_latest
 from checkpoint.manifest import load_manifest
 from checkpoint.recognise import locate
+from finetune.base_model.given import given_of
 from finetune.base_model.hub import hint_for
 from finetune.config import TuneConfig
 from finetune.content import sampled_sha256
@@ -59,7 +61,7 @@ def identified(checkpoint: Checkpoint) -> Base:
         return Base(folder=str(checkpoint.path), identity=f"manifest:{digest}")
     table = sorted((name, str(info.dtype), list(info.shape), info.file) for name, info in checkpoint.tensors.items())
     try:
-        files = {file: sampled_sha256(checkpoint.path / file) for file in sorted({entry[3] for entry in table})}
+        files = {file: sampled_sha256(checkpoint.path / file) for file in checkpoint.files}
     except OSError as error:
         raise CheckpointError(str(error.filename), f"cannot be read: {error.strerror}") from error
     digest = hashlib.sha256(json.dumps([table, files]).encode()).hexdigest()
@@ -113,11 +115,11 @@ def _in_hub_cache(folder: Path) -> bool:
     return folder.parent.name == "snapshots" and (root.name.startswith("models--") or (root / "blobs").is_dir())
 
 
-def find_again(wanted: Base, places: list[Path]) -> Path | None:
+def find_again(wanted: Base, places: list[Path], given: Given = NOTHING_GIVEN) -> Path | None:
     """The one of ``places`` that is ``wanted``; where it was is looked at first."""
     for folder in sorted(places, key=lambda place: place.name != Path(wanted.folder).name):
         try:
-            with open_checkpoint(folder) as checkpoint:
+            with open_checkpoint(folder, given=given) as checkpoint:
                 if identified(checkpoint).identity == wanted.identity:
                     return folder
         except CheckpointError:
@@ -154,13 +156,14 @@ def settle_base(config: TuneConfig, say: Callable[[str], None]) -> TuneConfig:
 
 def _resumed(config: TuneConfig, wanted: Base, places: list[Path], problem: str, say: Callable[[str], None]) -> Path:
     """The folder of the base a run began with, or one that does as well."""
-    found = find_again(wanted, places)
+    given = given_of(config.model)
+    found = find_again(wanted, places, given)
     if found is not None:
         if found != places[0]:
             say(f"model.path: {config.model.path} means {places[0].name} by now; going on with {found}, this run's base")
         return found
     here = Path(wanted.folder)
-    still_there = find_again(wanted, [here])
+    still_there = find_again(wanted, [here], given)
     if not places and still_there is not None:
         say(f"model.path: {problem}; going on with {here}, this run's base")
         return here

@@ -14,7 +14,11 @@ class ModelConfig:
     """What is trained: an existing model, or a new one. Exactly one of the two is set."""
 
     path: str | None = None
-    """Folder of a Hugging Face or Tessera checkpoint to start from; or ``hf:ORG/NAME[@REVISION]`` of the Hugging Face hub."""
+    """Folder of a checkpoint to start from, of any layout that is read, or a run's; or ``hf:ORG/NAME[@REVISION]`` of the
+    Hugging Face hub."""
+
+    config: str | None = None
+    """The model's ``config.json``, or a folder that has one, for a checkpoint that has none beside or above its weights."""
 
     new: Mapping[str, Any] | None = None
     """A new model: ``model_type`` and any keys of its transformers configuration. ``vocab_size`` and the longest
@@ -22,6 +26,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         require((self.path is None) != (self.new is None), "model", "both or neither", "set exactly one of path and new")
+        require(self.config is None or self.path is not None, "model.config", self.config, "be absent without model.path")
         if self.new is not None:
             require("model_type" in self.new, "model.new", dict(self.new), "name a model_type, for example gpt_neox")
             require("auto_map" not in self.new, "model.new.auto_map", "set", "be absent: code from model folders is never run")

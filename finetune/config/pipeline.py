@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,10 +53,11 @@ def check_splittable(model: ModelConfig) -> None:
         require(found in SPLITTABLE, "model.new.model_type", found, rule)
         return
     assert model.path is not None, "ModelConfig holds exactly one of the two"
-    file = Path(model.path).expanduser() / "config.json"
+    from checkpoint import CheckpointError, Given
+    from checkpoint.structure import model_config  # slow, and seldom needed
+
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        values, folder = model_config(Path(model.path).expanduser(), Given(config=model.config))
+    except CheckpointError:
         return  # said better when the checkpoint is opened
-    found = values.get("model_type") if isinstance(values, dict) else None
-    require(found in SPLITTABLE, f"model.path: {file}: model_type", found, rule)
+    require(values["model_type"] in SPLITTABLE, f"model.path: {folder}: model_type", values["model_type"], rule)

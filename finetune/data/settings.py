@@ -96,12 +96,14 @@ def _tokenizer_source(config: TuneConfig) -> tuple[Path, str]:
         return Path(config.tokenizer.path).expanduser(), "tokenizer.path"
     assert config.model.path is not None, "TuneConfig refuses a new model without a tokenizer"
     path = Path(config.model.path).expanduser()
-    if not (path / "config.json").is_file():
-        from checkpoint import CheckpointError
-        from finetune.base_model.identity import candidates
+    from checkpoint import CheckpointError
+    from checkpoint.structure import tokenizer_place
+    from finetune.base_model.given import given_of
+    from finetune.base_model.identity import candidates
 
-        try:
+    try:
+        if not (path / "config.json").is_file():
             path = candidates(path)[0]
-        except CheckpointError as error:
-            raise ConfigError(f"model.path: {config.model.path}: {error}") from error
-    return path, "model.path"
+        return tokenizer_place(path, given_of(config.model)), "model.path"
+    except CheckpointError as error:
+        raise ConfigError(f"model.path: {config.model.path}: {error}") from error

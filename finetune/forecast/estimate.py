@@ -218,15 +218,16 @@ def model_config_of(config: TuneConfig, *, weights: bool = True) -> PretrainedCo
     """
     from checkpoint import CheckpointError, open_checkpoint
     from checkpoint.structure import model_config
+    from finetune.base_model.given import given_of
     from finetune.base_model.identity import candidates
     from finetune.model.build import check_new_config, config_from, config_of, new_config
 
     if config.model.path is not None:
         try:
-            path = candidates(Path(config.model.path))[0]
+            path, given = candidates(Path(config.model.path))[0], given_of(config.model)
             if not weights:
-                return config_from(*model_config(path))
-            with open_checkpoint(path) as checkpoint:
+                return config_from(*model_config(path, given))
+            with open_checkpoint(path, given=given) as checkpoint:
                 return config_of(checkpoint)
         except CheckpointError as error:
             raise ConfigError(f"model.path: {config.model.path}: {error}") from error

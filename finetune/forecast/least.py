@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from checkpoint import CheckpointError
 from checkpoint.structure import model_config
+from finetune.base_model.given import given_of
 from finetune.config import TuneConfig
 from finetune.errors import ConfigError
 from finetune.forecast.hardware import this_machine
@@ -57,7 +58,7 @@ def _sizes(config: TuneConfig) -> Mapping[str, Any]:
     if config.model.path is None:
         return config.model.new or {}
     try:
-        return model_config(checkpoint_folder(Path(config.model.path).expanduser()))[0]
+        return model_config(checkpoint_folder(Path(config.model.path).expanduser()), given_of(config.model))[0]
     except CheckpointError:
         return {}
 

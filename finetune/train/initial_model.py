@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from finetune.base_model.given import given_of
 from finetune.base_model.identity import Base, candidates, identified
 from finetune.config import TuneConfig
 from finetune.data.prepare import Prepared
@@ -51,7 +52,7 @@ class InitialModel:
         else:
             assert config.model.path is not None, "ModelConfig holds exactly one of the two"
             try:
-                self._checkpoint = open_checkpoint(candidates(Path(config.model.path))[0])
+                self._checkpoint = open_checkpoint(candidates(Path(config.model.path))[0], given=given_of(config.model))
                 self.base = identified(self._checkpoint)
             except CheckpointError as error:
                 raise self._at_fault(error) from error

@@ -56,7 +56,7 @@ def merge(
             model = merged_model(checkpoint, folder, dtype)
         except CheckpointError as error:
             raise ConfigError(f"{checkpoint.path}: {error}") from error
-        source = folder if (folder / "tokenizer.json").is_file() else checkpoint.path
+        source = folder if (folder / "tokenizer.json").is_file() else checkpoint.tokenizer_folder
         tied = tied_names(model)
         return write_new(
             out,

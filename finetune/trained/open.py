@@ -45,7 +45,8 @@ def open_trained(path: Path, dtype: torch.dtype) -> Trained:
             folder = checkpoint.path if adapter is None else adapter
             model = load_model(checkpoint, dtype) if adapter is None else merged_model(checkpoint, adapter, dtype)
             nn.Module.eval(model)
-            places = [place for place in (folder, checkpoint.path) if (place / TOKENIZER_FILES[0]).is_file()]
+            folders = (folder, checkpoint.path, checkpoint.tokenizer_folder)
+            places = [place for place in folders if (place / TOKENIZER_FILES[0]).is_file()]
             if not places:
                 raise ConfigError(f"{folder}: holds no {TOKENIZER_FILES[0]}")
             check_tokenizer_files(Folder(places[0]))
