@@ -15,10 +15,10 @@ export HF_HUB_OFFLINE := 1
 MAKEFLAGS += --no-print-directory
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help setup libaio demo pictures test test-slow check lint types imports proto proto-check bench bench-training test-gpu bench-gpu test-image image-tools clean distclean
+.PHONY: help setup libaio demo demo-pictures pictures test test-slow check lint types imports proto proto-check bench bench-training test-gpu bench-gpu test-image image-tools clean distclean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## make .venv with the versions of constraints.txt
 	@:
@@ -38,6 +38,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP) ## train a small GPT, keep it as shards, serve it on two ranks, stream from it
 	@$(PY) -m examples.demo
+
+demo-pictures: $(STAMP) ## run the demo and keep its screen, curves and report in docs/
+	@$(PY) docs/demo.py
 
 # NVMe offload needs libaio, which pip does not have. Where it is missing and we may install it, we do; its test says if it is missing.
 libaio:

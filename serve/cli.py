@@ -11,11 +11,10 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
 
-from serve.config import DEVICES, DTYPES, ServerConfig
+from serve.config import ServerConfig
 from serve.errors import ConfigError
 from serve.options import ENVIRONMENT_PREFIX, Option, all_options, build_config, to_yaml
 
-CHOICES = {"model.dtype": DTYPES, "model.device": DEVICES, "rpc.reflection": ("auto", "on", "off")}
 LOG_LEVELS = ("debug", "info", "warning", "error")
 CONFIG_VARIABLE = f"{ENVIRONMENT_PREFIX}CONFIG"
 LOG_LEVEL_VARIABLE = f"{ENVIRONMENT_PREFIX}LOG_LEVEL"
@@ -134,8 +133,8 @@ def _add_flag(group: argparse._ArgumentGroup, option: Option) -> None:
     if option.kind is bool:
         group.add_argument(option.flag, dest=option.key, action=argparse.BooleanOptionalAction, default=None, help=help_)
     else:
-        metavar = None if option.key in CHOICES else {int: "N", float: "X", str: "TEXT"}[option.kind]
-        group.add_argument(option.flag, dest=option.key, choices=CHOICES.get(option.key), metavar=metavar, help=help_)
+        metavar = f"{{{','.join(option.choices)}}}" if option.choices else {int: "N", float: "X", str: "TEXT"}[option.kind]
+        group.add_argument(option.flag, dest=option.key, metavar=metavar, help=help_)
 
 
 def _shown(default: object) -> str:

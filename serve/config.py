@@ -5,12 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from pathlib import PurePath
+from typing import Literal
 
 from serve.errors import ConfigError
-
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-DEVICES = ("auto", "cpu", "cuda")
-VERIFICATIONS = ("auto", "structure", "sha256")
 
 
 def _require(condition: bool, name: str, value: object, rule: str) -> None:
@@ -41,13 +38,13 @@ class ModelConfig:
     tensor_parallel_size: int = 1
     """Ranks that share every layer. It must divide the model's query heads and key/value heads."""
 
-    dtype: str = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of weights, activations and cache: ``auto`` is the checkpoint's own."""
 
-    device: str = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     """``auto`` is cuda where there is one, else cpu."""
 
-    verify: str = "auto"
+    verify: Literal["auto", "structure", "sha256"] = "auto"
     """What is proved of the checkpoint before it is served: ``structure`` reads headers and sizes, ``sha256`` every byte
     against the manifest; ``auto`` is sha256 where there is a manifest."""
 
@@ -57,9 +54,6 @@ class ModelConfig:
     def __post_init__(self) -> None:
         _require(bool(self.path), "model.path", self.path, "name a checkpoint folder")
         _require(self.tensor_parallel_size >= 1, "model.tensor_parallel_size", self.tensor_parallel_size, "be at least 1")
-        _require(self.dtype in DTYPES, "model.dtype", self.dtype, f"be one of {', '.join(DTYPES)}")
-        _require(self.device in DEVICES, "model.device", self.device, f"be one of {', '.join(DEVICES)}")
-        _require(self.verify in VERIFICATIONS, "model.verify", self.verify, f"be one of {', '.join(VERIFICATIONS)}")
         _require(
             self.max_model_len is None or self.max_model_len >= 2,
             "model.max_model_len",
@@ -186,7 +180,7 @@ class RpcConfig:
     """``auto``: the Admin service shares the port on a loopback host and is off elsewhere. ``off``, ``host:port`` or
     ``unix:/path`` say otherwise."""
 
-    reflection: str = "auto"
+    reflection: Literal["auto", "on", "off"] = "auto"
     """``auto`` is on for a loopback host, off elsewhere; or ``on``, ``off``."""
 
     insecure_public: bool = False
@@ -216,7 +210,6 @@ class RpcConfig:
     def __post_init__(self) -> None:
         for name in ("port", "metrics_port"):
             _require(0 <= getattr(self, name) <= 65535, f"rpc.{name}", getattr(self, name), "lie between 0 and 65535")
-        _require(self.reflection in ("auto", "on", "off"), "rpc.reflection", self.reflection, "be auto, on or off")
         _require(self.max_message_bytes >= 1024, "rpc.max_message_bytes", self.max_message_bytes, "be at least 1024")
         _require(self.stream_buffer_events >= 16, "rpc.stream_buffer_events", self.stream_buffer_events, "be at least 16")
         _require(

@@ -9,7 +9,7 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import yaml
 
@@ -35,6 +35,8 @@ class Option:
     default: object
     """``dataclasses.MISSING`` if the field must be given."""
     help: str
+    choices: tuple[str, ...] = ()
+    """The words that a ``str`` must be one of; empty if it may be any."""
 
     @property
     def section(self) -> str:
@@ -57,6 +59,9 @@ def all_options() -> tuple[Option, ...]:
     """Every field of every section, in the order of ``serve.config``."""
     options = []
     for key in keys_of(ServerConfig):
+        if typing.get_origin(key.hint) is Literal:
+            options.append(Option(key.name, str, key.default, key.meaning, typing.get_args(key.hint)))
+            continue
         kinds = typing.get_args(key.hint) or (key.hint,)
         kind = next(kind for kind in kinds if kind is not types.NoneType)
         options.append(Option(key.name, kind, key.default, key.meaning))

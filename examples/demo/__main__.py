@@ -86,7 +86,8 @@ def describe_shards(checkpoints: Path) -> str:
         shards = sorted({info.file for info in opened.tensors.values()})
         size = sum((opened.path / shard).stat().st_size for shard in shards)
         return (
-            f"{len(opened.tensors)} tensors in {len(shards)} files, {size / 1e6:.1f} MB, every SHA-256 verified: {opened.path}"
+            f"{len(opened.tensors)} tensors in {len(shards)} files, {size / 1e6:.1f} MB, every SHA-256 verified: "
+            f"{checkpoints / opened.path.name}"
         )
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
 from finetune.config import TuneConfig
 from finetune.data.prepared import Prepared
+from finetune.errors import RunError
 from finetune.machine.nvme import Disk
 
 Command = Literal["tune", "pretrain"]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +32,9 @@ class RunFile:
 
         Raises:
             msgspec.ValidationError: it is of another form.
+            RunError: as ``decoded``.
         """
-        return msgspec.json.decode(path.read_bytes(), type=cls)
+        return _exactly(path.read_bytes(), cls)
 
     def write(self, path: Path) -> None:
         """Write the file, for ``read``."""
@@ -71,8 +74,21 @@ def decoded(line: bytes) -> Instructions | Refused:
 
     Raises:
         msgspec.ValidationError: it is of another form.
+        RunError: it has other keys than this release's.
     """
     message = msgspec.json.decode(line, type=dict[str, msgspec.Raw])
     if "refused" in message:
-        return msgspec.json.decode(message["refused"], type=Refused)
-    return msgspec.json.decode(message["train"], type=Instructions)
+        return _exactly(message["refused"], Refused)
+    return _exactly(message["train"], Instructions)
+
+
+def _exactly(text: bytes | msgspec.Raw, cls: type[T]) -> T:
+    """``text`` as ``cls``, with every field of it and nothing else.
+
+    msgspec alone passes over keys that ``cls`` lacks, and takes the default for those that ``text`` lacks: what another release
+    on another node means by them would be lost without a word.
+    """
+    read = msgspec.json.decode(text, type=cls)
+    if msgspec.json.decode(msgspec.json.encode(read)) != msgspec.json.decode(text):
+        raise RunError("what this rank is told comes from another release of Tessera; all nodes need the same one")
+    return read

@@ -92,7 +92,7 @@ def _measure(folder: Path) -> Disk:
 
 
 def disk_settings(
-    config: TuneConfig, disk: Disk, swap: Path, shapes: Mapping[str, tuple[int, ...]], bytes_per_element: int
+    config: TuneConfig, disk: Disk, swap: Path, shapes: Mapping[str, tuple[int, ...]], bytes_per_element: int, device: str
 ) -> DiskSettings:
     """Buffers from the model's sizes, after a look at the room on the disk and the limit on pinned memory.
 
@@ -100,6 +100,7 @@ def disk_settings(
         swap: the run's folder below ``offload.path``.
         shapes: of every parameter, whole.
         bytes_per_element: of the parameters that compute.
+        device: where they do; for ``cuda`` the buffers are pinned.
 
     Raises:
         ConfigError: the disk is too small, or less memory may be pinned than the buffers take.
@@ -122,7 +123,8 @@ def disk_settings(
         sub_group_elements=max(largest, min(_MOST_SUB_GROUP, sum(parts))),
     )
     _check_room(config, swap, sum(parts) * ranks, bytes_per_element)
-    _check_memlock(config, settings, bytes_per_element)
+    if device == "cuda":
+        _check_memlock(config, settings, bytes_per_element)
     return settings
 
 
@@ -151,7 +153,7 @@ def _check_memlock(config: TuneConfig, settings: DiskSettings, bytes_per_element
         pinned += settings.buffers * settings.buffer_elements * bytes_per_element
     if config.offload.optimizer == "nvme":
         pinned += 5 * settings.sub_group_elements * 4
-    if config.run.device == "cuda" and limit is not None and pinned * config.run.ranks > limit and os.geteuid() != 0:
+    if limit is not None and pinned * config.run.ranks > limit and os.geteuid() != 0:
         raise ConfigError(
             f"offload: the buffers pin {pinned * config.run.ranks / 2**30:.1f} GiB; this process may pin {limit / 2**30:.2f}: "
             "raise it (ulimit -l unlimited, or memlock in /etc/security/limits.conf; in a container --ulimit memlock=-1)"

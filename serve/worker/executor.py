@@ -78,7 +78,7 @@ class RankExecutor:
                     rank = self._spawn(number, size, rendezvous)
                     self._ranks.append(rank)
                 try:
-                    wire.send(rank.steps, wire.encode(self._config))
+                    wire.send(rank.steps, wire.encode_config(self._config))
                 except wire.ConnectionLost:
                     raise RankStartError(self._lost_while_it_started(rank)) from None
             facts = self._wait_until_ready()

@@ -53,10 +53,14 @@ def main(arguments: list[str]) -> int:
     progress = Progress()
     threading.Thread(target=_beat, args=(pulse, progress), daemon=True, name="pulse").start()
     try:
-        config = wire.decode_config(wire.receive(steps))
-        runner = _load(config, rank, rendezvous, steps, began, progress)
-        if runner is not None:
-            _serve(runner, steps, progress)
+        try:
+            config = wire.decode_config(wire.receive(steps))
+        except wire.Malformed as error:
+            wire.send(steps, wire.encode(wire.Failed(f"rank {rank} was told {error}", configured=False)))
+        else:
+            runner = _load(config, rank, rendezvous, steps, began, progress)
+            if runner is not None:
+                _serve(runner, steps, progress)
     except wire.ConnectionLost:
         pass  # the server is gone; so is the work
     # Threads of communication libraries may hold on to a peer that is dead already: leave without asking them.

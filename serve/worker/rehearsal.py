@@ -33,7 +33,7 @@ async def rehearse(config: ServerConfig) -> None:
         raise RankStartError(f"the process that tries the checkpoint could not be started: {error.strerror}") from error
     try:
         async with asyncio.timeout(config.supervisor.start_timeout_seconds):
-            answer, _ = await process.communicate(wire.encode(config))
+            answer, _ = await process.communicate(wire.encode_config(config))
     except TimeoutError:
         raise RankStartError("trying the checkpoint took longer than supervisor.start_timeout_seconds") from None
     finally:
@@ -57,7 +57,11 @@ def main() -> int:
     os.dup2(2, 1)  # what libraries print is no answer
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(levelname)-7s rehearsal: %(message)s")
     os.nice(5)  # the ranks are serving meanwhile
-    os.write(answer_fd, wire.encode(_verdict(wire.decode_config(sys.stdin.buffer.read()))))
+    try:
+        report = _verdict(wire.decode_config(sys.stdin.buffer.read()))
+    except wire.Malformed as error:
+        report = wire.Failed(f"it was told {error}", configured=False)
+    os.write(answer_fd, wire.encode(report))
     return 0
 
 

@@ -1,7 +1,14 @@
-"""Plans, results and configuration as bytes: typed msgpack with a length before it. Never pickle."""
+"""Plans, results and configuration as bytes: typed msgpack with a length before it. Never pickle.
+
+A dataclass that is read takes its default for a field that is absent and passes over a key that it does not have. Neither
+happens here: the first message of a connection names the form of all of them, which is another one where the server was
+upgraded while it ran and the processes that it starts are of the new release.
+"""
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import socket
 import struct
 from typing import Final, TypeVar
@@ -25,6 +32,14 @@ class ConnectionLost(Exception):
 
 class Malformed(Exception):
     """Bytes that are not the message that was expected."""
+
+
+class Opening(msgspec.Struct, frozen=True):
+    """The first message of a connection."""
+
+    form: str
+    """Of this and all later messages."""
+    config: msgspec.Raw
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -52,6 +67,7 @@ class Fine(msgspec.Struct, frozen=True, tag=True):
 Report = Ready | Failed | Fine
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
+_OPENING: Final = msgspec.msgpack.Decoder(Opening)
 _CONFIG: Final = msgspec.msgpack.Decoder(ServerConfig)
 _REPORT: Final[msgspec.msgpack.Decoder[Report]] = msgspec.msgpack.Decoder(Report)
 _PLAN: Final = msgspec.msgpack.Decoder(StepPlan)
@@ -96,17 +112,32 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
 
 
 def encode(value: object) -> bytes:
-    """A dataclass of the engine's or the configuration's, or a ``Report``, as bytes."""
+    """A dataclass of the engine's, or a ``Report``, as bytes."""
     return _ENCODER.encode(value)
+
+
+@functools.cache
+def form() -> str:
+    """A hash of the names, types and defaults of everything that messages are made of."""
+    components = msgspec.json.schema_components((ServerConfig, Report, StepPlan, StepResult))
+    return hashlib.sha256(msgspec.json.encode(components)).hexdigest()
+
+
+def encode_config(config: ServerConfig) -> bytes:
+    """The first message, with the configuration."""
+    return encode(Opening(form(), msgspec.Raw(encode(config))))
 
 
 def decode_config(payload: bytes) -> ServerConfig:
     """The configuration that was encoded; its own checks run again.
 
     Raises:
-        Malformed: the bytes are something else.
+        Malformed: the bytes are something else, or come from a release whose messages have another form.
     """
-    return _decoded(_CONFIG, payload)
+    opening = _decoded(_OPENING, payload)
+    if opening.form != form():
+        raise Malformed("a first message of another release: Tessera was changed while the server ran; start the server again")
+    return _decoded(_CONFIG, bytes(opening.config))
 
 
 def decode_report(payload: bytes) -> Report:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.repo.documents import PROGRAMS, REPOSITORY, help_of, markdown_files, options_in, shell_commands
+from tests.repo.documents import PROGRAMS, REPOSITORY, help_of, markdown_files, options_in
 
 PAGES = markdown_files()
 MADE_BY_RUNNING = ("demo-out", "runs", ".venv")
@@ -38,27 +38,6 @@ def test_paths_in_code_spans_exist(page: Path) -> None:
 def test_make_targets_exist(page: Path) -> None:
     named = re.findall(r"(?:`|^|\s)make ([a-z][a-z-]*)(?=`|\s*#|$)", page.read_text(), re.MULTILINE)
     assert set(named) <= make_targets()
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
-def test_commands_of_ours_have_the_options_they_are_shown_with(page: Path) -> None:
-    for words in shell_commands(page.read_text()):
-        program, arguments = Path(words[0]).name, words[1:]
-        if program == "python" and words[1:2] == ["-m"] and words[2] in PROGRAMS.values():
-            module, arguments = words[2], words[3:]
-        elif program in PROGRAMS:
-            module = PROGRAMS[program]
-        else:
-            continue
-        check_options(module, arguments)
-
-
-def check_options(module: str, arguments: list[str]) -> None:
-    """Fail if a help text does not know an option; of finetune, the sub-command's help text."""
-    subcommand = arguments[:1] if module == "finetune" and arguments and not arguments[0].startswith("-") else []
-    known = options_in(help_of(module, *subcommand))
-    used = {word.split("=")[0] for word in arguments if word.startswith("--")}
-    assert used <= known, f"{module} {' '.join(subcommand)} does not know {used - known}"
 
 
 @pytest.mark.parametrize("module", PROGRAMS.values())

@@ -89,7 +89,7 @@ class ZeroEngine(EngineBase[ZeroOptimizer]):
         self._accumulation = config.accumulation
         dtype = DTYPES[precision]
         self.loss_scale = LossScale() if precision == "fp16" else None
-        settings = None if disk is None else disk_settings(config, *disk, meta_shapes(hf_config), dtype.itemsize)
+        settings = None if disk is None else disk_settings(config, *disk, meta_shapes(hf_config), dtype.itemsize, device.type)
         elements = sum(map(math.prod, meta_shapes(hf_config).values())) if config.offload.ratio < 1.0 else None
         ds = to_deepspeed(config, device=device.type, precision=precision, cpu_adam=cpu_adam, disk=settings, elements=elements)
         partitioned = deepspeed.zero.Init(config_dict_or_path=ds) if self._stage == 3 else nullcontext()

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from configuration import keys_of
-from finetune.config import TuneConfig
 from finetune.config.load import load_config
 from serve.client import Client
 from tests.finetune.support import NEEDS_LIBAIO, ROOT, run_command, write_config
@@ -27,20 +25,13 @@ def test_an_example_is_a_configuration(path: Path) -> None:
     assert load_config(path, command=command).run.output.startswith("runs/")
 
 
-def test_the_guide_names_real_examples_and_keys(tmp_path: Path) -> None:
+def test_the_guide_shows_real_configurations_and_names_real_examples(tmp_path: Path) -> None:
     pages = [ROOT / "docs" / "training.md", *sorted((ROOT / "docs" / "training").glob("*.md"))]
     guide = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     first, *others = (yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", guide, flags=re.DOTALL))
     assert load_config(write_config(first, tmp_path / "run.yaml")).run.ranks == 2
     for other in others:  # parts of a run, laid over the first
         load_config(write_config({**first, **other}, tmp_path / "part.yaml"))
-    keys = {key.name for key in keys_of(TuneConfig)} | {"model.new", "tokenizer.train"}
-    sections = {name.split(".")[0] for name in keys}
-    named = {name for name in re.findall(r"`(?:--)?([a-z]+\.[a-z_]+)[`:]", guide) if name.split(".")[0] in sections} - {
-        "log.jsonl"
-    }
-    assert named - keys == set()
-    assert len(named) > 10
     for example in re.findall(r"`([a-z0-9/-]+\.yaml)`", guide):
         assert (ROOT / "examples" / example).is_file()
 

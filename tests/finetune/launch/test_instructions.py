@@ -10,6 +10,7 @@ import pytest
 
 from finetune.config.load import load_config
 from finetune.data.prepared import Prepared
+from finetune.errors import RunError
 from finetune.launch.instructions import Instructions, Refused, RunFile, decoded, encoded
 from finetune.machine.nvme import Disk
 from tests.finetune.support import small_run, write_config
@@ -45,3 +46,18 @@ def test_a_whole_configuration_arrives_as_it_was_read(tmp_path: Path) -> None:
 def test_anything_else_is_refused(line: bytes) -> None:
     with pytest.raises(msgspec.ValidationError):
         decoded(line)
+
+
+def test_keys_that_another_release_has_or_lacks_are_refused(tmp_path: Path) -> None:
+    told = msgspec.json.decode(encoded(TOLD))
+    run = RunFile(config=load_config(write_config(small_run(tmp_path, tmp_path / "run"), tmp_path / "run.yaml")))
+    run.write(tmp_path / "run.json")
+    written = msgspec.json.decode((tmp_path / "run.json").read_bytes())
+    fewer = {key: value for key, value in written["config"].items() if key != "eval"}
+    for train in ({**told["train"], "seed": 1}, {**told["train"], "prepared": {**told["train"]["prepared"], "seed": 1}}):
+        with pytest.raises(RunError, match="another release of Tessera; all nodes need the same"):
+            decoded(msgspec.json.encode({"train": train}))
+    for other in ({**written, "seed": 1}, {**written, "config": fewer}):
+        (tmp_path / "run.json").write_bytes(msgspec.json.encode(other))
+        with pytest.raises(RunError, match="another release"):
+            RunFile.read(tmp_path / "run.json")

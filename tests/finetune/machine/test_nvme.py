@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,7 @@ def test_a_disk_trains_as_memory_does_beside_another_run_and_resumes_exactly(
 
 def test_buffers_follow_from_the_models_sizes(tmp_path: Path) -> None:
     shapes = {"embedding": (1000, 4096), "bias": (4096,), "first": (512, 4096), "second": (512, 4096)}
-    settings = disk_settings(config(tmp_path, parameters="nvme"), DISK, tmp_path / "own", shapes, 2)
+    settings = disk_settings(config(tmp_path, parameters="nvme"), DISK, tmp_path / "own", shapes, 2, "cpu")
     assert settings.buffer_elements == 1000 * 4096 // 2, "one rank's part of the largest tensor"
     assert settings.buffers == 1 + 4, "one part of the largest tensor's size may come ahead"
     assert settings.sub_group_elements == sum((1000 * 4096, 4096, 512 * 4096 * 2)) // 2
@@ -108,7 +109,20 @@ def test_buffers_follow_from_the_models_sizes(tmp_path: Path) -> None:
 def test_too_small_a_disk_is_refused_with_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1 << 40, 1 << 40, 1 << 30))  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=r"offload.path: .* has 1.0 GiB free; this model needs 16\.\d"):
-        disk_settings(config(tmp_path, optimizer="nvme"), DISK, tmp_path / "own", {"embedding": (1 << 20, 1 << 10)}, 2)
+        disk_settings(config(tmp_path, optimizer="nvme"), DISK, tmp_path / "own", {"embedding": (1 << 20, 1 << 10)}, 2, "cpu")
+
+
+def test_buffers_that_a_gpu_may_not_pin_are_refused_also_where_run_device_is_left_to_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inventory, "memlock_bytes", lambda: 1 << 26)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    asked = config(tmp_path, parameters="nvme")
+    assert asked.run.device == "auto"
+    shapes = {"embedding": (1 << 16, 1 << 10)}
+    with pytest.raises(ConfigError, match=r"the buffers pin 0\.6 GiB; this process may pin 0\.06: raise it \(ulimit -l"):
+        disk_settings(asked, DISK, tmp_path / "own", shapes, 2, "cuda")
+    assert disk_settings(asked, DISK, tmp_path / "own", shapes, 2, "cpu").buffers == 5
 
 
 def test_a_missing_library_is_named_with_its_remedy(text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,6 +126,21 @@ def test_a_bad_variable_is_named() -> None:
         resolved([], {"TESSERA_DTYPE": "int4"})
 
 
+@pytest.mark.parametrize("key", ["model.dtype", "model.device", "model.verify", "rpc.reflection"])
+def test_a_word_that_is_none_of_those_allowed_is_refused_in_the_same_words_wherever_it_stands(tmp_path: Path, key: str) -> None:
+    (option,) = [option for option in all_options() if option.key == key]
+    rule = f"{key} is 'x'; it must be one of {', '.join(option.choices)}$"
+    section, name = key.split(".")
+    for place, arguments, environment in (
+        (option.flag, [option.flag, "x"], {}),
+        (option.variable, [], {option.variable: "x"}),
+        ("line 1", ["--config", written(tmp_path, f"{section}: {{{name}: x}}")], {}),
+    ):
+        with pytest.raises(ConfigError, match=f"{place}: {rule}"):
+            resolved(arguments, environment)
+    assert f"{option.flag} {{{','.join(option.choices)}}}" in cli._parser().format_help()
+
+
 def test_the_links_kubernetes_sets_for_a_service_called_tessera_are_no_options() -> None:
     assert resolved([], {"TESSERA_PORT": "tcp://10.0.0.7:50051"}).rpc.port == 50051
 

@@ -56,3 +56,13 @@ async def test_a_rehearsal_that_answers_something_else_is_a_failed_one(monkeypat
     monkeypatch.setattr(rehearsal, "module_command", lambda _: [sys.executable, "-c", "print('all is well')"])
     with pytest.raises(RankStartError, match="the process that tried the checkpoint answered with a message of 12 bytes"):
         await rehearsal.rehearse(CONFIG)
+
+
+async def test_ranks_and_rehearsals_of_another_release_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The installation was upgraded below a running server, which then starts processes of the new one."""
+    monkeypatch.setattr(wire, "form", lambda: "older")
+    says = "was told a first message of another release: Tessera was changed while the server ran; start the server again"
+    with pytest.raises(RankStartError, match=f"^rank 0 {says}$"):
+        RankExecutor(CONFIG).start()
+    with pytest.raises(RankStartError, match=f"^it {says}$"):
+        await rehearsal.rehearse(CONFIG)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import socket
 import struct
+import subprocess
+import sys
 from collections.abc import Callable
 
 import msgspec
@@ -82,7 +86,27 @@ def test_a_result_comes_out_as_it_went_in(result: StepResult) -> None:
 
 def test_the_configuration_comes_out_as_it_went_in() -> None:
     config = ServerConfig(model=ModelConfig(path="/m", max_model_len=77), cache=CacheConfig(kv_cache_gib=0.25))
-    assert wire.decode_config(wire.encode(config)) == config
+    assert wire.decode_config(wire.encode_config(config)) == config
+
+
+def test_a_configuration_from_a_release_with_other_messages_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = wire.form()
+    older = dataclasses.make_dataclass("StepPlan", [("step", int)], frozen=True)
+    monkeypatch.setattr(wire, "StepPlan", older)
+    wire.form.cache_clear()
+    message = wire.encode_config(ServerConfig(model=ModelConfig(path="/m")))
+    assert wire.form() != ours
+    monkeypatch.undo()
+    wire.form.cache_clear()
+    with pytest.raises(wire.Malformed, match="a first message of another release: Tessera was changed while the server ran"):
+        wire.decode_config(message)
+
+
+def test_the_form_of_the_messages_is_the_same_in_every_process() -> None:
+    command = [sys.executable, "-c", "from serve.worker import wire; print(wire.form())"]
+    for seed in ("1", "2"):
+        other = subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True)
+        assert other.stdout.strip() == wire.form(), other.stderr
 
 
 def test_what_a_rank_reports_comes_out_as_it_went_in() -> None:

@@ -1,0 +1,248 @@
+"""What the documents say of commands, keys, files, names and figures is what the code and the result files have."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import re
+import shlex
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import finetune.cli
+import serve.cli
+import serve.client.cli
+from configuration import keys_of
+from configuration.keys import Key
+from finetune.config import TuneConfig
+from serve.config import ServerConfig
+from tests.repo.documents import PROGRAMS, REPOSITORY, markdown_files, shell_commands
+
+PAGES = [page for page in markdown_files() if page.name != "CHANGELOG.md"]  # which also tells of what was
+RESULTS = REPOSITORY / "benchmarks" / "results"
+OTHERS_CLASSES = {"AutoPeftModelForCausalLM", "LinearAllreduce", "LinearLayer", "RetryInfo", "RssFile", "Watch", "Check"}
+"""Names of other projects, and of the kernel."""
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+
+
+@cache
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def spans_of(page: Path) -> list[str]:
+    """Code spans within the prose of a page."""
+    return re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text_of(page), flags=re.MULTILINE | re.DOTALL))
+
+
+# -- commands
+
+
+def call_in(words: Sequence[str]) -> tuple[str, list[str]] | None:
+    """Which program of ours a command starts, itself or through a launcher, and its arguments."""
+    for place, word in enumerate(words):
+        if Path(word).name in PROGRAMS:
+            return PROGRAMS[Path(word).name], list(words[place + 1 :])
+        if word == "-m" and words[place + 1] in PROGRAMS.values():
+            return words[place + 1], list(words[place + 2 :])
+    return None
+
+
+def calls_of(page: Path) -> Iterator[tuple[str, list[str]]]:
+    """Every call of our programs that a page shows, in a block or, whole, in its prose."""
+    shown = [shlex.split(span) for span in spans_of(page) if re.match(r"tessera-[a-z]+ [^.]*$", span) and "…" not in span]
+    for words in [*shell_commands(text_of(page)), *(words for words in shown if len(words) > 2)]:
+        if (call := call_in(words)) is not None:
+            yield call
+
+
+@each_page
+def test_a_command_that_is_shown_is_taken_by_its_program(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for program, words in calls_of(page):
+        parser = {"serve": serve.cli, "serve.client": serve.client.cli, "finetune": finetune.cli}[program]._parser()
+        refused, options = 0, argparse.Namespace()
+        try:
+            options = parser.parse_args(words)
+        except SystemExit as end:  # 0 after --help
+            refused = int(end.code or 0)
+        assert not refused, f"{program} {words}: {capsys.readouterr().err}"
+        overridden = {key for key, _ in getattr(options, "overrides", ())}
+        assert overridden <= keys().keys() | {"model.new"}, words
+
+
+def test_blocks_that_show_our_commands_are_marked_as_such() -> None:
+    for page in PAGES:
+        unmarked = re.findall(r"^```\n((?:torchrun|tessera-).*?)^```", text_of(page), re.MULTILINE | re.DOTALL)
+        assert unmarked == [], f"{page}: write ```sh, so that the commands are tested"
+
+
+# -- keys
+
+
+@cache
+def keys() -> Mapping[str, Key]:
+    """Every key of both commands' files."""
+    return {key.name: key for config in (TuneConfig, ServerConfig) for key in keys_of(config)}
+
+
+@each_page
+def test_a_key_that_is_named_exists_and_takes_the_value_that_is_shown(page: Path) -> None:
+    known = keys()
+    sections = {name.rsplit(".", parts)[0] for name in known for parts in range(1, name.count(".") + 1)}
+    for span in spans_of(page):
+        found = re.match(r"(?:--)?([a-z_]+(?:\.[a-z_0-9]+)+)(?:(?:: | )(.*))?$", span)
+        if (
+            not found
+            or found[1].split(".")[0] not in sections
+            or found[1].endswith((".py", ".jsonl", ".json", ".safetensors", ".pt"))
+        ):
+            continue
+        name, value = found[1], found[2]
+        assert name in known or name in sections, f"{page.name}: `{span}`"
+        if value and name in known and typing.get_origin(known[name].hint) is typing.Literal:
+            assert yaml.safe_load(value) in typing.get_args(known[name].hint), f"{page.name}: `{span}`"
+
+
+# -- files and names
+
+
+@cache
+def python_files() -> tuple[str, ...]:
+    rooms = ("benchmarks", "checkpoint", "configuration", "docs", "examples", "finetune", "host", "protos", "serve", "tests")
+    return tuple(file.relative_to(REPOSITORY).as_posix() for room in rooms for file in (REPOSITORY / room).rglob("*.py"))
+
+
+@each_page
+def test_a_python_file_that_is_named_exists(page: Path) -> None:
+    named = {span for span in spans_of(page) if re.fullmatch(r"[\w./-]+\.py", span)}
+    assert {name for name in named if not any(f"/{file}".endswith(f"/{name}") for file in python_files())} == set()
+
+
+@cache
+def members_of(name: str) -> set[str] | None:
+    """Methods and fields of a class of ours; ``None`` if there is no such class."""
+    for file in python_files():
+        text = text_of(REPOSITORY / file)
+        if re.search(rf"^class {name}\b", text, re.MULTILINE):
+            (owner,) = (node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == name)
+            parts = (part.target if isinstance(part, ast.AnnAssign) else part for part in owner.body)
+            return {getattr(part, "id", None) or getattr(part, "name", "") for part in parts}
+    return None
+
+
+@cache
+def protocol() -> str:
+    return "\n".join(file.read_text() for file in sorted((REPOSITORY / "protos").rglob("*.proto")))
+
+
+@each_page
+def test_a_class_that_is_named_exists_and_has_what_is_named_of_it(page: Path) -> None:
+    for span in spans_of(page):
+        found = re.fullmatch(r"([A-Z][A-Za-z]*[a-z][A-Za-z]*)(?:\.(\w+))?(?:\(\))?", span)
+        if found is None or found[1] in OTHERS_CLASSES or re.search(rf"\b(rpc|message|service) {found[1]}\b", protocol()):
+            continue
+        members = members_of(found[1])
+        assert members is not None, f"{page.name}: `{span}`"
+        assert found[2] is None or found[2] in members, f"{page.name}: `{span}`"
+
+
+# -- three hops
+
+
+def source_of(file: str, function: str) -> str:
+    """The body of ``Class.method`` or of a function."""
+    text = (REPOSITORY / file).read_text(encoding="utf-8")
+    owner: Any = ast.parse(text)
+    for name in function.split("."):
+        owner = next(node for node in owner.body if getattr(node, "name", None) == name)
+    return ast.get_source_segment(text, owner) or ""
+
+
+@pytest.mark.parametrize(
+    ("hops", "line"),
+    [
+        (
+            [
+                ("finetune/engines/base.py", "EngineBase._end_step"),
+                ("finetune/engines/zero/optimizer.py", "ZeroOptimizer.update"),
+            ],
+            "self._engine.step()",
+        ),
+        ([("serve/worker/runner.py", ""), ("serve/worker/sampler.py", "sample")], "token = drawn.get(row, greedy[row])"),
+    ],
+    ids=["an optimizer step", "a token"],
+)
+def test_from_the_readme_it_is_three_hops_to_the_line(hops: list[tuple[str, str]], line: str) -> None:
+    """README names the files and functions; the first leads to the last, which holds the line."""
+    readme = text_of(REPOSITORY / "README.md")
+    for file, function in hops:
+        assert f"`{file}`" in readme
+        assert not function or f"`{function}`" in readme
+    (first, within), (last, function) = hops
+    assert re.search(
+        rf"\b{function.split('.')[-1]}\(", source_of(first, within) if within else (REPOSITORY / first).read_text()
+    )
+    assert line in source_of(last, function)
+
+
+# -- figures
+
+
+def newest(pattern: str) -> dict[str, Any]:
+    file = sorted(RESULTS.glob(pattern))[-1]
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return found
+
+
+def said_in(page: str, sentence: str) -> bool:
+    return sentence in " ".join(text_of(REPOSITORY / page).split())
+
+
+def percent(share: float, digits: int = 0) -> str:
+    return f"{abs(100 * share):.{digits}f}"
+
+
+MEMORY = "docs/training/memory.md"
+
+
+def test_the_figures_of_training_are_those_of_the_result_file() -> None:
+    found = newest("training-cpu-*.json")
+    ratios = [
+        f"{found['steps'][engine][f'tessera / {peer}']:.2f}"
+        for engine in ("ZeRO-3, all offloaded", "ZeRO-2")
+        for peer in ("deepspeed", "trainer")
+    ]
+    offloaded = "a step takes {} of a bare DeepSpeed loop's time and {} of HF Trainer's with ZeRO-3 and everything offloaded"
+    assert said_in(MEMORY, (offloaded + ", {} and {} with ZeRO-2").format(*ratios))
+    assert said_in(MEMORY, f"take {percent(found['loss']['chunked memory / whole logits'])} % of the memory of whole logits")
+
+
+def test_the_figures_of_zenflow_are_those_of_the_result_file() -> None:
+    short, long = (f"{row['zenflow_to']['deepspeed']:.2f}" for row in newest("stall-cpu-*.json")["rows"])
+    assert said_in(
+        MEMORY, f"a step waited {long} as long as for DeepSpeed's CPU Adam where the host was otherwise idle for four times"
+    )
+    assert said_in(MEMORY, f"{short} where for as long")
+
+
+def test_the_figures_of_the_forecast_are_those_of_the_result_files() -> None:
+    memory = [row["difference"] for row in newest("forecast-random-cpu-*.json")["rows"]]
+    low = sorted(difference for difference in memory if abs(difference) > 0.1)
+    assert said_in(MEMORY, f"{len(memory) - len(low)} of the {len(memory)} drawn runs that were measured are within it")
+    assert said_in(MEMORY, f"are forecast {percent(low[-1], 1)} to {percent(low[0], 1)} % too low")
+    seconds = sorted(row["difference"] for row in newest("pace-random-cpu-*.json")["rows"])
+    good = [difference for difference in seconds if abs(difference) <= 0.3]
+    within = (
+        f"{len(good)} of {len(seconds)} drawn runs are within it, from {percent(good[0])} % too little to {percent(good[-1])} %"
+    )
+    assert said_in(MEMORY, f"{within} too much")
+    others = " and ".join(percent(difference) for difference in seconds if difference not in good)
+    assert said_in(MEMORY, f"are forecast {others} % too long")
