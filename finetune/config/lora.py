@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,5 +31,5 @@ class LoraConfig:
 
     def __post_init__(self) -> None:
         require(self.rank >= 1, "lora.rank", self.rank, "be at least 1")
-        require(self.alpha > 0, "lora.alpha", self.alpha, "be greater than 0")
+        require(math.isfinite(self.alpha) and self.alpha > 0, "lora.alpha", self.alpha, "be greater than 0")
         require(0.0 <= self.dropout < 1.0, "lora.dropout", self.dropout, "lie between 0 and 1, 1 excluded")

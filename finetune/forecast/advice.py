@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
+
+import yaml
 
 from finetune.config import LoraConfig, TuneConfig, ZenFlowConfig
 from finetune.errors import ConfigError
@@ -32,11 +35,12 @@ class Advice:
 
     def as_yaml(self) -> str:
         """The keys as lines of the run's file."""
-        sections: dict[str, list[str]] = {}
+        sections: dict[str, dict[str, Any]] = {}
         for key, value in self.change:
             section, name = key.split(".", 1)
-            sections.setdefault(section, []).append(f"{name}: {value}")
-        return "\n".join(f"{section}: {{{', '.join(lines)}}}" for section, lines in sections.items())
+            sections.setdefault(section, {})[name] = value
+        # Of a library, since a path may hold what means something to YAML. One line a section, however long.
+        return yaml.safe_dump(sections, default_flow_style=None, sort_keys=False, width=math.inf, allow_unicode=True).rstrip()
 
 
 def advise(

@@ -19,7 +19,7 @@ class Hardware:
     """``cpu`` or ``cuda``."""
     gpus: int
     gpu_bytes: int | None
-    """Memory of the smallest device."""
+    """Memory of the smallest device; ``None`` on a CPU, and where one of the devices does not tell."""
     ram_bytes: int
     """Host memory this run may take: what is there and not taken by others."""
     disk_bytes: int | None
@@ -37,12 +37,13 @@ def this_machine(config: TuneConfig, *, already_taken: int = 0) -> Hardware:
         already_taken: bytes of host memory that the run itself holds already.
     """
     gpus = inventory.gpu_memory_bytes()
+    known = [size for size in gpus if size is not None]
     wants_gpu = config.run.device == "cuda" or (config.run.device == "auto" and config.run.ranks <= len(gpus))
     device = "cuda" if gpus and wants_gpu else "cpu"
     return Hardware(
         device=device,
         gpus=len(gpus),
-        gpu_bytes=min(gpus) if device == "cuda" else None,
+        gpu_bytes=min(known) if device == "cuda" and len(known) == len(gpus) else None,
         ram_bytes=min(inventory.memory_bytes(), limits.memory_available() + already_taken),
         disk_bytes=free_bytes(Path(config.run.output)),
         nvme_bytes=_nvme_free(config),

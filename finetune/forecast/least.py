@@ -44,7 +44,9 @@ def check_least(config: TuneConfig) -> None:
     each = (4 if fp32 else 2) if config.lora is not None else 4 + _STATE_BYTES[config.algorithm]
     places, room = ["host memory"], hardware.ram_bytes
     if hardware.device == "cuda":
-        places, room = [*places, "device memory"], room + sum(inventory.gpu_memory_bytes())
+        if hardware.gpu_bytes is None:  # nothing is refused for want of what is not known
+            return
+        places, room = [*places, "device memory"], room + sum(size or 0 for size in inventory.gpu_memory_bytes())
     if config.offload.on_disk and hardware.nvme_bytes is not None:
         places, room = [*places, "NVMe space"], room + hardware.nvme_bytes
     if elements * each > room:

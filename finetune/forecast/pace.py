@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,12 +15,13 @@ from finetune.machine import inventory
 
 FILE: Final = "pace.json"
 _PEAK_TERAFLOPS: Final = (
-    ("B300", 2500.0), ("B200", 2250.0), ("GB200", 2500.0), ("H200", 989.0), ("H100 PCIe", 756.0), ("H100 NVL", 835.0),
-    ("H100", 989.0), ("H800", 989.0), ("H20", 148.0), ("A100", 312.0), ("A800", 312.0), ("A40", 149.7), ("A30", 165.0),
-    ("A10G", 70.0), ("A10", 125.0), ("L40S", 362.0), ("L40", 181.0), ("L4", 121.0), ("RTX 5090", 209.5), ("RTX 4090", 165.2),
-    ("RTX 4080", 97.5), ("RTX 3090", 71.0), ("RTX A6000", 154.8), ("RTX 6000 Ada", 364.2),
+    ("B300", 2500.0), ("GB300", 2500.0), ("B200", 2250.0), ("GB200", 2500.0), ("H200", 989.0), ("GH200", 989.0),
+    ("H100 PCIe", 756.0), ("H100 NVL", 835.0), ("H100", 989.0), ("H800", 989.0), ("H20", 148.0), ("A100", 312.0),
+    ("A800", 312.0), ("A40", 149.7), ("A30", 165.0), ("A10G", 70.0), ("A10", 125.0), ("L40S", 362.0), ("L40", 181.0),
+    ("L4", 121.0), ("RTX 5090", 209.5), ("RTX 4090", 165.2), ("RTX 4080", 97.5), ("RTX 3090", 71.0), ("RTX A6000", 154.8),
+    ("RTX 6000 Ada", 364.2),
 )  # fmt: skip
-"""Dense bf16 TFLOPS of common GPUs by part of their name, longer names first where one is part of another."""
+"""Dense bf16 TFLOPS of common GPUs by whole words of their name, longer ones first where one begins with another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +43,7 @@ def peak_flops(device: str, ranks: int) -> float | None:
     if not torch.cuda.is_available():
         return None
     name = torch.cuda.get_device_name(0)
-    per_device = next((peak for part, peak in _PEAK_TERAFLOPS if part in name), None)
+    per_device = next((peak for words, peak in _PEAK_TERAFLOPS if re.search(rf"\b{words}\b", name)), None)
     return None if per_device is None else per_device * 1e12 * ranks
 
 
@@ -71,7 +73,12 @@ def shape_of(config: TuneConfig) -> dict[str, Any]:
         "stages": config.pipeline.stages,
         "optimizer": config.algorithm,
         "zero": config.zero.stage,
-        "offload": [config.offload.optimizer, config.offload.parameters],
+        "offload": [config.offload.optimizer, config.offload.parameters, config.offload.ratio, config.offload.method],
+        "activations": asdict(config.activations),
+        "lora": None if config.lora is None else asdict(config.lora),
+        "packing": config.data.packing,
+        "precision": config.run.precision,
+        "threads": config.run.threads,
         "processor": inventory.cpu_description(),
     }
 

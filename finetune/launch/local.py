@@ -86,7 +86,7 @@ class RankProcesses:
         try:
             self._start(run_file, ranks, threads or max(1, inventory.usable_cores() // ranks))
         except BaseException:
-            self._kill()
+            self.__exit__()
             raise
 
     def _start(self, run_file: Path, ranks: int, threads: int) -> None:

@@ -67,9 +67,10 @@ def gpus() -> list[str]:
     return [line.strip() for line in answer.stdout.splitlines() if line.strip()]
 
 
-def gpu_memory_bytes() -> list[int]:
-    """Memory of each NVIDIA GPU, by nvidia-smi."""
-    return [int(float(gpu.split(",")[1].split()[0]) * (1 << 20)) for gpu in gpus()]
+def gpu_memory_bytes() -> list[int | None]:
+    """Memory of each NVIDIA GPU, by nvidia-smi; ``None`` of one that does not tell, as where it shares the host's memory."""
+    told = [gpu.split(",")[-2].split() for gpu in gpus()]
+    return [int(float(size) * (1 << 20)) if size.replace(".", "", 1).isdigit() else None for size, *_ in told]
 
 
 def version_of(distribution: str) -> str | None:

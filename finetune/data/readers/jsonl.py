@@ -86,7 +86,7 @@ def _parsed(line: bytes) -> Record | Fault:
     if len(line) >= _LONGEST_LINE:
         return Fault(f"is longer than {_LONGEST_LINE >> 20} MiB; JSONL has one object a line, and text belongs in a text file")
     try:
-        record = json.loads(line.decode("utf-8"))
+        record = json.loads(line.rstrip(b"\r\n").decode("utf-8"))  # a column behind its end would be of no line
     except UnicodeDecodeError as error:
         return Fault(f"byte {error.start} of the line is not UTF-8; write the file as UTF-8")
     except json.JSONDecodeError as error:

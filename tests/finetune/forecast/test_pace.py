@@ -14,6 +14,8 @@ from finetune.cli import main
 from finetune.config import (
     ActivationConfig,
     BatchConfig,
+    LoraConfig,
+    ModelConfig,
     OffloadConfig,
     OptimizerConfig,
     PipelineConfig,
@@ -228,10 +230,22 @@ def test_a_pace_is_kept_for_the_same_shape_alone(tmp_path: Path) -> None:
     kept = kept_pace(config)
     assert kept is not None
     assert kept.step_seconds == 0.5
-    changed = dataclasses.replace(config, batch=BatchConfig(micro=4))
-    assert kept_pace(changed) is None
     assert kept_pace(dataclasses.replace(config, optimizer=OptimizerConfig(lr=1.0))) == kept
-    assert kept_pace(dataclasses.replace(config, optimizer=OptimizerConfig(name="muon"))) is None
+    slower: list[dict[str, Any]] = [
+        {"batch": BatchConfig(micro=4)},
+        {"optimizer": OptimizerConfig(name="muon")},
+        {"activations": ActivationConfig(checkpoint="device")},
+        {"activations": ActivationConfig(loss_rows=8)},
+        {"offload": OffloadConfig(optimizer="cpu", ratio=0.5)},
+        {"data": dataclasses.replace(config.data, packing="isolate")},
+        {"run": dataclasses.replace(config.run, precision="bf16")},
+        {"run": dataclasses.replace(config.run, threads=1)},
+    ]
+    assert [changes for changes in slower if kept_pace(dataclasses.replace(config, **changes)) is not None] == []
+    adapted = dataclasses.replace(config, model=ModelConfig(path="base"), lora=LoraConfig(targets=("query",)))
+    keep_pace(tmp_path, adapted, step_seconds=0.25, tokens_per_second=200.0)
+    assert kept_pace(adapted) is not None
+    assert kept_pace(dataclasses.replace(adapted, lora=None)) is None
 
 
 def test_speeds_are_kept_for_such_ranks_and_engines_alone(tmp_path: Path, measured: list[int]) -> None:

@@ -1,0 +1,51 @@
+"""What devices do at best, which a run's share of is measured against."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from finetune.forecast import pace
+from finetune.forecast.pace import peak_flops
+
+
+@pytest.mark.parametrize(
+    ("name", "teraflops"),
+    [
+        ("NVIDIA GB200", 2500.0),
+        ("NVIDIA B200", 2250.0),
+        ("NVIDIA GH200 480GB", 989.0),
+        ("NVIDIA H200", 989.0),
+        ("NVIDIA H100 80GB HBM3", 989.0),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA H20", 148.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA A10G", 70.0),
+        ("NVIDIA A10", 125.0),
+        ("NVIDIA L40S", 362.0),
+        ("NVIDIA L4", 121.0),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA RTX A6000", 154.8),
+        ("NVIDIA RTX A4000", None),
+        ("NVIDIA RTX A1000", None),
+    ],
+)
+def test_a_gpu_s_peak_is_its_own_and_not_that_of_one_whose_name_it_holds(
+    name: str, teraflops: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda _: name)
+    assert peak_flops("cuda", 4) == (None if teraflops is None else 4 * teraflops * 1e12)
+
+
+def test_without_a_device_nothing_is_known_and_a_cpu_is_measured_once_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert peak_flops("cuda", 4) is None
+    monkeypatch.setattr(pace, "_cpu_peak_flops", lambda: 3e9)
+    assert peak_flops("cpu", 4) == 1.2e10
+
+
+def test_measuring_a_cpu_draws_no_random_number() -> None:
+    before = torch.get_rng_state()
+    assert pace._cpu_peak_flops(seconds=1e-6) > 0
+    assert torch.equal(torch.get_rng_state(), before), "a run's own numbers must not move"
