@@ -117,8 +117,9 @@ def located(
     changes: dict[str, Path] = {}
     # A resumed run may go on where the folder it began with is no more.
     is_open = config.run.resume == "auto" and not on_hub(given[0])
-    if given[0] is not None and not is_open and (need != "tokenizer" or (given[1] is None and config.tokenizer.train is None)):
-        changes["model"] = folder_of(given[0], "model.path", need)
+    if given[0] is not None and not is_open:
+        elsewhere = need == "tokenizer" and (given[1] is not None or config.tokenizer.train is not None)
+        changes["model"] = folder_of(given[0], "model.path", "config" if elsewhere else need)
     if given[1] is not None and need != "config":
         changes["tokenizer"] = folder_of(given[1], "tokenizer.path", "tokenizer")
     for name, folder in changes.items():
