@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from finetune.base_model.hub import folder_of, located
 from finetune.cli import main
+from finetune.config import TuneConfig
 from finetune.config.load import load_config
 from finetune.errors import ConfigError
 from finetune.model.build import load_model
