@@ -119,8 +119,11 @@ class Tokenizer:
         return text
 
 
-def read_tokenizer(folder: Folder) -> Tokenizer | None:
+def read_tokenizer(folder: Folder, model_type: str = "") -> Tokenizer | None:
     """Read the tokenizer of a model folder: ``tokenizer.json``, else ``vocab.json`` with ``merges.txt``.
+
+    Args:
+        model_type: of the model it is read for, where that is not told by the ``config.json`` beside it.
 
     Returns:
         ``None`` when the folder holds no tokenizer files.
@@ -146,6 +149,7 @@ def read_tokenizer(folder: Folder) -> Tokenizer | None:
         return None
     with _reading(file):
         model_config = folder.read_object("config.json") if folder.has("config.json") else {}
+        model_config |= {"model_type": model_type} if model_type else {}
         class_name = tokenizer_class(config, model_config, backend)
         apply_class_pipeline(backend, class_name, config, rebuilt=file == "vocab.json")
     special = _special_tokens(folder, config, class_name)

@@ -23,6 +23,10 @@ CLASS_OF_MODEL: Final = {
 }
 """The class transformers uses for a ``model_type`` where the files name none."""
 
+CLASS_WHATEVER_IS_NAMED: Final = {"qwen2": "Qwen2Tokenizer"}
+"""The class that a ``model_type`` is read with even where the files name another: transformers does not trust the name in such
+folders."""
+
 _BYTE_LEVEL: Final = ("GPT2Tokenizer", "GPTNeoXTokenizer", "CodeGenTokenizer")
 _REBUILDING: Final = (*_BYTE_LEVEL, "Qwen2Tokenizer", "LlamaTokenizer")
 
@@ -39,8 +43,8 @@ def tokenizer_class(tokenizer_config: dict[str, Any], model_config: dict[str, An
     named = str(tokenizer_config.get("tokenizer_class") or model_config.get("tokenizer_class") or "").removesuffix("Fast")
     if named == "LlamaTokenizer" and _is_byte_level(backend):
         return ""  # Llama 3 and others name the old class though their file is of another kind
-    if named and model_type == "qwen2":
-        return registered  # transformers does not trust the name in such folders
+    if named and model_type in CLASS_WHATEVER_IS_NAMED:
+        return CLASS_WHATEVER_IS_NAMED[model_type]
     chosen = named or registered
     return chosen if chosen in _REBUILDING else ""
 

@@ -19,10 +19,11 @@ from prometheus_client import (
     ProcessCollector,
     disable_created_metrics,
     generate_latest,
+    make_wsgi_app,
 )
 
-from serve import endpoint
-from serve.endpoint import MetricsEndpoint
+from host import endpoint
+from host.endpoint import MetricsEndpoint
 from serve.engine.executor import ModelFacts
 from serve.engine.stats import EngineStats
 from serve.errors import (
@@ -268,7 +269,7 @@ class Metrics:
         """
         bare_host = "127.0.0.1" if host.startswith("unix:") else host.strip("[]")
         try:
-            return endpoint.listen(self.registry, bare_host, port)
+            return endpoint.listen(make_wsgi_app(self.registry), bare_host, port)
         except OSError as error:
             raise ConfigError(f"rpc.metrics_port: cannot listen on {bare_host}:{port}: {error.strerror or error}") from error
 

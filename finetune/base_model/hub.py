@@ -15,6 +15,7 @@ from typing import Final, Literal
 from checkpoint.tokenizer_files import TOKENIZER_FILES
 from finetune.config import TuneConfig
 from finetune.errors import ConfigError
+from finetune.output.folder import CHECKPOINTS, RESUME, step_folders
 
 Need = Literal["config", "tokenizer", "model"]
 """``config.json`` alone; the tokenizer with it; the weights with both."""
@@ -71,6 +72,12 @@ def folder_of(name: str | Path, key: str, need: Need = "model") -> Path:
     return folder
 
 
+def _has_saves(config: TuneConfig) -> bool:
+    """Whether a run goes on from something."""
+    output = Path(config.run.output)
+    return config.run.resume == "auto" and any(step_folders(output / root) for root in (RESUME, CHECKPOINTS))
+
+
 def _holds(folder: Path, patterns: Sequence[str]) -> bool:
     return any(next(folder.glob(pattern), None) is not None for pattern in patterns)
 
@@ -106,6 +113,8 @@ def located(
 ) -> TuneConfig:
     """The configuration with folders in the place of names of the hub.
 
+    Of a run that goes on a name is left as it is where the hub's snapshot is not to be had: the run's saves may do without.
+
     Args:
         say: told which folder a name of the hub is.
         need: what of ``model.path`` will be opened; less than the model where that is not trained.
@@ -117,8 +126,14 @@ def located(
     changes: dict[str, Path] = {}
     # A resumed run may go on where the folder it began with is no more.
     is_open = config.run.resume == "auto" and not on_hub(given[0])
-    if given[0] is not None and not is_open and (need != "tokenizer" or (given[1] is None and config.tokenizer.train is None)):
-        changes["model"] = folder_of(given[0], "model.path", need)
+    if given[0] is not None and not is_open:
+        elsewhere = need == "tokenizer" and (given[1] is not None or config.tokenizer.train is not None)
+        try:
+            changes["model"] = folder_of(given[0], "model.path", "config" if elsewhere else need)
+        except ConfigError as error:
+            if need == "tokenizer" or not _has_saves(config):
+                raise
+            say(str(error))
     if given[1] is not None and need != "config":
         changes["tokenizer"] = folder_of(given[1], "tokenizer.path", "tokenizer")
     for name, folder in changes.items():

@@ -20,7 +20,7 @@ from checkpoint.latest import is_root, resolve_latest
 from checkpoint.manifest import load_manifest
 from checkpoint.recognise import locate
 from finetune.base_model.given import given_of
-from finetune.base_model.hub import hint_for
+from finetune.base_model.hub import hint_for, on_hub
 from finetune.config import TuneConfig
 from finetune.content import sampled_sha256
 from finetune.errors import ConfigError
@@ -138,20 +138,27 @@ def settle_base(config: TuneConfig, say: Callable[[str], None]) -> TuneConfig:
     """
     if config.model.path is None:
         return config
-    given = Path(config.model.path)
-    resuming = config.run.resume == "auto"
-    save = newest_manifest(Path(config.run.output)) if resuming else None
+    save = newest_manifest(Path(config.run.output)) if config.run.resume == "auto" else None
     began_with = None if save is None else recorded_in(save.extra)
     try:
-        places, problem = candidates(given), ""
+        places, problem = _places(config.model.path), ""
     except CheckpointError as error:
-        if began_with is None:
+        if save is None:
             raise ConfigError(f"model.path: {config.model.path}: {error}{hint_for(config.model.path)}") from error
         places, problem = [], str(error)
-    folder = places[0] if began_with is None else _resumed(config, began_with, places, problem, say)
+    if began_with is not None:
+        folder = _resumed(config, began_with, places, problem, say)
+    else:
+        folder = places[0] if places else _by_its_own(config, problem, say)
     if save is not None and began_with is None and config.lora is not None:
         say(f"model.path: the saves of {config.run.output} do not say what their base held; {folder} is taken for it, unproved")
     return replace(config, model=replace(config.model, path=str(folder)))
+
+
+def _places(given: str) -> list[Path]:
+    if on_hub(given):  # ``located`` found no snapshot, and left it to what the run saved
+        raise CheckpointError(given, "neither in the cache of the hub nor to be had from it")
+    return candidates(Path(given))
 
 
 def _resumed(config: TuneConfig, wanted: Base, places: list[Path], problem: str, say: Callable[[str], None]) -> Path:
@@ -177,8 +184,13 @@ def _resumed(config: TuneConfig, wanted: Base, places: list[Path], problem: str,
     if places:
         say(f"model.path: {places[0]} is not what this run began with, {wanted}; it goes on with the weights it saved")
         return places[0]
-    own = newest_whole(Path(config.run.output) / CHECKPOINTS)
+    return _by_its_own(config, problem, say)
+
+
+def _by_its_own(config: TuneConfig, problem: str, say: Callable[[str], None]) -> Path:
+    """The run's own newest checkpoint, which tells all that its base would, for a run that saves whole weights."""
+    own = None if config.lora is not None else newest_whole(Path(config.run.output) / CHECKPOINTS)
     if own is None:
-        raise ConfigError(f"model.path: {config.model.path}: {problem}")
+        raise ConfigError(f"model.path: {config.model.path}: {problem}{hint_for(str(config.model.path))}")
     say(f"model.path: {problem}; the run goes on without it, by what it saved itself: {own}")
     return own.resolve()

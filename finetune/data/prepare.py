@@ -43,6 +43,7 @@ def prepare(
     workers: int = 1,
     progress: Callable[[int, int], None] = lambda done, total: None,
     kept_tokenizer: Path | None = None,
+    of_model: bool = True,
 ) -> Prepared:
     """Tokenise the data of a run, or find it done already.
 
@@ -52,6 +53,7 @@ def prepare(
         workers: processes that tokenise; the result does not depend on it.
         progress: told how many units of work are done, and how many there are.
         kept_tokenizer: folder of the tokenizer to take instead of learning one (``tokenizer.train``).
+        of_model: see ``prepare_encoding``.
 
     Raises:
         DataError: a text is at fault, or there is less than one row of it.
@@ -61,8 +63,15 @@ def prepare(
     check()
     root = Path(config.data.folder).expanduser() if config.data.folder else Path(config.run.output) / "data"
     with _held(root, say, check):
-        skips = config.data.invalid == "skip"
-        encoding = prepare_encoding(config, inputs, root / "tokenizers", say, skip_faults=skips, kept=kept_tokenizer)
+        encoding = prepare_encoding(
+            config,
+            inputs,
+            root / "tokenizers",
+            say,
+            kept=kept_tokenizer,
+            skip_faults=config.data.invalid == "skip",
+            of_model=of_model,
+        )
         return _prepare(config, inputs, encoding, root, say, check, workers=workers, progress=progress)
 
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
+
+TOKENIZER_CLASS: Final = "tokenizer.class"
+"""Among the settings of a save: the class that the model's type demands of its tokenizer, and that its data were made with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,11 +10,16 @@ from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 
+from checkpoint import CheckpointError
+from checkpoint.config import CONFIG
+from checkpoint.structure import model_config, tokenizer_place
+from checkpoint.tokenizer_class import CLASS_WHATEVER_IS_NAMED
 from checkpoint.tokenizer_files import TEMPLATE as CHAT_TEMPLATE
+from checkpoint.tokenizer_files import TOKENIZER_FILES
 from finetune.config import TuneConfig
 from finetune.data.inputs import Inputs, digest, source_identity
 from finetune.data.templates import named_template, own_template
-from finetune.data.tokenizer import copy_tokenizer, train_tokenizer
+from finetune.data.tokenizer import copy_tokenizer, set_class, train_tokenizer
 from finetune.data.workers import Encoding
 from finetune.errors import ConfigError
 
@@ -26,13 +31,21 @@ _NO_TEMPLATE = (
 
 
 def prepare_encoding(
-    config: TuneConfig, inputs: Inputs, root: Path, say: Say, *, kept: Path | None = None, skip_faults: bool = False
+    config: TuneConfig,
+    inputs: Inputs,
+    root: Path,
+    say: Say,
+    *,
+    kept: Path | None = None,
+    skip_faults: bool = False,
+    of_model: bool = True,
 ) -> Encoding:
     """The tokenizer and the chat template of a run, in a folder of their own below ``root``.
 
     Args:
         kept: folder of a tokenizer that was learned before, to be taken instead of learning one from these data.
         skip_faults: learn a tokenizer from what can be read, and leave faults to who reads next.
+        of_model: give the tokenizer the class that the model's checkpoints are read with. Runs of earlier releases did not.
 
     Raises:
         ConfigError: one of them is at fault, or a conversation has no template.
@@ -43,7 +56,13 @@ def prepare_encoding(
     if conversations and given is None and config.tokenizer.train is not None:
         raise ConfigError(_NO_TEMPLATE)  # a new tokenizer brings none: said before it is learned
     learns = config.tokenizer.train is not None and kept is None
+    model_type = model_type_of(config) if kept is None and of_model else ""
+    class_name = CLASS_WHATEVER_IS_NAMED.get(model_type, "")
     identity = _tokenizer_identity(config, inputs) if kept is None else files_digest(kept)
+    if class_name:
+        identity = [identity, class_name]
+        if learns or config.tokenizer.path is not None:
+            say(f"tokenizer: read as {class_name} whatever its files say, as that of every model of model_type {model_type} is")
     fingerprint = digest(identity, given[0] if given else None)
     folder = root / fingerprint
     if not (folder / "tokenizer.json").is_file():
@@ -54,10 +73,13 @@ def prepare_encoding(
                 files = sum(len(source.files) for source in inputs.train)
                 say(f"learning a tokenizer of {config.tokenizer.train.vocab_size} ids from {files} files")
                 pieces = (piece for source in inputs.train for piece in source.pieces(skip_faults=skip_faults))
-                train_tokenizer(pieces, config.tokenizer.train, work)
+                train_tokenizer(pieces, config.tokenizer.train, work, class_name)
+            elif kept is not None:
+                shutil.copytree(kept, work, ignore=lambda _, names: set(names) - set(TOKENIZER_FILES))
             else:
-                source, key = _tokenizer_source(config) if kept is None else (kept, "tokenizer")
+                source, key = _tokenizer_source(config)
                 copy_tokenizer(source, work, key)
+                set_class(work, model_type, key)
             if given:
                 (work / CHAT_TEMPLATE).write_text(given[0], encoding="utf-8")
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -95,15 +117,38 @@ def _tokenizer_source(config: TuneConfig) -> tuple[Path, str]:
     if config.tokenizer.path is not None:
         return Path(config.tokenizer.path).expanduser(), "tokenizer.path"
     assert config.model.path is not None, "TuneConfig refuses a new model without a tokenizer"
-    path = Path(config.model.path).expanduser()
-    from checkpoint import CheckpointError
-    from checkpoint.structure import tokenizer_place
     from finetune.base_model.given import given_of
+
+    try:
+        return tokenizer_place(_model_folder(config.model.path), given_of(config.model)), "model.path"
+    except CheckpointError as error:
+        raise ConfigError(f"model.path: {config.model.path}: {error}") from error
+
+
+def model_type_of(config: TuneConfig) -> str:
+    """The ``model_type`` of the model that is trained; empty where its folder does not tell.
+
+    Raises:
+        ConfigError: the folder is not there.
+    """
+    if config.model.new is not None:
+        return str(config.model.new["model_type"])
+    assert config.model.path is not None, "ModelConfig holds exactly one of the two"
+    from finetune.base_model.given import given_of
+
+    try:
+        return str(model_config(_model_folder(config.model.path), given_of(config.model))[0]["model_type"])
+    except CheckpointError:
+        return ""
+
+
+def _model_folder(given: str) -> Path:
+    path = Path(given).expanduser()
+    if (path / CONFIG).is_file():
+        return path
     from finetune.base_model.identity import candidates
 
     try:
-        if not (path / "config.json").is_file():
-            path = candidates(path)[0]
-        return tokenizer_place(path, given_of(config.model)), "model.path"
+        return candidates(path)[0]
     except CheckpointError as error:
-        raise ConfigError(f"model.path: {config.model.path}: {error}") from error
+        raise ConfigError(f"model.path: {given}: {error}") from error

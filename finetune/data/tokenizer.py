@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
@@ -12,6 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from checkpoint import CheckpointError
 from checkpoint.folder import Folder
 from checkpoint.tokenizer import END_OF_TEXT, Tokenizer, open_as_written, read_tokenizer
+from checkpoint.tokenizer_class import CLASS_WHATEVER_IS_NAMED, apply_class_pipeline
 from checkpoint.tokenizer_files import TOKENIZER_CONFIG, TOKENIZER_FILES, check_tokenizer_files
 from finetune.config import TrainTokenizerConfig
 from finetune.data.readers import Piece
@@ -21,15 +24,20 @@ _AS_WRITTEN = "PreTrainedTokenizerFast"
 """The class of transformers that takes ``tokenizer.json`` as it is."""
 
 
-def train_tokenizer(pieces: Iterator[Piece], config: TrainTokenizerConfig, folder: Path) -> None:
+def train_tokenizer(pieces: Iterator[Piece], config: TrainTokenizerConfig, folder: Path, class_name: str = "") -> None:
     """Learn a byte-level BPE from at most ``config.max_bytes`` of text and save it in ``folder``.
 
-    The result opens in ``tokenizers`` and in transformers, and any text comes back unchanged from its ids.
+    The result opens in ``tokenizers`` and in transformers, and any text comes back from its ids: unchanged, or in the Unicode
+    form that ``class_name`` makes of it.
+
+    Args:
+        class_name: the tokenizer class that the model's files are read with whatever they name; words are cut as it does.
     """
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    apply_class_pipeline(tokenizer, class_name, {}, rebuilt=False)
     trainer = trainers.BpeTrainer(
         vocab_size=config.vocab_size,
         special_tokens=[END_OF_TEXT],
@@ -40,14 +48,14 @@ def train_tokenizer(pieces: Iterator[Piece], config: TrainTokenizerConfig, folde
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     description = {
-        "tokenizer_class": _AS_WRITTEN,
+        "tokenizer_class": class_name or _AS_WRITTEN,
         "bos_token": END_OF_TEXT,
         "eos_token": END_OF_TEXT,
         "unk_token": END_OF_TEXT,
         "clean_up_tokenization_spaces": False,
         "model_max_length": int(1e30),
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
+    _write_config(folder / TOKENIZER_CONFIG, description)
 
 
 def _up_to(pieces: Iterator[Piece], max_bytes: int) -> Iterator[str]:
@@ -134,21 +142,77 @@ def _settle_pipeline(source: Path, copy: Path) -> None:
     _name_class(copy / TOKENIZER_CONFIG, type(opened).__name__)
 
 
+def set_class(folder: Path, model_type: str, key: str) -> None:
+    """Give the copy in ``folder`` the tokenizer class that a checkpoint of ``model_type`` is read with, where that is one
+    whatever the files name and it makes other ids of a text: what is trained is then what is served.
+
+    Raises:
+        ConfigError: the vocabulary is not one that the class can be used with; names ``key``.
+    """
+    if is_served_alike(folder, model_type):
+        return
+    class_name, served = CLASS_WHATEVER_IS_NAMED[model_type], open_tokenizer(folder, model_type)
+    if any(letter not in served.backend.get_vocab() for letter in _letters()):
+        raise ConfigError(
+            f"{key}: a model of model_type {model_type} is read with {class_name}, whatever its tokenizer's files say, and the "
+            f"vocabulary is not the byte-level one that {class_name} needs; give a byte-level tokenizer, or learn one "
+            "(tokenizer.train)"
+        )
+    written = open_as_written(Folder(folder))
+    for part in ("normalizer", "pre_tokenizer", "decoder"):
+        setattr(written, part, getattr(served.backend, part))
+    written.save(str(folder / "tokenizer.json"))
+    _write_config(folder / TOKENIZER_CONFIG, {**_config_in(folder / TOKENIZER_CONFIG), "tokenizer_class": class_name})
+
+
+def is_served_alike(folder: Path, model_type: str) -> bool:
+    """Whether the files in ``folder`` give the same ids, and templates the same special tokens, beside a model of that type."""
+    if model_type not in CLASS_WHATEVER_IS_NAMED:
+        return True
+    one, other = open_tokenizer(folder), open_tokenizer(folder, model_type)
+    return one.backend.to_str() == other.backend.to_str() and one.special_tokens == other.special_tokens
+
+
+@cache
+def _letters() -> frozenset[str]:
+    """How byte-level vocabularies write the bytes that UTF-8 text can hold."""
+    text = "".join(map(chr, [*range(0x800), *range(0x800, 0xD800, 0x800), *range(0xE000, 0x110000, 0x1000)]))
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return frozenset("".join(piece for piece, _ in as_bytes.pre_tokenize_str(text)))
+
+
+def named_class(folder: Path) -> str:
+    """The tokenizer class that the files in ``folder`` name; empty if they name none."""
+    return str(_config_in(folder / TOKENIZER_CONFIG).get("tokenizer_class") or "")
+
+
 def _name_class(file: Path, name: str) -> None:
-    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    config = _config_in(file)
     if not config.get("tokenizer_class"):
         config["tokenizer_class"] = _AS_WRITTEN if name == "TokenizersBackend" else name  # the new name of the same
-        file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        _write_config(file, config)
 
 
-def open_tokenizer(folder: Path) -> Tokenizer:
+def _config_in(file: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return config
+
+
+def _write_config(file: Path, config: dict[str, Any]) -> None:
+    file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def open_tokenizer(folder: Path, model_type: str = "") -> Tokenizer:
     """The tokenizer in ``folder``, as a server reads it.
+
+    Args:
+        model_type: of the model it is read for, where no ``config.json`` beside it says so.
 
     Raises:
         ConfigError: it is missing or broken.
     """
     try:
-        tokenizer = read_tokenizer(Folder(folder))
+        tokenizer = read_tokenizer(Folder(folder), model_type)
     except CheckpointError as error:
         raise ConfigError(f"{folder / error.file}: {error.rule}") from error
     if tokenizer is None:

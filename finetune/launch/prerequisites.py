@@ -7,8 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from checkpoint.tokenizer_class import CLASS_WHATEVER_IS_NAMED
 from finetune.config import TuneConfig
-from finetune.data.prepared import Prepared
+from finetune.data.prepared import TOKENIZER_CLASS, Prepared
 from finetune.errors import ConfigError
 from finetune.launch.instructions import Instructions
 from finetune.machine import ops
@@ -75,10 +76,19 @@ def _prepared(config: TuneConfig, say: Say, check: Callable[[], None]) -> Prepar
     if saved is None:
         return prepare(config, say, check)
     from finetune.data.resumed import agreed_data, check_tokenizer
+    from finetune.data.settings import model_type_of
+    from finetune.data.tokenizer import is_served_alike
 
     settings, checkpoint = saved
     changeable = config.data.changed == "accept" and config.tokenizer.train is not None
-    prepared = prepare(config, say, check, kept_tokenizer=checkpoint if changeable else None)
+    kept = checkpoint if changeable else None
+    of_model = TOKENIZER_CLASS in settings
+    prepared = prepare(config, say, check, kept_tokenizer=kept, of_model=of_model)
+    if not of_model and not is_served_alike(prepared.tokenizer_folder, model_type := model_type_of(config)):
+        say(
+            "tokenizer: this run goes on with the ids that an earlier release began it with; a server reads the tokenizer of a "
+            f"{model_type} model as {CLASS_WHATEVER_IS_NAMED[model_type]}, which makes others of some texts"
+        )
     prepared = agreed_data(config, prepared, settings, say)
     if config.data.changed == "accept":
         # The newest save may turn out to be damaged; the one before it may be of data before another change.

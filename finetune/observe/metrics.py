@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
-import threading
-from dataclasses import dataclass
 from typing import Any, Final
-from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, make_wsgi_app
 
 from finetune.errors import ConfigError
+from host import endpoint
+from host.endpoint import MetricsEndpoint
 
 HOST: Final = "127.0.0.1"
 SECONDS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0)
 _SKIP_CAUSES: Final = ("loss", "gradient", "scale")
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """A running HTTP endpoint that answers ``/metrics``."""
-
-    port: int
-    _server: WSGIServer
-    _thread: threading.Thread
-
-    @property
-    def url(self) -> str:
-        return f"http://{HOST}:{self.port}/metrics"
-
-    def close(self) -> None:
-        """Stop listening and wait for the endpoint's thread."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
 
 
 class TrainMetrics:
@@ -106,16 +86,15 @@ class TrainMetrics:
     def spiked(self) -> None:
         self._spikes.inc()
 
-    def listen(self, port: int) -> Endpoint:
+    def listen(self, port: int) -> MetricsEndpoint:
         """Serve the registry on a thread of its own; port 0 picks a free one.
 
         Raises:
             ConfigError: the port cannot be bound.
         """
         try:
-            server, thread = start_http_server(port, HOST, self.registry)
+            return endpoint.listen(make_wsgi_app(self.registry), HOST, port)
         except OSError as error:
             raise ConfigError(
                 f"log.metrics_port is {port}; {HOST}:{port} cannot be bound: {error.strerror or error}. Take another, or 0"
             ) from error
-        return Endpoint(server.server_port, server, thread)

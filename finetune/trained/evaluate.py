@@ -163,7 +163,7 @@ def _scored(model: PreTrainedModel, folder: Path, sources: Sequence[Source], dat
             tokenizer=TokenizerConfig(path=str(folder)),
         )
         inputs = Inputs(train=tuple(sources), held_out=(), packing="none")
-        encoder, _ = encoder_of(prepare_encoding(config, inputs, Path(scratch), lambda _: None))
+        encoder, _ = encoder_of(prepare_encoding(config, inputs, Path(scratch), lambda _: None, of_model=False))
         for source in sources:
             for unit in units_of(source):
                 for part, position, item in encoded_items(encoder, source, unit):

@@ -21,17 +21,23 @@ EVENTS_AHEAD: Final = 256
 
 
 async def run_batch(
-    requests: AsyncIterator[inference_pb2.GenerateRequest | Malformed], start: Start, config: ServerConfig
+    requests: AsyncIterator[inference_pb2.GenerateRequest | Malformed],
+    start: Start,
+    leave: Callable[[Stream], None],
+    config: ServerConfig,
 ) -> AsyncIterator[inference_pb2.GenerateEvent]:
     """Events of all requests, as they come.
 
     Requests are read as fast as there is room for them: a client may send more than the server's queue holds. A request
     that fails ends with an error event.
 
+    Args:
+        leave: ends a stream that nobody reads any more.
+
     Raises:
         EngineDown: the engine died; the requests it took along have had their error events.
     """
-    batch = _Batch(start, room=min(2 * config.scheduler.max_num_seqs, config.admission.max_queued_requests))
+    batch = _Batch(start, leave, room=min(2 * config.scheduler.max_num_seqs, config.admission.max_queued_requests))
     reading = asyncio.create_task(batch.read(requests))
     try:
         while (message := await batch.events.get()) is not None:
@@ -47,11 +53,12 @@ async def run_batch(
 class _Batch:
     """The requests of one call that are running."""
 
-    def __init__(self, start: Start, *, room: int) -> None:
+    def __init__(self, start: Start, leave: Callable[[Stream], None], *, room: int) -> None:
         self.events: asyncio.Queue[inference_pb2.GenerateEvent | None] = asyncio.Queue(EVENTS_AHEAD)
         """``None`` is the end: every request was read, and has ended."""
         self.engine_down: EngineDown | None = None
         self._start = start
+        self._leave = leave
         self._room = asyncio.Semaphore(room)
         self._running: set[asyncio.Task[None]] = set()
 
@@ -90,7 +97,7 @@ class _Batch:
                     if messages.says_something(event, generation):
                         await self.events.put(await messages.event_message(event, generation))
             finally:
-                stream.close()
+                self._leave(stream)
         except RequestError as error:
             if isinstance(error, EngineDown):
                 self.engine_down = error

@@ -50,8 +50,13 @@ class _Sequence:
 class Scorer:
     """Owns the streams of scoring calls while they last, so that one name aborts all items of a call."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, leave: Callable[[Stream], None]) -> None:
+        """
+        Args:
+            leave: ends a stream that nobody reads any more.
+        """
         self._gateway = gateway
+        self._leave = leave
         self._live: dict[RequestId, set[Stream]] = {}
 
     async def score(self, request: inference_pb2.ScoreRequest, model: ServedModel, call: Call) -> inference_pb2.ScoreResponse:
@@ -93,8 +98,8 @@ class Scorer:
             stream.cut(RequestAborted("the request was aborted by an administrator"))
         return bool(streams)
 
-    @staticmethod
     async def _one(
+        self,
         result: inference_pb2.ScoreResult,
         sequence: _Sequence,
         generation: Callable[[], Generation],
@@ -115,7 +120,7 @@ class Scorer:
                         result.usage.CopyFrom(messages.usage(event.usage))
             finally:
                 streams.discard(stream)
-                stream.close()
+                self._leave(stream)
 
 
 def _sequences(request: inference_pb2.ScoreRequest, model: ServedModel) -> list[_Sequence]:

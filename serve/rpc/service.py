@@ -10,7 +10,7 @@ from serve.rpc import convert, messages
 from serve.rpc.batch import run_batch
 from serve.rpc.context import Context
 from serve.rpc.convert import Call
-from serve.rpc.deadlines import LEAST_SECONDS, is_expired
+from serve.rpc.deadlines import LEAST_SECONDS, leave
 from serve.rpc.decoding import Malformed
 from serve.rpc.model import Models, ServedModel
 from serve.rpc.scoring import Scorer
@@ -32,7 +32,7 @@ class InferenceService:
         self._models = models
         self._metrics = metrics
         self._clock = clock
-        self.scorer = Scorer(gateway)
+        self.scorer = Scorer(gateway, self._leave)
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> inference_pb2.GenerateResponse:
         """Generate and answer once."""
@@ -65,7 +65,7 @@ class InferenceService:
             generation = await convert.to_generation(request, model, now)
             return generation, self._gateway.start(generation, model.edition)
 
-        async for message in run_batch(requests, start, self._gateway.config):
+        async for message in run_batch(requests, start, self._leave, self._gateway.config):
             yield message
 
     async def Score(self, request: inference_pb2.ScoreRequest, context: Context) -> inference_pb2.ScoreResponse:
@@ -79,11 +79,7 @@ class InferenceService:
         return stream
 
     def _leave(self, stream: Stream) -> None:
-        """The call is over. gRPC's own timer may end it at the deadline before the engine does: that is no cancel."""
-        deadline, arrival = stream.generation.deadline_seconds, stream.generation.arrival_seconds
-        if deadline is not None and is_expired(deadline - self._clock(), deadline - arrival):
-            stream.cut(DeadlineExpired("the request's deadline passed"))
-        stream.close()
+        leave(stream, self._clock())
 
     def _model(self) -> ServedModel:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
@@ -16,12 +17,15 @@ from safetensors.torch import load_file
 
 from finetune.base_model.hub import folder_of, located
 from finetune.cli import main
+from finetune.config import TuneConfig
 from finetune.config.load import load_config
 from finetune.errors import ConfigError
 from finetune.model.build import load_model
+from tests.finetune.base_model.test_identity import begin, settled_path
+from tests.finetune.base_model.test_identity import save as save_checkpoint
 from tests.finetune.support import run_command, small_run, write_config
 from tests.finetune.train.test_tune import losses_of
-from tests.support.models import save
+from tests.support.models import build, save
 
 COMMITS = ("a" * 40, "b" * 40)
 
@@ -210,6 +214,46 @@ def test_what_is_far_too_large_is_not_downloaded(tmp_path: Path, monkeypatch: py
     tree["model"] = {"path": "hf:someone/huge"}
     assert main(["tune", str(write_config(tree, tmp_path / "run.yaml"))]) == 2
     assert asked == ["config.json", "generation_config.json"]
+
+
+def test_a_run_goes_on_without_the_hub_by_its_base_or_by_what_it_saved(
+    tmp_path: Path, text_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    into_cache(tmp_path / "hub", "someone/own", save("gpt_neox", tmp_path / "model"), COMMITS[0], "main")
+    tree = small_run(text_folder, tmp_path / "run", run={"resume": "auto"})
+    file = write_config({**tree, "model": {"path": "hf:someone/own"}, "tokenizer": {}}, tmp_path / "run.yaml")
+    config, adapters = load_config(file), load_config(file, [("lora.rank", "2")])
+    base = begin(located(config))
+    root = tmp_path / "hub" / "models--someone--own"
+    assert base == (root / "snapshots" / COMMITS[0]).resolve()
+
+    def gone_on(config: TuneConfig) -> tuple[Path, list[str]]:
+        said: list[str] = []
+        return settled_path(located(config, said.append), said), said
+
+    assert gone_on(config) == (base, [f"hf:someone/own is {root / 'snapshots' / COMMITS[0]}"])
+    (root / "refs" / "main").unlink()  # the name means nothing any more, but the snapshot is there
+    for one in (config, adapters):
+        folder, said = gone_on(one)
+        assert folder == base
+        assert "revision main of someone/own is not in the cache" in said[0]
+        assert said[1].endswith(f"going on with {base}, this run's base")
+    shutil.rmtree(root)
+    with pytest.raises(ConfigError, match=r"nor to be had from it; the adapters .* it is there no more: put it back"):
+        gone_on(adapters)
+    with pytest.raises(ConfigError, match="nor to be had from it"):
+        gone_on(config)
+    own = save_checkpoint(build("gpt_neox"), tmp_path / "run" / "checkpoints", 2)
+    folder, said = gone_on(config)
+    assert folder == own.resolve()
+    assert "goes on without it, by what it saved itself" in said[1]
+    shutil.rmtree(tmp_path / "run" / "resume")  # weights alone record no base, and hold all the same
+    assert gone_on(config)[0] == own.resolve()
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(ConfigError, match="revision main of someone/own is not in the cache"):
+        located(config)
 
 
 @pytest.mark.slow

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import socket
+import threading
 import urllib.request
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 
 from finetune.errors import ConfigError
 from finetune.observe.metrics import TrainMetrics
+from host.endpoint import MAX_CONNECTIONS
 
 FROZEN = {
     "tessera_train_loss": "gauge",
@@ -75,6 +78,20 @@ def test_steps_skips_and_saves_are_counted() -> None:
         'tessera_train_memory_bytes{where="host"} 1.048576e+06',
     ):
         assert line in text.splitlines()
+
+
+def test_half_open_connections_get_few_threads_and_do_not_stop_a_scrape() -> None:
+    endpoint, before = TrainMetrics().listen(0), threading.active_count()
+    host, _, port = endpoint.address.rpartition(":")
+    with contextlib.ExitStack() as stack:
+        try:
+            for _ in range(100):
+                stack.enter_context(socket.create_connection((host, int(port)), timeout=30))
+            with urllib.request.urlopen(endpoint.url, timeout=30) as answer:
+                assert b"tessera_train_step 0.0" in answer.read()
+            assert threading.active_count() <= before + MAX_CONNECTIONS
+        finally:
+            endpoint.close()
 
 
 def test_a_port_in_use_is_named() -> None:
