@@ -18,7 +18,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from serve.errors import ConfigError
+
 INTERFACE_NAME: Final = "tessera_paged"
+_WITHOUT_MEANING: Final = frozenset(("dropout", "position_ids", "use_cache", "output_attentions", "output_hidden_states"))
+"""Keywords of transformers' attention modules that change nothing here: the step's layout says what they would."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,9 +303,19 @@ def _through_interface(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    **_: object,
+    **others: object,
 ) -> tuple[Tensor, None]:
-    """What transformers' attention modules call: q [1, H, T, D], k and v [1, G, T, D]; returns [1, T, H, D]."""
+    """What transformers' attention modules call: q [1, H, T, D], k and v [1, G, T, D]; returns [1, T, H, D].
+
+    Raises:
+        ConfigError: the module asks for more than is computed here.
+    """
+    unknown = [name for name, value in others.items() if name not in _WITHOUT_MEANING and value is not None]
+    if unknown or attention_mask is not None:
+        asked = ", ".join(unknown or ["attention_mask"])
+        raise ConfigError(
+            f"{type(module).__name__} asks attention for {asked}, which is not computed; this model is not served"
+        )
     attention: PagedAttention = module.tessera_attention  # type: ignore[assignment]  # nn.Module names modules and tensors only
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     return attention(query, key, value, scale, sliding_window or 0), None

@@ -7,10 +7,20 @@ import random
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import AttentionInterface
 from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb
 
-from serve.model.attention import Backend, CpuKernelBackend, LayerCache, StepLayout, TorchBackend
+from serve.errors import ConfigError
+from serve.model.attention import (
+    INTERFACE_NAME,
+    Backend,
+    CpuKernelBackend,
+    LayerCache,
+    StepLayout,
+    TorchBackend,
+    register_interface,
+)
 from serve.worker.kv_cache import allocate
 from tests.support.kernels import cpu_kernels
 
@@ -169,3 +179,13 @@ def test_strided_inputs_are_read_where_they_lie(backend: Backend) -> None:
     out = backend.attend(query, key, value, cache, layout, scale=0.2, window=0)
 
     torch.testing.assert_close(out.double(), sequence.expected(0.2, 0), rtol=3e-6, atol=3e-6)
+
+
+@pytest.mark.parametrize("asked", [{"position_bias": torch.zeros(1)}, {"is_causal": False}, {"something_new": 0.0}])
+def test_what_attention_is_asked_for_and_does_not_know_is_refused_by_name(asked: dict[str, object]) -> None:
+    """A keyword that were dropped would change every token without a word."""
+    register_interface()
+    attend = AttentionInterface()[INTERFACE_NAME]
+    heads = torch.zeros(1, 2, 3, 4)
+    with pytest.raises(ConfigError, match=f"Linear asks attention for {next(iter(asked))}"):
+        attend(nn.Linear(1, 1), heads, heads, heads, None, scaling=1.0, dropout=0.0, **asked)
