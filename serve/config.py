@@ -36,7 +36,7 @@ class ModelConfig:
     """Folder of the tokenizer's files, for a checkpoint that has none beside or above its weights."""
 
     tensor_parallel_size: int = 1
-    """Ranks that share every layer. It must divide the model's query heads and key/value heads."""
+    """Ranks that share every layer. Each takes whole heads: at most as many ranks as query heads."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of weights, activations and cache: ``auto`` is the checkpoint's own."""

@@ -1,24 +1,18 @@
-"""Attention over KV blocks, put behind transformers' modules.
+"""Attention over KV blocks: what a step and a layer give, and attention in plain torch operations.
 
 Shapes.  T tokens of the step, all sequences flat   H query heads on this rank   G key/value heads on this rank
          D head size   B blocks in the pool         S positions per block        Q sequences in the step
          W width of the block tables                R features of a head that the rotary embedding turns
+         L positions that a table of biases covers, a multiple of S and no fewer than a sequence may have
 """
 
 from __future__ import annotations
 
-import ctypes
-import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
-from types import FunctionType, MethodType
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
-
-INTERFACE_NAME: Final = "tessera_paged"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +35,22 @@ Rotary = tuple[Tensor, Tensor]
 """Cosines and sines of a step's positions, [T, R] each, contiguous: transformers' ``position_embeddings``."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreRules:
+    """What some families make of a layer's scores, beyond the scale: score = cap(scale * q k) + bias, then the softmax."""
+
+    softcap: float = 0.0
+    """Scores become softcap * tanh(score / softcap); 0: they stay what they are."""
+    sinks_H: Tensor | None = None
+    """fp32 [H]: one more score for each head, which takes its share of the softmax and brings no value."""
+    bias_HL: Tensor | None = None
+    """fp32 [H, L], contiguous: what is added to each head's score with the key at each position (ALiBi)."""
+
+
+PLAIN: Final = ScoreRules()
+"""Scores as they are."""
+
+
 class Backend(Protocol):
     """One way to compute attention over blocks."""
 
@@ -58,6 +68,7 @@ class Backend(Protocol):
         scale: float,
         window: int,
         rotary: Rotary | None = None,
+        rules: ScoreRules = PLAIN,
     ) -> Tensor:
         """Write the step's keys and values into their slots, then attend.
 
@@ -106,8 +117,11 @@ class PagedAttention:
     backend: Backend
     window: int = 0
     """0: all earlier positions are seen; else position p sees (p - window, p]."""
+    rules: ScoreRules = PLAIN
 
-    def __call__(self, query_1HTD: Tensor, key_1GTD: Tensor, value_1GTD: Tensor, scale: float, window: int) -> Tensor:
+    def __call__(
+        self, query_1HTD: Tensor, key_1GTD: Tensor, value_1GTD: Tensor, scale: float, window: int, softcap: float = 0.0
+    ) -> Tensor:
         """Write the step's keys and values, then attend; returns [1, T, H, D]."""
         layout = self.state.layout
         assert layout is not None, "attention was called outside a step"
@@ -121,6 +135,7 @@ class PagedAttention:
             scale=scale,
             window=window,
             rotary=rotary,
+            rules=replace(self.rules, softcap=softcap) if softcap else self.rules,
         )
         return out_THD.unsqueeze(0)
 
@@ -141,6 +156,7 @@ class TorchBackend:
         scale: float,
         window: int,
         rotary: Rotary | None = None,
+        rules: ScoreRules = PLAIN,
     ) -> Tensor:
         """See ``Backend``."""
         assert rotary is None, "queries and keys come turned already"
@@ -162,6 +178,10 @@ class TorchBackend:
             seen = column <= row
             if window:
                 seen &= column > row - window
+            if rules is not PLAIN:
+                bias_HL = None if rules.bias_HL is None else rules.bias_HL[:, low:length]
+                out_THD[begin:end] = _by_rules(query_THD[begin:end], key_GLD, value_GLD, seen, scale, rules, bias_HL)
+                continue
             out_THD[begin:end] = nn.functional.scaled_dot_product_attention(
                 query_THD[begin:end].transpose(0, 1)[None],
                 key_GLD[None],
@@ -173,175 +193,27 @@ class TorchBackend:
         return out_THD
 
 
-class _Step(ctypes.Structure):
-    """``Step`` of kernels/attention.cpp."""
-
-    _fields_ = (
-        ("query", ctypes.c_void_p),
-        ("key", ctypes.c_void_p),
-        ("value", ctypes.c_void_p),
-        ("query_stride_token", ctypes.c_int64),
-        ("query_stride_head", ctypes.c_int64),
-        ("key_stride_token", ctypes.c_int64),
-        ("key_stride_head", ctypes.c_int64),
-        ("value_stride_token", ctypes.c_int64),
-        ("value_stride_head", ctypes.c_int64),
-        ("cosines", ctypes.c_void_p),
-        ("sines", ctypes.c_void_p),
-        ("slots", ctypes.c_void_p),
-        ("key_cache", ctypes.c_void_p),
-        ("value_cache", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("tiles", ctypes.c_void_p),
-        ("positions", ctypes.c_void_p),
-        ("tables", ctypes.c_void_p),
-        ("tokens", ctypes.c_int64),
-        ("num_tiles", ctypes.c_int64),
-        ("table_width", ctypes.c_int64),
-        ("query_heads", ctypes.c_int64),
-        ("kv_heads", ctypes.c_int64),
-        ("head_dim", ctypes.c_int64),
-        ("block_tokens", ctypes.c_int64),
-        ("rotary_dim", ctypes.c_int64),
-        ("window", ctypes.c_int64),
-        ("scale", ctypes.c_float),
-    )
-
-
-class CpuKernelBackend:
-    """Attention by the C++ kernel: fp32 and bf16 on the CPU, nothing gathered."""
-
-    rotates = True
-    _TILE_TOKENS = 16
-
-    def __init__(self, kernels: ctypes.CDLL) -> None:
-        """``kernels`` as ``load_cpu_kernels`` gives them."""
-        self._kernels = kernels
-        self._kernels.tessera_attend.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.POINTER(_Step))
-        self._kernels.tessera_attend.restype = None
-        self._max_rows = int(self._kernels.tessera_max_rows())
-        self._tiles: tuple[StepLayout, int, Tensor] | None = None
-
-    def attend(
-        self,
-        query_THD: Tensor,
-        key_TGD: Tensor,
-        value_TGD: Tensor,
-        layer: LayerCache,
-        layout: StepLayout,
-        *,
-        scale: float,
-        window: int,
-        rotary: Rotary | None = None,
-    ) -> Tensor:
-        """See ``Backend``."""
-        query_THD, key_TGD, value_TGD = _rows(query_THD), _rows(key_TGD), _rows(value_TGD)
-        # The kernel sees addresses alone.
-        assert {key_TGD.dtype, value_TGD.dtype, layer.keys.dtype} == {query_THD.dtype}
-        assert rotary is None or {part.dtype for part in rotary} == {query_THD.dtype}
-        tokens, heads, width = query_THD.shape
-        kv_heads, block_tokens = layer.values.shape[1:3]
-        out_THD = torch.empty(tokens, heads, width, dtype=query_THD.dtype)
-        tiles = self._tiles_of(layout, max(1, min(self._TILE_TOKENS, self._max_rows // (heads // kv_heads))))
-        cosines, sines, turned = (rotary[0].data_ptr(), rotary[1].data_ptr(), rotary[0].shape[1]) if rotary else (None, None, 0)
-        step = _Step(
-            query_THD.data_ptr(),
-            key_TGD.data_ptr(),
-            value_TGD.data_ptr(),
-            *query_THD.stride()[:2],
-            *key_TGD.stride()[:2],
-            *value_TGD.stride()[:2],
-            cosines,
-            sines,
-            layout.slots.data_ptr(),
-            layer.keys.data_ptr(),
-            layer.values.data_ptr(),
-            out_THD.data_ptr(),
-            tiles.data_ptr(),
-            layout.positions.data_ptr(),
-            layout.block_tables.data_ptr(),
-            tokens,
-            tiles.shape[0],
-            layout.block_tables.shape[1],
-            heads,
-            kv_heads,
-            width,
-            block_tokens,
-            turned,
-            window,
-            scale,
-        )
-        self._kernels.tessera_attend(query_THD.dtype == torch.bfloat16, torch.get_num_threads(), ctypes.byref(step))
-        return out_THD
-
-    def _tiles_of(self, layout: StepLayout, tile_tokens: int) -> Tensor:
-        """int32 [items, 3] of (sequence, first token, tokens): the same for every layer of a step, so made once."""
-        if self._tiles is None or self._tiles[0] is not layout or self._tiles[1] != tile_tokens:
-            starts = layout.query_starts
-            tiles = [
-                (i, first, min(tile_tokens, starts[i + 1] - first))
-                for i in range(len(starts) - 1)
-                for first in range(starts[i], starts[i + 1], tile_tokens)
-            ]
-            self._tiles = (layout, tile_tokens, torch.tensor(tiles, dtype=torch.int32))
-        return self._tiles[2]
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def _through_interface(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    **_: object,
-) -> tuple[Tensor, None]:
-    """What transformers' attention modules call: q [1, H, T, D], k and v [1, G, T, D]; returns [1, T, H, D]."""
-    attention: PagedAttention = module.tessera_attention  # type: ignore[assignment]  # nn.Module names modules and tensors only
-    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    return attention(query, key, value, scale, sliding_window or 0), None
-
-
-def _as_attn(attention: PagedAttention, scale: float) -> Callable[..., tuple[Tensor, None]]:
-    """A replacement for the ``_attn`` of GPT-J and GPT-Neo, which want [1, H, T, D] back."""
-
-    def attn(query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None) -> tuple[Tensor, None]:
-        return attention(query, key, value, scale, attention.window).transpose(1, 2), None
-
-    return attn
-
-
-def register_interface() -> None:
-    """Make ``tessera_paged`` known to transformers; calling it again changes nothing."""
-    AttentionInterface.register(INTERFACE_NAME, _through_interface)
-
-
-def attach(module: nn.Module, attention: PagedAttention, *, replace_attn: bool, scale: float, rotary_function: str) -> None:
-    """Give one attention module its paged attention.
-
-    With ``replace_attn`` the module's ``_attn`` is replaced on the instance (families outside transformers' interface) and
-    ``scale`` multiplies its scores; otherwise the module finds it through the interface, which brings its own scale.
-    Where the back end can, it takes over what the module's forward does by ``rotary_function``.
-    """
-    if replace_attn:
-        module._attn = _as_attn(attention, scale)  # type: ignore[assignment]  # a function where a module stood
+def _by_rules(
+    query_THD: Tensor,
+    key_GLD: Tensor,
+    value_GLD: Tensor,
+    seen_TL: Tensor,
+    scale: float,
+    rules: ScoreRules,
+    bias_HL: Tensor | None,
+) -> Tensor:
+    """Attention of one sequence whose scores have rules, written out in fp32; torch's own knows none of them."""
+    group = query_THD.shape[1] // key_GLD.shape[0]
+    key_HLD, value_HLD = (part.float().repeat_interleave(group, dim=0) for part in (key_GLD, value_GLD))
+    scores_HTL = query_THD.float().transpose(0, 1) @ key_HLD.transpose(1, 2) * scale
+    if rules.softcap:
+        scores_HTL = (scores_HTL / rules.softcap).tanh() * rules.softcap
+    if bias_HL is not None:
+        scores_HTL = scores_HTL + bias_HL[:, None]
+    scores_HTL = scores_HTL.masked_fill(~seen_TL, float("-inf"))
+    if rules.sinks_H is not None:
+        sinks_HT1 = rules.sinks_H[:, None, None].expand(-1, scores_HTL.shape[1], 1)
+        weights_HTL = torch.cat([scores_HTL, sinks_HT1], dim=2).softmax(dim=2)[:, :, :-1]
     else:
-        object.__setattr__(module, "tessera_attention", attention)
-    if rotary_function and attention.backend.rotates:
-        module.forward = _with_global(module, rotary_function, attention.state.postpone_rotary)
-
-
-def _with_global(module: nn.Module, name: str, value: object) -> MethodType:
-    """The module's own forward, one global name of which means something else; other modules are left as they are."""
-    forward = inspect.unwrap(type(module).forward)
-    assert name in forward.__code__.co_names, f"{type(module).__name__}.forward has no {name}"
-    changed = FunctionType(
-        forward.__code__, {**forward.__globals__, name: value}, forward.__name__, forward.__defaults__, forward.__closure__
-    )
-    changed.__kwdefaults__ = forward.__kwdefaults__
-    return MethodType(changed, module)
+        weights_HTL = scores_HTL.softmax(dim=2)
+    return (weights_HTL @ value_HLD).transpose(0, 1).to(query_THD.dtype)

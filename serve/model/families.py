@@ -1,18 +1,22 @@
 """What Tessera must know of each architecture: where tensor parallelism cuts it, and how its attention is reached.
 
-The model definitions are transformers'. One row of ``FAMILIES`` per ``model_type``; a new family is a new row.
+The model definitions are transformers'. One row of ``FAMILIES`` per ``model_type``; a new family is a new row, and where it
+takes more than that, a field of its row says what.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from serve.errors import ConfigError
+from serve.model.heads import KEY, QUERY, VALUE, HeadCut
 
 if TYPE_CHECKING:  # this table is also read where neither torch nor transformers shall be imported
     from transformers import PretrainedConfig
+
+Rows = Mapping[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,25 +30,60 @@ class Family:
     name: str
     column: tuple[str, ...]
     row: tuple[str, ...]
-    fused_thirds: tuple[str, ...] = ()
-    """Column-parallel layers whose output rows are [all q | all k | all v]: each third is cut by itself."""
+    rows: Rows = field(default_factory=dict)
+    """What the output features of a layer in ``column`` are, part after part: heads of queries, keys or values. Layers whose
+    features are whole heads, or whole key/value heads with all that belongs to each, need not be named. Other parameters that
+    are cut by heads are named here, too: norms over all heads, sinks."""
+    head_blocks: int = 1
+    """Into how many blocks the heads fall that each have rows, and features of ``row``, of their own."""
+    halves: tuple[str, ...] = ()
+    """Column-parallel layers of two equal parts, gate and up, each of which is cut by itself."""
     conv1d: bool = False
     """Linear layers are transformers' ``Conv1D``: stored as [in, out]."""
     activated: tuple[str, str] = ("", "")
     """The linear layer of the feed-forward part that an activation follows at once, and that activation's name beside it."""
     rotary_function: str = ""
     """What the attention's forward calls to turn queries and keys: (q, k, cosines, sines), halves of the features paired."""
+    partial_rotary: bool = False
+    """With ``rotary_function``: it may turn a part of each head."""
     attention: str = "self_attn"
     """End of the path of each layer's attention module."""
     replaces_attn: bool = False
     """The module computes attention in its own ``_attn`` and does not go through transformers' attention interface."""
+    replaces_forward: bool = False
+    """The module computes attention inside its ``forward``: ``serve.model.forwards`` has another one."""
     scaled: bool = True
-    """With ``replaces_attn``: whether scores are divided by the square root of the head size."""
+    """With ``replaces_attn`` or ``replaces_forward``: whether scores are divided by the square root of the head size."""
+    alibi: bool = False
+    """Scores have a bias that grows with the key's position."""
+    sinks: bool = False
+    """Each head has one more score in its softmax, the module's ``sinks``."""
+    norms_over_heads: tuple[str, ...] = ()
+    """Norms of the attention module that run over the features of all heads: over the ranks, too."""
+    norms_by_head: tuple[str, ...] = ()
+    """Modules of the attention module that have a norm for each head, in a list ``norms``."""
+    local_config: bool = False
+    """The attention's forward reads its numbers of heads from its ``config``."""
+    scaled_embedding: bool = False
+    """The input embedding multiplies its rows by the square root of their width."""
 
 
-_SEPARATE_QKV: Final = ("q_proj", "k_proj", "v_proj")
+_SEPARATE: Final[Rows] = {"q_proj": (QUERY,), "k_proj": (KEY,), "v_proj": (VALUE,)}
+_JOINED: Final = (QUERY, KEY, VALUE)
 _ROTARY: Final = "apply_rotary_pos_emb"
-_MOST_RANKS: Final = 1024
+_MLP: Final = ("gate_proj", "up_proj")
+
+
+def _like_llama(name: str, **more: Any) -> Family:
+    facts: dict[str, Any] = {
+        "column": (*_SEPARATE, *_MLP),
+        "row": ("o_proj", "down_proj"),
+        "rows": _SEPARATE,
+        "activated": ("mlp.gate_proj", "act_fn"),
+        "rotary_function": _ROTARY,
+    }
+    return Family(name=name, **(facts | more))
+
 
 FAMILIES: Final[Mapping[str, Family]] = {
     family.name: family
@@ -57,57 +96,112 @@ FAMILIES: Final[Mapping[str, Family]] = {
             attention="attention",
             activated=("mlp.dense_h_to_4h", "act"),
             rotary_function=_ROTARY,
+            partial_rotary=True,
         ),
         Family(
             name="gpt2",
             column=("attn.c_attn", "mlp.c_fc"),
             row=("attn.c_proj", "mlp.c_proj"),
-            fused_thirds=("attn.c_attn",),
+            rows={"attn.c_attn": _JOINED},
             conv1d=True,
+            activated=("mlp.c_fc", "act"),
+            attention="attn",
+        ),
+        # With one key/value head, rows of c_attn are [q | k | v]; without, [head, (q, k, v), head_dim]: see ``as_configured``.
+        Family(
+            name="gpt_bigcode",
+            column=("attn.c_attn", "mlp.c_fc"),
+            row=("attn.c_proj", "mlp.c_proj"),
+            rows={"attn.c_attn": _JOINED},
             activated=("mlp.c_fc", "act"),
             attention="attn",
         ),
         Family(
             name="gptj",
-            column=(*_SEPARATE_QKV, "mlp.fc_in"),
+            column=(*_SEPARATE, "mlp.fc_in"),
             row=("out_proj", "mlp.fc_out"),
+            rows=_SEPARATE,
+            activated=("mlp.fc_in", "act"),
+            attention="attn",
+            replaces_attn=True,
+        ),
+        Family(
+            name="codegen",
+            column=("qkv_proj", "mlp.fc_in"),
+            row=("attn.out_proj", "mlp.fc_out"),
+            rows={"qkv_proj": (QUERY, VALUE, KEY) * 4},
+            head_blocks=4,
             activated=("mlp.fc_in", "act"),
             attention="attn",
             replaces_attn=True,
         ),
         Family(
             name="gpt_neo",
-            column=(*_SEPARATE_QKV, "mlp.c_fc"),
+            column=(*_SEPARATE, "mlp.c_fc"),
             row=("out_proj", "mlp.c_proj"),
+            rows=_SEPARATE,
             activated=("mlp.c_fc", "act"),
             attention="attn.attention",
             replaces_attn=True,
             scaled=False,
         ),
-        Family(name="opt", column=(*_SEPARATE_QKV, "fc1"), row=("out_proj", "fc2"), activated=("fc1", "activation_fn")),
-        *(
-            Family(
-                name=name,
-                column=(*_SEPARATE_QKV, "gate_proj", "up_proj"),
-                row=("o_proj", "down_proj"),
-                activated=("mlp.gate_proj", "act_fn"),
-                rotary_function=_ROTARY,
-            )
-            for name in ("llama", "mistral", "qwen2")
+        Family(
+            name="opt", column=(*_SEPARATE, "fc1"), row=("out_proj", "fc2"), rows=_SEPARATE, activated=("fc1", "activation_fn")
         ),
+        *(_like_llama(name) for name in ("llama", "mistral", "qwen2", "qwen3")),
+        # The angles' cosines stay fp32 in a bf16 model, which the kernel does not take: the module turns by itself.
+        _like_llama(
+            "olmo2",
+            rotary_function="",
+            rows={**_SEPARATE, "q_norm": (QUERY,), "k_norm": (KEY,)},
+            norms_over_heads=("q_norm", "k_norm"),
+        ),
+        _like_llama("stablelm", partial_rotary=True, norms_by_head=("q_layernorm", "k_layernorm")),
+        _like_llama("gemma2", scaled_embedding=True),
         Family(
             name="phi",
-            column=(*_SEPARATE_QKV, "mlp.fc1"),
+            column=(*_SEPARATE, "mlp.fc1"),
             row=("self_attn.dense", "mlp.fc2"),
+            rows=_SEPARATE,
             activated=("mlp.fc1", "activation_fn"),
             rotary_function=_ROTARY,
+            partial_rotary=True,
+        ),
+        Family(
+            name="phi3",
+            column=("qkv_proj", "gate_up_proj"),
+            row=("o_proj", "down_proj"),
+            rows={"qkv_proj": _JOINED},
+            halves=("gate_up_proj",),
+            rotary_function=_ROTARY,
+            partial_rotary=True,
+            local_config=True,
+        ),
+        Family(
+            name="bloom",
+            column=("query_key_value", "dense_h_to_4h"),
+            row=("self_attention.dense", "dense_4h_to_h"),
+            attention="self_attention",
+            replaces_forward=True,
+            alibi=True,
+        ),
+        # Rows of query_key_value are [q | k | v] with one key/value head, else [key/value head, (its q, k, v), head_dim].
+        Family(
+            name="falcon",
+            column=("query_key_value", "dense_h_to_4h"),
+            row=("self_attention.dense", "dense_4h_to_h"),
+            rows={"query_key_value": _JOINED},
+            attention="self_attention",
+            activated=("mlp.dense_h_to_4h", "act"),
+            replaces_forward=True,
+            partial_rotary=True,
         ),
     )
 }
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """The family of a checkpoint's ``config.json``.
+    """The family of a checkpoint's ``config.json``, before anything is known of its numbers.
 
     Raises:
         ConfigError: the architecture is not one that Tessera serves.
@@ -118,9 +212,31 @@ def family_of(config: Mapping[str, Any]) -> Family:
     return FAMILIES[str(model_type)]
 
 
+def as_configured(family: Family, config: PretrainedConfig) -> Family:
+    """The row of a family whose layers are laid out by a switch of its configuration, as that switch is set."""
+    if family.name in ("gpt_bigcode", "falcon") and not _one_shared_head(config):
+        family = replace(family, rows={})
+    if family.name == "falcon":
+        family = replace(family, alibi=bool(config.alibi))
+    return family
+
+
+def _one_shared_head(config: PretrainedConfig) -> bool:
+    return bool(getattr(config, "multi_query", False)) and not getattr(config, "new_decoder_architecture", False)
+
+
 def key_value_heads(config: PretrainedConfig) -> int:
     """Key/value heads of the whole model; families without grouped queries have as many as query heads."""
+    if _one_shared_head(config):
+        return 1
+    if config.model_type == "falcon":
+        return int(config.num_kv_heads if config.new_decoder_architecture else config.num_attention_heads)
     return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+
+
+def head_cut(config: PretrainedConfig, size: int) -> HeadCut:
+    """How ``size`` ranks share the heads of this model."""
+    return HeadCut(query=int(config.num_attention_heads), shared=key_value_heads(config), size=size)
 
 
 def head_dim(config: PretrainedConfig) -> int:
@@ -132,74 +248,3 @@ def attention_window(config: PretrainedConfig, layer: int) -> int:
     """Positions a GPT-Neo layer sees, itself included; 0 for all. Other families pass their window with each call."""
     kinds = getattr(config, "attention_layers", None)
     return int(config.window_size) if kinds is not None and kinds[layer] == "local" else 0
-
-
-def check_tensor_parallel(query: int, shared: int, size: int) -> None:
-    """Refuse a tensor-parallel size that would split one of ``query`` heads, or of ``shared`` key/value heads.
-
-    Raises:
-        ConfigError: names the sizes that work.
-    """
-    if query % size or shared % size:
-        allowed = [n for n in range(1, min(query, _MOST_RANKS) + 1) if query % n == 0 and shared % n == 0]
-        raise ConfigError(
-            f"model.tensor_parallel_size is {size}; it must divide the model's {query} query heads and {shared} key/value "
-            f"heads: {', '.join(map(str, allowed))}"
-        )
-
-
-def check_max_model_len(wanted: int | None, limit: int) -> int:
-    """Positions a sequence may have: what is wanted, or all that the model has.
-
-    Raises:
-        ConfigError: the model has fewer.
-    """
-    if wanted is not None and wanted > limit:
-        raise ConfigError(f"model.max_model_len is {wanted}; the model has {limit} positions")
-    return wanted or limit
-
-
-def check_dtype(dtype: str, device: str) -> None:
-    """Refuse half precision where the CPU would compute in it.
-
-    Raises:
-        ConfigError: that.
-    """
-    if device == "cpu" and dtype == "float16":
-        raise ConfigError("model.dtype is float16; on the CPU choose float32 or bfloat16")
-
-
-def check_rope_type(rope: Mapping[str, Any]) -> None:
-    """Refuse rotary embeddings whose angles depend on the longest sequence of the batch.
-
-    Raises:
-        ConfigError: one request's output would change with its neighbours'.
-    """
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind in ("dynamic", "longrope"):
-        raise ConfigError(
-            f"config.json: rope_type is {kind!r}, whose angles depend on the longest sequence of a batch; it is not served"
-        )
-
-
-def check_rope(config: PretrainedConfig) -> None:
-    """Refuse rotary embeddings whose angles depend on the longest sequence of the batch, or that fit no head.
-
-    Raises:
-        ConfigError: one request's output would change with its neighbours', or no family turns that part of a head.
-    """
-    rope = getattr(config, "rope_parameters", None) or {}
-    width, factor = head_dim(config), float(rope.get("partial_rotary_factor", 1.0))
-    if FAMILIES[config.model_type].rotary_function:
-        turned = int(width * factor)
-        if not 0.0 <= factor <= 1.0 or (turned % 2 and turned == width):
-            raise ConfigError(
-                f"config.json: partial_rotary_factor {factor:g} of a head of {width} features; at most all of them, in pairs, "
-                "can be turned"
-            )
-        if config.model_type != "gpt_neox" and (turned % 2 or (turned != width and config.model_type != "phi")):
-            raise ConfigError(
-                f"config.json: partial_rotary_factor is {factor:g}; {config.model_type} with heads of {width} features cannot "
-                f"turn {turned} of them"
-            )
-    check_rope_type(rope)

@@ -7,7 +7,9 @@ from checkpoint.config import attention_heads, key_value_heads, positions
 from checkpoint.errors import CheckpointError
 from serve.config import ModelConfig
 from serve.errors import ConfigError
-from serve.model.families import check_dtype, check_max_model_len, check_rope_type, check_tensor_parallel, family_of
+from serve.model.checks import check_dtype, check_max_model_len, check_rope_type
+from serve.model.families import family_of
+from serve.model.heads import check_tensor_parallel
 
 _CONFIG = "config.json"
 
@@ -25,11 +27,11 @@ def check_fit(model: ModelConfig, structure: Structure) -> None:
         CheckpointError: ``config.json`` describes a model that cannot be that of the weights.
     """
     config = structure.config
-    family_of(config)
+    family = family_of(config)
     structure.check_model()
     heads, shared, limit = attention_heads(config), key_value_heads(config), positions(config)
     if heads is not None and shared is not None:
-        check_tensor_parallel(heads, shared, model.tensor_parallel_size)
+        check_tensor_parallel(heads, shared, model.tensor_parallel_size, multiple=family.head_blocks)
     if limit is not None:
         check_max_model_len(model.max_model_len, limit)
     check_dtype(str(config.get("dtype") or config.get("torch_dtype")) if model.dtype == "auto" else model.dtype, model.device)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,17 +15,11 @@ from transformers.pytorch_utils import Conv1D
 from checkpoint import Checkpoint, CheckpointError
 from checkpoint.dtypes import FLOAT_TYPES
 from serve.errors import ConfigError
-from serve.model.attention import INTERFACE_NAME
-from serve.model.families import Family, check_rope, family_of
+from serve.model.attach import INTERFACE_NAME
+from serve.model.checks import check_rope
+from serve.model.families import Family, as_configured, family_of
+from serve.model.heads import Piece
 from serve.model.pretrained import initialise, new_model, vocabulary_rows
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Indices ``[begin, end)`` of one dimension."""
-
-    begin: int
-    end: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +68,7 @@ def read_config(checkpoint: Checkpoint) -> tuple[Family, PretrainedConfig]:
     except Exception as error:  # transformers raises many kinds; all of them mean that config.json is wrong
         raise ConfigError(f"config.json: {_one_line(error)}") from error
     check_rope(config)
-    return family, config
+    return as_configured(family, config), config
 
 
 def _one_line(error: Exception) -> str:
@@ -204,8 +199,7 @@ def fill(
         for name, parameter in own.items():
             known = filled.get(id(parameter))
             tensors[name] = known.data if known is not None else reader.read(f"{path}.{name}")
-        is_linear = own.get("weight") is not None and own["weight"].ndim == 2 and not _is_embedding(module)
-        taken = is_linear and on_linear(module, tensors["weight"], tensors.get("bias"))
+        taken = _is_linear(module) and on_linear(module, tensors["weight"], tensors.get("bias"))
         for name, parameter in own.items():
             if taken and id(parameter) not in shared:
                 setattr(module, name, None)
@@ -224,8 +218,10 @@ def _shared_parameters(model: nn.Module) -> frozenset[int]:
     return frozenset(key for key, count in counts.items() if count > 1)
 
 
-def _is_embedding(module: nn.Module) -> bool:
-    return isinstance(module, nn.Embedding) or type(module).__name__ == "VocabParallelEmbedding"
+def _is_linear(module: nn.Module) -> bool:
+    """A linear layer, torch's or DeepSpeed's; routers and norms may have weights of two dimensions, too."""
+    kinds = {kind.__name__ for kind in type(module).__mro__}
+    return isinstance(module, nn.Linear) or ("TensorParallel_Layer" in kinds and "VocabParallelEmbedding" not in kinds)
 
 
 def _fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
@@ -239,4 +235,17 @@ def _fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
             continue
         for name in missing:
             module._buffers[name] = torch.empty_like(module.get_buffer(name), device=device)
-        initialise(model, module)
+        with _without_parameters(module):
+            initialise(model, module)
+
+
+@contextlib.contextmanager
+def _without_parameters(module: nn.Module) -> Iterator[None]:
+    """Within, what is written to the module's own parameters is written nowhere: initialisers draw new ones."""
+    own = {name: value for name, value in module._parameters.items() if value is not None}
+    for name, value in own.items():
+        module._parameters[name] = nn.Parameter(torch.empty_like(value, device="meta"), requires_grad=False)
+    try:
+        yield
+    finally:
+        module._parameters.update(own)

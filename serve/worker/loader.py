@@ -19,22 +19,18 @@ from checkpoint.dtypes import dtype_name
 from serve.config import ServerConfig
 from serve.engine.executor import ModelFacts
 from serve.errors import ConfigError
-from serve.model.attention import Backend, CpuKernelBackend, PagedAttention, StepState, TorchBackend, attach, register_interface
-from serve.model.families import (
-    Family,
-    attention_window,
-    check_dtype,
-    check_max_model_len,
-    check_tensor_parallel,
-    head_dim,
-    key_value_heads,
-)
+from serve.model.attention import StepState, TorchBackend
+from serve.model.checks import check_dtype, check_max_model_len
+from serve.model.families import Family, head_cut, head_dim
 from serve.model.fit import given_of
+from serve.model.heads import KEY, HeadCut, check_tensor_parallel
+from serve.model.kernel_attention import CpuKernelBackend
 from serve.model.kernels.build import KernelUnavailable, load_cpu_kernels
 from serve.model.lean import call_leaves_directly
 from serve.model.linear import Matmul, Packer, activation_of, choose_packer, plain
 from serve.model.load import Blueprint, ShardOf, SliceReader, build_on_meta, choose_dtype, fill, read_config
-from serve.model.pretrained import head_of, vocabulary_rows
+from serve.model.pretrained import vocabulary_rows
+from serve.worker.complete import page_attention, plain_embedding, scale_embedding, sum_norms, whole_head
 from serve.worker.finite import check_weights
 from serve.worker.kv_cache import GIB, allocate, block_bytes, choose_memory, choose_num_blocks
 from serve.worker.parallel import Ranks, is_row_parallel, shard, vocabulary_widths
@@ -91,7 +87,20 @@ def load_rank(
 
     model = plan.blueprint.model
     blocks = _choose_blocks(plan, config, ranks, device)
-    state = _page_attention(plan, config, blocks, device, TorchBackend() if kernels is None else CpuKernelBackend(kernels))
+    caches = allocate(
+        layers=int(plan.model_config.num_hidden_layers),
+        num_blocks=blocks.count,
+        kv_heads=blocks.kv_heads,
+        head_dim=head_dim(plan.model_config),
+        block_tokens=config.cache.block_tokens,
+        dtype=plan.blueprint.dtype,
+        device=device,
+    )
+    backend = TorchBackend() if kernels is None else CpuKernelBackend(kernels)
+    state = page_attention(model, plan.family, caches, backend, plan.heads, ranks.rank, plan.max_model_len)
+    sum_norms(model, plan.family, plan.heads, ranks)
+    if plan.family.scaled_embedding:
+        scale_embedding(model)
     watch.lap("cache")
     facts = ModelFacts(
         family=plan.family.name,
@@ -112,7 +121,7 @@ def load_rank(
     call_leaves_directly(model)
     rank_model = RankModel(
         body=model.base_model,
-        head=head_of(model),
+        head=whole_head(model),
         head_widths=vocabulary_widths(plan.vocab_size, config.model.tensor_parallel_size),
         state=state,
         facts=facts,
@@ -129,6 +138,7 @@ class Survey:
     family: Family
     model_config: PretrainedConfig
     blueprint: Blueprint
+    heads: HeadCut
     max_model_len: int
     vocab_size: int
     """Rows of the whole embedding; a rank's own model has fewer once it is cut."""
@@ -142,18 +152,26 @@ def survey(checkpoint: Checkpoint, config: ServerConfig, device: torch.device) -
         ConfigError: the checkpoint, the family or an option is at fault.
     """
     family, model_config = read_config(checkpoint)
+    heads = head_cut(model_config, config.model.tensor_parallel_size)
     check_tensor_parallel(
-        int(model_config.num_attention_heads), key_value_heads(model_config), config.model.tensor_parallel_size
+        heads.query,
+        heads.shared,
+        heads.size,
+        multiple=family.head_blocks,
+        repeats=any(KEY in kinds for kinds in family.rows.values()),
     )
     dtype = choose_dtype(checkpoint, config.model.dtype)
     check_dtype(dtype_name(dtype), device.type)
-    max_model_len = check_max_model_len(config.model.max_model_len, int(model_config.max_position_embeddings))
+    max_model_len = check_max_model_len(config.model.max_model_len, getattr(model_config, "max_position_embeddings", None))
     blueprint = build_on_meta(checkpoint, family, model_config, dtype)
+    if family.scaled_embedding:
+        plain_embedding(blueprint.model)
     rows = vocabulary_rows(blueprint.model)
     return Survey(
         family=family,
         model_config=model_config,
         blueprint=blueprint,
+        heads=heads,
         max_model_len=max_model_len,
         vocab_size=rows,
         eos_ids=_eos_ids(rows, checkpoint.generation_config, checkpoint.config),
@@ -165,7 +183,7 @@ def _read_weights(
 ) -> tuple[ctypes.CDLL | None, str]:
     """Cut the model for this rank and fill it; returns the CPU kernels, where they apply, and what computes linear layers."""
     model, dtype = plan.blueprint.model, plan.blueprint.dtype
-    shards: dict[str, ShardOf] = dict(shard(model, plan.family, ranks)) if config.model.tensor_parallel_size > 1 else {}
+    shards: dict[str, ShardOf] = dict(shard(model, plan.family, plan.heads, ranks)) if ranks.size > 1 else {}
     watch.lap("build")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -192,7 +210,7 @@ class _Blocks:
 def _choose_blocks(plan: Survey, config: ServerConfig, ranks: Ranks, device: torch.device) -> _Blocks:
     """Agree with the other ranks on how many blocks each of them has memory for."""
     size = config.model.tensor_parallel_size
-    kv_heads = key_value_heads(plan.model_config) // size
+    kv_heads = plan.heads.shared_heads(ranks.rank).width
     bytes_per_block = block_bytes(
         layers=int(plan.model_config.num_hidden_layers),
         kv_heads=kv_heads,
@@ -326,38 +344,3 @@ def _load_kernels(cache_dir: str, rank: int, device: torch.device, dtype: torch.
         if rank == 0:
             _LOG.warning("serving without the CPU kernels, in plain torch, which is slower: %s", reason)
         return None
-
-
-def _page_attention(plan: Survey, config: ServerConfig, blocks: _Blocks, device: torch.device, backend: Backend) -> StepState:
-    """Allocate the cache and put paged attention into every layer."""
-    register_interface()
-    family, model_config, model = plan.family, plan.model_config, plan.blueprint.model
-    width = head_dim(model_config)
-    caches = allocate(
-        layers=int(model_config.num_hidden_layers),
-        num_blocks=blocks.count,
-        kv_heads=blocks.kv_heads,
-        head_dim=width,
-        block_tokens=config.cache.block_tokens,
-        dtype=plan.blueprint.dtype,
-        device=device,
-    )
-    state = StepState()
-    modules = [module for name, module in model.named_modules() if _is_attention(name, family)]
-    assert len(modules) == len(caches), f"{family.name}: {len(modules)} attention modules, {len(caches)} layers"
-    for layer, (module, cache) in enumerate(zip(modules, caches, strict=True)):
-        attention = PagedAttention(cache, state, backend, attention_window(model_config, layer))
-        attach(
-            module,
-            attention,
-            replace_attn=family.replaces_attn,
-            scale=width**-0.5 if family.scaled else 1.0,
-            rotary_function=family.rotary_function,
-        )
-    return state
-
-
-def _is_attention(name: str, family: Family) -> bool:
-    """Whether a module path is ``…layers.<number>.<family.attention>``."""
-    head, found, _ = name.rpartition("." + family.attention)
-    return bool(found) and name.endswith("." + family.attention) and head.rpartition(".")[2].isdigit()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TypedDict
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -14,9 +16,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from serve.errors import ConfigError
-from serve.model.families import Family
-from serve.model.load import Piece, ShardOf
+from serve.model.families import Family, Rows
+from serve.model.heads import HeadCut, Piece
+from serve.model.load import ShardOf
+from serve.model.localise import cut_by_hand, localise
 from serve.worker.progress import Progress
+
+if TYPE_CHECKING:
+    from deepspeed.module_inject.autotp_config import TPLayerSpec
 
 
 class Ranks:
@@ -115,7 +122,7 @@ def _start_deepspeed_communication() -> None:
     deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
 
 
-def shard(model: PreTrainedModel, family: Family, ranks: Ranks) -> Mapping[str, ShardOf]:
+def shard(model: PreTrainedModel, family: Family, heads: HeadCut, ranks: Ranks) -> Mapping[str, ShardOf]:
     """Replace the layers of a model on the ``meta`` device by DeepSpeed's sharded ones, still on ``meta``.
 
     Head and input embedding are cut along the vocabulary, so that no rank holds the largest tensors whole.
@@ -128,20 +135,13 @@ def shard(model: PreTrainedModel, family: Family, ranks: Ranks) -> Mapping[str, 
     """
     from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
     from deepspeed.module_inject.auto_tp import AutoTP
-    from deepspeed.module_inject.autotp_config import AutoTPConfig, PartitionType, TPLayerSpec
+    from deepspeed.module_inject.autotp_config import AutoTPConfig
     from deepspeed.module_inject.layers import VocabParallelEmbedding
 
-    def spec(names: tuple[str, ...], kind: PartitionType, **options: object) -> TPLayerSpec:
-        return TPLayerSpec(
-            patterns=[rf".*\b{name.replace('.', chr(92) + '.')}\.weight$" for name in names], partition_type=kind, **options
-        )
-
-    thirds = family.fused_thirds
-    plain_columns = tuple(name for name in family.column if name not in thirds)
-    specs = [spec(plain_columns, PartitionType.COLUMN), spec(family.row, PartitionType.ROW)]
-    if thirds:
-        specs.insert(0, spec(thirds, PartitionType.COLUMN, shape=(3, -1), partition_dim=0))
+    by_hand = cut_by_hand(family, heads)
     world = dist.group.WORLD
+    # DeepSpeed deals out whole key/value heads; where one is on several ranks, query heads are dealt out instead.
+    counts = SimpleNamespace(num_key_value_heads=heads.unit, num_attention_heads=heads.query)
     try:
         auto = AutoTP(
             model,
@@ -151,9 +151,11 @@ def shard(model: PreTrainedModel, family: Family, ranks: Ranks) -> Mapping[str, 
             None,
             None,
             keep_module_on_host=True,
-            partition_config=AutoTPConfig(tp_size=ranks.size, layer_specs=specs, use_default_specs=False),
+            partition_config=AutoTPConfig(
+                tp_size=ranks.size, layer_specs=_specs(model, family, heads, by_hand), use_default_specs=False
+            ),
             vocab_parallel_lm_head=True,
-            model_config=model.config,
+            model_config=counts,
             tp_grain_size=1,
             training_mode=False,
         )
@@ -165,19 +167,45 @@ def shard(model: PreTrainedModel, family: Family, ranks: Ranks) -> Mapping[str, 
             model.set_input_embeddings(VocabParallelEmbedding(embedding, world, name="input_embedding"))
     except (AssertionError, NotImplementedError, ValueError) as error:
         raise ConfigError(f"model.tensor_parallel_size is {ranks.size}; this model cannot be cut so: {error}") from error
-    _use_local_widths(model, family)
-    return {
+    shards = {
         name: _pieces(getattr(parameter, DS_AUTOTP_UC_META), ranks.rank)
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if hasattr(parameter, DS_AUTOTP_UC_META)
     }
+    return shards | localise(model, family, heads, by_hand, ranks.rank)
 
 
-def _use_local_widths(model: PreTrainedModel, family: Family) -> None:
-    """GPT-2 splits its fused projection by an attribute that AutoTP does not know of."""
-    for name, module in model.named_modules():
-        if family.fused_thirds and name.endswith(family.attention) and hasattr(module, "split_size"):
-            module.split_size = module.c_attn.weight.shape[0] // 3
+def _specs(model: PreTrainedModel, family: Family, heads: HeadCut, by_hand: Rows) -> list[TPLayerSpec]:
+    """What AutoTP cuts, and how."""
+    from deepspeed.module_inject.autotp_config import PartitionType, TPLayerSpec
+
+    def spec(names: Sequence[str], kind: PartitionType, **options: object) -> TPLayerSpec:
+        patterns = [rf".*\b{re.escape(name)}\.weight$" for name in names]
+        return TPLayerSpec(patterns=patterns, partition_type=kind, **options)
+
+    joined = {name: kinds for name, kinds in family.rows.items() if len(kinds) > 1 and name not in by_hand}
+    special = {*joined, *family.halves, *by_hand}
+    specs = [spec(family.halves, PartitionType.COLUMN, shape=(2, -1), partition_dim=0)] if family.halves else []
+    for name, kinds in joined.items():
+        outputs, inputs = _shape_of(model, name)
+        shape = (heads.widths(kinds, outputs), inputs)
+        specs.append(spec((name,), PartitionType.COLUMN, shape=shape, partition_dim=0))
+    row = list(family.row)
+    if family.head_blocks > 1:
+        joined_by, *row = row
+        outputs, inputs = _shape_of(model, joined_by)
+        widths = (inputs // family.head_blocks,) * family.head_blocks
+        specs.append(spec((joined_by,), PartitionType.ROW, shape=(outputs, widths), partition_dim=1))
+    specs.append(spec([name for name in family.column if name not in special], PartitionType.COLUMN))
+    specs.append(spec(row, PartitionType.ROW))
+    return specs
+
+
+def _shape_of(model: nn.Module, name: str) -> tuple[int, int]:
+    """(outputs, inputs) of the first linear layer whose path ends so: every layer's are the same."""
+    module = next(module for path, module in model.named_modules() if path.endswith("." + name))
+    outputs, inputs = module.get_parameter("weight").shape
+    return outputs, inputs
 
 
 class _Description(TypedDict):
@@ -219,4 +247,4 @@ def vocabulary_widths(vocab_size: int, size: int) -> tuple[int, ...]:
 
 def is_row_parallel(module: nn.Module) -> bool:
     """Whether a layer's products must be summed over the ranks before its bias is added."""
-    return any(kind.__name__ == "LinearAllreduce" for kind in type(module).__mro__)
+    return any(kind.__name__ in ("LinearAllreduce", "SubParamLinearAllreduce") for kind in type(module).__mro__)

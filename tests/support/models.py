@@ -12,6 +12,10 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 FAMILIES = ("gpt_neox", "gpt2", "gptj", "gpt_neo", "opt", "llama", "mistral", "qwen2", "phi")
+MORE_FAMILIES = (
+    "qwen3", "stablelm", "olmo2", "phi3", "codegen", "gpt_bigcode", "falcon", "bloom", "gemma2",
+)  # fmt: skip
+"""Served too; of these norms are spread as well, so that a norm cut wrongly is seen."""
 VOCABULARY = 509
 """Odd, so that a vocabulary cut over two ranks is uneven."""
 
@@ -70,6 +74,28 @@ SMALL: dict[str, dict[str, Any]] = {
         "partial_rotary_factor": 0.5,
         "max_position_embeddings": 512,
     },
+    "qwen3": {**_LLAMA, "head_dim": 24},
+    "stablelm": {**_LLAMA, "partial_rotary_factor": 0.25, "use_qkv_bias": True},
+    "olmo2": _LLAMA,
+    "phi3": {**_LLAMA, "sliding_window": 40},
+    "codegen": {"n_embd": 64, "n_layer": 3, "n_head": 8, "n_positions": 512, "rotary_dim": 4},
+    "gpt_bigcode": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512, "multi_query": True},
+    "falcon": {
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 512,
+        "multi_query": True,
+    },
+    "bloom": {"hidden_size": 64, "n_layer": 3, "n_head": 4},
+    "gemma2": {
+        **_LLAMA,
+        "head_dim": 24,
+        "sliding_window": 40,
+        "query_pre_attn_scalar": 20,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
 }
 
 
@@ -86,7 +112,9 @@ def build(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1 and "norm" not in name and "ln_" not in name:
                 parameter.normal_(0.0, 0.1)
-            elif parameter.ndim == 2:
+            elif parameter.ndim == 1 and family in MORE_FAMILIES:
+                parameter.add_(torch.randn(parameter.shape) * 0.2)
+            elif parameter.ndim > 1:
                 parameter.normal_(0.0, 0.12)
     return model
 

@@ -29,6 +29,8 @@ struct Step {
     void* key_cache;
     void* value_cache;
     void* out;                  // [T, H, D], contiguous
+    const float* sinks;         // [H] or null: one more score for each head, without a value
+    const float* bias;          // [H, L] or null: added to the score of each head with the key at each position
     const int32_t* tiles;       // [items, 3]: sequence, first token, number of tokens
     const int32_t* positions;   // [T]
     const int32_t* tables;      // [Q, table_width]
@@ -36,7 +38,9 @@ struct Step {
     int64_t query_heads, kv_heads, head_dim, block_tokens;
     int64_t rotary_dim;         // R
     int64_t window;             // 0: no window; else position p sees (p - window, p]
+    int64_t bias_positions;     // L, whole blocks
     float scale;
+    float softcap;              // 0: none; else scores become softcap * tanh(score / softcap)
 };
 
 constexpr int kMaxRows = 64;    // query rows of one work item: tile tokens times query heads per key/value head
@@ -62,6 +66,8 @@ struct Row {
     float* sum;          // [D]
     float* peak;
     float* mass;
+    const float* bias;   // [S] of this block, or null
+    float softcap;
 };
 
 // What lies outside [begin, end) may be another sequence's leftovers, NaN included: it is never multiplied.
@@ -70,6 +76,10 @@ inline void attend_block(const Row& row, const float* keys, const float* values,
     for (int64_t s = 0; s < S; ++s) scores[s] = 0.0f;
     for (int64_t d = 0; d < D; ++d)
         for (int64_t s = begin; s < end; ++s) scores[s] += row.query[d] * keys[d * S + s];
+    if (row.softcap != 0.0f)
+        for (int64_t s = begin; s < end; ++s) scores[s] = row.softcap * std::tanh(scores[s] / row.softcap);
+    if (row.bias)
+        for (int64_t s = begin; s < end; ++s) scores[s] += row.bias[s];
     float peak = *row.peak;
     for (int64_t s = begin; s < end; ++s) peak = scores[s] > peak ? scores[s] : peak;
     const float shrink = exp_nonpositive(*row.peak - peak);
@@ -91,6 +101,8 @@ inline void attend_block_of_lanes(const Row& row, const float* keys, const float
     for (int d = 0; d < kD; d += 4)
         for (int u = 0; u < 4; ++u) partial[u] += row.query[d + u] * load(keys + (d + u) * kLanes);
     vec scores = (partial[0] + partial[1]) + (partial[2] + partial[3]);
+    if (row.softcap != 0.0f) scores = row.softcap * tanh_of(scores * (1.0f / row.softcap));
+    if (row.bias) scores += load(row.bias);
     const ivec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const ivec seen = (lane >= int32_t(begin)) & (lane < int32_t(end));
     scores = seen ? scores : all(kLowest);
@@ -153,8 +165,9 @@ void attend_item(const Step& step, int64_t item) {
         for (int64_t d = step.rotary_dim; d < D; ++d) queries[r * D + d] = to_float(source[d]);
         for (int64_t d = 0; d < D; ++d) queries[r * D + d] *= step.scale;
         for (int64_t d = 0; d < D; ++d) sums[r * D + d] = 0.0f;
-        peaks[r] = kLowest;
-        masses[r] = 0.0f;
+        // A sink is a score that was seen already and whose value is zero.
+        peaks[r] = step.sinks ? step.sinks[head * group + r % group] : kLowest;
+        masses[r] = step.sinks ? 1.0f : 0.0f;
     }
 
     const int64_t last = positions[tokens - 1];
@@ -173,7 +186,8 @@ void attend_item(const Step& step, int64_t item) {
             const int64_t low = step.window ? position - step.window + 1 - b * S : 0;
             const int64_t begin = low > 0 ? low : 0;
             if (begin >= end) continue;
-            const Row row = {queries + r * D, sums + r * D, peaks + r, masses + r};
+            const float* bias = step.bias ? step.bias + (head * group + r % group) * step.bias_positions + b * S : nullptr;
+            const Row row = {queries + r * D, sums + r * D, peaks + r, masses + r, bias, step.softcap};
             if constexpr (kD > 0)
                 attend_block_of_lanes<kD>(row, keys, values, begin, end);
             else
@@ -241,7 +255,7 @@ void attend(const Step& step, int threads) {
 
 extern "C" {
 
-int tessera_kernel_version() { return 2; }
+int tessera_kernel_version() { return 3; }
 int tessera_max_rows() { return kMaxRows; }
 
 void tessera_attend(int is_bf16, int threads, const Step* step) {

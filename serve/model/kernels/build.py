@@ -38,7 +38,7 @@ _FLAGS = (
     "-fno-strict-aliasing",
     "-Wno-psabi",
 )
-_VERSION = 2
+_VERSION = 3
 _COMPILERS = ("c++", "g++", "clang++")
 _SCRATCH = "building-"
 _YOUNG_SECONDS = 60.0

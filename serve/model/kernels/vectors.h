@@ -71,4 +71,19 @@ inline vec exp_nonpositive(vec x) {
 }
 inline float exp_nonpositive(float x) { return exp_nonpositive(all(x))[0]; }
 
+// tanh(x), relative error about 3e-7: by exp where it is far from 0, by its series where that difference would cancel.
+inline vec tanh_of(vec x) {
+    const vec size = x < all(0.0f) ? -x : x;
+    const vec e = exp_nonpositive(-2.0f * size);
+    const vec far = (1.0f - e) / (1.0f + e);
+    const vec square = size * size;
+    vec p = all(62.0f / 2835.0f);
+    p = p * square - 17.0f / 315.0f;
+    p = p * square + 2.0f / 15.0f;
+    p = p * square - 1.0f / 3.0f;
+    p = p * square + 1.0f;
+    const vec out = size < all(0.25f) ? p * size : far;
+    return x < all(0.0f) ? -out : out;
+}
+
 }  // namespace

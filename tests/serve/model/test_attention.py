@@ -7,10 +7,14 @@ import random
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import AttentionInterface
 from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb
 
-from serve.model.attention import Backend, CpuKernelBackend, LayerCache, StepLayout, TorchBackend
+from serve.errors import ConfigError
+from serve.model.attach import INTERFACE_NAME, register_interface
+from serve.model.attention import Backend, LayerCache, ScoreRules, StepLayout, TorchBackend
+from serve.model.kernel_attention import CpuKernelBackend
 from serve.worker.kv_cache import allocate
 from tests.support.kernels import cpu_kernels
 
@@ -32,7 +36,7 @@ class _Sequence:
         self.value = torch.randn(length, kv_heads, head_dim).to(dtype)
         self.blocks: list[int] = []
 
-    def expected(self, scale: float, window: int) -> Tensor:
+    def expected(self, scale: float, window: int, rules: ScoreRules | None = None) -> Tensor:
         """Outputs of the last ``new`` positions, from the definition, in float64."""
         group = self.query.shape[1] // self.key.shape[1]
         key = self.key.double().repeat_interleave(group, dim=1)
@@ -41,6 +45,14 @@ class _Sequence:
         for position in range(self.length - self.new, self.length):
             first = max(0, position - window + 1) if window else 0
             scores = torch.einsum("hd,khd->hk", self.query[position].double(), key[first : position + 1]) * scale
+            if rules is not None:
+                assert rules.bias_HL is not None
+                assert rules.sinks_H is not None
+                scores = (scores / rules.softcap).tanh() * rules.softcap if rules.softcap else scores
+                scores = scores + rules.bias_HL[:, first : position + 1].double()
+                mass = scores.exp().sum(dim=1, keepdim=True) + rules.sinks_H.double().exp()[:, None]
+                out.append(torch.einsum("hk,khd->hd", scores.exp() / mass, value[first : position + 1]))
+                continue
             out.append(torch.einsum("hk,khd->hd", scores.softmax(dim=1), value[first : position + 1]))
         return torch.stack(out)
 
@@ -115,6 +127,37 @@ def test_attention_over_blocks_is_attention(
     torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block_tokens"), [(8, 2, 64, 16), (4, 1, 20, 8)])
+@pytest.mark.parametrize("window", [0, 21])
+@pytest.mark.parametrize("softcap", [0.0, 2.5])
+def test_caps_sinks_and_biases_do_to_scores_what_they_say(
+    backend: Backend, heads: int, kv_heads: int, head_dim: int, block_tokens: int, window: int, softcap: float
+) -> None:
+    torch.manual_seed(heads)
+    random.seed(4)
+    sequences = [_Sequence(*lengths, heads, kv_heads, head_dim, torch.float32) for lengths in [(1, 1), (70, 33), (40, 1)]]
+    [cache] = allocate(
+        layers=1,
+        num_blocks=24,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        block_tokens=block_tokens,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    _poison(cache)
+    layout = _lay_out(sequences, block_tokens, 24)
+    for sequence in sequences:
+        _fill_history(sequence, cache, block_tokens)
+    new = [torch.cat([getattr(s, name)[s.length - s.new :] for s in sequences]) for name in ("query", "key", "value")]
+    rules = ScoreRules(softcap=softcap, sinks_H=torch.randn(heads), bias_HL=torch.randn(heads, 80))
+
+    out = backend.attend(*new, cache, layout, scale=head_dim**-0.5, window=window, rules=rules)
+
+    expected = torch.cat([s.expected(head_dim**-0.5, window, rules) for s in sequences])
+    torch.testing.assert_close(out.double(), expected, rtol=3e-6, atol=3e-6)
+
+
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (64, 16), (20, 6)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_kernel_turns_queries_and_keys_as_transformers_does(head_dim: int, rotary_dim: int, dtype: torch.dtype) -> None:
@@ -169,3 +212,13 @@ def test_strided_inputs_are_read_where_they_lie(backend: Backend) -> None:
     out = backend.attend(query, key, value, cache, layout, scale=0.2, window=0)
 
     torch.testing.assert_close(out.double(), sequence.expected(0.2, 0), rtol=3e-6, atol=3e-6)
+
+
+@pytest.mark.parametrize("asked", [{"position_bias": torch.zeros(1)}, {"is_causal": False}, {"something_new": 0.0}])
+def test_what_attention_is_asked_for_and_does_not_know_is_refused_by_name(asked: dict[str, object]) -> None:
+    """A keyword that were dropped would change every token without a word."""
+    register_interface()
+    attend = AttentionInterface()[INTERFACE_NAME]
+    heads = torch.zeros(1, 2, 3, 4)
+    with pytest.raises(ConfigError, match=f"Linear asks attention for {next(iter(asked))}"):
+        attend(nn.Linear(1, 1), heads, heads, heads, None, scaling=1.0, dropout=0.0, **asked)

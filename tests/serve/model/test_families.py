@@ -8,7 +8,8 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from serve.errors import ConfigError
-from serve.model.families import FAMILIES, check_rope
+from serve.model.checks import check_rope
+from serve.model.families import FAMILIES
 from tests.support.models import SMALL
 
 

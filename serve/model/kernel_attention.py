@@ -1,0 +1,142 @@
+"""Attention over KV blocks by the C++ kernel of ``kernels/attention.cpp``. Shapes: see ``serve.model.attention``."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from serve.model.attention import PLAIN, LayerCache, Rotary, ScoreRules, StepLayout
+
+
+class _Step(ctypes.Structure):
+    """``Step`` of kernels/attention.cpp."""
+
+    _fields_ = (
+        ("query", ctypes.c_void_p),
+        ("key", ctypes.c_void_p),
+        ("value", ctypes.c_void_p),
+        ("query_stride_token", ctypes.c_int64),
+        ("query_stride_head", ctypes.c_int64),
+        ("key_stride_token", ctypes.c_int64),
+        ("key_stride_head", ctypes.c_int64),
+        ("value_stride_token", ctypes.c_int64),
+        ("value_stride_head", ctypes.c_int64),
+        ("cosines", ctypes.c_void_p),
+        ("sines", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
+        ("key_cache", ctypes.c_void_p),
+        ("value_cache", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("sinks", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("tiles", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("tables", ctypes.c_void_p),
+        ("tokens", ctypes.c_int64),
+        ("num_tiles", ctypes.c_int64),
+        ("table_width", ctypes.c_int64),
+        ("query_heads", ctypes.c_int64),
+        ("kv_heads", ctypes.c_int64),
+        ("head_dim", ctypes.c_int64),
+        ("block_tokens", ctypes.c_int64),
+        ("rotary_dim", ctypes.c_int64),
+        ("window", ctypes.c_int64),
+        ("bias_positions", ctypes.c_int64),
+        ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+    )
+
+
+class CpuKernelBackend:
+    """Attention by the C++ kernel: fp32 and bf16 on the CPU, nothing gathered."""
+
+    rotates = True
+    _TILE_TOKENS = 16
+
+    def __init__(self, kernels: ctypes.CDLL) -> None:
+        """``kernels`` as ``load_cpu_kernels`` gives them."""
+        self._kernels = kernels
+        self._kernels.tessera_attend.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.POINTER(_Step))
+        self._kernels.tessera_attend.restype = None
+        self._max_rows = int(self._kernels.tessera_max_rows())
+        self._tiles: tuple[StepLayout, int, Tensor] | None = None
+
+    def attend(
+        self,
+        query_THD: Tensor,
+        key_TGD: Tensor,
+        value_TGD: Tensor,
+        layer: LayerCache,
+        layout: StepLayout,
+        *,
+        scale: float,
+        window: int,
+        rotary: Rotary | None = None,
+        rules: ScoreRules = PLAIN,
+    ) -> Tensor:
+        """See ``Backend``."""
+        query_THD, key_TGD, value_TGD = _rows(query_THD), _rows(key_TGD), _rows(value_TGD)
+        # The kernel sees addresses alone.
+        assert {key_TGD.dtype, value_TGD.dtype, layer.keys.dtype} == {query_THD.dtype}
+        assert rotary is None or {part.dtype for part in rotary} == {query_THD.dtype}
+        tokens, heads, width = query_THD.shape
+        kv_heads, block_tokens = layer.values.shape[1:3]
+        sinks_H, bias_HL = rules.sinks_H, rules.bias_HL
+        assert sinks_H is None or (sinks_H.dtype == torch.float32 and sinks_H.shape == (heads,) and sinks_H.is_contiguous())
+        assert bias_HL is None or (bias_HL.dtype == torch.float32 and bias_HL.shape[0] == heads and bias_HL.is_contiguous())
+        # Whole blocks of the table are read.
+        assert bias_HL is None or -(-max(layout.context_lengths) // block_tokens) * block_tokens <= bias_HL.shape[1]
+        out_THD = torch.empty(tokens, heads, width, dtype=query_THD.dtype)
+        tiles = self._tiles_of(layout, max(1, min(self._TILE_TOKENS, self._max_rows // (heads // kv_heads))))
+        cosines, sines, turned = (rotary[0].data_ptr(), rotary[1].data_ptr(), rotary[0].shape[1]) if rotary else (None, None, 0)
+        step = _Step(
+            query_THD.data_ptr(),
+            key_TGD.data_ptr(),
+            value_TGD.data_ptr(),
+            *query_THD.stride()[:2],
+            *key_TGD.stride()[:2],
+            *value_TGD.stride()[:2],
+            cosines,
+            sines,
+            layout.slots.data_ptr(),
+            layer.keys.data_ptr(),
+            layer.values.data_ptr(),
+            out_THD.data_ptr(),
+            None if sinks_H is None else sinks_H.data_ptr(),
+            None if bias_HL is None else bias_HL.data_ptr(),
+            tiles.data_ptr(),
+            layout.positions.data_ptr(),
+            layout.block_tables.data_ptr(),
+            tokens,
+            tiles.shape[0],
+            layout.block_tables.shape[1],
+            heads,
+            kv_heads,
+            width,
+            block_tokens,
+            turned,
+            window,
+            0 if bias_HL is None else bias_HL.shape[1],
+            scale,
+            rules.softcap,
+        )
+        self._kernels.tessera_attend(query_THD.dtype == torch.bfloat16, torch.get_num_threads(), ctypes.byref(step))
+        return out_THD
+
+    def _tiles_of(self, layout: StepLayout, tile_tokens: int) -> Tensor:
+        """int32 [items, 3] of (sequence, first token, tokens): the same for every layer of a step, so made once."""
+        if self._tiles is None or self._tiles[0] is not layout or self._tiles[1] != tile_tokens:
+            starts = layout.query_starts
+            tiles = [
+                (i, first, min(tile_tokens, starts[i + 1] - first))
+                for i in range(len(starts) - 1)
+                for first in range(starts[i], starts[i + 1], tile_tokens)
+            ]
+            self._tiles = (layout, tile_tokens, torch.tensor(tiles, dtype=torch.int32))
+        return self._tiles[2]
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

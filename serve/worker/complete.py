@@ -1,0 +1,116 @@
+"""What a filled model still needs to serve: attention over blocks, sums over the ranks, and the last step of its logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from serve.model.attach import attach, register_interface
+from serve.model.attention import PLAIN, Backend, LayerCache, PagedAttention, ScoreRules, StepState
+from serve.model.families import Family, attention_window, head_dim
+from serve.model.forwards import alibi_table
+from serve.model.heads import HeadCut
+from serve.model.localise import attention_modules
+from serve.model.pretrained import head_of
+from serve.worker.parallel import Ranks
+
+
+def page_attention(
+    model: PreTrainedModel,
+    family: Family,
+    caches: list[LayerCache],
+    backend: Backend,
+    heads: HeadCut,
+    rank: int,
+    max_model_len: int,
+) -> StepState:
+    """Put paged attention into every layer."""
+    register_interface()
+    config = model.config
+    scale = head_dim(config) ** -0.5 if family.scaled else 1.0
+    block_tokens, device = caches[0].values.shape[2], caches[0].values.device
+    positions = -(-max_model_len // block_tokens) * block_tokens
+    bias_HL = alibi_table(config, heads.query_heads(rank), positions, scale, device) if family.alibi else None
+    state = StepState()
+    modules = attention_modules(model, family)
+    assert len(modules) == len(caches), f"{family.name}: {len(modules)} attention modules, {len(caches)} layers"
+    for layer, (module, cache) in enumerate(zip(modules, caches, strict=True)):
+        sinks_H = module.get_parameter("sinks").float() if family.sinks else None
+        rules = PLAIN if bias_HL is None and sinks_H is None else ScoreRules(sinks_H=sinks_H, bias_HL=bias_HL)
+        attach(module, PagedAttention(cache, state, backend, attention_window(config, layer), rules), family, scale)
+    return state
+
+
+def sum_norms(model: PreTrainedModel, family: Family, heads: HeadCut, ranks: Ranks) -> None:
+    """Let the norms that run over the features of all heads do so, where each rank has some of them."""
+    if ranks.size == 1:
+        return
+    for module in attention_modules(model, family):
+        for name in family.norms_over_heads:
+            norm = module.get_submodule(name)
+            own = norm.get_parameter("weight").shape[0]
+            is_query = own == heads.query_heads(ranks.rank).width * head_dim(model.config)
+            of_all = sum(_heads_of(heads, rank, is_query) for rank in range(ranks.size))
+            norm.forward = _summed_norm(norm, own * of_all // _heads_of(heads, ranks.rank, is_query), ranks)
+
+
+def _heads_of(heads: HeadCut, rank: int, is_query: bool) -> int:
+    return (heads.query_heads(rank) if is_query else heads.shared_heads(rank)).width
+
+
+def _summed_norm(norm: nn.Module, features: int, ranks: Ranks) -> Callable[[Tensor], Tensor]:
+    """RMSNorm (Zhang and Sennrich 2019) whose mean is over ``features``, those of all ranks; repeated heads count each time."""
+    weight, epsilon = norm.get_parameter("weight"), float(norm.variance_epsilon)  # type: ignore[arg-type]
+
+    def forward(x: Tensor) -> Tensor:
+        wide = x.float()
+        squares = ranks.sum_(wide.square().sum(dim=-1, keepdim=True))
+        return (weight * (wide * torch.rsqrt(squares / features + epsilon))).to(x.dtype)
+
+    return forward
+
+
+def plain_embedding(model: PreTrainedModel) -> None:
+    """Put a plain embedding in the place of one that scales its rows, on ``meta``: only such a one can be cut."""
+    scaled = model.get_input_embeddings()
+    assert isinstance(scaled, nn.Embedding)
+    plain = nn.Embedding(scaled.num_embeddings, scaled.embedding_dim, device="meta", dtype=scaled.weight.dtype)
+    plain.weight = scaled.weight
+    model.set_input_embeddings(plain)
+
+
+def scale_embedding(model: PreTrainedModel) -> None:
+    """Multiply what the embedding gives by the square root of its width, rounded to the model's type as in training."""
+    embedding = model.get_input_embeddings()
+    look_up = embedding.forward
+    width = int(model.config.hidden_size)
+
+    def forward(ids: Tensor) -> Tensor:
+        rows: Tensor = look_up(ids)
+        return rows * torch.tensor(width**0.5, dtype=rows.dtype, device=rows.device)
+
+    embedding.forward = forward
+
+
+class CappedHead(nn.Module):
+    """A head whose logits are kept within (-cap, cap)."""
+
+    def __init__(self, head: nn.Module, cap: float) -> None:
+        super().__init__()
+        self.head = head
+        self._cap = cap
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.head(hidden)
+        return (logits / self._cap).tanh() * self._cap
+
+
+def whole_head(model: PreTrainedModel) -> nn.Module:
+    """Hidden states to logits, with what transformers' causal model does to each of them after the layer."""
+    config: PretrainedConfig = model.config
+    cap = getattr(config, "final_logit_softcapping", None)
+    head = head_of(model)
+    return head if cap is None else CappedHead(head, float(cap))

@@ -1,0 +1,99 @@
+"""One rank that loads model after model, in one process group, and generates greedily: ``python -m … RANK SIZE FOLDER``.
+
+FOLDER has a checkpoint in each of its folders. Rank 0 writes what was generated, by folder and prompt, to its tokens-SIZE.json.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from serve.config import CacheConfig, ModelConfig, SchedulerConfig, ServerConfig
+from serve.engine.plan import Span, Start, StepPlan
+from serve.errors import ConfigError
+from serve.types import BlockId, SamplingParams, SequenceId
+from serve.worker.loader import Stopwatch, load_rank
+from serve.worker.parallel import Ranks, join_ranks
+from serve.worker.progress import Progress
+from serve.worker.runner import Runner
+
+PROMPTS = tuple(
+    tuple((7 * place * place + 3 * seed) % 500 + 1 for place in range(size)) for seed, size in enumerate((45, 13, 290))
+)
+NEW_TOKENS = 16
+CHUNK = 32
+"""Longer prompts are computed in several steps, beside one another's tokens."""
+BLOCK_TOKENS = 16
+
+
+def load(folder: Path, size: int, ranks: Ranks) -> Runner:
+    """This rank's part of a checkpoint, ready to run steps."""
+    config = ServerConfig(
+        model=ModelConfig(path=str(folder), dtype="float32", device="cpu", tensor_parallel_size=size, max_model_len=512),
+        cache=CacheConfig(kv_cache_gib=0.004, block_tokens=BLOCK_TOKENS),
+        scheduler=SchedulerConfig(max_num_seqs=4),
+    )
+    model, _ = load_rank(config, ranks.rank, torch.device("cpu"), lambda: ranks, Stopwatch())
+    return Runner(model, ranks)
+
+
+def generate(runner: Runner, ranks: Ranks, prompts: Sequence[tuple[int, ...]] = PROMPTS) -> list[list[int]]:
+    """Greedy continuations of all prompts, computed side by side; every rank gets them."""
+    blocks_each = -(-(max(map(len, prompts)) + NEW_TOKENS) // BLOCK_TOKENS)
+    got: list[list[int]] = [[] for _ in prompts]
+    done = [0] * len(prompts)
+    step = 0
+    while any(len(tokens) < NEW_TOKENS for tokens in got):
+        starts, spans = [], []
+        for i, (prompt, tokens) in enumerate(zip(prompts, got, strict=True)):
+            if len(tokens) == NEW_TOKENS:
+                continue
+            total = len(prompt) + len(tokens)
+            count = min(CHUNK, total - done[i])
+            new_blocks = tuple(BlockId(i * blocks_each + block) for block in range(blocks_each)) if step == 0 else ()
+            if step == 0:
+                start = Start(
+                    sequence=SequenceId(i), index=0, token_ids=prompt, num_prompt_tokens=len(prompt), sampling=SamplingParams()
+                )
+                starts.append(start)
+            span = Span(
+                sequence=SequenceId(i),
+                start=done[i],
+                count=count,
+                new_tokens=tuple(tokens[-1:]),
+                new_blocks=new_blocks,
+                sample=done[i] + count == total,
+            )
+            spans.append(span)
+            done[i] += count
+        result = runner.execute(StepPlan(step=step, starts=tuple(starts), spans=tuple(spans)))
+        sampled = {item.sequence: item.token_id for item in result.sampled} if result is not None else {}
+        for sequence, token in json.loads(ranks.told_by_first(json.dumps(list(sampled.items())))):
+            got[sequence].append(token)
+        step += 1
+    runner.execute(StepPlan(step=step, dropped=tuple(SequenceId(i) for i in range(len(prompts)))))
+    return got
+
+
+def main(rank: int, size: int, root: Path) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    ranks = join_ranks(rank, size, torch.device("cpu"), root / f"meeting-{size}", 120.0, Progress())
+    answers: dict[str, object] = {}
+    for folder in sorted(path for path in root.iterdir() if path.is_dir()):
+        try:
+            answers[folder.name] = generate(load(folder, size, ranks), ranks)
+        except ConfigError as refused:
+            answers[folder.name] = str(refused)
+    if rank == 0:
+        (root / f"tokens-{size}.json").write_text(json.dumps(answers))
+    ranks.close()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,111 @@
+"""Every family gives transformers' own tokens, on one rank and on several: heads shared evenly, unevenly, and repeated."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from serve.worker.executor import rank_environment
+from serve.worker.parallel import Ranks
+from tests.serve.worker.family_worker import NEW_TOKENS, PROMPTS, generate, load
+from tests.serve.worker.test_loader import VARIANTS
+from tests.support import reference
+from tests.support.models import SMALL, save
+
+UNEVEN: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt_neox of 3 heads": ("gpt_neox", {"hidden_size": 48, "num_attention_heads": 3, "intermediate_size": 84}),
+    "gpt2 of 3 heads": ("gpt2", {"n_embd": 48, "n_head": 3}),
+    "gptj of 3 heads": ("gptj", {"n_embd": 48, "n_head": 3}),
+    "gpt_neo of 3 heads": ("gpt_neo", {"hidden_size": 48, "num_heads": 3}),
+    "opt of 3 heads": ("opt", {"hidden_size": 48, "num_attention_heads": 3, "word_embed_proj_dim": 48}),
+    "phi of 3 heads": ("phi", {"hidden_size": 48, "num_attention_heads": 3}),
+    "bloom of 3 heads": ("bloom", {"hidden_size": 48, "n_head": 3}),
+    "llama of 3 shared heads": ("llama", {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}),
+    "llama of 1 shared head": ("llama", {"num_key_value_heads": 1}),
+    "olmo2 of 1 shared head": ("olmo2", {"num_key_value_heads": 1}),
+    "stablelm of 3 normed heads": (
+        "stablelm",
+        {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "qk_layernorm": True},
+    ),
+    "phi3 of 3 shared heads": ("phi3", {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}),
+    "phi3 of 1 shared head": ("phi3", {"num_key_value_heads": 1}),
+    "falcon of 7 heads": ("falcon", {"hidden_size": 56, "num_attention_heads": 7}),
+    "falcon of 3 groups": (
+        "falcon",
+        {"hidden_size": 96, "num_attention_heads": 6, "num_kv_heads": 3, "new_decoder_architecture": True},
+    ),
+}
+_LAYERS = ("num_hidden_layers", "n_layer")
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    name: (family, {**changes, **{key: 2 for key in _LAYERS if key in SMALL[family]}})
+    for name, (family, changes) in (VARIANTS | UNEVEN).items()
+}
+ALL = tuple(CASES)
+EACH_WAY = (
+    "codegen", "phi3", "gpt_bigcode", "falcon, grouped", "bloom", "gemma2", "olmo2 of 1 shared head",
+    "stablelm of 3 normed heads",
+)  # fmt: skip
+"""One of each way to be cut; all the others are among the slow tests."""
+REFUSED = {
+    4: {"gpt_neox of 3 heads", "gpt2 of 3 heads", "gptj of 3 heads", "gpt_neo of 3 heads", "opt of 3 heads", "phi of 3 heads"}
+    | {"bloom of 3 heads", "llama of 3 shared heads", "stablelm of 3 normed heads", "phi3 of 3 shared heads"}
+    | {"falcon of 3 groups", "falcon, grouped", "codegen"}
+}
+
+
+def folder_of(name: str) -> str:
+    return name.replace(" ", "_").replace(",", "")
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Checkpoints, and transformers' own tokens for each."""
+
+    root: Path
+    tokens: dict[str, list[list[int]]]
+
+
+@pytest.fixture(scope="module", params=[EACH_WAY, pytest.param(ALL, marks=pytest.mark.slow)], ids=["each way", "all"])
+def judged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Judged:
+    root = tmp_path_factory.mktemp("families")
+    torch.set_num_threads(1)
+    answers = {}
+    for name in request.param:
+        family, changes = CASES[name]
+        model = reference.load(save(family, root / folder_of(name), with_tokenizer=False, **changes))
+        answers[name] = [reference.greedy(model, prompt, NEW_TOKENS) for prompt in PROMPTS]
+    return Judged(root, answers)
+
+
+def by_ranks(root: Path, size: int) -> dict[str, list[list[int]] | str]:
+    """What a group of ranks generates from each checkpoint, or why it does not."""
+    command = [sys.executable, "-m", "tests.serve.worker.family_worker"]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(size), str(root)], env=rank_environment(rank, size, "cpu"))
+        for rank in range(size)
+    ]
+    assert [rank.wait(timeout=600) for rank in ranks] == [0] * size
+    answers: dict[str, list[list[int]] | str] = json.loads((root / f"tokens-{size}.json").read_text())
+    return answers
+
+
+@pytest.mark.slow
+def test_one_rank_gives_the_tokens_of_transformers(judged: Judged) -> None:
+    ranks = Ranks(0, 1)
+    got = {name: generate(load(judged.root / folder_of(name), 1, ranks), ranks) for name in judged.tokens}
+    assert {name for name in got if got[name] != judged.tokens[name]} == set()
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_several_ranks_give_the_tokens_of_transformers(size: int, judged: Judged) -> None:
+    got = by_ranks(judged.root, size)
+    refused = {name for name in judged.tokens if isinstance(got[folder_of(name)], str)}
+    assert refused == REFUSED.get(size, set()) & judged.tokens.keys(), {name: got[folder_of(name)] for name in refused}
+    assert {name for name in judged.tokens if name not in refused and got[folder_of(name)] != judged.tokens[name]} == set()
