@@ -13,6 +13,10 @@ class Given:
     """The model's ``config.json``, or a folder that has one, for layouts that store none or elsewhere."""
     tokenizer: str | None = None
     """A folder with the tokenizer's files, or one such file, where they do not lie with the checkpoint."""
+    master_weights: bool = False
+    """Of a folder of ZeRO-0, 1 or 2, the optimizer's fp32 master weights in place of the module in the type of training."""
+    layer_map: str | None = None
+    """Of a pipeline's layer files, a YAML or JSON file that says which names of the model each layer's tensors have."""
 
 
 NOTHING_GIVEN = Given()

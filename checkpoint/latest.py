@@ -47,7 +47,22 @@ def resolve_latest(root: str | Path) -> Path:
 
 def is_root(path: Path) -> bool:
     """Whether this folder looks like one that holds step folders rather than like a checkpoint."""
-    return not (path / "config.json").exists() and ((path / LATEST).exists() or bool(_steps(path)))
+    return not (path / "config.json").exists() and (bool(_steps(path)) or _names_step(path))
+
+
+def _names_step(root: Path) -> bool:
+    """Whether ``latest`` is one of Tessera's: DeepSpeed keeps a file of that name above its saves, too."""
+    if not (root / LATEST).exists():
+        return False
+    try:
+        return _STEP.fullmatch(_latest(root)) is not None
+    except (CheckpointError, UnicodeDecodeError):
+        return True  # which ``resolve_latest`` tells
+
+
+def _latest(root: Path) -> str:
+    """What ``latest`` names."""
+    return Folder(root).read_bytes(LATEST, limit=_MAX_LATEST_BYTES).decode("utf-8").strip()
 
 
 def _candidates(root: Path, reasons: list[str]) -> list[Path]:
@@ -56,7 +71,7 @@ def _candidates(root: Path, reasons: list[str]) -> list[Path]:
     if not (root / LATEST).exists():
         return steps
     try:
-        name = Folder(root).read_bytes(LATEST, limit=_MAX_LATEST_BYTES).decode("utf-8").strip()
+        name = _latest(root)
     except (CheckpointError, UnicodeDecodeError) as error:
         reasons.append(f"{LATEST} cannot be read: {error}")
         return steps

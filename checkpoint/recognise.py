@@ -10,10 +10,10 @@ from typing import NoReturn
 from checkpoint.errors import CheckpointError
 from checkpoint.folder import Folder
 from checkpoint.latest import is_root, resolve_latest
-from checkpoint.readers import hf
+from checkpoint.readers import hf, zero3, zero12
 from checkpoint.readers.weights import Format
 
-FORMATS: tuple[Format, ...] = (hf,)
+FORMATS: tuple[Format, ...] = (hf, zero3, zero12)
 """Every layout that is read, in the order in which a folder is asked about them."""
 
 RUN_CHECKPOINTS = "checkpoints"

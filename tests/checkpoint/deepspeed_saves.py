@@ -1,0 +1,209 @@
+"""Trains tiny models with DeepSpeed alone and keeps the folders it saves: what Tessera's readers are tried on.
+
+    python deepspeed_saves.py FOLDER RANKS NAME...
+
+Nothing of Tessera is imported. Libraries are imported once; then the ranks are forked. Each NAME becomes ``FOLDER/NAME`` with
+the save's root and ``config.json``, the trainer's own master weights (``expected.pt``: float32, every name) and its logits
+(``logits.pt``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1", LOCAL_RANK="0")
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 101,
+    "hidden_size": 24,
+    "intermediate_size": 42,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+NEOX = {
+    "model_type": "gpt_neox",
+    "vocab_size": 101,
+    "hidden_size": 24,
+    "intermediate_size": 50,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+GPT2 = {
+    "model_type": "gpt2",
+    "vocab_size": 101,
+    "n_embd": 24,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 32,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}
+IDS = [[3, 14, 15, 92, 65, 35, 89, 79]]
+
+
+def make(config: dict[str, Any], seed: int = 0) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    options = dict(config)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(options.pop("model_type"), **options), attn_implementation="eager"
+    )
+    with torch.no_grad():  # biases and norms that are all 0 or 1 would hide an exchange
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape) * 0.05)
+    return model.float()
+
+
+def settings(stage: int, dtype: str, **zero: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": stage, **zero},
+        "bf16": {"enabled": dtype == "bf16"},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+
+
+def groups_of(model: torch.nn.Module) -> list[dict[str, Any]]:
+    """Two groups, as trainers make them: with weight decay and without."""
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    decay = [parameter for name, parameter in named if parameter.dim() > 1]
+    plain = [parameter for name, parameter in named if parameter.dim() <= 1]
+    return [{"params": decay, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
+
+
+def train(model: torch.nn.Module, config: dict[str, Any], *, groups: bool = True, steps: int = 2) -> Any:
+    parameters: Any = groups_of(model) if groups else [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+    for step in range(steps):
+        ids = torch.tensor(IDS) + step
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+    return engine
+
+
+def keep(engine: Any, folder: Path, config: dict[str, Any], *, masters: bool = True, **options: Any) -> None:
+    """Save; and beside the save the weights and logits that the engine itself has: its masters, or those it computes with."""
+    engine.save_checkpoint(str(folder / "save"), **options)
+    engine.eval()
+    with torch.no_grad():
+        logits = engine(input_ids=torch.tensor(IDS)).logits.float()
+    whole: dict[str, torch.Tensor] = {}
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    for name, parameter in engine.module.named_parameters(remove_duplicate=False):
+        value = safe_get_full_fp32_param(parameter) if masters and parameter.requires_grad else None
+        if value is None:
+            with deepspeed.zero.GatheredParameters([parameter]):
+                value = parameter.detach().float().clone()
+        whole[name] = value.detach().float().cpu().reshape(getattr(parameter, "ds_shape", parameter.shape)).clone()
+    finish(folder, config, whole, logits)
+
+
+def finish(folder: Path, config: dict[str, Any], whole: dict[str, torch.Tensor], logits: torch.Tensor) -> None:
+    if dist.get_rank() == 0:
+        (folder / "save" / "config.json").write_text(json.dumps(config))
+        torch.save(whole, folder / "expected.pt")
+        torch.save(logits, folder / "logits.pt")
+    dist.barrier()
+
+
+def zero3_groups(folder: Path) -> None:
+    """Two groups of parameters, tied embeddings, the masters in small sub-groups."""
+    config = LLAMA | {"tie_word_embeddings": True}
+    keep(train(make(config), settings(3, "bf16", sub_group_size=500)), folder, config)
+
+
+def zero3_float(folder: Path) -> None:
+    """Trained in float32, with an embedding that is not trained."""
+    model = make(NEOX)
+    model.get_input_embeddings().weight.requires_grad_(False)
+    keep(train(model, settings(3, "fp32"), groups=False), folder, NEOX)
+
+
+def zero3_offload(folder: Path) -> None:
+    offload = {"device": "cpu"}
+    keep(train(make(NEOX), settings(3, "bf16", offload_optimizer=offload, offload_param=offload)), folder, NEOX)
+
+
+def zero2_masters(folder: Path) -> None:
+    config = LLAMA | {"tie_word_embeddings": True}
+    keep(train(make(config), settings(2, "bf16")), folder, config)
+
+
+def zero1_robin(folder: Path) -> None:
+    """Kept are the weights in bfloat16: what DeepSpeed 0.19 gives as masters are then those of other parameters."""
+    keep(train(make(NEOX), settings(1, "bf16", round_robin_gradients=True)), folder, NEOX, masters=False)
+
+
+def zero0(folder: Path) -> None:
+    keep(train(make(GPT2), settings(0, "fp32"), groups=False), folder, GPT2)
+
+
+CASES: dict[str, Callable[[Path], None]] = {
+    "zero3-groups": zero3_groups,
+    "zero3-float": zero3_float,
+    "zero3-offload": zero3_offload,
+    "zero2-masters": zero2_masters,
+    "zero1-robin": zero1_robin,
+    "zero0": zero0,
+}
+
+
+def rank_main(rank: int, ranks: int, folder: Path, names: list[str]) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting-{'-'.join(names)}", rank=rank, world_size=ranks)
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+    for name in names:
+        if rank == 0:
+            (folder / name).mkdir(parents=True)
+        dist.barrier()
+        CASES[name](folder / name)
+        dist.barrier()
+
+
+def main(folder: Path, ranks: int, names: list[str]) -> int:
+    folder.mkdir(parents=True, exist_ok=True)
+    children = []
+    for rank in range(ranks):
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                rank_main(rank, ranks, folder, names)
+                status = 0
+            except BaseException:
+                import traceback
+
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(status)
+        children.append(child)
+    return max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]))
