@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+QkvLayout = Literal["blocks", "per-head"]
+"""On each rank all queries, all keys, all values, as GPT-NeoX does since November 2024; or each query head with its share of
+the keys and values, as it did before. The two have one shape, and nothing in a checkpoint tells them apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,6 +18,8 @@ class Given:
     """The model's ``config.json``, or a folder that has one, for layouts that store none or elsewhere."""
     tokenizer: str | None = None
     """A folder with the tokenizer's files, or one such file, where they do not lie with the checkpoint."""
+    neox_qkv_layout: QkvLayout = "blocks"
+    """How GPT-NeoX packed queries, keys and values of heads that share keys."""
 
 
 NOTHING_GIVEN = Given()
