@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,15 @@ def assert_holds(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
         assert torch.equal(checkpoint.read(name, index), state[name][index]), name
 
 
+def assert_model(config: Mapping[str, Any], model: PreTrainedModel) -> None:
+    """With the same weights, the model of ``config`` computes what ``model`` does."""
+    again = AutoModelForCausalLM.from_config(CONFIG_MAPPING[config["model_type"]](**config), dtype=torch.float32).eval()
+    again.load_state_dict(model.state_dict())
+    ids = torch.arange(64).reshape(1, 64) * 7 % 300
+    with torch.inference_mode():
+        assert torch.equal(again(ids).logits, model.eval()(ids).logits)
+
+
 @pytest.mark.parametrize("parallel", [1, 2, 4])
 @pytest.mark.parametrize("name", FORMS)
 def test_every_tensor_and_slice_is_that_of_the_model(name: str, parallel: int, tmp_path: Path) -> None:
@@ -83,11 +93,7 @@ def test_every_tensor_and_slice_is_that_of_the_model(name: str, parallel: int, t
     with open_structure(tmp_path, given=given) as structure:
         assert [cover_fault(stored) for stored in structure.weights.places.values()] == [None] * len(structure.weights.places)
         assert structure.tokenizer.has("tokenizer.json")
-    again = AutoModelForCausalLM.from_config(CONFIG_MAPPING[config["model_type"]](**config), dtype=torch.float32).eval()
-    again.load_state_dict(model.state_dict())
-    ids = torch.arange(64).reshape(1, 64) * 7 % 300
-    with torch.inference_mode():
-        assert torch.equal(again(ids).logits, model.eval()(ids).logits)
+    assert_model(config, model)
     assert config["eos_token_id"] == 0
 
 
