@@ -6,7 +6,9 @@ import json
 import os
 import re
 import stat
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from checkpoint.errors import CheckpointError
@@ -113,6 +115,34 @@ class Folder:
     def read_object(self, name: str) -> dict[str, Any]:
         """A JSON file whose top level is an object."""
         return parse_object(name, self.read_bytes(name))
+
+
+class Renamed(Folder):
+    """Some files of a folder under other names, and none of the others."""
+
+    def __init__(self, folder: Path, names: Mapping[str, str]) -> None:
+        """
+        Args:
+            names: of each file, the name it is asked for by and the one it has.
+        """
+        super().__init__(folder)
+        self._names = dict(names)
+
+    @property
+    def renamed(self) -> Mapping[str, str]:
+        """The names that files are asked for by, and those they have."""
+        return MappingProxyType(self._names)
+
+    def has(self, name: str) -> bool:
+        return name in self._names and super().has(self._names[name])
+
+    def names(self) -> list[str]:
+        return sorted(name for name in self._names if self.has(name))
+
+    def open(self, name: str) -> int:
+        if name not in self._names:
+            raise CheckpointError(name, "is missing")
+        return super().open(self._names[name])
 
 
 def parse_object(file: str, data: bytes) -> dict[str, Any]:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+QkvLayout = Literal["blocks", "per-head"]
+"""On each rank all queries, all keys, all values, as GPT-NeoX does since November 2024; or each query head with its share of
+the keys and values, as it did before. The two have one shape, and nothing in a checkpoint tells them apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +22,8 @@ class Given:
     """Of a folder of ZeRO-0, 1 or 2, the optimizer's fp32 master weights in place of the module in the type of training."""
     layer_map: str | None = None
     """Of a pipeline's layer files, a YAML or JSON file that says which names of the model each layer's tensors have."""
+    neox_qkv_layout: QkvLayout = "blocks"
+    """How GPT-NeoX packed queries, keys and values of heads that share keys."""
 
 
 NOTHING_GIVEN = Given()

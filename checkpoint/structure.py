@@ -91,7 +91,7 @@ def open_structure(path: str | Path, *, verify: Verification = "structure", give
     except BaseException:
         weights.close()
         raise
-    return Structure(folder, config, generation, manifest, weights, layout.NAME, tokenizer)
+    return Structure(folder, config, generation, manifest, weights, layout.NAME, weights.tokenizer or tokenizer)
 
 
 def model_config(path: str | Path, given: Given = NOTHING_GIVEN) -> tuple[dict[str, Any], Path]:

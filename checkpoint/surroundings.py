@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from checkpoint.config import CONFIG, GENERATION, check_config, check_generation_config, normalized, with_one_beginning
 from checkpoint.errors import CheckpointError
-from checkpoint.folder import Folder
+from checkpoint.folder import Folder, Renamed
 from checkpoint.given import Given
-from checkpoint.tokenizer_files import TOKENIZER_FILES
+from checkpoint.tokenizer_files import MERGES, SENTENCE_PIECE, TOKENIZER_FILES, TOKENIZER_JSON, VOCABULARY
+
+NOTHING_NAMED: Mapping[str, str] = MappingProxyType({})
 
 Configs = tuple[dict[str, Any], dict[str, Any]]
 """``config.json`` and ``generation_config.json``, checked; the second is empty if there is none."""
@@ -65,16 +68,50 @@ def checked_configs(folder: Folder, said: Mapping[str, Any] | None, table: str, 
     return normalized(config), {}
 
 
-def find_tokenizer(folder: Folder, given: Given, *, above: bool) -> Folder:
+def find_tokenizer(folder: Folder, given: Given, *, above: bool, named: Mapping[str, str] = NOTHING_NAMED) -> Folder:
     """The folder whose tokenizer belongs to the checkpoint; ``folder`` itself where none has any of a tokenizer's files.
 
+    Args:
+        named: the names that the checkpoint's trainer had for the files of its tokenizer, by the usual ones.
+
     Raises:
-        CheckpointError: the one that was given is not there.
+        CheckpointError: the one that was given is not there, or is no file of a tokenizer.
     """
     if given.tokenizer is not None:
-        return _split(given.tokenizer, TOKENIZER_FILES[0])[0]
+        return tokenizer_at(given.tokenizer)
     places = _places(folder, above=above)
+    for place in places:
+        if named and all(place.has(name) for name in named.values()):
+            return Renamed(place.path, named)
     return next((place for place in places if any(place.has(name) for name in TOKENIZER_FILES)), folder)
+
+
+def tokenizer_at(given: str) -> Folder:
+    """The tokenizer's folder that was given, or one that has the file that was given under its usual name, and nothing else.
+
+    A file is a ``tokenizer.json``, a ``vocab.json`` with its merges beside it, or a SentencePiece ``.model``; what it is called
+    does not matter, but that merges are called as the vocabulary, with ``merges`` and ``.txt``, or ``merges.txt``.
+
+    Raises:
+        CheckpointError: there is no such file or folder, or it is none of these.
+    """
+    folder, name = _split(given, TOKENIZER_JSON)
+    if Path(given).expanduser().is_dir() or name in TOKENIZER_FILES:
+        return folder
+    if name.endswith(".model"):
+        return Renamed(folder.path, {SENTENCE_PIECE: name})
+    content = folder.read_object(name)
+    if isinstance(content.get("model"), dict):
+        return Renamed(folder.path, {TOKENIZER_JSON: name})
+    if not content or not all(isinstance(value, int) for value in content.values()):
+        raise CheckpointError(given, "is neither a tokenizer.json, nor a vocabulary (pieces and their ids), nor a .model")
+    merges = (f"{name.removesuffix('.json').replace('vocab', 'merges')}.txt", MERGES)
+    found = next((candidate for candidate in merges if candidate != name and folder.has(candidate)), None)
+    if found is None:
+        raise CheckpointError(
+            given, f"is a vocabulary, whose merges are not beside it, neither {' nor '.join(dict.fromkeys(merges))}"
+        )
+    return Renamed(folder.path, {VOCABULARY: name, MERGES: found})
 
 
 def _places(folder: Folder, *, above: bool) -> list[Folder]:

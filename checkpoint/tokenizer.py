@@ -151,6 +151,8 @@ def read_tokenizer(folder: Folder, model_type: str = "") -> Tokenizer | None:
         model_config = folder.read_object("config.json") if folder.has("config.json") else {}
         model_config |= {"model_type": model_type} if model_type else {}
         class_name = tokenizer_class(config, model_config, backend)
+        if file == "vocab.json" and not class_name:
+            class_name = "GPT2Tokenizer"  # the files are of its form, whoever wrote them
         apply_class_pipeline(backend, class_name, config, rebuilt=file == "vocab.json")
     special = _special_tokens(folder, config, class_name)
     with _reading("tokenizer_config.json"):

@@ -10,15 +10,16 @@ from checkpoint.errors import CheckpointError
 from checkpoint.folder import Folder
 
 TOKENIZER_CONFIG, SPECIAL_TOKENS, TEMPLATE = "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"
+TOKENIZER_JSON, VOCABULARY, MERGES, SENTENCE_PIECE = "tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model"
 TOKENIZER_FILES = (
-    "tokenizer.json",
+    TOKENIZER_JSON,
     "tokenizer_config.json",
     "special_tokens_map.json",
     TEMPLATE,
     "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
+    VOCABULARY,
+    MERGES,
+    SENTENCE_PIECE,
 )
 """All that belongs to a tokenizer, the one that must be there first."""
 MAX_IDS = 1 << 32

@@ -24,6 +24,21 @@ def tokenizer_vocab_size(folder: Folder) -> tuple[str, int] | None:
     return None
 
 
+def id_of(folder: Folder, token: str) -> int | None:
+    """The id of a token of the folder's tokenizer; ``None`` if there is no such token, or no tokenizer."""
+    if folder.has("tokenizer.json"):
+        tree = folder.read_object("tokenizer.json")
+        added, model = tree.get("added_tokens"), tree.get("model")
+        tokens = [entry for entry in added if isinstance(entry, dict)] if isinstance(added, list) else []
+        found = next((entry.get("id") for entry in tokens if entry.get("content") == token), None)
+        vocab = model.get("vocab") if isinstance(model, dict) else None
+        if found is None and isinstance(vocab, dict):
+            found = vocab.get(token)
+    else:
+        found = folder.read_object("vocab.json").get(token) if folder.has("vocab.json") else None
+    return found if type(found) is int and found >= 0 else None
+
+
 def check_rows(tokenizer: tuple[str, int] | None, rows: int) -> None:
     """Refuse a tokenizer, as ``tokenizer_vocab_size`` describes it, with ids beyond the ``rows`` of the embedding.
 

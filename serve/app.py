@@ -190,7 +190,7 @@ def _proved(config: ServerConfig) -> Tokenizer | None:
     """The tokenizer of a folder whose structure and tokenizer are sound and fit each other and the options."""
     with open_structure(config.model.path, given=given_of(config.model)) as structure:
         check_fit(config.model, structure)
-        tokenizer = load_tokenizer(structure.tokenizer.path)
+        tokenizer = load_tokenizer(structure.tokenizer)
         if tokenizer is not None:
             check_rows(structure, tokenizer.largest_id)
         return tokenizer

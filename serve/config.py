@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Literal
 
+from checkpoint.given import QkvLayout
 from serve.errors import ConfigError
 
 
@@ -33,7 +34,10 @@ class ModelConfig:
     """The model's ``config.json``, or a folder that has one, for a checkpoint that has none beside or above its weights."""
 
     tokenizer: str = ""
-    """Folder of the tokenizer's files, for a checkpoint that has none beside or above its weights."""
+    """Folder of the tokenizer's files, or one such file, for a checkpoint that has none beside or above its weights."""
+
+    neox_qkv_layout: QkvLayout = "blocks"
+    """How GPT-NeoX packed heads that share keys: ``blocks`` since November 2024, ``per-head`` before. Checkpoints do not say."""
 
     tensor_parallel_size: int = 1
     """Ranks that share every layer. Each takes whole heads: at most as many ranks as query heads."""

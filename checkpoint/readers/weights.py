@@ -28,6 +28,8 @@ class Weights:
     """Optimizer steps taken, where the format says so."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """What else is known of the checkpoint, by words a user reads: world sizes, what is frozen, what is shared."""
+    tokenizer: Folder | None = None
+    """Where the tokenizer's files are, of a layout that names them itself."""
 
     def close(self) -> None:
         """Give the files back."""

@@ -16,7 +16,7 @@ _CONFIG = "config.json"
 
 def given_of(model: ModelConfig) -> Given:
     """What the options say of the checkpoint that its files leave open."""
-    return Given(config=model.config or None, tokenizer=model.tokenizer or None)
+    return Given(config=model.config or None, tokenizer=model.tokenizer or None, neox_qkv_layout=model.neox_qkv_layout)
 
 
 def check_fit(model: ModelConfig, structure: Structure) -> None:

@@ -20,7 +20,7 @@ BORDER_TOKENS: Final = 256
 """Tokens that a border between two pieces may add."""
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer | None:
+def load_tokenizer(path: str | Path | Folder) -> Tokenizer | None:
     """Read the tokenizer of a model folder, and compile its chat template: no request meets one that is broken.
 
     Returns:
@@ -31,7 +31,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer | None:
             the folder holds only a SentencePiece ``tokenizer.model``.
     """
     try:
-        tokenizer = read_tokenizer(Folder(Path(path)))
+        tokenizer = read_tokenizer(path if isinstance(path, Folder) else Folder(Path(path)))
         if tokenizer is not None:
             _ = tokenizer.chat
     except CheckpointError as error:
