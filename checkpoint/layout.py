@@ -147,6 +147,26 @@ class Stored:
                 )
         return Stored(self.dtype, (stop - start, *self.shape[1:]), tuple(kept), self.merge)
 
+    def picked(self, runs: Sequence[range]) -> Stored:
+        """The rows of ``runs``, in their order, as a tensor of its own: for rows that a trainer orders otherwise.
+
+        Args:
+            runs: rows of the first dimension, each with a step of 1 or more.
+        """
+        kept: list[Piece] = []
+        reached = 0
+        for run in runs:
+            for piece in self.pieces:
+                first, stop = piece.start[0], piece.stop[0]
+                skipped = max(0, -(-(first - run.start) // run.step))
+                rows = run[skipped:]
+                rows = rows[: max(0, -(-(min(run.stop, stop) - rows.start) // run.step))] if rows else rows
+                if rows:
+                    extent = piece.extent.narrow(0, rows[0] - first, rows[-1] + 1 - first, run.step)
+                    kept.append(Piece(piece.file, extent, (reached + skipped, *piece.start[1:])))
+            reached += len(run)
+        return Stored(self.dtype, (reached, *self.shape[1:]), tuple(kept), self.merge)
+
 
 def whole(file: str, extent: Extent) -> Stored:
     """A tensor that lies in one place."""

@@ -10,10 +10,10 @@ from typing import NoReturn
 from checkpoint.errors import CheckpointError
 from checkpoint.folder import Folder
 from checkpoint.latest import is_root, resolve_latest
-from checkpoint.readers import hf
+from checkpoint.readers import dcp, dcp_hf, hf
 from checkpoint.readers.weights import Format
 
-FORMATS: tuple[Format, ...] = (hf,)
+FORMATS: tuple[Format, ...] = (hf, dcp, dcp_hf)
 """Every layout that is read, in the order in which a folder is asked about them."""
 
 RUN_CHECKPOINTS = "checkpoints"

@@ -38,6 +38,9 @@ class ModelConfig:
     tokenizer: str = ""
     """Folder of the tokenizer's files, for a checkpoint that has none beside or above its weights."""
 
+    weights_prefix: str | None = None
+    """What the names of the weights begin with, such as ``app.model.``, in a checkpoint that holds several things by names."""
+
     tensor_parallel_size: int = 1
     """Ranks that share every layer. It must divide the model's query heads and key/value heads."""
 

@@ -14,7 +14,7 @@ _CONFIG = "config.json"
 
 def given_of(model: ModelConfig) -> Given:
     """What the options say of the checkpoint that its files leave open."""
-    return Given(config=model.config or None, tokenizer=model.tokenizer or None)
+    return Given(config=model.config or None, tokenizer=model.tokenizer or None, prefix=model.weights_prefix)
 
 
 def check_fit(model: ModelConfig, structure: Structure) -> None:
