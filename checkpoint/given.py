@@ -15,6 +15,10 @@ class Given:
     """A folder with the tokenizer's files, or one such file, where they do not lie with the checkpoint."""
     prefix: str | None = None
     """What the names of the model's tensors begin with in files that hold several things, such as ``app.model.``."""
+    base: str | None = None
+    """The folder of the model that an adapter belongs to, where its ``adapter_config.json`` does not name it."""
+    adapter: str | None = None
+    """The folder of an adapter to be added to the model."""
 
 
 NOTHING_GIVEN = Given()

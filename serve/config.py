@@ -41,6 +41,12 @@ class ModelConfig:
     weights_prefix: str | None = None
     """What the names of the weights begin with, such as ``app.model.``, in a checkpoint that holds several things by names."""
 
+    adapter: str = ""
+    """Folder of a LoRA adapter that is added to the model as it is loaded. ``path`` may be an adapter's folder itself."""
+
+    base: str = ""
+    """Folder of the base model, where ``path`` is an adapter whose ``adapter_config.json`` does not say where that is."""
+
     tensor_parallel_size: int = 1
     """Ranks that share every layer. It must divide the model's query heads and key/value heads."""
 

@@ -14,7 +14,13 @@ _CONFIG = "config.json"
 
 def given_of(model: ModelConfig) -> Given:
     """What the options say of the checkpoint that its files leave open."""
-    return Given(config=model.config or None, tokenizer=model.tokenizer or None, prefix=model.weights_prefix)
+    return Given(
+        config=model.config or None,
+        tokenizer=model.tokenizer or None,
+        prefix=model.weights_prefix,
+        base=model.base or None,
+        adapter=model.adapter or None,
+    )
 
 
 def check_fit(model: ModelConfig, structure: Structure) -> None:
