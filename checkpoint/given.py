@@ -24,6 +24,12 @@ class Given:
     """Of a pipeline's layer files, a YAML or JSON file that says which names of the model each layer's tensors have."""
     neox_qkv_layout: QkvLayout = "blocks"
     """How GPT-NeoX packed queries, keys and values of heads that share keys."""
+    prefix: str | None = None
+    """What the names of the model's tensors begin with in files that hold several things, such as ``app.model.``."""
+    base: str | None = None
+    """The folder of the model that an adapter belongs to, where its ``adapter_config.json`` does not name it."""
+    adapter: str | None = None
+    """The folder of an adapter to be added to the model."""
 
 
 NOTHING_GIVEN = Given()

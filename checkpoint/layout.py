@@ -114,6 +114,26 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
+class LowRank:
+    """What an adapter adds to a tensor of two dimensions: ``scale`` times the product of two factors."""
+
+    left: Stored
+    """[rows of the tensor, rank]."""
+    right: Stored
+    """[rank, columns of the tensor]."""
+    scale: float
+    magnitude: Stored | None = None
+    """One number for each entry of ``magnitude_dim``: the norm that the sum has there, over the other dimension (DoRA). As many
+    elements in one dimension or two."""
+    magnitude_dim: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that reading all of it takes from the files."""
+        return sum(part.num_bytes for part in (self.left, self.right, self.magnitude) if part is not None)
+
+
+@dataclass(frozen=True, slots=True)
 class Stored:
     """Where one tensor lies."""
 
@@ -124,6 +144,8 @@ class Stored:
     merge: Literal["boxes", "sum", "mean"] = "boxes"
     """``boxes``: the pieces cover the tensor without hole or overlap. ``sum`` and ``mean``: each is a whole tensor, and the
     tensor is what they add up to, or their average, computed in float32 or better."""
+    added: LowRank | None = None
+    """What an adapter adds, in float32 or better; the sum is cast once."""
 
     @property
     def file(self) -> str:
@@ -133,10 +155,11 @@ class Stored:
     @property
     def num_bytes(self) -> int:
         """Bytes that reading the whole tensor takes from the files."""
-        return sum(piece.extent.num_elements * piece.extent.item_bytes for piece in self.pieces)
+        own = sum(piece.extent.num_elements * piece.extent.item_bytes for piece in self.pieces)
+        return own + (0 if self.added is None else self.added.num_bytes)
 
     def rows(self, start: int, stop: int) -> Stored:
-        """Rows ``[start, stop)`` of the first dimension, as a tensor of its own."""
+        """Rows ``[start, stop)`` of the first dimension, as a tensor of its own; without what an adapter adds."""
         kept: list[Piece] = []
         for piece in self.pieces:
             first = piece.start[0]
@@ -146,6 +169,26 @@ class Stored:
                     Piece(piece.file, piece.extent.narrow(0, low - first, high - first), (low - start, *piece.start[1:]))
                 )
         return Stored(self.dtype, (stop - start, *self.shape[1:]), tuple(kept), self.merge)
+
+    def picked(self, runs: Sequence[range]) -> Stored:
+        """The rows of ``runs``, in their order, as a tensor of its own: for rows that a trainer orders otherwise.
+
+        Args:
+            runs: rows of the first dimension, each with a step of 1 or more.
+        """
+        kept: list[Piece] = []
+        reached = 0
+        for run in runs:
+            for piece in self.pieces:
+                first, stop = piece.start[0], piece.stop[0]
+                skipped = max(0, -(-(first - run.start) // run.step))
+                rows = run[skipped:]
+                rows = rows[: max(0, -(-(min(run.stop, stop) - rows.start) // run.step))] if rows else rows
+                if rows:
+                    extent = piece.extent.narrow(0, rows[0] - first, rows[-1] + 1 - first, run.step)
+                    kept.append(Piece(piece.file, extent, (reached + skipped, *piece.start[1:])))
+            reached += len(run)
+        return Stored(self.dtype, (reached, *self.shape[1:]), tuple(kept), self.merge)
 
 
 def whole(file: str, extent: Extent) -> Stored:

@@ -10,10 +10,10 @@ from typing import NoReturn
 from checkpoint.errors import CheckpointError
 from checkpoint.folder import Folder
 from checkpoint.latest import is_root, resolve_latest
-from checkpoint.readers import hf, megatron, megatron_deepspeed, neox, zero3, zero12
+from checkpoint.readers import dcp, dcp_hf, hf, megatron, megatron_deepspeed, neox, peft, zero3, zero12
 from checkpoint.readers.weights import Format
 
-FORMATS: tuple[Format, ...] = (hf, neox, megatron, megatron_deepspeed, zero3, zero12)
+FORMATS: tuple[Format, ...] = (peft, hf, dcp, dcp_hf, neox, megatron, megatron_deepspeed, zero3, zero12)
 """Every layout that is read, in the order in which a folder is asked about them."""
 
 RUN_CHECKPOINTS = "checkpoints"
@@ -84,9 +84,6 @@ def _inner(folder: Folder) -> Folder | None:
 
 def _refuse(path: str | Path, folder: Folder) -> NoReturn:
     """Say what a folder that no reader knows looks like, and what would be known."""
-    if folder.has("adapter_config.json"):
-        rule = "this folder is a LoRA adapter, not a model; `tessera-finetune merge` joins it with its base model"
-        raise CheckpointError("adapter_config.json", rule)
     names = folder.names()
     listed = ", ".join(names[:_NAMED_AT_MOST]) + (
         f" and {len(names) - _NAMED_AT_MOST} more" if len(names) > _NAMED_AT_MOST else ""

@@ -7,6 +7,7 @@ contiguous in the file, straight into the result where dtype, device and order a
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import torch
 
 from checkpoint.dtypes import TORCH_DTYPES
 from checkpoint.errors import CheckpointError
-from checkpoint.layout import Piece, Stored
+from checkpoint.layout import LowRank, Piece, Stored
 
 CHUNK_BYTES = 16 << 20
 """Size of the buffer for casts, copies to a device and changes of order. The cast's own scratch is at most four times this."""
@@ -77,6 +78,8 @@ def read_stored(
     out = torch.empty(shape, dtype=dtype or kept, device=device)
     if out.numel() == 0:
         return out, 0
+    if stored.added is not None:
+        return out, _read_adapted(files, dataclasses.replace(stored, added=None), stored.added, starts, out)
     if stored.merge == "boxes":
         return out, sum(_read_piece(files, piece, starts, out) for piece in stored.pieces)
     # Copies are added in a type that loses nothing of them, and made the wanted type once.
@@ -88,6 +91,61 @@ def read_stored(
         total += part
     out.copy_(total.div_(len(stored.pieces)) if stored.merge == "mean" else total)
     return out, num_bytes
+
+
+def _read_adapted(files: Mapping[str, int], base: Stored, added: LowRank, starts: tuple[int, ...], out: torch.Tensor) -> int:
+    """Fill ``out``, the box at ``starts``, with ``base`` and what an adapter adds to it; returns the bytes read.
+
+    In blocks of rows of bounded size. A norm is over whole rows or columns of the tensor, so that those are read of which the
+    box has an entry.
+    """
+    read = _Sum(files, base, added)
+    rows, columns = ((start, start + size) for start, size in zip(starts, out.shape, strict=True))
+    by_row = added.magnitude is not None and added.magnitude_dim == 0
+    wide = (0, base.shape[1]) if by_row else columns
+    factor: torch.Tensor | None = None
+    if added.magnitude is not None and not by_row:
+        squares = torch.zeros(columns[1] - columns[0], dtype=torch.float64)
+        for _, block in read.blocks((0, base.shape[0]), columns):
+            squares += block.double().square().sum(dim=0)
+        factor = read.magnitude(columns) / squares.sqrt()
+    for first, block in read.blocks(rows, wide):
+        if by_row:
+            part = read.magnitude((first, first + len(block))) / block.double().square().sum(dim=1).sqrt()
+            block = block[:, columns[0] : columns[1]] * part[:, None].to(block.dtype)
+        elif factor is not None:
+            block = block * factor.to(block.dtype)
+        out[first - rows[0] :][: len(block)].copy_(block)
+    return read.num_bytes
+
+
+class _Sum:
+    """Blocks of the sum of a tensor and an adapter's product, and the bytes that were read for them."""
+
+    def __init__(self, files: Mapping[str, int], base: Stored, added: LowRank) -> None:
+        self._files, self._base, self._added = files, base, added
+        self._dtype = torch.promote_types(TORCH_DTYPES[base.dtype], torch.float32)
+        self.num_bytes = 0
+
+    def blocks(self, rows: tuple[int, int], columns: tuple[int, int]) -> Iterator[tuple[int, torch.Tensor]]:
+        """First row and content of each block of these rows and columns."""
+        right = self._read(self._added.right, (slice(None), slice(*columns)))
+        most = max(1, CHUNK_BYTES // (self._dtype.itemsize * (columns[1] - columns[0])))
+        for first in range(rows[0], rows[1], most):
+            part = slice(first, min(rows[1], first + most))
+            left = self._read(self._added.left, (part, slice(None)))
+            yield first, self._read(self._base, (part, slice(*columns))).addmm_(left, right, alpha=self._added.scale)
+
+    def magnitude(self, entries: tuple[int, int]) -> torch.Tensor:
+        """The norms that these entries shall have."""
+        stored = self._added.magnitude
+        assert stored is not None
+        return self._read(stored, None).flatten()[entries[0] : entries[1]].double()
+
+    def _read(self, stored: Stored, index: tuple[slice, ...] | None) -> torch.Tensor:
+        tensor, num_bytes = read_stored(self._files, stored, index, dtype=self._dtype, device="cpu")
+        self.num_bytes += num_bytes
+        return tensor
 
 
 def _read_piece(files: Mapping[str, int], piece: Piece, starts: tuple[int, ...], out: torch.Tensor) -> int:

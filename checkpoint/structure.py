@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +16,11 @@ from checkpoint.folder import Folder
 from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.layout import Stored
 from checkpoint.manifest import MANIFEST, Manifest, check_hashes, check_sizes, load_manifest
-from checkpoint.readers import hf
+from checkpoint.readers import hf, peft
 from checkpoint.readers.weights import Weights
 from checkpoint.recognise import recognise
 from checkpoint.surroundings import checked_configs, find_configs, find_tokenizer
+from checkpoint.tokenizer_files import TOKENIZER_FILES
 
 Verification = Literal["structure", "sha256"]
 
@@ -72,6 +75,13 @@ def open_structure(path: str | Path, *, verify: Verification = "structure", give
     if verify not in ("structure", "sha256"):
         raise ValueError(f"verify is {verify!r}; it must be 'structure' or 'sha256'")
     folder, layout = recognise(path)
+    if layout is peft:
+        return open_adapted(folder, adapted_base(folder, given), given, verify)
+    if given.adapter is not None:
+        adapter, kind = recognise(given.adapter)
+        if kind is not peft:
+            raise CheckpointError(given.adapter, f"is a checkpoint of {kind.NAME}, no adapter")
+        return open_adapted(adapter, str(folder.path), given, verify)
     above = layout is not hf
     identity = folder.identity()
     manifest = load_manifest(folder)
@@ -92,6 +102,69 @@ def open_structure(path: str | Path, *, verify: Verification = "structure", give
         weights.close()
         raise
     return Structure(folder, config, generation, manifest, weights, layout.NAME, weights.tokenizer or tokenizer)
+
+
+def adapted_base(folder: Folder, given: Given) -> str:
+    """Where the base model of the adapter in ``folder`` is.
+
+    Raises:
+        CheckpointError: neither the user nor the adapter says so, or there is no such folder.
+    """
+    base = given.base or peft.read_config(folder).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise CheckpointError(peft.CONFIG, "names no base_model_name_or_path; name the base model's folder (--base)")
+    if not Path(base).expanduser().is_dir():
+        where = "--base" if given.base else peft.CONFIG
+        raise CheckpointError(where, f"names the base model {base!r}, which is no folder here; name its folder (--base)")
+    return str(Path(base).expanduser())
+
+
+def open_adapted(folder: Folder, base: str, given: Given, verify: Verification) -> Structure:
+    """The model at ``base`` with the adapter in ``folder`` added, whose folder and tokenizer, if it has one, count.
+
+    Raises:
+        CheckpointError: one of the two is not sound, they do not fit, or the adapter remembers another base model.
+    """
+    config = peft.read_config(folder)
+    manifest = load_manifest(folder)
+    if manifest is not None:
+        check_sizes(folder, manifest)
+        if verify == "sha256":
+            check_hashes(folder, manifest)
+    below = open_structure(base, verify=verify, given=dataclasses.replace(given, base=None, adapter=None))
+    adapter: Weights | None = None
+    try:
+        if below.layout.startswith(peft.NAME):
+            raise CheckpointError(base, "is an adapter too; an adapter's base model must be a whole one")
+        if manifest is not None:
+            _check_base(manifest, below)
+        adapter = peft.open_weights(folder)
+        if manifest is not None:
+            _check_table(manifest, adapter.places)
+        weights = peft.merged(below.weights, adapter, config, below.config["model_type"])
+    except BaseException:
+        below.close()
+        if adapter is not None:
+            adapter.close()
+        raise
+    own = find_tokenizer(folder, given, above=False)
+    tokenizer = own if any(own.has(name) for name in TOKENIZER_FILES) else below.tokenizer
+    if manifest is not None:
+        weights = dataclasses.replace(weights, step=manifest.step)
+    layout = f"{peft.NAME} on {below.layout}"
+    return Structure(folder, below.config, below.generation_config, None, weights, layout, tokenizer)
+
+
+def _check_base(manifest: Manifest, base: Structure) -> None:
+    """The base that an adapter of Tessera remembers by its manifest is this one."""
+    extra = manifest.extra.get("base")
+    remembered: dict[str, Any] = extra if isinstance(extra, dict) else {}
+    kind, _, digest = str(remembered.get("identity")).partition(":")
+    if kind != "manifest":
+        return
+    if base.manifest is None or hashlib.sha256(base.manifest.to_bytes()).hexdigest() != digest:
+        rule = f"remembers another base model than {base.folder.path}; it was trained beside {remembered.get('folder')}"
+        raise CheckpointError(MANIFEST, f"{rule}: name that one (--base), or join them with `tessera-finetune merge`")
 
 
 def model_config(path: str | Path, given: Given = NOTHING_GIVEN) -> tuple[dict[str, Any], Path]:

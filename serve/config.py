@@ -39,6 +39,15 @@ class ModelConfig:
     neox_qkv_layout: QkvLayout = "blocks"
     """How GPT-NeoX packed heads that share keys: ``blocks`` since November 2024, ``per-head`` before. Checkpoints do not say."""
 
+    weights_prefix: str | None = None
+    """What the names of the weights begin with, such as ``app.model.``, in a checkpoint that holds several things by names."""
+
+    adapter: str = ""
+    """Folder of a LoRA adapter that is added to the model as it is loaded. ``path`` may be an adapter's folder itself."""
+
+    base: str = ""
+    """Folder of the base model, where ``path`` is an adapter whose ``adapter_config.json`` does not say where that is."""
+
     tensor_parallel_size: int = 1
     """Ranks that share every layer. Each takes whole heads: at most as many ranks as query heads."""
 

@@ -16,6 +16,9 @@ from checkpoint.layout import DTYPE_BYTES, Extent, contiguous_strides, zero_size
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 
+SHARDING = "DCP_SHARDING_INFO"
+"""In ``__metadata__``: the JSON of where each of the file's tensors begins in the whole one, by torch's writer of parts."""
+
 
 def index_safetensors(fd: int, file: str) -> dict[str, Extent]:
     """Read the header and prove that it describes the file, byte for byte.
@@ -23,19 +26,35 @@ def index_safetensors(fd: int, file: str) -> dict[str, Extent]:
     Raises:
         CheckpointError: whatever does not hold, with the tensor's name where there is one.
     """
+    found, metadata = index_parts(fd, file)
+    if SHARDING in metadata:
+        rule = f"holds parts of tensors, by {SHARDING} of its header; as whole tensors they would be wrong"
+        raise CheckpointError(file, f"{rule}: keep the name torch gave it, shard-00001-model-00001-of-00001.safetensors")
+    for name, extent in found.items():
+        if 0 in extent.shape:
+            raise CheckpointError(file, zero_size_rule(name, extent.shape))
+    if not found:
+        raise CheckpointError(file, "holds no tensor")
+    return found
+
+
+def index_parts(fd: int, file: str) -> tuple[dict[str, Extent], dict[str, Any]]:
+    """As ``index_safetensors``, of a file that may hold parts of tensors, or none; and the header's ``__metadata__``.
+
+    Raises:
+        CheckpointError: whatever does not hold, with the tensor's name where there is one.
+    """
     size = os.fstat(fd).st_size
     header, data_start = _read_header(fd, file, size)
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", None)
     found: dict[str, Extent] = {}
     ranges: list[tuple[int, int, str]] = []
     for name, entry in header.items():
         extent, begin, end = _entry(file, name, entry, data_start)
         found[name] = extent
         ranges.append((begin, end, name))
-    if not found:
-        raise CheckpointError(file, "holds no tensor")
     _check_cover(file, sorted(ranges), size - data_start)
-    return found
+    return found, metadata if isinstance(metadata, dict) else {}
 
 
 def _read_header(fd: int, file: str, size: int) -> tuple[dict[str, Any], int]:
@@ -65,8 +84,6 @@ def _entry(file: str, name: str, entry: Any, data_start: int) -> tuple[Extent, i
         raise CheckpointError(file, f"tensor {name!r} has shape {shape!r}; it must be a list of counts")
     if not _counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise CheckpointError(file, f"tensor {name!r} has data_offsets {offsets!r}; they must be a begin and an end after it")
-    if 0 in shape:
-        raise CheckpointError(file, zero_size_rule(name, tuple(shape)))
     begin, end = offsets
     num_bytes = DTYPE_BYTES[dtype]
     for count in shape:

@@ -16,7 +16,14 @@ _CONFIG = "config.json"
 
 def given_of(model: ModelConfig) -> Given:
     """What the options say of the checkpoint that its files leave open."""
-    return Given(config=model.config or None, tokenizer=model.tokenizer or None, neox_qkv_layout=model.neox_qkv_layout)
+    return Given(
+        config=model.config or None,
+        tokenizer=model.tokenizer or None,
+        neox_qkv_layout=model.neox_qkv_layout,
+        prefix=model.weights_prefix,
+        base=model.base or None,
+        adapter=model.adapter or None,
+    )
 
 
 def check_fit(model: ModelConfig, structure: Structure) -> None:

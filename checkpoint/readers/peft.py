@@ -1,0 +1,217 @@
+"""Reads adapters of peft: LoRA, rsLoRA and DoRA, added to their base model as its tensors are read.
+
+``adapter_config.json`` says how the factors scale; ``adapter_model.safetensors`` (or ``.bin``) holds them by the names of the
+modules they belong to, below ``base_model.model.``, and beside them whole tensors that were trained with them.
+Source of the method: peft/tuners/lora, 0.19.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from checkpoint.errors import CheckpointError
+from checkpoint.folder import Folder
+from checkpoint.given import NOTHING_GIVEN, Given
+from checkpoint.layout import LowRank, Stored, whole
+from checkpoint.names import find_stored
+from checkpoint.readers import hf
+from checkpoint.readers.safetensors import index_safetensors
+from checkpoint.readers.torch_zip import index_torch_zip
+from checkpoint.readers.weights import Weights
+
+NAME = "PEFT adapter"
+LOOKS_LIKE = "adapter_config.json and adapter_model.safetensors"
+
+CONFIG = "adapter_config.json"
+_READERS = {"adapter_model.safetensors": index_safetensors, "adapter_model.bin": index_torch_zip}
+_PREFIX = "base_model.model."
+_FACTORS = re.compile(
+    r"(?P<module>.+?)\.(?P<kind>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(?:\.weight)?"
+)
+
+_CONV1D = frozenset(("c_attn", "c_fc", "c_proj"))
+"""Modules of GPT-2 whose weight is stored as [in, out]."""
+
+_UNUSUAL = (
+    "layer_replication", "megatron_config", "alora_invocation_tokens", "trainable_token_indices", "use_qalora", "lora_bias",
+    "target_parameters", "velora_config", "monteclora_config", "arrow_config", "use_bdlora",
+)  # fmt: skip
+"""Settings whose adapters are more than a product of two factors beside each weight."""
+
+_PLAIN_BEGINNINGS = (True, False, "gaussian", "eva", "orthogonal")
+"""Values of ``init_lora_weights`` that leave the base model as it is."""
+
+_PATTERN = re.compile(r"(?:\\\.|\\d\+?|\[\d-\d\]\+?|\.\*|[\w.|()^$-])+")
+"""Regular expressions of ``rank_pattern`` that are tried: no repeated group, whose time would be without bound."""
+
+
+def recognises(folder: Folder) -> bool:
+    """Whether the folder has an adapter's description, and an adapter or nothing else.
+
+    Raises:
+        CheckpointError: it also has the weights of a whole model, so that it cannot be told which is meant.
+    """
+    if not folder.has(CONFIG):
+        return False
+    if not hf.recognises(folder):
+        return True
+    held = [name for name in _READERS if folder.has(name)]
+    if held:
+        rule = "stands beside the weights of a whole model; which is meant cannot be told: move one of them elsewhere"
+        raise CheckpointError(held[0], f"{rule}, and name the adapter's model with --base")
+    return False
+
+
+def newest_below(_: Folder) -> str | None:
+    """``None``: where trainers keep their adapters is known by the folders of other layouts."""
+    return None
+
+
+def read_config(folder: Folder) -> dict[str, Any]:
+    """``adapter_config.json``, of a kind that is added to its base.
+
+    Raises:
+        CheckpointError: it is of another kind, by its name.
+    """
+    config = folder.read_object(CONFIG)
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        raise CheckpointError(
+            CONFIG, f"peft_type is {kind!r}; adapters of LORA are read (with use_rslora and use_dora), no others"
+        )
+    for key in _UNUSUAL:
+        if config.get(key):
+            raise CheckpointError(CONFIG, f"{key} is set; such an adapter is not read")
+    if config.get("init_lora_weights", True) not in _PLAIN_BEGINNINGS:
+        rule = "changes the base model, which the adapter's folder does not hold; save it converted to plain LoRA"
+        raise CheckpointError(CONFIG, f"init_lora_weights is {config['init_lora_weights']!r}, which {rule}")
+    for key in ("use_rslora", "use_dora", "fan_in_fan_out"):
+        if type(config.get(key, False)) is not bool:
+            raise CheckpointError(CONFIG, f"{key} is {config[key]!r}; it must be true or false")
+    for key in ("rank_pattern", "alpha_pattern"):
+        patterns = config.get(key) or {}
+        if not isinstance(patterns, dict) or not all(_is_pattern(pattern) for pattern in patterns):
+            raise CheckpointError(
+                CONFIG, f"{key} must be an object whose keys are names of modules, or simple patterns of them"
+            )
+    return config
+
+
+def _is_pattern(text: str) -> bool:
+    return len(text) <= 200 and text.count("*") + text.count("+") <= 4 and _PATTERN.fullmatch(text) is not None
+
+
+def open_weights(folder: Folder, _: Given = NOTHING_GIVEN) -> Weights:
+    """The adapter's own tensors, by the names in its file.
+
+    Raises:
+        CheckpointError: it is of another kind, or its file is missing or not sound.
+    """
+    config = read_config(folder)
+    for name, read in _READERS.items():
+        if folder.has(name):
+            fd = folder.open(name)
+            weights = Weights(
+                {name: fd}, {}, name, facts={"rank": config.get("r"), "base": config.get("base_model_name_or_path")}
+            )
+            try:
+                weights.places.update((tensor, whole(name, extent)) for tensor, extent in read(fd, name).items())
+            except BaseException:
+                weights.close()
+                raise
+            return weights
+    raise CheckpointError("adapter_model.safetensors", "is missing")
+
+
+def merged(base: Weights, adapter: Weights, config: Mapping[str, Any], model_type: str) -> Weights:
+    """The base model's tensors with the adapter added. Holds the files of both.
+
+    Args:
+        config: ``adapter_config.json``.
+        model_type: the base's family; GPT-2 stores the weights of its layers as [in, out], whatever ``fan_in_fan_out`` says.
+
+    Raises:
+        CheckpointError: the adapter is of another model: it names a tensor the base lacks, or has another shape.
+    """
+    places = dict(base.places)
+    factors: dict[str, dict[str, Stored]] = {}
+    for name, stored in adapter.places.items():
+        short = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
+        match = _FACTORS.fullmatch(short)
+        if match:
+            factors.setdefault(match["module"], {})[match["kind"]] = stored
+            continue
+        target = find_stored(short, base.places)
+        if target is None or base.places[target].shape != stored.shape:
+            there = "lacks" if target is None else f"has in shape {list(base.places[target].shape)}"
+            raise CheckpointError(
+                adapter.table, f"holds tensor {name!r} of shape {list(stored.shape)}, which the base model {there}"
+            )
+        places[target] = stored
+    for module, parts in factors.items():
+        target = find_stored(f"{module}.weight", base.places)
+        if target is None:
+            raise CheckpointError(adapter.table, f"adapts {module!r}, whose weight the base model does not have (is it tied?)")
+        turned = model_type == "gpt2" and module.rpartition(".")[2] in _CONV1D
+        added = _low_rank(module, parts, config, places[target].shape, adapter.table, turned=turned)
+        places[target] = dataclasses.replace(places[target], added=added)
+    return Weights(
+        {**base.files, **adapter.files},
+        places,
+        base.table,
+        step=adapter.step,
+        facts={**base.facts, "adapter": dict(adapter.facts)},
+    )
+
+
+def _low_rank(
+    module: str, parts: Mapping[str, Stored], config: Mapping[str, Any], shape: tuple[int, ...], table: str, *, turned: bool
+) -> LowRank:
+    embedding = "lora_embedding_A" in parts
+    names = ("lora_embedding_A", "lora_embedding_B") if embedding else ("lora_A", "lora_B")
+    down, up, magnitude = parts.get(names[0]), parts.get(names[1]), parts.get("lora_magnitude_vector")
+    if down is None or up is None or not set(parts) <= {*names, "lora_magnitude_vector"}:
+        raise CheckpointError(table, f"does not hold one pair of factors for {module!r}: it has {', '.join(sorted(parts))}")
+    turned = turned or embedding
+    rows, columns = (shape[::-1] if turned else shape) if len(shape) == 2 else (0, 0)
+    rank = down.shape[0]
+    if down.shape != (rank, columns) or up.shape != (rows, rank):
+        rule = f"adapts {module!r} by factors of {list(up.shape)} and {list(down.shape)}; the base's weight is {list(shape)}"
+        raise CheckpointError(table, rule)
+    if config.get("use_dora", False) != (magnitude is not None):
+        raise CheckpointError(table, f"has {'a' if magnitude else 'no'} magnitude of {module!r}, and use_dora says otherwise")
+    if magnitude is not None and math.prod(magnitude.shape) != rows:
+        raise CheckpointError(table, f"has a magnitude of {list(magnitude.shape)} for {module!r}, which has {rows} outputs")
+    said, alpha = (
+        _of_module(config, key, default, module) for key, default in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha"))
+    )
+    if said != rank:
+        raise CheckpointError(CONFIG, f"gives {module!r} the rank {said!r}; its factors have {rank}")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not -1e30 < alpha < 1e30:
+        raise CheckpointError(CONFIG, f"gives {module!r} the lora_alpha {alpha!r}; it must be a number")
+    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    left, right = (_turned(down), _turned(up)) if turned else (up, down)
+    return LowRank(left, right, scale, magnitude, 1 if turned else 0)
+
+
+def _of_module(config: Mapping[str, Any], patterns: str, default: str, module: str) -> Any:
+    """What a setting is for one module: the first pattern that the end of its name matches, else the setting of all."""
+    known = config.get(patterns) or {}
+    for pattern, value in known.items():
+        try:
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                return value
+        except re.error as error:
+            raise CheckpointError(CONFIG, f"{patterns} has {pattern!r}, which is no pattern: {error}") from error
+    return config.get(default)
+
+
+def _turned(stored: Stored) -> Stored:
+    pieces = tuple(
+        dataclasses.replace(piece, extent=piece.extent.transposed(), start=piece.start[::-1]) for piece in stored.pieces
+    )
+    return dataclasses.replace(stored, shape=stored.shape[::-1], pieces=pieces)
