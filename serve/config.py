@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Literal
 
-from checkpoint.given import QkvLayout
 from serve.errors import ConfigError
 
 
@@ -36,8 +35,8 @@ class ModelConfig:
     tokenizer: str = ""
     """Folder of the tokenizer's files, or one such file, for a checkpoint that has none beside or above its weights."""
 
-    neox_qkv_layout: QkvLayout = "blocks"
-    """How GPT-NeoX packed heads that share keys: ``blocks`` since November 2024, ``per-head`` before. Checkpoints do not say."""
+    neox_qkv_layout: Literal["blocks", "per-head"] = "blocks"
+    """How GPT-NeoX packed heads that share keys: ``blocks`` since November 2024, ``per-head`` before; no checkpoint says."""
 
     weights_prefix: str | None = None
     """What the names of the weights begin with, such as ``app.model.``, in a checkpoint that holds several things by names."""
