@@ -147,7 +147,7 @@ def test_no_folder_and_a_file_in_its_place(tmp_path: Path) -> None:
 
 
 def test_an_empty_folder_lacks_its_config(tmp_path: Path) -> None:
-    assert "is empty, which is no checkpoint of a known layout. Known are: Hugging Face (config.json" in str(refusal(tmp_path))
+    assert "is empty, which is no checkpoint of a known layout. Known are: PEFT" in str(refusal(tmp_path))
 
 
 def test_a_link_out_of_the_folder(tmp_path: Path) -> None:
