@@ -71,14 +71,14 @@ def _existing(path: Path) -> Folder:
 
 def _inner(folder: Folder) -> Folder | None:
     """The folder inside this one that its newest checkpoint is in."""
-    for layout in FORMATS:
-        name = layout.newest_below(folder)
-        if name is not None:
-            return folder.below(name)
     if is_root(folder.path):
         return Folder(resolve_latest(folder.path))
     if (folder.path / RUN_CHECKPOINTS).is_dir():
         return folder.below(RUN_CHECKPOINTS)
+    for layout in FORMATS:
+        name = layout.newest_below(folder)
+        if name is not None:
+            return folder.below(name)
     return None
 
 
