@@ -16,6 +16,7 @@ from checkpoint import names
 from checkpoint.agreement import check_tensors
 from checkpoint.dtypes import TORCH_DTYPES
 from checkpoint.errors import CheckpointError
+from checkpoint.folder import Folder
 from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.layout import TensorInfo
 from checkpoint.manifest import Manifest, check_hashes, each_file
@@ -61,8 +62,8 @@ class Checkpoint:
     """``None`` for folders that Tessera did not write."""
     layout: str
     """What the layout of its files is called, such as ``Hugging Face``."""
-    tokenizer_folder: Path
-    """Where the tokenizer's files are, if there are any; not always ``path``."""
+    tokenizer: Folder
+    """Where the tokenizer's files are, if there are any; not always in ``path``, nor under the usual names."""
 
     def __init__(self, structure: Structure) -> None:
         """Takes the structure's open files over."""
@@ -71,7 +72,7 @@ class Checkpoint:
         self.generation_config = MappingProxyType(structure.generation_config)
         self.manifest = structure.manifest
         self.layout = structure.layout
-        self.tokenizer_folder = structure.tokenizer.path
+        self.tokenizer = structure.tokenizer
         self.tensors = MappingProxyType(
             {
                 name: TensorInfo(name, TORCH_DTYPES[stored.dtype], stored.shape, stored.file)

@@ -10,10 +10,10 @@ from typing import NoReturn
 from checkpoint.errors import CheckpointError
 from checkpoint.folder import Folder
 from checkpoint.latest import is_root, resolve_latest
-from checkpoint.readers import dcp, dcp_hf, hf, megatron, megatron_deepspeed, neox, peft, zero3, zero12
+from checkpoint.readers import dcp, dcp_hf, hf, megatron, megatron_deepspeed, megatron_dist, neox, peft, zero3, zero12
 from checkpoint.readers.weights import Format
 
-FORMATS: tuple[Format, ...] = (peft, hf, dcp, dcp_hf, neox, megatron, megatron_deepspeed, zero3, zero12)
+FORMATS: tuple[Format, ...] = (peft, hf, dcp, dcp_hf, neox, megatron, megatron_dist, megatron_deepspeed, zero3, zero12)
 """Every layout that is read, in the order in which a folder is asked about them."""
 
 RUN_CHECKPOINTS = "checkpoints"
@@ -73,12 +73,12 @@ def _inner(folder: Folder) -> Folder | None:
     """The folder inside this one that its newest checkpoint is in."""
     if is_root(folder.path):
         return Folder(resolve_latest(folder.path))
+    if (folder.path / RUN_CHECKPOINTS).is_dir():
+        return folder.below(RUN_CHECKPOINTS)
     for layout in FORMATS:
         name = layout.newest_below(folder)
         if name is not None:
             return folder.below(name)
-    if (folder.path / RUN_CHECKPOINTS).is_dir():
-        return folder.below(RUN_CHECKPOINTS)
     return None
 
 

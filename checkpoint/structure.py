@@ -185,16 +185,19 @@ def model_config(path: str | Path, given: Given = NOTHING_GIVEN) -> tuple[dict[s
         return structure.config, folder.path
 
 
-def tokenizer_place(path: str | Path, given: Given = NOTHING_GIVEN) -> Path:
-    """The folder whose tokenizer belongs to a checkpoint, whose weights need not be there.
+def tokenizer_place(path: str | Path, given: Given = NOTHING_GIVEN) -> Folder:
+    """Where the tokenizer is that belongs to a checkpoint; in a folder of Hugging Face's, weights need not be there.
 
     Raises:
         CheckpointError: there is no such checkpoint.
     """
     if (Path(path) / CONFIG).is_file() and given.tokenizer is None:
-        return Path(path)
+        return Folder(Path(path))
     folder, layout = recognise(path)
-    return find_tokenizer(folder, given, above=layout is not hf).path
+    if layout is hf:
+        return find_tokenizer(folder, given, above=False)
+    with open_structure(folder.path, given=given) as structure:
+        return structure.tokenizer
 
 
 def _check_table(manifest: Manifest, places: Mapping[str, Stored]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -140,6 +140,34 @@ def open_weights(folder: Folder, given: Given = NOTHING_GIVEN) -> Weights:
         "other items": bytes_items,
     }
     return Weights(files.descriptors, places, tables[0], step=_step(folder), facts=facts)
+
+
+def read_wanted(folder: Folder, files: OpenFiles, wanted: Callable[[str], bool]) -> tuple[dict[str, Stored], str]:
+    """The tensors whose names are wanted, by their names in the files, and the file that lists them.
+
+    Raises:
+        CheckpointError: as ``open_weights``.
+    """
+    tables = _tables(folder)
+    tensors = {name: tensor for name, tensor in _read_tables(folder, tables)[0].items() if wanted(name)}
+    _check_apart([box for tensor in tensors.values() for box in tensor.boxes.values()])
+    return {name: _stored(files, name, tensor) for name, tensor in tensors.items()}, tables[0]
+
+
+def read_item(folder: Folder, files: OpenFiles, name: str, allowed: Allowed) -> tuple[Any, str] | None:
+    """What is no tensor and was saved under ``name``, and the file it is in; ``None`` where there is nothing of that name.
+
+    Raises:
+        CheckpointError: the table or the item is broken, or names what is not allowed.
+    """
+    table = _tables(folder)[0]
+    root = _state(read_tree(folder.read_bytes(table, limit=_MAX_TABLE_BYTES), table, _OF_TABLE), "Metadata", table)
+    lies = root.get("storage_data")
+    for key, info in lies.items() if isinstance(lies, dict) else ():
+        if _state(key, "MetadataIndex", table).get("fqn") == name:
+            box = _box(name, (), (), _state(info, "_StorageInfo", table), table)
+            return Archive(files[box.file], box.file, box.offset, box.length).tree(allowed), box.file
+    return None
 
 
 def _step(folder: Folder) -> int | None:

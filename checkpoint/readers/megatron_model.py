@@ -116,8 +116,27 @@ def weights_of(
     for rank in ranks:
         for number in numbers - rank.layers.keys():
             raise CheckpointError(args.file, f"a rank has no tensors of layer {number}, which others have")
-    model = _decoder(ranks, args, shape)
-    tokens, multiple = tokenizer_vocab_size(tokenizer), args.count("make_vocab_size_divisible_by", default=128) * len(ranks)
+    return named_weights(_decoder(ranks, args, shape), args, shape, len(ranks), descriptors, tokenizer, step)
+
+
+def named_weights(
+    model: Decoder,
+    args: Arguments,
+    shape: Shape,
+    num_ranks: int,
+    descriptors: dict[str, int],
+    tokenizer: Folder,
+    step: int | None,
+) -> Weights:
+    """The weights of a whole model, by the names of transformers, without the rows that fill up the vocabulary.
+
+    Args:
+        num_ranks: tensor-parallel ones of the training.
+
+    Raises:
+        CheckpointError: the arguments leave out what is needed.
+    """
+    tokens, multiple = tokenizer_vocab_size(tokenizer), args.count("make_vocab_size_divisible_by", default=128) * num_ranks
     rows = model.embedding.shape[0]
     if tokens is not None and 0 < tokens[1] < rows and -(-tokens[1] // multiple) * multiple == rows:
         rows = tokens[1]
@@ -126,10 +145,9 @@ def weights_of(
     ends = (id_of(tokenizer, token) for token in _ENDS)
     end = next((found for found in ends if found is not None and found < rows), None)
     config = config_of(args, shape, rows=rows, dtype=dtype_name(model.embedding), end_of_text_id=end)
-    facts = {"tensor_parallel_size": len(ranks), "layers": shape.num_layers}
-    return Weights(
-        descriptors, named(model, shape.family), args.file, config=config, step=step, facts=facts, tokenizer=tokenizer
-    )
+    facts = {"tensor_parallel_size": num_ranks, "layers": shape.num_layers}
+    places = named(model, shape.family)
+    return Weights(descriptors, places, args.file, config=config, step=step, facts=facts, tokenizer=tokenizer)
 
 
 def tokenizer_names(args: Arguments) -> dict[str, str]:

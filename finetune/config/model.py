@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from finetune.config.checks import require
 
@@ -19,6 +19,9 @@ class ModelConfig:
 
     config: str | None = None
     """The model's ``config.json``, or a folder that has one, for a checkpoint that has none beside or above its weights."""
+
+    neox_qkv_layout: Literal["blocks", "per-head"] = "blocks"
+    """How GPT-NeoX packed heads that share keys: ``blocks`` since November 2024, ``per-head`` before; no checkpoint says."""
 
     new: Mapping[str, Any] | None = None
     """A new model: ``model_type`` and any keys of its transformers configuration. ``vocab_size`` and the longest
@@ -52,7 +55,7 @@ class TokenizerConfig:
     """How text becomes ids. Neither key set: the tokenizer of ``model.path``."""
 
     path: str | None = None
-    """Folder with ``tokenizer.json``; or ``hf:ORG/NAME[@REVISION]``."""
+    """Folder with ``tokenizer.json``, or one file of a tokenizer; or ``hf:ORG/NAME[@REVISION]``."""
 
     train: TrainTokenizerConfig | None = None
     """Learn a new one from the data."""

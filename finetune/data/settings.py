@@ -13,13 +13,14 @@ from pathlib import Path
 from checkpoint import CheckpointError
 from checkpoint.config import CONFIG
 from checkpoint.structure import model_config, tokenizer_place
+from checkpoint.surroundings import tokenizer_at
 from checkpoint.tokenizer_class import CLASS_WHATEVER_IS_NAMED
 from checkpoint.tokenizer_files import TEMPLATE as CHAT_TEMPLATE
 from checkpoint.tokenizer_files import TOKENIZER_FILES
 from finetune.config import TuneConfig
 from finetune.data.inputs import Inputs, digest, source_identity
 from finetune.data.templates import named_template, own_template
-from finetune.data.tokenizer import copy_tokenizer, set_class, train_tokenizer
+from finetune.data.tokenizer import copy_tokenizer, set_class, train_tokenizer, usual_folder
 from finetune.data.workers import Encoding
 from finetune.errors import ConfigError
 
@@ -115,12 +116,20 @@ def files_digest(folder: Path) -> list[str]:
 
 def _tokenizer_source(config: TuneConfig) -> tuple[Path, str]:
     if config.tokenizer.path is not None:
-        return Path(config.tokenizer.path).expanduser(), "tokenizer.path"
+        given = Path(config.tokenizer.path).expanduser()
+        if not given.is_file():
+            return given, "tokenizer.path"
+        try:
+            return usual_folder(tokenizer_at(str(given)), "tokenizer.path"), "tokenizer.path"
+        except CheckpointError as error:
+            raise ConfigError(f"tokenizer.path: {error}") from error
     assert config.model.path is not None, "TuneConfig refuses a new model without a tokenizer"
     from finetune.base_model.given import given_of
 
     try:
-        return tokenizer_place(_model_folder(config.model.path), given_of(config.model)), "model.path"
+        return usual_folder(
+            tokenizer_place(_model_folder(config.model.path), given_of(config.model)), "model.path"
+        ), "model.path"
     except CheckpointError as error:
         raise ConfigError(f"model.path: {config.model.path}: {error}") from error
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import json
+import shutil
+import tempfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -12,7 +15,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from checkpoint import CheckpointError
-from checkpoint.folder import Folder
+from checkpoint.folder import Folder, Renamed
 from checkpoint.tokenizer import END_OF_TEXT, Tokenizer, open_as_written, read_tokenizer
 from checkpoint.tokenizer_class import CLASS_WHATEVER_IS_NAMED, apply_class_pipeline
 from checkpoint.tokenizer_files import TOKENIZER_CONFIG, TOKENIZER_FILES, check_tokenizer_files
@@ -93,6 +96,31 @@ def copy_tokenizer(source: Path, folder: Path, key: str) -> None:
         raise ConfigError(f"{key}: {source} has no tokenizer.json, and what it has does not open: {error}") from error
     if not (folder / "tokenizer.json").is_file():
         raise ConfigError(f"{key}: {source} has no tokenizer.json, and its tokenizer cannot be written as one")
+
+
+def usual_folder(tokenizer: Folder, key: str) -> Path:
+    """The folder with a tokenizer's files; of one whose files have names of their own, a copy that is gone with this process.
+
+    Raises:
+        ConfigError: the files are none that open; names ``key``.
+    """
+    if not isinstance(tokenizer, Renamed):
+        return tokenizer.path
+    folder = Path(tempfile.mkdtemp(prefix="tessera-tokenizer-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    try:
+        opened = read_tokenizer(tokenizer)
+        if opened is None:
+            raise CheckpointError(str(tokenizer.path), "holds no file of a tokenizer")
+        if tokenizer.has(TOKENIZER_FILES[0]):
+            (folder / TOKENIZER_FILES[0]).write_bytes(tokenizer.read_bytes(TOKENIZER_FILES[0]))
+        else:
+            opened.backend.save(str(folder / TOKENIZER_FILES[0]))
+    except CheckpointError as error:
+        raise ConfigError(f"{key}: {tokenizer.path}: {error}") from error
+    description = {"tokenizer_class": _AS_WRITTEN, **opened.special_tokens}
+    (folder / TOKENIZER_CONFIG).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
+    return folder
 
 
 def read_tokenizer_files(source: Path) -> dict[str, bytes]:

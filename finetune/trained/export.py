@@ -14,6 +14,7 @@ from checkpoint import Checkpoint, CheckpointError, CheckpointWriter, open_check
 from checkpoint.dtypes import dtype_name
 from checkpoint.tokenizer_files import TOKENIZER_FILES
 from finetune.base_model.hub import folder_of
+from finetune.data.tokenizer import usual_folder
 from finetune.errors import ConfigError, RunError
 from finetune.model.finite import check_finite, found_in
 from finetune.output.folder import RESUME, checkpoint_folder, step_folders
@@ -95,7 +96,7 @@ def _write(
         step=checkpoint.step or 0,
         config=config,
         generation_config=dict(checkpoint.generation_config) or None,
-        tokenizer_files=tokenizer_files_of(checkpoint.path),
+        tokenizer_files=tokenizer_files_of(usual_folder(checkpoint.tokenizer, str(checkpoint.path))),
         max_shard_bytes=max_shard_bytes,
     )
 

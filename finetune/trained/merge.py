@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from finetune.base_model.hub import folder_of
 from finetune.base_model.identity import candidates, find_again, recorded_beside
+from finetune.data.tokenizer import usual_folder
 from finetune.errors import ConfigError
 from finetune.machine.quiet import quiet
 from finetune.model.build import load_model, saved_config, stored_dtype, tied_names
@@ -56,7 +57,7 @@ def merge(
             model = merged_model(checkpoint, folder, dtype)
         except CheckpointError as error:
             raise ConfigError(f"{checkpoint.path}: {error}") from error
-        source = folder if (folder / "tokenizer.json").is_file() else checkpoint.tokenizer_folder
+        source = folder if (folder / "tokenizer.json").is_file() else usual_folder(checkpoint.tokenizer, str(checkpoint.path))
         tied = tied_names(model)
         return write_new(
             out,

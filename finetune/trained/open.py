@@ -15,6 +15,7 @@ from checkpoint import CheckpointError, open_checkpoint
 from checkpoint.folder import Folder
 from checkpoint.tokenizer_files import TOKENIZER_FILES, check_tokenizer_files
 from finetune.base_model.hub import folder_of
+from finetune.data.tokenizer import usual_folder
 from finetune.errors import ConfigError
 from finetune.model.build import load_model
 from finetune.output.folder import checkpoint_folder
@@ -45,7 +46,7 @@ def open_trained(path: Path, dtype: torch.dtype) -> Trained:
             folder = checkpoint.path if adapter is None else adapter
             model = load_model(checkpoint, dtype) if adapter is None else merged_model(checkpoint, adapter, dtype)
             nn.Module.eval(model)
-            folders = (folder, checkpoint.path, checkpoint.tokenizer_folder)
+            folders = (folder, checkpoint.path, usual_folder(checkpoint.tokenizer, str(path)))
             places = [place for place in folders if (place / TOKENIZER_FILES[0]).is_file()]
             if not places:
                 raise ConfigError(f"{folder}: holds no {TOKENIZER_FILES[0]}")

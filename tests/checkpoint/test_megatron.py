@@ -15,6 +15,7 @@ from checkpoint.layout import cover_fault
 from tests.checkpoint.folders import flip_bit
 from tests.checkpoint.test_neox import TOKENS, Runs, assert_holds, assert_model, small
 from tests.support.megatron import Form, save_megatron, save_megatron_deepspeed
+from tests.support.megatron_dist import save_torch_dist
 from tests.support.models import tokenizer
 
 FORMS = {
@@ -54,6 +55,38 @@ def test_what_deepspeed_saved_of_megatron_is_read(family: str, layers: bool, tmp
         assert_holds(checkpoint, model)
         assert (checkpoint.layout, checkpoint.step) == ("Megatron-DeepSpeed", 10)
         assert_model(checkpoint.config, model)
+
+
+@pytest.mark.parametrize(("stacked", "beside"), [(True, True), (True, False), (False, False)])
+@pytest.mark.parametrize(("family", "tensor"), [("gpt2", 2), ("llama", 2), ("llama", 1)])
+def test_whole_tensors_with_stacked_layers_are_read(
+    family: str, tensor: int, stacked: bool, beside: bool, tmp_path: Path
+) -> None:
+    model = small(family, **({"activation_function": "gelu"} if family == "gpt2" else {}))
+    save_torch_dist(tmp_path, model, Form(tensor=tensor, names="fused"), stacked=stacked, beside=beside)
+    tokenizer().save(str(tmp_path / "tokenizer.json"))
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert_holds(checkpoint, model)
+        assert (checkpoint.layout, checkpoint.step) == ("Megatron-LM torch_dist", 10)
+        assert_model(checkpoint.config, model)
+
+
+def test_a_torch_dist_folder_that_is_not_whole_or_of_another_kind_is_refused(tmp_path: Path) -> None:
+    folder = save_torch_dist(tmp_path, small("llama"), Form(names="fused"))
+    common = torch.load(folder / "common.pt", weights_only=False)
+    common["args"].num_layers = 3
+    torch.save(common, folder / "common.pt")
+    with pytest.raises(CheckpointError, match=r"is of 2 layers; args\.num_layers is 3"):
+        open_structure(tmp_path)
+    torch.save(common | {"extra": Runs()}, folder / "common.pt")
+    with pytest.raises(CheckpointError, match="print"):
+        open_structure(tmp_path)
+    (folder / "common.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"common\.pt: is missing, and so is common_state"):
+        open_structure(tmp_path)
+    (folder / "metadata.json").write_text('{"sharded_backend": "zarr"}')
+    with pytest.raises(CheckpointError, match=r"metadata\.json: sharded_backend is 'zarr'"):
+        open_structure(tmp_path)
 
 
 def test_without_a_tokenizer_no_row_is_left_out(tmp_path: Path) -> None:

@@ -124,6 +124,12 @@ def _beside(told: argparse.Namespace, step: int) -> dict[str, Any]:
     }
 
 
+def rank_table(model: PreTrainedModel, form: Form, rank: int) -> Table:
+    """All tensors of a tensor-parallel rank that has every layer."""
+    table = _Rank(model, form, rank).stage(range(int(model.config.num_hidden_layers)))
+    return {name: tensor for name, tensor in table.items() if isinstance(tensor, torch.Tensor)}
+
+
 class _Rank:
     """One tensor-parallel rank's part of the model."""
 
