@@ -65,6 +65,17 @@ def _latest(root: Path) -> str:
     return Folder(root).read_bytes(LATEST, limit=_MAX_LATEST_BYTES).decode("utf-8").strip()
 
 
+def is_own_root(path: Path) -> bool:
+    """Whether the step folders here, or what ``latest`` names, are called as Tessera calls them, and no other trainer."""
+    if not is_root(path):
+        return False
+    try:
+        named = Folder(path).read_bytes(LATEST, limit=_MAX_LATEST_BYTES).decode("utf-8").strip()
+    except (CheckpointError, UnicodeDecodeError):
+        named = ""
+    return bool(_STEP.fullmatch(named) or _steps(path))
+
+
 def _candidates(root: Path, reasons: list[str]) -> list[Path]:
     """What ``latest`` names, then the step folders, newest first."""
     steps = _steps(root)

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from checkpoint.errors import CheckpointError
 from checkpoint.folder import Folder
-from checkpoint.latest import is_root, resolve_latest
+from checkpoint.latest import is_own_root, is_root, resolve_latest
 from checkpoint.readers import dcp, dcp_hf, hf, megatron, megatron_deepspeed, neox, peft, zero3, zero12
 from checkpoint.readers.weights import Format
 
@@ -71,6 +71,8 @@ def _existing(path: Path) -> Folder:
 
 def _inner(folder: Folder) -> Folder | None:
     """The folder inside this one that its newest checkpoint is in."""
+    if is_own_root(folder.path):
+        return Folder(resolve_latest(folder.path))
     for layout in FORMATS:
         name = layout.newest_below(folder)
         if name is not None:
