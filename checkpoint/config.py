@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from checkpoint.errors import CheckpointError
+from checkpoint.quantised import method_said
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
@@ -99,8 +100,10 @@ def check_config(config: Mapping[str, Any]) -> None:
         raise CheckpointError(CONFIG, f"model_type is {shown(model_type)}; it must name the model's family")
     if "auto_map" in config:
         raise CheckpointError(CONFIG, "has auto_map, which names code to be run from the checkpoint; that is never done")
-    if config.get("quantization_config") is not None:
-        raise CheckpointError(CONFIG, "has quantization_config; quantised weights are not supported")
+    method = method_said(config)
+    if method is not None:
+        rule = f"says that the weights are quantised, by {method}; quantised weights are not supported"
+        raise CheckpointError(CONFIG, f"{rule}: use the model they were made from")
     own = model_type in _OWN_FAMILIES
     for key, value in config.items():
         if key not in _RULES:

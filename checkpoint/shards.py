@@ -15,6 +15,7 @@ from checkpoint.durable import COPY_BYTES, Disk
 from checkpoint.errors import CheckpointError
 from checkpoint.layout import DTYPE_BYTES
 from checkpoint.manifest import FileEntry, TensorEntry, hash_file
+from checkpoint.readers.safetensors import SHARDING
 
 HEADER_BYTES = 64 << 10
 """Room kept for a shard's header, which is known only when its last tensor is written; the format fills it with spaces.
@@ -42,17 +43,24 @@ class ShardWriter:
         self._header: dict[str, Any] = {}
         self._header_used = 0
         self._data_bytes = 0
+        self._starts: dict[str, Any] = {}
         self._done: list[tuple[Path, FileEntry]] = []
         self._tensors: dict[str, tuple[int, str, tuple[int, ...]]] = {}
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Append one tensor, opening the next shard where this one is full; copied from its device piece by piece."""
+    def add(self, name: str, tensor: torch.Tensor, start: tuple[int, ...] | None = None) -> None:
+        """Append one tensor, opening the next shard where this one is full; copied from its device piece by piece.
+
+        Args:
+            start: where it begins in the whole tensor, of files that hold parts of tensors; their headers say so.
+        """
         num_bytes = tensor.numel() * tensor.element_size()
         end = self._data_bytes + num_bytes
         dtype = DTYPE_NAMES[tensor.dtype]
         entry = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [self._data_bytes, end]}
         # Twenty digits in place of shorter offsets: an upper bound that does not depend on where the tensor comes to lie.
         entry_bytes = len(json.dumps({name: entry})) + 40
+        beginning = {} if start is None else {name: {"saved_offsets": list(start)}}
+        entry_bytes += len(json.dumps(json.dumps(beginning)))
         if entry_bytes > self._header_bytes // 2:
             raise CheckpointError(
                 name[:80], f"this tensor's name takes {entry_bytes} bytes; the header has room for {self._header_bytes // 2}"
@@ -63,6 +71,7 @@ class ShardWriter:
         fd, path = self._open_shard()
         self._header_used += entry_bytes
         self._header[name] = entry
+        self._starts |= beginning
         self._tensors[name] = (len(self._done), dtype, tuple(tensor.shape))
         for piece in _pieces(tensor.detach()):
             with piece.view(torch.uint8).numpy().data as view:
@@ -99,7 +108,7 @@ class ShardWriter:
             self._fd = None
 
     def _path(self) -> Path:
-        return self._folder / f"shard-{len(self._done):05d}.part"
+        return self._folder / f"{self._stem}-{len(self._done):05d}.part"
 
     def _open_shard(self) -> tuple[int, Path]:
         """The shard that is being written, a new one if there is none."""
@@ -107,13 +116,16 @@ class ShardWriter:
         if self._fd is None:
             self._fd = self._disk.create(path)
             self._header = {"__metadata__": {"format": "pt"}}
-            self._header_used = len(json.dumps(self._header)) + 8
+            self._header_used = len(json.dumps(self._header)) + 100
             self._data_bytes = 0
         return self._fd, path
 
     def _finish_shard(self) -> None:
         """Write the header into the room kept for it, flush, and hash what the file now holds."""
         fd, path = self._open_shard()
+        if self._starts:
+            self._header["__metadata__"] |= {SHARDING: json.dumps(self._starts), "DCP_VERSION": "1.0"}
+            self._starts = {}
         header = json.dumps(self._header, separators=(",", ":")).encode()
         assert len(header) <= self._header_bytes - 8, "a header entry took more than its bound"
         head = (self._header_bytes - 8).to_bytes(8, "little") + header.ljust(self._header_bytes - 8)

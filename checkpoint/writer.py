@@ -19,6 +19,7 @@ from typing import Any, Self
 import torch
 
 from checkpoint.config import check_config
+from checkpoint.cut_shards import CutShardWriter
 from checkpoint.dtypes import DTYPE_NAMES
 from checkpoint.durable import BeforeStep, Disk
 from checkpoint.errors import CheckpointError
@@ -53,6 +54,8 @@ class CheckpointWriter:
         tokenizer_files: files to copy under their own names, for example ``tokenizer.json``.
         generation_config: ``generation_config.json``, if there shall be one.
         max_shard_bytes: a shard ends before the tensor that would make it larger.
+        ranks: more than 1: in place of shards of whole tensors, one file for each of so many tensor-parallel ranks;
+            see ``cut_shards``.
         extra: JSON values kept in the manifest.
         update_latest: whether ``latest`` shall name this checkpoint.
         expected_bytes: what the tensors will take in all, if known: asks at once for 1.2 times this as free space.
@@ -72,6 +75,7 @@ class CheckpointWriter:
         tokenizer_files: Iterable[Path] = (),
         generation_config: Mapping[str, Any] | None = None,
         max_shard_bytes: int = 2 << 30,
+        ranks: int = 1,
         extra: Mapping[str, Any] = _NOTHING,
         update_latest: bool = True,
         expected_bytes: int = 0,
@@ -99,6 +103,10 @@ class CheckpointWriter:
         clear_leftovers(self._root, self._disk)
         self._check_space(expected_bytes)
         self._temporary: TemporaryFolder | None = TemporaryFolder(self._root, step_folder_name(step), self._disk)
+        self._shards: ShardWriter | CutShardWriter
+        if ranks > 1:
+            self._shards = CutShardWriter(self._temporary.path, self._disk, ranks=ranks, model_type=str(config["model_type"]))
+            return
         self._shards = ShardWriter(
             self._temporary.path,
             self._disk,

@@ -78,7 +78,8 @@ def _entry(file: str, name: str, entry: Any, data_start: int) -> tuple[Extent, i
         raise CheckpointError(file, f"tensor {name!r} must have dtype, shape and data_offsets, and nothing else")
     dtype = entry["dtype"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
-        raise CheckpointError(file, f"tensor {name!r} has dtype {dtype!r}; supported are {', '.join(DTYPE_BYTES)}")
+        what = ", as quantised weights have" if str(dtype).startswith(("F8", "F4", "F6")) else ""
+        raise CheckpointError(file, f"tensor {name!r} has dtype {dtype!r}{what}; supported are {', '.join(DTYPE_BYTES)}")
     shape, offsets = entry["shape"], entry["data_offsets"]
     if not _counts(shape):
         raise CheckpointError(file, f"tensor {name!r} has shape {shape!r}; it must be a list of counts")

@@ -6,9 +6,12 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.errors import ConfigError
+
+if TYPE_CHECKING:
+    from checkpoint.given import Given
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Types that weights are written in, by the names that ``--dtype`` takes."""
@@ -85,3 +88,29 @@ def require_option(condition: bool, name: str, value: object, rule: str) -> None
     """
     if not condition:
         raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must {rule}")
+
+
+def add_given(parser: CommandParser) -> None:
+    """What a user may say of a checkpoint that its files leave open; ``given_of`` reads it."""
+    parser.add_argument("--model-config", metavar="PATH", help="config.json, for a checkpoint that has none beside or above it")
+    parser.add_argument(
+        "--tokenizer", metavar="PATH", help="the tokenizer's folder, for a checkpoint that has none beside or above it"
+    )
+    parser.add_argument(
+        "--weights-prefix", metavar="TEXT", help="what the weights' names begin with, where files hold several things"
+    )
+    parser.add_argument("--base", metavar="PATH", help="the base model's folder, for an adapter that does not say where it is")
+    parser.add_argument("--adapter", metavar="PATH", help="a LoRA adapter to add to the model")
+
+
+def given_of(options: argparse.Namespace) -> Given:
+    """What the options of ``add_given`` say."""
+    from checkpoint.given import Given  # here, so that the help needs nothing of the readers
+
+    return Given(
+        config=options.model_config,
+        tokenizer=options.tokenizer,
+        prefix=options.weights_prefix,
+        base=options.base,
+        adapter=options.adapter,
+    )

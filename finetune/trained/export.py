@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -10,8 +11,9 @@ from typing import Any
 
 import torch
 
-from checkpoint import Checkpoint, CheckpointError, CheckpointWriter, open_checkpoint
+from checkpoint import Checkpoint, CheckpointError, CheckpointWriter, Given, open_checkpoint
 from checkpoint.dtypes import dtype_name
+from checkpoint.given import NOTHING_GIVEN
 from checkpoint.tokenizer_files import TOKENIZER_FILES
 from finetune.base_model.hub import folder_of
 from finetune.data.tokenizer import usual_folder
@@ -19,9 +21,20 @@ from finetune.errors import ConfigError, RunError
 from finetune.model.finite import check_finite, found_in
 from finetune.output.folder import RESUME, checkpoint_folder, step_folders
 
+Progress = Callable[[int, int], None]
+"""Told the bytes of tensors that are written, and of all of them, after each."""
+
 
 def export(
-    source: Path, out: Path, *, dtype: torch.dtype | None = None, step: int | None = None, max_shard_bytes: int = 2 << 30
+    source: Path,
+    out: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    step: int | None = None,
+    max_shard_bytes: int = 2 << 30,
+    ranks: int = 1,
+    given: Given = NOTHING_GIVEN,
+    progress: Progress | None = None,
 ) -> Path:
     """Write a checkpoint to the new folder ``out``; it appears whole or not at all.
 
@@ -29,9 +42,12 @@ def export(
     At most one tensor is in memory.
 
     Args:
-        source: a run's folder, a folder of checkpoints, or one checkpoint.
+        source: a run's folder, a folder of checkpoints, or one checkpoint of any layout that is opened; or an adapter, whose
+            base model is written with it.
         dtype: of the written weights; unset: as stored.
         step: which of several checkpoints; unset: the latest.
+        ranks: more than 1: cut for so many tensor-parallel ranks; see ``checkpoint.cut_shards``.
+        given: what the source's files leave open.
 
     Raises:
         ConfigError: there is no such checkpoint, a tensor of it is not finite in ``dtype``, or ``out`` exists already.
@@ -40,12 +56,13 @@ def export(
     require_new(out)
     source = folder_of(source, "export")
     try:
-        with open_checkpoint(_choose(source, step)) as checkpoint:
-            exact = _exact_weights(source, checkpoint) if dtype == torch.float32 else None
+        with open_checkpoint(_choose(source, step), given=given) as checkpoint:
+            exact = _exact_weights(source, checkpoint) if dtype == torch.float32 and given == NOTHING_GIVEN else None
+            settings: dict[str, Any] = {"max_shard_bytes": max_shard_bytes, "ranks": ranks}
             if exact is None:
-                return _write(checkpoint, checkpoint.read, out, dtype, max_shard_bytes)
+                return _write(checkpoint, checkpoint.read, out, dtype, settings, progress)
             with exact:
-                return _write(checkpoint, lambda name: exact.read(f"master.{name}"), out, dtype, max_shard_bytes)
+                return _write(checkpoint, lambda name: exact.read(f"master.{name}"), out, dtype, settings, progress)
     except CheckpointError as error:
         raise ConfigError(f"{source}: {error}") from error
 
@@ -75,20 +92,31 @@ def _exact_weights(source: Path, checkpoint: Checkpoint) -> Checkpoint | None:
 
 
 def _write(
-    checkpoint: Checkpoint, read: Callable[[str], torch.Tensor], out: Path, dtype: torch.dtype | None, max_shard_bytes: int
+    checkpoint: Checkpoint,
+    read: Callable[[str], torch.Tensor],
+    out: Path,
+    dtype: torch.dtype | None,
+    settings: dict[str, Any],
+    progress: Progress | None,
 ) -> Path:
     config = dict(checkpoint.config)
     if dtype is not None:
         config.pop("torch_dtype", None)
         config["dtype"] = dtype_name(dtype)
 
+    sizes = {name: math.prod(info.shape) * info.dtype.itemsize for name, info in checkpoint.tensors.items()}
+
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        done, total = 0, sum(sizes.values())
         for name in checkpoint.tensors:
             tensor = read(name)
             written = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
             with found_in(str(checkpoint.path)):
                 check_finite(name, written, tensor)
             yield name, written
+            done += sizes[name]
+            if progress is not None:
+                progress(done, total)
 
     return write_new(
         out,
@@ -97,7 +125,7 @@ def _write(
         config=config,
         generation_config=dict(checkpoint.generation_config) or None,
         tokenizer_files=tokenizer_files_of(usual_folder(checkpoint.tokenizer, str(checkpoint.path))),
-        max_shard_bytes=max_shard_bytes,
+        **settings,
     )
 
 

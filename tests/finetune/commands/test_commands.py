@@ -7,6 +7,7 @@ import math
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -173,3 +174,26 @@ def test_print_config_shows_all_of_it(trained: TrainedRun, capsys: pytest.Captur
     shown = yaml.safe_load(capsys.readouterr().out)
     assert shown["zero"]["stage"] == 1
     assert shown["optimizer"]["betas"] == [0.9, 0.95]
+
+
+def test_a_foreign_checkpoint_is_exported_whole_and_cut_for_ranks(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+    from safetensors.torch import load_file
+
+    tensors = {"transformer.wte.weight": torch.randn(11, 6), "transformer.h.0.mlp.c_proj.weight": torch.randn(8, 6)}
+    source = tmp_path / "source"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there are no ranks
+        dcp.save({f"app.{name}": tensor for name, tensor in tensors.items()}, checkpoint_id=source, no_dist=True)
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "vocab_size": 11}')
+    for ranks in ("1", "2"):
+        out = tmp_path / f"out{ranks}"
+        words = ["export", "--from", str(source), "--to", str(out), "--tensor-parallel-size", ranks, "--dtype", "bfloat16"]
+        assert main(words) == 0
+        with open_checkpoint(out, verify="sha256") as checkpoint:
+            assert set(checkpoint.tensors) == set(tensors)
+            for name, tensor in tensors.items():
+                assert torch.equal(checkpoint.read(name), tensor.bfloat16())
+    assert set(load_file(tmp_path / "out1" / "model.safetensors")) == set(tensors)
+    assert len(list((tmp_path / "out2").glob("shard-*.safetensors"))) == 2
+    assert main(["export", "--from", str(source)]) == 2
