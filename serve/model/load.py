@@ -16,7 +16,7 @@ from checkpoint import Checkpoint, CheckpointError
 from checkpoint.dtypes import FLOAT_TYPES
 from serve.errors import ConfigError
 from serve.model.attach import INTERFACE_NAME
-from serve.model.checks import check_rope
+from serve.model.checks import check_rope, check_switches
 from serve.model.experts import Stack, stacks_of, stored_name
 from serve.model.families import Family, as_configured, family_of
 from serve.model.pretrained import initialise, new_model, vocabulary_rows
@@ -57,6 +57,7 @@ def read_config(checkpoint: Checkpoint) -> tuple[Family, PretrainedConfig]:
     except Exception as error:  # transformers raises many kinds; all of them mean that config.json is wrong
         raise ConfigError(f"config.json: {_one_line(error)}") from error
     check_rope(config)
+    check_switches(config)
     return as_configured(family, config), config
 
 

@@ -20,7 +20,7 @@ from serve.config import ServerConfig
 from serve.engine.executor import ModelFacts
 from serve.errors import ConfigError
 from serve.model.attention import StepState, TorchBackend
-from serve.model.checks import check_dtype, check_max_model_len
+from serve.model.checks import check_dtype, check_max_model_len, served_positions
 from serve.model.families import Family, head_cut, head_dim
 from serve.model.fit import given_of
 from serve.model.heads import KEY, HeadCut, check_tensor_parallel
@@ -164,7 +164,12 @@ def survey(checkpoint: Checkpoint, config: ServerConfig, device: torch.device) -
     )
     dtype = choose_dtype(checkpoint, config.model.dtype)
     check_dtype(dtype_name(dtype), device.type)
-    max_model_len = check_max_model_len(config.model.max_model_len, getattr(model_config, "max_position_embeddings", None))
+    limit = served_positions(
+        getattr(model_config, "max_position_embeddings", None),
+        getattr(model_config, "rope_parameters", None) or {},
+        getattr(model_config, "original_max_position_embeddings", None),
+    )
+    max_model_len = check_max_model_len(config.model.max_model_len, limit)
     blueprint = build_on_meta(checkpoint, family, model_config, dtype)
     if family.scaled_embedding:
         plain_embedding(blueprint.model)
