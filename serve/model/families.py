@@ -236,7 +236,6 @@ FAMILIES: Final[Mapping[str, Family]] = {
             attention="self_attention",
             activated=("mlp.dense_h_to_4h", "act"),
             replaces_forward=True,
-            partial_rotary=True,
         ),
     )
 }
