@@ -76,8 +76,9 @@ proto: $(STAMP) ## generate serve/v1 from protos/
 proto-check: $(STAMP) ## prove that serve/v1 is what protos/ generates
 	@$(PY) protos/generate.py --check
 
-pictures: $(STAMP) ## draw docs/rooms.svg from the imports as they are
+pictures: $(STAMP) ## draw docs/rooms.svg and the table of docs/families.md from the code as it is
 	@$(PY) docs/rooms.py
+	@$(PY) docs/families.py
 
 bench: $(STAMP) ## tokens per second beside transformers, on this machine's CPU
 	@$(PY) -m benchmarks.serving

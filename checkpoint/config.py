@@ -20,7 +20,10 @@ MAX_POSITIONS = 1 << 24
 _MAX_SIZE = 1 << 31
 _MAX_LAYERS = 1 << 14
 
-_OWN_FAMILIES = frozenset(("gpt_neox", "gpt2", "gptj", "gpt_neo", "opt", "llama", "mistral", "qwen2", "phi"))
+_OWN_FAMILIES = frozenset(
+    ("gpt_neox", "gpt2", "gptj", "gpt_neo", "opt", "llama", "mistral", "qwen2", "phi", "qwen3", "stablelm", "olmo2", "phi3",
+     "codegen", "gpt_bigcode", "falcon", "bloom", "gemma2", "mixtral", "gpt_oss")
+)  # fmt: skip
 """Model types whose every key is known here. Others, which can only be trained, may use a name for something else: of theirs
 only single numbers are checked."""
 
@@ -34,6 +37,9 @@ _COUNTS: Mapping[str, int] = {
     **dict.fromkeys(("vocab_size", *_WIDTHS, *_HEADS, *_KEY_VALUE_HEADS), _MAX_SIZE),
     **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "word_embed_proj_dim", "head_dim", "rotary_dim"), _MAX_SIZE),
     **dict.fromkeys(("sliding_window", "window_size", "pretraining_tp"), _MAX_SIZE),
+    **dict.fromkeys(("num_kv_heads", "n_embed", "ffn_hidden_size", "num_local_experts", "num_experts_per_tok"), _MAX_SIZE),
+    **dict.fromkeys(("query_pre_attn_scalar", "num_ln_in_parallel_attn"), _MAX_SIZE),
+    "original_max_position_embeddings": MAX_POSITIONS,
     **dict.fromkeys(_LAYERS, _MAX_LAYERS),
     **dict.fromkeys(_POSITIONS, MAX_POSITIONS),
 }
@@ -51,15 +57,19 @@ _SWITCHES = (
     "tie_word_embeddings", "use_cache", "use_parallel_residual", "attention_bias", "mlp_bias", "qk_layernorm",
     "use_sliding_window", "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn",
     "add_cross_attention", "is_decoder", "is_encoder_decoder", "do_layer_norm_before", "_remove_final_layer_norm",
-    "enable_bias", "layer_norm_elementwise_affine",
+    "enable_bias", "layer_norm_elementwise_affine", "multi_query", "new_decoder_architecture", "alibi", "parallel_attn", "bias",
+    "use_qkv_bias", "apply_residual_connection_post_layernorm", "slow_but_exact", "attention_softmax_in_fp32",
+    "scale_attention_softmax_in_fp32",
 )  # fmt: skip
-_TEXTS = ("hidden_act", "activation_function")
+_TEXTS = ("hidden_act", "activation_function", "activation", "hidden_activation")
+_CAPS = ("attn_logit_softcapping", "final_logit_softcapping", "swiglu_alpha", "swiglu_limit")
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 _DTYPES = ("auto", "float64", "float32", "float16", "bfloat16")
 
 _NULLABLE = frozenset(
     ("num_key_value_heads", "n_inner", "head_dim", "rotary_dim", "sliding_window", "n_ctx", "intermediate_size", "window_size",
-     "pretraining_tp", "rope_theta", "rotary_emb_base", "partial_rotary_factor", "rotary_pct")
+     "pretraining_tp", "rope_theta", "rotary_emb_base", "partial_rotary_factor", "rotary_pct", "num_kv_heads",
+     "ffn_hidden_size", "num_ln_in_parallel_attn", "hidden_activation", "attn_logit_softcapping", "final_logit_softcapping")
 )  # fmt: skip
 """Keys that may be ``null``, which stands for the family's own default."""
 
@@ -82,7 +92,10 @@ _ROPE_NUMBERS: Mapping[str, tuple[float, float]] = {
 }
 """Of ``rope_parameters`` and ``rope_scaling``: more than the first, at most the second."""
 
-_WITHOUT_PADDING_ROW = frozenset(("gpt_neox", "gpt2", "gptj", "gpt_neo"))
+_MULTI_QUERY = frozenset(("gpt_bigcode", "falcon"))
+"""Families with one key/value head, unless ``multi_query`` is false or Falcon's ``new_decoder_architecture`` true."""
+
+_WITHOUT_PADDING_ROW = frozenset(("gpt_neox", "gpt2", "gptj", "gpt_neo", "codegen", "gpt_bigcode", "falcon", "bloom"))
 """Families whose embedding has no padding row. Of the others ``pad_token_id`` is one, which the model is built with."""
 
 _IDS = ("eos_token_id", "bos_token_id", "pad_token_id")
@@ -118,6 +131,7 @@ def check_config(config: Mapping[str, Any]) -> None:
         _check_rope(config)
         _check_proportions(config)
         _check_layer_kinds(config)
+        _check_layer_types(config)
 
 
 def normalized(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,6 +186,10 @@ def attention_heads(config: Mapping[str, Any]) -> int | None:
 
 def key_value_heads(config: Mapping[str, Any]) -> int | None:
     """Key/value heads that a checked ``config.json`` gives; as many as query heads where it does not say."""
+    if config.get("model_type") in _MULTI_QUERY:
+        if config.get("new_decoder_architecture"):
+            return _number(config, ("num_kv_heads", *_HEADS))
+        return 1 if config.get("multi_query", True) else attention_heads(config)
     return _number(config, (*_KEY_VALUE_HEADS, *_HEADS))
 
 
@@ -251,7 +269,7 @@ def _text(key: str, value: object) -> None:
 _RULES: Mapping[str, Callable[[str, Any], None]] = {
     **dict.fromkeys(_COUNTS, _count),
     **dict.fromkeys(_EPSILONS, _epsilon),
-    **dict.fromkeys(_THETAS, _theta),
+    **dict.fromkeys((*_THETAS, *_CAPS), _theta),
     **dict.fromkeys((*_SHARES, *_DROPOUTS), _share),
     **dict.fromkeys(_DEVIATIONS, _deviation),
     **dict.fromkeys(_SWITCHES, _switch),
@@ -327,3 +345,15 @@ def _check_layer_kinds(config: Mapping[str, Any]) -> None:
         total += len(names) * times
     if num_layers is not None and total != num_layers:
         raise CheckpointError(CONFIG, f"attention_types are of {total} layers; num_layers is {num_layers}")
+
+
+def _check_layer_types(config: Mapping[str, Any]) -> None:
+    """A name for each layer: which of them see all earlier positions, and which a window of them."""
+    kinds = config.get("layer_types")
+    if kinds is None:
+        return
+    if not isinstance(kinds, list) or any(kind not in ("full_attention", "sliding_attention") for kind in kinds):
+        _refuse("layer_types", kinds, 'a list of "full_attention" and "sliding_attention"')
+    num_layers = layers(config)
+    if num_layers is not None and len(kinds) != num_layers:
+        raise CheckpointError(CONFIG, f"layer_types are of {len(kinds)} layers; num_hidden_layers is {num_layers}")

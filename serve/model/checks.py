@@ -42,24 +42,38 @@ def check_dtype(dtype: str, device: str) -> None:
         raise ConfigError("model.dtype is float16; on the CPU choose float32 or bfloat16")
 
 
-def check_rope_type(rope: Mapping[str, Any]) -> None:
-    """Refuse rotary embeddings whose angles depend on the longest sequence of the batch.
+def served_positions(limit: int | None, rope: Mapping[str, Any], original: int | None) -> int | None:
+    """Positions a sequence may have so that the angles of its rotary embedding depend on nothing but itself.
+
+    transformers chooses the angles of ``dynamic`` and ``longrope`` by the longest sequence of a batch, and changes them in the
+    middle of one that grows. Up to the model's own length, and the length before it was extended, they are always the same.
+
+    Args:
+        limit: ``max_position_embeddings``.
+        rope: ``rope_parameters``, or ``rope_scaling`` of older files.
+        original: ``original_max_position_embeddings`` where it stands beside these.
 
     Raises:
-        ConfigError: one request's output would change with its neighbours'.
+        ConfigError: longrope without a length before it was extended.
     """
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind in ("dynamic", "longrope"):
-        raise ConfigError(
-            f"config.json: rope_type is {kind!r}, whose angles depend on the longest sequence of a batch; it is not served"
-        )
+    if rope_type(rope) != "longrope":
+        return limit
+    before = rope.get("original_max_position_embeddings") or original
+    if before is None:
+        raise ConfigError("config.json: rope_type is 'longrope', without original_max_position_embeddings; it is not served")
+    return int(before) if limit is None else min(limit, int(before))
+
+
+def rope_type(rope: Mapping[str, Any]) -> str:
+    """What a rotary embedding's angles follow; older files say it by another name."""
+    return str(rope.get("rope_type") or rope.get("type") or "default")
 
 
 def check_rope(config: PretrainedConfig) -> None:
-    """Refuse rotary embeddings whose angles depend on the longest sequence of the batch, or that fit no head.
+    """Refuse rotary embeddings that fit no head.
 
     Raises:
-        ConfigError: one request's output would change with its neighbours', or no family turns that part of a head.
+        ConfigError: no family turns that part of a head.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     width, factor = head_dim(config), float(rope.get("partial_rotary_factor", 1.0))
@@ -76,4 +90,20 @@ def check_rope(config: PretrainedConfig) -> None:
                 f"config.json: partial_rotary_factor is {factor:g}; {config.model_type} with heads of {width} features cannot "
                 f"turn {turned} of them"
             )
-    check_rope_type(rope)
+
+
+def check_switches(config: PretrainedConfig) -> None:
+    """Refuse ways to compute that a switch asks for and that are not computed here.
+
+    Raises:
+        ConfigError: names the switch.
+    """
+    if getattr(config, "slow_but_exact", False) and config.pretraining_tp > 1:
+        raise ConfigError(
+            f"config.json: slow_but_exact with pretraining_tp {config.pretraining_tp}; sums in the order of other ranks are "
+            "not computed"
+        )
+    if getattr(config, "use_bidirectional_attention", None):
+        raise ConfigError("config.json: use_bidirectional_attention; only attention to earlier positions is served")
+    if getattr(config, "add_cross_attention", False):
+        raise ConfigError("config.json: add_cross_attention; there is nothing for it to attend to")

@@ -64,9 +64,24 @@ class Family:
     """Modules of the attention module that have a norm for each head, in a list ``norms``."""
     local_config: bool = False
     """The attention's forward reads its numbers of heads from its ``config``."""
+    experts: str = ""
+    """End of the path of a layer's experts, stacked in parameters whose first dimension counts them; "" where are none."""
+    expert_cuts: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+    """Which dimension of a stack the ranks share, and what lies in it: ``PLAIN``, ``HALVES`` (gate, then up) or ``PAIRS`` (gate
+    and up in turn)."""
+    expert_biases: tuple[str, ...] = ()
+    """Stacks that are added after the ranks' shares are summed: one rank's alone."""
+    expert_tensors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Of a stack the stored tensors of each expert, whose rows lie one after the other in it; others are stored stacked."""
+    stored_as: tuple[str, str] = ("", "")
+    """A part of parameters' names, and what checkpoints have instead of it."""
     scaled_embedding: bool = False
     """The input embedding multiplies its rows by the square root of their width."""
 
+
+PLAIN: Final = "plain"
+HALVES: Final = "halves"
+PAIRS: Final = "pairs"
 
 _SEPARATE: Final[Rows] = {"q_proj": (QUERY,), "k_proj": (KEY,), "v_proj": (VALUE,)}
 _JOINED: Final = (QUERY, KEY, VALUE)
@@ -158,6 +173,33 @@ FAMILIES: Final[Mapping[str, Family]] = {
         ),
         _like_llama("stablelm", partial_rotary=True, norms_by_head=("q_layernorm", "k_layernorm")),
         _like_llama("gemma2", scaled_embedding=True),
+        _like_llama(
+            "mixtral",
+            column=tuple(_SEPARATE),
+            row=("o_proj",),
+            activated=("", ""),
+            experts="mlp.experts",
+            expert_cuts={"gate_up_proj": (1, HALVES), "down_proj": (2, PLAIN)},
+            expert_tensors={"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)},
+            stored_as=(".mlp.", ".block_sparse_moe."),
+        ),
+        # Its cosines have half the width that the kernel takes: the module turns by itself.
+        _like_llama(
+            "gpt_oss",
+            column=tuple(_SEPARATE),
+            row=("o_proj",),
+            rows={**_SEPARATE, "sinks": (QUERY,)},
+            activated=("", ""),
+            rotary_function="",
+            sinks=True,
+            experts="mlp.experts",
+            expert_cuts={
+                "gate_up_proj": (2, PAIRS),
+                "gate_up_proj_bias": (1, PAIRS),
+                "down_proj": (1, PLAIN),
+            },
+            expert_biases=("down_proj_bias",),
+        ),
         Family(
             name="phi",
             column=(*_SEPARATE, "mlp.fc1"),
@@ -194,7 +236,6 @@ FAMILIES: Final[Mapping[str, Family]] = {
             attention="self_attention",
             activated=("mlp.dense_h_to_4h", "act"),
             replaces_forward=True,
-            partial_rotary=True,
         ),
     )
 }

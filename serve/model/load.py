@@ -16,24 +16,11 @@ from checkpoint import Checkpoint, CheckpointError
 from checkpoint.dtypes import FLOAT_TYPES
 from serve.errors import ConfigError
 from serve.model.attach import INTERFACE_NAME
-from serve.model.checks import check_rope
+from serve.model.checks import check_rope, check_switches
+from serve.model.experts import Stack, stacks_of, stored_name
 from serve.model.families import Family, as_configured, family_of
-from serve.model.heads import Piece
 from serve.model.pretrained import initialise, new_model, vocabulary_rows
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardOf:
-    """What part of a whole tensor a rank holds: some pieces of one dimension, in order, and all of the others."""
-
-    full_shape: tuple[int, ...]
-    dim: int
-    pieces: tuple[Piece, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        width = sum(piece.end - piece.begin for piece in self.pieces)
-        return (*self.full_shape[: self.dim], width, *self.full_shape[self.dim + 1 :])
+from serve.model.shards import ShardOf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +32,8 @@ class Blueprint:
     dtype: torch.dtype
     transposed: frozenset[str]
     """Parameters that the checkpoint stores as [in, out]."""
+    stacks: Mapping[str, Stack]
+    """Parameters of experts that the checkpoint stores one by one."""
     aliases: Mapping[str, str]
     """Second names of tied parameters, and the names of their owners."""
     stored: frozenset[str]
@@ -68,6 +57,7 @@ def read_config(checkpoint: Checkpoint) -> tuple[Family, PretrainedConfig]:
     except Exception as error:  # transformers raises many kinds; all of them mean that config.json is wrong
         raise ConfigError(f"config.json: {_one_line(error)}") from error
     check_rope(config)
+    check_switches(config)
     return as_configured(family, config), config
 
 
@@ -105,7 +95,12 @@ def build_on_meta(checkpoint: Checkpoint, family: Family, config: PretrainedConf
     model.config._attn_implementation = INTERFACE_NAME
     transposed = _linear_from_conv1d(model) if family.conv1d else frozenset()
     parameters = dict(model.named_parameters())
-    expected = {name: _stored_shape(name, tuple(p.shape), transposed) for name, p in parameters.items()}
+    stacks = {name: stack for name, stack in stacks_of(family, parameters).items() if not _is_stored(checkpoint, name)}
+    expected = {
+        stored_name(family, name) if not _is_stored(checkpoint, name) else name: _stored_shape(name, tuple(p.shape), transposed)
+        for name, p in parameters.items()
+        if name not in stacks
+    } | {name: shape for stack in stacks.values() for name, shape in stack.stored()}
     aliases = {
         name: owner
         for owner, parameter in parameters.items()
@@ -124,10 +119,19 @@ def build_on_meta(checkpoint: Checkpoint, family: Family, config: PretrainedConf
         family=family,
         dtype=dtype,
         transposed=transposed,
+        stacks=stacks,
         aliases=aliases,
         stored=frozenset(checkpoint.resolve(name, aliases) for name in expected),
         num_parameters=sum(p.numel() for p in parameters.values()),
     )
+
+
+def _is_stored(checkpoint: Checkpoint, name: str) -> bool:
+    try:
+        checkpoint.resolve(name)
+    except CheckpointError:
+        return False
+    return True
 
 
 def _stored_shape(name: str, shape: tuple[int, ...], transposed: frozenset[str]) -> tuple[int, ...]:
@@ -162,6 +166,8 @@ class SliceReader:
         """The tensor as the model wants it; [out, in] for weights that are stored transposed."""
         transposed = name in self._blueprint.transposed
         shard = self._shards.get(name)
+        if name in self._blueprint.stacks:
+            return self._blueprint.stacks[name].read(self._read, shard)
         if shard is None:
             tensor = self._read(name, None)
             return tensor.t().contiguous() if transposed else tensor
@@ -172,6 +178,8 @@ class SliceReader:
         return whole.t().contiguous() if transposed else whole
 
     def _read(self, name: str, index: tuple[slice, ...] | None) -> Tensor:
+        if not _is_stored(self._checkpoint, name):
+            name = stored_name(self._blueprint.family, name)
         try:
             return self._checkpoint.read(
                 self._checkpoint.resolve(name), index, dtype=self._blueprint.dtype, device=self._device

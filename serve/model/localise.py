@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from serve.model.families import Family, Rows
 from serve.model.heads import KEY, VALUE, HeadCut
-from serve.model.load import ShardOf
+from serve.model.shards import ShardOf
 
 
 def cut_by_hand(family: Family, heads: HeadCut) -> Rows:

@@ -10,6 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from serve.model.attach import attach, register_interface
 from serve.model.attention import PLAIN, Backend, LayerCache, PagedAttention, ScoreRules, StepState
+from serve.model.experts import expert_modules
 from serve.model.families import Family, attention_window, head_dim
 from serve.model.forwards import alibi_table
 from serve.model.heads import HeadCut
@@ -71,6 +72,23 @@ def _summed_norm(norm: nn.Module, features: int, ranks: Ranks) -> Callable[[Tens
         return (weight * (wide * torch.rsqrt(squares / features + epsilon))).to(x.dtype)
 
     return forward
+
+
+def sum_experts(model: PreTrainedModel, family: Family, ranks: Ranks) -> None:
+    """Sum what the ranks' shares of the experts give; a bias that follows the sum is kept by the first rank."""
+    if ranks.size == 1:
+        return
+    for module in expert_modules(model, family):
+        for name in family.expert_biases if ranks.rank else ():
+            module.get_parameter(name).zero_()
+        module.forward = _summed(module.forward, ranks)
+
+
+def _summed(forward: Callable[..., Tensor], ranks: Ranks) -> Callable[..., Tensor]:
+    def summed(*args: object, **options: object) -> Tensor:
+        return ranks.sum_(forward(*args, **options))
+
+    return summed
 
 
 def plain_embedding(model: PreTrainedModel) -> None:

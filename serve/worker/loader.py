@@ -20,7 +20,7 @@ from serve.config import ServerConfig
 from serve.engine.executor import ModelFacts
 from serve.errors import ConfigError
 from serve.model.attention import StepState, TorchBackend
-from serve.model.checks import check_dtype, check_max_model_len
+from serve.model.checks import check_dtype, check_max_model_len, served_positions
 from serve.model.families import Family, head_cut, head_dim
 from serve.model.fit import given_of
 from serve.model.heads import KEY, HeadCut, check_tensor_parallel
@@ -28,9 +28,10 @@ from serve.model.kernel_attention import CpuKernelBackend
 from serve.model.kernels.build import KernelUnavailable, load_cpu_kernels
 from serve.model.lean import call_leaves_directly
 from serve.model.linear import Matmul, Packer, activation_of, choose_packer, plain
-from serve.model.load import Blueprint, ShardOf, SliceReader, build_on_meta, choose_dtype, fill, read_config
+from serve.model.load import Blueprint, SliceReader, build_on_meta, choose_dtype, fill, read_config
 from serve.model.pretrained import vocabulary_rows
-from serve.worker.complete import page_attention, plain_embedding, scale_embedding, sum_norms, whole_head
+from serve.model.shards import ShardOf
+from serve.worker.complete import page_attention, plain_embedding, scale_embedding, sum_experts, sum_norms, whole_head
 from serve.worker.finite import check_weights
 from serve.worker.kv_cache import GIB, allocate, block_bytes, choose_memory, choose_num_blocks
 from serve.worker.parallel import Ranks, is_row_parallel, shard, vocabulary_widths
@@ -99,6 +100,7 @@ def load_rank(
     backend = TorchBackend() if kernels is None else CpuKernelBackend(kernels)
     state = page_attention(model, plan.family, caches, backend, plan.heads, ranks.rank, plan.max_model_len)
     sum_norms(model, plan.family, plan.heads, ranks)
+    sum_experts(model, plan.family, ranks)
     if plan.family.scaled_embedding:
         scale_embedding(model)
     watch.lap("cache")
@@ -162,7 +164,12 @@ def survey(checkpoint: Checkpoint, config: ServerConfig, device: torch.device) -
     )
     dtype = choose_dtype(checkpoint, config.model.dtype)
     check_dtype(dtype_name(dtype), device.type)
-    max_model_len = check_max_model_len(config.model.max_model_len, getattr(model_config, "max_position_embeddings", None))
+    limit = served_positions(
+        getattr(model_config, "max_position_embeddings", None),
+        getattr(model_config, "rope_parameters", None) or {},
+        getattr(model_config, "original_max_position_embeddings", None),
+    )
+    max_model_len = check_max_model_len(config.model.max_model_len, limit)
     blueprint = build_on_meta(checkpoint, family, model_config, dtype)
     if family.scaled_embedding:
         plain_embedding(blueprint.model)

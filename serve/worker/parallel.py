@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from serve.errors import ConfigError
+from serve.model.experts import cut_experts
 from serve.model.families import Family, Rows
 from serve.model.heads import HeadCut, Piece
-from serve.model.load import ShardOf
 from serve.model.localise import cut_by_hand, localise
+from serve.model.shards import ShardOf
 from serve.worker.progress import Progress
 
 if TYPE_CHECKING:
@@ -172,7 +173,8 @@ def shard(model: PreTrainedModel, family: Family, heads: HeadCut, ranks: Ranks) 
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if hasattr(parameter, DS_AUTOTP_UC_META)
     }
-    return shards | localise(model, family, heads, by_hand, ranks.rank)
+    shards |= localise(model, family, heads, by_hand, ranks.rank)
+    return shards | cut_experts(model, family, ranks.size, ranks.rank)
 
 
 def _specs(model: PreTrainedModel, family: Family, heads: HeadCut, by_hand: Rows) -> list[TPLayerSpec]:

@@ -143,11 +143,22 @@ def test_more_layers_than_tensors_are_refused_before_a_model_is_made(tmp_path: P
     [
         ({"num_attention_heads": 4, "num_key_value_heads": 3}, "divisor of the 4 query heads"),
         ({"num_attention_heads": 4, "hidden_size": 6}, "multiple of the 4 query heads"),
+        (
+            {"model_type": "falcon", "num_attention_heads": 4, "new_decoder_architecture": True, "num_kv_heads": 3},
+            "divisor of the 4 query heads",
+        ),
+        (
+            {"model_type": "gemma2", "num_hidden_layers": 3, "layer_types": ["full_attention"]},
+            "of 1 layers; num_hidden",
+        ),
+        ({"model_type": "gpt_oss", "layer_types": ["sideways"]}, "layer_types"),
+        ({"model_type": "gemma2", "attn_logit_softcapping": 0}, "attn_logit_softcapping"),
+        ({"model_type": "mixtral", "num_local_experts": 0}, "num_local_experts"),
     ],
 )
 def test_numbers_that_must_divide_each_other(config: dict[str, Any], rule: str) -> None:
     with pytest.raises(CheckpointError, match=rule):
-        check_config({"model_type": "llama", **config})
+        check_config({"model_type": "llama"} | config)
 
 
 def test_what_other_families_mean_by_a_name_is_left_to_them() -> None:

@@ -89,7 +89,7 @@ def test_a_family_that_is_not_served(folder: Path, tmp_path: Path) -> None:
         ({}, ("--max-model-len", "513"), "the model has 512 positions"),
         ({"model_type": "bert"}, (), "model_type is 'bert'"),
         ({"eos_token_id": 509}, (), "from 0 to 508"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, (), "rope_type is 'dynamic'"),
+        ({"rope_scaling": {"type": "longrope"}}, (), "rope_type is 'longrope'"),
         ({"vocab_size": 300}, (), "ids go up to 299"),
     ],
 )

@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig,
 
 FAMILIES = ("gpt_neox", "gpt2", "gptj", "gpt_neo", "opt", "llama", "mistral", "qwen2", "phi")
 MORE_FAMILIES = (
-    "qwen3", "stablelm", "olmo2", "phi3", "codegen", "gpt_bigcode", "falcon", "bloom", "gemma2",
+    "qwen3", "stablelm", "olmo2", "phi3", "codegen", "gpt_bigcode", "falcon", "bloom", "gemma2", "mixtral", "gpt_oss",
 )  # fmt: skip
 """Served too; of these norms are spread as well, so that a norm cut wrongly is seen."""
 VOCABULARY = 509
@@ -88,6 +88,8 @@ SMALL: dict[str, dict[str, Any]] = {
         "multi_query": True,
     },
     "bloom": {"hidden_size": 64, "n_layer": 3, "n_head": 4},
+    "mixtral": {**_LLAMA, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 40},
+    "gpt_oss": {**_LLAMA, "head_dim": 24, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 40},
     "gemma2": {
         **_LLAMA,
         "head_dim": 24,

@@ -8,7 +8,7 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from serve.errors import ConfigError
-from serve.model.checks import check_rope
+from serve.model.checks import check_rope, check_switches, served_positions
 from serve.model.families import FAMILIES
 from tests.support.models import SMALL
 
@@ -25,10 +25,30 @@ def test_every_family_as_it_comes_is_served(family: str) -> None:
     check_rope(config(family))
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_angles_that_depend_on_the_batch_are_refused(kind: str) -> None:
-    with pytest.raises(ConfigError, match=f"rope_type is '{kind}'"):
-        check_rope(config("llama", {"rope_type": kind}))
+@pytest.mark.parametrize(
+    ("rope", "original", "positions"),
+    [
+        ({"type": "dynamic", "factor": 2.0}, None, 512),
+        ({"rope_type": "longrope", "original_max_position_embeddings": 64}, None, 64),
+        ({"type": "longrope"}, 128, 128),
+        ({"rope_type": "yarn", "original_max_position_embeddings": 64}, 64, 512),
+    ],
+)
+def test_sequences_stay_where_their_angles_depend_on_themselves(
+    rope: dict[str, Any], original: int | None, positions: int
+) -> None:
+    assert served_positions(512, rope, original) == positions
+
+
+def test_extended_angles_without_the_length_before_are_refused() -> None:
+    with pytest.raises(ConfigError, match="without original_max_position_embeddings"):
+        served_positions(512, {"rope_type": "longrope"}, None)
+
+
+def test_a_way_to_sum_that_is_not_computed_is_refused() -> None:
+    with pytest.raises(ConfigError, match="slow_but_exact"):
+        check_switches(config("bloom", slow_but_exact=True, pretraining_tp=2))
+    check_switches(config("bloom", slow_but_exact=True))
 
 
 @pytest.mark.parametrize(
