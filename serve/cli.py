@@ -1,4 +1,7 @@
-"""``tessera-serve``: arguments, environment and a YAML file become a ServerConfig. The only reader of ``os.environ``."""
+"""``tessera-serve``: arguments, environment and a YAML file become a ``ServerConfig``, and a server runs with it.
+
+No other module of ``serve`` reads options from the environment.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,7 @@ def resolve(arguments: Mapping[str, object], environment: Mapping[str, str]) -> 
 
 
 def package_version() -> str:
-    """Of the installed distribution; a source tree that was never installed has none."""
+    """The version of the installed distribution; a word instead in a source tree that was never installed."""
     try:
         return installed_version("tessera")
     except PackageNotFoundError:

@@ -40,17 +40,17 @@ class Option:
 
     @property
     def section(self) -> str:
-        """``rpc``."""
+        """The section of the file that the option belongs to, such as ``rpc``."""
         return self.key.split(".")[0]
 
     @property
     def flag(self) -> str:
-        """``--max-num-seqs``."""
+        """The argument that sets the option, such as ``--max-num-seqs``."""
         return "--" + FLAG_NAMES.get(self.key, self.key.split(".")[-1]).replace("_", "-")
 
     @property
     def variable(self) -> str:
-        """``TESSERA_MAX_NUM_SEQS``."""
+        """The environment variable that sets the option, such as ``TESSERA_MAX_NUM_SEQS``."""
         return ENVIRONMENT_PREFIX + self.flag[2:].replace("-", "_").upper()
 
 

@@ -44,7 +44,10 @@ class CommandParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]  # its overloads take a namespace of any class
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """As argparse does, whose sub-parsers are called here; ``words`` of the result are the arguments as they were given."""
+        """Parse what argparse knows; the result also has ``words``, the arguments as they were given.
+
+        argparse calls this for a command's own parser too.
+        """
         if self._fill is not None:
             fill, self._fill = self._fill, None
             fill(self)

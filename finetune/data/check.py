@@ -105,17 +105,18 @@ class _Reading:
         self.num_faults = self.num_skipped = self.num_warnings = 0
 
     def source(self, name: str, source: Source) -> SourceReport:
-        lengths = array("q")
+        lengths, fitting = array("q"), array("q")
         faults_before = self.num_faults
         targets = dropped = longest = unfinished = 0
-        longest_place = ""
+        longest_place, taught = "", False
         strict = source.masked and self._inputs.packing != "join"
         for unit, part, position, item in self._items(source):
             if isinstance(item, Fault):
                 self._fault(unit, part, position, item.message)
                 self.num_skipped += source.invalid == "skip"
-                unfinished = 0
+                unfinished, taught = 0, False
                 continue
+            taught = taught or _teaches(item, unfinished, self._data.seq_len)
             unfinished += len(item.ids)
             targets += len(item.ids) if item.learned is None else int(item.learned.sum())
             if not item.ends_document:
@@ -128,11 +129,14 @@ class _Reading:
                 self._fault(unit, part, position, too_long_rule(length, self._data.seq_len))
             dropped += too_long
             lengths.append(length)
+            if taught or not (too_long and self._data.too_long == "cut"):  # a head without a target is no sample
+                fitting.append(length)
+            taught = False
         if not lengths and self.num_faults == faults_before:
             self._add(nothing_in(source))
-        all_lengths = np.frombuffer(lengths, np.int64) if lengths else np.zeros(0, np.int64)
+        all_lengths = _numbers(lengths)
         if source in self._inputs.train:
-            self._lengths.append(self._as_samples(all_lengths, strict))
+            self._lengths.append(self._as_samples(_numbers(fitting), strict))
         return SourceReport(
             name=name,
             format=source.format,
@@ -194,3 +198,13 @@ class _Reading:
             return rows, rows * self._data.seq_len
         rows = len(samples) if self._inputs.packing == "none" else len(pack(samples, self._data.seq_len)[1]) - 1
         return rows, int(samples.sum())
+
+
+def _numbers(lengths: array[int]) -> NDArray[np.int64]:
+    return np.frombuffer(lengths, np.int64) if lengths else np.zeros(0, np.int64)
+
+
+def _teaches(piece: Encoded, at: int, seq_len: int) -> bool:
+    """Whether a piece that begins at token ``at`` of its sample has a target in the part that a row takes of the sample."""
+    begin, end = max(0, 1 - at), max(0, seq_len + 1 - at)  # the first token of all is predicted by nothing
+    return len(piece.ids[begin:end]) > 0 if piece.learned is None else bool(piece.learned[begin:end].any())

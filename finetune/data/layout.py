@@ -39,7 +39,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """What became of the documents."""
+    """How many tokens and rows a layout has on each side, and how many samples it left out."""
 
     train_tokens: int
     train_rows: int
@@ -96,7 +96,7 @@ def _documents(shards: Sequence[Path], first: int) -> Numbers:
 
 
 def draw(*key: int) -> np.random.Generator:
-    """The same numbers for the same key, on every machine."""
+    """A generator that gives the same numbers for the same key, on every machine."""
     return np.random.Generator(np.random.PCG64(list(key)))
 
 

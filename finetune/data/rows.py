@@ -21,7 +21,7 @@ Numbers = NDArray[np.int64]
 
 
 class RowBatch(NamedTuple):
-    """Some rows."""
+    """Rows asked for together, as a model takes them."""
 
     inputs: Numbers
     """[B, L]"""

@@ -74,7 +74,7 @@ class Source:
             DataError: a file or line cannot be read; the message names it.
         """
         for part in self.parts():
-            for position, item in read_part(part, self):
+            for position, item in self._items(part, skip_faults):
                 if isinstance(item, Fault):
                     if skip_faults:
                         continue
@@ -90,6 +90,14 @@ class Source:
                 except Malformed as error:
                     if not skip_faults:
                         raise DataError(f"{place_of(part, position)}: {error}") from None
+
+    def _items(self, part: Part, skip_faults: bool) -> Iterator[Item]:
+        """What ``read_part`` gives; a file that cannot be opened as what it is gives nothing where faults are skipped."""
+        try:
+            yield from read_part(part, self)
+        except DataError:
+            if not skip_faults:
+                raise
 
 
 def read_part(part: Part, source: Source) -> Iterator[Item]:

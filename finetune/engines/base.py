@@ -64,7 +64,7 @@ class EngineBase(Generic[Updated]):
         return [state.cpu() for state in everyone]
 
     def set_rng_state(self, state: torch.Tensor) -> None:
-        """Set this rank's random state."""
+        """Replace the state of the generator of this rank's device: uint8, as ``rng_states`` gave it for the rank."""
         set_random_state(self.device, state)
 
     def _end_step(self, found: Reduced, diagnose: Callable[[str], str | None] | None) -> StepOutcome:

@@ -87,7 +87,10 @@ def output_in_words(model: nn.Module, found: BadOutput) -> str:
 
 
 def gradient_in_words(bad: Iterable[str]) -> str | None:
-    """Of the parameters with a bad gradient, in the model's order, a backward pass met the last first. None of none."""
+    """Where a gradient went bad, from the names of all parameters whose gradient is bad, in the model's order.
+
+    It is the last of them, which a backward pass meets first; ``None`` if there are none.
+    """
     names = list(bad)
     if not names:
         return None

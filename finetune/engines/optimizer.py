@@ -46,7 +46,7 @@ class EngineOptimizer(ABC):
         """Update, unless that is to be skipped, and forget the gradients; whether anything was updated."""
 
     def set_rate(self, rate: float) -> None:
-        """Set the learning rate."""
+        """Set the learning rate of the updates to come, in all groups of parameters."""
         for updater in self._updaters:
             for group in updater.param_groups:
                 group["lr"] = rate
@@ -59,7 +59,7 @@ class EngineOptimizer(ABC):
         return int(self._inner.state[self.updated()[0]]["step"])
 
     def set_updates(self, updates: int) -> None:
-        """Set their number."""
+        """Set how many updates the optimizer has made, when a run is resumed."""
         for tensor in self.updated():
             state = self._inner.state[tensor]
             counted = state["step"]
@@ -67,7 +67,7 @@ class EngineOptimizer(ABC):
 
     @abstractmethod
     def master_weight(self, parameter: nn.Parameter) -> torch.Tensor:
-        """A parameter's fp32 weight, whole."""
+        """A parameter's fp32 weight, which the optimizer updates: whole, gathered from the ranks that share it."""
 
     @abstractmethod
     def set_master_weight(self, parameter: nn.Parameter, whole: torch.Tensor) -> None:

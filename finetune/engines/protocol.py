@@ -78,29 +78,38 @@ class TrainingEngine(Protocol):
         """The optimizer's moments of every trained parameter, whole, on rank 0 alone."""
 
     def set_master_weights(self, read: Callable[[str], torch.Tensor]) -> None:
-        """Set the optimizer's fp32 weights."""
+        """Replace the fp32 weights that the optimizer updates; those that compute must have been filled with the same numbers.
+
+        Args:
+            read: called with a parameter's own name; gives that parameter whole, fp32, on the CPU.
+        """
 
     def set_optimizer_state(self, read: Callable[[str], torch.Tensor], optimizer_steps: int) -> None:
-        """Set the moments, and the number of updates the optimizer has made."""
+        """Replace the optimizer's moments, and the number of updates it has made.
+
+        Args:
+            read: called with a name of ``optimizer_state`` (``exp_avg.<parameter>``); gives it whole, fp32, on the CPU.
+            optimizer_steps: updates made when the moments were saved; what corrects their bias counts on from it.
+        """
 
     @property
     def optimizer_steps(self) -> int:
-        """Updates the optimizer has made."""
+        """Updates the optimizer has made since the run began, steps that were skipped not counted."""
 
     def rng_states(self) -> list[torch.Tensor]:
         """The random state of every rank, by rank."""
 
     def set_rng_state(self, state: torch.Tensor) -> None:
-        """Set this rank's random state."""
+        """Replace the state of the generator of this rank's device: uint8, as ``rng_states`` gave it for the rank."""
 
     def describe(self) -> list[str]:
         """What the engine has to say about itself before training, line by line."""
 
     def close(self) -> None:
-        """Leave the ranks."""
+        """Leave the process group; nothing can be asked of the engine afterwards."""
 
 
 Fill = Callable[["PreTrainedModel", "Gather"], None]
 """Gives an empty model its first weights; the second argument makes parameters whole for a moment."""
 FillAdapters = Callable[[nn.Module, "Gather"], None]
-"""The same for the adapters of peft's model."""
+"""Gives the adapters of peft's model their first weights; the second argument makes parameters whole for a moment."""

@@ -60,12 +60,12 @@ class Forecast:
 
     @property
     def device_bytes(self) -> int:
-        """Of the busiest rank; 0 on a CPU."""
+        """Device memory that the busiest rank needs, in bytes; 0 on a CPU."""
         return self.need.device_bytes
 
     @property
     def nvme_bytes(self) -> int:
-        """Of all ranks together."""
+        """Space on the NVMe disk that all ranks together need, in bytes."""
         return self.need.nvme_bytes * self.layout.ranks
 
     def shortages(self) -> list[str]:
@@ -85,7 +85,7 @@ class Forecast:
         return found
 
     def as_json(self) -> dict[str, Any]:
-        """For ``forecast.json`` and ``--json``."""
+        """The forecast as plain values, for ``forecast.json`` and ``--json``."""
         values = asdict(self)
         for name in ("trace", "work"):
             values["facts"].pop(name)

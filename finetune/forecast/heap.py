@@ -53,7 +53,7 @@ class Heap:
 
     @property
     def gap_bytes(self) -> int:
-        """Of ``resident_bytes``: between pieces, and behind the last one."""
+        """Resident bytes of the heap that hold nothing: gaps between pieces, and what lies behind the last one."""
         return self._touched - self.used_bytes
 
     def take(self, number: int, size: int, *, followed: bool = False) -> None:

@@ -12,7 +12,7 @@ from finetune.forecast.trials import Prices
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speeds:
-    """Of one rank, while all ranks of the run do the same."""
+    """Measured speeds of one rank, while all ranks of the run do the same."""
 
     products: Mapping[int, float]
     """Size of a square product, forward and backward -> operations a second."""
@@ -32,13 +32,13 @@ class Speeds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Of a machine, with the ranks and the engine of a run."""
+    """What was measured of a machine, with the ranks and the engine of a run."""
 
     speeds: Speeds
     prices: Prices
 
     def lines(self) -> list[str]:
-        """For the reader."""
+        """What was measured, as lines for the reader."""
         speeds, prices = self.speeds, self.prices
         products = ", ".join(f"{rate / 1e9:,.1f} at {size}" for size, rate in speeds.products.items())
         between = "" if speeds.gather_bytes is None else f"; between ranks: {speeds.gather_bytes / 1e9:,.2f} GB/s collected"

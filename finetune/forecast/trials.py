@@ -47,7 +47,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
-    """Of a step of one rank besides what its model computes: seconds that follow from a run's engine."""
+    """What a run's engine costs one rank in each step, in seconds, besides what its model computes."""
 
     computing: float
     """What a model's computing takes inside a run, as a multiple of the sum of its parts: waiting for other ranks and for

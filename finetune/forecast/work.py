@@ -25,7 +25,7 @@ _BACKWARD_SQUARES: Final = 2.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Of one micro-batch's forward and backward pass on one rank, recomputed blocks and the output layer included."""
+    """What one micro-batch's forward and backward pass computes on one rank, recomputed blocks and output layer included."""
 
     products: Mapping[int, float]
     """Size -> operations. The size of a product of M x K and K x N is the cube root of M K N."""

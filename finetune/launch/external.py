@@ -59,7 +59,7 @@ def started_by_launcher(environment: MutableMapping[str, str] = os.environ) -> b
 
 
 def world_size() -> int:
-    """Ranks the launcher started."""
+    """How many ranks torchrun, Slurm or another launcher started for this run, on all machines."""
     return int(os.environ["WORLD_SIZE"])
 
 

@@ -37,7 +37,7 @@ class RunFile:
         return _exactly(path.read_bytes(), cls)
 
     def write(self, path: Path) -> None:
-        """Write the file, for ``read``."""
+        """Write this to ``path`` as indented JSON, from which ``read`` makes an equal value."""
         path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
 
 
@@ -65,12 +65,12 @@ class Refused:
 
 
 def encoded(told: Instructions | Refused) -> bytes:
-    """One line of JSON, for ``decoded``."""
+    """Instructions or a refusal as one line of JSON, without its line end, that says which of the two it is."""
     return msgspec.json.encode({"refused" if isinstance(told, Refused) else "train": told})
 
 
 def decoded(line: bytes) -> Instructions | Refused:
-    """What ``encoded`` made a line of.
+    """The instructions or the refusal that a line of ``encoded`` holds; its line end may be there.
 
     Raises:
         msgspec.ValidationError: it is of another form.

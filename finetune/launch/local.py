@@ -37,7 +37,7 @@ _GRACE_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How one rank ended."""
+    """How one rank's process ended, and what it had to say about it."""
 
     rank: int
     code: int
@@ -122,7 +122,7 @@ class RankProcesses:
 
     @property
     def process_ids(self) -> list[int]:
-        """Of the ranks, by rank."""
+        """The process ids of the ranks, in the order of their numbers; those of ranks that have ended among them."""
         return [process.pid for process in self._processes]
 
     # -- signals
@@ -150,7 +150,11 @@ class RankProcesses:
             raise RunError(f"stopped by {self.interrupted.name} before training began")
 
     def go(self, told: Instructions) -> None:
-        """Tell all ranks to train."""
+        """Send every rank its instructions, on which it begins to train. From now on a stop is one with a save.
+
+        Raises:
+            RunError: a stop was asked for before.
+        """
         self._stop_if_interrupted()
         line = encoded(told) + b"\n"
         for process in self._processes:

@@ -31,17 +31,17 @@ def search_path() -> str:
 
 
 def compiler() -> str | None:
-    """The C++ compiler that torch would call."""
+    """The C++ compiler that torch would call, ``$CXX`` or ``c++``; ``None`` where there is none."""
     return shutil.which(os.environ.get("CXX", "c++"), path=search_path())
 
 
 def ninja() -> str | None:
-    """The ninja that torch would call."""
+    """The ninja that torch would call; ``None`` where there is none."""
     return shutil.which("ninja", path=search_path())
 
 
 def python_headers() -> str | None:
-    """``Python.h``, which every extension needs."""
+    """The path of ``Python.h``, which every extension needs; ``None`` where it is missing."""
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     return str(header) if header.is_file() else None
 
@@ -74,7 +74,7 @@ def gpu_memory_bytes() -> list[int | None]:
 
 
 def version_of(distribution: str) -> str | None:
-    """Installed version of a distribution."""
+    """The installed version of a distribution; ``None`` where it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

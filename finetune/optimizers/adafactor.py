@@ -108,7 +108,7 @@ def in_rows(fragment: Fragment, values: torch.Tensor) -> tuple[slice, torch.Tens
 
 
 def make_adafactor(config: TuneConfig, groups: Groups, matrices: frozenset[str]) -> torch.optim.Optimizer:
-    """Of the configuration it takes ``lr`` alone."""
+    """Build a run's Adafactor; of ``optimizer`` in the configuration it takes ``lr`` alone."""
     return Adafactor(groups, matrices=matrices, lr=rate_of(config))
 
 

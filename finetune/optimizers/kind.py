@@ -85,6 +85,6 @@ def rate_of(config: TuneConfig) -> float:
 
 
 def betas_of(config: TuneConfig) -> tuple[float, float]:
-    """``optimizer.betas``."""
+    """The two numbers of ``optimizer.betas``, whose count the configuration has checked."""
     first, second = config.optimizer.betas
     return first, second

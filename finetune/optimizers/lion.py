@@ -37,7 +37,7 @@ class Lion(torch.optim.Optimizer):
 
 
 def make_lion(config: TuneConfig, groups: Groups, matrices: frozenset[str]) -> torch.optim.Optimizer:
-    """Of the configuration it takes ``lr`` and ``betas``."""
+    """Build a run's Lion; of ``optimizer`` in the configuration it takes ``lr`` and ``betas``."""
     return Lion(groups, lr=rate_of(config), betas=betas_of(config))
 
 

@@ -127,7 +127,7 @@ def turns_of(matrices: Fragments, ranks: int) -> list[Turn]:
 
 
 def make_muon(config: TuneConfig, groups: Groups, matrices: frozenset[str]) -> torch.optim.Optimizer:
-    """Of the configuration it takes ``lr``, ``momentum``, ``betas`` and ``eps``."""
+    """Build a run's Muon; of ``optimizer`` in the configuration it takes ``lr``, ``momentum``, ``betas`` and ``eps``."""
     options = config.optimizer
     lr, betas = rate_of(config), betas_of(config)
     return Muon(groups, matrices=matrices, lr=lr, momentum=options.momentum, betas=betas, eps=options.eps)

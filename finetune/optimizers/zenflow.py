@@ -244,7 +244,7 @@ def _prepare_rest(settings: Mapping[str, Any], flat: torch.Tensor, state: Mappin
 
 
 def make_zenflow(config: TuneConfig, groups: Groups, matrices: frozenset[str]) -> torch.optim.Optimizer:
-    """Of the configuration it takes ``lr``, ``betas``, ``eps`` and ``offload.zenflow``."""
+    """Build a run's ZenFlow; of the configuration it takes ``lr``, ``betas`` and ``eps`` of AdamW, and ``offload.zenflow``."""
     paces = config.offload.zenflow
     return ZenFlow(
         groups,

@@ -64,7 +64,7 @@ class InitialModel:
 
     @property
     def name(self) -> str:
-        """What to call the model."""
+        """The model in words for the reader: a path, or the type of a new model."""
         new = self._config.model.new
         return str(self._config.model.path) if new is None else str(new["model_type"])
 

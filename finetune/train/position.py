@@ -37,5 +37,5 @@ class RunPosition:
         return cls(**values)
 
     def record(self) -> dict[str, Any]:
-        """What ``recorded`` reads, for a manifest."""
+        """The position as plain values for a manifest's ``progress``, from which ``recorded`` makes it again."""
         return asdict(self)

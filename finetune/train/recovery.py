@@ -72,7 +72,7 @@ class SavedWeights:
         self._checkpoint = open_checkpoint(folder) if config.lora is None else None
 
     def check(self, settings: Mapping[str, Any], base: Base | None, known_as: Sequence[str] = ()) -> None:
-        """As of a resume state, as far as the checkpoint remembers anything."""
+        """Refuse weights of another run, as ``ResumeState.check`` does, by what the checkpoint remembers."""
         check_settings(self.path, self._settings, settings, known_as)
         if base is not None and self._base is not None and base.identity != self._base.identity:
             raise ConfigError(f"model.path: {base} is not what {self.path} was trained beside: {self._base}")

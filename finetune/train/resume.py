@@ -26,7 +26,7 @@ from finetune.train.recovery import SavedWeights, find_weights
 
 
 class ResumeState:
-    """An open resume state."""
+    """An open resume state: fp32 weights, moments and random states of a run, and the position they belong to."""
 
     lost: tuple[str, ...] = ()
     """What newer saves held that are not whole."""
@@ -50,7 +50,7 @@ class ResumeState:
 
     @property
     def learning_rate(self) -> float:
-        """What the run had after warm-up."""
+        """The learning rate that the saved run had after warm-up."""
         return float(self.course.get("optimizer.lr", FOR_ALL_KINDS))
 
     def check(self, settings: Mapping[str, Any], base: Base | None, known_as: Sequence[str] = ()) -> None:

@@ -24,7 +24,7 @@ from finetune.train.position import RunPosition
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSaver:
-    """Where and how a run saves."""
+    """Writes the checkpoints, resume states and snapshots of one run: where, in which type, and how many are kept."""
 
     output: Path
     config: Mapping[str, Any]
@@ -84,16 +84,19 @@ class CheckpointSaver:
             Its folder, if it was missing.
 
         Raises:
-            RunError: as ``save``.
+            RunError: on every rank, when rank 0 could not write; the saves before are untouched.
         """
         there = engine.rank != 0 or is_whole(self.output / CHECKPOINTS / f"step-{position.step:08d}")
         return None if engine.agree(there) else self._write_weights(engine, CHECKPOINTS, position)
 
     def snapshot(self, engine: TrainingEngine, position: RunPosition) -> Path:
-        """Write the weights alone, to be kept. All ranks call it.
+        """Write the served weights alone into ``<output>/snapshots/step-…``, which no later save removes. All ranks call it.
+
+        Returns:
+            The new folder.
 
         Raises:
-            RunError: as ``save``.
+            RunError: on every rank, when rank 0 could not write; the saves before are untouched.
         """
         return self._write_weights(engine, SNAPSHOTS, position)
 

@@ -143,10 +143,10 @@ class Trainer:
         self._saves.append((self.position.step, self._written(self._saver.save)))
 
     def snapshot(self) -> None:
-        """Write weights that no later save removes.
+        """Write the weights of this step alone, as a snapshot that no later save removes. All ranks call it.
 
         Raises:
-            RunError: as ``save``.
+            RunError: on every rank, when rank 0 could not write.
         """
         self._written(self._saver.snapshot)
 

@@ -10,7 +10,7 @@ from grpc import StatusCode
 
 
 class Context(Protocol):
-    """``grpc.aio.ServicerContext``."""
+    """What a handler asks of its call: the part of ``grpc.aio.ServicerContext`` that is used here."""
 
     async def write(self, message: Message) -> None:
         """Send one answer of a stream."""

@@ -115,7 +115,7 @@ def encode_now(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool, fie
 
 
 async def decode(tokenizer: Tokenizer, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-    """Text of the ids, likewise."""
+    """The text of token ids, by the tokenizer of the served model."""
     if len(ids) <= INLINE_CHARACTERS:
         return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
     return await in_text_thread(lambda: tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))

@@ -69,7 +69,7 @@ class StepWatch:
         return result
 
     def excuse(self, seconds: float) -> None:
-        """Of the time that the step in progress takes, so much is not its own: the whole process stood still."""
+        """Do not count so many seconds of the step in progress as its own: the whole process stood still meanwhile."""
         self._excused_seconds += seconds
 
     def limit_seconds(self) -> float:

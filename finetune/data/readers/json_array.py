@@ -17,7 +17,7 @@ _RULE = "the file must hold one list of objects; or make it JSONL, one object a 
 
 
 class JsonArrayReader:
-    """A position is a record's number."""
+    """Reads a ``.json`` file that holds one list of objects; a position is a record's number, from 0."""
 
     def parts(self, part: Part, target_bytes: int) -> list[tuple[Part, int]]:
         return [(part, part.file.stat().st_size)]

@@ -15,7 +15,7 @@ _BOM = b"\xef\xbb\xbf"
 
 
 class JsonlReader:
-    """A position is the byte at which the line begins; of a compressed file, the number of lines before it."""
+    """Reads JSONL. A position is the byte at which a line begins; of a compressed file, the number of lines before it."""
 
     def parts(self, part: Part, target_bytes: int) -> list[tuple[Part, int]]:
         size = part.file.stat().st_size

@@ -131,7 +131,7 @@ def has_labels(file: Path) -> bool:
 
 
 class MegatronReader:
-    """A part is a range of documents; so is a position."""
+    """Reads Megatron's pairs of files. A part is a range of documents; a position is a document, from 0."""
 
     def parts(self, part: Part, target_bytes: int) -> list[tuple[Part, int]]:
         index = open_index(part.file)

@@ -63,7 +63,7 @@ class _ParquetFile(Protocol):
 
 
 class ParquetReader:
-    """A part is a range of row groups; a position is a row of the file."""
+    """Reads parquet files. A part is a range of row groups; a position is a row of the file, from 0."""
 
     def parts(self, part: Part, target_bytes: int) -> list[tuple[Part, int]]:
         metadata = _parquet(part.file).metadata
@@ -93,7 +93,7 @@ class ParquetReader:
 
 
 class DatasetReader:
-    """A part is a range of rows; so is a position."""
+    """Reads data sets of the ``datasets`` library. A part is a range of rows; a position is a row, from 0."""
 
     def parts(self, part: Part, target_bytes: int) -> list[tuple[Part, int]]:
         rows = open_dataset(part.file, part.split)

@@ -113,7 +113,7 @@ class PipelineEngine(EngineBase[StageOptimizer]):
         return schedule, StageOptimizer(inner, schedule, names, state_keys, self.device)
 
     def describe(self) -> list[str]:
-        """The stages, line by line."""
+        """What each stage of the pipeline holds, one line a stage; see ``StageAssignment.describe``."""
         return self.assignment.describe(self._accumulation)
 
     @contextmanager
@@ -247,7 +247,7 @@ class PipelineEngine(EngineBase[StageOptimizer]):
         return self._optimizer.updates
 
     def close(self) -> None:
-        """Leave the ranks."""
+        """Leave the process group; nothing can be asked of the engine afterwards."""
         self._leave(self._schedule)
 
 

@@ -78,7 +78,7 @@ class BlockInputs:
         self._last: dict[str, object] = {}
 
     def of(self, hidden_BLH: torch.Tensor, positions_BL: torch.Tensor | None) -> dict[str, object]:
-        """Keyword arguments of a block."""
+        """The keyword arguments of a block's forward pass besides its hidden states: mask, positions and rotary tables."""
         key = positions_BL if positions_BL is not None else (hidden_BLH.shape, hidden_BLH.dtype, hidden_BLH.device)
         if self._of is key or (positions_BL is None and self._of == key):
             return self._last

@@ -100,7 +100,7 @@ class StageOptimizer(EngineOptimizer):
     # -- state
 
     def master_weight(self, parameter: nn.Parameter) -> torch.Tensor:
-        """A parameter's fp32 weight, whole."""
+        """A parameter's fp32 weight, which the optimizer updates: whole, gathered from the ranks of the stage."""
         whole: torch.Tensor = parameter.detach() if self.plain else safe_get_full_fp32_param(parameter)
         return whole
 

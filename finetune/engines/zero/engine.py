@@ -174,7 +174,7 @@ class ZeroEngine(EngineBase[ZeroOptimizer]):
         return self._engine(**forward_inputs(batch, base_of(self.model).config, self.device)).logits
 
     def describe(self) -> list[str]:
-        """Nothing beyond the configuration."""
+        """No lines: ZeRO has nothing to say before training that the configuration does not."""
         return []
 
     def _diagnose(self, batches: Sequence[Microbatch], skipped: str) -> str | None:
@@ -272,6 +272,6 @@ class ZeroEngine(EngineBase[ZeroOptimizer]):
         return self._optimizer.updates
 
     def close(self) -> None:
-        """Leave the ranks."""
+        """Leave the process group; nothing can be asked of the engine afterwards."""
         self._optimizer.close()
         self._leave(self._engine)

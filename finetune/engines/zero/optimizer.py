@@ -131,7 +131,7 @@ class ZeroOptimizer(EngineOptimizer):
             self._zenflow.settle()
 
     def master_weight(self, parameter: nn.Parameter) -> torch.Tensor:
-        """A parameter's fp32 weight, whole."""
+        """A parameter's fp32 weight, which the optimizer updates: whole, gathered from the ranks that share it."""
         whole: torch.Tensor = safe_get_full_fp32_param(parameter)
         return whole
 

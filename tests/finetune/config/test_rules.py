@@ -298,14 +298,9 @@ def test_what_one_command_cannot_do_is_told_with_the_one_that_can(command: str, 
 def test_a_model_is_split_into_stages_by_the_type_its_folder_names(tmp_path: Path) -> None:
     config = tune(model=ModelConfig(path=str(tmp_path)), zero=ZeroConfig(stage=1))
     config.check_command("pretrain")  # nothing there yet: told better by who opens it
-    for values, good in (({"model_type": "llama"}, True), ({"model_type": "opt"}, False), ({}, False), ([], False)):
-        (tmp_path / "config.json").write_text(json.dumps(values))
-        if good:
-            config.check_command("pretrain")
-            continue
-        with pytest.raises(
-            ConfigError, match=r"model\.path: .*config\.json: model_type is .*; it must be one of gpt_neox, gpt2"
-        ):
-            config.check_command("pretrain")
-    (tmp_path / "config.json").write_text("{")
-    config.check_command("pretrain")
+    for text in ("{", "[]", "{}", json.dumps({"model_type": "llama"})):
+        (tmp_path / "config.json").write_text(text)
+        config.check_command("pretrain")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "opt"}))
+    with pytest.raises(ConfigError, match=rf"model\.path: {tmp_path}: model_type is 'opt'; it must be one of gpt_neox, gpt2"):
+        config.check_command("pretrain")
