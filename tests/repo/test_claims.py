@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import importlib
 import json
 import re
 import shlex
@@ -152,6 +153,18 @@ def test_a_class_that_is_named_exists_and_has_what_is_named_of_it(page: Path) ->
         members = members_of(found[1])
         assert members is not None, f"{page.name}: `{span}`"
         assert found[2] is None or found[2] in members, f"{page.name}: `{span}`"
+
+
+@pytest.mark.parametrize("package", ["serve", "checkpoint", "configuration", "finetune"])
+def test_the_table_of_a_packages_rooms_names_what_is_there_and_every_folder(package: str) -> None:
+    """By the name of a folder, a file, or what the package itself hands out."""
+    _, _, rest = text_of(REPOSITORY / "docs/architecture.md").partition(f"## The rooms of `{package}/`")
+    rows = re.findall(r"^\| (`[^|]*) \|", rest.partition("\n## ")[0], re.MULTILINE)
+    named = {name.rstrip("/") for row in rows for name in re.findall(r"`([^`]+)`", row)}
+    folder = REPOSITORY / package
+    unknown = {name for name in named if not ((folder / name).exists() or (folder / f"{name}.py").is_file())}
+    assert {name for name in unknown if not hasattr(importlib.import_module(package), name)} == set()
+    assert {room.name for room in folder.iterdir() if (room / "__init__.py").is_file()} - named == set()
 
 
 # -- three hops
