@@ -24,6 +24,7 @@ from configuration import keys_of
 from configuration.keys import Key
 from finetune.config import TuneConfig
 from serve.config import ServerConfig
+from serve.model.families import FAMILIES
 from tests.repo.documents import PROGRAMS, REPOSITORY, markdown_files, shell_commands
 
 PAGES = [page for page in markdown_files() if page.name != "CHANGELOG.md"]  # which also tells of what was
@@ -165,6 +166,11 @@ def test_the_table_of_a_packages_rooms_names_what_is_there_and_every_folder(pack
     unknown = {name for name in named if not ((folder / name).exists() or (folder / f"{name}.py").is_file())}
     assert {name for name in unknown if not hasattr(importlib.import_module(package), name)} == set()
     assert {room.name for room in folder.iterdir() if (room / "__init__.py").is_file()} - named == set()
+
+
+def test_the_readme_names_every_family_that_is_served() -> None:
+    said = re.sub(r"[^a-z0-9]", "", text_of(REPOSITORY / "README.md").lower())
+    assert {family for family in FAMILIES if family.replace("_", "") not in said} == set()
 
 
 # -- three hops
