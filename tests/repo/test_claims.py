@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import importlib
 import json
 import re
 import shlex
@@ -23,6 +24,7 @@ from configuration import keys_of
 from configuration.keys import Key
 from finetune.config import TuneConfig
 from serve.config import ServerConfig
+from serve.model.families import FAMILIES
 from tests.repo.documents import PROGRAMS, REPOSITORY, markdown_files, shell_commands
 
 PAGES = [page for page in markdown_files() if page.name != "CHANGELOG.md"]  # which also tells of what was
@@ -152,6 +154,23 @@ def test_a_class_that_is_named_exists_and_has_what_is_named_of_it(page: Path) ->
         members = members_of(found[1])
         assert members is not None, f"{page.name}: `{span}`"
         assert found[2] is None or found[2] in members, f"{page.name}: `{span}`"
+
+
+@pytest.mark.parametrize("package", ["serve", "checkpoint", "configuration", "finetune"])
+def test_the_table_of_a_packages_rooms_names_what_is_there_and_every_folder(package: str) -> None:
+    """By the name of a folder, a file, or what the package itself hands out."""
+    _, _, rest = text_of(REPOSITORY / "docs/architecture.md").partition(f"## The rooms of `{package}/`")
+    rows = re.findall(r"^\| (`[^|]*) \|", rest.partition("\n## ")[0], re.MULTILINE)
+    named = {name.rstrip("/") for row in rows for name in re.findall(r"`([^`]+)`", row)}
+    folder = REPOSITORY / package
+    unknown = {name for name in named if not ((folder / name).exists() or (folder / f"{name}.py").is_file())}
+    assert {name for name in unknown if not hasattr(importlib.import_module(package), name)} == set()
+    assert {room.name for room in folder.iterdir() if (room / "__init__.py").is_file()} - named == set()
+
+
+def test_the_readme_names_every_family_that_is_served() -> None:
+    said = re.sub(r"[^a-z0-9]", "", text_of(REPOSITORY / "README.md").lower())
+    assert {family for family in FAMILIES if family.replace("_", "") not in said} == set()
 
 
 # -- three hops
