@@ -30,12 +30,15 @@ from host.modules import import_path, module_command
 
 _LIMIT_SECONDS: Final = 300
 _PROGRAM: Final = "finetune.train.trial"
+_METHOD: Final = 2
+"""How operations are counted and speeds are measured; figures that were found in another way are not used."""
 
 
 def machine_of(config: TuneConfig, precision: str, command: str) -> dict[str, Any]:
     """What the speeds of a run's ranks on a CPU depend on; figures of another machine or engine are not used."""
     offload = config.offload
     return {
+        "method": _METHOD,
         "processor": inventory.cpu_description(),
         "cores": inventory.usable_cores(),
         "versions": {name: inventory.version_of(name) for name in ("torch", "deepspeed", "transformers")},

@@ -87,8 +87,8 @@ def _seconds(call: Callable[[], object], several: bool, times: int | None = None
 
 
 def _attention(dtype: torch.dtype, several: bool) -> float:
-    batch, heads, length, size = 2, 8, 256, 64
-    shape = (batch, heads, length, size)
+    heads, length, size = 8, 512, 64
+    shape = (1, heads, length, size)
     query, key, value = (torch.full(shape, 0.1, dtype=dtype, requires_grad=True) for _ in range(3))
     gradient = torch.full(shape, 0.1, dtype=dtype)
 
@@ -96,7 +96,8 @@ def _attention(dtype: torch.dtype, several: bool) -> float:
         answer = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         return torch.autograd.grad(answer, (query, key, value), gradient)
 
-    return (1 + 2.5) * 4 * batch * heads * length * length * size / 2 / _seconds(both, several)
+    seconds, work = _timed(both, several)
+    return work.attention / seconds
 
 
 def _timed(act: Callable[[], object], several: bool) -> tuple[float, Work]:

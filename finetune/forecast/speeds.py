@@ -17,7 +17,7 @@ class Speeds:
     products: Mapping[int, float]
     """Size of a square product, forward and backward -> operations a second."""
     attention: float
-    """Operations a second of the causal attention kernel."""
+    """Operations a second of the attention kernel, of those that it computes (``work.Work.attention``)."""
     plain_bytes: float
     """Bytes a second of additions, copies and the like."""
     costly_bytes: float

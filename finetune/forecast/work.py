@@ -21,6 +21,9 @@ _DRAWN: Final = "bernoulli"
 _CREATIONS: Final = ("empty", "new_empty", "empty_like", "empty_strided")
 _BACKWARD_SQUARES: Final = 2.5
 """Products of an attention's backward pass for each of its forward pass: five in the place of two."""
+_KEY_BLOCK: Final = 512
+"""Keys that torch's attention kernel for the CPU computes at once (``kvSplitSize`` in ATen's FlashAttentionKernel.cpp). Where
+it is causal it leaves out whole blocks alone: up to this length it computes whole squares, as it does with a mask at any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +33,7 @@ class Work:
     products: Mapping[int, float]
     """Size -> operations. The size of a product of M x K and K x N is the cube root of M K N."""
     attention: float
-    """Operations of the attention kernels; of a causal one those of the triangle."""
+    """Operations that the attention kernels compute: of a causal one, the blocks that touch the triangle."""
     plain_bytes: float
     """Read and written by operations that move more than they compute."""
     costly_bytes: float
@@ -67,8 +70,9 @@ class Tally:
         elif "scaled_dot_product" in name:
             backward = "backward" in name
             query, key = given[1:3] if backward else given[:2]
-            operations = 4.0 * query.numel() * key.shape[-2] * (_BACKWARD_SQUARES if backward else 1)
-            self._attention += operations / (2 if any(value is True for value in args) else 1)
+            causal = any(value is True for value in args)
+            pairs = pairs_of(query.shape[-2], key.shape[-2], causal=causal) * query.shape[:-2].numel()
+            self._attention += 4.0 * pairs * query.shape[-1] * (_BACKWARD_SQUARES if backward else 1)
         elif _DRAWN in name:
             self._drawn += sum(tensor.numel() for tensor in results)
         else:
@@ -109,6 +113,14 @@ class Tally:
             calls=self._calls,
             tensors=tensors,
         )
+
+
+def pairs_of(queries: int, keys: int, *, causal: bool) -> int:
+    """Pairs of a query and a key that the attention kernel computes for one head."""
+    if not causal:
+        return queries * keys
+    rows = range(0, queries, _KEY_BLOCK)
+    return sum(min(_KEY_BLOCK, queries - row) * min(row + _KEY_BLOCK, keys) for row in rows)
 
 
 def _cube_root(volume: int) -> int:
