@@ -100,6 +100,8 @@ class Generation:
     num_sequences: int = 1
     priority: int = 0
     """Larger goes first among the waiting; arrival decides between equals."""
+    pin_weights: bool = False
+    """Whether all its tokens must be made by the same weights: an exchange waits for it then, once it has begun."""
     cache_salt: str = ""
     """Only requests with the same salt share prefix-cache blocks."""
     arrival_seconds: float = 0.0
@@ -140,6 +142,16 @@ class Timings:
     total_seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class MadeBy:
+    """Which weights made the tokens of a sequence from one on."""
+
+    first_token: int
+    """The first of them, counted from 0 at the first generated one."""
+    checkpoint_step: int | None
+    """The training step of those weights, where it is recorded."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptReady:
     """First event of a request: its prompt is computed (or its first token was sampled)."""
@@ -176,6 +188,8 @@ class SequenceFinished:
     seed: int
     request_done: bool
     """True on the event that ends the whole request."""
+    made_by: tuple[MadeBy, ...] = ()
+    """The weights that made its tokens, in order; more than one where they were exchanged meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

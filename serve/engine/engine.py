@@ -15,8 +15,9 @@ from serve.engine.sequence import LiveRequest, Sequence
 from serve.engine.stats import EngineStats, StepStats
 from serve.engine.step_results import check_result, judge
 from serve.engine.stopping import LENGTH, Stop, StopRule
+from serve.engine.swap import Swap, Swapped, Weights
 from serve.engine.text import TextFactory
-from serve.errors import DeadlineExpired, DuplicateRequest, NotFinite, RequestBroke, RequestError
+from serve.errors import DeadlineExpired, DuplicateRequest, Loading, NotFinite, RequestBroke, RequestError
 from serve.types import Event, Generation, RequestFailed, RequestId, SequenceId
 
 __all__ = ["Engine", "EngineLimits"]
@@ -70,13 +71,16 @@ class Engine:
         self._step_tokens = 0
         self._step_seconds = 0.0
         self._last_step: StepStats | None = None
+        self._weights = Weights(0, facts.checkpoint_step)
+        self._swap: Swap | None = None
+        self._swapped: Swapped | None = None
 
     # What the caller asks.
 
     @property
     def has_work(self) -> bool:
         """Whether ``step`` has anything to do: something to compute, to forget on the ranks, or to tell."""
-        return bool(self._events) or self._scheduler.has_work
+        return bool(self._events) or self._swap is not None or self._scheduler.has_work
 
     @property
     def next_deadline_seconds(self) -> float | None:
@@ -164,6 +168,20 @@ class Engine:
         """Forget what the KV blocks hold; returns how many blocks were known. Sequences keep the blocks they use."""
         return self._cache.flush()
 
+    def swap(self, swap: Swap) -> None:
+        """Exchange the weights before one of the next steps: at once, unless requests that began must end on the ones they have.
+
+        Those go on meanwhile, as all others do; requests of their kind that come wait. ``take_swapped`` tells how it ended.
+        """
+        assert self._swap is None, "one exchange of weights at a time"
+        self._swap = swap
+        self._scheduler.set_pinned_aside()
+
+    def take_swapped(self) -> Swapped | None:
+        """How the last exchange ended, once; ``None`` while nothing is to tell."""
+        swapped, self._swapped = self._swapped, None
+        return swapped
+
     def step(self) -> tuple[Event, ...]:
         """Admit, schedule, execute, apply, emit.
 
@@ -175,6 +193,9 @@ class Engine:
         """
         began = self._clock()
         self._expire(began)
+        if self._swap is not None and self._is_due(self._swap, began):
+            self._exchange_weights(self._swap)
+            began = self._clock()
         plan = self._scheduler.schedule()
         if plan is not None:
             self._note_starts(plan, began)
@@ -198,6 +219,29 @@ class Engine:
         while (request := self._registry.overdue(now)) is not None:
             where = "while it waited in the queue" if request.started_seconds is None else "while it ran"
             self._fail(request, DeadlineExpired(f"the request's deadline passed {where}"))
+
+    def _is_due(self, swap: Swap, now: float) -> bool:
+        """Whether no request holds the exchange up; what has had its time ends."""
+        pinned = self._registry.started_and_pinned()
+        if pinned and now < swap.patience_seconds:
+            return False
+        for request in pinned:
+            self._fail(
+                request, Loading("newer weights were taken, and this call, which asked for the same ones, did not end in time")
+            )
+        return True
+
+    def _exchange_weights(self, swap: Swap) -> None:
+        """Have the ranks compute with other weights; what ran is computed again, from the tokens that it has."""
+        began, num_running = self._clock(), len(self._scheduler.running)
+        plan = self._scheduler.swap(swap.weights.number)
+        result = self._executor.execute(plan)
+        check_result(plan, result, self._facts.vocab_size)
+        if not result.refused:
+            self._weights = swap.weights
+        self._scheduler.let_pinned_begin()
+        self._swap = None
+        self._swapped = Swapped(swap, result.refused, self._clock() - began, num_running)
 
     def _note_starts(self, plan: StepPlan, now: float) -> None:
         for start in plan.starts:
@@ -262,6 +306,8 @@ class Engine:
         num_generated = len(seq.token_ids) - request.num_prompt_tokens
         if num_generated == 1:
             seq.first_token_seconds = now
+        if not seq.made_by or seq.made_by[-1][1] is not self._weights:
+            seq.made_by.append((num_generated - 1, self._weights))
         try:
             text, stop = judge(seq, token_id, num_generated)
         except Exception as error:
@@ -322,6 +368,8 @@ class Engine:
         request = seq.request
         self._scheduler.remove(seq)
         request.sequences.remove(seq)
+        if not seq.made_by:
+            seq.made_by.append((0, self._weights))
         if not request.sequences:
             self._registry.remove(request)
         self._events.append(finished_event(seq, stop, now))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from serve.engine.sequence import Sequence
 from serve.engine.stopping import Stop
-from serve.types import PromptReady, SequenceFinished, Timings, TokenLogprob, TokensOut, Usage
+from serve.types import MadeBy, PromptReady, SequenceFinished, Timings, TokenLogprob, TokensOut, Usage
 
 
 def prompt_event(leader: Sequence) -> PromptReady:
@@ -50,4 +50,5 @@ def finished_event(seq: Sequence, stop: Stop, now: float) -> SequenceFinished:
         ),
         seed=request.generation.sampling.seed,
         request_done=not request.sequences,
+        made_by=tuple(MadeBy(first, weights.checkpoint_step) for first, weights in seq.made_by),
     )

@@ -51,12 +51,15 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """One step, the same for every rank. A plan without spans only tells the ranks what to forget."""
+    """One step, the same for every rank. A plan without spans only tells the ranks what to forget, or to exchange weights."""
 
     step: int
     starts: tuple[Start, ...] = ()
     spans: tuple[Span, ...] = ()
     dropped: tuple[SequenceId, ...] = ()
+    swap: int | None = None
+    """The weights to compute with from the next step on, by the number under which the ranks were told to prepare them. Such
+    a plan has no spans and drops every sequence: nothing in the cache means anything afterwards."""
 
     @property
     def num_tokens(self) -> int:
@@ -103,3 +106,5 @@ class StepResult:
     sampled: tuple[Sampled, ...] = ()
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     faults: tuple[SequenceFault, ...] = ()
+    refused: str = ""
+    """Of a plan with ``swap``: why the ranks keep the weights that they had; empty where they have exchanged them."""

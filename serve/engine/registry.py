@@ -70,6 +70,10 @@ class Registry:
         assert request_id is not None, "a deadline without a request"
         return self._requests[request_id]
 
+    def started_and_pinned(self) -> tuple[LiveRequest, ...]:
+        """The requests that began and whose tokens must all be made by the same weights. Looks at each request."""
+        return tuple(r for r in self._requests.values() if r.is_pinned and r.started_seconds is not None)
+
     def _leave_queue(self, request: LiveRequest) -> None:
         self.queued_requests -= 1
         self.queued_tokens -= request.num_prompt_tokens

@@ -52,6 +52,8 @@ class Scheduler:
         self.running: dict[SequenceId, Sequence] = {}
         """The running batch in order of admission, the oldest first. For others to read."""
         self._dropped: list[SequenceId] = []
+        self._aside: dict[Sequence, None] | None = None
+        """Sequences that wait for an exchange of weights, in their order; ``None`` while nothing waits for one."""
         self._num_plans = 0
         self._num_admissions = 0
         self.num_running_requests = 0
@@ -62,12 +64,15 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether the next ``schedule`` has anything to say."""
-        return bool(self.running or self._waiting or self._dropped)
+        return bool(self.running or self._waiting or self._dropped or self._aside)
 
     def enqueue(self, seq: Sequence) -> None:
         """Let a new sequence wait: larger priority first, then earlier arrival, then index."""
         assert seq.state is SequenceState.HELD, f"sequence {seq.id} is {seq.state.value}; it cannot be enqueued"
         seq.state = SequenceState.WAITING
+        self._push_new(seq)
+
+    def _push_new(self, seq: Sequence) -> None:
         request = seq.request
         self._waiting.push(seq, (1, -request.generation.priority, request.arrival, seq.index))
 
@@ -75,9 +80,33 @@ class Scheduler:
         """End a sequence, wherever it is: its blocks are free at once, and the ranks hear of it in the next plan."""
         if seq.state is SequenceState.RUNNING:
             self._leave_running(seq)
-        elif seq.state is SequenceState.WAITING:
-            self._waiting.discard(seq)
+        elif seq.state is SequenceState.WAITING and not self._waiting.discard(seq) and self._aside is not None:
+            self._aside.pop(seq, None)
         seq.state = SequenceState.ENDED
+
+    def set_pinned_aside(self) -> None:
+        """From now on no request begins whose tokens must all be made by the same weights; others may pass it."""
+        if self._aside is None:
+            self._aside = {}
+
+    def let_pinned_begin(self) -> None:
+        """What was set aside waits again, where it was."""
+        aside, self._aside = self._aside, None
+        for seq in aside or ():
+            self._push_new(seq)
+
+    def swap(self, number: int) -> StepPlan:
+        """The plan that exchanges the weights: nothing stays computed, on the ranks or in the cache, and what ran waits at the
+        front of the queue in its order. As a plan of ``schedule``, it counts as given to the ranks."""
+        for seq in tuple(self.running.values()):
+            self._leave_running(seq)
+            seq.state = SequenceState.WAITING
+            self._waiting.push(seq, (0, seq.admitted))
+        self._cache.flush()
+        plan = StepPlan(step=self._num_plans, dropped=tuple(self._dropped), swap=number)
+        self._num_plans += 1
+        self._dropped = []
+        return plan
 
     def schedule(self) -> StepPlan | None:
         """Draw up the next step; ``None`` when there is nothing to compute and nothing the ranks should forget.
@@ -129,6 +158,10 @@ class Scheduler:
         """
         while draft.budget and len(self.running) < self._max_num_seqs:
             seq = self._waiting.first()
+            if seq is not None and self._aside is not None and seq.request.is_pinned and seq.request.started_seconds is None:
+                self._waiting.discard(seq)
+                self._aside[seq] = None
+                continue
             if seq is None or not self._take_prefix(seq):
                 return
             self._waiting.discard(seq)
@@ -238,6 +271,7 @@ class Scheduler:
         for seq in self.running.values():
             assert seq.state is SequenceState.RUNNING, f"sequence {seq.id} runs but is {seq.state.value}"
             assert seq not in self._waiting, f"sequence {seq.id} runs and waits"
+            assert seq not in (self._aside or ()), f"sequence {seq.id} runs and was set aside"
             is_youngest = seq.id == next(reversed(self.running))
             assert seq.debt == 1 or (is_youngest and seq.debt > 1), f"sequence {seq.id} runs and owes {seq.debt}"
             assert len(seq.table) >= self._cache.blocks_for(seq.num_computed), f"sequence {seq.id} lacks blocks"

@@ -7,6 +7,7 @@ from enum import Enum
 
 from serve.engine.prefix_cache import DigestChain
 from serve.engine.stopping import StopRule
+from serve.engine.swap import Weights
 from serve.engine.text import TextStream
 from serve.types import BlockId, Generation, SequenceId, TokenLogprob
 
@@ -39,6 +40,11 @@ class LiveRequest:
     prompt_ready: bool = False
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     """One per prompt token, filled as its chunks are computed; empty unless they were asked for."""
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether all its tokens must be made by the same weights."""
+        return self.generation.pin_weights
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -78,6 +84,8 @@ class Sequence:
     cached_tokens: int = 0
     """Prompt tokens found in the prefix cache when it was first scheduled."""
     first_token_seconds: float | None = None
+    made_by: list[tuple[int, Weights]] = field(default_factory=list)
+    """The weights that made its tokens, each with the first of them, counted from 0."""
 
     @property
     def debt(self) -> int:

@@ -48,9 +48,9 @@ def _extend(digest: int, token_id: int) -> int:
     return (digest * 1_000_003 + token_id + 1) % _PRIME
 
 
-def prefix_digest(token_ids: Iterable[int]) -> int:
-    """What the cache holds at the last of these positions."""
-    digest = _EMPTY
+def prefix_digest(token_ids: Iterable[int], weights: int = 0) -> int:
+    """What the cache holds at the last of these positions, computed with the weights of this number."""
+    digest = _EMPTY + weights
     for token_id in token_ids:
         digest = _extend(digest, token_id)
     return digest
@@ -79,9 +79,10 @@ def expected_tokens(
     vocab_size: int = 1000,
     end_ids: tuple[int, ...] = (),
     min_new_tokens: int = 0,
+    weights: int = 0,
 ) -> list[int]:
     """What a sequence generates: at most ``num_tokens``, and nothing after the first of ``end_ids``."""
-    digest = prefix_digest(prompt_ids)
+    digest = prefix_digest(prompt_ids, weights)
     tokens: list[int] = []
     while len(tokens) < num_tokens and not (tokens and tokens[-1] in end_ids):
         banned = end_ids if len(tokens) < min_new_tokens else ()
@@ -134,6 +135,9 @@ class FakeExecutor:
         self._known: dict[SequenceId, _Known] = {}
         self._cache: dict[tuple[BlockId, int], int] = {}
         self._next_step = 0
+        self._weights = 0
+        self.refused_weights: dict[int, str] = {}
+        """Numbers of weights that are refused when they are to be taken, and why."""
 
     @property
     def live_sequences(self) -> frozenset[SequenceId]:
@@ -152,6 +156,8 @@ class FakeExecutor:
             raise ExecutorDied("the fake ranks died")
         self._check_plan(plan)
         self._learn(plan)
+        if plan.swap is not None:
+            return self._exchange(plan, plan.swap)
         self._check_tables()
         for span in plan.spans:
             self._write(span)
@@ -165,10 +171,20 @@ class FakeExecutor:
             faults=tuple(r for parts in results for r in parts if isinstance(r, SequenceFault)),
         )
 
+    def _exchange(self, plan: StepPlan, number: int) -> StepResult:
+        """Whatever the cache holds was computed with other weights: a sequence that went on with it would be seen to."""
+        assert not self._known, "weights are exchanged under sequences that the ranks know"
+        assert not plan.spans, "an exchange of weights computes nothing"
+        refused = self.refused_weights.get(number, "")
+        if not refused:
+            self._weights = number
+        self._cache.clear()
+        return StepResult(step=plan.step, refused=refused)
+
     def _check_plan(self, plan: StepPlan) -> None:
         assert plan.step == self._next_step, f"step {plan.step} came, {self._next_step} was due"
         self._next_step += 1
-        assert plan.spans or plan.dropped, f"step {plan.step} is empty"
+        assert plan.spans or plan.dropped or plan.swap is not None, f"step {plan.step} is empty"
         sequences = [span.sequence for span in plan.spans]
         assert len(set(sequences)) == len(sequences), f"step {plan.step} has two spans of one sequence"
         assert {start.sequence for start in plan.starts} <= set(sequences), f"step {plan.step} starts what it does not compute"
@@ -214,7 +230,7 @@ class FakeExecutor:
         for sequence, other in self._known.items():
             shared = written.intersection(other.blocks) if sequence != span.sequence else set()
             assert not shared, f"sequence {span.sequence} writes to blocks {shared} of sequence {sequence}"
-        digest = prefix_digest(known.token_ids[: span.start])
+        digest = prefix_digest(known.token_ids[: span.start], self._weights)
         for position in range(span.start, end):
             digest = _extend(digest, known.token_ids[position])
             self._cache[known.blocks[position // size], position % size] = digest
@@ -223,7 +239,7 @@ class FakeExecutor:
     def _read(self, span: Span) -> list[Sampled | PromptLogprobs | SequenceFault]:
         """Attend to all positions up to the span's end, and answer."""
         known, size = self._known[span.sequence], self.facts.block_tokens
-        digest = _EMPTY
+        digest = _EMPTY + self._weights
         digests: list[int] = []
         for position in range(span.start + span.count):
             digest = _extend(digest, known.token_ids[position])
