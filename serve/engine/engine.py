@@ -169,7 +169,7 @@ class Engine:
         return self._cache.flush()
 
     def swap(self, swap: Swap) -> None:
-        """Exchange the weights before one of the next steps: at once, unless requests that began must end on the ones they have.
+        """Exchange the weights before a coming step: at once, unless requests that began must end on the ones they have.
 
         Those go on meanwhile, as all others do; requests of their kind that come wait. ``take_swapped`` tells how it ended.
         """

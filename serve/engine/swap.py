@@ -17,7 +17,7 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """Take these weights, which the ranks hold ready, as soon as no request is alive that began and asked to end on the same."""
+    """Take these weights, which the ranks hold ready, once no request is alive that began and asked to end on the same."""
 
     weights: Weights
     patience_seconds: float
