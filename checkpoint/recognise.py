@@ -10,10 +10,27 @@ from typing import NoReturn
 from checkpoint.errors import CheckpointError
 from checkpoint.folder import Folder
 from checkpoint.latest import is_root, resolve_latest
-from checkpoint.readers import dcp, dcp_hf, hf, megatron, megatron_deepspeed, megatron_dist, neox, peft, zero3, zero12
+from checkpoint.readers import (
+    autotp,
+    dcp,
+    dcp_hf,
+    hf,
+    layers,
+    megatron,
+    megatron_deepspeed,
+    megatron_dist,
+    neox,
+    peft,
+    universal,
+    zero3,
+    zero12,
+)
 from checkpoint.readers.weights import Format
 
-FORMATS: tuple[Format, ...] = (peft, hf, dcp, dcp_hf, neox, megatron, megatron_dist, megatron_deepspeed, zero3, zero12)
+FORMATS: tuple[Format, ...] = (
+    *(peft, hf, dcp, dcp_hf, neox, megatron, megatron_dist, megatron_deepspeed),
+    *(zero3, zero12, autotp, layers, universal),
+)
 """Every layout that is read, in the order in which a folder is asked about them."""
 
 RUN_CHECKPOINTS = "checkpoints"

@@ -47,6 +47,12 @@ class ModelConfig:
     base: str = ""
     """Folder of the base model, where ``path`` is an adapter whose ``adapter_config.json`` does not say where that is."""
 
+    master_weights: bool = False
+    """Of a DeepSpeed folder of ZeRO-0, 1 or 2: serve the optimizer's fp32 master weights, not the module as it was trained."""
+
+    layer_map: str = ""
+    """Of a DeepSpeed pipeline of no known family: a YAML or JSON file that says which names of the model each layer has."""
+
     tensor_parallel_size: int = 1
     """Ranks that share every layer. Each takes whole heads: at most as many ranks as query heads."""
 

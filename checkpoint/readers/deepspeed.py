@@ -127,14 +127,19 @@ class Saved:
         return max(counts) if counts and len(counts) == len(values) else None
 
 
-def open_saved(files: OpenFiles, name: str) -> Saved:
+def open_saved(files: OpenFiles, name: str, *, bare: bool = False) -> Saved:
     """Open a file and read its table.
+
+    Args:
+        bare: a tensor in place of a table is one, too, at ``param``.
 
     Raises:
         CheckpointError: it is no archive of torch, names what such a file does not need, or holds no table.
     """
     archive = Archive(files[name], name)
     tree = archive.tree(ALLOWED)
+    if bare and isinstance(tree, StoredTensor):
+        tree = {"param": tree}
     if not isinstance(tree, dict):
         raise CheckpointError(name, f"holds {type(tree).__name__}, not the table that an engine saves")
     return Saved(name, archive, tree)

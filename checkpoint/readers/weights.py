@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from checkpoint.errors import CheckpointError
 from checkpoint.folder import Folder
 from checkpoint.given import Given
 from checkpoint.layout import Stored
+
+_SPARE_FILES = 256
+"""Files that a process opens beside its checkpoint: connections of callers, logs, devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +69,22 @@ class Format(Protocol):
             CheckpointError: whatever does not hold, by file and rule.
         """
         ...
+
+
+def make_room(count: int) -> None:
+    """Raise this process's limit of open files, as far as the system lets it, where ``count`` more would not fit.
+
+    Raises:
+        CheckpointError: the system's own limit is lower.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = len(os.listdir("/proc/self/fd")) + count + _SPARE_FILES
+    if soft == resource.RLIM_INFINITY or needed <= soft:
+        return
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        rule = f"a checkpoint of {count} files needs {needed} to be open; the limit is {hard} (ulimit -Hn)"
+        raise CheckpointError("the checkpoint's folder", rule)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 class OpenFiles:

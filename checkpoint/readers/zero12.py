@@ -86,7 +86,7 @@ def _masters(files: OpenFiles, names: Sequence[str], module: Saved, places: Mapp
         if not isinstance(gaps, list) or len(gaps) != len(group) or any(type(gap) is not int or gap < 0 for gap in gaps):
             raise CheckpointError(ranks[0].file, f"has no padding for each parameter of group {number}")
         found |= _laid_out(module, group, gaps, flat, len(ranks), places)
-    _share(module, places, found)
+    share(module, places, found)
     return found
 
 
@@ -129,7 +129,7 @@ def _laid_out(
     return found
 
 
-def _share(module: Saved, places: Mapping[str, Stored], masters: dict[str, Stored]) -> None:
+def share(module: Saved, places: Mapping[str, Stored], masters: dict[str, Stored]) -> None:
     """Give the masters to every name of a tensor that has several: the module holds those at one place."""
     owners = {places[name]: name for name in masters}
     for name, stored in places.items():

@@ -53,8 +53,8 @@ def open_weights(folder: Folder, _: Given = NOTHING_GIVEN) -> Weights:
         shapes = _groups(first)
         _refuse_adapters(first, shapes)
         flats = _flats(files, folder, optimizer_files, first, shapes)
-        places = _trained(shapes, flats) | _frozen(models)
-        places |= _whole(first, places)
+        places = _trained(shapes, flats) | frozen_places(models)
+        places |= whole_places(first, places)
         deepspeed.check_cover(first.file, places)
         return Weights(files.descriptors, places, first.file, step=deepspeed.step_of(first), facts=_facts(first, shapes, flats))
 
@@ -159,8 +159,12 @@ def _trained(groups: _Groups, flats: Sequence[Flat]) -> dict[str, Stored]:
     return places
 
 
-def _frozen(models: Sequence[Saved]) -> dict[str, Stored]:
-    """Where the parameters lie that are not trained: in pieces in the model file of every rank."""
+def frozen_places(models: Sequence[Saved]) -> dict[str, Stored]:
+    """Where the parameters lie that are not trained: in pieces in the model file of every rank.
+
+    Raises:
+        CheckpointError: a rank has no piece of one, one of another size, or one that is quantised.
+    """
     world = len(models)
     places: dict[str, Stored] = {}
     fragments = [model.tensors("frozen_param_fragments") for model in models]
@@ -191,7 +195,7 @@ def _frozen(models: Sequence[Saved]) -> dict[str, Stored]:
     return places
 
 
-def _whole(first: Saved, places: Mapping[str, Stored]) -> dict[str, Stored]:
+def whole_places(first: Saved, places: Mapping[str, Stored]) -> dict[str, Stored]:
     """What the first rank's file holds whole (buffers), and the names that share a tensor with another; no name is left out.
 
     Raises:

@@ -8,4 +8,9 @@ from finetune.config.model import ModelConfig
 
 def given_of(model: ModelConfig) -> Given:
     """As ``checkpoint.open_checkpoint`` takes it."""
-    return Given(config=model.config, neox_qkv_layout=model.neox_qkv_layout)
+    return Given(
+        config=model.config,
+        neox_qkv_layout=model.neox_qkv_layout,
+        master_weights=model.master_weights,
+        layer_map=model.layer_map,
+    )

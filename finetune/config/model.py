@@ -23,6 +23,12 @@ class ModelConfig:
     neox_qkv_layout: Literal["blocks", "per-head"] = "blocks"
     """How GPT-NeoX packed heads that share keys: ``blocks`` since November 2024, ``per-head`` before; no checkpoint says."""
 
+    master_weights: bool = False
+    """Of a DeepSpeed folder of ZeRO-0, 1 or 2: begin with the optimizer's fp32 master weights, not the trained module."""
+
+    layer_map: str | None = None
+    """Of a DeepSpeed pipeline of no known family: a YAML or JSON file that says which names of the model each layer has."""
+
     new: Mapping[str, Any] | None = None
     """A new model: ``model_type`` and any keys of its transformers configuration. ``vocab_size`` and the longest
     position default to the tokenizer's size and ``data.seq_len``."""

@@ -1,6 +1,6 @@
 """Trains tiny models with DeepSpeed alone and keeps the folders it saves: what Tessera's readers are tried on.
 
-    python deepspeed_saves.py FOLDER RANKS NAME...
+    python deepspeed_saves.py FOLDER NAME:RANKS...
 
 Nothing of Tessera is imported. Libraries are imported once; then the ranks are forked. Each NAME becomes ``FOLDER/NAME`` with
 the save's root and ``config.json``, the trainer's own master weights (``expected.pt``: float32, every name) and its logits
@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -161,6 +163,87 @@ def zero0(folder: Path) -> None:
     keep(train(make(GPT2), settings(0, "fp32"), groups=False), folder, GPT2)
 
 
+class LlamaBlock(torch.nn.Module):
+    """A block of transformers as a pipeline's layer: hidden states in, hidden states out."""
+
+    def __init__(self, model: torch.nn.Module, number: int) -> None:
+        super().__init__()
+        self.block = model.model.layers[number]
+        self._rotary = [model.model.rotary_emb]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(hidden.shape[1])[None]
+        mask = torch.full((hidden.shape[1],) * 2, -1e9).triu(1)[None, None].to(hidden.dtype)
+        out = self.block(hidden, attention_mask=mask, position_embeddings=self._rotary[0](hidden, places))
+        return out[0] if isinstance(out, tuple) else out
+
+
+def pipeline(folder: Path) -> None:
+    """Two stages of transformers' blocks, each in a wrapper; embedding, norm and head as they are."""
+    from deepspeed.pipe import PipelineModule
+
+    model = make(LLAMA)
+    blocks = [LlamaBlock(model, number) for number in range(2)]
+    layers = [model.model.embed_tokens, *blocks, model.model.norm, model.lm_head]
+
+    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    whole = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor(IDS)).logits
+    module = PipelineModule(layers=layers, num_stages=2, loss_fn=loss, partition_method="uniform")
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    config = settings(0, "fp32") | {"train_batch_size": 1}
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)
+    engine.train_batch(iter([(torch.tensor(IDS), torch.tensor(IDS))]))
+    engine.save_checkpoint(str(folder / "save"))
+    finish(folder, LLAMA, whole, logits)
+
+
+def universal_of(save: Path) -> None:
+    """Convert what ``latest`` names, as DeepSpeed's own tool does."""
+    from deepspeed.checkpoint import ds_to_universal
+
+    tag = (save / "latest").read_text()
+    if dist.get_rank() == 0:
+        options = ["--num_extract_workers", "1", "--num_merge_workers", "1", "--inject_missing_state"]
+        arguments = ["--input_folder", str(save / tag), "--output_folder", str(save / f"{tag}_universal"), *options]
+        sys.argv = ["ds_to_universal", *arguments]
+        ds_to_universal.main(ds_to_universal.parse_arguments())
+        (save / "latest").unlink()
+        shutil.rmtree(save / tag)
+    dist.barrier()
+
+
+def universal3(folder: Path) -> None:
+    zero3_groups(folder)
+    universal_of(folder / "save")
+
+
+def universal2(folder: Path) -> None:
+    zero2_masters(folder)
+    universal_of(folder / "save")
+
+
+def tensor_parallel(config: dict[str, Any], stage: int) -> Callable[[Path], None]:
+    def case(folder: Path) -> None:
+        from deepspeed import tp_model_init
+
+        model = make(config)
+        whole = {name: value.clone() for name, value in model.state_dict().items()}
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor(IDS)).logits
+        model = tp_model_init(model, tp_size=2, dtype=torch.float32)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        options = settings(stage, "fp32") | {"tensor_parallel": {"autotp_size": 2}}
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=options, dist_init_required=False)
+        engine.save_checkpoint(str(folder / "save"))
+        finish(folder, config, whole, logits)
+
+    return case
+
+
 CASES: dict[str, Callable[[Path], None]] = {
     "zero3-groups": zero3_groups,
     "zero3-float": zero3_float,
@@ -168,42 +251,51 @@ CASES: dict[str, Callable[[Path], None]] = {
     "zero2-masters": zero2_masters,
     "zero1-robin": zero1_robin,
     "zero0": zero0,
+    "pipeline": pipeline,
+    "universal3": universal3,
+    "universal2": universal2,
+    "parallel-llama": tensor_parallel(LLAMA, 1),
+    "parallel-tied": tensor_parallel(LLAMA | {"tie_word_embeddings": True}, 0),
+    "parallel-neox": tensor_parallel(NEOX, 1),
 }
 
 
-def rank_main(rank: int, ranks: int, folder: Path, names: list[str]) -> None:
+def rank_main(rank: int, ranks: int, folder: Path, name: str) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting-{'-'.join(names)}", rank=rank, world_size=ranks)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting-{name}", rank=rank, world_size=ranks)
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
-    for name in names:
-        if rank == 0:
-            (folder / name).mkdir(parents=True)
-        dist.barrier()
-        CASES[name](folder / name)
-        dist.barrier()
+    if rank == 0:
+        (folder / name).mkdir()
+    dist.barrier()
+    CASES[name](folder / name)
+    dist.barrier()
 
 
-def main(folder: Path, ranks: int, names: list[str]) -> int:
-    folder.mkdir(parents=True, exist_ok=True)
+def run(folder: Path, ranks: int, name: str) -> int:
+    """One case in processes of its own: an engine leaves traces in its process. Returns the worst exit status."""
     children = []
     for rank in range(ranks):
         child = os.fork()
         if child == 0:
             status = 1
             try:
-                rank_main(rank, ranks, folder, names)
+                rank_main(rank, ranks, folder, name)
                 status = 0
             except BaseException:
-                import traceback
-
                 traceback.print_exc()
             finally:
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(status)
         children.append(child)
-    return max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children)
+    return max(abs(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])) for child in children)
+
+
+def main(folder: Path, cases: list[str]) -> int:
+    folder.mkdir(parents=True, exist_ok=True)
+    named = [(name, int(ranks)) for name, _, ranks in (case.partition(":") for case in cases)]
+    return next((status for name, ranks in named if (status := run(folder, ranks, name))), 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]))
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))

@@ -1,0 +1,207 @@
+"""Gives a pipeline's tensors, named by layer, the names that the model of transformers has.
+
+Known are pipelines of transformers' own blocks, for families whose order of layers leaves no choice: embeddings, blocks, last
+norm, head. Others are told by a file: YAML or JSON, from a layer's number to the prefix of its names, to a table of prefixes,
+or to null for a layer that is left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from checkpoint.errors import CheckpointError
+from checkpoint.layout import Stored
+
+_MAX_FILE_BYTES = 1 << 20
+_OF_LAYER = re.compile(r"(\d+)\.(.+)")
+_ASK = "say which names of the model its layers have (--layer-map)"
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """What a family calls its layers, and the tensor that every block of it has and no other layer."""
+
+    marker: str
+    blocks: str
+    embeddings: tuple[str, ...]
+    """One for each matrix before the blocks."""
+    norm: str
+    head: str = "lm_head."
+
+
+_FAMILIES = (
+    _Family("self_attn.q_proj.weight", "model.layers.", ("model.embed_tokens.",), "model.norm."),
+    _Family("attention.query_key_value.weight", "gpt_neox.layers.", ("gpt_neox.embed_in.",), "gpt_neox.final_layer_norm."),
+    _Family("attn.c_attn.weight", "transformer.h.", ("transformer.wte.", "transformer.wpe."), "transformer.ln_f."),
+)
+
+
+def by_layers(names: Iterable[str]) -> bool:
+    """Whether every name begins with a layer's number, or is that of a module that several layers share."""
+    names = list(names)
+    return bool(names) and all(_OF_LAYER.fullmatch(name) or name.startswith("tied_modules.") for name in names)
+
+
+def rename(places: Mapping[str, Stored], layer_map: str | None, table: str) -> dict[str, Stored]:
+    """The same places by the model's names.
+
+    Args:
+        places: by names that begin with the layer's number.
+        layer_map: path of a file that says what each layer is; ``None`` for what is known of families.
+        table: the file that a message names.
+
+    Raises:
+        CheckpointError: a layer is none that is known, is missing, or is not in the file; the file is not as described.
+    """
+    layers: dict[int, dict[str, Stored]] = {}
+    for name, stored in places.items():
+        match = _OF_LAYER.fullmatch(name)
+        if match is None:
+            raise CheckpointError(table, f"holds {name!r} outside a layer, whose place in the model cannot be told; {_ASK}")
+        layers.setdefault(int(match[1]), {})[match[2]] = stored
+    named = _by_family(layers, table) if layer_map is None else _by_file(layers, layer_map)
+    found: dict[str, Stored] = {}
+    for number, names in named.items():
+        for local, name in names.items():
+            if name in found:
+                raise CheckpointError(
+                    layer_map or table, f"gives the name {name!r} to two tensors, the second of layer {number}"
+                )
+            found[name] = layers[number][local]
+    return found
+
+
+def _by_family(layers: Mapping[int, Mapping[str, Stored]], table: str) -> dict[int, dict[str, str]]:
+    """For each layer, the model's names by the layer's own."""
+    for family in _FAMILIES:
+        blocks = sorted(number for number, tensors in layers.items() if _prefix(family, tensors) is not None)
+        if not blocks:
+            continue
+        missing = next((number for number in range(blocks[0], blocks[-1]) if number not in layers), None)
+        if missing is not None:
+            raise CheckpointError(f"layer_{missing:02d}-model_states.pt", "is missing between other layers")
+        if blocks != list(range(blocks[0], blocks[-1] + 1)):
+            raise CheckpointError(table, f"stands among layers {blocks[0]} to {blocks[-1]}, not all of one kind; {_ASK}")
+        named: dict[int, dict[str, str]] = {}
+        for number, tensors in sorted(layers.items()):
+            if number in blocks:
+                named[number] = _block(family, number - blocks[0], tensors, number)
+        before = [(number, local) for number in sorted(layers) if number < blocks[0] for local in layers[number]]
+        after = [number for number in sorted(layers) if number > blocks[-1]]
+        _embeddings(family, layers, before, named)
+        for number in after:
+            named[number] = _after(family, layers[number], number)
+        return named
+    kinds = ", ".join(family.marker for family in _FAMILIES)
+    raise CheckpointError(table, f"is of a pipeline whose blocks are not known (they have none of {kinds}); {_ASK}")
+
+
+def _prefix(family: _Family, tensors: Iterable[str]) -> str | None:
+    """What stands before the block's own names, such as the attribute of a wrapper; ``None`` where this is no block."""
+    marked = next((name for name in tensors if f".{name}".endswith(f".{family.marker}")), None)
+    return None if marked is None else marked.removesuffix(family.marker)
+
+
+def _block(family: _Family, number: int, tensors: Iterable[str], layer: int) -> dict[str, str]:
+    prefix = _prefix(family, tensors)
+    assert prefix is not None, "only blocks are asked"
+    for name in tensors:
+        if not name.startswith(prefix):
+            raise CheckpointError(_file(layer), f"holds {name!r} beside a block whose names begin with {prefix!r}; {_ASK}")
+    return {name: f"{family.blocks}{number}.{name.removeprefix(prefix)}" for name in tensors}
+
+
+def _embeddings(
+    family: _Family,
+    layers: Mapping[int, Mapping[str, Stored]],
+    before: list[tuple[int, str]],
+    named: dict[int, dict[str, str]],
+) -> None:
+    """Name the matrices before the blocks: by order, or by a name of their own that is the model's."""
+    if len(before) != len(family.embeddings) or any(len(layers[number][local].shape) != 2 for number, local in before):
+        held = ", ".join(f"{number}.{local}" for number, local in before) or "none"
+        rule = f"has the tensors {held} before its blocks, where {len(family.embeddings)} embeddings must stand; {_ASK}"
+        raise CheckpointError(_file(before[0][0] if before else 0), rule)
+    prefixes = list(family.embeddings)
+    own = {prefix.split(".")[-2]: prefix for prefix in prefixes}
+    known = [next((prefix for word, prefix in own.items() if word in local.split(".")), None) for _, local in before]
+    if None not in known and len(set(known)) == len(known):
+        prefixes = [prefix for prefix in known if prefix is not None]
+    for (number, local), prefix in zip(before, prefixes, strict=True):
+        named.setdefault(number, {})[local] = f"{prefix}weight"
+
+
+def _after(family: _Family, tensors: Mapping[str, Stored], layer: int) -> dict[str, str]:
+    """The names of the last norm, which has one dimension, and of the head, which has two."""
+    found: dict[str, str] = {}
+    for local, stored in tensors.items():
+        kind = local.rpartition(".")[2]
+        if kind not in ("weight", "bias") or len(stored.shape) not in (1, 2):
+            raise CheckpointError(_file(layer), f"holds {local!r} behind the blocks, which is neither norm nor head; {_ASK}")
+        found[local] = f"{family.head if len(stored.shape) == 2 else family.norm}{kind}"
+    return found
+
+
+def _by_file(layers: Mapping[int, Mapping[str, Stored]], path: str) -> dict[int, dict[str, str]]:
+    """For each layer, the model's names by the layer's own, as a file says."""
+    said = _read(path)
+    for number in said:
+        if number not in layers:
+            raise CheckpointError(path, f"names layer {number}, which the checkpoint does not have")
+    named: dict[int, dict[str, str]] = {}
+    for number, tensors in layers.items():
+        if number not in said:
+            raise CheckpointError(path, f"does not name layer {number}, which holds {next(iter(tensors))!r}")
+        prefixes = said[number]
+        if prefixes is None:
+            continue
+        for local in tensors:
+            begins = max((begin for begin in prefixes if local.startswith(begin)), key=len, default=None)
+            if begins is None:
+                raise CheckpointError(path, f"has no prefix for {local!r} of layer {number}")
+            named.setdefault(number, {})[local] = prefixes[begins] + local.removeprefix(begins)
+    return named
+
+
+def _read(path: str) -> dict[int, dict[str, str] | None]:
+    """The file's table: for each layer its prefixes by those that they replace, or ``None``."""
+    try:
+        data = Path(path).expanduser().read_bytes()
+        if len(data) > _MAX_FILE_BYTES:
+            raise CheckpointError(path, f"has {len(data)} bytes; at most {_MAX_FILE_BYTES} are read")
+        node = yaml.compose(data, Loader=yaml.SafeLoader)
+        keys = [key.value for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
+        value: Any = yaml.safe_load(data)
+    except OSError as error:
+        raise CheckpointError(path, f"cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise CheckpointError(path, f"is neither YAML nor JSON: {error}") from error
+    if not isinstance(value, dict) or not value:
+        raise CheckpointError(path, "must be a table from the numbers of layers to prefixes of names")
+    twice = next((key for key in keys if keys.count(key) > 1), None)
+    if twice is not None:
+        raise CheckpointError(path, f"names layer {twice} twice")
+    found: dict[int, dict[str, str] | None] = {}
+    for key, prefixes in value.items():
+        if not str(key).isdecimal():
+            raise CheckpointError(path, f"has the key {key!r}, where the number of a layer must stand")
+        if isinstance(prefixes, str):
+            prefixes = {"": prefixes}
+        if prefixes is not None and not _is_texts(prefixes):
+            raise CheckpointError(path, f"gives layer {key} {prefixes!r}; it must be a prefix, a table of prefixes or null")
+        found[int(key)] = prefixes
+    return found
+
+
+def _is_texts(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(text, str) for pair in value.items() for text in pair)
+
+
+def _file(layer: int) -> str:
+    return f"layer_{layer:02d}-model_states.pt"

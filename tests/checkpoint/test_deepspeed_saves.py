@@ -1,0 +1,91 @@
+"""What DeepSpeed itself saved, opened where it lies: equal to the trainer's own weights and logits, slice by slice."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from checkpoint import Given, open_checkpoint
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = Path(__file__).with_name("deepspeed_saves.py")
+IDS = torch.tensor([[3, 14, 15, 92, 65, 35, 89, 79]])
+RANKS = {"zero3-groups": 4, "zero2-masters": 1}
+"""Ranks that save each; the others are two."""
+MASTERS = Given(master_weights=True)
+
+
+@pytest.fixture(scope="module")
+def saves(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of all saves, made by one process and its forks."""
+    folder = tmp_path_factory.mktemp("saves")
+    command = [sys.executable, str(SCRIPT), str(folder), *(f"{name}:{RANKS.get(name, 2)}" for name in CASES)]
+    environment = os.environ | {"PYTHONPATH": "", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder
+
+
+CASES = {
+    "zero3-groups": ("DeepSpeed ZeRO-3", 2),
+    "zero3-float": ("DeepSpeed ZeRO-3", 2),
+    "zero3-offload": ("DeepSpeed ZeRO-3", 2),
+    "zero2-masters": ("DeepSpeed ZeRO-0, 1 or 2", 2),
+    "zero0": ("DeepSpeed ZeRO-0, 1 or 2", 2),
+    "pipeline": ("DeepSpeed pipeline", 1),
+    "universal3": ("DeepSpeed universal", 2),
+    "universal2": ("DeepSpeed universal", 2),
+    "parallel-llama": ("DeepSpeed tensor-parallel", 0),
+    "parallel-tied": ("DeepSpeed tensor-parallel", 0),
+    "parallel-neox": ("DeepSpeed tensor-parallel", 0),
+    "zero1-robin": ("DeepSpeed ZeRO-0, 1 or 2", 2),
+}
+"""What each save is called, and the step it is of."""
+IN_FLOAT = [name for name in CASES if name.startswith("parallel") or name in ("zero3-float", "zero0", "pipeline")]
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "zero1-robin"])
+def test_every_tensor_is_the_trainer_s_bit_for_bit_whole_and_in_slices(saves: Path, name: str) -> None:
+    expected = torch.load(saves / name / "expected.pt")
+    with open_checkpoint(saves / name / "save", given=MASTERS) as checkpoint:
+        assert (checkpoint.layout, checkpoint.step) == CASES[name]
+        assert checkpoint.tensors.keys() == expected.keys()
+        for stored, tensor in expected.items():
+            assert torch.equal(checkpoint.read(stored, dtype=torch.float32), tensor), stored
+            for dim, size in enumerate(tensor.shape):
+                before = checkpoint.bytes_read
+                index = (slice(None),) * dim + (slice(size // 3, size - size // 4),)
+                part = checkpoint.read(stored, index)
+                assert torch.equal(part.float(), tensor[index]), stored
+                assert checkpoint.bytes_read - before == part.nbytes
+
+
+def test_masters_under_round_robin_are_those_of_the_weights_that_are_computed_with(saves: Path) -> None:
+    save = saves / "zero1-robin" / "save"
+    with open_checkpoint(save) as module, open_checkpoint(save, given=MASTERS) as masters:
+        assert module.tensors.keys() == masters.tensors.keys()
+        for name in module.tensors:
+            master = masters.read(name)
+            assert master.dtype == torch.float32
+            assert torch.equal(master.bfloat16(), module.read(name)), name
+
+
+@pytest.mark.parametrize("name", IN_FLOAT)
+def test_logits_are_the_trainer_s(saves: Path, name: str) -> None:
+    with open_checkpoint(saves / name / "save") as checkpoint:
+        options = dict(checkpoint.config)
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(options.pop("model_type"), **options), attn_implementation="eager"
+        )
+        model.load_state_dict({stored: checkpoint.read(stored) for stored in checkpoint.tensors})
+    model.eval()
+    with torch.no_grad():
+        logits = model(input_ids=IDS).logits
+    assert torch.allclose(logits, torch.load(saves / name / "logits.pt"), rtol=0, atol=1e-5)
