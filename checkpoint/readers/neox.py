@@ -7,6 +7,7 @@ Norms are on every rank and their average counts; biases behind a row-parallel l
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -72,12 +73,15 @@ ALLOWED = Allowed(
 
 
 def recognises(folder: Folder) -> bool:
-    """Whether the folder has the files of GPT-NeoX's layers, or settings beside files of ranks."""
+    """Whether the folder has the files of GPT-NeoX's layers, or of its ranks: by settings beside them, or by names in them."""
     names = folder.names()
-    layers = {int(match[1]) for match in map(_LAYER_FILE.fullmatch, names) if match}
-    if layers:
-        return 0 in layers  # Megatron-DeepSpeed, which names its files alike, begins with 1
-    return _has_settings(folder) and any(_RANK_FILE.fullmatch(name) or _PARTITIONED.fullmatch(name) for name in names)
+    layers = {int(match[1]): match[0] for match in map(_LAYER_FILE.fullmatch, names) if match}
+    ranks = [name for name in names if _RANK_FILE.fullmatch(name)]
+    if layers:  # Megatron-DeepSpeed, which names its files alike, begins with 1
+        return 0 in layers and (_has_settings(folder) or _names(folder, layers[0], b"word_embeddings.weight"))
+    if ranks:
+        return _has_settings(folder) or _names(folder, ranks[0], b"sequential.0.word_embeddings.weight")
+    return _has_settings(folder) and any(_PARTITIONED.fullmatch(name) for name in names)
 
 
 def newest_below(folder: Folder) -> str | None:
@@ -111,6 +115,10 @@ def open_weights(folder: Folder, given: Given = NOTHING_GIVEN) -> Weights:
         _check_sizes(settings, shape, layers, table)
         tokenizer = find_tokenizer(folder, given, above=True, named=_tokenizer_files(settings))
         model = _decoder(layers, shape, given.neox_qkv_layout)
+        width = model.layers[0].out["weight"].shape[1]
+        if settings is not None and settings.count("hidden_size") != width:
+            rule = f"attention has {width} columns on {len(layers[0])} model-parallel ranks; are files of ranks missing?"
+            settings.refuse("hidden_size", rule)
         said = None if configs is None else configs[0].get("vocab_size")
         if not isinstance(said, int):
             said = _tokens(settings, tokenizer_vocab_size(tokenizer), model.embedding.shape[0], len(layers[0]))
@@ -126,6 +134,18 @@ def open_weights(folder: Folder, given: Given = NOTHING_GIVEN) -> Weights:
             facts={"model_parallel_size": len(layers[0]), "layers": shape.num_layers, **_told(settings)},
             tokenizer=tokenizer,
         )
+
+
+def _names(folder: Folder, file: str, name: bytes) -> bool:
+    """Whether an archive's table has the name in it."""
+    try:
+        fd = folder.open(file)
+        try:
+            return name in Archive(fd, file).table
+        finally:
+            os.close(fd)
+    except CheckpointError:
+        return False
 
 
 def _has_settings(folder: Folder) -> bool:
@@ -214,8 +234,6 @@ def _check_sizes(settings: Settings | None, shape: Shape, layers: Tables, table:
     num_ranks = {len(tables) for tables in layers.values()}
     if len(num_ranks) > 1:
         raise CheckpointError(table, f"layers are cut over {sorted(num_ranks)} ranks; all must be over the same")
-    if settings is not None and settings.count("model_parallel_size", 1) != min(num_ranks):
-        settings.refuse("model_parallel_size", f"the weights are of {min(num_ranks)} model-parallel ranks")
 
 
 def _decoder(layers: Tables, shape: Shape, layout: str) -> Decoder:

@@ -107,8 +107,12 @@ def config_of(settings: Settings, shape: Shape, sizes: Sizes, end_of_text_id: in
             "n_positions": positions,
             "activation_function": activation,
             "layer_norm_epsilon": settings.number("layernorm_epsilon", 1e-5),
+            "attn_pdrop": settings.share("attention_dropout"),
+            "resid_pdrop": settings.share("hidden_dropout"),
+            "embd_pdrop": settings.share("hidden_dropout"),
         }
     common |= {
+        "attention_dropout": settings.share("attention_dropout"),
         "hidden_size": hidden,
         "num_hidden_layers": shape.num_layers,
         "num_attention_heads": shape.num_heads,
@@ -121,6 +125,7 @@ def config_of(settings: Settings, shape: Shape, sizes: Sizes, end_of_text_id: in
     if shape.family == "gpt_neox":
         return common | {
             "layer_norm_eps": settings.number("layernorm_epsilon", 1e-5),
+            "hidden_dropout": settings.share("hidden_dropout"),
             "use_parallel_residual": settings.switch("gpt_j_residual"),
             "attention_bias": biased,
             "rope_parameters": rope | {"partial_rotary_factor": settings.number("rotary_pct", 1.0)},

@@ -69,6 +69,15 @@ class Settings:
             self.refuse(key, "it must be a number from 1 up")
         return value
 
+    def share(self, key: str) -> float:
+        """A number from 0 to 1, 0 where there is none."""
+        value = self.values.get(key)
+        if value is None:
+            return 0.0
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
+            self.refuse(key, "it must be a number from 0 to 1")
+        return float(value)
+
     def number(self, key: str, default: float) -> float:
         """A finite number above 0. Without a point before its exponent YAML takes one for a text."""
         value = self.values.get(key)

@@ -56,7 +56,7 @@ class Ranks:
         self._ranks = [dict(rank) for rank in ranks]
         first = self._ranks[0]
         for rank in self._ranks[1:]:
-            for name in first.keys() ^ rank.keys():
+            for name in sorted(first.keys() ^ rank.keys()):
                 has, lacks = (first, rank) if name in first else (rank, first)
                 others = next(iter(lacks.values()), None)
                 beside = f"which {others[0]} does not have" if others else "which another rank does not have"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from checkpoint import Checkpoint, CheckpointError, Given, open_checkpoint, open_structure
 from checkpoint.layout import cover_fault
+from checkpoint.readers import neox
+from checkpoint.recognise import recognise
 from tests.checkpoint.folders import flip_bit
 from tests.support.models import build, tokenizer
 from tests.support.neox import Form, save_neox
@@ -105,6 +108,32 @@ def test_without_a_tokenizer_no_row_is_left_out(tmp_path: Path) -> None:
         assert checkpoint.config["eos_token_id"] is None
 
 
+@pytest.mark.parametrize("name", ["a pipeline", "no pipeline"])
+def test_it_is_known_without_its_settings(name: str, tmp_path: Path) -> None:
+    _, folder = saved(tmp_path, name)
+    shutil.rmtree(folder / "configs")
+    assert recognise(tmp_path)[1] is neox
+
+
+def test_the_fused_activation_and_the_dropouts_of_the_settings_are_taken_over(tmp_path: Path) -> None:
+    saved(tmp_path, **{"bias-gelu-fusion": True, "hidden-dropout": 0.1, "attention-dropout": 0, "layernorm_epsilon": "1e-6"})
+    with open_checkpoint(tmp_path) as checkpoint:
+        taken = {key: checkpoint.config[key] for key in ("hidden_act", "hidden_dropout", "attention_dropout", "layer_norm_eps")}
+    assert list(taken.values()) == ["gelu_fast", 0.1, 0.0, 1e-6]
+
+
+def test_a_rank_reads_its_own_part_and_little_besides(tmp_path: Path) -> None:
+    saved(tmp_path, "heads that share keys", 4)
+    shard = 0
+    with open_checkpoint(tmp_path) as checkpoint:
+        for name, info in checkpoint.tensors.items():
+            dim = 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
+            size = info.shape[dim] // 2 if len(info.shape) == 2 else info.shape[dim]
+            shard += checkpoint.read(name, (slice(None),) * dim + (slice(0, size),)).nbytes
+        norms = sum(info.shape[0] * 4 for info in checkpoint.tensors.values() if len(info.shape) == 1)
+        assert checkpoint.bytes_read == shard + 3 * norms  # norms are averages of four ranks
+
+
 def test_a_given_configuration_says_how_many_rows_there_are(tmp_path: Path) -> None:
     model, folder = saved(tmp_path)
     model.config.save_pretrained(tmp_path / "beside")
@@ -158,7 +187,7 @@ def test_a_vocabulary_and_its_merges_are_found_by_the_names_the_settings_give(wh
         ({"use_bias_in_mlp": False}, "use_bias_in_mlp is False"),
         ({"num-layers": 3}, "layer 4 is missing|layer 6 is missing|3 layers"),
         ({"num-layers": 1 << 30}, "there are files of 5 layers in all"),
-        ({"model-parallel-size": 4}, "model_parallel_size is 4; the weights are of 2"),
+        ({"hidden-size": 64}, "hidden_size is 64; attention has 32 columns on 2 model-parallel ranks"),
         ({"num-attention-heads": 5}, "5 heads are not a multiple of 2"),
         ({"hidden-size": "wide"}, "hidden_size is 'wide'"),
         ({"train_batch_size": 5}, "train-batch-size|train_batch_size"),
