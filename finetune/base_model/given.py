@@ -8,4 +8,4 @@ from finetune.config.model import ModelConfig
 
 def given_of(model: ModelConfig) -> Given:
     """As ``checkpoint.open_checkpoint`` takes it."""
-    return Given(config=model.config, neox_qkv_layout=model.neox_qkv_layout)
+    return Given(config=model.config, neox_qkv_layout=model.neox_qkv_layout, prefix=model.weights_prefix)
