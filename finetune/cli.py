@@ -21,6 +21,7 @@ _COMMANDS: Final = {
     "pretrain": ("train", "train a GPT-NeoX, GPT-2 or Llama through a pipeline of stages"),
     "prepare": ("prepare", "tokenise the data of a run ahead of it"),
     "data": ("data", "check: list every faulty record; show: print a row with its targets"),
+    "inspect": ("inspect", "what a checkpoint is, what its tensors hold and what is wrong with it"),
     "export": ("export", "write a checkpoint elsewhere, in any dtype"),
     "merge": ("merge", "join a LoRA adapter with its base model"),
     "plan": ("plan", "what a run will need against what there is, without running it"),

@@ -13,4 +13,5 @@ def given_of(model: ModelConfig) -> Given:
         neox_qkv_layout=model.neox_qkv_layout,
         master_weights=model.master_weights,
         layer_map=model.layer_map,
+        prefix=model.weights_prefix,
     )

@@ -18,6 +18,7 @@ from checkpoint.folder import Folder
 from checkpoint.given import NOTHING_GIVEN
 from checkpoint.latest import is_root, resolve_latest
 from checkpoint.manifest import load_manifest
+from checkpoint.readers import peft
 from checkpoint.recognise import locate
 from finetune.base_model.given import given_of
 from finetune.base_model.hub import hint_for, on_hub
@@ -56,6 +57,9 @@ def identified(checkpoint: Checkpoint) -> Base:
     The manifest holds the hash of every file. Without one, the names, types, shapes and files of the tensors stand for them,
     with the size and samples of each file.
     """
+    if checkpoint.layout.startswith(peft.NAME):
+        rule = "an adapter is no model to train on; join it with its base model first, with `tessera-finetune merge`"
+        raise CheckpointError(peft.CONFIG, rule)
     if checkpoint.manifest is not None:
         digest = hashlib.sha256(checkpoint.manifest.to_bytes()).hexdigest()
         return Base(folder=str(checkpoint.path), identity=f"manifest:{digest}")

@@ -29,6 +29,9 @@ class ModelConfig:
     layer_map: str | None = None
     """Of a DeepSpeed pipeline of no known family: a YAML or JSON file that says which names of the model each layer has."""
 
+    weights_prefix: str | None = None
+    """What the names of the weights begin with, such as ``app.model.``, in a checkpoint that holds several things by names."""
+
     new: Mapping[str, Any] | None = None
     """A new model: ``model_type`` and any keys of its transformers configuration. ``vocab_size`` and the longest
     position default to the tokenizer's size and ``data.seq_len``."""
@@ -36,6 +39,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         require((self.path is None) != (self.new is None), "model", "both or neither", "set exactly one of path and new")
         require(self.config is None or self.path is not None, "model.config", self.config, "be absent without model.path")
+        prefix = self.weights_prefix
+        require(prefix is None or self.path is not None, "model.weights_prefix", prefix, "be absent without model.path")
         if self.new is not None:
             require("model_type" in self.new, "model.new", dict(self.new), "name a model_type, for example gpt_neox")
             require("auto_map" not in self.new, "model.new.auto_map", "set", "be absent: code from model folders is never run")

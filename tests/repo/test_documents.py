@@ -48,7 +48,7 @@ def test_programs_explain_themselves(module: str) -> None:
 def test_inline_examples_of_our_commands_name_real_options() -> None:
     """Options in code spans, such as ``--drain-seconds``, wherever they stand in the documents."""
     known = {"--build-arg", "--help"} | set().union(*(options_in(help_of(module)) for module in PROGRAMS.values()))
-    for subcommand in ("merge", "tune", "plan", "export", "evaluate", "predict", "doctor"):
+    for subcommand in ("merge", "tune", "plan", "export", "inspect", "evaluate", "predict", "doctor"):
         known |= options_in(help_of("finetune", subcommand))
     for page in PAGES:
         used = set(re.findall(r"`(--[a-z][\w-]*)[ =`]", page.read_text()))
