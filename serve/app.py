@@ -193,6 +193,13 @@ def _proved(config: ServerConfig) -> Tokenizer | None:
         tokenizer = load_tokenizer(structure.tokenizer)
         if tokenizer is not None:
             check_rows(structure, tokenizer.largest_id)
+        elif (named := structure.weights.facts.get("vocab_file")) is not None:
+            _log.warning(
+                "%s was trained with the tokenizer %s, which is neither beside nor above it: only token ids are served; "
+                "--tokenizer gives it",
+                config.model.path,
+                named,
+            )
         return tokenizer
 
 
