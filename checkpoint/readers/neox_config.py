@@ -99,18 +99,7 @@ def config_of(settings: Settings, shape: Shape, sizes: Sizes, end_of_text_id: in
     activation = _activation(settings, shape, sizes.gated)
     positions = settings.count("max_position_embeddings", seq_length)
     if shape.family == "gpt2":
-        return common | {
-            "n_embd": hidden,
-            "n_layer": shape.num_layers,
-            "n_head": shape.num_heads,
-            "n_inner": sizes.intermediate,
-            "n_positions": positions,
-            "activation_function": activation,
-            "layer_norm_epsilon": settings.number("layernorm_epsilon", 1e-5),
-            "attn_pdrop": settings.share("attention_dropout"),
-            "resid_pdrop": settings.share("hidden_dropout"),
-            "embd_pdrop": settings.share("hidden_dropout"),
-        }
+        return common | _gpt2(settings, shape, sizes, activation, positions)
     common |= {
         "attention_dropout": settings.share("attention_dropout"),
         "hidden_size": hidden,
@@ -140,6 +129,22 @@ def config_of(settings: Settings, shape: Shape, sizes: Sizes, end_of_text_id: in
         return common | {"attention_bias": biased, "mlp_bias": _mlp_biased(settings)}
     # Its trainer lets a token see this many before it; transformers counts the token itself.
     return common | {"sliding_window": settings.count("sliding_window_width") + 1}
+
+
+def _gpt2(settings: Settings, shape: Shape, sizes: Sizes, activation: str, positions: int) -> dict[str, Any]:
+    """The names that GPT-2's configuration has."""
+    return {
+        "n_embd": settings.count("hidden_size"),
+        "n_layer": shape.num_layers,
+        "n_head": shape.num_heads,
+        "n_inner": sizes.intermediate,
+        "n_positions": positions,
+        "activation_function": activation,
+        "layer_norm_epsilon": settings.number("layernorm_epsilon", 1e-5),
+        "attn_pdrop": settings.share("attention_dropout"),
+        "resid_pdrop": settings.share("hidden_dropout"),
+        "embd_pdrop": settings.share("hidden_dropout"),
+    }
 
 
 def _check_blocks(settings: Settings) -> None:
