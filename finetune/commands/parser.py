@@ -104,6 +104,14 @@ def add_given(parser: CommandParser) -> None:
     )
     parser.add_argument("--base", metavar="PATH", help="the base model's folder, for an adapter that does not say where it is")
     parser.add_argument("--adapter", metavar="PATH", help="a LoRA adapter to add to the model")
+    parser.add_argument("--master-weights", action="store_true", help="of ZeRO-0, 1 or 2, the optimizer's fp32 weights")
+    parser.add_argument("--layer-map", metavar="PATH", help="of a pipeline's layer files, which tensors of the model each has")
+    parser.add_argument(
+        "--neox-qkv-layout",
+        choices=("blocks", "per-head"),
+        default="blocks",
+        help="how GPT-NeoX packed heads that share keys: per-head before November 2024 (blocks)",
+    )
 
 
 def given_of(options: argparse.Namespace) -> Given:
@@ -116,4 +124,7 @@ def given_of(options: argparse.Namespace) -> Given:
         prefix=options.weights_prefix,
         base=options.base,
         adapter=options.adapter,
+        master_weights=options.master_weights,
+        layer_map=options.layer_map,
+        neox_qkv_layout=options.neox_qkv_layout,
     )

@@ -197,3 +197,18 @@ def test_a_foreign_checkpoint_is_exported_whole_and_cut_for_ranks(tmp_path: Path
     assert set(load_file(tmp_path / "out1" / "model.safetensors")) == set(tensors)
     assert len(list((tmp_path / "out2").glob("shard-*.safetensors"))) == 2
     assert main(["export", "--from", str(source)]) == 2
+
+
+def test_export_and_inspect_take_whatever_can_be_said_of_a_checkpoint() -> None:
+    from dataclasses import fields
+
+    from checkpoint import Given
+    from finetune.commands.parser import CommandParser, add_given, given_of
+
+    parser = CommandParser()
+    add_given(parser)
+    words = "--model-config a --tokenizer b --weights-prefix c --base d --adapter e --master-weights --layer-map f"
+    said = parser.parse_args([*words.split(), "--neox-qkv-layout", "per-head"])
+    given = given_of(said)
+    assert given_of(parser.parse_args([])) == Given()
+    assert all(getattr(given, field.name) != getattr(Given(), field.name) for field in fields(Given))
