@@ -133,3 +133,20 @@ def zero1(root: Path, world: int = 3) -> Path:
         state = {"single_partition_of_fp32_groups": [part(flat, rank, world) for flat in flats], "partition_count": [world] * 2}
         save_optimizer(optimizer_file(folder, rank), state)
     return folder
+
+
+def zero3_of(root: Path, values: Mapping[str, torch.Tensor], world: int) -> Path:
+    """A save of these tensors alone, all trained, by ``world`` ranks. Returns the save's folder."""
+    folder = root / TAG
+    folder.mkdir(parents=True)
+    (root / "config.json").write_text(json.dumps(CONFIG))
+    (root / "latest").write_text(TAG)
+    for rank in range(world):
+        tree = {
+            "module": OrderedDict({name: torch.empty(0) for name in values}),
+            "param_shapes": [OrderedDict((name, tensor.shape) for name, tensor in values.items())],
+        }
+        torch.save(tree, model_file(folder, rank))
+        flat = [torch.cat([part(tensor, rank, world) for tensor in values.values()])]
+        save_optimizer(optimizer_file(folder, rank), {"fp32_flat_groups": flat, "zero_stage": 3, "partition_count": world})
+    return folder

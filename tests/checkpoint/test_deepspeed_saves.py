@@ -12,6 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from checkpoint import Given, open_checkpoint
+from tests.checkpoint.deepspeed_folders import zero3_of
 
 pytestmark = pytest.mark.slow
 
@@ -89,3 +90,16 @@ def test_logits_are_the_trainer_s(saves: Path, name: str) -> None:
     with torch.no_grad():
         logits = model(input_ids=IDS).logits
     assert torch.allclose(logits, torch.load(saves / name / "logits.pt"), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_rank_reads_its_own_bytes_of_four_ranks_files_and_holds_its_own_slices(tmp_path: Path, ranks: int) -> None:
+    shapes = {f"layers.{number}.weight": (2048, 2048) for number in range(4)}
+    zero3_of(tmp_path, {name: torch.full(shape, 0.01) for name, shape in shapes.items()}, 4)
+    script = Path(__file__).with_name("zero3_memory.py")
+    root = Path(__file__).parents[2]
+    command = [sys.executable, str(script), str(tmp_path), str(ranks)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(root)}, check=True)
+    shard, stored, num_bytes, grown = (int(word) for word in done.stdout.split())
+    assert num_bytes == stored
+    assert grown <= shard + (128 << 20), f"{grown >> 20} MiB for a shard of {shard >> 20} MiB"
