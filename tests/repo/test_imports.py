@@ -52,7 +52,5 @@ def test_every_package_says_what_it_is_for(package: ModuleType) -> None:
 
 @pytest.mark.parametrize("script", ["docs/rooms.py", "docs/families.py"])
 def test_what_is_drawn_and_listed_from_the_code_is_what_it_says(script: str) -> None:
-    drawn = subprocess.run(
-        [sys.executable, script, "--check"], cwd=REPOSITORY, capture_output=True, text=True, timeout=400
-    )
+    drawn = subprocess.run([sys.executable, script, "--check"], cwd=REPOSITORY, capture_output=True, text=True, timeout=400)
     assert (drawn.returncode, drawn.stderr) == (0, "")
