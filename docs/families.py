@@ -15,13 +15,7 @@ sys.path.insert(0, str(REPOSITORY))  # the packages as they lie here, installed 
 
 from serve.model.families import FAMILIES, Family  # noqa: E402  # the path comes first
 
-HEADER = (
-    "`model_type`",
-    "attention reached through",
-    "positions, by the kernel",
-    "cut by tensor parallelism",
-    "what else it takes",
-)
+HEADER = ("`model_type`", "attention reached through", "positions, by the kernel", "cut", "what else it takes")
 
 
 def main(arguments: list[str]) -> int:

@@ -66,6 +66,9 @@ class ModelConfig:
     """What is proved of the checkpoint before it is served: ``structure`` reads headers and sizes, ``sha256`` every byte
     against the manifest; ``auto`` is sha256 where there is a manifest."""
 
+    verify_logits: bool = False
+    """Whether several ranks are compared with the whole model, which rank 0 then loads beside its part, before they serve."""
+
     max_model_len: int | None = None
     """Positions (prompt and output) a sequence may have; ``None`` is the model's own limit."""
 

@@ -79,6 +79,7 @@ def _load(
         from serve.worker.loader import Stopwatch, load_rank
         from serve.worker.parallel import join_ranks
         from serve.worker.runner import Runner
+        from serve.worker.verify import verify_logits
 
         device = choose_device(config.model.device, rank)
         os.environ["DS_ACCELERATOR"] = device.type  # DeepSpeed guesses otherwise, and warns that it does
@@ -94,6 +95,8 @@ def _load(
         runner = Runner(model, ranks)
         with progress.with_others():
             check_forward(config.model, model, ranks, runner)
+            if config.model.verify_logits:
+                verify_logits(config, model, ranks)
     except StartError as error:
         wire.send(steps, wire.encode(wire.Failed(str(error), configured=isinstance(error, ConfigError))))
         return None

@@ -17,10 +17,11 @@ from serve.config import CacheConfig, ModelConfig, SchedulerConfig, ServerConfig
 from serve.engine.plan import Span, Start, StepPlan
 from serve.errors import ConfigError
 from serve.types import BlockId, SamplingParams, SequenceId
-from serve.worker.loader import Stopwatch, load_rank
+from serve.worker.loader import RankModel, Stopwatch, load_rank
 from serve.worker.parallel import Ranks, join_ranks
 from serve.worker.progress import Progress
 from serve.worker.runner import Runner
+from serve.worker.verify import verify_logits
 
 PROMPTS = tuple(
     tuple((7 * place * place + 3 * seed) % 500 + 1 for place in range(size)) for seed, size in enumerate((45, 13, 290))
@@ -29,17 +30,34 @@ NEW_TOKENS = 16
 CHUNK = 32
 """Longer prompts are computed in several steps, beside one another's tokens."""
 BLOCK_TOKENS = 16
+VERIFIED, VERDICTS = "phi3", "verdicts"
 
 
-def load(folder: Path, size: int, ranks: Ranks) -> Runner:
-    """This rank's part of a checkpoint, ready to run steps."""
-    config = ServerConfig(
+def settings(folder: Path, size: int) -> ServerConfig:
+    return ServerConfig(
         model=ModelConfig(path=str(folder), dtype="float32", device="cpu", tensor_parallel_size=size, max_model_len=512),
         cache=CacheConfig(kv_cache_gib=0.004, block_tokens=BLOCK_TOKENS),
         scheduler=SchedulerConfig(max_num_seqs=4),
     )
-    model, _ = load_rank(config, ranks.rank, torch.device("cpu"), lambda: ranks, Stopwatch())
-    return Runner(model, ranks)
+
+
+def load(folder: Path, size: int, ranks: Ranks) -> RankModel:
+    """This rank's part of a checkpoint."""
+    return load_rank(settings(folder, size), ranks.rank, torch.device("cpu"), lambda: ranks, Stopwatch())[0]
+
+
+def verdicts(folder: Path, ranks: Ranks, model: RankModel) -> list[str]:
+    """What is said of the ranks as they are, and with one number of the last rank's second layer changed."""
+    config, said = settings(folder, ranks.size), []
+    for factor in (1.0, 1.5):
+        if ranks.rank == ranks.size - 1:
+            dict(model.body.named_parameters())["layers.1.input_layernorm.weight"].mul_(factor)
+        try:
+            verify_logits(config, model, ranks)
+            said.append("the same")
+        except ConfigError as refused:
+            said.append(str(refused))
+    return said
 
 
 def generate(runner: Runner, ranks: Ranks, prompts: Sequence[tuple[int, ...]] = PROMPTS) -> list[list[int]]:
@@ -87,7 +105,10 @@ def main(rank: int, size: int, root: Path) -> None:
     answers: dict[str, object] = {}
     for folder in sorted(path for path in root.iterdir() if path.is_dir()):
         try:
-            answers[folder.name] = generate(load(folder, size, ranks), ranks)
+            model = load(folder, size, ranks)
+            answers[folder.name] = generate(Runner(model, ranks), ranks)
+            if folder.name == VERIFIED:
+                answers[VERDICTS] = verdicts(folder, ranks, model)
         except ConfigError as refused:
             answers[folder.name] = str(refused)
     if rank == 0:

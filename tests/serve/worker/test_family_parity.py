@@ -14,7 +14,8 @@ import torch
 
 from serve.worker.executor import rank_environment
 from serve.worker.parallel import Ranks
-from tests.serve.worker.family_worker import NEW_TOKENS, PROMPTS, generate, load
+from serve.worker.runner import Runner
+from tests.serve.worker.family_worker import NEW_TOKENS, PROMPTS, VERDICTS, generate, load
 from tests.serve.worker.test_loader import VARIANTS
 from tests.support import reference
 from tests.support.models import SMALL, save
@@ -84,7 +85,7 @@ def judged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return Judged(root, answers)
 
 
-def by_ranks(root: Path, size: int) -> dict[str, list[list[int]] | str]:
+def by_ranks(root: Path, size: int) -> dict[str, Any]:
     """What a group of ranks generates from each checkpoint, or why it does not."""
     command = [sys.executable, "-m", "tests.serve.worker.family_worker"]
     ranks = [
@@ -92,14 +93,14 @@ def by_ranks(root: Path, size: int) -> dict[str, list[list[int]] | str]:
         for rank in range(size)
     ]
     assert [rank.wait(timeout=600) for rank in ranks] == [0] * size
-    answers: dict[str, list[list[int]] | str] = json.loads((root / f"tokens-{size}.json").read_text())
+    answers: dict[str, Any] = json.loads((root / f"tokens-{size}.json").read_text())
     return answers
 
 
 @pytest.mark.slow
 def test_one_rank_gives_the_tokens_of_transformers(judged: Judged) -> None:
     ranks = Ranks(0, 1)
-    got = {name: generate(load(judged.root / folder_of(name), 1, ranks), ranks) for name in judged.tokens}
+    got = {name: generate(Runner(load(judged.root / folder_of(name), 1, ranks), ranks), ranks) for name in judged.tokens}
     assert {name for name in got if got[name] != judged.tokens[name]} == set()
 
 
@@ -108,4 +109,7 @@ def test_several_ranks_give_the_tokens_of_transformers(size: int, judged: Judged
     got = by_ranks(judged.root, size)
     refused = {name for name in judged.tokens if isinstance(got[folder_of(name)], str)}
     assert refused == REFUSED.get(size, set()) & judged.tokens.keys(), {name: got[folder_of(name)] for name in refused}
+    same, different = got[VERDICTS]
+    assert same == "the same"
+    assert "first after layers.1;" in different, "what one rank has wrong is told by its layer"
     assert {name for name in judged.tokens if name not in refused and got[folder_of(name)] != judged.tokens[name]} == set()
