@@ -26,7 +26,7 @@ CLASS_OF_MODEL: Final = {
 
 CLASS_WHATEVER_IS_NAMED: Final = {
     "qwen2": "Qwen2Tokenizer",
-    **dict.fromkeys(("gpt_bigcode", "mistral", "olmo2", "phi3", "stablelm"), ""),
+    **dict.fromkeys(("gpt_bigcode", "mistral", "mixtral", "olmo2", "phi3", "stablelm"), ""),
 }
 """The class that a ``model_type`` is read with even where the files name another, empty for the file as it is: transformers
 does not trust the name in such folders, or has no class of the family's own."""

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from checkpoint import CheckpointWriter
+from checkpoint.tokenizer_class import CLASS_WHATEVER_IS_NAMED
 from checkpoint.tokenizer_files import TOKENIZER_FILES
 from finetune.config import TuneConfig
 from finetune.config.load import load_config
@@ -35,6 +36,8 @@ OWN = {
     "phi3": "mistral_prepend",
     "llama": "llama",
     "mistral": "mistral_prepend",
+    "mixtral": "mistral_prepend",
+    "gpt_oss": "llama3",
     "qwen2": "qwen2",
     "qwen3": "qwen2",
     "olmo2": "gpt_neox_class",
@@ -102,6 +105,18 @@ def asked_ids(folder: Path, end: int) -> list[int]:
 
 def test_every_served_family_is_tried() -> None:
     assert set(OWN) == set(FAMILIES)
+
+
+@pytest.mark.parametrize("model_type", OWN)
+def test_the_class_that_counts_whatever_is_named_is_the_one_transformers_takes(model_type: str) -> None:
+    from transformers.models.auto import tokenization_auto as theirs
+
+    registered, expected = theirs.TOKENIZER_MAPPING_NAMES.get(model_type), None
+    if registered == "TokenizersBackend":
+        expected = ""
+    elif model_type in theirs.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS:
+        expected = registered
+    assert CLASS_WHATEVER_IS_NAMED.get(model_type) == expected
 
 
 @pytest.mark.parametrize(
