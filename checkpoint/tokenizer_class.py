@@ -16,16 +16,20 @@ CLASS_OF_MODEL: Final = {
     "gpt_neo": "GPT2Tokenizer",
     "gpt_neox": "GPTNeoXTokenizer",
     "gptj": "GPT2Tokenizer",
+    "codegen": "GPT2Tokenizer",
     "opt": "GPT2Tokenizer",
     "phi": "GPT2Tokenizer",
     "qwen2": "Qwen2Tokenizer",
-    "llama": "LlamaTokenizer",
+    "qwen3": "Qwen2Tokenizer",
 }
-"""The class transformers uses for a ``model_type`` where the files name none."""
+"""The class transformers uses for a ``model_type`` where the files name none. Others use the file as it is."""
 
-CLASS_WHATEVER_IS_NAMED: Final = {"qwen2": "Qwen2Tokenizer"}
-"""The class that a ``model_type`` is read with even where the files name another: transformers does not trust the name in such
-folders."""
+CLASS_WHATEVER_IS_NAMED: Final = {
+    "qwen2": "Qwen2Tokenizer",
+    **dict.fromkeys(("gpt_bigcode", "mistral", "mixtral", "olmo2", "phi3", "stablelm"), ""),
+}
+"""The class that a ``model_type`` is read with even where the files name another, empty for the file as it is: transformers
+does not trust the name in such folders, or has no class of the family's own."""
 
 _BYTE_LEVEL: Final = ("GPT2Tokenizer", "GPTNeoXTokenizer", "CodeGenTokenizer")
 _REBUILDING: Final = (*_BYTE_LEVEL, "Qwen2Tokenizer", "LlamaTokenizer")
@@ -43,7 +47,7 @@ def tokenizer_class(tokenizer_config: dict[str, Any], model_config: dict[str, An
     named = str(tokenizer_config.get("tokenizer_class") or model_config.get("tokenizer_class") or "").removesuffix("Fast")
     if named == "LlamaTokenizer" and _is_byte_level(backend):
         return ""  # Llama 3 and others name the old class though their file is of another kind
-    if named and model_type in CLASS_WHATEVER_IS_NAMED:
+    if model_type in CLASS_WHATEVER_IS_NAMED:
         return CLASS_WHATEVER_IS_NAMED[model_type]
     chosen = named or registered
     return chosen if chosen in _REBUILDING else ""

@@ -72,7 +72,8 @@ def prepare(
             skip_faults=config.data.invalid == "skip",
             of_model=of_model,
         )
-        return _prepare(config, inputs, encoding, root, say, check, workers=workers, progress=progress)
+        made = _prepare(config, inputs, encoding, root, say, check, workers=workers, progress=progress)
+        return replace(made, of_model=of_model)
 
 
 @contextmanager

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Final
 
 TOKENIZER_CLASS: Final = "tokenizer.class"
-"""Among the settings of a save: the class that the model's type demands of its tokenizer, and that its data were made with."""
+"""Among the settings of a save: the class that the model's type demands of its tokenizer, empty for none. Releases that did not
+heed it leave it out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +49,8 @@ class Prepared:
     known_as: tuple[str, ...] = ()
     """Other fingerprints that a resumed run may have been saved with: of the same tokens, or of data that were allowed to
     change."""
+    of_model: bool = True
+    """Whether the tokenizer has the class that the model's checkpoints are read with; runs of earlier releases may not."""
     left_out: int = 0
     """Records that could not be used and were skipped, of all sources; listed in ``left-out.jsonl`` of ``folder``."""
 

@@ -6,12 +6,14 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 
 from checkpoint import CheckpointError
 from checkpoint.config import CONFIG
+from checkpoint.folder import Folder
 from checkpoint.structure import model_config, tokenizer_place
 from checkpoint.surroundings import tokenizer_at
 from checkpoint.tokenizer_class import CLASS_WHATEVER_IS_NAMED
@@ -57,30 +59,22 @@ def prepare_encoding(
     if conversations and given is None and config.tokenizer.train is not None:
         raise ConfigError(_NO_TEMPLATE)  # a new tokenizer brings none: said before it is learned
     learns = config.tokenizer.train is not None and kept is None
-    model_type = model_type_of(config) if kept is None and of_model else ""
-    class_name = CLASS_WHATEVER_IS_NAMED.get(model_type, "")
-    identity = _tokenizer_identity(config, inputs) if kept is None else files_digest(kept)
-    if class_name:
-        identity = [identity, class_name]
-        if learns or config.tokenizer.path is not None:
-            say(f"tokenizer: read as {class_name} whatever its files say, as that of every model of model_type {model_type} is")
+    types = _model_types(config) if kept is None and of_model else ("", "")
+    class_name = CLASS_WHATEVER_IS_NAMED.get(types[0], "")
+    identity = _tokenizer_identity(config, inputs, types) if kept is None else files_digest(kept)
+    if class_name and (learns or config.tokenizer.path is not None):
+        say(f"tokenizer: read as {class_name} whatever its files say, as that of every model of model_type {types[0]} is")
     fingerprint = digest(identity, given[0] if given else None)
     folder = root / fingerprint
     if not (folder / "tokenizer.json").is_file():
         work = root / f"tmp-{fingerprint}-{os.getpid()}"
         try:
             if learns:
-                assert config.tokenizer.train is not None
-                files = sum(len(source.files) for source in inputs.train)
-                say(f"learning a tokenizer of {config.tokenizer.train.vocab_size} ids from {files} files")
-                pieces = (piece for source in inputs.train for piece in source.pieces(skip_faults=skip_faults))
-                train_tokenizer(pieces, config.tokenizer.train, work, class_name)
+                _learn(config, inputs, work, class_name, say, skip_faults=skip_faults)
             elif kept is not None:
                 shutil.copytree(kept, work, ignore=lambda _, names: set(names) - set(TOKENIZER_FILES))
             else:
-                source, key = _tokenizer_source(config)
-                copy_tokenizer(source, work, key)
-                set_class(work, model_type, key)
+                _copy(config, work, types)
             if given:
                 (work / CHAT_TEMPLATE).write_text(given[0], encoding="utf-8")
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -101,10 +95,29 @@ def prepare_encoding(
     )
 
 
-def _tokenizer_identity(config: TuneConfig, inputs: Inputs) -> object:
+def _learn(config: TuneConfig, inputs: Inputs, folder: Path, class_name: str, say: Say, *, skip_faults: bool) -> None:
+    assert config.tokenizer.train is not None
+    files = sum(len(source.files) for source in inputs.train)
+    say(f"learning a tokenizer of {config.tokenizer.train.vocab_size} ids from {files} files")
+    pieces = (piece for source in inputs.train for piece in source.pieces(skip_faults=skip_faults))
+    train_tokenizer(pieces, config.tokenizer.train, folder, class_name)
+
+
+def _copy(config: TuneConfig, folder: Path, types: tuple[str, str]) -> None:
+    source, key = _tokenizer_source(config)
+    copy_tokenizer(source, folder, key)
+    for one in reversed(types):  # first the ids that it gave beside its own model, then those beside the run's
+        set_class(folder, one, key)
+
+
+def _tokenizer_identity(config: TuneConfig, inputs: Inputs, types: tuple[str, str]) -> object:
     if config.tokenizer.train is not None:
-        return [asdict(config.tokenizer.train), [source_identity(source) for source in inputs.train]]
-    return files_digest(_tokenizer_source(config)[0])
+        identity: list[object] = [asdict(config.tokenizer.train), [source_identity(source) for source in inputs.train]]
+    else:
+        identity = [*files_digest(_tokenizer_source(config)[0])]
+    if any(one in CLASS_WHATEVER_IS_NAMED for one in types):
+        return [identity, *map(CLASS_WHATEVER_IS_NAMED.get, types)]
+    return identity
 
 
 def files_digest(folder: Path) -> list[str]:
@@ -149,6 +162,16 @@ def model_type_of(config: TuneConfig) -> str:
         return str(model_config(_model_folder(config.model.path), given_of(config.model))[0]["model_type"])
     except CheckpointError:
         return ""
+
+
+def _model_types(config: TuneConfig) -> tuple[str, str]:
+    """Of the model that is trained, and of the one that ``tokenizer.path`` belongs to; each empty where nothing tells."""
+    other = ""
+    if config.tokenizer.path is not None:
+        folder = Folder(Path(config.tokenizer.path).expanduser())
+        with suppress(CheckpointError):
+            other = str(folder.read_object(CONFIG).get("model_type") or "") if folder.has(CONFIG) else ""
+    return model_type_of(config), other
 
 
 def _model_folder(given: str) -> Path:

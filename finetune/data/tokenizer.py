@@ -171,7 +171,7 @@ def _settle_pipeline(source: Path, copy: Path) -> None:
 
 
 def set_class(folder: Path, model_type: str, key: str) -> None:
-    """Give the copy in ``folder`` the tokenizer class that a checkpoint of ``model_type`` is read with, where that is one
+    """Have the copy in ``folder`` name the tokenizer class that a checkpoint of ``model_type`` is read with, where that is one
     whatever the files name and it makes other ids of a text: what is trained is then what is served.
 
     Raises:
@@ -179,18 +179,21 @@ def set_class(folder: Path, model_type: str, key: str) -> None:
     """
     if is_served_alike(folder, model_type):
         return
-    class_name, served = CLASS_WHATEVER_IS_NAMED[model_type], open_tokenizer(folder, model_type)
-    if any(letter not in served.backend.get_vocab() for letter in _letters()):
-        raise ConfigError(
-            f"{key}: a model of model_type {model_type} is read with {class_name}, whatever its tokenizer's files say, and the "
-            f"vocabulary is not the byte-level one that {class_name} needs; give a byte-level tokenizer, or learn one "
-            "(tokenizer.train)"
-        )
-    written = open_as_written(Folder(folder))
-    for part in ("normalizer", "pre_tokenizer", "decoder"):
-        setattr(written, part, getattr(served.backend, part))
-    written.save(str(folder / "tokenizer.json"))
-    _write_config(folder / TOKENIZER_CONFIG, {**_config_in(folder / TOKENIZER_CONFIG), "tokenizer_class": class_name})
+    class_name = CLASS_WHATEVER_IS_NAMED[model_type]
+    if class_name:
+        served = open_tokenizer(folder, model_type)
+        if any(letter not in served.backend.get_vocab() for letter in _letters()):
+            raise ConfigError(
+                f"{key}: a model of model_type {model_type} is read with {class_name}, whatever its tokenizer's files say, and "
+                f"the vocabulary is not the byte-level one that {class_name} needs; give a byte-level tokenizer, or learn one "
+                "(tokenizer.train)"
+            )
+        written = open_as_written(Folder(folder))
+        for part in ("normalizer", "pre_tokenizer", "decoder"):
+            setattr(written, part, getattr(served.backend, part))
+        written.save(str(folder / "tokenizer.json"))
+    file = folder / TOKENIZER_CONFIG
+    _write_config(file, {**_config_in(file), "tokenizer_class": class_name or _AS_WRITTEN})
 
 
 def is_served_alike(folder: Path, model_type: str) -> bool:
@@ -207,11 +210,6 @@ def _letters() -> frozenset[str]:
     text = "".join(map(chr, [*range(0x800), *range(0x800, 0xD800, 0x800), *range(0xE000, 0x110000, 0x1000)]))
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return frozenset("".join(piece for piece, _ in as_bytes.pre_tokenize_str(text)))
-
-
-def named_class(folder: Path) -> str:
-    """The tokenizer class that the files in ``folder`` name; empty if they name none."""
-    return str(_config_in(folder / TOKENIZER_CONFIG).get("tokenizer_class") or "")
 
 
 def _name_class(file: Path, name: str) -> None:

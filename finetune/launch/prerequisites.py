@@ -85,9 +85,10 @@ def _prepared(config: TuneConfig, say: Say, check: Callable[[], None]) -> Prepar
     of_model = TOKENIZER_CLASS in settings
     prepared = prepare(config, say, check, kept_tokenizer=kept, of_model=of_model)
     if not of_model and not is_served_alike(prepared.tokenizer_folder, model_type := model_type_of(config)):
+        how = CLASS_WHATEVER_IS_NAMED[model_type]
         say(
             "tokenizer: this run goes on with the ids that an earlier release began it with; a server reads the tokenizer of a "
-            f"{model_type} model as {CLASS_WHATEVER_IS_NAMED[model_type]}, which makes others of some texts"
+            f"{model_type} model {f'as {how}' if how else 'as its tokenizer.json is written'}, which makes others of some texts"
         )
     prepared = agreed_data(config, prepared, settings, say)
     if config.data.changed == "accept":

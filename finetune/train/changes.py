@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from checkpoint.tokenizer_class import CLASS_WHATEVER_IS_NAMED
 from finetune.config import TuneConfig
 from finetune.data.prepared import TOKENIZER_CLASS, Prepared
-from finetune.data.tokenizer import named_class
 from finetune.errors import ConfigError
 from finetune.train.schedule import Schedule
 
@@ -33,9 +32,8 @@ Values = Mapping[str, Any]
 def settings_of(config: TuneConfig, prepared: Prepared, hf_config: PretrainedConfig) -> dict[str, Any]:
     """What the tensors and the position of a resume state belong to: a resumed run must agree in it."""
     lora = None if config.lora is None else {**asdict(config.lora), "targets": list(config.lora.targets)}
-    class_name = CLASS_WHATEVER_IS_NAMED.get(hf_config.model_type)
     return {
-        **({TOKENIZER_CLASS: class_name} if class_name and named_class(prepared.tokenizer_folder) == class_name else {}),
+        **({TOKENIZER_CLASS: CLASS_WHATEVER_IS_NAMED.get(hf_config.model_type, "")} if prepared.of_model else {}),
         "data": prepared.fingerprint,
         "data.seq_len": config.data.seq_len,
         "data.seed": config.data.seed,

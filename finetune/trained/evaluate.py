@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from checkpoint.config import CONFIG
 from checkpoint.tokenizer import Tokenizer
 from finetune.config import DataConfig, ModelConfig, RunConfig, TokenizerConfig, TuneConfig
 from finetune.config.load import READER
@@ -163,7 +164,8 @@ def _scored(model: PreTrainedModel, folder: Path, sources: Sequence[Source], dat
             tokenizer=TokenizerConfig(path=str(folder)),
         )
         inputs = Inputs(train=tuple(sources), held_out=(), packing="none")
-        encoder, _ = encoder_of(prepare_encoding(config, inputs, Path(scratch), lambda _: None, of_model=False))
+        tells = (folder / CONFIG).is_file()  # an adapter's folder does not
+        encoder, _ = encoder_of(prepare_encoding(config, inputs, Path(scratch), lambda _: None, of_model=tells))
         for source in sources:
             for unit in units_of(source):
                 for part, position, item in encoded_items(encoder, source, unit):

@@ -14,7 +14,7 @@ from finetune.config.load import load_config
 from finetune.data.pack import SampleOrder, Share
 from finetune.data.prepare import Prepared, prepare
 from finetune.data.rows import JoinedRows, open_rows
-from finetune.data.tokenizer import copy_tokenizer, end_of_text_id, open_tokenizer
+from finetune.data.tokenizer import copy_tokenizer, end_of_text_id, open_tokenizer, set_class
 from finetune.errors import ConfigError, DataError
 from tests.finetune.support import small_run, write_config, write_text_folder
 from tests.support.tokenizers import FOLDERS, TEXTS, make_folder
@@ -90,6 +90,7 @@ def test_a_given_tokenizer_gives_the_ids_of_transformers(name: str, tmp_path: Pa
 
     source = make_folder(name, tmp_path)
     copy_tokenizer(source, tmp_path / "copy", "tokenizer.path")
+    set_class(tmp_path / "copy", json.loads((source / "config.json").read_text())["model_type"], "tokenizer.path")
     ours, theirs = open_tokenizer(tmp_path / "copy"), AutoTokenizer.from_pretrained(source)
     compared = [text for text in TEXTS if "<|endoftext|>" not in text]
     assert len(compared) > len(TEXTS) / 2

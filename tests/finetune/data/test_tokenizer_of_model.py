@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from checkpoint import CheckpointWriter
+from checkpoint.tokenizer_class import CLASS_WHATEVER_IS_NAMED
 from checkpoint.tokenizer_files import TOKENIZER_FILES
 from finetune.config import TuneConfig
 from finetune.config.load import load_config
 from finetune.data.prepare import Prepared, prepare
 from finetune.data.rows import JoinedRows, open_rows
-from finetune.data.tokenizer import named_class
 from finetune.errors import ConfigError
 from finetune.launch.prerequisites import make_ready
 from serve.model.families import FAMILIES
@@ -27,18 +27,29 @@ from tests.support.tokenizers import CORPUS, make_folder, write
 OWN = {
     "gpt_neox": "gpt_neox_class",
     "gpt2": "gpt2_files",
+    "gpt_bigcode": "gpt_neox_class",
     "gpt_neo": "gpt2_files",
     "gptj": "gptj_prefix_space",
+    "codegen": "phi",
     "opt": "opt",
     "phi": "phi",
+    "phi3": "mistral_prepend",
     "llama": "llama",
-    "mistral": "mistral",
+    "mistral": "mistral_prepend",
+    "mixtral": "mistral_prepend",
+    "gpt_oss": "llama3",
     "qwen2": "qwen2",
+    "qwen3": "qwen2",
+    "olmo2": "gpt_neox_class",
+    "stablelm": "gpt_neox_class",
+    "gemma2": "llama",
+    "bloom": "gpt_neox",
+    "falcon": "gpt_neox",
 }
 """A kind of tokenizer that models of each served family come with."""
 
-DOCUMENTS = [*CORPUS, "In 2026 and 1234567890 e\u0301, \u212b: they'LL  say\n\n\tso."]
-"""Numbers, letters in two Unicode forms and runs of white space, which classes cut differently."""
+DOCUMENTS = [*CORPUS, "In 2026 and 1234567890 e\u0301, \u212b: they'LL  say\n\n\tso.", "  <s> a</s>b <s>c"]
+"""Numbers, letters in two Unicode forms, white space and special tokens, around which classes cut differently."""
 
 
 @pytest.fixture
@@ -64,6 +75,10 @@ def run_of(text: Path, model_type: str, kind: str, **sections: Any) -> TuneConfi
         folder = root / kind if (root / kind).is_dir() else make_folder(kind, root)
         tree["tokenizer"] = {"path": str(folder)}
     return load_config(write_config(tree, root / "run.yaml"))
+
+
+def named_class(made: Prepared) -> str:
+    return str(json.loads((made.tokenizer_folder / "tokenizer_config.json").read_text())["tokenizer_class"])
 
 
 def trained_ids(made: Prepared) -> list[int]:
@@ -92,11 +107,25 @@ def test_every_served_family_is_tried() -> None:
     assert set(OWN) == set(FAMILIES)
 
 
+@pytest.mark.parametrize("model_type", OWN)
+def test_the_class_that_counts_whatever_is_named_is_the_one_transformers_takes(model_type: str) -> None:
+    from transformers.models.auto import tokenization_auto as theirs
+
+    registered, expected = theirs.TOKENIZER_MAPPING_NAMES.get(model_type), None
+    if registered == "TokenizersBackend":
+        expected = ""
+    elif model_type in theirs.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS:
+        expected = registered
+    assert CLASS_WHATEVER_IS_NAMED.get(model_type) == expected
+
+
 @pytest.mark.parametrize(
     ("model_type", "kind"),
     [
         *((model_type, kind) for model_type in OWN for kind in ("own", "gptj_prefix_space", "learned")),
         *(("qwen2", kind) for kind in ("gpt_neox_class", "gpt_neox_silent", "llama3")),
+        ("gpt2", "mistral_prepend"),
+        *(("phi3", kind) for kind in ("gpt_neox_class", "llama", "opt")),
     ],
 )
 def test_what_was_trained_is_what_is_served(model_type: str, kind: str, tmp_path: Path, text: Path) -> None:
@@ -130,14 +159,14 @@ def test_the_class_is_told_at_the_start_and_only_where_the_files_do_not_decide(t
 def test_one_folder_of_data_keeps_the_tokenizers_of_two_families_apart(text: Path) -> None:
     kinds = {model_type: prepare(run_of(text, model_type, "learned"), lambda _: None) for model_type in ("gpt2", "qwen2")}
     assert kinds["gpt2"].tokenizer != kinds["qwen2"].tokenizer
-    assert named_class(kinds["gpt2"].tokenizer_folder) == "PreTrainedTokenizerFast"
-    assert named_class(kinds["qwen2"].tokenizer_folder) == "Qwen2Tokenizer"
+    assert named_class(kinds["gpt2"]) == "PreTrainedTokenizerFast"
+    assert named_class(kinds["qwen2"]) == "Qwen2Tokenizer"
 
 
 def test_a_run_of_an_earlier_release_goes_on_with_the_ids_that_it_began_with(tmp_path: Path, text: Path) -> None:
     config = run_of(text, "qwen2", "learned", run={"resume": "auto"})
     began = prepare(config, lambda _: None, of_model=False)
-    assert named_class(began.tokenizer_folder) == "PreTrainedTokenizerFast"
+    assert named_class(began) == "PreTrainedTokenizerFast"
     save(config, began, {"data": began.fingerprint})
     said: list[str] = []
     assert make_ready(config, said.append).prepared == began

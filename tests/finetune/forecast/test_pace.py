@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from finetune.cli import main
 from finetune.config import (
     ActivationConfig,
     BatchConfig,
-    DataConfig,
     LoraConfig,
     ModelConfig,
     OffloadConfig,
@@ -32,7 +30,6 @@ from finetune.forecast.facts import ModelFacts, facts_of
 from finetune.forecast.layout import layout_of
 from finetune.forecast.measure import kept_speeds, measure_speeds
 from finetune.forecast.pace import keep_pace, kept_pace
-from finetune.forecast.probe import _Counted
 from finetune.forecast.seconds import is_measurable, parts_of, rate_at
 from finetune.forecast.speeds import Measured, Speeds
 from finetune.forecast.trials import Prices, Trial, prices_of, trials_of
@@ -96,32 +93,6 @@ def test_products_are_counted_as_the_models_operations(tmp_path: Path) -> None:
     assert found.work.costly_bytes > 0
     assert found.work.calls < 200 * found.layers
     assert found.work.drawn == 0
-
-
-@pytest.mark.parametrize(
-    ("length", "share"), [(96, 1.0), (512, 1.0), (640, (512 * 512 + 128 * 640) / 640**2), (1024, 0.75), (1536, 2 / 3)]
-)
-def test_causal_attention_computes_every_block_of_keys_that_its_triangle_touches(length: int, share: float) -> None:
-    """As long as a mask's whole square, up to a block: their speeds were measured equal only so."""
-    shape = (2, 3, length, 8)
-    query, key, value = (torch.zeros(shape, requires_grad=True) for _ in range(3))
-    mask = torch.ones(length, length, dtype=torch.bool).tril()
-    counted = []
-    for how in ({"is_causal": True}, {"attn_mask": mask}):
-        with _Counted() as seen:
-            answer = torch.nn.functional.scaled_dot_product_attention(query, key, value, **how)
-            torch.autograd.grad(answer.sum(), (query, key, value))
-        counted.append(seen.tally.work(tensors=0).attention)
-    whole = 3.5 * 4 * 2 * 3 * length**2 * 8
-    assert counted == pytest.approx([whole * share, whole])
-
-
-def test_samples_that_are_packed_apart_are_counted_by_the_squares_of_their_masks(tmp_path: Path) -> None:
-    joined, apart = (
-        facts(dataclasses.replace(config_of(tmp_path), data=data)).work.attention
-        for data in (DataConfig(train=("x",), seq_len=1024, packing=packing) for packing in ("join", "isolate"))  # type: ignore[arg-type]
-    )
-    assert joined == pytest.approx(0.75 * apart)
 
 
 def test_dropout_draws_a_number_for_each_element_it_looks_at(tmp_path: Path) -> None:
