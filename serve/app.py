@@ -25,9 +25,9 @@ from serve.model.fit import check_fit, check_rows, given_of
 from serve.rpc.server import RpcServer
 from serve.runtime.edition import Edition
 from serve.runtime.gateway import Gateway
-from serve.runtime.supervisor import RankGroup
+from serve.runtime.seams import RankGroup
 from serve.text.detokenizer import open_text
-from serve.text.tokenizer import load_tokenizer
+from serve.text.tokenizer import load_tokenizer, tokenizer_digest
 from serve.worker.executor import RankExecutor
 from serve.worker.rehearsal import rehearse
 
@@ -175,7 +175,7 @@ def open_edition(config: ServerConfig) -> Edition:
     try:
         held = hold(Path(found.model.path))
         try:
-            tokenizer = _proved(found)
+            tokenizer, digest = _proved(found)
         except BaseException:
             held.release()
             raise
@@ -183,17 +183,17 @@ def open_edition(config: ServerConfig) -> Edition:
         raise ConfigError(str(error)) from error
     if not held.locked:
         _log.info("the file system of %s has no locks: nothing keeps a training run from removing it", found.model.path)
-    return Edition(found, tokenizer, held)
+    return Edition(found, tokenizer, held, digest)
 
 
-def _proved(config: ServerConfig) -> Tokenizer | None:
-    """The tokenizer of a folder whose structure and tokenizer are sound and fit each other and the options."""
+def _proved(config: ServerConfig) -> tuple[Tokenizer | None, str]:
+    """The tokenizer of a folder whose structure and tokenizer are sound and fit each other and the options; and its digest."""
     with open_structure(config.model.path, given=given_of(config.model)) as structure:
         check_fit(config.model, structure)
         tokenizer = load_tokenizer(structure.tokenizer)
         if tokenizer is not None:
             check_rows(structure, tokenizer.largest_id)
-        return tokenizer
+        return tokenizer, tokenizer_digest(structure.tokenizer.path)
 
 
 def make_engine(edition: Edition, facts: ModelFacts, executor: Executor) -> Engine:
