@@ -180,8 +180,8 @@ def _difference(served: Survey, found: Survey) -> str:
             return f"{what} is {getattr(found, what)}, and {getattr(served, what)} is served"
     if served.family.name != found.family.name:
         return f"it is a {found.family.name}, and a {served.family.name} is served"
-    if served.family.sinks:
-        return "its attention keeps numbers of the weights by itself, which are not exchanged"
+    if served.family.sinks or served.family.expert_biases:  # copied, or changed, once the weights were read
+        return "a model with attention sinks or biased experts keeps more of its weights than what is exchanged"
     if served.blueprint.dtype != found.blueprint.dtype:
         return f"its weights are {found.blueprint.dtype}, and {served.blueprint.dtype} is served"
     ours, theirs = _what_counts(served.model_config), _what_counts(found.model_config)
