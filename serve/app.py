@@ -11,10 +11,11 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
 
 from checkpoint import CheckpointError, hold, locate, open_structure
+from checkpoint.manifest import MANIFEST
 from checkpoint.tokenizer import Tokenizer
 from serve.config import ServerConfig
 from serve.engine.engine import Engine, EngineLimits
@@ -25,9 +26,10 @@ from serve.model.fit import check_fit, check_rows, given_of
 from serve.rpc.server import RpcServer
 from serve.runtime.edition import Edition
 from serve.runtime.gateway import Gateway
-from serve.runtime.supervisor import RankGroup
+from serve.runtime.seams import RankGroup
+from serve.runtime.watch import Sight, Watch
 from serve.text.detokenizer import open_text
-from serve.text.tokenizer import load_tokenizer
+from serve.text.tokenizer import load_tokenizer, tokenizer_digest
 from serve.worker.executor import RankExecutor
 from serve.worker.rehearsal import rehearse
 
@@ -147,6 +149,7 @@ async def serve(
     )
     rpc = RpcServer(gateway, metrics, edition.config)
     told = _Signals()
+    watch = _watch(config, gateway)
 
     # Start. The ports come first: one that is taken is known before the model is loaded.
     with contextlib.closing(metrics.listen(config.rpc.host, config.rpc.metrics_port)) as endpoint, told.handled():
@@ -155,13 +158,51 @@ async def serve(
             gateway.launch()
             if await _unless(told.stop, gateway.until_serving()):
                 print(ready_line(edition.config, gateway.facts, address, endpoint.url), flush=True)
-                await _unless(told.stop, _until_fatal(gateway))
+                async with _running(watch):
+                    await _unless(told.stop, _until_fatal(gateway))
             # Drain.
             _log.info("stopping: %d calls in flight", gateway.num_in_flight)
             await _unless(told.hurry, gateway.drain())
         finally:
             # Stop.
             await asyncio.gather(gateway.stop(), rpc.stop(HURRY_GRACE_SECONDS if told.hurry.is_set() else STOP_GRACE_SECONDS))
+
+
+def _watch(config: ServerConfig, gateway: Gateway) -> Watch | None:
+    """What follows the run in the model's folder, where that is asked for."""
+    if config.model.watch is None:
+        return None
+    return Watch(
+        look=lambda: asyncio.to_thread(see, config.model.path),
+        reload=gateway.reload,
+        served=lambda: gateway.edition.config.model.path,
+        every_seconds=config.model.watch,
+    )
+
+
+@contextlib.asynccontextmanager
+async def _running(watch: Watch | None) -> AsyncIterator[None]:
+    """Within, the watch goes on."""
+    task = None if watch is None else asyncio.create_task(watch.run())
+    try:
+        yield
+    finally:
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+def see(path: str) -> Sight | None:
+    """The newest checkpoint that a path means; ``None`` where it means none at this moment."""
+    try:
+        folder = locate(path)
+        files = sorted((file.relative_to(folder), file.stat()) for file in folder.rglob("*") if file.is_file())
+        is_whole = (folder / MANIFEST).is_file()
+    except (CheckpointError, OSError) as error:
+        _log.debug("nothing to follow at this moment: %s", error)
+        return None
+    mark = "".join(f"{name} {stat.st_size} {stat.st_mtime_ns} {stat.st_ino}\n" for name, stat in files)
+    return Sight(str(folder), mark, is_whole)
 
 
 def open_edition(config: ServerConfig) -> Edition:
@@ -175,7 +216,7 @@ def open_edition(config: ServerConfig) -> Edition:
     try:
         held = hold(Path(found.model.path))
         try:
-            tokenizer = _proved(found)
+            tokenizer, digest = _proved(found)
         except BaseException:
             held.release()
             raise
@@ -183,11 +224,11 @@ def open_edition(config: ServerConfig) -> Edition:
         raise ConfigError(str(error)) from error
     if not held.locked:
         _log.info("the file system of %s has no locks: nothing keeps a training run from removing it", found.model.path)
-    return Edition(found, tokenizer, held)
+    return Edition(found, tokenizer, held, digest)
 
 
-def _proved(config: ServerConfig) -> Tokenizer | None:
-    """The tokenizer of a folder whose structure and tokenizer are sound and fit each other and the options."""
+def _proved(config: ServerConfig) -> tuple[Tokenizer | None, str]:
+    """The tokenizer of a folder whose structure and tokenizer are sound and fit each other and the options; and its digest."""
     with open_structure(config.model.path, given=given_of(config.model)) as structure:
         check_fit(config.model, structure)
         tokenizer = load_tokenizer(structure.tokenizer)
@@ -200,7 +241,7 @@ def _proved(config: ServerConfig) -> Tokenizer | None:
                 config.model.path,
                 named,
             )
-        return tokenizer
+        return tokenizer, tokenizer_digest(structure.tokenizer.path)
 
 
 def make_engine(edition: Edition, facts: ModelFacts, executor: Executor) -> Engine:

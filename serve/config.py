@@ -69,12 +69,27 @@ class ModelConfig:
     verify_logits: bool = False
     """Whether several ranks are compared with the whole model, which rank 0 then loads beside its part, before they serve."""
 
+    watch: float | None = None
+    """Seconds between two looks for a newer checkpoint at ``path``, served then as by ``Admin.Reload``; ``None``: no looks."""
+
+    swap_memory_gib: float | None = None
+    """GiB that newer weights may take beside those that are served, on all ranks together; ``None`` is what is free. With less
+    than they need they are read into place while no step is computed."""
+
     max_model_len: int | None = None
     """Positions (prompt and output) a sequence may have; ``None`` is the model's own limit."""
 
     def __post_init__(self) -> None:
         _require(bool(self.path), "model.path", self.path, "name a checkpoint folder")
         _require(self.tensor_parallel_size >= 1, "model.tensor_parallel_size", self.tensor_parallel_size, "be at least 1")
+        if self.watch is not None:
+            _require_positive("model.watch", self.watch)
+        _require(
+            self.swap_memory_gib is None or (math.isfinite(self.swap_memory_gib) and self.swap_memory_gib >= 0),
+            "model.swap_memory_gib",
+            self.swap_memory_gib,
+            "be 0 or more",
+        )
         _require(
             self.max_model_len is None or self.max_model_len >= 2,
             "model.max_model_len",

@@ -26,6 +26,7 @@ from host import endpoint
 from host.endpoint import MetricsEndpoint
 from serve.engine.executor import ModelFacts
 from serve.engine.stats import EngineStats
+from serve.engine.swap import Swapped
 from serve.errors import (
     ConfigError,
     DeadlineExpired,
@@ -136,6 +137,9 @@ class Metrics:
         self._step_tokens = self._histogram("step_tokens", "Positions computed in one engine step.", STEP_TOKENS)
         self._engine_up = self._gauge("engine_up", "1 while the engine takes requests.")
         self._restarts = self._counter("engine_restarts", "Times the supervisor started the ranks again.")
+        self._swaps = self._counter("weight_swaps", "Times newer weights were taken between two steps.")
+        self._swap_seconds = self._histogram("weight_swap_seconds", "For how long an exchange of weights kept steps waiting.")
+        self._refused_reloads = self._counter("reloads_refused", "Checkpoints that were to be served and could not be.")
         self._loop_lag = self._gauge("event_loop_lag_seconds", "How late the event loop's last wake-up was.")
         self._load_seconds = self._gauge("model_load_seconds", "Duration of each phase of the last model load.", "phase")
         _make_all(self._load_seconds, LOAD_PHASES)
@@ -210,6 +214,10 @@ class Metrics:
             gauge.set(1)
         for phase, seconds in facts.load_seconds:
             self._load_seconds.labels(phase).set(seconds)
+        self.model_served(facts, model=model)
+
+    def model_served(self, facts: ModelFacts, *, model: str) -> None:
+        """What the ranks serve from now on."""
         self._model_info.clear()
         self._model_info.labels(
             model, facts.family, facts.dtype, facts.device, str(len(self._rank_up)), str(facts.max_model_len),
@@ -225,6 +233,16 @@ class Metrics:
 
     def engine_restarted(self) -> None:
         self._restarts.inc()
+
+    def swap_ended(self, swapped: Swapped) -> None:
+        """The ranks exchanged their weights, or refused to."""
+        self._swap_seconds.observe(swapped.seconds)
+        if not swapped.refused:
+            self._swaps.inc()
+
+    def reload_refused(self) -> None:
+        """What the model's folder held could not be served."""
+        self._refused_reloads.inc()
 
     def engine_advanced(self, stats: EngineStats) -> None:
         """Take over the engine's figures after it did something."""

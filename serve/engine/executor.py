@@ -35,6 +35,23 @@ class ModelFacts:
     """What the blocks take of which memory, and why that, in words, for the log."""
 
 
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The ranks can exchange their weights for those of another checkpoint between two steps."""
+
+    checkpoint_step: int | None
+    """Training step of that checkpoint, where it is recorded."""
+    beside: bool
+    """Whether the new weights are in memory already, beside the old; else they are read while no step can be computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unlike:
+    """The ranks cannot: the checkpoint is of another model than the one they were made for."""
+
+    reason: str
+
+
 class ExecutorDied(Exception):
     """The ranks cannot go on: one died, froze or broke the protocol. Not recoverable on this executor."""
 

@@ -19,6 +19,19 @@ from torch import Tensor, nn
 Matmul = Callable[[Tensor], Tensor]
 """x [..., I] -> x @ weight.T [..., O], with bias and activation where the maker was given them."""
 
+
+class Product:
+    """A linear layer's ``forward``. Whoever calls it may keep it: its weights are exchanged inside."""
+
+    __slots__ = ("matmul",)
+
+    def __init__(self, matmul: Matmul) -> None:
+        self.matmul = matmul
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.matmul(x)
+
+
 ACTIVATIONS: Final = ("none", "gelu", "gelu_tanh", "silu", "relu")
 """What can follow a product at once, in the order of ``Activation`` in kernels/linear.cpp."""
 

@@ -19,6 +19,7 @@ from serve.model.attach import INTERFACE_NAME
 from serve.model.checks import check_rope, check_switches
 from serve.model.experts import Stack, stacks_of, stored_name
 from serve.model.families import Family, as_configured, family_of
+from serve.model.linear import Matmul, Product
 from serve.model.pretrained import initialise, new_model, vocabulary_rows
 from serve.model.shards import ShardOf
 
@@ -188,42 +189,110 @@ class SliceReader:
             raise ConfigError(str(error)) from error
 
 
-def fill(
-    model: PreTrainedModel,
-    reader: SliceReader,
-    device: torch.device,
-    on_linear: Callable[[nn.Module, Tensor, Tensor | None], bool],
-) -> None:
-    """Give every parameter and buffer of a model on ``meta`` its memory and its values.
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A module with parameters of its own, as it was before it was filled."""
 
-    ``on_linear`` is offered each linear layer's weight and bias as soon as they are read; where it returns True it has taken
-    them over (packed them, say) and the module keeps no plain weight. Two modules that shared a parameter share it again.
+    path: str
+    module: nn.Module
+    owners: tuple[tuple[str, str], ...]
+    """Each parameter's name in the module, and the first name it has in the model: another module's where it is tied."""
+    shared: frozenset[str]
+    """Names in the module of parameters that other modules have, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Filling:
+    """Values for one place."""
+
+    place: Place
+    parameters: Mapping[str, nn.Parameter | None]
+    """By their names in the module; ``None`` where the values are in ``matmul``."""
+    matmul: Matmul | None
+    """What computes the layer, if that is not the module's own ``forward``."""
+
+    def put(self) -> Filling:
+        """Compute with these values from now on. Returns those before, which can be put back."""
+        module, product = self.place.module, self.place.module.__dict__.get("forward")
+        before = Filling(
+            self.place,
+            {name: module._parameters[name] for name in self.parameters},
+            product.matmul if isinstance(product, Product) else None,
+        )
+        for name, value in self.parameters.items():
+            setattr(module, name, value)
+        if isinstance(product, Product) and self.matmul is not None:
+            product.matmul = self.matmul
+        elif self.matmul is not None:
+            module.forward = Product(self.matmul)
+        return before
+
+
+class Filler:
+    """Fills one rank's model, built on ``meta`` and cut, from a checkpoint; later from others of the same shapes.
+
+    ``make`` is offered each linear layer's weight and bias as soon as they are read; what it makes of them computes the layer,
+    and the module keeps no plain weight. Two modules that shared a parameter share it again.
     """
-    filled: dict[int, nn.Parameter] = {}
-    shared = _shared_parameters(model)
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        shards: Mapping[str, ShardOf],
+        device: torch.device,
+        make: Callable[[nn.Module, Tensor, Tensor | None], Matmul | None],
+    ) -> None:
+        self._model = model
+        self._shards = shards
+        self._device = device
+        self._make = make
+        self._places = _places_of(model)
+        self.num_bytes = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
+        """What the rank's weights take."""
+
+    def fill(self, checkpoint: Checkpoint, blueprint: Blueprint) -> None:
+        """Give every parameter and buffer its memory and its values for the first time."""
+        for filling in self.read(checkpoint, blueprint):
+            filling.put()
+        _fill_buffers(self._model, self._device)
+
+    def read(self, checkpoint: Checkpoint, blueprint: Blueprint) -> Iterator[Filling]:
+        """The values of one place after the other.
+
+        Raises:
+            ConfigError: a file cannot be read.
+        """
+        reader = SliceReader(checkpoint, blueprint, self._shards, self._device)
+        filled: dict[str, nn.Parameter] = {}
+        for place in self._places:
+            tensors = {
+                name: filled[owner].data if owner in filled else reader.read(f"{place.path}.{name}")
+                for name, owner in place.owners
+            }
+            matmul = self._make(place.module, tensors["weight"], tensors.get("bias")) if _is_linear(place.module) else None
+            parameters: dict[str, nn.Parameter | None] = {}
+            for name, owner in place.owners:
+                if matmul is not None and name not in place.shared:
+                    parameters[name] = None
+                    continue
+                if owner not in filled:
+                    filled[owner] = nn.Parameter(tensors[name], requires_grad=False)
+                parameters[name] = filled[owner]
+            yield Filling(place, parameters, matmul)
+
+
+def _places_of(model: nn.Module) -> tuple[Place, ...]:
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    places = []
     for path, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
-        tensors = {}
-        for name, parameter in own.items():
-            known = filled.get(id(parameter))
-            tensors[name] = known.data if known is not None else reader.read(f"{path}.{name}")
-        taken = _is_linear(module) and on_linear(module, tensors["weight"], tensors.get("bias"))
-        for name, parameter in own.items():
-            if taken and id(parameter) not in shared:
-                setattr(module, name, None)
-                continue
-            fresh = filled.get(id(parameter))
-            if fresh is None:
-                fresh = filled[id(parameter)] = nn.Parameter(tensors[name], requires_grad=False)
-            setattr(module, name, fresh)
-    _fill_buffers(model, device)
-
-
-def _shared_parameters(model: nn.Module) -> frozenset[int]:
-    counts: dict[int, int] = {}
-    for _, parameter in model.named_parameters(remove_duplicate=False):
-        counts[id(parameter)] = counts.get(id(parameter), 0) + 1
-    return frozenset(key for key, count in counts.items() if count > 1)
+        if own:
+            shared = frozenset(name for name, parameter in own.items() if len(names[id(parameter)]) > 1)
+            owners = tuple((name, names[id(parameter)][0]) for name, parameter in own.items())
+            places.append(Place(path, module, owners, shared))
+    return tuple(places)
 
 
 def _is_linear(module: nn.Module) -> bool:

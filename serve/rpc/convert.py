@@ -55,6 +55,7 @@ def _generation(request: inference_pb2.GenerateRequest, prompt: prompts.Prompt, 
         num_sequences=request.sampling.num_sequences if request.sampling.HasField("num_sequences") else 1,
         priority=request.priority,
         cache_salt=request.cache_salt,
+        pin_weights=request.pin_weights,
         arrival_seconds=call.arrival_seconds,
         deadline_seconds=call.deadline_seconds,
     )

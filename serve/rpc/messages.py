@@ -105,6 +105,10 @@ def finish(event: SequenceFinished) -> inference_pb2.Finish:
     message = inference_pb2.Finish(
         index=event.index, reason=REASON[event.reason], usage=usage(event.usage), timings=timings, seed=event.seed
     )
+    for made in event.made_by:
+        message.made_by.add(first_token=made.first_token, checkpoint_step=made.checkpoint_step)
+    if event.made_by and event.made_by[-1].checkpoint_step is not None:
+        message.checkpoint_step = event.made_by[-1].checkpoint_step
     match event.matched_stop:
         case str():
             message.stop_string = event.matched_stop

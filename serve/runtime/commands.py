@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from serve.engine.swap import Swap, Swapped
 from serve.errors import RequestError
 from serve.runtime.stream import Stream
 from serve.types import RequestId
@@ -42,8 +44,18 @@ class FlushPrefixCache:
 
 
 @dataclass(frozen=True, slots=True)
+class SwapWeights:
+    """Have the engine take weights that the ranks hold ready."""
+
+    swap: Swap
+    is_meant: Callable[[], bool]
+    """Whether the engine that obeys is on the ranks that were told to prepare them."""
+    done: Future[Swapped]
+
+
+@dataclass(frozen=True, slots=True)
 class Wake:
     """Look around: something changed that is not in the queue."""
 
 
-Command = Add | Drop | Abort | FlushPrefixCache | Wake
+Command = Add | Drop | Abort | FlushPrefixCache | SwapWeights | Wake

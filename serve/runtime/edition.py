@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from checkpoint import Hold
 from checkpoint.tokenizer import Tokenizer
@@ -23,6 +24,15 @@ class Edition:
     """``None`` for a model without one: requests then carry token ids only."""
     hold: Hold | None = None
     """Keeps the folder from being removed by a training run until ``release``."""
+
+    tokenizer_digest: str = ""
+    """Stands for the tokenizer's files: editions with another one have another tokenizer."""
+    lineage: object = field(default_factory=object)
+    """Shared by editions that differ in nothing but the weights: what was made for one can be computed by another."""
+
+    def after(self, earlier: Edition) -> Edition:
+        """This edition as one that took only the weights' place of an earlier one."""
+        return dataclasses.replace(self, lineage=earlier.lineage)
 
     def check_folder(self) -> None:
         """Look whether the folder is still the one that was read, before ranks load it; a replaced one is warned of.

@@ -13,9 +13,10 @@ from typing import TypeVar
 
 from serve.engine.engine import Engine
 from serve.engine.stats import EngineStats
-from serve.errors import RequestBroke, RequestError, ServeError
+from serve.engine.swap import Swapped
+from serve.errors import EngineDown, RequestBroke, RequestError, ServeError
 from serve.metrics import Metrics
-from serve.runtime.commands import Abort, Add, Command, Drop, FlushPrefixCache, Wake
+from serve.runtime.commands import Abort, Add, Command, Drop, FlushPrefixCache, SwapWeights, Wake
 from serve.runtime.ledger import Ledger
 from serve.runtime.stream import Stream
 from serve.types import Event, RequestFailed, RequestId, SequenceFinished
@@ -54,6 +55,7 @@ class EngineThread:
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._routes: dict[RequestId, Stream] = {}
         self._outbox: list[Delivery] = []
+        self._swap_done: Future[Swapped] | None = None
         self.stats: EngineStats | None = None
         """The engine's latest figures; ``None`` before the first engine runs."""
         self.step_started_seconds: float | None = None
@@ -82,6 +84,7 @@ class EngineThread:
                 return
             if engine.has_work:
                 self._step(engine)
+            self._tell_swapped(engine)
             self.stats = engine.stats()
             self._metrics.engine_advanced(self.stats)
             self._publish()
@@ -95,6 +98,9 @@ class EngineThread:
                 _log.exception("the engine could not end its requests in order; they are ended without it")
         for request_id in tuple(self._routes):
             self._collect((RequestFailed(request_id=request_id, error=error),))
+        done, self._swap_done = self._swap_done, None
+        if done is not None:
+            _refuse_answer(done, error)
         while True:
             try:
                 self._refuse(self._commands.get_nowait(), error)
@@ -141,8 +147,22 @@ class EngineThread:
                 _answer(found, self._abort(engine, request_id, error))
             case FlushPrefixCache(num_dropped=num_dropped):
                 _answer(num_dropped, engine.flush_prefix_cache())
+            case SwapWeights(swap=swap, is_meant=is_meant, done=done):
+                if is_meant():
+                    engine.swap(swap)
+                    self._swap_done = done
+                else:
+                    _refuse_answer(done, EngineDown("the ranks that had prepared these weights are gone"))
             case Wake():
                 pass
+
+    def _tell_swapped(self, engine: Engine) -> None:
+        swapped = engine.take_swapped()
+        if swapped is not None:
+            done, self._swap_done = self._swap_done, None
+            assert done is not None, "weights were exchanged that nobody asked for"
+            self._metrics.swap_ended(swapped)
+            _answer(done, swapped)
 
     def _add(self, engine: Engine, stream: Stream) -> None:
         if stream.ended:  # given up while it waited in the queue
@@ -194,10 +214,16 @@ class EngineThread:
             case Abort(found=found):
                 _answer(found, False)
             case FlushPrefixCache(num_dropped=num_dropped):
-                if num_dropped.set_running_or_notify_cancel():
-                    num_dropped.set_exception(error)
+                _refuse_answer(num_dropped, error)
+            case SwapWeights(done=done):
+                _refuse_answer(done, error)
             case Drop() | Wake():
                 pass
+
+
+def _refuse_answer(future: Future[T], error: RequestError) -> None:
+    if future.set_running_or_notify_cancel():
+        future.set_exception(error)
 
 
 def _answer(future: Future[T], value: T) -> None:

@@ -19,9 +19,10 @@ from serve.runtime.edition import Edition
 from serve.runtime.engine_thread import Delivery, EngineThread
 from serve.runtime.flight import Flight
 from serve.runtime.reload import Reload
+from serve.runtime.seams import RankGroup
 from serve.runtime.state import ServerState, State
 from serve.runtime.stream import Stream
-from serve.runtime.supervisor import RankGroup, Supervisor
+from serve.runtime.supervisor import Supervisor
 from serve.types import Generation, RequestId
 
 LAG_PROBE_SECONDS = 0.5
@@ -75,7 +76,7 @@ class Gateway:
             clock=clock,
         )
         self._reload = Reload(
-            self._server, self._flight, self._supervisor, reopen=reopen, drain_seconds=self.config.rpc.drain_seconds
+            self._server, self._flight, self._supervisor, metrics, reopen=reopen, drain_seconds=self.config.rpc.drain_seconds
         )
 
     @property
@@ -226,6 +227,10 @@ class Gateway:
         """The ranks are lost. Any thread."""
         self._post(self._on_down, error)
 
+    def weights_taken(self, edition: Edition, facts: ModelFacts) -> None:
+        """The ranks compute with the weights of another edition. Any thread."""
+        self._post(self._on_weights, edition, facts)
+
     def taken_back(self, error: StartError) -> None:
         """A reload has failed, and the edition before it is being loaded. Any thread."""
         self._post(self._reload.taken_back, error)
@@ -242,6 +247,11 @@ class Gateway:
         if before is not edition:
             before.release()
         self._reload.settle()
+
+    def _on_weights(self, edition: Edition, facts: ModelFacts) -> None:
+        before = self.edition
+        self._server.take_weights(edition, facts)
+        before.release()
 
     def _on_down(self, error: EngineDown) -> None:
         self._server.enter(State.DOWN)

@@ -7,7 +7,9 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from serve.errors import Draining, EngineDown, Loading, ReloadRefused, StartError
+from serve.engine.executor import Unlike
+from serve.errors import Draining, EngineDown, Loading, ReloadRefused, StartError, Unavailable
+from serve.metrics import Metrics
 from serve.runtime.edition import Edition
 from serve.runtime.flight import Flight
 from serve.runtime.state import ServerState, State
@@ -39,6 +41,7 @@ class Reload:
         server: ServerState,
         flight: Flight,
         supervisor: Supervisor,
+        metrics: Metrics,
         *,
         reopen: Callable[[], Awaitable[Edition]],
         drain_seconds: float,
@@ -46,6 +49,7 @@ class Reload:
         self._server = server
         self._flight = flight
         self._supervisor = supervisor
+        self._metrics = metrics
         self._reopen = reopen
         self._drain_seconds = drain_seconds
         self._task: asyncio.Task[None] | None = None
@@ -59,7 +63,9 @@ class Reload:
     async def run(self) -> None:
         """Read the model's folder again and serve what is in it now: its newest checkpoint, for a folder of several.
 
-        Calls in flight have ``rpc.drain_seconds`` to end; the rest ends with ``Loading``. A folder that cannot be served is
+        Weights of the same model in all else are taken between two steps, and no call ends for it but those that must end on
+        the weights they began with and take longer than ``rpc.drain_seconds``. For another model, ranks start again: calls
+        in flight have as long to end; the rest ends with ``Loading``. A folder that cannot be served is
         found out before anything is given up; where the ranks fail all the same, the model before is loaded again.
 
         Raises:
@@ -105,7 +111,13 @@ class Reload:
 
     async def _replace(self) -> None:
         """One reload."""
-        edition = await self._read_folder()
+        try:
+            edition = await self._read_folder()
+            if await self._swap(edition):
+                return
+        except ReloadRefused:
+            self._metrics.reload_refused()
+            raise
         try:
             await self._end_calls()
             failure = await self._hand_over(edition)
@@ -118,6 +130,32 @@ class Reload:
             raise EngineDown(f"{failure}, and what was served before cannot be brought back") from failure
         if failure is not None:
             raise ReloadRefused(f"{failure}; what was served before is served again") from failure
+
+    async def _swap(self, edition: Edition) -> bool:
+        """Exchange the weights alone, if that is all there is to it; False if it is not, and nothing has changed."""
+        served = self._server.edition
+        if self._server.unavailable() is not None or edition.tokenizer_digest != served.tokenizer_digest:
+            return False
+        heir = edition.after(served)
+        try:
+            swapped = await asyncio.to_thread(self._supervisor.swap, heir, self._drain_seconds)
+        except StartError as error:
+            edition.release()
+            raise ReloadRefused(f"{error}; what was served before goes on") from error
+        except Unavailable:
+            edition.release()
+            raise
+        if isinstance(swapped, Unlike):
+            _log.info("ranks are started again for %s: %s", edition.config.model.path, swapped.reason)
+            return False
+        if swapped.refused:
+            edition.release()
+            raise ReloadRefused(f"{swapped.refused}; what was served before goes on")
+        _log.info(
+            "weights exchanged in %.3f s, %d sequences computed again: %s",
+            swapped.seconds, swapped.num_recomputed, edition.config.model.path,
+        )  # fmt: skip
+        return True
 
     async def _read_folder(self) -> Edition:
         try:

@@ -61,7 +61,7 @@ class ServerState:
         """Why there are no new requests now, or none that were made for ``edition``; ``None`` while there are."""
         match self._now:
             case State.SERVING:
-                if edition is None or edition is self.edition:
+                if edition is None or edition.lineage is self.edition.lineage:
                     return None
                 return Loading("the model was loaded again while this call was read; send it again")
             case State.LOADING:
@@ -98,6 +98,10 @@ class ServerState:
         self.enter(State.SERVING)
         if self._now is State.SERVING:
             self._serving.set()
+
+    def take_weights(self, edition: Edition, facts: ModelFacts) -> None:
+        """The ranks compute with the weights of this edition by now, which is the same model in all else."""
+        self.edition, self.facts = edition, facts
 
     def give_up(self, error: StartError) -> None:
         """There will be no engine again; the first reason stands."""

@@ -55,9 +55,12 @@ class StepWatch:
         self._largest = _Size()
         self._longest_seconds = 0.0
         self._excused_seconds = 0.0
+        self._exchanging = False
 
     def execute(self, plan: StepPlan) -> StepResult:
         """See ``serve.engine.executor.Executor``."""
+        if plan.swap is not None:
+            return self._exchange(plan)
         size = self._size_of(plan)
         began = self._clock()
         self._step = plan, size
@@ -68,12 +71,24 @@ class StepWatch:
         self._largest |= size
         return result
 
+    def _exchange(self, plan: StepPlan) -> StepResult:
+        """Weights may have to be read first: that takes what a start takes, and says nothing about how long steps do."""
+        self._scored.clear()
+        self._exchanging = True
+        try:
+            return self._executor.execute(plan)
+        finally:
+            self._exchanging = False
+            self._excused_seconds = 0.0
+
     def excuse(self, seconds: float) -> None:
         """Do not count so many seconds of the step in progress as its own: the whole process stood still meanwhile."""
         self._excused_seconds += seconds
 
     def limit_seconds(self) -> float:
         """How long the step in progress may take, from its schedule to its answers."""
+        if self._exchanging:
+            return self._config.start_timeout_seconds + self._excused_seconds
         step, margin = self._step, self._config.step_margin_seconds
         times = math.inf if step is None or not self._largest.tokens else step[1].times(self._largest)
         if times <= _MOST_TIMES:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from serve.engine.engine import Engine
-from serve.engine.executor import Executor, ExecutorDied, ModelFacts
-from serve.engine.plan import StepPlan, StepResult
+from serve.engine.executor import Executor, ExecutorDied, ModelFacts, Unlike
+from serve.engine.swap import Swapped
 from serve.errors import Draining, EngineDown, Loading, RankStartError, StartError, Unavailable
 from serve.metrics import Metrics
 from serve.runtime.commands import Wake
 from serve.runtime.edition import Edition
 from serve.runtime.engine_thread import EngineThread
+from serve.runtime.exchange import Exchange
+from serve.runtime.seams import LifeListener, RankGroup
 from serve.runtime.step_watch import StepWatch
 
 POLL_SECONDS = 0.05
@@ -35,61 +37,6 @@ START_GRACE_SECONDS = 10.0
 _log = logging.getLogger(__name__)
 
 
-class RankGroup(Protocol):
-    """All ranks of one model, from their birth to their death. Started once, closed once, never used again."""
-
-    def start(self) -> ModelFacts:
-        """Spawn the ranks and load the model. Blocks.
-
-        The thread that calls this outlives the ranks: Linux ties a child's parent-death signal to the thread that made it.
-
-        Raises:
-            ConfigError: the model or an option is at fault.
-            RankStartError: a rank failed, or ``close`` was called meanwhile.
-        """
-        ...
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        """See ``serve.engine.executor.Executor``."""
-        ...
-
-    def heartbeat_ages(self) -> tuple[float, ...]:
-        """Seconds since each rank was last heard of. Any thread."""
-        ...
-
-    def dead_rank(self) -> str | None:
-        """A sentence, if a rank's process is gone or silent for too long, or hangs while it loads. Cheap; any thread."""
-        ...
-
-    def hanging_rank(self) -> int | None:
-        """The rank that the others wait for in a step; ``None`` where that cannot be told. Any thread."""
-        ...
-
-    def dump_stacks(self) -> None:
-        """Have every rank that can print the stacks of its threads on standard error. Any thread."""
-        ...
-
-    def close(self) -> None:
-        """Kill what lives, reap it, free everything. Idempotent; any thread; a blocked ``execute`` raises ``ExecutorDied``."""
-        ...
-
-
-class LifeListener(Protocol):
-    """Hears of the engine's life. Called on the supervisor's threads; must not block."""
-
-    def engine_up(self, edition: Edition, facts: ModelFacts) -> None: ...
-
-    def engine_down(self, error: EngineDown) -> None: ...
-
-    def taken_back(self, error: StartError) -> None:
-        """The edition of the last ``reload`` cannot be loaded; the one before it is being started again."""
-        ...
-
-    def gave_up(self, error: StartError) -> None:
-        """The server cannot go on."""
-        ...
-
-
 @dataclass(slots=True)
 class _Life:
     """One group of ranks and what was found out about it."""
@@ -98,6 +45,8 @@ class _Life:
     group: RankGroup
     started_seconds: float
     steps: StepWatch
+    facts: ModelFacts | None = None
+    """What its ranks said, with what they serve by now."""
     serving: bool = False
     replaced: bool = False
     """It ends because another edition is to be served."""
@@ -136,6 +85,7 @@ class Supervisor:
         self._lock = threading.Lock()  # guards what follows, and cause and replaced of every _Life
         self._life: _Life | None = None
         self._edition = edition
+        self._num_swaps = 0
         self._previous: Edition | None = None
         """What to go back to, from a reload until the new edition serves."""
         self._worker = threading.Thread(target=self._live, name="tessera-engine", daemon=True)
@@ -174,6 +124,43 @@ class Supervisor:
         if life is not None and not life.serving:
             self._close(life)
         self._bridge.send(Wake())
+
+    def swap(self, edition: Edition, patience_seconds: float) -> Swapped | Unlike:
+        """Have the ranks that serve take the weights of another edition, between two steps. Blocks; not the engine's thread.
+
+        The listener hears ``weights_taken`` where they do; a restart loads the new edition from then on.
+
+        Args:
+            edition: must have the tokenizer and the options of the one that is served.
+            patience_seconds: how long requests that must end on the weights they began with hold it up.
+
+        Raises:
+            StartError: the checkpoint cannot be served, or a rank could not read it.
+            Unavailable: the ranks were lost meanwhile, or the server stops.
+        """
+        with self._lock:
+            life = self._life
+            self._num_swaps += 1
+            number = self._num_swaps
+        if life is None or life.facts is None:
+            raise _engine_down()
+        exchange = Exchange(life.group, self._bridge, is_alive=lambda: self._lives(life))
+        swapped = exchange.run(edition.config, number, self._clock() + patience_seconds)
+        if isinstance(swapped, Swapped) and not swapped.refused:
+            step = swapped.swap.weights.checkpoint_step
+            self._take_over(life, edition, dataclasses.replace(life.facts, checkpoint_step=step))
+        return swapped
+
+    def _lives(self, life: _Life) -> bool:
+        return life is self._life and life.serving and life.cause is None and not life.replaced and not self._stop.is_set()
+
+    def _take_over(self, life: _Life, edition: Edition, facts: ModelFacts) -> None:
+        with self._lock:
+            life.edition, life.facts = edition, facts
+            if life is self._life:
+                self._edition = edition
+        self._metrics.model_served(facts, model=edition.config.model.served_name)
+        self._listener.weights_taken(edition, facts)
 
     # The thread that lives the lives.
 
@@ -249,7 +236,7 @@ class Supervisor:
         with self._lock:
             if life.replaced:
                 return
-            life.serving = True
+            life.serving, life.facts = True, facts
             self._previous = None
         self._metrics.engine_started(engine.stats(), facts, model=life.edition.config.model.served_name)
         self._metrics.heartbeat_ages(life.group.heartbeat_ages())

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Final
 
 from checkpoint.errors import CheckpointError
 from checkpoint.folder import Folder
 from checkpoint.tokenizer import Tokenizer, read_tokenizer
+from checkpoint.tokenizer_files import TOKENIZER_FILES
 from serve.errors import ConfigError
 
 PIECE_CHARACTERS: Final = 16_384
@@ -55,3 +57,14 @@ def exceeds(tokenizer: Tokenizer, text: str, num_tokens: int) -> bool:
         if num_counted > num_tokens:
             return True
     return False
+
+
+def tokenizer_digest(folder: Path) -> str:
+    """Stands for the content of a folder's tokenizer files: equal ones make the same tokenizer."""
+    digest = hashlib.sha256()
+    for name in sorted(TOKENIZER_FILES):
+        path = folder / name
+        if path.is_file():
+            digest.update(f"{name} {path.stat().st_size} ".encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()

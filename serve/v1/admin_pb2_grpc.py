@@ -82,7 +82,8 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Reload(self, request, context):
-        """Serve what the model's folder holds by now: the newest checkpoint, where it is a run's. Health is NOT_SERVING and new
+        """Serve what the model's folder holds by now: the newest checkpoint, where it is a run's. Where that differs in its weights
+        alone, they are taken between two steps and no call ends for it. For another model health is NOT_SERVING and new
         requests end with UNAVAILABLE until it is loaded; those in flight have the server's drain time to end. Answers when the
         new model serves. FAILED_PRECONDITION, with the reason, when it cannot be served: the one before is then served again.
         """

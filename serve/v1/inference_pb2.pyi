@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "text", "token_ids", "chat", "special_tokens", "sampling", "stopping", "response", "priority", "cache_salt")
+    __slots__ = ("request_id", "model", "text", "token_ids", "chat", "special_tokens", "sampling", "stopping", "response", "priority", "cache_salt", "pin_weights")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -20,6 +20,7 @@ class GenerateRequest(_message.Message):
     RESPONSE_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    PIN_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     text: str
@@ -31,7 +32,8 @@ class GenerateRequest(_message.Message):
     response: ResponseOptions
     priority: int
     cache_salt: str
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_types_pb2.TokenIds, _Mapping]] = ..., chat: _Optional[_Union[_types_pb2.Chat, _Mapping]] = ..., special_tokens: _Optional[_Union[_types_pb2.SpecialTokens, str]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stopping: _Optional[_Union[Stopping, _Mapping]] = ..., response: _Optional[_Union[ResponseOptions, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    pin_weights: bool
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_types_pb2.TokenIds, _Mapping]] = ..., chat: _Optional[_Union[_types_pb2.Chat, _Mapping]] = ..., special_tokens: _Optional[_Union[_types_pb2.SpecialTokens, str]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stopping: _Optional[_Union[Stopping, _Mapping]] = ..., response: _Optional[_Union[ResponseOptions, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., pin_weights: _Optional[bool] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "typical_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "allowed_ids", "banned_ids", "num_sequences")
@@ -127,7 +129,7 @@ class Delta(_message.Message):
     def __init__(self, index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprob, _Mapping]]] = ...) -> None: ...
 
 class Finish(_message.Message):
-    __slots__ = ("index", "reason", "stop_string", "stop_id", "usage", "timings", "seed")
+    __slots__ = ("index", "reason", "stop_string", "stop_id", "usage", "timings", "seed", "checkpoint_step", "made_by")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_STRING_FIELD_NUMBER: _ClassVar[int]
@@ -135,6 +137,8 @@ class Finish(_message.Message):
     USAGE_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_STEP_FIELD_NUMBER: _ClassVar[int]
+    MADE_BY_FIELD_NUMBER: _ClassVar[int]
     index: int
     reason: _types_pb2.FinishReason
     stop_string: str
@@ -142,7 +146,17 @@ class Finish(_message.Message):
     usage: _types_pb2.Usage
     timings: _types_pb2.Timings
     seed: int
-    def __init__(self, index: _Optional[int] = ..., reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., stop_string: _Optional[str] = ..., stop_id: _Optional[int] = ..., usage: _Optional[_Union[_types_pb2.Usage, _Mapping]] = ..., timings: _Optional[_Union[_types_pb2.Timings, _Mapping]] = ..., seed: _Optional[int] = ...) -> None: ...
+    checkpoint_step: int
+    made_by: _containers.RepeatedCompositeFieldContainer[MadeBy]
+    def __init__(self, index: _Optional[int] = ..., reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., stop_string: _Optional[str] = ..., stop_id: _Optional[int] = ..., usage: _Optional[_Union[_types_pb2.Usage, _Mapping]] = ..., timings: _Optional[_Union[_types_pb2.Timings, _Mapping]] = ..., seed: _Optional[int] = ..., checkpoint_step: _Optional[int] = ..., made_by: _Optional[_Iterable[_Union[MadeBy, _Mapping]]] = ...) -> None: ...
+
+class MadeBy(_message.Message):
+    __slots__ = ("first_token", "checkpoint_step")
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_STEP_FIELD_NUMBER: _ClassVar[int]
+    first_token: int
+    checkpoint_step: int
+    def __init__(self, first_token: _Optional[int] = ..., checkpoint_step: _Optional[int] = ...) -> None: ...
 
 class Error(_message.Message):
     __slots__ = ("code", "message", "violations", "reason", "retry_after_seconds")

@@ -43,14 +43,30 @@ def check_forward(config: ModelConfig, model: RankModel, ranks: Ranks, runner: R
     Raises:
         ConfigError: on every rank, where any rank's numbers are NaN or infinite; names the tensor, or else the layer.
     """
+    weights_are_finite = all(is_finite(weight) for part in (model.body, model.head) for weight in part.parameters())
+    is_good, layer = _try_forward(model, runner)
+    if ranks.smallest(int(is_good and weights_are_finite)):
+        return
+    # One rank reads the whole checkpoint once more; the others wait for what it finds.
+    raise ConfigError(ranks.told_by_first(_fault(config, model, layer) if ranks.rank == 0 else ""))
+
+
+def forward_fault(model: RankModel, ranks: Ranks, runner: Runner) -> str:
+    """What is wrong with the numbers of weights that were proved to be finite, on any rank; empty where nothing is.
+
+    All ranks together, between two steps: no block may hold anything that is wanted still.
+    """
+    is_good, layer = _try_forward(model, runner)
+    if ranks.smallest(int(is_good)):
+        return ""
+    return ranks.told_by_first(_bad_range(model, layer) if ranks.rank == 0 else "")
+
+
+def _try_forward(model: RankModel, runner: Runner) -> tuple[bool, str | None]:
+    """Compute the made-up tokens: whether this rank's numbers were finite, and after which layer they first were not."""
     with _first_bad_layer(model.body) as bad_layer:
         faults = [fault for plan in _plans(model) if (result := runner.execute(plan)) for fault in result.faults]
-        weights_are_finite = all(is_finite(weight) for part in (model.body, model.head) for weight in part.parameters())
-        is_good = weights_are_finite and not faults and bad_layer() is None
-        if ranks.smallest(int(is_good)):
-            return
-        # One rank reads the whole checkpoint once more; the others wait for what it finds.
-        raise ConfigError(ranks.told_by_first(_fault(config, model, bad_layer()) if ranks.rank == 0 else ""))
+        return not faults and bad_layer() is None, bad_layer()
 
 
 def _fault(config: ModelConfig, model: RankModel, layer: str | None) -> str:

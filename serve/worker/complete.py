@@ -64,11 +64,12 @@ def _heads_of(heads: HeadCut, rank: int, is_query: bool) -> int:
 
 def _summed_norm(norm: nn.Module, features: int, ranks: Ranks) -> Callable[[Tensor], Tensor]:
     """RMSNorm (Zhang and Sennrich 2019) whose mean is over ``features``, those of all ranks; repeated heads count each time."""
-    weight, epsilon = norm.get_parameter("weight"), float(norm.variance_epsilon)  # type: ignore[arg-type]
+    epsilon = float(norm.variance_epsilon)  # type: ignore[arg-type]
 
     def forward(x: Tensor) -> Tensor:
         wide = x.float()
         squares = ranks.sum_(wide.square().sum(dim=-1, keepdim=True))
+        weight = norm.get_parameter("weight")  # looked up each time: it may have been exchanged
         return (weight * (wide * torch.rsqrt(squares / features + epsilon))).to(x.dtype)
 
     return forward

@@ -17,10 +17,11 @@ from typing import Final
 from host import limits
 from host.modules import import_path, module_command
 from serve.config import ServerConfig
-from serve.engine.executor import ExecutorDied, ModelFacts
+from serve.engine.executor import ExecutorDied, ModelFacts, Prepared, Unlike
 from serve.engine.plan import StepPlan, StepResult
 from serve.errors import RankStartError
 from serve.worker import wire
+from serve.worker.preparation import Preparation
 from serve.worker.vitals import Vitals, furthest_behind, stalled
 
 _REAP_SECONDS: Final = 10.0
@@ -34,11 +35,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Rank:
-    """One rank's process and our ends of its two sockets."""
+    """One rank's process and our ends of its three sockets."""
 
     number: int
     process: subprocess.Popen[bytes]
     steps: socket.socket
+    orders: socket.socket
     pulse: socket.socket
     started: float
     """Monotonic time."""
@@ -57,6 +59,8 @@ class RankExecutor:
         self._ranks: list[_Rank] = []
         self._closed = False
         self._ready = False
+        self._on_device = False
+        self._prepares: Preparation | None = None
         self._kills_before = limits.memory_kills()
         self._lock = threading.Lock()
 
@@ -84,6 +88,7 @@ class RankExecutor:
             facts = self._wait_until_ready()
             with self._lock:
                 self._ready = True
+                self._on_device = facts.device != "cpu"
             return facts
         except BaseException:
             self.close()
@@ -93,12 +98,14 @@ class RankExecutor:
 
     def _spawn(self, number: int, size: int, rendezvous: int) -> _Rank:
         ours, theirs = socket.socketpair()
+        our_orders, their_orders = socket.socketpair()
         our_pulse, their_pulse = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs, their_pulse:
+        with theirs, their_orders, their_pulse:
             command = [
                 *module_command("serve.worker.rank_loop"),
                 str(number),
                 str(theirs.fileno()),
+                str(their_orders.fileno()),
                 str(their_pulse.fileno()),
                 f"/proc/self/fd/{rendezvous}",
                 logging.getLevelName(logging.getLogger("serve").getEffectiveLevel()),
@@ -107,13 +114,13 @@ class RankExecutor:
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=2,
-                pass_fds=(theirs.fileno(), their_pulse.fileno(), rendezvous),
+                pass_fds=(theirs.fileno(), their_orders.fileno(), their_pulse.fileno(), rendezvous),
                 env=rank_environment(number, size, self._config.model.device),
             )
         our_pulse.setblocking(False)
         now = time.monotonic()
         _log.info("rank %d started: process %d", number, process.pid)
-        return _Rank(number, process, ours, our_pulse, now, Vitals(number, process.pid, our_pulse, now))
+        return _Rank(number, process, ours, our_orders, our_pulse, now, Vitals(number, process.pid, our_pulse, now))
 
     def _wait_until_ready(self) -> ModelFacts:
         deadline = time.monotonic() + self._config.supervisor.start_timeout_seconds
@@ -173,6 +180,32 @@ class RankExecutor:
         if result.step != plan.step:
             raise ExecutorDied(f"step {plan.step} was answered by step {result.step}")
         return result
+
+    def prepare(self, config: ServerConfig, number: int) -> Prepared | Unlike:
+        """Have the ranks make the checkpoint of ``config`` ready to be taken by a plan with ``swap``, while steps go on.
+
+        Raises:
+            ConfigError: the checkpoint is at fault.
+            RankStartError: a rank could not do it.
+            ExecutorDied: the ranks are gone, or do not answer.
+        """
+        return self._preparation().prepare(config, number)
+
+    def forget_prepared(self) -> None:
+        """Have the ranks give back the memory of what was prepared and not taken, or of what was served before."""
+        self._preparation().forget()
+
+    def _preparation(self) -> Preparation:
+        with self._lock:
+            if self._closed:
+                raise ExecutorDied("the ranks were stopped")
+            if self._prepares is None:
+                self._prepares = Preparation(
+                    [rank.orders for rank in self._ranks],
+                    self._config.supervisor.start_timeout_seconds,
+                    shared_memory=not self._on_device,
+                )
+            return self._prepares
 
     def _cause_of_loss(self) -> str | None:
         """As ``dead_rank``, which knows of a death a moment after the dead one's connection has gone."""
@@ -246,12 +279,12 @@ class RankExecutor:
                     rank.process.kill()  # also ends a frozen one
             for rank in self._ranks:
                 # shutdown, not only close: a thread that waits in ``execute`` must wake up, whatever becomes of the ranks.
-                for end in (rank.steps, rank.pulse):
+                for end in (rank.steps, rank.orders, rank.pulse):
                     with contextlib.suppress(OSError):
                         end.shutdown(socket.SHUT_RDWR)
             for rank in self._ranks:
                 self._collect(rank, ended.get(rank.number, "by the server"))
-                for end in (rank.steps, rank.pulse):
+                for end in (rank.steps, rank.orders, rank.pulse):
                     end.close()
 
     @staticmethod

@@ -28,7 +28,7 @@ from serve.model.kernel_attention import CpuKernelBackend
 from serve.model.kernels.build import KernelUnavailable, load_cpu_kernels
 from serve.model.lean import call_leaves_directly
 from serve.model.linear import Matmul, Packer, activation_of, choose_packer, plain
-from serve.model.load import Blueprint, SliceReader, build_on_meta, choose_dtype, fill, read_config
+from serve.model.load import Blueprint, Filler, build_on_meta, choose_dtype, read_config
 from serve.model.pretrained import vocabulary_rows
 from serve.model.shards import ShardOf
 from serve.worker.complete import page_attention, plain_embedding, scale_embedding, sum_experts, sum_norms, whole_head
@@ -54,6 +54,10 @@ class RankModel:
     device: torch.device
     stored: frozenset[str]
     """The checkpoint's names of the tensors that the model takes, all ranks' parts together."""
+    filler: Filler
+    """Reads the weights of another checkpoint of the same shapes."""
+    survey: Survey
+    """What the checkpoint was found to be."""
 
 
 class Stopwatch:
@@ -80,10 +84,10 @@ def load_rank(
     Raises:
         ConfigError: the checkpoint, the family or the tensor-parallel size is at fault.
     """
-    with _opened(config, everything=rank == 0) as checkpoint:
+    with opened(config, everything=rank == 0) as checkpoint:
         plan = survey(checkpoint, config, device)
         ranks = join()
-        kernels, linear = _read_weights(checkpoint, plan, config, ranks, device, watch)
+        kernels, linear, filler = _read_weights(checkpoint, plan, config, ranks, device, watch)
         step = checkpoint.step
 
     model = plan.blueprint.model
@@ -129,6 +133,8 @@ def load_rank(
         facts=facts,
         device=device,
         stored=plan.blueprint.stored,
+        filler=filler,
+        survey=plan,
     )
     return rank_model, ranks
 
@@ -187,8 +193,12 @@ def survey(checkpoint: Checkpoint, config: ServerConfig, device: torch.device) -
 
 def _read_weights(
     checkpoint: Checkpoint, plan: Survey, config: ServerConfig, ranks: Ranks, device: torch.device, watch: Stopwatch
-) -> tuple[ctypes.CDLL | None, str]:
-    """Cut the model for this rank and fill it; returns the CPU kernels, where they apply, and what computes linear layers."""
+) -> tuple[ctypes.CDLL | None, str, Filler]:
+    """Cut the model for this rank and fill it.
+
+    Returns:
+        The CPU kernels, where they apply; what computes linear layers; what can fill the model again.
+    """
     model, dtype = plan.blueprint.model, plan.blueprint.dtype
     shards: dict[str, ShardOf] = dict(shard(model, plan.family, plan.heads, ranks)) if ranks.size > 1 else {}
     watch.lap("build")
@@ -196,10 +206,10 @@ def _read_weights(
         torch.cuda.set_device(device)
     kernels = _load_kernels(config.kernels.cache_dir, ranks.rank, device, dtype)
     linear, packer = choose_packer(device, dtype, kernels)
-    install = _linear_installer(packer, ranks, _activations(model, plan.family))
-    fill(model, SliceReader(checkpoint, plan.blueprint, shards, device), device, install)
+    filler = Filler(model, shards, device, _product_maker(packer, ranks, _activations(model, plan.family)))
+    filler.fill(checkpoint, plan.blueprint)
     watch.lap("weights")
-    return kernels, linear
+    return kernels, linear, filler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,7 +253,7 @@ def rehearse(config: ServerConfig, device: torch.device) -> None:
     Raises:
         ConfigError: the checkpoint, the family or an option is at fault, or a weight is NaN or infinite.
     """
-    with _opened(config, everything=False) as checkpoint:
+    with opened(config, everything=False) as checkpoint:
         blueprint = survey(checkpoint, config, device).blueprint
         try:
             checkpoint.look_through(
@@ -254,7 +264,7 @@ def rehearse(config: ServerConfig, device: torch.device) -> None:
             raise ConfigError(str(error)) from error
 
 
-def _opened(config: ServerConfig, *, everything: bool) -> Checkpoint:
+def opened(config: ServerConfig, *, everything: bool) -> Checkpoint:
     """The configured checkpoint; ``everything``: also its bytes are proved, as far as ``model.verify`` asks for it."""
     try:
         checkpoint = open_checkpoint(config.model.path, given=given_of(config.model))
@@ -297,30 +307,33 @@ def _activations(model: nn.Module, family: Family) -> dict[nn.Module, tuple[nn.M
     }
 
 
-def _linear_installer(
+def _product_maker(
     packer: Packer | None, ranks: Ranks, activations: dict[nn.Module, tuple[nn.Module, str]]
-) -> Callable[[nn.Module, Tensor, Tensor | None], bool]:
-    """What is done with each linear layer as it is read: pack it where that is faster, sum row-parallel products.
+) -> Callable[[nn.Module, Tensor, Tensor | None], Matmul | None]:
+    """What is made of each linear layer as it is read: packed where that is faster, row-parallel products summed.
 
-    A packed layer takes over the activation that follows it.
+    A packed layer takes over the activation that follows it; ``None`` where the layer's own ``forward`` is as good.
     """
+    taken_over: dict[nn.Module, str] = {}
 
-    def install(module: nn.Module, weight_OI: Tensor, bias_O: Tensor | None) -> bool:
-        summed = ranks.size > 1 and is_row_parallel(module)
-        if packer is None and ranks.size == 1:
-            return False
-        activation = "none"
-        if packer is not None and module in activations:
+    def activation_behind(module: nn.Module) -> str:
+        if module not in taken_over:
             parent, name = activations[module]
-            activation = activation_of(getattr(parent, name))
+            taken_over[module] = activation = activation_of(getattr(parent, name))
             if activation != "none":
                 setattr(parent, name, nn.Identity())
-        matmul: Matmul = (packer or plain)(weight_OI, None if summed else bias_O, activation)
-        module.forward = _summed(matmul, bias_O, ranks) if summed else matmul
-        _give_back_freed_memory()
-        return True
+        return taken_over[module]
 
-    return install
+    def make(module: nn.Module, weight_OI: Tensor, bias_O: Tensor | None) -> Matmul | None:
+        summed = ranks.size > 1 and is_row_parallel(module)
+        if packer is None and ranks.size == 1:
+            return None
+        activation = activation_behind(module) if packer is not None and module in activations else "none"
+        matmul: Matmul = (packer or plain)(weight_OI, None if summed else bias_O, activation)
+        _give_back_freed_memory()
+        return _summed(matmul, bias_O, ranks) if summed else matmul
+
+    return make
 
 
 def _give_back_freed_memory() -> None:

@@ -1,7 +1,8 @@
 """The program of one rank: load, say so, then one plan after another until the other end closes.
 
-Started as ``python -P -m serve.worker.rank_loop RANK STEP_FD PULSE_FD RENDEZVOUS LOG_LEVEL`` with two inherited sockets: one
-carries the configuration and the plans down and the results up, the other carries a heartbeat up. RENDEZVOUS is a file where
+Started as ``python -P -m serve.worker.rank_loop RANK STEP_FD ORDER_FD PULSE_FD RENDEZVOUS LOG_LEVEL`` with three inherited
+sockets: one carries the configuration and the plans down and the results up, one orders that are followed beside the steps and
+their answers, one a heartbeat up. RENDEZVOUS is a file where
 ranks meet.
 """
 
@@ -29,6 +30,7 @@ from serve.worker.vitals import PULSE
 if TYPE_CHECKING:
     import torch
 
+    from serve.worker.exchange import Exchange
     from serve.worker.runner import Runner
 
 PULSE_SECONDS: Final = 0.25
@@ -38,7 +40,8 @@ _PR_SET_PDEATHSIG: Final = 1
 def main(arguments: list[str]) -> int:
     """Run one rank; returns when the server closes its end."""
     began = time.monotonic()
-    rank, step_fd, pulse_fd, rendezvous = int(arguments[0]), int(arguments[1]), int(arguments[2]), Path(arguments[3])
+    rank, step_fd, order_fd, pulse_fd = (int(argument) for argument in arguments[:4])
+    rendezvous = Path(arguments[4])
     die_with_parent()
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
     # Ctrl-C and a service manager's SIGTERM may reach the whole group; the server drains first and then ends its ranks.
@@ -48,8 +51,8 @@ def main(arguments: list[str]) -> int:
     logging.basicConfig(
         level=logging.WARNING, stream=sys.stderr, format=f"%(asctime)s %(levelname)-7s rank {rank}: %(message)s"
     )
-    logging.getLogger("serve").setLevel(arguments[4])
-    steps, pulse = socket.socket(fileno=step_fd), socket.socket(fileno=pulse_fd)
+    logging.getLogger("serve").setLevel(arguments[5])
+    steps, orders, pulse = (socket.socket(fileno=fd) for fd in (step_fd, order_fd, pulse_fd))
     progress = Progress()
     threading.Thread(target=_beat, args=(pulse, progress), daemon=True, name="pulse").start()
     try:
@@ -58,9 +61,11 @@ def main(arguments: list[str]) -> int:
         except wire.Malformed as error:
             wire.send(steps, wire.encode(wire.Failed(f"rank {rank} was told {error}", configured=False)))
         else:
-            runner = _load(config, rank, rendezvous, steps, began, progress)
-            if runner is not None:
-                _serve(runner, steps, progress)
+            loaded = _load(config, rank, rendezvous, steps, began, progress)
+            if loaded is not None:
+                runner, exchange = loaded
+                exchange.start(orders)
+                _serve(runner, exchange, steps, progress)
     except wire.ConnectionLost:
         pass  # the server is gone; so is the work
     # Threads of communication libraries may hold on to a peer that is dead already: leave without asking them.
@@ -70,12 +75,13 @@ def main(arguments: list[str]) -> int:
 
 def _load(
     config: ServerConfig, rank: int, rendezvous: Path, steps: socket.socket, began: float, progress: Progress
-) -> Runner | None:
+) -> tuple[Runner, Exchange] | None:
     """Load the model and report; ``None`` when that failed and was reported."""
     try:
         import torch
 
         from serve.worker.canary import check_forward
+        from serve.worker.exchange import Exchange
         from serve.worker.loader import Stopwatch, load_rank
         from serve.worker.parallel import join_ranks
         from serve.worker.runner import Runner
@@ -106,14 +112,14 @@ def _load(
         return None
     progress.waiting = True  # from here on it has nothing to do but what it is told
     wire.send(steps, wire.encode(wire.Ready(model.facts)))
-    return runner
+    return runner, Exchange(config, model, ranks, runner)
 
 
-def _serve(runner: Runner, steps: socket.socket, progress: Progress) -> None:
+def _serve(runner: Runner, exchange: Exchange, steps: socket.socket, progress: Progress) -> None:
     while True:
         plan = wire.decode_plan(wire.receive(steps))
         progress.mark()
-        result = runner.execute(plan)
+        result = runner.execute(plan) if plan.swap is None else exchange.take(plan)
         progress.mark()
         if result is not None:
             wire.send(steps, wire.encode(result))

@@ -64,12 +64,51 @@ class Fine(msgspec.Struct, frozen=True, tag=True):
     """A rehearsal found nothing."""
 
 
-Report = Ready | Failed | Fine
+class Alike(msgspec.Struct, frozen=True, tag=True):
+    """Another checkpoint is of the very shapes that the rank has."""
+
+    num_bytes: int
+    """What the rank's weights take."""
+    free_bytes: int
+    """Memory that could be had for them: the machine's, on the CPU, which all ranks share, else the rank's own device's."""
+    checkpoint_step: int | None
+
+
+class Differs(msgspec.Struct, frozen=True, tag=True):
+    """Another checkpoint is not."""
+
+    reason: str
+
+
+Report = Ready | Failed | Fine | Alike | Differs
+
+
+class Look(msgspec.Struct, frozen=True, tag=True):
+    """Open another checkpoint and see whether it is like the one that is served: ``Alike``, ``Differs`` or ``Failed``."""
+
+    config: ServerConfig
+
+
+class Prepare(msgspec.Struct, frozen=True, tag=True):
+    """Make what was looked at ready to be taken. Answered by ``Fine`` or ``Failed``."""
+
+    number: int
+    """How plans will call it."""
+    beside: bool
+    """Whether to read it now."""
+
+
+class Forget(msgspec.Struct, frozen=True, tag=True):
+    """Whatever is ready is not needed, nor what was exchanged last. Answered by ``Fine``."""
+
+
+Order = Look | Prepare | Forget
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _OPENING: Final = msgspec.msgpack.Decoder(Opening)
 _CONFIG: Final = msgspec.msgpack.Decoder(ServerConfig)
 _REPORT: Final[msgspec.msgpack.Decoder[Report]] = msgspec.msgpack.Decoder(Report)
+_ORDER: Final[msgspec.msgpack.Decoder[Order]] = msgspec.msgpack.Decoder(Order)
 _PLAN: Final = msgspec.msgpack.Decoder(StepPlan)
 _RESULT: Final = msgspec.msgpack.Decoder(StepResult)
 
@@ -147,6 +186,15 @@ def decode_report(payload: bytes) -> Report:
         Malformed: the bytes are something else.
     """
     return _decoded(_REPORT, payload)
+
+
+def decode_order(payload: bytes) -> Order:
+    """What a rank is told beside its steps.
+
+    Raises:
+        Malformed: the bytes are something else.
+    """
+    return _decoded(_ORDER, payload)
 
 
 def decode_plan(payload: bytes) -> StepPlan:

@@ -13,7 +13,7 @@ from typing import Any
 
 from serve.config import AdmissionConfig, ModelConfig, RpcConfig, SchedulerConfig, ServerConfig, SupervisorConfig
 from serve.engine.engine import Engine, EngineLimits
-from serve.engine.executor import Executor, ExecutorDied, ModelFacts
+from serve.engine.executor import Executor, ExecutorDied, ModelFacts, Prepared, Unlike
 from serve.engine.plan import Sampled, StepPlan, StepResult
 from serve.engine.text import TextDelta
 from serve.metrics import Metrics
@@ -36,6 +36,7 @@ from serve.types import (
 PATIENCE_SECONDS = 60.0
 """For what other threads do; a test that works never waits so long, however busy the machine is."""
 VOCABULARY = 97
+FIRST_STEP = 7
 FACTS = ModelFacts(
     family="fake",
     vocab_size=VOCABULARY,
@@ -46,20 +47,20 @@ FACTS = ModelFacts(
     num_blocks=2_000,
     block_tokens=16,
     num_parameters=1,
-    checkpoint_step=7,
+    checkpoint_step=FIRST_STEP,
     load_seconds=(("weights", 0.25),),
 )
 
 
-def next_token(token_ids: list[int]) -> int:
+def next_token(token_ids: list[int], weights: int = 0) -> int:
     """The model: never the EOS id."""
-    return 1 + (7 * token_ids[-1] + len(token_ids)) % (VOCABULARY - 1)
+    return 1 + (7 * token_ids[-1] + len(token_ids) + weights) % (VOCABULARY - 1)
 
 
-def expected_ids(prompt_ids: tuple[int, ...], count: int) -> tuple[int, ...]:
+def expected_ids(prompt_ids: tuple[int, ...], count: int, weights: int = 0) -> tuple[int, ...]:
     known = list(prompt_ids)
     for _ in range(count):
-        known.append(next_token(known))
+        known.append(next_token(known, weights))
     return tuple(known[len(prompt_ids) :])
 
 
@@ -90,6 +91,13 @@ class FakeRanks:
         self.num_looks = 0
         """How often it was asked whether a rank is dead."""
         self.num_dumps = 0
+        self.alike = False
+        """Whether what a reload finds differs in its weights alone."""
+        self.prepare_error: Exception | None = None
+        self.refused = ""
+        """Why prepared weights are refused when they are to be taken."""
+        self.num_forgets = 0
+        self._weights = 0
         self._closed = threading.Event()
         self._num_ranks = num_ranks
         self._known: dict[SequenceId, list[int]] = {}
@@ -130,8 +138,18 @@ class FakeRanks:
             known = self._known[span.sequence]
             known.extend(span.new_tokens)
             if span.sample:
-                sampled.append(Sampled(sequence=span.sequence, token_id=next_token(known)))
-        return StepResult(step=plan.step, sampled=tuple(sampled))
+                sampled.append(Sampled(sequence=span.sequence, token_id=next_token(known, self._weights)))
+        if plan.swap is not None and not self.refused:
+            self._weights = plan.swap
+        return StepResult(step=plan.step, sampled=tuple(sampled), refused=self.refused if plan.swap is not None else "")
+
+    def prepare(self, config: ServerConfig, number: int) -> Prepared | Unlike:
+        if self.prepare_error is not None:
+            raise self.prepare_error
+        return Prepared(checkpoint_step=FIRST_STEP + number, beside=True) if self.alike else Unlike("it is of another shape")
+
+    def forget_prepared(self) -> None:
+        self.num_forgets += 1
 
     def heartbeat_ages(self) -> tuple[float, ...]:
         return (0.01,) * self._num_ranks

@@ -172,9 +172,9 @@ def test_a_rank_that_cannot_be_killed_keeps_neither_the_step_nor_the_server(
     model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     executor = RankExecutor(_config(model))
-    pairs = [(socket.socketpair(), socket.socketpair()) for _ in range(2)]
-    for number, ((steps, _), (pulse, _)) in enumerate(pairs):
-        executor._ranks.append(executors._Rank(number, Undying(), steps, pulse, 0.0, Vitals(number, 0, pulse, 0.0)))
+    pairs = [(socket.socketpair(), socket.socketpair(), socket.socketpair()) for _ in range(2)]
+    for number, ((steps, _), (orders, _), (pulse, _)) in enumerate(pairs):
+        executor._ranks.append(executors._Rank(number, Undying(), steps, orders, pulse, 0.0, Vitals(number, 0, pulse, 0.0)))
     outcome: list[BaseException] = []
 
     def wait_for_ever() -> None:

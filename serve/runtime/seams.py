@@ -1,0 +1,84 @@
+"""What stands around the supervisor: the ranks that it starts, and who hears of their life."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from serve.config import ServerConfig
+from serve.engine.executor import ModelFacts, Prepared, Unlike
+from serve.engine.plan import StepPlan, StepResult
+from serve.errors import EngineDown, StartError
+from serve.runtime.edition import Edition
+
+
+class RankGroup(Protocol):
+    """All ranks of one model, from their birth to their death. Started once, closed once, never used again."""
+
+    def start(self) -> ModelFacts:
+        """Spawn the ranks and load the model. Blocks.
+
+        The thread that calls this outlives the ranks: Linux ties a child's parent-death signal to the thread that made it.
+
+        Raises:
+            ConfigError: the model or an option is at fault.
+            RankStartError: a rank failed, or ``close`` was called meanwhile.
+        """
+        ...
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """See ``serve.engine.executor.Executor``."""
+        ...
+
+    def prepare(self, config: ServerConfig, number: int) -> Prepared | Unlike:
+        """Make the weights of a checkpoint ready for a plan with ``swap``, while steps go on. Blocks; any thread.
+
+        Raises:
+            ConfigError: the checkpoint is at fault.
+            RankStartError: a rank could not do it.
+            ExecutorDied: the ranks are lost, or do not answer.
+        """
+        ...
+
+    def forget_prepared(self) -> None:
+        """Give back the memory of what was prepared and not taken, or of what was served before. Blocks; any thread."""
+        ...
+
+    def heartbeat_ages(self) -> tuple[float, ...]:
+        """Seconds since each rank was last heard of. Any thread."""
+        ...
+
+    def dead_rank(self) -> str | None:
+        """A sentence, if a rank's process is gone or silent for too long, or hangs while it loads. Cheap; any thread."""
+        ...
+
+    def hanging_rank(self) -> int | None:
+        """The rank that the others wait for in a step; ``None`` where that cannot be told. Any thread."""
+        ...
+
+    def dump_stacks(self) -> None:
+        """Have every rank that can print the stacks of its threads on standard error. Any thread."""
+        ...
+
+    def close(self) -> None:
+        """Kill what lives, reap it, free everything. Idempotent; any thread; a blocked ``execute`` raises ``ExecutorDied``."""
+        ...
+
+
+class LifeListener(Protocol):
+    """Hears of the engine's life. Called on the supervisor's threads; must not block."""
+
+    def engine_up(self, edition: Edition, facts: ModelFacts) -> None: ...
+
+    def engine_down(self, error: EngineDown) -> None: ...
+
+    def weights_taken(self, edition: Edition, facts: ModelFacts) -> None:
+        """The ranks that served an edition serve this one now, which has other weights and is the same in all else."""
+        ...
+
+    def taken_back(self, error: StartError) -> None:
+        """The edition of the last ``reload`` cannot be loaded; the one before it is being started again."""
+        ...
+
+    def gave_up(self, error: StartError) -> None:
+        """The server cannot go on."""
+        ...

@@ -1,0 +1,85 @@
+"""Follows a run: has the server take each newer checkpoint that the model's folder comes to hold."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from serve.errors import ReloadRefused, ServeError
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What the model's folder holds at one moment."""
+
+    path: str
+    """The folder of the newest checkpoint."""
+    mark: str
+    """Stands for its files; two of one path with the same mark are the same save."""
+    is_whole: bool
+    """Whether it appeared at once with all its files. Else it is taken only when two looks found the same."""
+
+
+class Watch:
+    """Looks for a newer checkpoint again and again. Belongs to the event loop.
+
+    One that is refused is told of once, and tried again when its files have changed.
+    """
+
+    def __init__(
+        self,
+        *,
+        look: Callable[[], Awaitable[Sight | None]],
+        reload: Callable[[], Awaitable[None]],
+        served: Callable[[], str],
+        every_seconds: float,
+    ) -> None:
+        """Watch without beginning.
+
+        Args:
+            look: what is there; ``None`` where nothing that is a checkpoint is.
+            reload: serves what is there, or raises why not.
+            served: the folder that is served.
+            every_seconds: between two looks.
+        """
+        self._look = look
+        self._reload = reload
+        self._served = served
+        self._every_seconds = every_seconds
+        self._settled: Sight | None = None
+        """What needs nothing to be done: served, or refused."""
+        self._before: Sight | None = None
+
+    async def run(self) -> None:
+        """Follow until cancelled."""
+        await self._settle(None)
+        while True:
+            await asyncio.sleep(self._every_seconds)
+            await self.look_once()
+
+    async def look_once(self) -> None:
+        """One look, and a reload where it is due."""
+        sight, before = await self._look(), self._before
+        self._before = sight
+        if sight is None or sight == self._settled:
+            return
+        if not sight.is_whole and sight != before:
+            return
+        try:
+            await self._reload()
+        except ReloadRefused as refused:
+            _log.debug("not tried again until its files change: %s: %s", sight.path, refused)
+            self._settled = sight
+        except ServeError as error:
+            _log.info("a newer checkpoint waits for the server: %s", error)
+        else:
+            await self._settle(sight)
+
+    async def _settle(self, sight: Sight | None) -> None:
+        """What is served needs nothing more; ``sight`` led to it, and may have been followed by another meanwhile."""
+        now = await self._look()
+        self._settled = now if now is not None and now.path == self._served() else sight

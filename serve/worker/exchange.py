@@ -1,0 +1,204 @@
+"""One rank's side of an exchange of weights: the new ones made ready while steps go on, taken between two of them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import threading
+import traceback
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+from transformers import PretrainedConfig
+
+from checkpoint import Checkpoint
+from host import limits
+from serve.config import ServerConfig
+from serve.engine.plan import StepPlan, StepResult
+from serve.errors import ConfigError, StartError
+from serve.model.load import Filling
+from serve.worker import wire
+from serve.worker.canary import forward_fault
+from serve.worker.loader import RankModel, Survey, opened, survey
+from serve.worker.parallel import Ranks
+from serve.worker.runner import Runner
+
+_NICENESS: Final = 10
+_SWITCH_SECONDS: Final = 0.0005
+"""How long this thread may keep the one that computes waiting for the interpreter."""
+_NO_MATTER: Final = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
+"""Keys of config.json that say nothing about what is computed."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Candidate:
+    """A checkpoint that is like the one that is served."""
+
+    config: ServerConfig
+    checkpoint: Checkpoint
+    survey: Survey
+    number: int = 0
+    values: list[Filling] | None = None
+    """All of the rank's weights, where they were read beside those that serve."""
+    before: list[Filling] = field(default_factory=list)
+    """What they took the place of: kept until it is certain that they stay, and given back beside the steps."""
+
+
+class Exchange:
+    """Owns what the rank may compute with next.
+
+    ``follow`` runs on a thread of its own, ``take`` on the one that computes. The server sends a plan with ``swap`` only after
+    every rank has answered that it is ready, and no order until it was carried out: so neither waits for the other.
+    """
+
+    def __init__(self, config: ServerConfig, model: RankModel, ranks: Ranks, runner: Runner) -> None:
+        self._config = config
+        self._model = model
+        self._ranks = ranks
+        self._runner = runner
+        self._candidate: _Candidate | None = None
+
+    def start(self, orders: socket.socket) -> None:
+        """Follow orders from now on, beside the steps."""
+        sys.setswitchinterval(_SWITCH_SECONDS)
+        threading.Thread(target=self._follow, args=(orders,), daemon=True, name="exchange").start()
+
+    def _follow(self, orders: socket.socket) -> None:
+        # Of this thread and of those that it starts, on Linux: whatever computes goes first.
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        torch.set_grad_enabled(False)
+        if self._model.device.type == "cuda":
+            torch.cuda.set_device(self._model.device)
+        try:
+            while True:
+                wire.send(orders, wire.encode(self._answer(wire.decode_order(wire.receive(orders)))))
+        except wire.ConnectionLost:
+            pass  # the server is gone, and the thread that computes ends the process
+
+    def _answer(self, order: wire.Order) -> wire.Report:
+        try:
+            match order:
+                case wire.Look(config=config):
+                    return self._look(config)
+                case wire.Prepare(number=number, beside=beside):
+                    self._prepare(number, beside)
+                case wire.Forget():
+                    self._forget()
+        except StartError as error:
+            self._forget()
+            return wire.Failed(str(error), configured=isinstance(error, ConfigError))
+        except Exception as error:
+            traceback.print_exc()
+            self._forget()
+            return wire.Failed(f"{type(error).__name__}: {error}", configured=False)
+        return wire.Fine()
+
+    def _look(self, config: ServerConfig) -> wire.Report:
+        self._forget()
+        checkpoint = opened(config, everything=False)
+        try:
+            found = survey(checkpoint, config, self._model.device)
+            difference = _difference(self._model.survey, found)
+        except BaseException:
+            checkpoint.close()
+            raise
+        if difference:
+            checkpoint.close()
+            return wire.Differs(difference)
+        self._candidate = _Candidate(config, checkpoint, found)
+        return wire.Alike(self._model.filler.num_bytes, _free_bytes(self._model.device), checkpoint.step)
+
+    def _prepare(self, number: int, beside: bool) -> None:
+        candidate = self._candidate
+        assert candidate is not None, "a checkpoint is looked at before it is prepared"
+        candidate.number = number
+        if beside:
+            candidate.values = list(self._model.filler.read(candidate.checkpoint, candidate.survey.blueprint))
+            if self._model.device.type == "cuda":
+                torch.cuda.synchronize(self._model.device)
+
+    def _forget(self) -> None:
+        candidate, self._candidate = self._candidate, None
+        if candidate is not None:
+            candidate.checkpoint.close()
+
+    def take(self, plan: StepPlan) -> StepResult | None:
+        """Compute with the weights of the plan from now on, on all ranks or on none; ``None`` on every rank but 0.
+
+        Weights that were read already are taken by turning pointers. The others are read now, a layer in the place of the
+        other, and the old ones read back where they cannot be.
+
+        Raises:
+            ConfigError: neither could be read.
+        """
+        candidate = self._candidate
+        assert candidate is not None, "weights are prepared before they are taken"
+        assert candidate.number == plan.swap, "other weights were prepared"
+        self._runner.execute(StepPlan(step=plan.step, dropped=plan.dropped))
+        refused = self._put(candidate) or forward_fault(self._model, self._ranks, self._runner)
+        if refused:
+            self._put_back(candidate)
+        else:
+            self._config = candidate.config
+        return StepResult(step=plan.step, refused=refused) if self._ranks.rank == 0 else None
+
+    def _put(self, candidate: _Candidate) -> str:
+        """Let the new weights take the old ones' places. Returns why they cannot, on some rank."""
+        why = ""
+        if candidate.values is not None:
+            candidate.before = [value.put() for value in candidate.values]
+        else:
+            try:
+                self._read_into_place(candidate.checkpoint, candidate.survey)
+            except StartError as error:
+                why = str(error)
+                _log.error("weights could not be read into their places: %s", why)
+        return "" if self._ranks.smallest(int(not why)) else why or "another rank could not read its weights"
+
+    def _put_back(self, candidate: _Candidate) -> None:
+        for value in candidate.before:
+            value.put()
+        candidate.before = []
+        if candidate.values is None:
+            with opened(self._config, everything=False) as checkpoint:
+                self._read_into_place(checkpoint, survey(checkpoint, self._config, self._model.device))
+
+    def _read_into_place(self, checkpoint: Checkpoint, found: Survey) -> None:
+        for value in self._model.filler.read(checkpoint, found.blueprint):
+            value.put()
+
+
+def _difference(served: Survey, found: Survey) -> str:
+    """In what a checkpoint is another model than the one that is served; empty where it only has other weights."""
+    for what in ("max_model_len", "vocab_size", "eos_ids"):
+        if getattr(served, what) != getattr(found, what):
+            return f"{what} is {getattr(found, what)}, and {getattr(served, what)} is served"
+    if served.family.name != found.family.name:
+        return f"it is a {found.family.name}, and a {served.family.name} is served"
+    if served.family.sinks or served.family.expert_biases:  # copied, or changed, once the weights were read
+        return "a model with attention sinks or biased experts keeps more of its weights than what is exchanged"
+    if served.blueprint.dtype != found.blueprint.dtype:
+        return f"its weights are {found.blueprint.dtype}, and {served.blueprint.dtype} is served"
+    ours, theirs = _what_counts(served.model_config), _what_counts(found.model_config)
+    keys = sorted(key for key in ours | theirs if ours.get(key) != theirs.get(key))
+    if keys:
+        return f"config.json has another {keys[0]}"
+    if served.blueprint.aliases != found.blueprint.aliases or served.blueprint.transposed != found.blueprint.transposed:
+        return "its tensors are tied or stored otherwise"
+    return ""
+
+
+def _what_counts(config: PretrainedConfig) -> dict[str, object]:
+    return {key: value for key, value in config.to_dict().items() if key not in _NO_MATTER}
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        free: int = torch.cuda.mem_get_info(device)[0]
+        return free
+    return limits.memory_available()

@@ -1,0 +1,143 @@
+"""A server follows a run: newer weights are taken between two steps, under load, exactly."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from pathlib import Path
+
+import grpc
+import pytest
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+
+from checkpoint import CheckpointWriter
+from serve.v1 import admin_pb2, inference_pb2, models_pb2
+from tests.support import reference
+from tests.support.models import build, save
+from tests.support.server import Server, serving, until
+
+FAMILY = "gpt_neox"
+SPOILED = "gpt_neox.layers.1.mlp.dense_4h_to_h.weight"
+
+
+def put(root: Path, step: int, work: Path, *, seed: int, nan: str = "") -> Path:
+    """The small model with weights of its own as the run's checkpoint of this step; one number of tensor ``nan`` is none."""
+    source = work / f"source-{step}"
+    save(FAMILY, source)
+    build(FAMILY, seed=seed).save_pretrained(source)
+    tokenizer = [path for path in source.iterdir() if path.name.startswith("tokenizer")]
+    said = json.loads((source / "config.json").read_text())
+    with CheckpointWriter(root, step=step, config=said, tokenizer_files=tokenizer) as writer:
+        for name, tensor in load_file(source / "model.safetensors").items():
+            if name == nan:
+                tensor.view(-1)[5] = math.nan
+            writer.add(name, tensor)
+    return root / f"step-{step:08d}"
+
+
+class Streams:
+    """Calls that are made again and again until they are told to stop, each remembered whole."""
+
+    def __init__(self, server: Server, count: int, tokens: int) -> None:
+        self.done: list[tuple[tuple[int, ...], list[int], inference_pb2.Finish]] = []
+        self.errors: list[grpc.RpcError] = []
+        self._server, self._tokens = server, tokens
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._ask, args=((5, 6, 7, number),)) for number in range(count)]
+
+    def __enter__(self) -> Streams:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _ask(self, prompt: tuple[int, ...]) -> None:
+        request = inference_pb2.GenerateRequest()
+        request.token_ids.ids.extend(prompt)
+        request.stopping.max_new_tokens = self._tokens
+        request.stopping.ignore_eos = True
+        while not self._stop.is_set():
+            ids: list[int] = []
+            try:
+                for event in self._server.inference.GenerateStream(request, timeout=400):
+                    ids.extend(event.delta.token_ids)
+                self.done.append((prompt, ids, event.finish))
+            except grpc.RpcError as error:
+                self.errors.append(error)
+                return
+
+
+def expect_exact(
+    models: dict[int, PreTrainedModel], prompt: tuple[int, ...], ids: list[int], finish: inference_pb2.Finish
+) -> int:
+    """Each stretch of the tokens is what the weights that made it say after all before. Returns how many there are."""
+    made = list(finish.made_by)
+    ends = [*(part.first_token for part in made[1:]), len(ids)]
+    for part, end in zip(made, ends, strict=True):
+        known = [*prompt, *ids[: part.first_token]]
+        expected = reference.greedy(models[part.checkpoint_step % 2], known, end - part.first_token)
+        assert ids[part.first_token : end] == expected
+    return len(made)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "num_swaps", "memory"),
+    [
+        (1, 3, ()),
+        pytest.param(2, 20, (), marks=pytest.mark.slow),
+        pytest.param(2, 4, ("--swap-memory-gib", "0"), marks=pytest.mark.slow),
+    ],
+)
+def test_exchanges_under_streams_lose_no_call_and_mix_up_no_token(
+    ranks: int, num_swaps: int, memory: tuple[str, ...], tmp_path: Path
+) -> None:
+    root = tmp_path / "run"
+    first = put(root, 2, tmp_path, seed=0)
+    options = ("--tensor-parallel-size", str(ranks), *memory)
+    num_streams = 32 if num_swaps == 20 else 4
+    with serving(root, *options) as server, Streams(server, num_streams, tokens=60) as streams:
+        until(lambda: len(streams.done) or streams.errors)
+        pids = server.rank_pids()
+        for step in range(3, 3 + num_swaps):
+            put(root, step, tmp_path, seed=step % 2)
+            before = len(streams.done)
+            server.admin.Reload(admin_pb2.ReloadRequest(), timeout=600)
+            assert server.health() == "SERVING"
+            until(lambda before=before: len(streams.done) > before or streams.errors)  # type: ignore[misc]
+        assert server.rank_pids() == pids, "the ranks are the same"
+        assert server.models.GetModel(models_pb2.GetModelRequest(), timeout=400).checkpoint_step == 2 + num_swaps
+        metrics = server.metrics()
+    assert not streams.errors
+    assert metrics["tessera_weight_swaps_total"] == num_swaps
+    assert metrics["tessera_engine_restarts_total"] == 0
+    assert not any("state: serving -> " in line and "draining" not in line and "stopped" not in line for line in server.log)
+    models = {0: reference.load(first), 1: reference.load(root / "step-00000003")}
+    stretches = [expect_exact(models, *call) for call in streams.done[: 12 * num_streams]]
+    assert max(stretches) > 1, "no exchange met a call"
+
+
+def test_a_watched_run_is_followed_and_a_bad_checkpoint_is_told_of_once(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    put(root, 2, tmp_path, seed=0)
+
+    with serving(root, "--watch", "0.1") as server:
+
+        def step() -> int:
+            return server.models.GetModel(models_pb2.GetModelRequest(), timeout=400).checkpoint_step
+
+        put(root, 3, tmp_path, seed=1)
+        until(lambda: step() == 3)
+        put(root, 4, tmp_path, seed=0, nan=SPOILED)
+        until(lambda: server.metrics()["tessera_reloads_refused_total"] == 1)
+        assert step() == 3
+        put(root, 5, tmp_path, seed=1)
+        until(lambda: step() == 5)
+        assert server.metrics()["tessera_reloads_refused_total"] == 1
+        assert server.metrics()["tessera_weight_swaps_total"] == 2
+        assert sum(SPOILED in line for line in server.log) == 1, "".join(server.log)
