@@ -241,7 +241,7 @@ def _proved(config: ServerConfig) -> tuple[Tokenizer | None, str]:
                 config.model.path,
                 named,
             )
-        return tokenizer, tokenizer_digest(structure.tokenizer.path)
+        return tokenizer, tokenizer_digest(structure.tokenizer)
 
 
 def make_engine(edition: Edition, facts: ModelFacts, executor: Executor) -> Engine:

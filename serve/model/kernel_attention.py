@@ -83,11 +83,8 @@ class CpuKernelBackend:
         assert rotary is None or {part.dtype for part in rotary} == {query_THD.dtype}
         tokens, heads, width = query_THD.shape
         kv_heads, block_tokens = layer.values.shape[1:3]
+        _check_rules(rules, heads, max(layout.context_lengths), block_tokens)
         sinks_H, bias_HL = rules.sinks_H, rules.bias_HL
-        assert sinks_H is None or (sinks_H.dtype == torch.float32 and sinks_H.shape == (heads,) and sinks_H.is_contiguous())
-        assert bias_HL is None or (bias_HL.dtype == torch.float32 and bias_HL.shape[0] == heads and bias_HL.is_contiguous())
-        # Whole blocks of the table are read.
-        assert bias_HL is None or -(-max(layout.context_lengths) // block_tokens) * block_tokens <= bias_HL.shape[1]
         out_THD = torch.empty(tokens, heads, width, dtype=query_THD.dtype)
         tiles = self._tiles_of(layout, max(1, min(self._TILE_TOKENS, self._max_rows // (heads // kv_heads))))
         cosines, sines, turned = (rotary[0].data_ptr(), rotary[1].data_ptr(), rotary[0].shape[1]) if rotary else (None, None, 0)
@@ -140,3 +137,11 @@ class CpuKernelBackend:
 
 def _rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _check_rules(rules: ScoreRules, heads: int, context: int, block_tokens: int) -> None:
+    """Tables that the kernel reads by address have its type, one row or number for each head, and whole blocks of positions."""
+    sinks_H, bias_HL = rules.sinks_H, rules.bias_HL
+    assert sinks_H is None or (sinks_H.dtype == torch.float32 and sinks_H.shape == (heads,) and sinks_H.is_contiguous())
+    assert bias_HL is None or (bias_HL.dtype == torch.float32 and bias_HL.shape[0] == heads and bias_HL.is_contiguous())
+    assert bias_HL is None or -(-context // block_tokens) * block_tokens <= bias_HL.shape[1]

@@ -59,12 +59,12 @@ def exceeds(tokenizer: Tokenizer, text: str, num_tokens: int) -> bool:
     return False
 
 
-def tokenizer_digest(folder: Path) -> str:
+def tokenizer_digest(folder: Folder) -> str:
     """Stands for the content of a folder's tokenizer files: equal ones make the same tokenizer."""
     digest = hashlib.sha256()
     for name in sorted(TOKENIZER_FILES):
-        path = folder / name
-        if path.is_file():
-            digest.update(f"{name} {path.stat().st_size} ".encode())
-            digest.update(path.read_bytes())
+        if folder.has(name):
+            data = folder.read_bytes(name)
+            digest.update(f"{name} {len(data)} ".encode())
+            digest.update(data)
     return digest.hexdigest()

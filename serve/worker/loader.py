@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -108,21 +109,12 @@ def load_rank(
     if plan.family.scaled_embedding:
         scale_embedding(model)
     watch.lap("cache")
-    facts = ModelFacts(
-        family=plan.family.name,
-        vocab_size=plan.vocab_size,
-        max_model_len=min(plan.max_model_len, blocks.count * config.cache.block_tokens),
-        eos_ids=plan.eos_ids,
-        dtype=dtype_name(plan.blueprint.dtype),
-        device=device.type,
-        num_blocks=blocks.count,
-        block_tokens=config.cache.block_tokens,
-        num_parameters=plan.blueprint.num_parameters,
+    facts = dataclasses.replace(
+        _facts(plan, blocks, config.cache.block_tokens, device),
         checkpoint_step=step,
         attention="torch" if kernels is None else "kernel",
         linear=linear,
         load_seconds=tuple(watch.phases),
-        cache_memory=blocks.memory,
     )
     call_leaves_directly(model)
     rank_model = RankModel(
@@ -137,6 +129,23 @@ def load_rank(
         survey=plan,
     )
     return rank_model, ranks
+
+
+def _facts(plan: Survey, blocks: _Blocks, block_tokens: int, device: torch.device) -> ModelFacts:
+    """What the engine is told of the model and its cache."""
+    return ModelFacts(
+        family=plan.family.name,
+        vocab_size=plan.vocab_size,
+        max_model_len=min(plan.max_model_len, blocks.count * block_tokens),
+        eos_ids=plan.eos_ids,
+        dtype=dtype_name(plan.blueprint.dtype),
+        device=device.type,
+        num_blocks=blocks.count,
+        block_tokens=block_tokens,
+        num_parameters=plan.blueprint.num_parameters,
+        checkpoint_step=None,
+        cache_memory=blocks.memory,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
