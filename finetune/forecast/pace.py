@@ -55,11 +55,13 @@ def _cpu_peak_flops(seconds: float = 0.15) -> float:
     # No random numbers: a run's own must not move.
     left, right = torch.full((size, size), 0.5), torch.full((size, size), 0.25)
     best, end = float("inf"), time.perf_counter() + seconds
-    while time.perf_counter() < end:
+    while True:  # once at least, however long this process was kept waiting
         began = time.perf_counter()
         left @ right
-        best = min(best, time.perf_counter() - began)
-    return 2 * size**3 / best
+        now = time.perf_counter()
+        best = min(best, now - began)
+        if now >= end:
+            return 2 * size**3 / best
 
 
 def shape_of(config: TuneConfig) -> dict[str, Any]:

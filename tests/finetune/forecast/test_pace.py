@@ -14,8 +14,6 @@ from finetune.cli import main
 from finetune.config import (
     ActivationConfig,
     BatchConfig,
-    LoraConfig,
-    ModelConfig,
     OffloadConfig,
     OptimizerConfig,
     PipelineConfig,
@@ -221,31 +219,6 @@ def test_disks_and_an_optimizer_beside_the_steps_have_no_seconds(tmp_path: Path)
 
 
 # -- what is kept, and when it is believed
-
-
-def test_a_pace_is_kept_for_the_same_shape_alone(tmp_path: Path) -> None:
-    config = config_of(tmp_path)
-    assert kept_pace(config) is None
-    keep_pace(tmp_path, config, step_seconds=0.5, tokens_per_second=100.0)
-    kept = kept_pace(config)
-    assert kept is not None
-    assert kept.step_seconds == 0.5
-    assert kept_pace(dataclasses.replace(config, optimizer=OptimizerConfig(lr=1.0))) == kept
-    slower: list[dict[str, Any]] = [
-        {"batch": BatchConfig(micro=4)},
-        {"optimizer": OptimizerConfig(name="muon")},
-        {"activations": ActivationConfig(checkpoint="device")},
-        {"activations": ActivationConfig(loss_rows=8)},
-        {"offload": OffloadConfig(optimizer="cpu", ratio=0.5)},
-        {"data": dataclasses.replace(config.data, packing="isolate")},
-        {"run": dataclasses.replace(config.run, precision="bf16")},
-        {"run": dataclasses.replace(config.run, threads=1)},
-    ]
-    assert [changes for changes in slower if kept_pace(dataclasses.replace(config, **changes)) is not None] == []
-    adapted = dataclasses.replace(config, model=ModelConfig(path="base"), lora=LoraConfig(targets=("query",)))
-    keep_pace(tmp_path, adapted, step_seconds=0.25, tokens_per_second=200.0)
-    assert kept_pace(adapted) is not None
-    assert kept_pace(dataclasses.replace(adapted, lora=None)) is None
 
 
 def test_speeds_are_kept_for_such_ranks_and_engines_alone(tmp_path: Path, measured: list[int]) -> None:

@@ -1,12 +1,18 @@
-"""What devices do at best, which a run's share of is measured against."""
+"""What devices do at best, which a run's share of is measured against; and the pace that a run leaves for the next."""
 
 from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from finetune.config import ActivationConfig, BatchConfig, LoraConfig, ModelConfig, OffloadConfig, OptimizerConfig
 from finetune.forecast import pace
-from finetune.forecast.pace import peak_flops
+from finetune.forecast.pace import keep_pace, kept_pace, peak_flops
+from tests.finetune.forecast.support import config_of
 
 
 @pytest.mark.parametrize(
@@ -47,5 +53,30 @@ def test_without_a_device_nothing_is_known_and_a_cpu_is_measured_once_a_rank(mon
 
 def test_measuring_a_cpu_draws_no_random_number() -> None:
     before = torch.get_rng_state()
-    assert pace._cpu_peak_flops(seconds=1e-6) > 0
+    assert pace._cpu_peak_flops(seconds=0.0) > 0, "measured once at least, whatever the machine is busy with"
     assert torch.equal(torch.get_rng_state(), before), "a run's own numbers must not move"
+
+
+def test_a_pace_is_kept_for_the_same_shape_alone(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    assert kept_pace(config) is None
+    keep_pace(tmp_path, config, step_seconds=0.5, tokens_per_second=100.0)
+    kept = kept_pace(config)
+    assert kept is not None
+    assert kept.step_seconds == 0.5
+    assert kept_pace(dataclasses.replace(config, optimizer=OptimizerConfig(lr=1.0))) == kept
+    slower: list[dict[str, Any]] = [
+        {"batch": BatchConfig(micro=4)},
+        {"optimizer": OptimizerConfig(name="muon")},
+        {"activations": ActivationConfig(checkpoint="device")},
+        {"activations": ActivationConfig(loss_rows=8)},
+        {"offload": OffloadConfig(optimizer="cpu", ratio=0.5)},
+        {"data": dataclasses.replace(config.data, packing="isolate")},
+        {"run": dataclasses.replace(config.run, precision="bf16")},
+        {"run": dataclasses.replace(config.run, threads=1)},
+    ]
+    assert [changes for changes in slower if kept_pace(dataclasses.replace(config, **changes)) is not None] == []
+    adapted = dataclasses.replace(config, model=ModelConfig(path="base"), lora=LoraConfig(targets=("query",)))
+    keep_pace(tmp_path, adapted, step_seconds=0.25, tokens_per_second=200.0)
+    assert kept_pace(adapted) is not None
+    assert kept_pace(dataclasses.replace(adapted, lora=None)) is None
