@@ -77,9 +77,13 @@ def _summed_norm(norm: nn.Module, features: int, ranks: Ranks) -> Callable[[Tens
 
 def sum_experts(model: PreTrainedModel, family: Family, ranks: Ranks) -> None:
     """Sum what the ranks' shares of the experts give; a bias that follows the sum is kept by the first rank."""
+    modules = expert_modules(model, family)
+    # torch's product over groups of rows takes rows of whole 16 bytes alone, which a rank's share need not be.
+    if any(size * stack.itemsize % 16 for module in modules for stack in module.parameters() for size in stack.shape[1:]):
+        model.config._experts_implementation = "eager"
     if ranks.size == 1:
         return
-    for module in expert_modules(model, family):
+    for module in modules:
         for name in family.expert_biases if ranks.rank else ():
             module.get_parameter(name).zero_()
         module.forward = _summed(module.forward, ranks)
