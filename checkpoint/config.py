@@ -318,6 +318,18 @@ def _check_rope(config: Mapping[str, Any]) -> None:
         for key in ("rope_type", "type"):
             if rope.get(key) is not None and not isinstance(rope[key], str):
                 _refuse(f"{where}.{key}", rope[key], "a name")
+        _check_factors(where, rope)
+
+
+def _check_factors(where: str, rope: Mapping[str, Any]) -> None:
+    """The numbers by which longrope turns each pair of a head's entries more slowly, within the first length and beyond it."""
+    needed = "longrope" in (rope.get("rope_type"), rope.get("type"))
+    for key in ("short_factor", "long_factor"):
+        factors = rope.get(key)
+        if factors is None and not needed:
+            continue
+        if not isinstance(factors, list) or not factors or not all(_is_number(item) and item > 0 for item in factors):
+            _refuse(f"{where}.{key}", factors, "a list of finite numbers greater than 0" + " for longrope" * needed)
 
 
 def _check_proportions(config: Mapping[str, Any]) -> None:

@@ -60,4 +60,4 @@ def check_splittable(model: ModelConfig) -> None:
         values, folder = model_config(Path(model.path).expanduser(), Given(config=model.config))
     except CheckpointError:
         return  # said better when the checkpoint is opened
-    require(values["model_type"] in SPLITTABLE, f"model.path: {folder}: model_type", values["model_type"], rule)
+    require(values["model_type"] in SPLITTABLE, f"model.path: {folder / 'config.json'}: model_type", values["model_type"], rule)

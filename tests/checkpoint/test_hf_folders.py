@@ -228,7 +228,7 @@ W = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         (b'{"w": 1, "w": 2}', b"", None, "'w' is given twice"),
         ({"w": 3}, b"", None, "must have dtype, shape and data_offsets"),
         ({"w": W | {"more": 1}}, b"\0" * 8, None, "must have dtype, shape and data_offsets"),
-        ({"w": W | {"dtype": "F8_E4M3"}}, b"\0" * 8, None, "'F8_E4M3'; supported are F64"),
+        ({"w": W | {"dtype": "F8_E4M3"}}, b"\0" * 8, None, "'F8_E4M3', as quantised weights have; supported are F64"),
         ({"w": W | {"dtype": []}}, b"\0" * 8, None, "has dtype []"),
         ({"w": W | {"shape": [-2]}}, b"\0" * 8, None, "list of counts"),
         ({"w": W | {"shape": [True, 2]}}, b"\0" * 8, None, "list of counts"),

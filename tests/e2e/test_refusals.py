@@ -79,7 +79,7 @@ def test_a_family_that_is_not_served(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, copy)
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**config, "model_type": "bert"}))
-    assert "gpt2, gpt_bigcode, gpt_neo, gpt_neox, gptj, llama, mistral" in _refusal(copy)
+    assert "gpt2, gpt_bigcode, gpt_neo, gpt_neox, gpt_oss, gptj, llama, mistral, mixtral" in _refusal(copy)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,8 @@ def test_a_family_that_is_not_served(folder: Path, tmp_path: Path) -> None:
         ({}, ("--max-model-len", "513"), "the model has 512 positions"),
         ({"model_type": "bert"}, (), "model_type is 'bert'"),
         ({"eos_token_id": 509}, (), "from 0 to 508"),
-        ({"rope_scaling": {"type": "longrope"}}, (), "rope_type is 'longrope'"),
+        ({"rope_scaling": {"type": "longrope"}}, (), "rope_scaling.short_factor is None"),
+        ({"rope_scaling": {"type": "yarn", "factor": -1}}, (), "rope_scaling.factor is -1"),
         ({"vocab_size": 300}, (), "ids go up to 299"),
     ],
 )
