@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import threading
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from tests.support.models import build, save
 from tests.support.server import Server, serving, until
 
 FAMILY = "gpt_neox"
+SWAPS = int(os.environ.get("TESSERA_SWAPS", "4"))
+"""Exchanges under load on two ranks; a whole trial makes 20."""
 SPOILED = "gpt_neox.layers.1.mlp.dense_4h_to_h.weight"
 
 
@@ -87,20 +90,19 @@ def expect_exact(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "num_swaps", "memory"),
+    ("ranks", "num_swaps", "num_streams", "memory"),
     [
-        (1, 3, ()),
-        pytest.param(2, 20, (), marks=pytest.mark.slow),
-        pytest.param(2, 4, ("--swap-memory-gib", "0"), marks=pytest.mark.slow),
+        (1, 3, 4, ()),
+        pytest.param(2, SWAPS, 32, (), marks=pytest.mark.slow),
+        pytest.param(2, 2, 4, ("--swap-memory-gib", "0"), marks=pytest.mark.slow),
     ],
 )
 def test_exchanges_under_streams_lose_no_call_and_mix_up_no_token(
-    ranks: int, num_swaps: int, memory: tuple[str, ...], tmp_path: Path
+    ranks: int, num_swaps: int, num_streams: int, memory: tuple[str, ...], tmp_path: Path
 ) -> None:
     root = tmp_path / "run"
     first = put(root, 2, tmp_path, seed=0)
     options = ("--tensor-parallel-size", str(ranks), *memory)
-    num_streams = 32 if num_swaps == 20 else 4
     with serving(root, *options) as server, Streams(server, num_streams, tokens=60) as streams:
         until(lambda: len(streams.done) or streams.errors)
         pids = server.rank_pids()
