@@ -133,7 +133,7 @@ def test_help_lists_commands_and_every_key(capsys: pytest.CaptureFixture[str]) -
 def test_every_command_says_what_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     commands = re.findall(r"^    ([a-z]+) ", capsys.readouterr().out, re.MULTILINE)
-    assert len(commands) == 10
+    assert len(commands) == 11
     for words in (*([command] for command in commands), ["data", "check"], ["data", "show"]):
         assert main([*words, "--help"]) == 0
         assert capsys.readouterr().out.startswith(f"usage: tessera-finetune {' '.join(words)} [-h]")

@@ -17,7 +17,7 @@ import grpc
 from checkpoint.tokenizer import Tokenizer
 from serve.config import AdmissionConfig, ModelConfig, RpcConfig, SchedulerConfig, ServerConfig
 from serve.engine.engine import Engine, EngineLimits
-from serve.engine.executor import Executor, ExecutorDied, ModelFacts
+from serve.engine.executor import Executor, ExecutorDied, ModelFacts, Prepared, Unlike
 from serve.engine.plan import StepPlan, StepResult
 from serve.engine.stats import EngineStats
 from serve.metrics import Metrics
@@ -85,6 +85,12 @@ class FakeRanks:
             raise ExecutorDied("a rank is gone")
         self.num_steps += 1
         return self.executor.execute(plan)
+
+    def prepare(self, config: ServerConfig, number: int) -> Prepared | Unlike:
+        return Unlike("these ranks only begin anew")
+
+    def forget_prepared(self) -> None:
+        pass
 
     def heartbeat_ages(self) -> tuple[float, ...]:
         return (0.0,)
