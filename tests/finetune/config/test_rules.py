@@ -302,5 +302,6 @@ def test_a_model_is_split_into_stages_by_the_type_its_folder_names(tmp_path: Pat
         (tmp_path / "config.json").write_text(text)
         config.check_command("pretrain")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "opt"}))
-    with pytest.raises(ConfigError, match=rf"model\.path: {tmp_path}: model_type is 'opt'; it must be one of gpt_neox, gpt2"):
+    file = tmp_path / "config.json"
+    with pytest.raises(ConfigError, match=rf"model\.path: {file}: model_type is 'opt'; it must be one of gpt_neox, gpt2"):
         config.check_command("pretrain")
