@@ -13,7 +13,8 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from checkpoint import CheckpointError, open_checkpoint
+from checkpoint import open_checkpoint
+from finetune.trained.merge import merge
 from tests.finetune.conftest import TrainedRun
 from tests.finetune.support import run_command, small_run, write_config
 from tests.finetune.train.test_tune import losses_of
@@ -153,6 +154,9 @@ def test_what_cannot_be_is_refused_by_its_key(trained: TrainedRun, tmp_path: Pat
     assert not (tmp_path / "merged").exists()
 
 
-def test_an_adapter_is_not_taken_for_a_model(adapted: tuple[Path, Path, str]) -> None:
-    with pytest.raises(CheckpointError, match="tessera-finetune merge"):
-        open_checkpoint(adapted[1] / "checkpoints")
+def test_a_runs_adapter_opens_as_the_model_that_merging_makes(adapted: tuple[Path, Path, str], tmp_path: Path) -> None:
+    merge(adapted[1], tmp_path / "merged")
+    with open_checkpoint(adapted[1] / "checkpoints") as opened, open_checkpoint(tmp_path / "merged") as merged:
+        assert opened.tensors.keys() == merged.tensors.keys()
+        for name in merged.tensors:
+            torch.testing.assert_close(opened.read(name), merged.read(name), rtol=0.0, atol=1e-6)
