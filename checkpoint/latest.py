@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from checkpoint.errors import CheckpointError
@@ -14,7 +15,7 @@ LATEST = "latest"
 """A text file with the name of the step folder that counts."""
 
 _STEP = re.compile(r"step-(\d{8,})(\.old-[0-9a-f]+)?")
-_MAX_LATEST_BYTES = 4096
+MAX_LATEST_BYTES = 4096
 _log = logging.getLogger(__name__)
 
 
@@ -62,7 +63,18 @@ def _names_step(root: Path) -> bool:
 
 def _latest(root: Path) -> str:
     """What ``latest`` names."""
-    return Folder(root).read_bytes(LATEST, limit=_MAX_LATEST_BYTES).decode("utf-8").strip()
+    return Folder(root).read_bytes(LATEST, limit=MAX_LATEST_BYTES).decode("utf-8").strip()
+
+
+def named_below(folder: Folder, recognises: Callable[[Folder], bool]) -> str | None:
+    """What ``latest`` in a trainer's folder names, where that is a checkpoint of the layout that ``recognises`` knows."""
+    if not folder.has(LATEST):
+        return None
+    try:
+        name = folder.read_text(LATEST, limit=MAX_LATEST_BYTES).strip()
+        return name if recognises(folder.below(name)) else None
+    except CheckpointError:
+        return None  # another layout's, or of none
 
 
 def _candidates(root: Path, reasons: list[str]) -> list[Path]:

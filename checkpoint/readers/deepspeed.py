@@ -11,6 +11,7 @@ from typing import Any
 
 from checkpoint.errors import CheckpointError
 from checkpoint.folder import Folder
+from checkpoint.latest import LATEST, MAX_LATEST_BYTES
 from checkpoint.layout import DTYPE_BYTES, Extent, Piece, Stored, cover_fault, flat_boxes, whole
 from checkpoint.pickles import Allowed, StoredTensor
 from checkpoint.readers.torch_zip import Archive
@@ -27,10 +28,7 @@ ANY_LAYER = re.compile(r"layer_\d+-.*model_states\.pt")
 _EXPERT = re.compile(r"(layer_\d+_expert_\d+_mp_rank_\d+_model_states|expp_rank_\d+_mp_rank_\d+_optim_states)\.pt")
 UNIVERSAL = "zero"
 """The folder of a universal checkpoint that has a folder for each tensor."""
-
-LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"
-_MAX_LATEST_BYTES = 4096
 _SAVE = re.compile(r"global_step(\d+)")
 _TRAINER_SAVE = re.compile(r"checkpoint-(\d+)")
 _NAMED_AT_MOST = 6
@@ -335,7 +333,7 @@ def is_save(folder: Folder, name: str) -> bool:
 
 
 def _named(folder: Folder, table: str, saves: Sequence[str]) -> str:
-    name = folder.read_text(table, limit=_MAX_LATEST_BYTES).strip()
+    name = folder.read_text(table, limit=MAX_LATEST_BYTES).strip()
     if name in saves:
         return name
     others = [save for save in saves if save != name]

@@ -10,6 +10,7 @@ from typing import Any
 from checkpoint.errors import CheckpointError
 from checkpoint.folder import Folder
 from checkpoint.given import NOTHING_GIVEN, Given
+from checkpoint.latest import named_below
 from checkpoint.readers.megatron_args import ALLOWED, Arguments, Shape, arguments, shape_of
 from checkpoint.readers.megatron_model import Parts, apart, check_version, flat, tokenizer_names, weights_of
 from checkpoint.readers.ranks import Part, tensors_of
@@ -22,8 +23,6 @@ LOOKS_LIKE = "mp_rank_00_model_states.pt with Megatron's args, beside it layer_0
 
 _LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 _RANK_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
-_LATEST = "latest"
-_MAX_LATEST_BYTES = 4096
 _FIRST_LAYER = 2
 """Before it are a function that has no file, and the embedding."""
 _MARKS = (b"argparse", b"language_model")
@@ -51,13 +50,7 @@ def recognises(folder: Folder) -> bool:
 
 def newest_below(folder: Folder) -> str | None:
     """What ``latest`` names, where that is such a checkpoint."""
-    if not folder.has(_LATEST):
-        return None
-    try:
-        name = folder.read_text(_LATEST, limit=_MAX_LATEST_BYTES).strip()
-        return name if recognises(folder.below(name)) else None
-    except CheckpointError:
-        return None  # another layout's, or of none
+    return named_below(folder, recognises)
 
 
 def open_weights(folder: Folder, given: Given = NOTHING_GIVEN) -> Weights:

@@ -15,6 +15,7 @@ from typing import Any
 from checkpoint.errors import CheckpointError
 from checkpoint.folder import Folder
 from checkpoint.given import NOTHING_GIVEN, Given
+from checkpoint.latest import named_below
 from checkpoint.layout import Stored
 from checkpoint.pickles import Allowed
 from checkpoint.readers.decoder import Decoder, Layer, Rows, Tensors, named
@@ -44,8 +45,6 @@ _LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 _RANK_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _PARTITIONED = re.compile(r"zero_pp_rank_\d+_mp_rank_\d+_model_states\.pt")
 _TAG = re.compile(r"global_step(\d+)")
-_LATEST = "latest"
-_MAX_LATEST_BYTES = 4096
 _END_OF_TEXT = "<|endoftext|>"
 _FIRST_LAYER = 2
 """Before it are the embedding and a function that has no file."""
@@ -86,13 +85,7 @@ def recognises(folder: Folder) -> bool:
 
 def newest_below(folder: Folder) -> str | None:
     """What ``latest`` names, where that is a checkpoint of GPT-NeoX."""
-    if not folder.has(_LATEST):
-        return None
-    try:
-        name = folder.read_text(_LATEST, limit=_MAX_LATEST_BYTES).strip()
-        return name if recognises(folder.below(name)) else None
-    except CheckpointError:
-        return None  # another layout's, or of none
+    return named_below(folder, recognises)
 
 
 def open_weights(folder: Folder, given: Given = NOTHING_GIVEN) -> Weights:
