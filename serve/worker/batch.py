@@ -9,6 +9,7 @@ from torch import Tensor
 
 from serve.engine.plan import Span, Start, StepPlan
 from serve.model.attention import StepLayout
+from serve.worker.sampling.seen import Seen
 
 
 @dataclass(slots=True)
@@ -18,10 +19,18 @@ class SequenceState:
     start: Start
     token_ids: list[int]
     blocks: list[int] = field(default_factory=list)
+    _seen: Seen | None = None
 
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.start.num_prompt_tokens
+
+    def seen(self) -> Seen:
+        """What prompt and output hold so far, counted from the first call on."""
+        if self._seen is None:
+            self._seen = Seen()
+        self._seen.follow(self.token_ids, self.start.num_prompt_tokens)
+        return self._seen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

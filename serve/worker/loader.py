@@ -36,6 +36,8 @@ from serve.worker.complete import page_attention, plain_embedding, scale_embeddi
 from serve.worker.finite import check_weights
 from serve.worker.kv_cache import GIB, allocate, block_bytes, choose_memory, choose_num_blocks
 from serve.worker.parallel import Ranks, is_row_parallel, shard, vocabulary_widths
+from serve.worker.sampling.backend import SamplingBackend
+from serve.worker.sampling.sampler import choose_sampling
 
 _LOG = logging.getLogger(__name__)
 
@@ -53,6 +55,7 @@ class RankModel:
     state: StepState
     facts: ModelFacts
     device: torch.device
+    sampling: SamplingBackend
     stored: frozenset[str]
     """The checkpoint's names of the tensors that the model takes, all ranks' parts together."""
     filler: Filler
@@ -118,6 +121,7 @@ def load_rank(
     )
     call_leaves_directly(model)
     rank_model = RankModel(
+        sampling=choose_sampling(device, kernels),
         body=model.base_model,
         head=whole_head(model),
         head_widths=vocabulary_widths(plan.vocab_size, config.model.tensor_parallel_size),

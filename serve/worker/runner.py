@@ -10,7 +10,7 @@ from serve.types import SequenceId
 from serve.worker.batch import Batch, SequenceTable
 from serve.worker.loader import RankModel
 from serve.worker.parallel import Ranks
-from serve.worker.sampler import prompt_logprobs, sample
+from serve.worker.sampling.sampler import prompt_logprobs, sample
 
 _HEAD_ROWS = 64
 """Rows of prompt logits computed at once: bounds what a request for prompt logprobs can take."""
@@ -39,7 +39,7 @@ class Runner:
         if batch.sample_rows:
             logits_RV = self._logits(hidden_TE[list(batch.sample_rows)])
             if logits_RV is not None:
-                sampled, unsampled = sample(logits_RV, batch.sampled)
+                sampled, unsampled = sample(logits_RV, batch.sampled, self._model.sampling)
                 faults.update((fault.sequence, fault) for fault in unsampled)
         if self._ranks.rank != 0:
             return None

@@ -206,7 +206,10 @@ def source_of(file: str, function: str) -> str:
             ],
             "self._engine.step()",
         ),
-        ([("serve/worker/runner.py", ""), ("serve/worker/sampler.py", "sample")], "token = drawn.get(row, greedy[row])"),
+        (
+            [("serve/worker/runner.py", ""), ("serve/worker/sampling/sampler.py", "sample")],
+            "backend.draw(logits_RV, draws, params, uniform)",
+        ),
     ],
     ids=["an optimizer step", "a token"],
 )

@@ -23,7 +23,7 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-_SOURCES = tuple(Path(__file__).with_name(name) for name in ("attention.cpp", "linear.cpp"))
+_SOURCES = tuple(Path(__file__).with_name(name) for name in ("attention.cpp", "linear.cpp", "sampling.cpp"))
 _HEADERS = (Path(__file__).with_name("vectors.h"),)
 _FLAGS = (
     "-O3",
@@ -38,7 +38,7 @@ _FLAGS = (
     "-fno-strict-aliasing",
     "-Wno-psabi",
 )
-_VERSION = 3
+_VERSION = 4
 _COMPILERS = ("c++", "g++", "clang++")
 _SCRATCH = "building-"
 _YOUNG_SECONDS = 60.0

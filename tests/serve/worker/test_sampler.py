@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import random
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from serve.engine.plan import PromptLogprobs, SequenceFault, Start
+from serve.engine.plan import PromptLogprobs, Sampled, SequenceFault, Start
 from serve.types import SamplingParams, SequenceId
 from serve.worker.batch import SequenceState
-from serve.worker.sampler import prompt_logprobs, sample
+from serve.worker.sampling.backend import SamplingBackend, TorchSampling
+from serve.worker.sampling.native import NativeSampling
+from serve.worker.sampling.sampler import prompt_logprobs
+from serve.worker.sampling.sampler import sample as sample_by
+from tests.serve.worker import reference_sampler
+from tests.support.kernels import cpu_kernels
 
 VOCABULARY = 5000
+
+Answer = tuple[list[Sampled], list[SequenceFault]]
+_backend: SamplingBackend = TorchSampling()
+
+
+@pytest.fixture(params=["torch", "kernel"], autouse=True)
+def _each_backend(request: pytest.FixtureRequest) -> None:
+    global _backend
+    _backend = NativeSampling(cpu_kernels()) if request.param == "kernel" else TorchSampling()
+
+
+def sample(logits: Tensor, states: list[SequenceState]) -> Answer:
+    return sample_by(logits, states, _backend)
 
 
 def _state(
@@ -234,3 +255,73 @@ def test_prompt_logprobs_that_are_not_finite_are_a_fault_that_names_the_position
     assert isinstance(result, SequenceFault)
     assert result.not_finite
     assert "position 11" in result.message
+
+
+def _random_params(draw: random.Random) -> dict[str, Any]:
+    """What a request may ask for, any of it together with any other."""
+    ids = draw.sample(range(VOCABULARY), 60)
+    params: dict[str, Any] = {"seed": draw.getrandbits(64), "index": draw.randrange(4), "sequence": 0}
+    params["prompt"] = tuple(draw.choices(range(VOCABULARY), k=draw.randint(1, 300)))
+    params["output"] = tuple(draw.choices(params["prompt"] + tuple(range(50)), k=draw.randint(0, 200)))
+
+    def perhaps(name: str, value: Any, share: float = 0.4) -> None:
+        if draw.random() < share:
+            params[name] = value
+
+    perhaps("temperature", draw.choice([0.01, 0.3, 0.7, 1.0, 1.7, 20.0, 1e30]), 0.85)
+    perhaps("top_k", draw.choice([1, 2, 20, 50, 100, 700, 4999, 5000, 9999]))
+    perhaps("top_p", draw.choice([0.0, 0.05, 0.5, 0.9, 0.95, 0.999, 1.0 - 1e-9]))
+    perhaps("min_p", draw.choice([1e-6, 0.01, 0.2, 1.0]))
+    perhaps("typical_p", draw.choice([0.0, 0.2, 0.9, 0.999]))
+    perhaps("repetition_penalty", draw.choice([0.5, 1.1, 3.0]))
+    perhaps("presence_penalty", draw.choice([-2.0, 0.3, 2.0]))
+    perhaps("frequency_penalty", draw.choice([-0.5, 0.01, 2.0]))
+    perhaps("logit_bias", tuple((i, draw.uniform(-5, 5)) for i in sorted(ids[:20])), 0.2)
+    perhaps("allowed_ids", tuple(ids[10:50]), 0.1)
+    perhaps("banned_ids", tuple(ids[40:]), 0.2)
+    perhaps("logprobs", draw.randint(0, 5), 0.2)
+    if draw.random() < 0.2:
+        params |= {"min_new_tokens": draw.randint(0, 300), "end_ids": tuple(ids[5:8])}
+    return params
+
+
+@pytest.mark.parametrize("kind", ["flat", "peaked", "equal", "few", "bf16", "extreme"])
+def test_every_token_is_the_one_that_sorting_row_by_row_gives(kind: str) -> None:
+    """Whatever requests ask for together, on logits of any form, rows of 160 different requests in one call."""
+    draw = random.Random(f"sampling {kind}")
+    logits = {
+        "flat": lambda: _logits(160, seed=1, spread=0.3),
+        "peaked": lambda: _logits(160, seed=2, spread=6.0),
+        "equal": lambda: torch.zeros(160, VOCABULARY),
+        "few": lambda: torch.full((160, VOCABULARY), -math.inf).index_fill_(1, torch.tensor([3, 700, 4999]), 0.5),
+        "bf16": lambda: _logits(160, seed=3, spread=2.0).bfloat16().float(),
+        "extreme": lambda: _logits(160, seed=4, spread=1e30),
+    }[kind]()
+    logits[17, 5] = math.nan
+    logits[18] = -math.inf
+    states = [_state(**_random_params(draw)) for _ in range(160)]
+    for i, state in enumerate(states):
+        states[i] = dataclasses.replace(state, start=dataclasses.replace(state.start, sequence=SequenceId(i)))
+    expected, expected_faults = reference_sampler.sample(logits.clone(), states)
+    got, faults = sample(logits.clone(), states)
+    assert [(s.sequence, s.token_id) for s in got] == [(s.sequence, s.token_id) for s in expected]
+    assert {(f.sequence, f.message) for f in faults} == {(f.sequence, f.message) for f in expected_faults}
+    for ours, theirs in zip(got, expected, strict=True):
+        assert (ours.logprob is None) == (theirs.logprob is None)
+        if ours.logprob is not None and theirs.logprob is not None:
+            assert (ours.logprob.token_id, ours.logprob.rank) == (theirs.logprob.token_id, theirs.logprob.rank)
+            assert ours.logprob.logprob == pytest.approx(theirs.logprob.logprob, abs=1e-9)
+            assert [p for _, p in ours.logprob.top] == pytest.approx([p for _, p in theirs.logprob.top], abs=1e-9)
+
+
+def test_what_was_seen_is_counted_once_and_followed() -> None:
+    """Token by token, in jumps and from a state made anew, the counts are those of the whole list."""
+    draw = random.Random(5)
+    prompt = tuple(draw.choices(range(40), k=30))
+    state = _state(prompt=prompt)
+    for jump in (0, 1, 1, 7, 100, 0, 3):
+        state.token_ids.extend(draw.choices(range(60), k=jump))
+        output = Counter(state.token_ids[len(prompt) :])
+        for seen in (state.seen(), _state(prompt=prompt, output=tuple(state.token_ids[len(prompt) :])).seen()):
+            assert sorted(seen.ids) == sorted(set(state.token_ids))
+            assert {i: n for i, n in zip(seen.ids, seen.times, strict=True) if n} == dict(output)

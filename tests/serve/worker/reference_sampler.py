@@ -1,4 +1,7 @@
-"""Chooses tokens from logits: every request by its own parameters, in one batch.
+"""The sampler as it was: row by row, by sorting. What ``serve.worker.sampling`` gives is compared with it.
+
+Among equal logits the smaller id counts as the likelier; here torch's order, which is any,
+decided. A top-k of the whole vocabulary or more cuts nothing; it cut all but 1024.
 
 Shapes.  R rows (sequences to sample)   V vocabulary
 
@@ -171,14 +174,14 @@ def _truncate(logits_V: Tensor, params: SamplingParams) -> None:
     vocabulary = logits_V.numel()
     count = min(params.top_k, vocabulary) if params.top_k else vocabulary
     total = torch.exp(logits_V).sum(dtype=torch.float64) if count == vocabulary else None
-    if total is not None and params.typical_p >= 1.0:
+    if total is not None and params.top_p < 1.0 and params.typical_p >= 1.0:
         count = min(_HEAD_FOR_TOP_P, vocabulary)
-    values, ids = logits_V.topk(count)
+    values, ids = (part[:count] for part in logits_V.sort(descending=True, stable=True))
     mass = torch.exp(values.double())
     if params.top_p < 1.0:
         share = mass.cumsum(dim=0) / (total if total is not None else mass.sum())
         if total is not None and count < vocabulary and float(share[-1]) < params.top_p:
-            values, ids = logits_V.sort(descending=True)
+            values, ids = logits_V.sort(descending=True, stable=True)
             mass = torch.exp(values.double())
             share = mass.cumsum(dim=0) / total
         # A token stays while the mass before it is short of top_p: the smallest set that reaches it.
@@ -199,7 +202,7 @@ def _typical(values: Tensor, ids: Tensor, typical_p: float) -> tuple[Tensor, Ten
     logprobs = torch.log_softmax(values.double(), dim=0)
     probabilities = logprobs.exp()
     entropy = -(probabilities * logprobs).sum()
-    order = (-logprobs - entropy).abs().argsort()
+    order = (-logprobs - entropy).abs().argsort(stable=True)
     before = probabilities[order].cumsum(dim=0) - probabilities[order]
     keep = before < typical_p
     keep[0] = True

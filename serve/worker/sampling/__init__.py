@@ -1,0 +1,1 @@
+"""From logits to tokens: rules that requests set, draws, logprobs."""

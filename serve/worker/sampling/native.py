@@ -1,0 +1,89 @@
+"""The arithmetic of sampling on the CPU, by the kernels of ``serve/model/kernels/sampling.cpp``."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from serve.types import SamplingParams
+from serve.worker.sampling.backend import floor_of
+from serve.worker.sampling.seen import Seen
+
+
+class NativeSampling:
+    """``SamplingBackend`` for fp32 rows that lie one after the other: gone through side by side, none sorted whole."""
+
+    def __init__(self, kernels: ctypes.CDLL) -> None:
+        """``kernels`` as ``load_cpu_kernels`` gives them."""
+        self._kernels = kernels
+        whole, place = ctypes.c_int64, ctypes.c_void_p
+        kernels.tessera_peaks.argtypes = (place, whole, whole, place, place, whole)
+        kernels.tessera_penalise.argtypes = (place, whole, whole, *(place,) * 7, whole)
+        kernels.tessera_draw.argtypes = (place, whole, whole, *(place,) * 8, whole)
+        for function in (kernels.tessera_peaks, kernels.tessera_penalise, kernels.tessera_draw):
+            function.restype = None
+
+    def peaks(self, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
+        """See ``SamplingBackend``."""
+        rows, vocabulary = _shape(logits_RV)
+        peaks_R, places_R = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
+        self._kernels.tessera_peaks(
+            logits_RV.data_ptr(), rows, vocabulary, peaks_R.data_ptr(), places_R.data_ptr(), torch.get_num_threads()
+        )
+        return peaks_R, places_R
+
+    def penalise(self, logits_RV: Tensor, rows: Sequence[int], params: Sequence[SamplingParams], seen: Sequence[Seen]) -> None:
+        """See ``SamplingBackend``."""
+        _, vocabulary = _shape(logits_RV)
+        columns: tuple[array[int] | array[float], ...] = (
+            array("q", rows),
+            array("f", [p.repetition_penalty for p in params]),
+            array("f", [p.presence_penalty for p in params]),
+            array("f", [p.frequency_penalty for p in params]),
+            array("q", [s.ids.buffer_info()[0] for s in seen]),
+            array("q", [s.times.buffer_info()[0] for s in seen]),
+            array("q", [len(s.ids) for s in seen]),
+        )
+        self._kernels.tessera_penalise(
+            logits_RV.data_ptr(),
+            vocabulary,
+            len(rows),
+            *(column.buffer_info()[0] for column in columns),
+            torch.get_num_threads(),
+        )
+
+    def draw(
+        self, logits_RV: Tensor, rows: Sequence[int], params: Sequence[SamplingParams], uniform: Sequence[float]
+    ) -> Tensor:
+        """See ``SamplingBackend``."""
+        _, vocabulary = _shape(logits_RV)
+        columns: tuple[array[int] | array[float], ...] = (
+            array("q", rows),
+            array("f", [p.temperature for p in params]),
+            array("f", [floor_of(p) for p in params]),
+            array("q", [min(p.top_k, vocabulary) if p.top_k else vocabulary for p in params]),
+            array("d", [p.top_p for p in params]),
+            array("d", [p.typical_p for p in params]),
+            array("d", uniform),
+        )
+        tokens_N = torch.empty(len(rows), dtype=torch.int64)
+        self._kernels.tessera_draw(
+            logits_RV.data_ptr(),
+            vocabulary,
+            len(rows),
+            *(column.buffer_info()[0] for column in columns),
+            tokens_N.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return tokens_N
+
+
+def _shape(logits_RV: Tensor) -> tuple[int, int]:
+    assert logits_RV.dtype == torch.float32, "the kernel sees addresses alone"
+    assert logits_RV.is_contiguous(), "the kernel sees addresses alone"
+    rows, vocabulary = logits_RV.shape
+    return rows, vocabulary

@@ -1,0 +1,138 @@
+"""Chooses tokens from logits: every request by its own parameters, all rows of a step together.
+
+Shapes.  R rows (sequences to sample)   V vocabulary
+
+Randomness is a counter, not a stream: the draw for a token is a hash of (seed, sequence index, output position), so what a
+request gets does not depend on its neighbours, on preemption or on chunking.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from serve.engine.plan import PromptLogprobs, Sampled, SequenceFault
+from serve.types import SequenceId
+from serve.worker.batch import SequenceState
+from serve.worker.sampling.backend import SamplingBackend, TorchSampling
+from serve.worker.sampling.logprobs import logprobs_of
+from serve.worker.sampling.native import NativeSampling
+
+
+def choose_sampling(device: torch.device, kernels: ctypes.CDLL | None) -> SamplingBackend:
+    """What samples on this device: the CPU's kernels where there are some, else torch."""
+    return NativeSampling(kernels) if device.type == "cpu" and kernels is not None else TorchSampling()
+
+
+def sample(
+    logits_RV: Tensor, states: Sequence[SequenceState], backend: SamplingBackend
+) -> tuple[list[Sampled], list[SequenceFault]]:
+    """Choose the next token of each row; rows whose logits are not finite, or where nothing is allowed, become faults.
+
+    ``logits_RV`` may be changed in place.
+    """
+    logits_RV = logits_RV.float().contiguous()
+    raw_peaks_R, tokens_R = peaks_R, _ = backend.peaks(logits_RV)
+    wanted = [row for row, state in enumerate(states) if state.start.logprobs is not None]
+    raw_WV = logits_RV[wanted] if wanted else None
+    if adjust(logits_RV, states, backend):
+        peaks_R, tokens_R = backend.peaks(logits_RV)
+    draws = [row for row, state in enumerate(states) if state.start.sampling.temperature > 0]
+    if draws:
+        params = [states[row].start.sampling for row in draws]
+        uniform = [uniform_of(p.seed, states[row]) for p, row in zip(params, draws, strict=True)]
+        tokens_R[torch.tensor(draws, device=tokens_R.device)] = backend.draw(logits_RV, draws, params, uniform)
+    logprobs = {}
+    if raw_WV is not None:
+        chosen_W = tokens_R[torch.tensor(wanted, device=tokens_R.device)]
+        num_top = [states[row].start.logprobs or 0 for row in wanted]
+        logprobs = dict(zip(wanted, logprobs_of(raw_WV, chosen_W, num_top), strict=True))
+    tokens, finite, possible = torch.stack((tokens_R, raw_peaks_R.isfinite(), peaks_R.isfinite())).tolist()
+
+    sampled: list[Sampled] = []
+    faults: list[SequenceFault] = []
+    for row, state in enumerate(states):
+        sequence = state.start.sequence
+        if not finite[row]:
+            faults.append(_not_finite(sequence, len(state.token_ids)))
+        elif not possible[row]:
+            faults.append(
+                SequenceFault(sequence=sequence, message="allowed_ids, banned_ids and min_new_tokens leave no token to sample")
+            )
+        else:
+            sampled.append(Sampled(sequence=sequence, token_id=tokens[row], logprob=logprobs.get(row)))
+    return sampled, faults
+
+
+def prompt_logprobs(
+    logits_RV: Tensor, sequence: SequenceId, first: int, targets: Sequence[int], num_top: int
+) -> PromptLogprobs | SequenceFault:
+    """Logprobs of the tokens that follow R neighbouring prompt positions; ``first`` is the position of the first target.
+
+    A fault where any of them would not be finite: NaN compares with nothing, so it would pass for the likeliest token.
+    """
+    logits_RV = logits_RV.float()
+    peaks = logits_RV.amax(dim=1).tolist()
+    logprobs = logprobs_of(logits_RV, torch.tensor(targets, device=logits_RV.device), [num_top] * len(targets))
+    for place, (peak, logprob) in enumerate(zip(peaks, logprobs, strict=True)):
+        if not (math.isfinite(peak) and math.isfinite(logprob.logprob)):
+            return _not_finite(sequence, first + place)
+    return PromptLogprobs(sequence=sequence, first=first, logprobs=tuple(logprobs))
+
+
+def _not_finite(sequence: SequenceId, position: int) -> SequenceFault:
+    message = f"the model's logits for position {position} are not finite; its weights or its data type are at fault"
+    return SequenceFault(sequence=sequence, message=message, not_finite=True)
+
+
+def adjust(logits_RV: Tensor, states: Sequence[SequenceState], backend: SamplingBackend) -> bool:
+    """Apply what requests want changed in their own rows, before temperature; False if none wants anything."""
+    allowed: list[tuple[int, int]] = []
+    banned: list[tuple[int, int]] = []
+    biased: list[tuple[int, int, float]] = []
+    penalised: list[int] = []
+    for row, state in enumerate(states):
+        start, params = state.start, state.start.sampling
+        allowed.extend((row, i) for i in params.allowed_ids)
+        banned.extend((row, i) for i in params.banned_ids)
+        if start.end_ids and state.num_output_tokens < start.min_new_tokens:
+            banned.extend((row, i) for i in start.end_ids)
+        biased.extend((row, i, value) for i, value in params.logit_bias)
+        if params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty:
+            penalised.append(row)
+    device = logits_RV.device
+    if allowed:
+        rows_M, ids_M = torch.tensor(allowed, device=device).unbind(dim=1)
+        kept_M = logits_RV[rows_M, ids_M]
+        logits_RV[rows_M] = -math.inf
+        logits_RV[rows_M, ids_M] = kept_M
+    if banned:
+        rows_M, ids_M = torch.tensor(banned, device=device).unbind(dim=1)
+        logits_RV[rows_M, ids_M] = -math.inf
+    if biased:
+        rows, ids, values = zip(*biased, strict=True)
+        places = torch.tensor(rows, device=device), torch.tensor(ids, device=device)
+        logits_RV[places] += torch.tensor(values, dtype=logits_RV.dtype, device=device)
+    if penalised:
+        backend.penalise(
+            logits_RV,
+            penalised,
+            [states[row].start.sampling for row in penalised],
+            [states[row].seen() for row in penalised],
+        )
+    return bool(allowed or banned or biased or penalised)
+
+
+def uniform_of(seed: int, state: SequenceState) -> float:
+    """A number in [0, 1) that depends on the request's seed, the sequence's index and its next output position alone."""
+    digest = hashlib.blake2b(
+        seed.to_bytes(8, "little") + state.start.index.to_bytes(4, "little") + state.num_output_tokens.to_bytes(8, "little"),
+        digest_size=8,
+        person=b"tessera",
+    ).digest()
+    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
