@@ -28,7 +28,9 @@ class StepLayout:
     context_lengths: tuple[int, ...]
     """Q numbers: positions of sequence i that the cache holds after this step's keys are written."""
     block_tables: Tensor
-    """int32 [Q, W]: block ids of each sequence in order of position, padded with 0."""
+    """int32 [rows, W], contiguous: block ids in order of position; what lies beyond a sequence's last may be anything."""
+    table_rows: tuple[int, ...]
+    """Q numbers: the row of ``block_tables`` that is sequence i's."""
 
 
 Rotary = tuple[Tensor, Tensor]
@@ -168,7 +170,7 @@ class TorchBackend:
         for i, length in enumerate(layout.context_lengths):
             begin, end = layout.query_starts[i], layout.query_starts[i + 1]
             first = max(0, length - (end - begin) - window + 1) // block_tokens if window else 0
-            table = layout.block_tables[i, first : -(-length // block_tokens)].long()
+            table = layout.block_tables[layout.table_rows[i], first : -(-length // block_tokens)].long()
             low = first * block_tokens
             # Slots past the sequence's end may hold anything, NaN included: they are cut off, not masked.
             key_GLD = layer.keys[table].permute(1, 0, 3, 2).flatten(1, 2)[:, : length - low]

@@ -123,12 +123,12 @@ class CpuKernelBackend:
         return out_THD
 
     def _tiles_of(self, layout: StepLayout, tile_tokens: int) -> Tensor:
-        """int32 [items, 3] of (sequence, first token, tokens): the same for every layer of a step, so made once."""
+        """int32 [items, 3] of (row of its table, first token, tokens): the same for every layer of a step, so made once."""
         if self._tiles is None or self._tiles[0] is not layout or self._tiles[1] != tile_tokens:
             starts = layout.query_starts
             tiles = [
-                (i, first, min(tile_tokens, starts[i + 1] - first))
-                for i in range(len(starts) - 1)
+                (row, first, min(tile_tokens, starts[i + 1] - first))
+                for i, row in enumerate(layout.table_rows)
                 for first in range(starts[i], starts[i + 1], tile_tokens)
             ]
             self._tiles = (layout, tile_tokens, torch.tensor(tiles, dtype=torch.int32))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from serve.engine.plan import Span, Start, StepPlan
 from serve.model.attention import StepLayout
+from serve.worker.block_tables import BlockTables
 from serve.worker.sampling.seen import Seen
 
 
@@ -19,6 +20,8 @@ class SequenceState:
     start: Start
     token_ids: list[int]
     blocks: list[int] = field(default_factory=list)
+    table_row: int = 0
+    """Where its blocks stand in the rank's ``BlockTables``."""
     _seen: Seen | None = None
 
     @property
@@ -56,6 +59,7 @@ class SequenceTable:
         self._block_tokens = block_tokens
         self._device = device
         self._sequences: dict[int, SequenceState] = {}
+        self._tables = BlockTables(device)
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -63,13 +67,15 @@ class SequenceTable:
     def apply(self, plan: StepPlan) -> Batch | None:
         """Forget, learn and extend what the plan says; the step's tensors, or ``None`` when it computes nothing."""
         for dropped in plan.dropped:
-            del self._sequences[dropped]
+            self._tables.close(self._sequences.pop(dropped).table_row)
         for start in plan.starts:
-            self._sequences[start.sequence] = SequenceState(start, list(start.token_ids))
+            self._sequences[start.sequence] = SequenceState(start, list(start.token_ids), table_row=self._tables.open())
         for span in plan.spans:
             state = self._sequences[span.sequence]
             state.token_ids.extend(span.new_tokens)
-            state.blocks.extend(span.new_blocks)
+            if span.new_blocks:
+                self._tables.extend(state.table_row, len(state.blocks), span.new_blocks)
+                state.blocks.extend(span.new_blocks)
         return self._batch(plan.spans) if plan.spans else None
 
     def _batch(self, spans: tuple[Span, ...]) -> Batch:
@@ -80,32 +86,33 @@ class SequenceTable:
         starts = [0]
         size = self._block_tokens
         for span, state in zip(spans, states, strict=True):
-            end = span.start + span.count
-            ids.extend(state.token_ids[span.start : end])
-            positions.extend(range(span.start, end))
-            slots.extend(state.blocks[p // size] * size + p % size for p in range(span.start, end))
+            first, end = span.start, span.start + span.count
+            ids.extend(state.token_ids[first:end])
+            positions.extend(range(first, end))
+            if span.count == 1:
+                slots.append(state.blocks[first // size] * size + first % size)
+            else:
+                slots.extend(state.blocks[p // size] * size + p % size for p in range(first, end))
             starts.append(starts[-1] + span.count)
-        width = max(len(state.blocks) for state in states)
-        tables = [state.blocks + [0] * (width - len(state.blocks)) for state in states]
+        # One transfer for all that a step's tokens are.
+        staged_3T = torch.tensor((ids, positions, slots), dtype=torch.int64).to(self._device)
         layout = StepLayout(
-            slots=self._tensor(slots, torch.int64),
-            positions=self._tensor(positions, torch.int32),
+            slots=staged_3T[2],
+            positions=staged_3T[1].int(),
             query_starts=tuple(starts),
             context_lengths=tuple(span.start + span.count for span in spans),
-            block_tables=self._tensor(tables, torch.int32),
+            block_tables=self._tables.written(),
+            table_rows=tuple(state.table_row for state in states),
         )
         sampling = [(starts[i + 1] - 1, states[i]) for i, span in enumerate(spans) if span.sample]
         return Batch(
-            input_ids=self._tensor([ids], torch.int64),
-            position_ids=self._tensor([positions], torch.int64),
+            input_ids=staged_3T[:1],
+            position_ids=staged_3T[1:2],
             layout=layout,
             sample_rows=tuple(row for row, _ in sampling),
             sampled=tuple(state for _, state in sampling),
             prompt_rows=tuple(_prompt_rows(spans, states, starts)),
         )
-
-    def _tensor(self, values: list[int] | list[list[int]], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=self._device)
 
 
 def _prompt_rows(

@@ -31,9 +31,9 @@ struct Step {
     void* out;                  // [T, H, D], contiguous
     const float* sinks;         // [H] or null: one more score for each head, without a value
     const float* bias;          // [H, L] or null: added to the score of each head with the key at each position
-    const int32_t* tiles;       // [items, 3]: sequence, first token, number of tokens
+    const int32_t* tiles;       // [items, 3]: row of its table, first token, number of tokens
     const int32_t* positions;   // [T]
-    const int32_t* tables;      // [Q, table_width]
+    const int32_t* tables;      // [rows, table_width]
     int64_t tokens, num_tiles, table_width;
     int64_t query_heads, kv_heads, head_dim, block_tokens;
     int64_t rotary_dim;         // R

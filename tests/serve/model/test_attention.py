@@ -73,7 +73,11 @@ def _lay_out(sequences: list[_Sequence], block_tokens: int, num_blocks: int) -> 
         positions=torch.tensor(positions, dtype=torch.int32),
         query_starts=tuple(starts),
         context_lengths=tuple(s.length for s in sequences),
-        block_tables=torch.tensor([s.blocks + [0] * (width - len(s.blocks)) for s in sequences], dtype=torch.int32),
+        # Rows lie anywhere in the table, other sequences' between them.
+        block_tables=torch.tensor(
+            [[99] * width, *reversed([s.blocks + [99] * (width - len(s.blocks)) for s in sequences])], dtype=torch.int32
+        ),
+        table_rows=tuple(range(len(sequences), 0, -1)),
     )
 
 

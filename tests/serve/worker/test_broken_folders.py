@@ -50,6 +50,7 @@ def served_logits(folder: Path) -> torch.Tensor:
         query_starts=(0, count),
         context_lengths=(count,),
         block_tables=torch.tensor([[0]], dtype=torch.int32),
+        table_rows=(0,),
     )
     positions = torch.arange(count)[None]
     hidden = model.body(input_ids=torch.tensor([PROMPT]), position_ids=positions, use_cache=False, return_dict=True)

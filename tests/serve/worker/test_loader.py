@@ -91,6 +91,7 @@ def layout(begin: int, end: int) -> StepLayout:
         query_starts=(0, end - begin),
         context_lengths=(end,),
         block_tables=torch.tensor([blocks], dtype=torch.int32),
+        table_rows=(0,),
     )
 
 
