@@ -16,6 +16,37 @@ BlockId = NewType("BlockId", int)
 """Index of one KV block in every layer's cache."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthRule:
+    """How a token's key depends on the length of its own sequence, in models whose rotary angles change beyond a length.
+
+    Each token is computed by a length: the prompt's for tokens of the prompt, one more than its position for those after it.
+    That is what a sequence that is computed alone, token after token, has seen of itself by then; it is the same whatever
+    runs beside it, in how many steps the prompt is computed and how often it is computed again.
+    """
+
+    plain_tokens: int
+    """Up to this length a key depends on the tokens up to it alone."""
+    each_length: bool
+    """Whether beyond it every length makes keys of its own; otherwise all of them make the same."""
+    recomputes: bool
+    """Whether a sequence that grows beyond it is computed again from its first token on, as if it had come so long."""
+
+    def first_length(self, num_prompt_tokens: int, num_known: int) -> int:
+        """The least length by which a sequence's tokens are computed, where ``num_known`` of them were known at its start."""
+        return num_known if self.recomputes else num_prompt_tokens
+
+    def kind(self, first_length: int) -> int:
+        """What sequences must have in common, beside their tokens, to have the same keys; 0 for those that begin plainly."""
+        if first_length <= self.plain_tokens:
+            return 0
+        return first_length if self.each_length else self.plain_tokens + 1
+
+    def starts_again(self, num_known: int) -> bool:
+        """Whether a sequence that has so many tokens, the last of them just generated, is computed from its first on again."""
+        return self.recomputes and num_known == self.plain_tokens + 1
+
+
 class FinishReason(Enum):
     """Why a sequence ended by itself. Cancelled, expired and failed requests end with an error instead."""
 

@@ -12,6 +12,7 @@ from serve.engine.prefix_cache import DigestChain, PrefixCache
 from serve.engine.registry import Registry
 from serve.engine.scheduler import Scheduler
 from serve.engine.sequence import LiveRequest, Sequence
+from serve.engine.sharing import chain_of
 from serve.engine.stats import EngineStats, StepStats
 from serve.engine.step_results import check_result, judge
 from serve.engine.stopping import LENGTH, Stop, StopRule
@@ -320,8 +321,12 @@ class Engine:
         is_told = stop is None or not stop.is_by_id or request.rule.include_stop
         if is_told or text:
             self._events.append(token_event(seq, text, token_id if is_told else None, answer.logprob))
+        rule = self._facts.length_rule
         if stop is not None:
             self._end(seq, stop, now)
+        elif rule is not None and rule.starts_again(len(seq.token_ids)):
+            seq.chain = self._chain_of(request, seq.token_ids)
+            self._scheduler.restart(seq)
 
     # How requests begin and end.
 
@@ -337,7 +342,6 @@ class Engine:
         if generation.response.prompt_logprobs is not None:
             request.prompt_logprobs = [None] * len(generation.prompt_ids)
         wants_text = generation.response.text or bool(generation.stopping.stop_strings)
-        root = self._root_of(request)
         for index in range(generation.num_sequences):
             token_ids = list(generation.prompt_ids)
             request.sequences.append(
@@ -347,7 +351,7 @@ class Engine:
                     request=request,
                     token_ids=token_ids,
                     text=self._open_text(generation, index) if wants_text else None,
-                    chain=DigestChain(root, token_ids, self._facts.block_tokens) if root is not None else None,
+                    chain=self._chain_of(request, token_ids),
                     tells_text=generation.response.text,
                     samples=request.rule.max_new_tokens > 0,
                 )
@@ -355,13 +359,8 @@ class Engine:
             self._num_sequences += 1
         return request
 
-    def _root_of(self, request: LiveRequest) -> bytes | None:
-        """The digest that says with whom the request shares blocks; ``None`` if with nobody."""
-        if self._limits.prefix_caching:
-            return self._cache.shared_root(request.generation.cache_salt)
-        if request.generation.num_sequences > 1:
-            return self._cache.private_root(request.arrival)
-        return None
+    def _chain_of(self, request: LiveRequest, token_ids: list[int]) -> DigestChain | None:
+        return chain_of(request, token_ids, self._cache, self._facts.length_rule, with_all=self._limits.prefix_caching)
 
     def _end(self, seq: Sequence, stop: Stop, now: float) -> None:
         """One sequence ends by itself; with the last of them, the request."""

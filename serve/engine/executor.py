@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from serve.engine.plan import StepPlan, StepResult
+from serve.types import LengthRule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,8 @@ class ModelFacts:
     """What computes linear layers: ``kernel``, ``onednn`` or ``torch``."""
     load_seconds: tuple[tuple[str, float], ...] = ()
     """(phase, seconds), for the ``model_load_seconds`` metric: ``import``, ``build``, ``weights``, ``cache``."""
+    length_rule: LengthRule | None = None
+    """How keys depend on the length of their sequence; ``None`` in most models, where they do not."""
     cache_memory: str = ""
     """What the blocks take of which memory, and why that, in words, for the log."""
 

@@ -69,6 +69,10 @@ class PrefixCache:
         """Root for the sequences of one request alone."""
         return sha256(self._key + b"request:" + str(serial).encode()).digest()
 
+    def root_of_kind(self, root: bytes, kind: int) -> bytes:
+        """Root for those of them whose keys are of one kind; see ``LengthRule``."""
+        return sha256(root + b"kind:" + str(kind).encode()).digest() if kind else root
+
     def lookup(self, chain: DigestChain, limit: int) -> list[BlockId]:
         """The longest run of registered blocks from the start of ``chain``, at most ``limit``. Takes no reference."""
         found: list[BlockId] = []

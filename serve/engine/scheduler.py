@@ -36,7 +36,8 @@ class Scheduler:
 
     Why it cannot come to a halt: no sequence is accepted that could not run alone in the pool; the oldest running
     sequence is never preempted for a younger one, so it always reaches its end; and the head of the queue is never
-    passed by a smaller sequence behind it, so it always becomes the oldest.
+    passed by a smaller sequence behind it, so it always becomes the oldest. One that must be
+    computed again, having grown beyond a ``LengthRule``, goes back to the head of the queue once.
 
     Always true (see ``check``): a sequence is in the queue, in the running batch or in neither; only running ones hold
     blocks, each block as often as tables name it; all running sequences but the youngest owe exactly one position, and
@@ -84,6 +85,12 @@ class Scheduler:
             self._aside.pop(seq, None)
         seq.state = SequenceState.ENDED
 
+    def restart(self, seq: Sequence) -> None:
+        """Nothing that is computed of a running sequence counts any longer; it waits before all that never ran."""
+        self._leave_running(seq)
+        seq.state = SequenceState.WAITING
+        self._waiting.push(seq, (0, seq.admitted))
+
     def set_pinned_aside(self) -> None:
         """From now on no request begins whose tokens must all be made by the same weights; others may pass it."""
         if self._aside is None:
@@ -99,9 +106,7 @@ class Scheduler:
         """The plan that exchanges the weights: nothing stays computed, on the ranks or in the cache, and what ran waits at the
         front of the queue in its order. As a plan of ``schedule``, it counts as given to the ranks."""
         for seq in tuple(self.running.values()):
-            self._leave_running(seq)
-            seq.state = SequenceState.WAITING
-            self._waiting.push(seq, (0, seq.admitted))
+            self.restart(seq)
         self._cache.flush()
         plan = StepPlan(step=self._num_plans, dropped=tuple(self._dropped), swap=number)
         self._num_plans += 1
@@ -221,9 +226,7 @@ class Scheduler:
     def _preempt(self, seq: Sequence, draft: _Draft) -> None:
         """Take a running sequence's blocks away and put it at the front of the queue, before all that never ran."""
         draft.has_preempted = True
-        self._leave_running(seq)
-        seq.state = SequenceState.WAITING
-        self._waiting.push(seq, (0, seq.admitted))
+        self.restart(seq)
         self.preemptions += 1
 
     def _add_span(self, seq: Sequence, count: int, draft: _Draft) -> None:

@@ -31,6 +31,8 @@ class StepLayout:
     """int32 [rows, W], contiguous: block ids in order of position; what lies beyond a sequence's last may be anything."""
     table_rows: tuple[int, ...]
     """Q numbers: the row of ``block_tables`` that is sequence i's."""
+    lengths: Tensor | None = None
+    """int64 [T]: the length by which each token is computed, see ``LengthRule``; ``None`` where that changes nothing."""
 
 
 Rotary = tuple[Tensor, Tensor]

@@ -7,16 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 from serve.errors import ConfigError
 from serve.model.families import FAMILIES, head_dim
+from serve.types import LengthRule
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-def check_max_model_len(wanted: int | None, limit: int | None) -> int:
+def check_max_model_len(wanted: int | None, limit: int | None, most: int | None = None) -> int:
     """Positions a sequence may have: what is wanted, or all that the model has.
 
     Args:
         limit: positions of the model; ``None`` where its configuration has no number of them.
+        most: positions to which its angles are extended where more are wanted; ``None`` where they are not.
 
     Raises:
         ConfigError: the model has fewer, or does not say how many and nothing is wanted.
@@ -27,8 +29,9 @@ def check_max_model_len(wanted: int | None, limit: int | None) -> int:
                 "model.max_model_len is not set; this model's config.json has no number of positions, so it must be"
             )
         return wanted
-    if wanted is not None and wanted > limit:
-        raise ConfigError(f"model.max_model_len is {wanted}; the model has {limit} positions")
+    if wanted is not None and wanted > max(limit, most or 0):
+        extended = "" if most is None else f", extended to {most}"
+        raise ConfigError(f"model.max_model_len is {wanted}; the model has {limit} positions{extended}")
     return wanted or limit
 
 
@@ -42,26 +45,39 @@ def check_dtype(dtype: str, device: str) -> None:
         raise ConfigError("model.dtype is float16; on the CPU choose float32 or bfloat16")
 
 
-def served_positions(limit: int | None, rope: Mapping[str, Any], original: int | None) -> int | None:
-    """Positions a sequence may have so that the angles of its rotary embedding depend on nothing but itself.
-
-    transformers chooses the angles of ``dynamic`` and ``longrope`` by the longest sequence of a batch, and changes them in the
-    middle of one that grows. Up to the model's own length, and the length before it was extended, they are always the same.
+def extended_positions(limit: int | None, config: Mapping[str, Any]) -> int | None:
+    """Positions to which ``dynamic`` angles can be extended when asked: so many times the model's own as their factor says.
 
     Args:
         limit: ``max_position_embeddings``.
-        rope: ``rope_parameters``, or ``rope_scaling`` of older files.
-        original: ``original_max_position_embeddings`` where it stands beside these.
+        config: what ``config.json`` says, checked; ``rope_parameters``, or ``rope_scaling`` of older files.
+    """
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if limit is None or rope_type(rope) != "dynamic":
+        return None
+    return max(limit, int(limit * float(rope.get("factor") or 1.0)))
+
+
+def length_rule(config: PretrainedConfig) -> LengthRule | None:
+    """How angles depend on a sequence's length; ``None`` where they do not.
+
+    ``dynamic`` has others for every length beyond the model's own, ``longrope`` one other set for all lengths beyond
+    ``original_max_position_embeddings``.
 
     Raises:
         ConfigError: longrope without a length before it was extended.
     """
-    if rope_type(rope) != "longrope":
-        return limit
-    before = rope.get("original_max_position_embeddings") or original
+    rope = getattr(config, "rope_parameters", None) or {}
+    kind = rope_type(rope)
+    if kind == "dynamic":
+        return LengthRule(plain_tokens=int(config.max_position_embeddings), each_length=True, recomputes=False)
+    if kind != "longrope":
+        return None
+    before = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
     if before is None:
         raise ConfigError("config.json: rope_type is 'longrope', without original_max_position_embeddings; it is not served")
-    return int(before) if limit is None else min(limit, int(before))
+    recomputes = FAMILIES[config.model_type].recomputes_long
+    return LengthRule(plain_tokens=int(before), each_length=False, recomputes=recomputes)
 
 
 def rope_type(rope: Mapping[str, Any]) -> str:

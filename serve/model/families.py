@@ -64,6 +64,8 @@ class Family:
     """Modules of the attention module that have a norm for each head, in a list ``norms``."""
     local_config: bool = False
     """The attention's forward reads its numbers of heads from its ``config``."""
+    recomputes_long: bool = False
+    """With ``longrope``: a sequence that grows beyond the first length is computed again from its first token."""
     experts: str = ""
     """End of the path of a layer's experts, stacked in parameters whose first dimension counts them; "" where are none."""
     expert_cuts: Mapping[str, tuple[int, str]] = field(default_factory=dict)
@@ -218,6 +220,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
             rotary_function=_ROTARY,
             partial_rotary=True,
             local_config=True,
+            recomputes_long=True,
         ),
         Family(
             name="bloom",

@@ -7,6 +7,7 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
 class _Maker(Protocol):
@@ -21,6 +22,12 @@ class _Model(Protocol):
     def get_output_embeddings(self) -> nn.Module: ...
 
     def _init_weights(self, module: nn.Module) -> None: ...
+
+
+class _MakesFrequencies(Protocol):
+    """One of ``ROPE_INIT_FUNCTIONS``: inverse frequencies, and what cosines and sines are multiplied with."""
+
+    def __call__(self, config: object, device: torch.device, seq_len: int | Tensor) -> tuple[Tensor, float]: ...
 
 
 _MAKER: Final[_Maker] = AutoModelForCausalLM
@@ -48,3 +55,10 @@ def vocabulary_rows(model: PreTrainedModel) -> int:
 def initialise(model: _Model, module: nn.Module) -> None:
     """Compute what no checkpoint stores of one module, as transformers does for a new model."""
     model._init_weights(module)
+
+
+def frequencies(rotary: nn.Module, length: int | Tensor) -> Tensor:
+    """The inverse frequencies that a rotary embedding has for sequences of a length, or of each of a column of lengths."""
+    make: _MakesFrequencies = ROPE_INIT_FUNCTIONS[str(rotary.rope_type)]
+    found, _ = make(rotary.config, rotary.get_buffer("original_inv_freq").device, seq_len=length)
+    return found

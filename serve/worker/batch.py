@@ -9,6 +9,7 @@ from torch import Tensor
 
 from serve.engine.plan import Span, Start, StepPlan
 from serve.model.attention import StepLayout
+from serve.types import LengthRule
 from serve.worker.block_tables import BlockTables
 from serve.worker.sampling.seen import Seen
 
@@ -55,9 +56,10 @@ class Batch:
 class SequenceTable:
     """The live sequences; follows the plans exactly as ``serve.engine.plan`` states them."""
 
-    def __init__(self, block_tokens: int, device: torch.device) -> None:
+    def __init__(self, block_tokens: int, device: torch.device, rule: LengthRule | None = None) -> None:
         self._block_tokens = block_tokens
         self._device = device
+        self._rule = rule
         self._sequences: dict[int, SequenceState] = {}
         self._tables = BlockTables(device)
 
@@ -103,6 +105,7 @@ class SequenceTable:
             context_lengths=tuple(span.start + span.count for span in spans),
             block_tables=self._tables.written(),
             table_rows=tuple(state.table_row for state in states),
+            lengths=self._lengths(spans, states),
         )
         sampling = [(starts[i + 1] - 1, states[i]) for i, span in enumerate(spans) if span.sample]
         return Batch(
@@ -113,6 +116,16 @@ class SequenceTable:
             sampled=tuple(state for _, state in sampling),
             prompt_rows=tuple(_prompt_rows(spans, states, starts)),
         )
+
+    def _lengths(self, spans: tuple[Span, ...], states: list[SequenceState]) -> Tensor | None:
+        rule = self._rule
+        if rule is None:
+            return None
+        lengths: list[int] = []
+        for span, state in zip(spans, states, strict=True):
+            first = rule.first_length(state.start.num_prompt_tokens, len(state.start.token_ids))
+            lengths.extend(max(first, position + 1) for position in range(span.start, span.start + span.count))
+        return torch.tensor(lengths, dtype=torch.int64, device=self._device) if max(lengths) > rule.plain_tokens else None
 
 
 def _prompt_rows(

@@ -20,8 +20,9 @@ from checkpoint.dtypes import dtype_name
 from serve.config import ServerConfig
 from serve.engine.executor import ModelFacts
 from serve.errors import ConfigError
+from serve.model.angles import turn_by_own_lengths
 from serve.model.attention import StepState, TorchBackend
-from serve.model.checks import check_dtype, check_max_model_len, served_positions
+from serve.model.checks import check_dtype, check_max_model_len, extended_positions, length_rule
 from serve.model.families import Family, head_cut, head_dim
 from serve.model.fit import given_of
 from serve.model.heads import KEY, HeadCut, check_tensor_parallel
@@ -32,6 +33,7 @@ from serve.model.linear import Matmul, Packer, activation_of, choose_packer, pla
 from serve.model.load import Blueprint, Filler, build_on_meta, choose_dtype, read_config
 from serve.model.pretrained import vocabulary_rows
 from serve.model.shards import ShardOf
+from serve.types import LengthRule
 from serve.worker.complete import page_attention, plain_embedding, scale_embedding, sum_experts, sum_norms, whole_head
 from serve.worker.finite import check_weights
 from serve.worker.kv_cache import GIB, allocate, block_bytes, choose_memory, choose_num_blocks
@@ -107,6 +109,8 @@ def load_rank(
     )
     backend = TorchBackend() if kernels is None else CpuKernelBackend(kernels)
     state = page_attention(model, plan.family, caches, backend, plan.heads, ranks.rank, plan.max_model_len)
+    if plan.length_rule is not None:
+        turn_by_own_lengths(model, plan.length_rule, state)
     sum_norms(model, plan.family, plan.heads, ranks)
     sum_experts(model, plan.family, ranks)
     if plan.family.scaled_embedding:
@@ -148,6 +152,7 @@ def _facts(plan: Survey, blocks: _Blocks, block_tokens: int, device: torch.devic
         block_tokens=block_tokens,
         num_parameters=plan.blueprint.num_parameters,
         checkpoint_step=None,
+        length_rule=plan.length_rule,
         cache_memory=blocks.memory,
     )
 
@@ -161,6 +166,7 @@ class Survey:
     blueprint: Blueprint
     heads: HeadCut
     max_model_len: int
+    length_rule: LengthRule | None
     vocab_size: int
     """Rows of the whole embedding; a rank's own model has fewer once it is cut."""
     eos_ids: tuple[int, ...]
@@ -183,12 +189,9 @@ def survey(checkpoint: Checkpoint, config: ServerConfig, device: torch.device) -
     )
     dtype = choose_dtype(checkpoint, config.model.dtype)
     check_dtype(dtype_name(dtype), device.type)
-    limit = served_positions(
-        getattr(model_config, "max_position_embeddings", None),
-        getattr(model_config, "rope_parameters", None) or {},
-        getattr(model_config, "original_max_position_embeddings", None),
-    )
-    max_model_len = check_max_model_len(config.model.max_model_len, limit)
+    limit = getattr(model_config, "max_position_embeddings", None)
+    most = extended_positions(limit, {"rope_parameters": getattr(model_config, "rope_parameters", None)})
+    max_model_len = check_max_model_len(config.model.max_model_len, limit, most)
     blueprint = build_on_meta(checkpoint, family, model_config, dtype)
     if family.scaled_embedding:
         plain_embedding(blueprint.model)
@@ -199,6 +202,7 @@ def survey(checkpoint: Checkpoint, config: ServerConfig, device: torch.device) -
         blueprint=blueprint,
         heads=heads,
         max_model_len=max_model_len,
+        length_rule=length_rule(model_config),
         vocab_size=rows,
         eos_ids=_eos_ids(rows, checkpoint.generation_config, checkpoint.config),
     )

@@ -22,7 +22,7 @@ class Runner:
     def __init__(self, model: RankModel, ranks: Ranks) -> None:
         self._model = model
         self._ranks = ranks
-        self._table = SequenceTable(model.facts.block_tokens, model.device)
+        self._table = SequenceTable(model.facts.block_tokens, model.device, model.facts.length_rule)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult | None:

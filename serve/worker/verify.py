@@ -63,7 +63,8 @@ def _probe(model: RankModel, ranks: Ranks) -> tuple[list[tuple[str, Tensor]], Te
     start = Start(sequence=_SEQUENCE, index=0, token_ids=ids, num_prompt_tokens=count, sampling=SamplingParams())
     blocks = tuple(BlockId(block) for block in range(-(-count // facts.block_tokens)))
     span = Span(sequence=_SEQUENCE, start=0, count=count, new_blocks=blocks, sample=True)
-    batch = SequenceTable(facts.block_tokens, model.device).apply(StepPlan(step=0, starts=(start,), spans=(span,)))
+    table = SequenceTable(facts.block_tokens, model.device, facts.length_rule)
+    batch = table.apply(StepPlan(step=0, starts=(start,), spans=(span,)))
     assert batch is not None
     given: list[tuple[str, Tensor]] = []
 

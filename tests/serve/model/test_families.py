@@ -8,8 +8,9 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from serve.errors import ConfigError
-from serve.model.checks import check_rope, check_switches, served_positions
+from serve.model.checks import check_max_model_len, check_rope, check_switches, extended_positions, length_rule
 from serve.model.families import FAMILIES
+from serve.types import LengthRule
 from tests.support.models import SMALL
 
 
@@ -25,24 +26,30 @@ def test_every_family_as_it_comes_is_served(family: str) -> None:
     check_rope(config(family))
 
 
-@pytest.mark.parametrize(
-    ("rope", "original", "positions"),
-    [
-        ({"type": "dynamic", "factor": 2.0}, None, 512),
-        ({"rope_type": "longrope", "original_max_position_embeddings": 64}, None, 64),
-        ({"type": "longrope"}, 128, 128),
-        ({"rope_type": "yarn", "original_max_position_embeddings": 64}, 64, 512),
-    ],
-)
-def test_sequences_stay_where_their_angles_depend_on_themselves(
-    rope: dict[str, Any], original: int | None, positions: int
-) -> None:
-    assert served_positions(512, rope, original) == positions
+def test_sequences_grow_beyond_the_models_length_only_where_angles_are_extended() -> None:
+    extended = {"rope_scaling": {"type": "dynamic", "factor": 2.5}}
+    assert extended_positions(512, extended) == 1280
+    assert extended_positions(512, {"rope_parameters": {"rope_type": "yarn", "factor": 2.5}}) is None
+    assert extended_positions(None, extended) is None
+    assert check_max_model_len(1280, 512, 1280) == 1280
+    assert check_max_model_len(None, 512, 1280) == 512, "more is served when it is asked for"
+    with pytest.raises(ConfigError, match="the model has 512 positions, extended to 1280"):
+        check_max_model_len(1281, 512, 1280)
+
+
+def test_angles_depend_on_a_length_where_they_are_extended_by_it() -> None:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 64}
+    llama, phi3 = (config(family, {"rope_type": "longrope", **factors}) for family in ("llama", "phi3"))
+    dynamic = config("llama", {"rope_type": "dynamic", "factor": 2.0})
+    assert length_rule(llama) == LengthRule(plain_tokens=64, each_length=False, recomputes=False)
+    assert length_rule(phi3) == LengthRule(plain_tokens=64, each_length=False, recomputes=True)
+    assert length_rule(dynamic) == LengthRule(plain_tokens=512, each_length=True, recomputes=False)
+    assert length_rule(config("llama")) is None
 
 
 def test_extended_angles_without_the_length_before_are_refused() -> None:
     with pytest.raises(ConfigError, match="without original_max_position_embeddings"):
-        served_positions(512, {"rope_type": "longrope"}, None)
+        length_rule(config("llama", {"rope_type": "longrope"}))
 
 
 def test_a_way_to_sum_that_is_not_computed_is_refused() -> None:

@@ -51,7 +51,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 ALL = tuple(CASES)
 EACH_WAY = (
     "codegen", "phi3", "gpt_bigcode", "falcon, grouped", "bloom", "gemma2", "olmo2 of 1 shared head",
-    "stablelm of 3 normed heads", "mixtral", "gpt_oss",
+    "stablelm of 3 normed heads", "mixtral", "gpt_oss", "llama, dynamic angles",
 )  # fmt: skip
 """One of each way to be cut; all the others are among the slow tests."""
 REFUSED = {

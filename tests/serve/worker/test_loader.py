@@ -44,18 +44,21 @@ VARIANTS |= {
             }
         },
     ),
-    "llama, dynamic angles": ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}),
+    "llama, dynamic angles": (
+        "llama",
+        {"max_position_embeddings": 256, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
+    ),
     "phi3, long angles": (
         "phi3",
         {
             "max_position_embeddings": 2048,
-            "original_max_position_embeddings": 512,
+            "original_max_position_embeddings": 256,
             "rope_parameters": {
                 "rope_type": "longrope",
                 "rope_theta": 1e4,
                 "short_factor": [1.0 + place / 8 for place in range(8)],
                 "long_factor": [4.0 + place for place in range(8)],
-                "original_max_position_embeddings": 512,
+                "original_max_position_embeddings": 256,
             },
         },
     ),

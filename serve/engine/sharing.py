@@ -1,0 +1,30 @@
+"""With whom a sequence shares its KV blocks."""
+
+from __future__ import annotations
+
+from serve.engine.prefix_cache import DigestChain, PrefixCache
+from serve.engine.sequence import LiveRequest
+from serve.types import LengthRule
+
+
+def chain_of(
+    request: LiveRequest, token_ids: list[int], cache: PrefixCache, rule: LengthRule | None, *, with_all: bool
+) -> DigestChain | None:
+    """Under what digests one of a request's sequences, which has these tokens by now, finds and leaves blocks.
+
+    Args:
+        rule: how keys depend on a sequence's length, so that only such as have the same keys meet.
+        with_all: whether sequences of other requests may be met; otherwise the request's own alone.
+
+    Returns:
+        ``None`` if there is nobody to share with.
+    """
+    if with_all:
+        root = cache.shared_root(request.generation.cache_salt)
+    elif request.generation.num_sequences > 1:
+        root = cache.private_root(request.arrival)
+    else:
+        return None
+    if rule is not None:
+        root = cache.root_of_kind(root, rule.kind(rule.first_length(request.num_prompt_tokens, len(token_ids))))
+    return DigestChain(root, token_ids, cache.block_tokens)
