@@ -145,6 +145,33 @@ class Renamed(Folder):
         return super().open(self._names[name])
 
 
+class Written(Folder):
+    """Files that are on no disk, such as what a trainer builds by its own rules, as if they were alone in a folder."""
+
+    def __init__(self, folder: Path, files: Mapping[str, bytes]) -> None:
+        """
+        Args:
+            folder: that of the checkpoint they are for.
+        """
+        super().__init__(folder)
+        self._files = dict(files)
+
+    def has(self, name: str) -> bool:
+        return name in self._files
+
+    def names(self) -> list[str]:
+        return sorted(self._files)
+
+    def open(self, name: str) -> int:
+        if name not in self._files:
+            raise CheckpointError(name, "is missing")
+        fd = os.memfd_create(name, os.MFD_CLOEXEC)
+        with os.fdopen(os.dup(fd), "wb") as file:
+            file.write(self._files[name])
+        os.lseek(fd, 0, os.SEEK_SET)
+        return fd
+
+
 def parse_object(file: str, data: bytes) -> dict[str, Any]:
     """Parse a JSON object.
 

@@ -28,6 +28,8 @@ class Given:
     """What the names of the model's tensors begin with in files that hold several things, such as ``app.model.``."""
     base: str | None = None
     """The folder of the model that an adapter belongs to, where its ``adapter_config.json`` does not name it."""
+    adapter_config: str | None = None
+    """The ``adapter_config.json`` of an adapter that was saved in the model, or a folder that has it, where it is elsewhere."""
     adapter: str | None = None
     """The folder of an adapter to be added to the model."""
 

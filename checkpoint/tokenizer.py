@@ -16,8 +16,19 @@ import tokenizers
 from checkpoint.config import shown
 from checkpoint.errors import CheckpointError
 from checkpoint.folder import Folder, parse_object
+from checkpoint.sentencepiece import is_plain_bpe, open_sentencepiece
 from checkpoint.tokenizer_class import apply_class_pipeline, tokenizer_class
-from checkpoint.tokenizer_files import FLAGS, MAX_IDS, default_template, read_special_tokens, read_tokenizer_config
+from checkpoint.tokenizer_files import (
+    ADDED_TOKENS,
+    FLAGS,
+    MAX_IDS,
+    SENTENCE_PIECE,
+    TOKENIZER_JSON,
+    default_template,
+    read_added_tokens,
+    read_special_tokens,
+    read_tokenizer_config,
+)
 
 if TYPE_CHECKING:
     from checkpoint.chat import ChatTemplate
@@ -120,7 +131,8 @@ class Tokenizer:
 
 
 def read_tokenizer(folder: Folder, model_type: str = "") -> Tokenizer | None:
-    """Read the tokenizer of a model folder: ``tokenizer.json``, else ``vocab.json`` with ``merges.txt``.
+    """Read the tokenizer of a model folder: ``tokenizer.json``, else ``vocab.json`` with ``merges.txt``, else a SentencePiece
+    ``tokenizer.model``.
 
     Args:
         model_type: of the model it is read for, where that is not told by the ``config.json`` beside it.
@@ -129,8 +141,7 @@ def read_tokenizer(folder: Folder, model_type: str = "") -> Tokenizer | None:
         ``None`` when the folder holds no tokenizer files.
 
     Raises:
-        CheckpointError: a file cannot be read, breaks a rule or is a link out of the folder, or the folder holds only a
-            SentencePiece ``tokenizer.model``.
+        CheckpointError: a file cannot be read, breaks a rule or is a link out of the folder.
     """
     config = read_tokenizer_config(folder)
     if folder.has("tokenizer.json"):
@@ -139,12 +150,15 @@ def read_tokenizer(folder: Folder, model_type: str = "") -> Tokenizer | None:
     elif folder.has("vocab.json") and folder.has("merges.txt"):
         file = "vocab.json"
         backend = _from_vocab_and_merges(folder)
-    elif folder.has("tokenizer.model"):
-        raise CheckpointError(
-            "tokenizer.model",
-            "is a SentencePiece file and there is no tokenizer.json beside it; make one with "
-            "transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)",
-        )
+    elif folder.has(SENTENCE_PIECE):
+        file = SENTENCE_PIECE
+        with _reading(file):
+            backend = open_sentencepiece(folder, file)
+        named = {"bos_token": ("<s>",), "eos_token": _ENDS}
+        known = {
+            key: piece for key, pieces in named.items() for piece in reversed(pieces) if backend.token_to_id(piece) is not None
+        }
+        config = known | _with_added_tokens(folder, config)
     else:
         return None
     with _reading(file):
@@ -153,10 +167,13 @@ def read_tokenizer(folder: Folder, model_type: str = "") -> Tokenizer | None:
         class_name = tokenizer_class(config, model_config, backend)
         if file == "vocab.json" and not class_name:
             class_name = "GPT2Tokenizer"  # the files are of its form, whoever wrote them
-        apply_class_pipeline(backend, class_name, config, rebuilt=file == "vocab.json")
+        if file == SENTENCE_PIECE and not is_plain_bpe(backend):
+            class_name = ""  # the class would read it as another model than it is
+        apply_class_pipeline(backend, class_name, config, rebuilt=file != TOKENIZER_JSON)
     special = _special_tokens(folder, config, class_name)
     with _reading("tokenizer_config.json"):
-        _add_tokens(backend, config, special)
+        # A symbol that its user defined stays one, also where it is the named end: it does not begin a new text.
+        _add_tokens(backend, config, {} if file == SENTENCE_PIECE and not class_name else special)
     with _reading(file):
         tokenizer = Tokenizer(backend, special, default_template(folder, config))
         tokenizer.decode([max(0, tokenizer.largest_id)])
@@ -212,6 +229,19 @@ def _from_vocab_and_merges(folder: Folder) -> tokenizers.Tokenizer:
         backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         backend.decoder = tokenizers.decoders.ByteLevel()
     return backend
+
+
+def _with_added_tokens(folder: Folder, config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with the tokens of ``added_tokens.json``, which older folders have in its stead."""
+    if "added_tokens_decoder" in config or not folder.has(ADDED_TOKENS):
+        return config
+    added = read_added_tokens(folder)
+    values = [value for key, value in {**read_special_tokens(folder), **config}.items() if key.endswith("_token")]
+    named = [value.get("content") if isinstance(value, dict) else value for value in values]
+    declared = {
+        str(number): {"content": token, "normalized": False, "special": token in named} for token, number in added.items()
+    }
+    return config | {"added_tokens_decoder": declared}
 
 
 def _special_tokens(folder: Folder, config: dict[str, Any], class_name: str) -> dict[str, str]:

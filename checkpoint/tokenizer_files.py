@@ -11,12 +11,13 @@ from checkpoint.folder import Folder
 
 TOKENIZER_CONFIG, SPECIAL_TOKENS, TEMPLATE = "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"
 TOKENIZER_JSON, VOCABULARY, MERGES, SENTENCE_PIECE = "tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model"
+ADDED_TOKENS = "added_tokens.json"
 TOKENIZER_FILES = (
     TOKENIZER_JSON,
     "tokenizer_config.json",
     "special_tokens_map.json",
     TEMPLATE,
-    "added_tokens.json",
+    ADDED_TOKENS,
     VOCABULARY,
     MERGES,
     SENTENCE_PIECE,
@@ -57,6 +58,19 @@ def read_special_tokens(folder: Folder) -> dict[str, Any]:
     """
     tokens = folder.read_object(SPECIAL_TOKENS) if folder.has(SPECIAL_TOKENS) else {}
     _check_named(SPECIAL_TOKENS, tokens)
+    return tokens
+
+
+def read_added_tokens(folder: Folder) -> dict[str, int]:
+    """``added_tokens.json``: ids by token.
+
+    Raises:
+        CheckpointError: names the token whose id is none, or that is empty.
+    """
+    tokens = folder.read_object(ADDED_TOKENS)
+    for token, number in tokens.items():
+        if not token or type(number) is not int or not 0 <= number < MAX_IDS:
+            _refuse(token, number, "an id from 0 up, of a token that is not empty", ADDED_TOKENS)
     return tokens
 
 

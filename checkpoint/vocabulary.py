@@ -7,21 +7,25 @@ from typing import Any
 
 from checkpoint.errors import CheckpointError
 from checkpoint.folder import Folder
+from checkpoint.sentencepiece import read_pieces
+from checkpoint.tokenizer_files import ADDED_TOKENS, SENTENCE_PIECE, VOCABULARY
 
 
 def tokenizer_vocab_size(folder: Folder) -> tuple[str, int] | None:
     """The file that says so, and one more than the largest id; ``None`` if the folder has no tokenizer.
 
-    Reads ``tokenizer.json``, or ``vocab.json`` with ``added_tokens.json`` where there is only the old form.
+    Reads ``tokenizer.json``, else ``vocab.json`` or ``tokenizer.model``, with ``added_tokens.json``.
     """
     if folder.has("tokenizer.json"):
         return "tokenizer.json", 1 + _largest("tokenizer.json", _fast_ids(folder.read_object("tokenizer.json")))
-    if folder.has("vocab.json"):
-        ids = list(folder.read_object("vocab.json").values())
-        if folder.has("added_tokens.json"):
-            ids += folder.read_object("added_tokens.json").values()
-        return "vocab.json", 1 + _largest("vocab.json", ids)
-    return None
+    file = next((name for name in (VOCABULARY, SENTENCE_PIECE) if folder.has(name)), None)
+    if file is None:
+        return None
+    ids: list[object] = []
+    ids += folder.read_object(file).values() if file == VOCABULARY else range(len(read_pieces(folder, file)))
+    if folder.has(ADDED_TOKENS):
+        ids += folder.read_object(ADDED_TOKENS).values()
+    return file, 1 + _largest(file, ids)
 
 
 def id_of(folder: Folder, token: str) -> int | None:
@@ -34,8 +38,11 @@ def id_of(folder: Folder, token: str) -> int | None:
         vocab = model.get("vocab") if isinstance(model, dict) else None
         if found is None and isinstance(vocab, dict):
             found = vocab.get(token)
+    elif folder.has(VOCABULARY):
+        found = folder.read_object(VOCABULARY).get(token)
     else:
-        found = folder.read_object("vocab.json").get(token) if folder.has("vocab.json") else None
+        pieces = read_pieces(folder, SENTENCE_PIECE) if folder.has(SENTENCE_PIECE) else []
+        found = pieces.index(token) if token in pieces else None
     return found if type(found) is int and found >= 0 else None
 
 

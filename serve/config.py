@@ -47,6 +47,9 @@ class ModelConfig:
     base: str = ""
     """Folder of the base model, where ``path`` is an adapter whose ``adapter_config.json`` does not say where that is."""
 
+    adapter_config: str = ""
+    """The ``adapter_config.json`` of a DeepSpeed save with a LoRA adapter in the model, where it is not beside or above it."""
+
     master_weights: bool = False
     """Of a DeepSpeed folder of ZeRO-0, 1 or 2: serve the optimizer's fp32 master weights, not the module as it was trained."""
 

@@ -208,22 +208,14 @@ def refuse_experts(names: Iterable[str]) -> None:
 
 
 def refuse_adapter(file: str, names: Iterable[str]) -> None:
-    """Refuse the tensors of an adapter, with or without those of its base model."""
-    names = list(names)
+    """Refuse the tensors of an adapter, in layouts in which it is not joined with its base model."""
     adapter = next((name for name in names if _ADAPTER.search(name)), None)
-    if adapter is None:
-        return
-    if any(".base_layer." in name for name in names):
+    if adapter is not None:
         rule = (
-            f"holds {adapter!r} beside the base model's tensors: a model under training with an adapter; "
+            f"holds {adapter!r}, of a model under training with an adapter; in this layout it is not read: "
             "save the adapter by peft's save_pretrained and join it with its base model (`tessera-finetune merge`)"
         )
-    else:
-        rule = (
-            f"holds {adapter!r} and no base model: it was saved with exclude_frozen_parameters; "
-            "what is missing lies with the base model, with which the adapter must be joined"
-        )
-    raise CheckpointError(file, rule)
+        raise CheckpointError(file, rule)
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,6 +334,12 @@ def _named(folder: Folder, table: str, saves: Sequence[str]) -> str:
     there = name in folder.names()
     state = "in which there is no file of a save: it was interrupted, or not all of it copied" if there else "which is not here"
     raise CheckpointError(table, f"names {name!r}, {state}{beside}")
+
+
+def has_saves(folder: Folder) -> bool:
+    """Whether the folder is an engine's save, or has one in it."""
+    names = folder.names()
+    return _any_match(names, (PARTITIONED_MODEL, OPTIMIZER, MODULE)) or any(is_save(folder, name) for name in names)
 
 
 def _is_trainers(folder: Folder, name: str) -> bool:

@@ -20,6 +20,7 @@ from checkpoint.layout import Stored
 from checkpoint.pickles import Allowed
 from checkpoint.readers.decoder import Decoder, Layer, Rows, Tensors, named
 from checkpoint.readers.neox_config import Shape, Sizes, config_of, missing_settings, shape_from, shape_of
+from checkpoint.readers.neox_tokenizer import end_of_document, rows_with_tokens, tokenizer_of
 from checkpoint.readers.neox_yaml import CONFIGS, Settings, read_settings
 from checkpoint.readers.ranks import (
     Part,
@@ -35,8 +36,7 @@ from checkpoint.readers.ranks import (
 )
 from checkpoint.readers.torch_zip import Archive
 from checkpoint.readers.weights import OpenFiles, Weights
-from checkpoint.surroundings import find_configs, find_tokenizer
-from checkpoint.vocabulary import id_of, tokenizer_vocab_size
+from checkpoint.surroundings import find_configs
 
 NAME = "GPT-NeoX"
 LOOKS_LIKE = "configs/ and layer_00-model_00-model_states.pt or mp_rank_00_model_states.pt; above it, latest"
@@ -45,7 +45,6 @@ _LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 _RANK_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _PARTITIONED = re.compile(r"zero_pp_rank_\d+_mp_rank_\d+_model_states\.pt")
 _TAG = re.compile(r"global_step(\d+)")
-_END_OF_TEXT = "<|endoftext|>"
 _FIRST_LAYER = 2
 """Before it are the embedding and a function that has no file."""
 
@@ -106,7 +105,7 @@ def open_weights(folder: Folder, given: Given = NOTHING_GIVEN) -> Weights:
         else:
             raise missing_settings(table)
         _check_sizes(settings, shape, layers, table)
-        tokenizer = find_tokenizer(folder, given, above=True, named=_tokenizer_files(settings))
+        tokenizer = tokenizer_of(folder, given, settings)
         model = _decoder(layers, shape, given.neox_qkv_layout)
         width = model.layers[0].out["weight"].shape[1]
         if settings is not None and settings.count("hidden_size") != width:
@@ -114,9 +113,9 @@ def open_weights(folder: Folder, given: Given = NOTHING_GIVEN) -> Weights:
             settings.refuse("hidden_size", rule)
         said = None if configs is None else configs[0].get("vocab_size")
         if not isinstance(said, int):
-            said = _tokens(settings, tokenizer_vocab_size(tokenizer), model.embedding.shape[0], len(layers[0]))
+            said = rows_with_tokens(settings, tokenizer, model.embedding.shape[0], len(layers[0]))
         model = _without_padding(model, said)
-        config = None if settings is None else _config(settings, shape, model, id_of(tokenizer, _END_OF_TEXT))
+        config = None if settings is None else _config(settings, shape, model, end_of_document(settings, tokenizer))
         tag = _TAG.fullmatch(folder.path.name)
         return Weights(
             files.descriptors,
@@ -348,14 +347,6 @@ def _norm(ranks: Ranks, name: str) -> Tensors:
     return found if bias is None else found | {"bias": merged("mean", bias, name)}
 
 
-def _tokens(settings: Settings | None, tokenizer: tuple[str, int] | None, rows: int, num_ranks: int) -> int:
-    """Rows that have a token, where ``rows`` are those of the tokenizer filled up to a multiple; else all of them."""
-    if settings is None or tokenizer is None:
-        return rows
-    multiple = settings.count("make_vocab_size_divisible_by", 128) * num_ranks
-    return tokenizer[1] if -(-tokenizer[1] // multiple) * multiple == rows else rows
-
-
 def _without_padding(model: Decoder, rows: int) -> Decoder:
     """The same without the rows of the vocabulary from ``rows`` on, where there are any."""
     if not 0 < rows < model.embedding.shape[0]:
@@ -375,19 +366,3 @@ def _config(settings: Settings, shape: Shape, model: Decoder, end: int | None) -
     if end is not None and end >= sizes.vocabulary:
         end = None
     return config_of(settings, shape, sizes, end)
-
-
-def _tokenizer_files(settings: Settings | None) -> Mapping[str, str]:
-    """The files that the settings name, by the names that a folder of transformers has for them; of paths only the last part,
-    for they are of another machine."""
-    if settings is None:
-        return {}
-    kinds = {
-        "hftokenizer": {"tokenizer.json": "vocab_file"},
-        "gpt2bpetokenizer": {"vocab.json": "vocab_file", "merges.txt": "merge_file"},
-        "spmtokenizer": {"tokenizer.model": "vocab_file"},
-    }
-    keys = kinds.get(settings.text("tokenizer_type"), {})
-    paths = {name: settings.values.get(key) for name, key in keys.items()}
-    found = {name: path.rsplit("/", 1)[-1] for name, path in paths.items() if isinstance(path, str)}
-    return found if len(found) == len(keys) else {}

@@ -18,7 +18,7 @@ from checkpoint.folder import Folder
 from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.layout import LowRank, Stored, whole
 from checkpoint.names import find_stored
-from checkpoint.readers import hf
+from checkpoint.readers import deepspeed, hf
 from checkpoint.readers.safetensors import index_safetensors
 from checkpoint.readers.torch_zip import index_torch_zip
 from checkpoint.readers.weights import Weights
@@ -50,16 +50,17 @@ _PATTERN = re.compile(r"(?:\\\.|\\d\+?|\[\d-\d\]\+?|\.\*|[\w.|()^$-])+")
 
 
 def recognises(folder: Folder) -> bool:
-    """Whether the folder has an adapter's description, and an adapter or nothing else.
+    """Whether the folder has an adapter's description, and an adapter or nothing else: no whole model, and no save of
+    DeepSpeed, in which the adapter may be.
 
     Raises:
         CheckpointError: it also has the weights of a whole model, so that it cannot be told which is meant.
     """
     if not folder.has(CONFIG):
         return False
-    if not hf.recognises(folder):
-        return True
     held = [name for name in _READERS if folder.has(name)]
+    if not hf.recognises(folder):
+        return bool(held) or not deepspeed.has_saves(folder)
     if held:
         rule = "stands beside the weights of a whole model; which is meant cannot be told: move one of them elsewhere"
         raise CheckpointError(held[0], f"{rule}, and name the adapter's model with --base")

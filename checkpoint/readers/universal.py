@@ -15,6 +15,7 @@ from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.layout import Stored
 from checkpoint.pickles import StoredTensor
 from checkpoint.readers import deepspeed
+from checkpoint.readers.adapted import with_adapter
 from checkpoint.readers.deepspeed import MODULE, PARTITIONED_MODEL, UNIVERSAL, Flat, Saved, open_saved
 from checkpoint.readers.layer_map import by_layers, rename
 from checkpoint.readers.weights import OpenFiles, Weights, make_room
@@ -48,7 +49,6 @@ def open_weights(folder: Folder, given: Given = NOTHING_GIVEN) -> Weights:
     if not tensors or not models:
         what = f"has no folder of a tensor in {UNIVERSAL}" if not tensors else "has no *_model_states.pt of the engine"
         raise CheckpointError(str(folder.path), f"{what}; was the conversion interrupted?")
-    deepspeed.refuse_adapter(UNIVERSAL, tensors)
     make_room(len(tensors) + len(models))
     with OpenFiles(folder) as files:
         partitioned = any(PARTITIONED_MODEL.fullmatch(name) for name in models)
@@ -69,7 +69,8 @@ def open_weights(folder: Folder, given: Given = NOTHING_GIVEN) -> Weights:
             places = _with_untrained(saved[0], shapes, places)
         deepspeed.check_cover(UNIVERSAL, places)
         facts = deepspeed.trained_with(saved[0]) | {"tensors with master weights": len(tensors)}
-        return Weights(files.descriptors, places, UNIVERSAL, step=deepspeed.step_of(saved[0]), facts=facts)
+        weights = Weights(files.descriptors, places, UNIVERSAL, step=deepspeed.step_of(saved[0]), facts=facts)
+        return with_adapter(weights, folder, given)
 
 
 def open_saved_tensor(files: OpenFiles, name: str) -> tuple[Saved, StoredTensor]:

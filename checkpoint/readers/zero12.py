@@ -15,6 +15,7 @@ from checkpoint.folder import Folder
 from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.layout import Stored
 from checkpoint.readers import deepspeed
+from checkpoint.readers.adapted import with_adapter
 from checkpoint.readers.deepspeed import ANY_LAYER, MODULE, OPTIMIZER, UNIVERSAL, Flat, Saved, Stretch, open_saved
 from checkpoint.readers.weights import OpenFiles, Weights
 
@@ -33,8 +34,8 @@ def open_weights(folder: Folder, given: Given = NOTHING_GIVEN) -> Weights:
     """Open the module's file and, where the master weights are asked for, those of every rank's optimizer.
 
     Raises:
-        CheckpointError: the module is not there or that of an adapter or a pipeline; the masters are asked for and are not
-            there, or do not cover what they are of.
+        CheckpointError: the module is not there or that of a pipeline, or has an adapter that cannot be joined; the masters are
+            asked for and are not there, or do not cover what they are of.
     """
     names = folder.names()
     deepspeed.refuse_experts(names)
@@ -42,7 +43,6 @@ def open_weights(folder: Folder, given: Given = NOTHING_GIVEN) -> Weights:
     with OpenFiles(folder) as files:
         module = open_saved(files, name)
         places = module_places(module)
-        deepspeed.refuse_adapter(name, places)
         facts = deepspeed.trained_with(module)
         for said, key in (("data-parallel ranks", "dp_world_size"), ("model-parallel ranks", "mp_world_size")):
             facts |= {said: module.get(key)} if module.count(key) is not None else {}
@@ -52,7 +52,8 @@ def open_weights(folder: Folder, given: Given = NOTHING_GIVEN) -> Weights:
             places |= masters
             facts["weights"] = f"the optimizer's masters for {len(masters)} tensors, the module for the others"
         deepspeed.check_cover(name, places)
-        return Weights(files.descriptors, places, name, step=deepspeed.step_of(module), facts=facts)
+        weights = Weights(files.descriptors, places, name, step=deepspeed.step_of(module), facts=facts)
+        return with_adapter(weights, folder, given)
 
 
 def module_places(saved: Saved) -> dict[str, Stored]:

@@ -18,6 +18,7 @@ from checkpoint.folder import Folder
 from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.layout import Stored
 from checkpoint.readers import deepspeed
+from checkpoint.readers.adapted import with_adapter
 from checkpoint.readers.deepspeed import OPTIMIZER, PARTITIONED_MODEL, UNIVERSAL, Flat, Saved, Stretch, open_saved
 from checkpoint.readers.swap import Swapped
 from checkpoint.readers.weights import OpenFiles, Weights
@@ -32,12 +33,12 @@ def recognises(folder: Folder) -> bool:
     return deepspeed.has_any(folder, PARTITIONED_MODEL) and not folder.has(UNIVERSAL)
 
 
-def open_weights(folder: Folder, _: Given = NOTHING_GIVEN) -> Weights:
+def open_weights(folder: Folder, given: Given = NOTHING_GIVEN) -> Weights:
     """Open the files of every rank and prove that they are of one save and hold every tensor once.
 
     Raises:
         CheckpointError: a rank's file is missing, of another world size or cut short; a tensor is left out, lies in quantised
-            pieces, or belongs to an adapter or a mixture of experts.
+            pieces, or belongs to a mixture of experts or to an adapter that cannot be joined.
     """
     names = folder.names()
     deepspeed.refuse_experts(names)
@@ -51,12 +52,13 @@ def open_weights(folder: Folder, _: Given = NOTHING_GIVEN) -> Weights:
         models = [open_saved(files, name) for name in model_files]
         first = models[0]
         shapes = _groups(first)
-        _refuse_adapters(first, shapes)
         flats = _flats(files, folder, optimizer_files, first, shapes)
         places = _trained(shapes, flats) | frozen_places(models)
         places |= whole_places(first, places)
         deepspeed.check_cover(first.file, places)
-        return Weights(files.descriptors, places, first.file, step=deepspeed.step_of(first), facts=_facts(first, shapes, flats))
+        facts = _facts(first, shapes, flats)
+        weights = Weights(files.descriptors, places, first.file, step=deepspeed.step_of(first), facts=facts)
+        return with_adapter(weights, folder, given)
 
 
 def _refuse_model_parallel(names: Sequence[str]) -> None:
@@ -98,11 +100,6 @@ def _groups(first: Saved) -> _Groups:
             raise CheckpointError(first.file, f"has {parameter.name!r} in two sub-groups")
         seen.add(parameter.name)
     return found
-
-
-def _refuse_adapters(first: Saved, groups: _Groups) -> None:
-    trained = [parameter.name for group in groups for parameter in group]
-    deepspeed.refuse_adapter(first.file, [*trained, *first.table("frozen_param_shapes"), *first.tensors("module")])
 
 
 def _flats(files: OpenFiles, folder: Folder, names: Sequence[str], first: Saved, groups: _Groups) -> list[Flat]:

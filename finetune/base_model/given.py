@@ -13,5 +13,6 @@ def given_of(model: ModelConfig) -> Given:
         neox_qkv_layout=model.neox_qkv_layout,
         master_weights=model.master_weights,
         layer_map=model.layer_map,
+        adapter_config=model.adapter_config,
         prefix=model.weights_prefix,
     )

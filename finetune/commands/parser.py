@@ -104,6 +104,9 @@ def add_given(parser: CommandParser) -> None:
     )
     parser.add_argument("--base", metavar="PATH", help="the base model's folder, for an adapter that does not say where it is")
     parser.add_argument("--adapter", metavar="PATH", help="a LoRA adapter to add to the model")
+    parser.add_argument(
+        "--adapter-config", metavar="PATH", help="adapter_config.json, of a DeepSpeed save with an adapter in it"
+    )
     parser.add_argument("--master-weights", action="store_true", help="of ZeRO-0, 1 or 2, the optimizer's fp32 weights")
     parser.add_argument("--layer-map", metavar="PATH", help="of a pipeline's layer files, which tensors of the model each has")
     parser.add_argument(
@@ -124,6 +127,7 @@ def given_of(options: argparse.Namespace) -> Given:
         prefix=options.weights_prefix,
         base=options.base,
         adapter=options.adapter,
+        adapter_config=options.adapter_config,
         master_weights=options.master_weights,
         layer_map=options.layer_map,
         neox_qkv_layout=options.neox_qkv_layout,

@@ -29,6 +29,9 @@ class ModelConfig:
     layer_map: str | None = None
     """Of a DeepSpeed pipeline of no known family: a YAML or JSON file that says which names of the model each layer has."""
 
+    adapter_config: str | None = None
+    """The ``adapter_config.json`` of a DeepSpeed save with a LoRA adapter in the model, where it is not beside or above it."""
+
     weights_prefix: str | None = None
     """What the names of the weights begin with, such as ``app.model.``, in a checkpoint that holds several things by names."""
 

@@ -6,7 +6,7 @@ import atexit
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,18 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from checkpoint import CheckpointError
-from checkpoint.folder import Folder, Renamed
+from checkpoint.folder import Folder, Renamed, Written
 from checkpoint.tokenizer import END_OF_TEXT, Tokenizer, open_as_written, read_tokenizer
 from checkpoint.tokenizer_class import CLASS_WHATEVER_IS_NAMED, apply_class_pipeline
-from checkpoint.tokenizer_files import TOKENIZER_CONFIG, TOKENIZER_FILES, check_tokenizer_files
+from checkpoint.tokenizer_files import (
+    SENTENCE_PIECE,
+    TEMPLATE,
+    TOKENIZER_CONFIG,
+    TOKENIZER_FILES,
+    TOKENIZER_JSON,
+    VOCABULARY,
+    check_tokenizer_files,
+)
 from finetune.config import TrainTokenizerConfig
 from finetune.data.readers import Piece
 from finetune.errors import ConfigError
@@ -70,7 +78,7 @@ def _up_to(pieces: Iterator[Piece], max_bytes: int) -> Iterator[str]:
 
 
 def copy_tokenizer(source: Path, folder: Path, key: str) -> None:
-    """Copy the tokenizer's files of ``source`` into ``folder``; a tokenizer of older files is converted by transformers.
+    """Copy the tokenizer's files of ``source`` into ``folder``; one of older files becomes a ``tokenizer.json``.
 
     Most tokenizer classes of transformers build normalizer, pre-tokenizer, post-processor and decoder themselves, whatever
     ``tokenizer.json`` says. The copy has what the class builds: a run learns the ids that transformers and the server give.
@@ -88,6 +96,12 @@ def copy_tokenizer(source: Path, folder: Path, key: str) -> None:
             (folder / name).write_bytes(data)
         _settle_pipeline(source, folder)
         return
+    if _is_sentencepiece(files):
+        try:
+            _write_as_one(Folder(source), folder)
+        except CheckpointError as error:
+            raise ConfigError(f"{key}: {source}: {error}") from error
+        return
     try:
         from transformers import AutoTokenizer
 
@@ -99,28 +113,44 @@ def copy_tokenizer(source: Path, folder: Path, key: str) -> None:
 
 
 def usual_folder(tokenizer: Folder, key: str) -> Path:
-    """The folder with a tokenizer's files; of one whose files have names of their own, a copy that is gone with this process.
+    """The folder with a tokenizer's files; of one whose files have names of their own, or are none, a copy that is gone with
+    this process.
 
     Raises:
         ConfigError: the files are none that open; names ``key``.
     """
-    if not isinstance(tokenizer, Renamed):
+    if not isinstance(tokenizer, Renamed | Written) and not _is_sentencepiece(tokenizer.names()):
         return tokenizer.path
     folder = Path(tempfile.mkdtemp(prefix="tessera-tokenizer-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     try:
-        opened = read_tokenizer(tokenizer)
-        if opened is None:
-            raise CheckpointError(str(tokenizer.path), "holds no file of a tokenizer")
-        if tokenizer.has(TOKENIZER_FILES[0]):
-            (folder / TOKENIZER_FILES[0]).write_bytes(tokenizer.read_bytes(TOKENIZER_FILES[0]))
-        else:
-            opened.backend.save(str(folder / TOKENIZER_FILES[0]))
+        _write_as_one(tokenizer, folder)
     except CheckpointError as error:
         raise ConfigError(f"{key}: {tokenizer.path}: {error}") from error
-    description = {"tokenizer_class": _AS_WRITTEN, **opened.special_tokens}
-    (folder / TOKENIZER_CONFIG).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
     return folder
+
+
+def _is_sentencepiece(names: Collection[str]) -> bool:
+    """Whether files of these names make a tokenizer of the SentencePiece model among them."""
+    return SENTENCE_PIECE in names and not {TOKENIZER_JSON, VOCABULARY} & set(names)
+
+
+def _write_as_one(tokenizer: Folder, folder: Path) -> None:
+    """Write the tokenizer as a ``tokenizer.json`` that stands for itself, with its named tokens and its template beside it.
+
+    Raises:
+        CheckpointError: there is none, or it does not open.
+    """
+    opened = read_tokenizer(tokenizer)
+    if opened is None:
+        raise CheckpointError(str(tokenizer.path), "holds no file of a tokenizer")
+    if tokenizer.has(TOKENIZER_JSON):
+        (folder / TOKENIZER_JSON).write_bytes(tokenizer.read_bytes(TOKENIZER_JSON))
+    else:
+        opened.backend.save(str(folder / TOKENIZER_JSON))
+    if opened.template is not None:
+        (folder / TEMPLATE).write_text(opened.template[0], encoding="utf-8")
+    _write_config(folder / TOKENIZER_CONFIG, {"tokenizer_class": _AS_WRITTEN, **opened.special_tokens})
 
 
 def read_tokenizer_files(source: Path) -> dict[str, bytes]:

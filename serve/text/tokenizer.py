@@ -29,8 +29,7 @@ def load_tokenizer(path: str | Path | Folder) -> Tokenizer | None:
         ``None`` when the folder holds no tokenizer files: the server then takes and gives token ids only.
 
     Raises:
-        ConfigError: a file cannot be read, breaks a rule or is a link out of the folder, the template does not compile, or
-            the folder holds only a SentencePiece ``tokenizer.model``.
+        ConfigError: a file cannot be read, breaks a rule or is a link out of the folder, or the template does not compile.
     """
     try:
         tokenizer = read_tokenizer(path if isinstance(path, Folder) else Folder(Path(path)))

@@ -163,6 +163,52 @@ def zero0(folder: Path) -> None:
     keep(train(make(GPT2), settings(0, "fp32"), groups=False), folder, GPT2)
 
 
+def adapted(stage: int, *, excluded: bool = False, convert: bool = False) -> Callable[[Path], None]:
+    """A model with peft's adapter in it, and a head that is trained whole beside it; kept are the merged weights."""
+
+    def case(folder: Path) -> None:
+        from peft import LoraConfig, get_peft_model
+
+        lora = LoraConfig(
+            r=3,
+            lora_alpha=7,
+            use_rslora=True,
+            target_modules=["q_proj", "down_proj", "embed_tokens"],
+            rank_pattern={"down_proj": 5},
+            modules_to_save=["lm_head"],
+        )
+        model = get_peft_model(make(LLAMA), lora)
+        engine = train(model, settings(stage, "fp32"), groups=stage == 3)
+        options = {"exclude_frozen_parameters": True} if excluded else {}
+        keep(engine, folder, LLAMA, masters=False, **options)
+        if dist.get_rank() == 0:
+            lora.save_pretrained(str(folder / "save"))
+            torch.save(merged(torch.load(folder / "expected.pt"), lora.lora_alpha), folder / "expected.pt")
+        dist.barrier()
+        if convert:
+            universal_of(folder / "save")
+
+    return case
+
+
+def merged(whole: dict[str, torch.Tensor], alpha: float) -> dict[str, torch.Tensor]:
+    """Each adapted weight with the product of its factors, scaled as rsLoRA does."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in whole.items():
+        short = name.removeprefix("base_model.model.")
+        if "lora_" in name or "original_module" in name:
+            continue
+        module = name.removesuffix(".base_layer.weight")
+        for left, right, turned in (("lora_B", "lora_A", False), ("lora_embedding_B", "lora_embedding_A", True)):
+            factors = [whole.get(f"{module}.{kind}.default{end}") for kind in (left, right) for end in ("", ".weight")]
+            up, down = [factor for factor in factors if factor is not None] or (None, None)
+            if up is not None:
+                added = alpha / down.shape[0] ** 0.5 * (up @ down)
+                tensor = tensor + (added.T if turned else added)
+        found[short.replace(".base_layer.", ".").replace(".modules_to_save.default.", ".")] = tensor
+    return found
+
+
 class LlamaBlock(torch.nn.Module):
     """A block of transformers as a pipeline's layer: hidden states in, hidden states out."""
 
@@ -251,6 +297,10 @@ CASES: dict[str, Callable[[Path], None]] = {
     "zero2-masters": zero2_masters,
     "zero1-robin": zero1_robin,
     "zero0": zero0,
+    "zero3-lora": adapted(3),
+    "zero2-lora": adapted(2),
+    "zero2-lora-alone": adapted(2, excluded=True),
+    "universal3-lora": adapted(3, convert=True),
     "pipeline": pipeline,
     "universal3": universal3,
     "universal2": universal2,

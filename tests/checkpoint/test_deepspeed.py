@@ -24,6 +24,7 @@ from tests.checkpoint.deepspeed_folders import (
     tensors,
     zero1,
     zero3,
+    zero3_of,
 )
 from tests.checkpoint.folders import assert_holds, flip_bit
 from tests.checkpoint.test_pickles import Calls
@@ -111,16 +112,56 @@ def test_two_saves_in_one_folder_are_told(tmp_path: Path) -> None:
         ({"frozen_param_fragments": {"frozen.weight": torch.ones(11)}}, "holds 11 elements of the frozen"),
         ({"frozen_param_fragments": None}, "holds no part of 'frozen.weight'"),
         ({"shared_params": {"head.weight": "nothing"}}, "is one with 'nothing', which it does not have"),
-        ({"module": {"layers.0.lora_A.default.weight": torch.empty(0)}}, "exclude_frozen_parameters"),
-        (
-            {"module": {"l.lora_A.default.weight": torch.empty(0), "l.base_layer.weight": torch.empty(0)}},
-            "a model under training with an adapter",
-        ),
         ({"module": 3}, "has int at module, where a table must stand"),
     ],
 )
 def test_what_zero3_files_cannot_be_is_refused(tmp_path: Path, model: dict[str, object], rule: str) -> None:
     zero3(tmp_path, 4, **model)
+    with pytest.raises(CheckpointError, match=rule):
+        open_checkpoint(tmp_path)
+
+
+def adapted(root: Path, *names: str, alpha: float = 6) -> dict[str, torch.Tensor]:
+    """A save of ZeRO-3 with a layer and its factors below peft's names, and these tensors beside."""
+    layer, draw = "base_model.model.h.0.up", torch.Generator().manual_seed(1)
+    shapes = {
+        f"{layer}.base_layer.weight": (5, 7),
+        f"{layer}.lora_A.mine.weight": (2, 7),
+        f"{layer}.lora_B.mine.weight": (5, 2),
+    }
+    shapes |= dict.fromkeys(names, (3, 3))
+    values = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
+    zero3_of(root, values, 3)
+    described = {"peft_type": "LORA", "r": 2, "lora_alpha": alpha}
+    (root / "adapter_config.json").write_text(json.dumps(described))
+    base, down, up = list(values.values())[:3]
+    return {"h.0.up.weight": base + alpha / 2 * up @ down}
+
+
+def test_an_adapter_in_a_save_is_joined_by_its_description_above(tmp_path: Path) -> None:
+    expected = adapted(tmp_path)
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.layout == "DeepSpeed ZeRO-3"
+        assert checkpoint.tensors.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert torch.allclose(checkpoint.read(name), tensor, rtol=0, atol=1e-6)
+            assert torch.allclose(checkpoint.read(name, (slice(1, 4), slice(2, 6))), tensor[1:4, 2:6], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("base_model.model.h.0.up.lora_A.other.weight", "holds the adapters mine, other"),
+        ("base_model.model.h.1.up.base_layer.weight", "adapts 'h.1.up' by other means than LoRA"),
+        ("base_model.model.h.1.up.lora_A.mine.weight", "not the base model's weight of it: .*exclude_frozen_parameters"),
+        (
+            "base_model.model.h.0.up.lora_C.mine.weight",
+            "'h.0.up.lora_C.mine.weight', which no adapter of LoRA has that is read",
+        ),
+    ],
+)
+def test_what_an_adapter_in_a_save_cannot_be_is_refused(tmp_path: Path, name: str, rule: str) -> None:
+    adapted(tmp_path, name)
     with pytest.raises(CheckpointError, match=rule):
         open_checkpoint(tmp_path)
 

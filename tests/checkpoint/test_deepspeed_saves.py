@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,14 +13,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from checkpoint import Given, open_checkpoint
+from checkpoint import CheckpointError, Given, open_checkpoint
 from tests.checkpoint.deepspeed_folders import zero3_of
 
 pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).with_name("deepspeed_saves.py")
 IDS = torch.tensor([[3, 14, 15, 92, 65, 35, 89, 79]])
-RANKS = {"zero3-groups": 4, "zero2-masters": 1}
+RANKS = {"zero3-groups": 4, "zero2-masters": 1, "zero2-lora": 1, "zero2-lora-alone": 1}
 """Ranks that save each; the others are two."""
 MASTERS = Given(master_weights=True)
 
@@ -47,12 +49,17 @@ CASES = {
     "parallel-tied": ("DeepSpeed tensor-parallel", 0),
     "parallel-neox": ("DeepSpeed tensor-parallel", 0),
     "zero1-robin": ("DeepSpeed ZeRO-0, 1 or 2", 2),
+    "zero3-lora": ("DeepSpeed ZeRO-3", 2),
+    "zero2-lora": ("DeepSpeed ZeRO-0, 1 or 2", 2),
+    "universal3-lora": ("DeepSpeed universal", 2),
+    "zero2-lora-alone": ("", 0),
 }
 """What each save is called, and the step it is of."""
-IN_FLOAT = [name for name in CASES if name.startswith("parallel") or name in ("zero3-float", "zero0", "pipeline")]
+ADAPTED = ["zero3-lora", "zero2-lora", "universal3-lora"]
+IN_FLOAT = [name for name in CASES if name.startswith("parallel") or name in ("zero3-float", "zero0", "pipeline", *ADAPTED)]
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "zero1-robin"])
+@pytest.mark.parametrize("name", [name for name in CASES if name != "zero1-robin" and "lora" not in name])
 def test_every_tensor_is_the_trainer_s_bit_for_bit_whole_and_in_slices(saves: Path, name: str) -> None:
     expected = torch.load(saves / name / "expected.pt")
     with open_checkpoint(saves / name / "save", given=MASTERS) as checkpoint:
@@ -66,6 +73,40 @@ def test_every_tensor_is_the_trainer_s_bit_for_bit_whole_and_in_slices(saves: Pa
                 part = checkpoint.read(stored, index)
                 assert torch.equal(part.float(), tensor[index]), stored
                 assert checkpoint.bytes_read - before == part.nbytes
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_an_adapter_in_a_save_is_joined_with_the_base_beside_it(saves: Path, name: str) -> None:
+    expected = torch.load(saves / name / "expected.pt")
+    with open_checkpoint(saves / name / "save", given=MASTERS) as checkpoint:
+        assert (checkpoint.layout, checkpoint.step) == CASES[name]
+        assert checkpoint.tensors.keys() == expected.keys()
+        for stored, tensor in expected.items():
+            assert torch.allclose(checkpoint.read(stored), tensor, rtol=0, atol=1e-6), stored
+            for dim, size in enumerate(tensor.shape):
+                index = (slice(None),) * dim + (slice(size // 3, size - size // 4),)
+                assert torch.allclose(checkpoint.read(stored, index), tensor[index], rtol=0, atol=1e-6), stored
+
+
+def test_without_its_description_an_adapter_s_scale_is_asked_for(saves: Path, tmp_path: Path) -> None:
+    save = shutil.copytree(saves / "zero3-lora" / "save", tmp_path / "save")
+    described = tmp_path / "adapter_config.json"
+    shutil.move(save / "adapter_config.json", described)
+    with pytest.raises(CheckpointError, match=r"how the adapter is scaled .*adapter_config.json.*--adapter-config"):
+        open_checkpoint(save)
+    expected = torch.load(saves / "zero3-lora" / "expected.pt")
+    for given in (described, shutil.copy(described, tmp_path / "mine.json"), tmp_path):
+        with open_checkpoint(save, given=Given(adapter_config=str(given))) as checkpoint:
+            name = "model.layers.1.mlp.down_proj.weight"
+            assert torch.allclose(checkpoint.read(name), expected[name], rtol=0, atol=1e-6)
+    described.write_text(json.dumps(json.loads(described.read_text()) | {"peft_type": "IA3"}))
+    with pytest.raises(CheckpointError, match="peft_type is 'IA3'"):
+        open_checkpoint(save, given=Given(adapter_config=str(described)))
+
+
+def test_an_adapter_that_was_saved_without_its_base_is_refused(saves: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"not the base model's weight of it: .*exclude_frozen_parameters.*--base"):
+        open_checkpoint(saves / "zero2-lora-alone" / "save")
 
 
 def test_masters_under_round_robin_are_those_of_the_weights_that_are_computed_with(saves: Path) -> None:

@@ -43,9 +43,9 @@ def test_a_folder_without_tokenizer_files_has_no_tokenizer(tmp_path: Path) -> No
     assert opened(tmp_path) is None
 
 
-def test_a_sentencepiece_file_alone_is_refused_with_the_remedy(tmp_path: Path) -> None:
+def test_a_sentencepiece_file_that_is_none_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"\x0a")
-    with pytest.raises(CheckpointError, match=r"tokenizer\.model.*save_pretrained"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.model: is no SentencePiece model"):
         opened(tmp_path)
 
 

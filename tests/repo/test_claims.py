@@ -30,6 +30,13 @@ from tests.repo.documents import PROGRAMS, REPOSITORY, markdown_files, shell_com
 PAGES = [page for page in markdown_files() if page.name != "CHANGELOG.md"]  # which also tells of what was
 RESULTS = REPOSITORY / "benchmarks" / "results"
 OTHERS_CLASSES = {
+    "CharLevelTokenizer",
+    "GPT2BPETokenizer",
+    "HFGPT2Tokenizer",
+    "HFTokenizer",
+    "LlamaTokenizer",
+    "SPMTokenizer",
+    "TiktokenTokenizer",
     "AutoPeftModelForCausalLM",
     "LinearAllreduce",
     "LinearLayer",

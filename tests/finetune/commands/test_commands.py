@@ -208,7 +208,7 @@ def test_export_and_inspect_take_whatever_can_be_said_of_a_checkpoint() -> None:
     parser = CommandParser()
     add_given(parser)
     words = "--model-config a --tokenizer b --weights-prefix c --base d --adapter e --master-weights --layer-map f"
-    said = parser.parse_args([*words.split(), "--neox-qkv-layout", "per-head"])
+    said = parser.parse_args([*words.split(), "--adapter-config", "g", "--neox-qkv-layout", "per-head"])
     given = given_of(said)
     assert given_of(parser.parse_args([])) == Given()
     assert all(getattr(given, field.name) != getattr(Given(), field.name) for field in fields(Given))
