@@ -106,11 +106,11 @@ def _tensor(found: tuple[Saved, StoredTensor], shape: tuple[int, ...] | None) ->
 def _refuse_exchanged(first: Saved) -> None:
     """Refuse what was converted from ZeRO-1 or 2 with ``round_robin_gradients``.
 
-    The conversion finds parameters by ``param_slice_mappings``, which DeepSpeed makes in another order than that of the vectors.
+    The conversion finds parameters by ``param_slice_mappings``, whose order is another one than that of the vectors.
     """
     settings = first.table("ds_config", "zero_optimization")
     if settings.get("round_robin_gradients") and settings.get("stage") in (1, 2) and first.count("dp_world_size") != 1:
-        rule = "was trained with round_robin_gradients, under which the conversion gives parameters each other's weights"
+        rule = "was trained with round_robin_gradients, under which the conversion exchanges the weights of parameters"
         raise CheckpointError(first.file, f"{rule}: open the save that was converted")
 
 
