@@ -53,6 +53,6 @@ def _steps_taken(saved: Saved) -> float | None:
             step = found.get("step") if isinstance(found, dict) else None
             if isinstance(step, StoredTensor) and step.shape in ((), (1,)):
                 return saved.archive.number(f"{name}.step", step)
-            if type(step) in (int, float):
+            if isinstance(step, int | float):
                 return float(step)
     return None
