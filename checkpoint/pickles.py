@@ -117,10 +117,12 @@ def _counts(value: object) -> tuple[int, ...]:
     return tuple(_count(item) for item in value)
 
 
-def _rebuild_tensor(storage: object, first_item: object, shape: object, strides: object, *_: object) -> StoredTensor:
-    """Stand-in of ``torch._utils._rebuild_tensor_v2``; gradients, hooks and metadata are not wanted."""
+def _rebuild_tensor(storage: object, first_item: object, shape: object, strides: object, *more: object) -> StoredTensor:
+    """Stand-in of ``torch._utils._rebuild_tensor_v2``; gradients and hooks are not wanted."""
     if not isinstance(storage, _Storage):
         raise Refused("a tensor of the table has no storage")
+    if any(isinstance(item, dict) and (item.get("neg") or item.get("conj")) for item in more):
+        raise Refused("a tensor of the table is a lazily negated view; save it after .resolve_neg()")
     made = StoredTensor(storage.key, storage.dtype, storage.num_items, _count(first_item), _counts(shape), _counts(strides))
     if len(made.shape) != len(made.strides):
         raise Refused(f"a tensor of the table has shape {made.shape} and strides {made.strides}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from pathlib import Path
 from typing import NoReturn
 
@@ -39,6 +40,7 @@ RUN_CHECKPOINTS = "checkpoints"
 _DEEPEST = 4
 """Folders that a path may be above its checkpoint: run, kept checkpoints, step, the trainer's own folder."""
 _NAMED_AT_MOST = 12
+_NUMBERED = re.compile(r"checkpoint[-_](\d+)")
 
 
 def recognise(path: str | Path) -> tuple[Folder, Format]:
@@ -96,6 +98,17 @@ def _inner(folder: Folder) -> Folder | None:
         name = layout.newest_below(folder)
         if name is not None:
             return folder.below(name)
+    return _newest_of_trainer(folder)
+
+
+def _newest_of_trainer(folder: Folder) -> Folder | None:
+    """The folder with the highest number, as trainers of Hugging Face's libraries give, that has a model or an adapter."""
+    numbered = [(int(match[1]), name) for name in folder.names() if (match := _NUMBERED.fullmatch(name))]
+    for _, name in sorted(numbered, reverse=True):
+        if (folder.path / name).is_dir():
+            inner = folder.below(name)
+            if hf.recognises(inner) or peft.recognises(inner):
+                return inner
     return None
 
 

@@ -15,7 +15,7 @@ from checkpoint.folder import Folder
 from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.layout import Extent, Piece, Stored, contiguous_strides, copies, joined, whole
 from checkpoint.pickles import StoredTensor
-from checkpoint.readers import deepspeed
+from checkpoint.readers import deepspeed, one_save
 from checkpoint.readers.deepspeed import ANY_LAYER, MODULE, UNIVERSAL, Saved, open_saved
 from checkpoint.readers.weights import OpenFiles, Weights
 from checkpoint.surroundings import find_configs
@@ -57,6 +57,7 @@ def open_weights(folder: Folder, given: Given = NOTHING_GIVEN) -> Weights:
         first = ranks[0]
         for saved in ranks:
             _check_world(saved, len(ranks))
+        one_save.check_model_files(ranks)
         tables = _tables(ranks)
         deepspeed.refuse_adapter(first.file, tables[0])
         configs = find_configs(folder, given, above=True)

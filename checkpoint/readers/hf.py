@@ -18,6 +18,9 @@ NAME = "Hugging Face"
 LOOKS_LIKE = "config.json and model.safetensors, pytorch_model.bin or an index of shards"
 
 
+_NAMED_AT_MOST = 12
+
+
 @dataclass(frozen=True, slots=True)
 class _Kind:
     """One way of naming weights files."""
@@ -58,7 +61,7 @@ def recognises(folder: Folder) -> bool:
 
 
 def newest_below(_: Folder) -> str | None:
-    """``None``: a folder of several models has no newest."""
+    """``None``: a folder of several models has no newest; ``recognise`` knows the numbers that trainers give."""
     return None
 
 
@@ -83,7 +86,10 @@ def open_weights(folder: Folder, _: Given = NOTHING_GIVEN) -> Weights:
         if kind.index not in names:
             raise CheckpointError(kind.index, f"is missing, though there is the shard {shards[0]}")
         return _open_shards(folder, kind, shards)
-    raise CheckpointError("model.safetensors", "is missing, and so is any other weights file that is known")
+    listed = ", ".join(names[:_NAMED_AT_MOST]) + (" and more" if len(names) > _NAMED_AT_MOST else "")
+    raise CheckpointError(
+        "model.safetensors", f"is missing, and so is any other weights file that is known; {folder.path} holds {listed}"
+    )
 
 
 def _open_single(folder: Folder, kind: _Kind, name: str) -> Weights:

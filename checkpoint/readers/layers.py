@@ -6,7 +6,7 @@ from checkpoint.errors import CheckpointError
 from checkpoint.folder import Folder
 from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.layout import Stored
-from checkpoint.readers import deepspeed
+from checkpoint.readers import deepspeed, one_save
 from checkpoint.readers.deepspeed import LAYER, MODULE, UNIVERSAL, open_saved
 from checkpoint.readers.layer_map import rename
 from checkpoint.readers.weights import OpenFiles, Weights, make_room
@@ -42,8 +42,9 @@ def open_weights(folder: Folder, given: Given = NOTHING_GIVEN) -> Weights:
             deepspeed.refuse_adapter(file, tensors)
             places |= {f"{number}.{name}": saved.whole(name, tensor) for name, tensor in tensors.items()}
         step, facts = None, {}
-        for file in stages:
-            stage = open_saved(files, file)
+        opened = [open_saved(files, file) for file in stages]
+        one_save.check_model_files(opened)
+        for file, stage in zip(stages, opened, strict=True):
             step, facts = deepspeed.step_of(stage), deepspeed.trained_with(stage)
             for group in stage.get("param_shapes") or []:
                 for name in group if isinstance(group, dict) else ():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from checkpoint.errors import CheckpointError
@@ -36,11 +36,21 @@ _FACTORS = re.compile(
 _CONV1D = frozenset(("c_attn", "c_fc", "c_proj"))
 """Modules of GPT-2 whose weight is stored as [in, out]."""
 
-_UNUSUAL = (
-    "layer_replication", "megatron_config", "alora_invocation_tokens", "trainable_token_indices", "use_qalora", "lora_bias",
-    "target_parameters", "velora_config", "monteclora_config", "arrow_config", "use_bdlora",
+_TIED = (
+    re.compile(r"(?:.*\.)?(?:embed_tokens|embed_in|wte|word_embeddings)\.weight"),
+    re.compile(r"(?:.*\.)?(?:lm_head|embed_out)\.weight"),
+)
+"""Names of embeddings of tokens and of heads, which many models tie."""
+
+_USED = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "init_lora_weights", "peft_type")
+_WITHOUT_EFFECT = (
+    "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules",
+    "fan_in_fan_out", "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout", "lora_dtype",
+    "lora_ga_config", "lorap_emb_lr", "lorap_lr_ratio", "megatron_core", "merge_weights", "modules_to_save", "peft_version",
+    "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type",
 )  # fmt: skip
-"""Settings whose adapters are more than a product of two factors beside each weight."""
+"""Settings of training, of what is adapted (the tensors' names tell it) and of beginnings (``init_lora_weights`` says which).
+Adapters of any other setting are more than a product of two factors beside each weight, or may be."""
 
 _PLAIN_BEGINNINGS = (True, False, "gaussian", "eva", "orthogonal")
 """Values of ``init_lora_weights`` that leave the base model as it is."""
@@ -84,8 +94,8 @@ def read_config(folder: Folder) -> dict[str, Any]:
         raise CheckpointError(
             CONFIG, f"peft_type is {kind!r}; adapters of LORA are read (with use_rslora and use_dora), no others"
         )
-    for key in _UNUSUAL:
-        if config.get(key):
+    for key, value in config.items():
+        if value and key not in _USED and key not in _WITHOUT_EFFECT:
             raise CheckpointError(CONFIG, f"{key} is set; such an adapter is not read")
     if config.get("init_lora_weights", True) not in _PLAIN_BEGINNINGS:
         rule = "changes the base model, which the adapter's folder does not hold; save it converted to plain LoRA"
@@ -136,9 +146,11 @@ def merged(base: Weights, adapter: Weights, config: Mapping[str, Any], model_typ
         model_type: the base's family; GPT-2 stores the weights of its layers as [in, out], whatever ``fan_in_fan_out`` says.
 
     Raises:
-        CheckpointError: the adapter is of another model: it names a tensor the base lacks, or has another shape.
+        CheckpointError: the adapter is of another model: it names a tensor the base lacks, or has another shape; or it adapts
+            one of two tensors that the base ties.
     """
     places = dict(base.places)
+    changed: list[str] = []
     factors: dict[str, dict[str, Stored]] = {}
     for name, stored in adapter.places.items():
         short = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
@@ -148,11 +160,12 @@ def merged(base: Weights, adapter: Weights, config: Mapping[str, Any], model_typ
             continue
         target = find_stored(short, base.places)
         if target is None or base.places[target].shape != stored.shape:
-            there = "lacks" if target is None else f"has in shape {list(base.places[target].shape)}"
+            there = "lacks (is it tied?)" if target is None else f"has in shape {list(base.places[target].shape)}"
             raise CheckpointError(
                 adapter.table, f"holds tensor {name!r} of shape {list(stored.shape)}, which the base model {there}"
             )
         places[target] = stored
+        changed.append(target)
     for module, parts in factors.items():
         target = find_stored(f"{module}.weight", base.places)
         if target is None:
@@ -160,6 +173,8 @@ def merged(base: Weights, adapter: Weights, config: Mapping[str, Any], model_typ
         turned = model_type == "gpt2" and module.rpartition(".")[2] in _CONV1D
         added = _low_rank(module, parts, config, places[target].shape, adapter.table, turned=turned)
         places[target] = dataclasses.replace(places[target], added=added)
+        changed.append(target)
+    _refuse_tied(changed, base.places, adapter.table)
     return Weights(
         {**base.files, **adapter.files},
         places,
@@ -167,6 +182,22 @@ def merged(base: Weights, adapter: Weights, config: Mapping[str, Any], model_typ
         step=adapter.step,
         facts={**base.facts, "adapter": dict(adapter.facts)},
     )
+
+
+def _refuse_tied(changed: Sequence[str], base: Mapping[str, Stored], table: str) -> None:
+    """Refuse an adapted embedding that is the base's head as well, or the other way round: peft adapts the one alone.
+
+    They are one where the base stores but one of them, or gives both the same place. Of two equal copies the configuration
+    tells, when the model is made; they then differ, and are refused.
+    """
+    for name in changed:
+        for own, other in (_TIED, _TIED[::-1]):
+            if own.fullmatch(name) is None:
+                continue
+            others = [known for known in base if other.fullmatch(known)]
+            if not others or any(base[known] == base[name] for known in others):
+                rule = f"adapts {name!r}, which the base model ties: embedding and head are one there, with the adapter two"
+                raise CheckpointError(table, f"{rule}; store both in the base, with tie_word_embeddings false")
 
 
 def _low_rank(

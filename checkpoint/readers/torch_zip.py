@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import struct
 import zipfile
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 _LOCAL_HEADER_BYTES = 30
+_NUMBERS = {"F64": "<d", "F32": "<f", "I64": "<q", "I32": "<i"}
 
 
 def index_torch_zip(fd: int, file: str) -> dict[str, Extent]:
@@ -96,6 +98,18 @@ class Archive:
                 self._file, f"tensor {name!r} has a storage of {needed} bytes; its entry has {entry.file_size}"
             )
         return Extent(tensor.dtype, tensor.shape, tensor.strides, self._starts[key] + tensor.first_item * item_bytes)
+
+    def number(self, name: str, tensor: StoredTensor) -> float:
+        """The value of a tensor of one element, of this archive's table.
+
+        Raises:
+            CheckpointError: as ``extent``, or it is of a type that counts are not kept in.
+        """
+        extent = self.extent(name, tensor)
+        form = _NUMBERS.get(extent.dtype)
+        if form is None or extent.num_elements != 1:
+            raise CheckpointError(self._file, f"has {name!r} of {extent.dtype} {list(extent.shape)}, which is no count")
+        return float(struct.unpack(form, os.pread(self._fd, extent.item_bytes, extent.offset_bytes))[0])
 
     def _data_start(self, info: zipfile.ZipInfo) -> int:
         """Offset in the file of an entry's first byte, by its own local header, whose padding the directory does not know."""

@@ -14,7 +14,7 @@ from checkpoint.folder import Folder
 from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.layout import Stored
 from checkpoint.pickles import StoredTensor
-from checkpoint.readers import deepspeed
+from checkpoint.readers import deepspeed, one_save
 from checkpoint.readers.adapted import with_adapter
 from checkpoint.readers.deepspeed import MODULE, PARTITIONED_MODEL, UNIVERSAL, Flat, Saved, open_saved
 from checkpoint.readers.layer_map import by_layers, rename
@@ -55,6 +55,8 @@ def open_weights(folder: Folder, given: Given = NOTHING_GIVEN) -> Weights:
         if partitioned:
             models = deepspeed.data_parallel_files(names, PARTITIONED_MODEL, "a part of the model")
         saved = [open_saved(files, name) for name in models]
+        one_save.check_model_files(saved)
+        _refuse_exchanged(saved[0])
         shapes = _shapes(saved)
         places = {
             name: _tensor(open_saved_tensor(files, f"{UNIVERSAL}/{name}/{_WEIGHTS}"), shapes.get(name)) for name in tensors
@@ -100,6 +102,17 @@ def _tensor(found: tuple[Saved, StoredTensor], shape: tuple[int, ...] | None) ->
         raise CheckpointError(saved.file, rule)
     flat = Flat([deepspeed.stretch_of(saved, saved.file, tensor)])
     return Stored(tensor.dtype, shape, tuple(flat.boxes(shape, 0, 0, count)))
+
+
+def _refuse_exchanged(first: Saved) -> None:
+    """Refuse what was converted from ZeRO-1 or 2 with ``round_robin_gradients``.
+
+    The conversion finds parameters by ``param_slice_mappings``, whose order is another one than that of the vectors.
+    """
+    settings = first.table("ds_config", "zero_optimization")
+    if settings.get("round_robin_gradients") and settings.get("stage") in (1, 2) and first.count("dp_world_size") != 1:
+        rule = "was trained with round_robin_gradients, under which the conversion exchanges the weights of parameters"
+        raise CheckpointError(first.file, f"{rule}: open the save that was converted")
 
 
 def _shapes(models: list[Saved]) -> dict[str, tuple[int, ...]]:

@@ -14,7 +14,7 @@ from checkpoint.errors import CheckpointError
 from checkpoint.folder import Folder
 from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.layout import Stored
-from checkpoint.readers import deepspeed
+from checkpoint.readers import deepspeed, one_save
 from checkpoint.readers.adapted import with_adapter
 from checkpoint.readers.deepspeed import ANY_LAYER, MODULE, OPTIMIZER, UNIVERSAL, Flat, Saved, Stretch, open_saved
 from checkpoint.readers.weights import OpenFiles, Weights
@@ -78,6 +78,7 @@ def _masters(files: OpenFiles, names: Sequence[str], module: Saved, places: Mapp
     ranks = [open_saved(files, name) for name in deepspeed.data_parallel_files(names, OPTIMIZER, "the optimizer's state")]
     for saved in ranks:
         deepspeed.check_world(saved, len(ranks))
+    one_save.check_optimizer_files(ranks)
     shapes, paddings = module.get("param_shapes"), ranks[0].get("optimizer_state_dict", "param_alignment_paddings")
     if not isinstance(shapes, list) or not all(isinstance(group, dict) for group in shapes):
         raise CheckpointError(module.file, "has no param_shapes, by which the elements of the master weights are found")

@@ -17,7 +17,7 @@ from checkpoint.errors import CheckpointError
 from checkpoint.folder import Folder
 from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.layout import Stored
-from checkpoint.readers import deepspeed
+from checkpoint.readers import deepspeed, one_save
 from checkpoint.readers.adapted import with_adapter
 from checkpoint.readers.deepspeed import OPTIMIZER, PARTITIONED_MODEL, UNIVERSAL, Flat, Saved, Stretch, open_saved
 from checkpoint.readers.swap import Swapped
@@ -50,6 +50,7 @@ def open_weights(folder: Folder, given: Given = NOTHING_GIVEN) -> Weights:
         raise CheckpointError(model_files[-1], rule)
     with OpenFiles(folder) as files:
         models = [open_saved(files, name) for name in model_files]
+        one_save.check_model_files(models)
         first = models[0]
         shapes = _groups(first)
         flats = _flats(files, folder, optimizer_files, first, shapes)
@@ -109,9 +110,11 @@ def _flats(files: OpenFiles, folder: Folder, names: Sequence[str], first: Saved,
     swapped = Swapped(folder, files, first, sub_groups)
     needed = sum(parameter.part(world) for group in groups for parameter in group)
     flats: list[Flat] = []
-    for rank, name in enumerate(names):
-        saved = open_saved(files, name)
+    optimizers = [open_saved(files, name) for name in names]
+    for saved in optimizers:
         deepspeed.check_world(saved, world)
+    one_save.check_optimizer_files(optimizers)
+    for rank, (name, saved) in enumerate(zip(names, optimizers, strict=True)):
         flat = Flat(_stretches(saved, rank, swapped))
         if flat.count != needed:
             rule = f"holds {flat.count} elements of the weights; {first.file} calls for {needed} on each of {world} ranks"

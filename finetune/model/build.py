@@ -227,10 +227,15 @@ def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
     return next((info.dtype for info in checkpoint.tensors.values() if info.dtype.is_floating_point), torch.float32)
 
 
+def meta_model(config: PretrainedConfig) -> PreTrainedModel:
+    """The model a configuration makes, without memory for its parameters."""
+    with torch.device("meta"):
+        return new_model(config)
+
+
 def meta_shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the parameters a configuration makes, tied ones once, without making them."""
-    with torch.device("meta"):
-        return shapes_of(new_model(config))
+    return shapes_of(meta_model(config))
 
 
 def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:

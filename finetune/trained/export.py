@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import shutil
 import tempfile
@@ -18,8 +19,11 @@ from checkpoint.tokenizer_files import TOKENIZER_FILES
 from finetune.base_model.hub import folder_of
 from finetune.data.tokenizer import usual_folder
 from finetune.errors import ConfigError, RunError
+from finetune.model.build import config_from, meta_model, shapes_of, tied_names
 from finetune.model.finite import check_finite, found_in
 from finetune.output.folder import RESUME, checkpoint_folder, step_folders
+
+_log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 """Told the bytes of tensors that are written, and of all of them, after each."""
@@ -50,13 +54,15 @@ def export(
         given: what the source's files leave open.
 
     Raises:
-        ConfigError: there is no such checkpoint, a tensor of it is not finite in ``dtype``, or ``out`` exists already.
+        ConfigError: there is no such checkpoint, its tensors are not those of the model that its configuration describes, one
+            is not finite in ``dtype``, or ``out`` exists already.
         RunError: writing failed.
     """
     require_new(out)
     source = folder_of(source, "export")
     try:
         with open_checkpoint(_choose(source, step), given=given) as checkpoint:
+            _check_model(checkpoint)
             exact = _exact_weights(source, checkpoint) if dtype == torch.float32 and given == NOTHING_GIVEN else None
             settings: dict[str, Any] = {"max_shard_bytes": max_shard_bytes, "ranks": ranks}
             if exact is None:
@@ -75,6 +81,23 @@ def _choose(source: Path, step: int | None) -> Path:
     if step not in steps:
         raise ConfigError(f"{source}: has no checkpoint of step {step}; there are {', '.join(map(str, steps)) or 'none'}")
     return steps[step]
+
+
+def _check_model(checkpoint: Checkpoint) -> None:
+    """Refuse a source that lacks tensors of its model: transformers would fill what is missing with random numbers.
+
+    Raises:
+        CheckpointError: a tensor is missing, of another shape, or none of the model's.
+    """
+    checkpoint.check_model()
+    if any(".experts." in name for name in checkpoint.tensors):
+        return  # the model of transformers keeps in one tensor what checkpoints keep expert by expert
+    try:
+        model = meta_model(config_from(checkpoint.config, checkpoint.path))
+    except ConfigError as error:
+        _log.warning("that no tensor is missing is not proved: %s", error)
+        return
+    checkpoint.check_tensors(shapes_of(model), tied=tied_names(model))
 
 
 def _exact_weights(source: Path, checkpoint: Checkpoint) -> Checkpoint | None:

@@ -53,7 +53,7 @@ class Findings:
     """``None`` where no configuration was found."""
     tensors: int = 0
     parameters: int = 0
-    """Elements of all tensors; one that is stored in several copies counts once."""
+    """Elements of all tensors; what is stored in several copies, or once under several names, counts once."""
     bytes: int = 0
     """What the tensors take in the files."""
     files: int = 0
@@ -96,11 +96,12 @@ def inspect(path: Path, *, given: Given, tensors: str | None = None, verify: Ver
         found.facts = dict(weights.facts)
         found.tensors = len(weights.places)
         found.files = len({piece.file for stored in weights.places.values() for piece in stored.pieces})
-        for name, stored in weights.places.items():
+        for stored in dict.fromkeys(weights.places.values()):
             elements = math.prod(stored.shape)
             found.parameters += elements
             found.bytes += stored.num_bytes
             found.dtypes[stored.dtype] = found.dtypes.get(stored.dtype, 0) + elements
+        for name, stored in weights.places.items():
             if tensors is not None and fnmatch.fnmatchcase(name, tensors):
                 found.held.append(_count(name, stored, weights.files))
                 _note(found, found.held[-1])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
@@ -20,6 +22,9 @@ from finetune.model.finite import check_finite, found_in
 from finetune.output.folder import checkpoint_folder
 from finetune.output.saves import newest_first
 from finetune.trained.export import require_new, tokenizer_files_of, write_new
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 _log = logging.getLogger(__name__)
 _ADAPTER = "adapter_config.json"
@@ -130,12 +135,14 @@ def merged_model(base: Checkpoint, folder: Path, dtype: torch.dtype | None) -> P
 
     Raises:
         CheckpointError: the base's tensors are not those of its config.json.
-        ConfigError: the two do not fit, or a weight of either is not finite.
+        ConfigError: the two do not fit, the adapter adapts one of two weights that the base ties, or a weight of either is not
+            finite.
     """
     with quiet():
         from peft import PeftModel
 
         model = load_model(base, dtype or stored_dtype(base))
+        tied = tied_names(model)
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("error", message="Found missing adapter keys")
@@ -143,6 +150,7 @@ def merged_model(base: Checkpoint, folder: Path, dtype: torch.dtype | None) -> P
         except (RuntimeError, ValueError, KeyError, UserWarning) as error:
             reason = " ".join(str(error).split())[:300]
             raise ConfigError(f"{folder}: does not fit the base model {base.path}: {reason}") from error
+        _refuse_tied(wrapped, tied, folder)
         with found_in(str(folder)):
             for name, parameter in wrapped.named_parameters():
                 if "lora_" in name:
@@ -152,3 +160,16 @@ def merged_model(base: Checkpoint, folder: Path, dtype: torch.dtype | None) -> P
         for name, parameter in merged.named_parameters():
             check_finite(name, parameter)
     return merged
+
+
+def _refuse_tied(wrapped: PeftModel, tied: Mapping[str, str], folder: Path) -> None:
+    """Refuse an adapted module whose weight is another's too: peft computes with the two apart and merges into both.
+
+    Args:
+        tied: alias to owner, of the base model.
+    """
+    shared = {name.removesuffix(".weight") for pair in tied.items() for name in pair}
+    for name, module in wrapped.get_base_model().named_modules():
+        if name in shared and type(module).__module__.startswith("peft."):
+            rule = f"adapts {name!r}, which the base model ties: embedding and head are one there, with the adapter two"
+            raise ConfigError(f"{folder}: {rule}; store both in the base, with tie_word_embeddings false")

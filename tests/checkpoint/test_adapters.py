@@ -6,24 +6,25 @@ import json
 import shutil
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from checkpoint import CheckpointError, Given, open_checkpoint
 
 LINEAR = ["q_proj", "o_proj", "gate_proj", "down_proj"]
 
 
-def llama() -> PreTrainedModel:
+def llama(*, tied: bool = False) -> PreTrainedModel:
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=False,
+            num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=tied,
         )
     )  # fmt: skip
 
@@ -121,6 +122,8 @@ def test_the_base_is_read_once_and_no_more_than_the_slice_asks_for(tmp_path: Pat
         ({"lora_alpha": "6"}, "lora_alpha"),
         ({"use_dora": True}, "magnitude"),
         ({"layer_replication": [[0, 2]]}, "layer_replication"),
+        ({"kasa_config": {"beta": 1e-4}}, "kasa_config is set"),
+        ({"of_a_later_release": "yes"}, "of_a_later_release is set"),
         ({"rank_pattern": {"(a+)+$": 2}}, "rank_pattern"),
         ({"base_model_name_or_path": "some/model"}, "no folder here"),
     ],
@@ -144,6 +147,28 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     assert "[4, 17]" in refusal(adapter).rule
     save_file({name.replace("q_proj", "c_attn"): tensor for name, tensor in held.items()}, weights)
     assert "'model.layers.0.self_attn.c_attn'" in refusal(adapter).rule
+
+
+@pytest.mark.parametrize("base", ["safetensors", "torch"])
+@pytest.mark.parametrize(
+    ("make", "settings"),
+    [
+        (partial(llama, tied=True), {"target_modules": ["q_proj", "embed_tokens"]}),
+        (partial(llama, tied=True), {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}),
+        (gpt2, {"target_modules": ["c_attn", "wte"], "fan_in_fan_out": True}),
+    ],
+    ids=["factors", "whole", "gpt2"],
+)
+def test_an_adapter_of_an_embedding_that_is_also_the_head_is_refused(
+    tmp_path: Path, make: Callable[[], PreTrainedModel], settings: dict[str, Any], base: str
+) -> None:
+    """peft adapts the embedding and leaves the head as it was; a model that ties the two has no place for that."""
+    adapter, _ = adapted(tmp_path, make, **settings)
+    if base == "torch":  # which stores both names, and the one tensor once
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        torch.save(model.state_dict(), tmp_path / "base" / "pytorch_model.bin")
+        (tmp_path / "base" / "model.safetensors").unlink()
+    assert "embedding and head are one there" in refusal(adapter).rule
 
 
 def test_a_model_with_an_adapter_beside_it_is_not_guessed_about(tmp_path: Path) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from checkpoint import CheckpointError, Given, open_checkpoint
+from checkpoint.given import NOTHING_GIVEN
 from checkpoint.readers.layer_map import rename
 from tests.checkpoint.deepspeed_folders import (
     ALIASES,
@@ -98,6 +100,41 @@ def test_two_saves_in_one_folder_are_told(tmp_path: Path) -> None:
     folder = zero3(tmp_path, 2)
     shutil.copy(optimizer_file(folder, 0), optimizer_file(folder, 0, prefix=""))
     assert "two saves lie in one folder" in refusal(tmp_path).rule
+
+
+@pytest.mark.parametrize(("make", "given"), [(zero3, NOTHING_GIVEN), (zero1, MASTERS)])
+@pytest.mark.parametrize("where", ["state", "group"])
+def test_optimizers_of_two_steps_are_two_saves(tmp_path: Path, make: Callable[..., Path], given: Given, where: str) -> None:
+    """A save over an earlier one of the same name, interrupted: the same files, of the same sizes."""
+    folder = make(tmp_path)
+    key = "optimizer_state_dict" if make is zero3 else "base_optimizer_state"
+    for rank in range(3):
+        step = 7 if rank < 2 else 6
+        taken = {"state": {0: {"step": torch.tensor(float(step))}}} if where == "state" else {"param_groups": [{"step": step}]}
+        change(optimizer_file(folder, rank), **{key: taken})
+    assert "is of step 6, bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt of step 7" in refusal(tmp_path, given).rule
+
+
+def test_model_files_of_two_steps_are_two_saves(tmp_path: Path) -> None:
+    folder = zero3(tmp_path)
+    change(model_file(folder, 2), global_steps=6)
+    assert "two saves lie in one folder" in refusal(tmp_path).rule
+
+
+def test_a_universal_checkpoint_whose_conversion_exchanged_parameters_is_refused(tmp_path: Path) -> None:
+    """``ds_to_universal`` goes by DeepSpeed's ``param_slice_mappings``, which are wrong under ``round_robin_gradients``."""
+    folder = zero1(tmp_path)
+    for name, tensor in tensors().items():
+        (folder / "zero" / name).mkdir(parents=True)
+        torch.save({"param": tensor}, folder / "zero" / name / "fp32.pt")
+    for robin, world, refused in [(False, 3, False), (True, 1, False), (True, 3, True)]:
+        settings = {"zero_optimization": {"stage": 2, "round_robin_gradients": robin}}
+        change(folder / "mp_rank_00_model_states.pt", ds_config=settings, dp_world_size=world)
+        if refused:
+            assert "open the save that was converted" in refusal(tmp_path).rule
+        else:
+            with open_checkpoint(tmp_path) as checkpoint:
+                assert torch.equal(checkpoint.read("wte.weight"), tensors()["wte.weight"])
 
 
 @pytest.mark.parametrize(

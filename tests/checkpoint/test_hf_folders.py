@@ -140,6 +140,26 @@ def test_no_weights(tmp_path: Path) -> None:
     assert refusal(write_config(tmp_path)).file == "model.safetensors"
 
 
+def test_weights_of_a_name_that_is_not_known_are_shown(tmp_path: Path) -> None:
+    plain_folder(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "model.fp16.safetensors")
+    assert f"{tmp_path} holds config.json, model.fp16.safetensors" in refusal(tmp_path).rule
+
+
+@pytest.mark.parametrize("with_config", [False, True])
+def test_of_a_trainers_numbered_folders_the_highest_with_weights_counts(tmp_path: Path, with_config: bool) -> None:
+    for name in ("checkpoint-9", "checkpoint-100", "checkpoint-20"):
+        plain_folder(tmp_path / name)
+    write_config(tmp_path / "checkpoint-300")  # interrupted before there were weights
+    if with_config:
+        write_config(tmp_path)
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.path == tmp_path / "checkpoint-100"
+    plain_folder(tmp_path)  # the trainer's last word
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.path == tmp_path
+
+
 def test_no_folder_and_a_file_in_its_place(tmp_path: Path) -> None:
     assert refusal(tmp_path / "none").rule == "there is no such folder"
     (tmp_path / "file").write_text("")

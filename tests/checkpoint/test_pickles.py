@@ -67,6 +67,12 @@ def refusal(folder: Path) -> str:
     return caught.value.rule
 
 
+def test_a_lazily_negated_view_is_refused(tmp_path: Path) -> None:
+    """Its storage holds the elements with the other sign, which only a flag beside it tells."""
+    with pytest.raises(CheckpointError, match="lazily negated"):
+        open_checkpoint(saved(tmp_path, {"weight": torch._neg_view(torch.ones(3))}))
+
+
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_a_state_dict_of_every_dtype_is_read(tmp_path: Path, protocol: int) -> None:
     tensors = some_tensors() | {

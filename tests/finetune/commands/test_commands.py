@@ -176,16 +176,23 @@ def test_print_config_shows_all_of_it(trained: TrainedRun, capsys: pytest.Captur
     assert shown["optimizer"]["betas"] == [0.9, 0.95]
 
 
-def test_a_foreign_checkpoint_is_exported_whole_and_cut_for_ranks(tmp_path: Path) -> None:
+def test_a_foreign_checkpoint_is_exported_whole_and_cut_for_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import torch.distributed.checkpoint as dcp
     from safetensors.torch import load_file
+    from transformers import GPT2Config, GPT2LMHeadModel
 
-    tensors = {"transformer.wte.weight": torch.randn(11, 6), "transformer.h.0.mlp.c_proj.weight": torch.randn(8, 6)}
+    settings = {"vocab_size": 11, "n_embd": 6, "n_head": 2, "n_layer": 1, "n_positions": 8}
+    settings |= {"bos_token_id": 0, "eos_token_id": 0}
+    model = GPT2LMHeadModel(GPT2Config(**settings))
+    tensors = {name: torch.randn_like(parameter) for name, parameter in model.named_parameters()}
     source = tmp_path / "source"
+    partial = tmp_path / "partial"  # of which a layer's matrix was not saved, being frozen
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there are no ranks
-        dcp.save({f"app.{name}": tensor for name, tensor in tensors.items()}, checkpoint_id=source, no_dist=True)
-    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "vocab_size": 11}')
+        app = {f"app.{name}": tensor for name, tensor in tensors.items()}
+        dcp.save(app, checkpoint_id=source, no_dist=True)
+        dcp.save({name: tensor for name, tensor in app.items() if "c_fc" not in name}, checkpoint_id=partial, no_dist=True)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", **settings}))
     for ranks in ("1", "2"):
         out = tmp_path / f"out{ranks}"
         words = ["export", "--from", str(source), "--to", str(out), "--tensor-parallel-size", ranks, "--dtype", "bfloat16"]
@@ -197,6 +204,9 @@ def test_a_foreign_checkpoint_is_exported_whole_and_cut_for_ranks(tmp_path: Path
     assert set(load_file(tmp_path / "out1" / "model.safetensors")) == set(tensors)
     assert len(list((tmp_path / "out2").glob("shard-*.safetensors"))) == 2
     assert main(["export", "--from", str(source)]) == 2
+    assert main(["export", str(partial), str(tmp_path / "out3")]) == 2
+    assert "has no tensor 'transformer.h.0.mlp.c_fc.weight'" in capsys.readouterr().err
+    assert not (tmp_path / "out3").exists()
 
 
 def test_export_and_inspect_take_whatever_can_be_said_of_a_checkpoint() -> None:

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig as PeftLora
+from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from checkpoint import open_checkpoint
+from finetune.errors import ConfigError
 from finetune.trained.merge import merge
 from tests.finetune.conftest import TrainedRun
 from tests.finetune.support import run_command, small_run, write_config
@@ -160,3 +162,15 @@ def test_a_runs_adapter_opens_as_the_model_that_merging_makes(adapted: tuple[Pat
         assert opened.tensors.keys() == merged.tensors.keys()
         for name in merged.tensors:
             torch.testing.assert_close(opened.read(name), merged.read(name), rtol=0.0, atol=1e-6)
+
+
+@pytest.mark.parametrize("settings", [{"target_modules": ["wte"]}, {"target_modules": ["c_fc"], "modules_to_save": ["wte"]}])
+def test_an_adapter_of_an_embedding_that_is_also_the_head_is_not_merged(tmp_path: Path, settings: dict[str, Any]) -> None:
+    base = GPT2LMHeadModel(GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=4, bos_token_id=0, eos_token_id=0))
+    base.save_pretrained(tmp_path / "base")
+    wrapped = get_peft_model(base, PeftLora(r=2, fan_in_fan_out=True, **settings))
+    wrapped.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+    wrapped.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    with pytest.raises(ConfigError, match=r"adapts 'transformer.wte', which the base model ties"):
+        merge(tmp_path / "adapter", tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()

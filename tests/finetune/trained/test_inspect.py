@@ -42,6 +42,14 @@ def test_it_tells_format_sizes_and_types_by_headers(folder: Path, capsys: pytest
     assert found["problems"] == []
 
 
+def test_what_is_stored_once_under_two_names_counts_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tied = torch.zeros(5, 4)
+    torch.save({WTE: tied, "lm_head.weight": tied, "other": torch.zeros(3)}, tmp_path / "pytorch_model.bin")
+    found = told(capsys, str(tmp_path), code=1)  # for there is no configuration
+    assert (found["tensors"], found["parameters"], found["bytes"]) == (3, 23, 23 * 4)
+    assert found["dtypes"] == {"F32": 23}
+
+
 def test_it_counts_what_tensors_hold_in_parts(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
