@@ -195,22 +195,23 @@ class TesseraServer:
         self._loop = asyncio.new_event_loop()
         self._loop.run_until_complete(self._connect(address))
 
-    def generate(self, prompts: Prompts, tokens: int) -> None:
-        """See ``System``."""
-        assert self._loop.run_until_complete(self._stream_all(prompts, tokens)) == [tokens] * len(prompts)
+    def generate(self, prompts: Prompts, tokens: int, sampling: inference_pb2.Sampling | None = None) -> None:
+        """See ``System``; greedy unless told otherwise."""
+        each = self._stream_all(prompts, tokens, sampling or inference_pb2.Sampling(temperature=0.0))
+        assert self._loop.run_until_complete(each) == [tokens] * len(prompts)
 
     async def _connect(self, address: str) -> None:
         self._channel = grpc.aio.insecure_channel(address)
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)
 
-    async def _stream_all(self, prompts: Prompts, tokens: int) -> list[int]:
-        return await asyncio.gather(*(self._stream(prompt, tokens) for prompt in prompts))
+    async def _stream_all(self, prompts: Prompts, tokens: int, sampling: inference_pb2.Sampling) -> list[int]:
+        return await asyncio.gather(*(self._stream(prompt, tokens, sampling) for prompt in prompts))
 
-    async def _stream(self, prompt: Sequence[int], tokens: int) -> int:
+    async def _stream(self, prompt: Sequence[int], tokens: int, sampling: inference_pb2.Sampling) -> int:
         """Tokens that came."""
         request = inference_pb2.GenerateRequest()
         request.token_ids.ids.extend(prompt)
-        request.sampling.temperature = 0.0
+        request.sampling.CopyFrom(sampling)
         request.stopping.max_new_tokens = tokens
         request.stopping.ignore_eos = True
         return sum([len(event.delta.token_ids) async for event in self._stub.GenerateStream(request)])

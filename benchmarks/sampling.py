@@ -1,0 +1,176 @@
+"""What choosing tokens costs: ``make bench-sampling``.
+
+First the sampler alone, 256 rows of 50,432 logits on two threads, beside the one that went row by row and sorted (kept under
+``tests/`` as the reference) and beside ``argmax`` of the same tensor. Then 64 streams over gRPC from a small model with a
+vocabulary as large: tokens/s of each way of sampling beside greedy, in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import transformers
+from torch import Tensor
+
+from benchmarks.peers import TesseraServer
+from benchmarks.serving import RESULTS, machine
+from serve.engine.plan import Start
+from serve.model.kernels.build import load_cpu_kernels
+from serve.types import SamplingParams, SequenceId
+from serve.v1 import inference_pb2
+from serve.worker.batch import SequenceState
+from serve.worker.sampling.sampler import choose_sampling, sample
+from tests.serve.worker import reference_sampler
+
+ROWS: Final = 256
+VOCABULARY: Final = 50_432
+SEEN: Final = 4_000
+"""Positions of a sequence that has penalties."""
+TOP_P: Final[dict[str, Any]] = {"temperature": 1.0, "top_p": 0.9}
+ALONE: Final[dict[str, tuple[float, dict[str, Any]]]] = {
+    "greedy": (4.0, {}),
+    "temperature, flat logits": (1.0, {"temperature": 1.0}),
+    "top-p, flat logits": (1.0, TOP_P),
+    "top-p, peaked logits": (4.0, TOP_P),
+    "top-k 50 + top-p, peaked logits": (4.0, {**TOP_P, "top_k": 50}),
+    "top-p + repetition penalty at 4,000 positions, flat logits": (1.0, {**TOP_P, "repetition_penalty": 1.1}),
+    "top-p + repetition penalty at 4,000 positions, peaked logits": (4.0, {**TOP_P, "repetition_penalty": 1.1}),
+}
+"""Standard deviation of the logits, and what the requests ask for."""
+
+STREAMS: Final = 64
+NEW_TOKENS: Final = 48
+SERVED: Final[dict[str, tuple[int, dict[str, Any]]]] = {
+    "greedy": (64, {"temperature": 0.0}),
+    "top-p 0.9, flat logits": (64, TOP_P),
+    "top-k 50 + top-p 0.9, peaked logits": (64, {"temperature": 0.02, "top_k": 50, "top_p": 0.9}),
+    "greedy at 1,500 positions": (1_500, {"temperature": 0.0}),
+    "both penalties at 1,500 positions": (1_500, {"temperature": 0.0, "repetition_penalty": 1.1, "frequency_penalty": 0.3}),
+}
+"""Tokens of the prompt, and what the requests ask for. The model's weights are random: its logits are flat at temperature 1."""
+
+
+def alone(repeats: int) -> dict[str, dict[str, float]]:
+    """Milliseconds of one call for all rows, by case: ours, the reference's, and ``argmax``; medians."""
+    torch.set_num_threads(2)
+    backend = choose_sampling(torch.device("cpu"), load_cpu_kernels())
+    source = torch.Generator().manual_seed(0)
+    noise = torch.randn(ROWS, VOCABULARY, generator=source)
+    prompts = torch.randint(VOCABULARY, (ROWS, SEEN), generator=source).tolist()
+    found = {}
+    for name, (spread, params) in ALONE.items():
+        logits = noise * spread
+        states = [_state(row, tuple(prompts[row]) if "repetition_penalty" in params else (1, 2), params) for row in range(ROWS)]
+        for state in states:
+            state.seen()  # as of a sequence that has been running
+
+        def ours(given: Tensor, states: list[SequenceState] = states) -> object:
+            return sample(given, states, backend)
+
+        def reference(given: Tensor, states: list[SequenceState] = states) -> object:
+            return reference_sampler.sample(given, states)
+
+        def argmax(given: Tensor) -> object:
+            return given.argmax(dim=1).tolist()
+
+        seconds: dict[str, list[float]] = {"ours": [], "reference": [], "argmax": []}
+        for turn in range(repeats + 1):
+            for who, call in (("ours", ours), ("reference", reference), ("argmax", argmax)):
+                if who != "reference" or turn < 2:  # seconds each
+                    seconds[who].append(_timed(call, logits))
+        found[name] = {who: 1e3 * statistics.median(each[1:]) for who, each in seconds.items()}
+        found[name] |= {
+            "reference / ours": found[name]["reference"] / found[name]["ours"],
+            "ours / argmax": found[name]["ours"] / found[name]["argmax"],
+        }
+        print(f"{name:62} " + "  ".join(f"{key} {value:.2f}" for key, value in found[name].items()), flush=True)
+    return found
+
+
+def _state(row: int, prompt: tuple[int, ...], params: dict[str, Any]) -> SequenceState:
+    start = Start(
+        sequence=SequenceId(row),
+        index=0,
+        token_ids=prompt,
+        num_prompt_tokens=len(prompt),
+        sampling=SamplingParams(seed=row, **params),
+    )
+    return SequenceState(start, list(prompt))
+
+
+def _timed(call: Callable[[Tensor], object], logits: Tensor) -> float:
+    given = logits.clone()
+    began = time.perf_counter()
+    call(given)
+    return time.perf_counter() - began
+
+
+def served(repeats: int) -> dict[str, dict[str, float]]:
+    """Decode tokens/s over gRPC of each way to sample, and the share of greedy's on prompts of the same length."""
+    source = random.Random(0)
+    rates: dict[str, list[float]] = {name: [] for name in SERVED}
+    with tempfile.TemporaryDirectory() as scratch:
+        server = TesseraServer(_small_model(Path(scratch)), "float32", "cpu")
+        try:
+            for _ in range(repeats + 1):
+                for name, (length, params) in SERVED.items():
+                    prompts = [[source.randrange(VOCABULARY) for _ in range(length)] for _ in range(STREAMS)]
+                    seconds = []
+                    for tokens in (1, NEW_TOKENS + 1):
+                        began = time.perf_counter()
+                        server.generate(prompts, tokens, inference_pb2.Sampling(seed=7, **params))
+                        seconds.append(time.perf_counter() - began)
+                    rates[name].append(STREAMS * NEW_TOKENS / (seconds[1] - seconds[0]))
+        finally:
+            server.close()
+    medians = {name: statistics.median(each[1:]) for name, each in rates.items()}
+    plain = {length: medians[name] for name, (length, params) in SERVED.items() if name.startswith("greedy")}
+    found = {name: {"tokens/s": rate, "of greedy": rate / plain[SERVED[name][0]]} for name, rate in medians.items()}
+    for name, figures in found.items():
+        print(f"{name:40} {figures['tokens/s']:8.0f} tokens/s, {figures['of greedy']:.2f} of greedy", flush=True)
+    return found
+
+
+def _small_model(folder: Path) -> Path:
+    torch.manual_seed(0)
+    config = transformers.GPTNeoXConfig(
+        hidden_size=256, num_hidden_layers=4, num_attention_heads=4, intermediate_size=1024, vocab_size=VOCABULARY,
+        max_position_embeddings=2048,
+    )  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def main() -> int:
+    """Run, print and record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5, help="of each cell (5)")
+    parser.add_argument("--no-record", action="store_true", help="write no result file")
+    options = parser.parse_args()
+    transformers.utils.logging.disable_progress_bar()
+    record = {
+        "what": f"the sampler: milliseconds for {ROWS} rows of {VOCABULARY} logits on two threads, and tokens/s of {STREAMS} "
+        "streams over gRPC beside greedy; medians",
+        "date": datetime.date.today().isoformat(),
+        "machine": machine("cpu"),
+        "alone_ms": alone(options.repeats),
+        "over_grpc": served(options.repeats),
+    }
+    if not options.no_record:
+        (RESULTS / f"sampling-cpu-{record['date']}.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
