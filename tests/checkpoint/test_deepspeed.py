@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 import shutil
 from pathlib import Path
 
@@ -90,6 +92,22 @@ def test_a_lost_rank_is_told(tmp_path: Path) -> None:
     assert "is of 3 ranks' model files; 2 ranks have an optimizer file" in str(refusal(tmp_path))
     model_file(folder, 2).unlink()
     assert "says that 3 ranks hold parts of it; the folder has the files of 2" in str(refusal(tmp_path))
+
+
+def test_many_files_raise_the_limit_of_open_ones_or_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    zero3(tmp_path, 40)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = os.dup(0) + 20  # the next free one, and 20 more
+    os.close(few - 20)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
+        with monkeypatch.context() as patch:
+            patch.setattr("checkpoint.readers.weights.resource.getrlimit", lambda _: (few, few))  # as if the system had no more
+            assert "Too many open files; raise the limit" in refusal(tmp_path).rule
+        with open_checkpoint(tmp_path) as checkpoint:
+            assert len(checkpoint.files) == 80
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_two_saves_in_one_folder_are_told(tmp_path: Path) -> None:
