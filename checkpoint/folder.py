@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -78,7 +79,8 @@ class Folder:
         except FileNotFoundError:
             raise CheckpointError(name, "is missing") from None
         except OSError as error:
-            raise CheckpointError(name, f"cannot be opened: {error.strerror}") from error
+            advice = "; raise the limit of them (ulimit -Hn)" if error.errno == errno.EMFILE else ""
+            raise CheckpointError(name, f"cannot be opened: {error.strerror}{advice}") from error
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
             raise CheckpointError(name, "is not a regular file")

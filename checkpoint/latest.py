@@ -17,6 +17,8 @@ LATEST = "latest"
 _STEP = re.compile(r"step-(\d{8,})(\.old-[0-9a-f]+)?")
 MAX_LATEST_BYTES = 4096
 _log = logging.getLogger(__name__)
+_told: dict[Path, str] = {}
+"""What was last said of a root: whoever follows one looks at it again and again."""
 
 
 def step_folder_name(step: int) -> str:
@@ -40,8 +42,10 @@ def resolve_latest(root: str | Path) -> Path:
         except CheckpointError as error:
             reasons.append(f"{folder.name}: {error}")
             continue
-        if reasons:
-            _log.warning("using %s, since %s", folder.name, "; ".join(reasons))
+        told = f"using {folder.name}, since {'; '.join(reasons)}" if reasons else ""
+        if told and told != _told.get(root):
+            _log.warning("%s", told)
+        _told[root] = told
         return folder
     raise CheckpointError(str(root), "holds no whole checkpoint" + (f" ({'; '.join(reasons)})" if reasons else ""))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -282,11 +282,13 @@ def cover_fault(stored: Stored) -> str | None:
     return None if held == math.prod(shape) else f"its pieces hold {held} of {math.prod(shape)} elements"
 
 
-def _overlap(pieces: Iterable[Piece]) -> tuple[Piece, Piece] | None:
-    """Two pieces that share an element, found along the first dimension."""
+def _overlap(pieces: Sequence[Piece]) -> tuple[Piece, Piece] | None:
+    """Two pieces that share an element, found along the dimension that most pieces begin apart in: few reach far there."""
+    dims = range(len(pieces[0].start)) if pieces else range(0)
+    along = max(dims, key=lambda dim: len({piece.start[dim] for piece in pieces}), default=0)
     reaching: list[Piece] = []
-    for piece in sorted(pieces, key=lambda piece: piece.start):
-        reaching = [other for other in reaching if not other.start or other.stop[0] > piece.start[0]]
+    for piece in sorted(pieces, key=lambda piece: piece.start[along : along + 1]):
+        reaching = [other for other in reaching if not other.start or other.stop[along] > piece.start[along]]
         for other in reaching:
             bounds = zip(piece.start, piece.stop, other.start, other.stop, strict=True)
             if all(a < d and c < b for a, b, c, d in bounds):

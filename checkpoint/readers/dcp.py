@@ -127,7 +127,8 @@ def open_weights(folder: Folder, given: Given = NOTHING_GIVEN) -> Weights:
     names = chosen(list(tensors), given.prefix, tables[0])
     with OpenFiles(folder) as files:
         _check_apart([box for key in names.values() for box in tensors[key].boxes.values()])
-        places = {name: _stored(files, key, tensors[key]) for name, key in names.items()}
+        known: dict[bytes, Any] = {}
+        places = {name: _stored(files, key, tensors[key], known) for name, key in names.items()}
         titan = is_torchtitan(places)
         if titan:
             configs = find_configs(folder, given, above=True)
@@ -151,7 +152,8 @@ def read_wanted(folder: Folder, files: OpenFiles, wanted: Callable[[str], bool])
     tables = _tables(folder)
     tensors = {name: tensor for name, tensor in _read_tables(folder, tables)[0].items() if wanted(name)}
     _check_apart([box for tensor in tensors.values() for box in tensor.boxes.values()])
-    return {name: _stored(files, name, tensor) for name, tensor in tensors.items()}, tables[0]
+    known: dict[bytes, Any] = {}
+    return {name: _stored(files, name, tensor, known) for name, tensor in tensors.items()}, tables[0]
 
 
 def read_item(folder: Folder, files: OpenFiles, name: str, allowed: Allowed) -> tuple[Any, str] | None:
@@ -300,8 +302,12 @@ def _refuse_dtype(name: str, dtype: object, file: str) -> NoReturn:
     raise CheckpointError(file, f"tensor {name!r} is of {shown}; supported are {', '.join(DTYPE_BYTES)}")
 
 
-def _stored(files: OpenFiles, name: str, tensor: _Tensor) -> Stored:
-    """Where the boxes of a tensor lie, by the tables of their archives, which know the strides."""
+def _stored(files: OpenFiles, name: str, tensor: _Tensor, known: dict[bytes, Any]) -> Stored:
+    """Where the boxes of a tensor lie, by the tables of their archives, which know the strides.
+
+    Args:
+        known: what tables say that were read before: those of boxes of one shape are the same bytes.
+    """
     first = next(iter(tensor.boxes.values()), None)
     if first is None or 0 in tensor.shape:
         raise CheckpointError(_TABLE, f"tensor {name!r} of shape {list(tensor.shape)} has no element")
@@ -310,7 +316,9 @@ def _stored(files: OpenFiles, name: str, tensor: _Tensor) -> Stored:
     pieces: list[Piece] = []
     for box in tensor.boxes.values():
         archive = Archive(files[box.file], box.file, box.offset, box.length)
-        held = archive.tree(_OF_BOX)
+        if archive.table not in known:
+            known[archive.table] = archive.tree(_OF_BOX)
+        held = known[archive.table]
         if not isinstance(held, StoredTensor) or (held.dtype, held.shape) != (tensor.dtype, box.shape):
             rule = (
                 f"does not hold, at byte {box.offset}, the box {list(box.shape)} of tensor {name!r} that the table puts there"

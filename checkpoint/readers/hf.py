@@ -12,7 +12,7 @@ from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.layout import Extent, whole
 from checkpoint.readers.safetensors import index_safetensors
 from checkpoint.readers.torch_zip import index_torch_zip
-from checkpoint.readers.weights import Weights
+from checkpoint.readers.weights import Weights, keep_room
 
 NAME = "Hugging Face"
 LOOKS_LIKE = "config.json and model.safetensors, pytorch_model.bin or an index of shards"
@@ -113,6 +113,7 @@ def _open_shards(folder: Folder, kind: _Kind, shards: list[str]) -> Weights:
     try:
         for name in listed:
             weights.files[name] = folder.open(name)
+            keep_room(weights.files[name])
             found = kind.read(weights.files[name], name)
             _check_shard(kind.index, name, weight_map, found)
             weights.places.update((tensor, whole(name, extent)) for tensor, extent in found.items())

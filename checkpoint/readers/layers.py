@@ -9,7 +9,7 @@ from checkpoint.layout import Stored
 from checkpoint.readers import deepspeed, one_save
 from checkpoint.readers.deepspeed import LAYER, MODULE, UNIVERSAL, open_saved
 from checkpoint.readers.layer_map import rename
-from checkpoint.readers.weights import OpenFiles, Weights, make_room
+from checkpoint.readers.weights import OpenFiles, Weights
 
 NAME = "DeepSpeed pipeline"
 LOOKS_LIKE = "layer_00-model_states.pt and one for each further layer, or above them `latest`"
@@ -31,7 +31,6 @@ def open_weights(folder: Folder, given: Given = NOTHING_GIVEN) -> Weights:
     deepspeed.refuse_experts(names)
     layers = {rank[0]: name for rank, name in sorted(deepspeed.by_rank(names, LAYER).items())}
     stages = [name for name in names if MODULE.fullmatch(name)]
-    make_room(len(layers) + len(stages))
     with OpenFiles(folder) as files:
         places: dict[str, Stored] = {}
         for number, file in layers.items():

@@ -6,6 +6,7 @@ import io
 import os
 import struct
 import zipfile
+import zlib
 from typing import TYPE_CHECKING, Any
 
 from checkpoint.errors import CheckpointError
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 _LOCAL_HEADER_BYTES = 30
 _NUMBERS = {"F64": "<d", "F32": "<f", "I64": "<q", "I32": "<i"}
+_DESCRIBED = b"PK\x07\x08"
+_DESCRIPTION_BYTES = (16, 24)
+"""What may lie between an entry and the next: its sizes and check sum once more, with 4 bytes for each size or with 8."""
 
 
 def index_torch_zip(fd: int, file: str) -> dict[str, Extent]:
@@ -53,7 +57,9 @@ class Archive:
         self._end = size if length is None else begin + length
         if not 0 <= begin <= self._end <= size:
             raise CheckpointError(file, f"is cut short: an archive is to lie at bytes {begin} to {self._end} of {size}")
-        self._entries = _entries(_Stretch(fd, begin, self._end - begin), file)
+        self._entries, directory = _entries(_Stretch(fd, begin, self._end - begin), file)
+        offsets = sorted(info.header_offset for info in self._entries.values())
+        self._next = dict(zip(offsets, [*offsets[1:], directory], strict=True))
         tables = [name for name in self._entries if name.endswith("/data.pkl") and name.count("/") == 1]
         if len(tables) != 1:
             raise CheckpointError(file, f"must hold one data.pkl; it holds {len(tables)}")
@@ -123,8 +129,14 @@ class Archive:
         if name != info.orig_filename.encode("utf-8"):
             raise CheckpointError(self._file, f"entry {info.filename!r} has another name in its header")
         start = place + _LOCAL_HEADER_BYTES + name_bytes + extra_bytes
-        if start + info.file_size > self._end:
+        end, following = start + info.file_size, self._begin + self._next[info.header_offset]
+        if end > self._end:
             raise CheckpointError(self._file, f"is cut short: entry {info.filename!r} ends after the file")
+        between = following - end
+        if between and not (between in _DESCRIPTION_BYTES and os.pread(self._fd, 4, end) == _DESCRIBED):
+            raise CheckpointError(
+                self._file, f"entry {info.filename!r} ends at byte {end}; what follows it begins at {following}"
+            )
         return start
 
     def _content(self, info: zipfile.ZipInfo, *, limit: int) -> bytes:
@@ -132,7 +144,10 @@ class Archive:
         if info.file_size > limit:
             rule = f"entry {info.filename!r} has {info.file_size} bytes; at most {limit} are read"
             raise CheckpointError(self._file, rule)
-        return os.pread(self._fd, info.file_size, self._data_start(info))
+        content = os.pread(self._fd, info.file_size, self._data_start(info))
+        if info.CRC and zlib.crc32(content) != info.CRC:  # torch writes 0 where it was told to spend no time on check sums
+            raise CheckpointError(self._file, f"entry {info.filename!r} was changed: its check sum does not hold")
+        return content
 
 
 class _Stretch(io.RawIOBase):
@@ -164,11 +179,12 @@ class _Stretch(io.RawIOBase):
         return got
 
 
-def _entries(stretch: _Stretch, file: str) -> dict[str, zipfile.ZipInfo]:
-    """The archive's entries by name; all must be stored as they are, since their bytes are read in place."""
+def _entries(stretch: _Stretch, file: str) -> tuple[dict[str, zipfile.ZipInfo], int]:
+    """The archive's entries by name, and where its directory begins, which ends them; all must be stored as they are, since
+    their bytes are read in place."""
     try:
         with zipfile.ZipFile(io.BufferedReader(stretch)) as archive:
-            infos = archive.infolist()
+            infos, directory = archive.infolist(), archive.start_dir
     except Exception as error:  # zipfile raises nearly anything on a broken directory
         rule = f"is not a zip archive as torch.save writes it since 1.6, or is cut short ({error}); load and save it again"
         raise CheckpointError(file, rule) from error
@@ -183,4 +199,6 @@ def _entries(stretch: _Stretch, file: str) -> dict[str, zipfile.ZipInfo]:
         if info.header_offset < 0:
             raise CheckpointError(file, f"entry {info.filename!r} begins before the file")
         entries[info.filename] = info
-    return entries
+    if len({info.header_offset for info in infos}) != len(infos):
+        raise CheckpointError(file, "holds two entries at one place")
+    return entries, directory

@@ -18,7 +18,7 @@ from checkpoint.readers import deepspeed, one_save
 from checkpoint.readers.adapted import with_adapter
 from checkpoint.readers.deepspeed import MODULE, PARTITIONED_MODEL, UNIVERSAL, Flat, Saved, open_saved
 from checkpoint.readers.layer_map import by_layers, rename
-from checkpoint.readers.weights import OpenFiles, Weights, make_room
+from checkpoint.readers.weights import OpenFiles, Weights
 from checkpoint.readers.zero3 import frozen_places, whole_places
 from checkpoint.readers.zero12 import module_places, share
 
@@ -39,7 +39,7 @@ def open_weights(folder: Folder, given: Given = NOTHING_GIVEN) -> Weights:
 
     Raises:
         CheckpointError: a tensor's file is missing, cut short or of another shape than the engine's files say; there is none of
-            the engine's files; more files are needed than the system lets one process have.
+            the engine's files.
     """
     names = folder.names()
     deepspeed.refuse_experts(names)
@@ -49,7 +49,6 @@ def open_weights(folder: Folder, given: Given = NOTHING_GIVEN) -> Weights:
     if not tensors or not models:
         what = f"has no folder of a tensor in {UNIVERSAL}" if not tensors else "has no *_model_states.pt of the engine"
         raise CheckpointError(str(folder.path), f"{what}; was the conversion interrupted?")
-    make_room(len(tensors) + len(models))
     with OpenFiles(folder) as files:
         partitioned = any(PARTITIONED_MODEL.fullmatch(name) for name in models)
         if partitioned:

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from checkpoint.errors import CheckpointError
 from checkpoint.folder import Folder
 from checkpoint.given import Given
 from checkpoint.layout import Stored
@@ -71,20 +70,14 @@ class Format(Protocol):
         ...
 
 
-def make_room(count: int) -> None:
-    """Raise this process's limit of open files, as far as the system lets it, where ``count`` more would not fit.
-
-    Raises:
-        CheckpointError: the system's own limit is lower.
-    """
+def keep_room(fd: int) -> None:
+    """Raise this process's limit of open files, as far as the system lets it, where few more would fit after ``fd``."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = len(os.listdir("/proc/self/fd")) + count + _SPARE_FILES
-    if soft == resource.RLIM_INFINITY or needed <= soft:
+    if soft == resource.RLIM_INFINITY or fd + _SPARE_FILES <= soft:
         return
-    if hard != resource.RLIM_INFINITY and needed > hard:
-        rule = f"a checkpoint of {count} files needs {needed} to be open; the limit is {hard} (ulimit -Hn)"
-        raise CheckpointError("the checkpoint's folder", rule)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    limit = fd + 2 * _SPARE_FILES if hard == resource.RLIM_INFINITY else min(hard, fd + 2 * _SPARE_FILES)
+    if limit > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 class OpenFiles:
@@ -102,6 +95,7 @@ class OpenFiles:
             for part in below:
                 folder = folder.below(part)
             self.descriptors[name] = folder.open(last)
+            keep_room(self.descriptors[name])
         return self.descriptors[name]
 
     def __enter__(self) -> OpenFiles:

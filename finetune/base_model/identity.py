@@ -167,7 +167,7 @@ def _places(given: str) -> list[Path]:
 
 def _resumed(config: TuneConfig, wanted: Base, places: list[Path], problem: str, say: Callable[[str], None]) -> Path:
     """The folder of the base a run began with, or one that does as well."""
-    given = given_of(config.model)
+    given = given_of(config)
     found = find_again(wanted, places, given)
     if found is not None:
         if found != places[0]:

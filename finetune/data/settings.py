@@ -140,9 +140,7 @@ def _tokenizer_source(config: TuneConfig) -> tuple[Path, str]:
     from finetune.base_model.given import given_of
 
     try:
-        return usual_folder(
-            tokenizer_place(_model_folder(config.model.path), given_of(config.model)), "model.path"
-        ), "model.path"
+        return usual_folder(tokenizer_place(_model_folder(config.model.path), given_of(config)), "model.path"), "model.path"
     except CheckpointError as error:
         raise ConfigError(f"model.path: {config.model.path}: {error}") from error
 
@@ -159,7 +157,7 @@ def model_type_of(config: TuneConfig) -> str:
     from finetune.base_model.given import given_of
 
     try:
-        return str(model_config(_model_folder(config.model.path), given_of(config.model))[0]["model_type"])
+        return str(model_config(_model_folder(config.model.path), given_of(config))[0]["model_type"])
     except CheckpointError:
         return ""
 

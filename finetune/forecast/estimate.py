@@ -224,7 +224,7 @@ def model_config_of(config: TuneConfig, *, weights: bool = True) -> PretrainedCo
 
     if config.model.path is not None:
         try:
-            path, given = candidates(Path(config.model.path))[0], given_of(config.model)
+            path, given = candidates(Path(config.model.path))[0], given_of(config)
             if not weights:
                 return config_from(*model_config(path, given))
             with open_checkpoint(path, given=given) as checkpoint:

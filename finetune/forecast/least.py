@@ -60,7 +60,7 @@ def _sizes(config: TuneConfig) -> Mapping[str, Any]:
     if config.model.path is None:
         return config.model.new or {}
     try:
-        return model_config(checkpoint_folder(Path(config.model.path).expanduser()), given_of(config.model))[0]
+        return model_config(checkpoint_folder(Path(config.model.path).expanduser()), given_of(config))[0]
     except CheckpointError:
         return {}
 

@@ -52,7 +52,7 @@ class InitialModel:
         else:
             assert config.model.path is not None, "ModelConfig holds exactly one of the two"
             try:
-                self._checkpoint = open_checkpoint(candidates(Path(config.model.path))[0], given=given_of(config.model))
+                self._checkpoint = open_checkpoint(candidates(Path(config.model.path))[0], given=given_of(config))
                 self.base = identified(self._checkpoint)
             except CheckpointError as error:
                 raise self._at_fault(error) from error

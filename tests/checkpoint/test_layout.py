@@ -143,3 +143,16 @@ def test_a_piece_that_was_cut_off_names_its_file(files: dict[str, int], tmp_path
     os.truncate(tmp_path / "short", 40)
     with pytest.raises(CheckpointError, match="short: ends at byte 40"):
         read(files, whole("short", extent))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_thousands_of_pieces_along_either_dimension_are_proved_to_lie_apart(dim: int) -> None:
+    count = 6000  # comparing each with each would take a minute
+    shape = (1, 2) if dim == 0 else (2, 1)
+    starts = [(number, 0) if dim == 0 else (0, number) for number in range(count)]
+    pieces = tuple(Piece("a", Extent("F32", shape, (1, 1), 0), start) for start in starts)
+    whole_shape = (count, 2) if dim == 0 else (2, count)
+    assert cover_fault(Stored("F32", whole_shape, pieces)) is None
+    fault = cover_fault(Stored("F32", whole_shape, (*pieces[:-1], pieces[17])))
+    assert fault is not None
+    assert "overlap" in fault

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import random
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,6 @@ import torch
 
 from checkpoint import CheckpointError, open_checkpoint, open_structure
 from checkpoint.layout import cover_fault
-from tests.checkpoint.folders import flip_bit
 from tests.checkpoint.test_neox import TOKENS, Runs, assert_holds, assert_model, small
 from tests.support.megatron import Form, save_megatron, save_megatron_deepspeed
 from tests.support.megatron_dist import save_torch_dist
@@ -160,14 +157,3 @@ def test_files_that_are_missing_old_or_no_tables_are_refused(tmp_path: Path) -> 
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("../elsewhere")
     with pytest.raises(CheckpointError, match=r"latest_checkpointed_iteration\.txt: is '\.\./elsewhere'"):
         open_structure(tmp_path)
-
-
-def test_flipped_bits_of_tables_are_refused_or_do_no_harm(tmp_path: Path) -> None:
-    folder = save_megatron(tmp_path, small("llama"), Form())
-    path = folder / "mp_rank_00" / "model_optim_rng.pt"
-    whole, draw = path.read_bytes(), random.Random(3)
-    for _ in range(100):
-        flip_bit(path, draw.choice((draw.randrange(8000), draw.randrange(len(whole)))), draw.randrange(8))
-        with contextlib.suppress(CheckpointError):
-            open_structure(tmp_path).close()
-        path.write_bytes(whole)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import random
 import shutil
@@ -18,7 +17,6 @@ from checkpoint import Checkpoint, CheckpointError, Given, open_checkpoint, open
 from checkpoint.layout import cover_fault
 from checkpoint.readers import neox
 from checkpoint.recognise import recognise
-from tests.checkpoint.folders import flip_bit
 from tests.support.models import build, tokenizer
 from tests.support.neox import Form, save_neox
 
@@ -265,18 +263,3 @@ def test_settings_that_are_no_plain_yaml_are_refused(text: str, tmp_path: Path) 
     (folder / "configs" / "more.yml").write_text(text)
     with pytest.raises(CheckpointError, match=r"configs/more.yml: (is no YAML|must be an object)"):
         open_structure(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["a pipeline", "no pipeline"])
-def test_flipped_bits_of_tables_and_settings_are_refused_or_do_no_harm(name: str, tmp_path: Path) -> None:
-    _, folder = saved(tmp_path, name, 1)
-    draw = random.Random(9)
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and "mp_rank" not in path.name] or []
-    files += [] if name == "a pipeline" else [folder / "mp_rank_00_model_states.pt"]
-    for _ in range(100):
-        path = draw.choice(files)
-        whole = path.read_bytes()
-        flip_bit(path, draw.randrange(len(whole)), draw.randrange(8))
-        with contextlib.suppress(CheckpointError):
-            open_structure(tmp_path).close()
-        path.write_bytes(whole)

@@ -7,7 +7,6 @@ import os
 import pickle
 import random
 import re
-import shutil
 import struct
 import zipfile
 from collections.abc import Callable
@@ -19,7 +18,7 @@ import torch
 
 from checkpoint import CheckpointError, open_checkpoint
 from checkpoint.pickles import read_table
-from tests.checkpoint.folders import assert_holds, flip_bit, some_tensors, write_config
+from tests.checkpoint.folders import assert_holds, some_tensors, write_config
 
 NAME = "pytorch_model.bin"
 
@@ -169,6 +168,32 @@ def test_big_endian_files_are_refused(tmp_path: Path) -> None:
     assert "big-endian" in refusal(folder)
 
 
+def test_entries_that_overlap_or_leave_a_gap_are_refused(tmp_path: Path) -> None:
+    path = saved(tmp_path, {"a": torch.ones(16), "b": torch.zeros(16)}) / NAME
+    whole = path.read_bytes()
+    with zipfile.ZipFile(path) as made:
+        place = next(info.header_offset for info in made.infolist() if info.filename.endswith("data/0"))
+    for change in (64, -8):  # the filling before the tensor's bytes, whose length stands in the entry's own header alone
+        data = bytearray(whole)
+        filling = int.from_bytes(data[place + 28 : place + 30], "little")
+        data[place + 28 : place + 30] = (filling + change).to_bytes(2, "little")
+        path.write_bytes(data)
+        assert "what follows it begins at" in refusal(tmp_path)
+
+
+def test_a_table_that_was_changed_is_refused_by_its_check_sum_where_it_has_one(tmp_path: Path) -> None:
+    path = saved(tmp_path, {"aaaa": torch.ones(2)}) / NAME
+    path.write_bytes(path.read_bytes().replace(b"aaaa", b"aaab"))
+    assert "its check sum does not hold" in refusal(tmp_path)
+    torch.serialization.set_crc32_options(False)
+    try:
+        saved(tmp_path, {"aaaa": torch.ones(2)})
+    finally:
+        torch.serialization.set_crc32_options(True)
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert_holds(checkpoint, {"aaaa": torch.ones(2)})
+
+
 @pytest.mark.filterwarnings("ignore:Duplicate name")
 def test_an_entry_given_twice_is_refused(tmp_path: Path) -> None:
     folder = archive(tmp_path, pickle.dumps({}))
@@ -290,22 +315,6 @@ def test_an_archive_cut_anywhere_is_refused(tmp_path: Path) -> None:
     for size in range(0, len(whole), 7):
         path.write_bytes(whole[:size])
         assert refusal(tmp_path)
-
-
-def test_no_single_flipped_bit_makes_opening_do_anything_but_open_or_refuse(tmp_path: Path) -> None:
-    path = saved(tmp_path / "good", some_tensors()) / NAME
-    bad = write_config(tmp_path / "bad") / NAME
-    size = path.stat().st_size
-    choose = random.Random(7)
-    refused = 0
-    for _ in range(400):
-        shutil.copy(path, bad)
-        flip_bit(bad, choose.randrange(size), choose.randrange(8))
-        try:
-            open_checkpoint(bad.parent).close()
-        except CheckpointError:
-            refused += 1
-    assert refused > 20
 
 
 def test_changing_one_byte_of_the_table_never_runs_anything(tmp_path: Path) -> None:
