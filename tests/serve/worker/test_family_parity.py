@@ -19,6 +19,7 @@ from tests.serve.worker.family_worker import NEW_TOKENS, PROMPTS, VERDICTS, gene
 from tests.serve.worker.test_loader import VARIANTS
 from tests.support import reference
 from tests.support.models import SMALL, save
+from tests.support.mxfp4 import in_four_bits
 
 UNEVEN: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox of 3 heads": ("gpt_neox", {"hidden_size": 48, "num_attention_heads": 3, "intermediate_size": 84}),
@@ -43,15 +44,17 @@ UNEVEN: dict[str, tuple[str, dict[str, Any]]] = {
         {"hidden_size": 96, "num_attention_heads": 6, "num_kv_heads": 3, "new_decoder_architecture": True},
     ),
 }
+FOUR_BITS = "gpt_oss in four bits"
 _LAYERS = ("num_hidden_layers", "n_layer")
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     name: (family, {**changes, **{key: 2 for key in _LAYERS if key in SMALL[family]}})
-    for name, (family, changes) in (VARIANTS | UNEVEN).items()
+    for name, (family, changes) in (VARIANTS | UNEVEN | {FOUR_BITS: ("gpt_oss", {"intermediate_size": 96})}).items()
 }
 ALL = tuple(CASES)
 EACH_WAY = (
     "codegen", "phi3", "gpt_bigcode", "falcon, grouped", "bloom", "gemma2", "olmo2 of 1 shared head",
-    "stablelm of 3 normed heads", "mixtral", "gpt_oss", "llama, dynamic angles",
+    "stablelm of 3 normed heads", "mixtral", "gpt_oss", FOUR_BITS,
+    "llama, dynamic angles",
 )  # fmt: skip
 """One of each way to be cut; all the others are among the slow tests."""
 REFUSED = {
@@ -80,7 +83,10 @@ def judged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     answers = {}
     for name in request.param:
         family, changes = CASES[name]
-        model = reference.load(save(family, root / folder_of(name), with_tokenizer=False, **changes))
+        folder = save(family, root / folder_of(name), with_tokenizer=False, **changes)
+        if name == FOUR_BITS:
+            folder = in_four_bits(folder, tmp_path_factory.mktemp("decoded"))
+        model = reference.load(folder)
         answers[name] = [reference.greedy(model, prompt, NEW_TOKENS) for prompt in PROMPTS]
     return Judged(root, answers)
 
