@@ -134,6 +134,17 @@ class LowRank:
 
 
 @dataclass(frozen=True, slots=True)
+class Coded:
+    """What a tensor of three dimensions [E, I, O] is decoded from (MXFP4, OCP Microscaling Formats 1.0): numbers of four bits
+    that share a power of two by thirty-two along I."""
+
+    codes: Stored
+    """Bytes [E, O, I / 32, 16], each of two numbers, the first in the lower half."""
+    scales: Stored
+    """Bytes [E, O, I / 32]: 127 more than the exponent of two."""
+
+
+@dataclass(frozen=True, slots=True)
 class Stored:
     """Where one tensor lies."""
 
@@ -146,6 +157,8 @@ class Stored:
     tensor is what they add up to, or their average, computed in float32 or better."""
     added: LowRank | None = None
     """What an adapter adds, in float32 or better; the sum is cast once."""
+    coded: Coded | None = None
+    """What the tensor is decoded from, of whose codes the pieces are then; ``dtype`` and ``shape`` are of what results."""
 
     @property
     def file(self) -> str:
@@ -156,7 +169,8 @@ class Stored:
     def num_bytes(self) -> int:
         """Bytes that reading the whole tensor takes from the files."""
         own = sum(piece.extent.num_elements * piece.extent.item_bytes for piece in self.pieces)
-        return own + (0 if self.added is None else self.added.num_bytes)
+        scales = 0 if self.coded is None else self.coded.scales.num_bytes
+        return own + scales + (0 if self.added is None else self.added.num_bytes)
 
     def rows(self, start: int, stop: int) -> Stored:
         """Rows ``[start, stop)`` of the first dimension, as a tensor of its own; without what an adapter adds."""

@@ -16,10 +16,20 @@ import torch
 
 from checkpoint.dtypes import TORCH_DTYPES
 from checkpoint.errors import CheckpointError
-from checkpoint.layout import LowRank, Piece, Stored
+from checkpoint.layout import Coded, LowRank, Piece, Stored
 
 CHUNK_BYTES = 16 << 20
 """Size of the buffer for casts, copies to a device and changes of order. The cast's own scratch is at most four times this."""
+
+
+_GROUP = 32
+"""Numbers of MXFP4 that share a scale."""
+
+_FOUR_BITS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The numbers of four bits, one for sign, two for the exponent and one for the fraction, in the order of their codes."""
+
+_SCRATCH_BYTES = 16
+"""What decoding one of them takes at most, with what it is decoded from and to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +90,8 @@ def read_stored(
         return out, 0
     if stored.added is not None:
         return out, _read_adapted(files, dataclasses.replace(stored, added=None), stored.added, starts, out)
+    if stored.coded is not None:
+        return out, _read_coded(files, stored.coded, starts, out)
     if stored.merge == "boxes":
         return out, sum(_read_piece(files, piece, starts, out) for piece in stored.pieces)
     # Copies are added in a type that loses nothing of them, and made the wanted type once.
@@ -146,6 +158,35 @@ class _Sum:
         tensor, num_bytes = read_stored(self._files, stored, index, dtype=self._dtype, device="cpu")
         self.num_bytes += num_bytes
         return tensor
+
+
+def _read_coded(files: Mapping[str, int], coded: Coded, starts: tuple[int, ...], out: torch.Tensor) -> int:
+    """Fill ``out``, the box at ``starts``, with what it is decoded to, in blocks of bounded size; returns the bytes read.
+
+    Whole groups are read, of which the box may begin or end inside one.
+    """
+    num_bytes = 0
+    first, low, column = starts
+    experts, inputs, outputs = out.shape
+    groups = slice(low // _GROUP, -(-(low + inputs) // _GROUP))
+    inside = slice(low - groups.start * _GROUP, low - groups.start * _GROUP + inputs)
+    most = max(1, CHUNK_BYTES // ((groups.stop - groups.start) * _GROUP * _SCRATCH_BYTES))
+    for expert in range(experts):
+        for begin in range(0, outputs, most):
+            end = min(outputs, begin + most)
+            index = (slice(first + expert, first + expert + 1), slice(column + begin, column + end), groups)
+            codes_1OGB, codes_bytes = read_stored(files, coded.codes, index, dtype=None, device="cpu")
+            scales_1OG, scales_bytes = read_stored(files, coded.scales, index, dtype=None, device="cpu")
+            out[expert, :, begin:end].copy_(_decode(codes_1OGB[0], scales_1OG[0])[:, inside].t())
+            num_bytes += codes_bytes + scales_bytes
+    return num_bytes
+
+
+def _decode(codes_OGB: torch.Tensor, scales_OG: torch.Tensor) -> torch.Tensor:
+    """Numbers of four bits and the exponents of their groups as bf16 [O, 32 G], which holds all of them exactly."""
+    halves_OGB2 = torch.stack((codes_OGB & 15, codes_OGB >> 4), dim=-1)
+    numbers_OGI = torch.tensor(_FOUR_BITS, dtype=torch.bfloat16)[halves_OGB2.int()].flatten(2)
+    return torch.ldexp(numbers_OGI, scales_OG[..., None].int() - 127).to(torch.bfloat16).flatten(1)
 
 
 def _read_piece(files: Mapping[str, int], piece: Piece, starts: tuple[int, ...], out: torch.Tensor) -> int:

@@ -16,6 +16,7 @@ from checkpoint.folder import Folder
 from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.layout import Stored
 from checkpoint.manifest import MANIFEST, Manifest, check_hashes, check_sizes, load_manifest
+from checkpoint.mxfp4 import decoded
 from checkpoint.quantised import check_not_quantised
 from checkpoint.readers import hf, peft
 from checkpoint.readers.weights import Weights
@@ -94,6 +95,8 @@ def open_structure(path: str | Path, *, verify: Verification = "structure", give
     tokenizer = find_tokenizer(folder, given, above=above)
     weights = layout.open_weights(folder, given)
     try:
+        if configs is not None:
+            weights = dataclasses.replace(weights, places=decoded(weights.places, configs[0]))
         check_not_quantised(weights.places, folder, weights.table)
         config, generation = configs or checked_configs(folder, weights.config, weights.table, above=above)
         if manifest is not None:

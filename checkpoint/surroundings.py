@@ -11,6 +11,7 @@ from checkpoint.config import CONFIG, GENERATION, check_config, check_generation
 from checkpoint.errors import CheckpointError
 from checkpoint.folder import Folder, Renamed
 from checkpoint.given import Given
+from checkpoint.mxfp4 import without_mxfp4
 from checkpoint.tokenizer_files import MERGES, SENTENCE_PIECE, TOKENIZER_FILES, TOKENIZER_JSON, VOCABULARY
 
 NOTHING_NAMED: Mapping[str, str] = MappingProxyType({})
@@ -25,7 +26,7 @@ def read_configs(folder: Folder, name: str = CONFIG) -> Configs:
     Raises:
         CheckpointError: one of the files cannot be read or breaks a rule.
     """
-    config = folder.read_object(name)
+    config = without_mxfp4(folder.read_object(name))
     check_config(config)
     generation = folder.read_object(GENERATION) if folder.has(GENERATION) else {}
     check_generation_config(generation)

@@ -51,9 +51,11 @@ def _through_interface(
 
 
 def _as_attn(attention: PagedAttention, scale: float) -> Callable[..., tuple[Tensor, None]]:
-    """A replacement for the ``_attn`` of GPT-J and GPT-Neo, which want [1, H, T, D] back."""
+    """A replacement for the ``_attn`` of GPT-J, GPT-Neo and CodeGen, which want [1, H, T, D] back."""
 
     def attn(query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None) -> tuple[Tensor, None]:
+        # Turned by angles in fp32, as CodeGen does, queries and keys come in fp32 whatever the model is in.
+        query, key = query.to(value.dtype), key.to(value.dtype)
         return attention(query, key, value, scale, attention.window).transpose(1, 2), None
 
     return attn

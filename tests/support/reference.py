@@ -37,6 +37,17 @@ def greedy(model: PreTrainedModel, prompt: Sequence[int], count: int) -> list[in
 
 
 @torch.inference_mode()
+def in_bf16(path: Path, ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits after each position with weights in bf16, [len(ids), vocabulary] in fp32: computed in fp32, and in bf16."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    nn.Module.eval(model)
+    row = torch.tensor([list(ids)])
+    rounded = model(row).logits[0].float()
+    nn.Module.float(model)
+    return model(row).logits[0], rounded
+
+
+@torch.inference_mode()
 def logprobs(model: PreTrainedModel, ids: Sequence[int]) -> torch.Tensor:
     """Log-softmax after each position, [len(ids), vocabulary]."""
     logits_TV: torch.Tensor = model(torch.tensor([list(ids)])).logits[0]

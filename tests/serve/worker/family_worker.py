@@ -1,6 +1,7 @@
 """One rank that loads model after model, in one process group, and generates greedily: ``python -m … RANK SIZE FOLDER``.
 
-FOLDER has a checkpoint in each of its folders. Rank 0 writes what was generated, by folder and prompt, to its tokens-SIZE.json.
+FOLDER has a checkpoint in each of its folders. Rank 0 writes what was generated, by folder and prompt, to its tokens-SIZE.json,
+and the first prompt's logits in bf16, by folder, to its logits-SIZE.pt.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from serve.config import CacheConfig, ModelConfig, SchedulerConfig, ServerConfig
 from serve.engine.plan import Span, Start, StepPlan
 from serve.errors import ConfigError
 from serve.types import BlockId, SamplingParams, SequenceId
+from serve.worker.batch import SequenceTable
 from serve.worker.loader import RankModel, Stopwatch, load_rank
 from serve.worker.parallel import Ranks, join_ranks
 from serve.worker.progress import Progress
@@ -33,22 +35,22 @@ BLOCK_TOKENS = 16
 VERIFIED, VERDICTS = "phi3", "verdicts"
 
 
-def settings(folder: Path, size: int) -> ServerConfig:
+def settings(folder: Path, size: int, dtype: str) -> ServerConfig:
     return ServerConfig(
-        model=ModelConfig(path=str(folder), dtype="float32", device="cpu", tensor_parallel_size=size, max_model_len=512),
+        model=ModelConfig(path=str(folder), dtype=dtype, device="cpu", tensor_parallel_size=size, max_model_len=512),
         cache=CacheConfig(kv_cache_gib=0.004, block_tokens=BLOCK_TOKENS),
         scheduler=SchedulerConfig(max_num_seqs=4),
     )
 
 
-def load(folder: Path, size: int, ranks: Ranks) -> RankModel:
+def load(folder: Path, size: int, ranks: Ranks, dtype: str = "float32") -> RankModel:
     """This rank's part of a checkpoint."""
-    return load_rank(settings(folder, size), ranks.rank, torch.device("cpu"), lambda: ranks, Stopwatch())[0]
+    return load_rank(settings(folder, size, dtype), ranks.rank, torch.device("cpu"), lambda: ranks, Stopwatch())[0]
 
 
 def verdicts(folder: Path, ranks: Ranks, model: RankModel) -> list[str]:
     """What is said of the ranks as they are, and with one number of the last rank's second layer changed."""
-    config, said = settings(folder, ranks.size), []
+    config, said = settings(folder, ranks.size, "float32"), []
     for factor in (1.0, 1.5):
         if ranks.rank == ranks.size - 1:
             dict(model.body.named_parameters())["layers.1.input_layernorm.weight"].mul_(factor)
@@ -58,6 +60,22 @@ def verdicts(folder: Path, ranks: Ranks, model: RankModel) -> list[str]:
         except ConfigError as refused:
             said.append(str(refused))
     return said
+
+
+@torch.inference_mode()
+def logits(model: RankModel, ranks: Ranks, prompt: tuple[int, ...] = PROMPTS[0]) -> torch.Tensor | None:
+    """What the ranks make of a prompt, [T, V] in fp32, on rank 0."""
+    sequence, blocks = SequenceId(0), tuple(BlockId(block) for block in range(-(-len(prompt) // BLOCK_TOKENS)))
+    start = Start(sequence=sequence, index=0, token_ids=prompt, num_prompt_tokens=len(prompt), sampling=SamplingParams())
+    span = Span(sequence=sequence, start=0, count=len(prompt), new_blocks=blocks, sample=True)
+    table = SequenceTable(BLOCK_TOKENS, model.device, model.facts.length_rule)
+    batch = table.apply(StepPlan(step=0, starts=(start,), spans=(span,)))
+    assert batch is not None
+    model.state.layout = batch.layout
+    hidden_1TE = model.body(
+        input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, return_dict=True
+    ).last_hidden_state
+    return ranks.gather_columns(model.head(hidden_1TE)[0].float(), model.head_widths)
 
 
 def generate(runner: Runner, ranks: Ranks, prompts: Sequence[tuple[int, ...]] = PROMPTS) -> list[list[int]]:
@@ -103,16 +121,19 @@ def main(rank: int, size: int, root: Path) -> None:
     warnings.simplefilter("error")
     ranks = join_ranks(rank, size, torch.device("cpu"), root / f"meeting-{size}", 120.0, Progress())
     answers: dict[str, object] = {}
+    in_bf16: dict[str, torch.Tensor | None] = {}
     for folder in sorted(path for path in root.iterdir() if path.is_dir()):
         try:
             model = load(folder, size, ranks)
             answers[folder.name] = generate(Runner(model, ranks), ranks)
             if folder.name == VERIFIED:
                 answers[VERDICTS] = verdicts(folder, ranks, model)
+            in_bf16[folder.name] = logits(load(folder, size, ranks, "bfloat16"), ranks)
         except ConfigError as refused:
             answers[folder.name] = str(refused)
     if rank == 0:
         (root / f"tokens-{size}.json").write_text(json.dumps(answers))
+        torch.save(in_bf16, root / f"logits-{size}.pt")
     ranks.close()
 
 

@@ -1,0 +1,169 @@
+"""Weights change places where there is memory for both, and a layer at a time where there is not; another model starts anew."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from serve.config import CacheConfig, ModelConfig, ServerConfig
+from serve.engine.executor import Prepared, Unlike
+from serve.engine.plan import StepPlan
+from serve.errors import ConfigError
+from serve.model.load import Filling, SliceReader
+from serve.worker import wire
+from serve.worker.exchange import Exchange
+from serve.worker.loader import Stopwatch, load_rank
+from serve.worker.parallel import Ranks
+from serve.worker.preparation import Preparation
+from serve.worker.runner import Runner
+from tests.serve.worker.family_worker import NEW_TOKENS, PROMPTS, generate
+from tests.support import reference
+from tests.support.models import save
+
+GIB = 1 << 30
+
+
+def config_of(folder: Path) -> ServerConfig:
+    return ServerConfig(
+        model=ModelConfig(path=str(folder), dtype="float32", device="cpu", max_model_len=512),
+        cache=CacheConfig(kv_cache_gib=0.01, block_tokens=16),
+    )
+
+
+@contextmanager
+def told(answers: list[list[wire.Report]]) -> Iterator[tuple[list[socket.socket], list[list[wire.Order]]]]:
+    """Ranks that answer their orders with these, one after the other, and keep what they were told."""
+    pairs = [socket.socketpair() for _ in answers]
+    heard: list[list[wire.Order]] = [[] for _ in answers]
+
+    def follow(rank: int) -> None:
+        for answer in answers[rank]:
+            heard[rank].append(wire.decode_order(wire.receive(pairs[rank][1])))
+            wire.send(pairs[rank][1], wire.encode(answer))
+
+    threads = [threading.Thread(target=follow, args=(rank,)) for rank in range(len(answers))]
+    for thread in threads:
+        thread.start()
+    try:
+        yield [ours for ours, _ in pairs], heard
+        for thread in threads:
+            thread.join()
+    finally:
+        for pair in pairs:
+            for end in pair:
+                end.close()
+
+
+@pytest.mark.parametrize(
+    ("free", "shared", "limit_gib", "beside"),
+    [
+        ((20, 20), True, None, True),
+        ((6, 6), True, None, False),  # 3 GiB on each rank, of the same memory, a tenth of which stays free
+        ((6, 6), False, None, True),  # of each rank's own
+        ((6, 3), False, None, False),
+        ((20, 20), True, 5.0, False),
+        ((20, 20), True, 6.0, True),
+    ],
+)
+def test_weights_are_read_beside_the_old_where_all_ranks_have_memory_for_both(
+    free: tuple[int, int], shared: bool, limit_gib: float | None, beside: bool
+) -> None:
+    answers: list[list[wire.Report]] = [[wire.Alike(3 * GIB, gib * GIB, checkpoint_step=7), wire.Fine()] for gib in free]
+    config = ServerConfig(model=ModelConfig(path="newer", swap_memory_gib=limit_gib))
+    with told(answers) as (orders, heard):
+        assert Preparation(orders, 60.0, shared_memory=shared).prepare(config, 4) == Prepared(7, beside)
+    assert heard == [[wire.Look(config), wire.Prepare(4, beside)]] * 2
+
+
+def test_ranks_that_find_another_model_forget_it_and_it_is_told() -> None:
+    alike, differs = wire.Alike(1, GIB, None), wire.Differs("config.json has another hidden_size")
+    config = ServerConfig(model=ModelConfig(path="newer"))
+    with told([[alike, wire.Fine()], [differs, wire.Fine()]]) as (orders, heard):
+        assert Preparation(orders, 60.0, shared_memory=True).prepare(config, 1) == Unlike(differs.reason)
+    assert heard == [[wire.Look(config), wire.Forget()]] * 2
+
+
+def test_a_rank_that_cannot_read_makes_all_forget() -> None:
+    failed = wire.Failed("model.safetensors: is missing", configured=True)
+    config = ServerConfig(model=ModelConfig(path="newer"))
+    alike, fine = wire.Alike(1, GIB, None), wire.Fine()
+    with told([[alike, fine, fine], [alike, failed, fine]]) as (orders, heard), pytest.raises(ConfigError, match="is missing"):
+        Preparation(orders, 60.0, shared_memory=True).prepare(config, 1)
+    assert [orders_of[-1] for orders_of in heard] == [wire.Forget()] * 2
+
+
+class Served:
+    """A model on one rank, and the exchange of its weights, told what to do from here."""
+
+    def __init__(self, folder: Path) -> None:
+        ranks = Ranks(0, 1)
+        model, _ = load_rank(config_of(folder), 0, torch.device("cpu"), lambda: ranks, Stopwatch())
+        self.runner = Runner(model, ranks)
+        self.exchange = Exchange(config_of(folder), model, ranks, self.runner)
+
+    def take(self, folder: Path, *, beside: bool) -> str:
+        """Why the weights were refused; "" where they were taken."""
+        assert isinstance(self.exchange._answer(wire.Look(config_of(folder))), wire.Alike)
+        assert self.exchange._answer(wire.Prepare(1, beside)) == wire.Fine()
+        with torch.inference_mode():
+            result = self.exchange.take(StepPlan(step=9, swap=1))
+        assert result is not None
+        assert self.exchange._answer(wire.Forget()) == wire.Fine()
+        return result.refused
+
+    def tokens(self) -> list[int]:
+        return generate(self.runner, Ranks(0, 1), PROMPTS[:1])[0]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    root = tmp_path_factory.mktemp("editions")
+    return tuple(save("gpt2", root / str(seed), seed=seed, with_tokenizer=False, n_layer=2) for seed in (0, 1))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_taken_weights_make_the_tokens_and_those_that_are_not_finite_leave_them(
+    folders: tuple[Path, Path], beside: bool, tmp_path: Path
+) -> None:
+    first, second = folders
+    expected = [reference.greedy(reference.load(folder), PROMPTS[0], NEW_TOKENS) for folder in folders]
+    served = Served(first)
+    assert served.tokens() == expected[0]
+    assert served.take(second, beside=beside) == ""
+    assert served.tokens() == expected[1]
+    broken = save("gpt2", tmp_path, with_tokenizer=False, n_layer=2)
+    stored = load_file(broken / "model.safetensors")
+    stored["transformer.h.1.mlp.c_proj.bias"].fill_(float("inf"))
+    save_file(stored, broken / "model.safetensors", metadata={"format": "pt"})
+    assert "not finite" in served.take(broken, beside=beside)
+    assert served.tokens() == expected[1], "what was served before is served again"
+
+
+def test_weights_that_take_the_old_ones_places_do_so_a_module_at_a_time(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    read, put = SliceReader.read, Filling.put
+    monkeypatch.setattr(SliceReader, "read", lambda self, name: events.append(name.rpartition(".")[0]) or read(self, name))
+    monkeypatch.setattr(Filling, "put", lambda self: events.append("put") or put(self))
+    served = Served(folders[0])
+    events.clear()
+    assert served.take(folders[1], beside=False) == ""
+    pending: set[str] = set()
+    for event in events:
+        pending = set() if event == "put" else pending | {event}
+        assert len(pending) <= 1, "the weights of one module at most are in memory beside the old"
+    assert "put" in events
+
+
+def test_a_checkpoint_of_other_shapes_is_told_as_another_model(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    served = Served(folders[0])
+    answer = served.exchange._answer(wire.Look(config_of(save("gpt2", tmp_path, with_tokenizer=False, n_layer=2, n_embd=32))))
+    assert answer == wire.Differs("config.json has another n_embd")
