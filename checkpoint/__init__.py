@@ -13,7 +13,7 @@ from checkpoint.latest import resolve_latest
 from checkpoint.layout import TensorInfo
 from checkpoint.manifest import Manifest
 from checkpoint.recognise import locate
-from checkpoint.structure import Structure, open_structure
+from checkpoint.structure import Structure, open_structure, pinned
 
 if TYPE_CHECKING:
     from checkpoint.open import Checkpoint, open_checkpoint
@@ -33,6 +33,7 @@ __all__ = [
     "locate",
     "open_checkpoint",
     "open_structure",
+    "pinned",
     "resolve_latest",
 ]
 

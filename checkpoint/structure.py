@@ -14,6 +14,7 @@ from checkpoint.config import CONFIG, check_vocabulary, layers
 from checkpoint.errors import CheckpointError
 from checkpoint.folder import Folder
 from checkpoint.given import NOTHING_GIVEN, Given
+from checkpoint.hub import HUB, could_be_on_hub, find_on_hub
 from checkpoint.layout import Stored
 from checkpoint.manifest import MANIFEST, Manifest, check_hashes, check_sizes, load_manifest
 from checkpoint.mxfp4 import decoded
@@ -112,16 +113,40 @@ def open_structure(path: str | Path, *, verify: Verification = "structure", give
 def adapted_base(folder: Folder, given: Given) -> str:
     """Where the base model of the adapter in ``folder`` is.
 
+    A name of the Hugging Face hub is its snapshot in the local cache; nothing is downloaded.
+
     Raises:
-        CheckpointError: neither the user nor the adapter says so, or there is no such folder.
+        CheckpointError: neither the user nor the adapter says so, or there is no such folder or snapshot.
     """
     base = given.base or peft.read_config(folder).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise CheckpointError(peft.CONFIG, "names no base_model_name_or_path; name the base model's folder (--base)")
-    if not Path(base).expanduser().is_dir():
-        where = "--base" if given.base else peft.CONFIG
-        raise CheckpointError(where, f"names the base model {base!r}, which is no folder here; name its folder (--base)")
-    return str(Path(base).expanduser())
+    folder_here = Path(base).expanduser()
+    if folder_here.is_dir():
+        return str(folder_here)
+    where, why = "--base" if given.base else peft.CONFIG, "which is no folder here"
+    if base.startswith(HUB) or (could_be_on_hub(base) and not given.base):
+        try:
+            return str(find_on_hub(base, fetch=False))
+        except CheckpointError as error:
+            why = f"which is no folder here, and as a model of the hub: {error.rule}"
+    raise CheckpointError(where, f"names the base model {base!r}, {why}; name its folder (--base)")
+
+
+def pinned(path: str | Path, given: Given) -> Given:
+    """The same, with the very folder of an adapter's base model, or of the adapter that is added: later saves change neither.
+
+    Raises:
+        CheckpointError: as ``open_structure``, of what the paths mean.
+    """
+    folder, layout = recognise(path)
+    if layout is peft:
+        base, _ = recognise(adapted_base(folder, given))
+        return dataclasses.replace(given, base=str(base.path))
+    if given.adapter is not None:
+        adapter, _ = recognise(given.adapter)
+        return dataclasses.replace(given, adapter=str(adapter.path))
+    return given
 
 
 def open_adapted(folder: Folder, base: str, given: Given, verify: Verification) -> Structure:

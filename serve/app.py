@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
 
-from checkpoint import CheckpointError, hold, locate, open_structure
+from checkpoint import CheckpointError, hold, locate, open_structure, pinned
 from checkpoint.manifest import MANIFEST
 from checkpoint.tokenizer import Tokenizer
 from serve.config import ServerConfig
@@ -206,25 +206,27 @@ def see(path: str) -> Sight | None:
 
 
 def open_edition(config: ServerConfig) -> Edition:
-    """What the model's folder holds now, held there, and proved as far as headers, sizes, configuration and tokenizer tell:
-    without torch, so that a folder or an option at fault is told of at once.
+    """What the model's folder holds now, held there with an adapter's base, proved as far as headers, sizes, configuration
+    and tokenizer tell: without torch, so that a folder or an option at fault is told of at once.
 
     Raises:
         ConfigError: there is no such folder, no whole checkpoint in it, or it cannot be served with these options.
     """
     found = with_checkpoint_folder(config)
     try:
-        held = hold(Path(found.model.path))
-        try:
+        with contextlib.ExitStack() as stack:
+            held = []
+            for place in dict.fromkeys(filter(None, (found.model.path, found.model.base, found.model.adapter))):
+                held.append(hold(Path(place)))
+                stack.callback(held[-1].release)
             tokenizer, digest = _proved(found)
-        except BaseException:
-            held.release()
-            raise
+            stack.pop_all()
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
-    if not held.locked:
-        _log.info("the file system of %s has no locks: nothing keeps a training run from removing it", found.model.path)
-    return Edition(found, tokenizer, held, digest)
+    for one in held:
+        if not one.locked:
+            _log.info("the file system of %s has no locks: nothing keeps a training run from removing it", one.path)
+    return Edition(found, tokenizer, tuple(held), digest)
 
 
 def _proved(config: ServerConfig) -> tuple[Tokenizer | None, str]:
@@ -264,9 +266,11 @@ def with_checkpoint_folder(config: ServerConfig) -> ServerConfig:
     try:
         # Links are followed now: one that is turned elsewhere later changes nothing until the next reload either.
         folder = locate(folder)
+        given = pinned(folder, given_of(config.model))
     except CheckpointError as error:
         raise ConfigError(f"model.path: {error}") from error
-    model = dataclasses.replace(config.model, path=str(folder), name=config.model.served_name)
+    name, base, adapter = config.model.served_name, given.base or "", given.adapter or ""
+    model = dataclasses.replace(config.model, path=str(folder), name=name, base=base, adapter=adapter)
     return dataclasses.replace(config, model=model)
 
 

@@ -45,7 +45,7 @@ class ModelConfig:
     """Folder of a LoRA adapter that is added to the model as it is loaded. ``path`` may be an adapter's folder itself."""
 
     base: str = ""
-    """Folder of the base model, where ``path`` is an adapter whose ``adapter_config.json`` does not say where that is."""
+    """Folder of the base model, or ``hf:ORG/NAME`` in the hub's local cache, where ``path`` is an adapter that does not say."""
 
     adapter_config: str = ""
     """The ``adapter_config.json`` of a DeepSpeed save with a LoRA adapter in the model, where it is not beside or above it."""

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from checkpoint.hub import could_be_on_hub, find_on_hub
 from finetune.base_model.hub import folder_of
 from finetune.base_model.identity import candidates, find_again, recorded_beside
 from finetune.data.tokenizer import usual_folder
@@ -108,7 +109,7 @@ def open_base(folder: Path, base: Path | None = None, *, any_base: bool = False)
     except Exception as error:
         raise ConfigError(f"{folder / _ADAPTER}: {' '.join(str(error).split())}") from error
     named = folder / _ADAPTER if base is None else "--base"
-    base = folder_of(base or str(described.base_model_name_or_path), f"{named}: base model")
+    base = folder_of(base or _in_cache(str(described.base_model_name_or_path)), f"{named}: base model")
     try:
         wanted = None if any_base else recorded_beside(folder)
     except CheckpointError as error:
@@ -125,6 +126,16 @@ def open_base(folder: Path, base: Path | None = None, *, any_base: bool = False)
     if wanted is None and not any_base:
         _log.warning("%s does not say what its base model held; %s is taken for it, unproved", folder, opened.path)
     return opened
+
+
+def _in_cache(name: str) -> str:
+    """A base model that is named as one of the hub, where the hub's cache has it; else the name."""
+    if Path(name).expanduser().exists() or not could_be_on_hub(name):
+        return name
+    try:
+        return str(find_on_hub(name, fetch=False))
+    except CheckpointError:
+        return name  # of which the way to it is told
 
 
 def merged_model(base: Checkpoint, folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:

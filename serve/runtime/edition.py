@@ -22,8 +22,8 @@ class Edition:
     """``model.path`` is the very checkpoint that is served, also when the user named a folder of several."""
     tokenizer: Tokenizer | None
     """``None`` for a model without one: requests then carry token ids only."""
-    hold: Hold | None = None
-    """Keeps the folder from being removed by a training run until ``release``."""
+    holds: tuple[Hold, ...] = ()
+    """Keep the folder, and that of an adapter's base model, from being removed by a training run until ``release``."""
 
     tokenizer_digest: str = ""
     """Stands for the tokenizer's files: editions with another one have another tokenizer."""
@@ -40,16 +40,19 @@ class Edition:
         Raises:
             RankStartError: it is gone.
         """
-        path, fate = self.config.model.path, "in place" if self.hold is None else self.hold.fate()
-        if fate == "gone":
-            raise RankStartError(
-                f"{path}, the folder that is served, was removed or renamed, or cannot be reached, and no rank can load it; "
-                "start the server again to serve what --model holds now"
-            )
-        if fate == "replaced":
-            _log.warning("%s was replaced by another save since it was first served; the ranks load what is there now", path)
+        for held in self.holds:
+            fate, path = held.fate(), held.path
+            if fate == "gone":
+                raise RankStartError(
+                    f"{path}, the folder that is served, was removed or renamed, or cannot be reached, and no rank can load "
+                    "it; start the server again to serve what --model holds now"
+                )
+            if fate == "replaced":
+                _log.warning(
+                    "%s was replaced by another save since it was first served; the ranks load what is there now", path
+                )
 
     def release(self) -> None:
         """No rank will load this edition again: its folder may go."""
-        if self.hold is not None:
-            self.hold.release()
+        for held in self.holds:
+            held.release()

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from checkpoint import CheckpointError, Given, open_checkpoint
+from checkpoint import CheckpointError, Given, open_checkpoint, pinned
 
 LINEAR = ["q_proj", "o_proj", "gate_proj", "down_proj"]
 
@@ -176,3 +176,33 @@ def test_a_model_with_an_adapter_beside_it_is_not_guessed_about(tmp_path: Path) 
     shutil.copytree(tmp_path / "base", adapter, dirs_exist_ok=True)
     assert "cannot be told" in refusal(adapter).rule
     assert "no adapter" in refusal(tmp_path / "base", adapter=str(tmp_path / "base")).rule
+
+
+def in_cache(cache: Path, base: Path, name: str) -> Path:
+    """The base model as the hub's cache keeps it."""
+    folder, commit = cache / f"models--{name.replace('/', '--')}", "0" * 39 + "1"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text(commit)
+    snapshot = folder / "snapshots" / commit
+    shutil.copytree(base, snapshot)
+    return snapshot
+
+
+def test_a_base_of_the_hub_is_its_snapshot_in_the_local_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    adapter, want = adapted(tmp_path, llama, target_modules=LINEAR)
+    changed(adapter, base_model_name_or_path="someone/small")
+    error = refusal(adapter)
+    assert error.file == "adapter_config.json"
+    assert (
+        "names the base model 'someone/small', which is no folder here, and as a model of the hub: revision main" in error.rule
+    )
+    assert "nothing is downloaded here" in error.rule
+    assert error.rule.endswith("name its folder (--base)")
+    snapshot = in_cache(tmp_path / "hub", tmp_path / "base", "someone/small")
+    assert_merged(adapter, want)
+    assert pinned(adapter, Given()).base == str(snapshot)
+    assert_merged(adapter, want, base="hf:someone/small")
+    assert "is no folder here; name" in refusal(adapter, base="someone/small").rule, "only with hf: is what is given a name"

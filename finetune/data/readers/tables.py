@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
-from finetune.base_model.hub import HUB
+from checkpoint.hub import HUB
 from finetune.data.readers.items import Fault, Item, Part, Record
 from finetune.errors import DataError
 

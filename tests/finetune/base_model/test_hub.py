@@ -140,7 +140,8 @@ def test_a_plan_and_data_need_no_weights(tmp_path: Path, text_folder: Path, offl
 def fake_hub(files: Sequence[str], folder: Path, asked: list[str]) -> Callable[..., str]:
     """Stands in for ``snapshot_download`` where there is a network: writes what the patterns ask for."""
 
-    def snapshot_download(repo_id: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+    def snapshot_download(repo_id: str, *, revision: str | None, allow_patterns: list[str], local_files_only: bool) -> str:
+        assert not local_files_only
         folder.mkdir(exist_ok=True)
         for name in files:
             if any(fnmatch(name, pattern) for pattern in allow_patterns):
@@ -203,7 +204,8 @@ def test_what_is_far_too_large_is_not_downloaded(tmp_path: Path, monkeypatch: py
     folder.mkdir()
     sizes = {"model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 8000}
 
-    def snapshot_download(repo_id: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+    def snapshot_download(repo_id: str, *, revision: str | None, allow_patterns: list[str], local_files_only: bool) -> str:
+        assert not local_files_only
         asked.extend(allow_patterns)
         (folder / "config.json").write_text(json.dumps(sizes))
         return str(folder)

@@ -40,5 +40,5 @@ def test_one_file_of_a_tokenizer_is_copied_under_the_usual_names(tmp_path: Path)
     text = "naïve café <|endoftext|>"
     assert list(open_tokenizer(tmp_path / "copy").encode(text)) == tokenizer().encode(text).ids
     (tmp_path / "any.model").write_bytes(b"\x0a")
-    with pytest.raises(ConfigError, match=r"tokenizer\.path: .*is a SentencePiece file"):
+    with pytest.raises(ConfigError, match=r"tokenizer\.path: .*is no SentencePiece model"):
         usual_folder(tokenizer_at(str(tmp_path / "any.model")), "tokenizer.path")

@@ -112,7 +112,7 @@ async def test_a_served_folder_that_was_removed_is_named_when_its_ranks_die(
     monkeypatch.setattr(supervisor, "FIRST_BACKOFF_SECONDS", 0.0)
     folder = tmp_path / "step-00000002"
     folder.mkdir()
-    held = Edition(options(model={"path": str(folder), "name": "fake"}), None, hold(folder))
+    held = Edition(options(model={"path": str(folder), "name": "fake"}), None, (hold(folder),))
     async with bench(reopen=lambda _: held, supervisor={"max_restarts_in_a_row": 2}) as b:
         await b.gateway.reload()
         folder.rename(tmp_path / "aside")
