@@ -102,11 +102,11 @@ def build_on_meta(checkpoint: Checkpoint, family: Family, config: PretrainedConf
         for name, p in parameters.items()
         if name not in stacks
     } | {name: shape for stack in stacks.values() for name, shape in stack.stored()}
+    owners = {id(parameter): name for name, parameter in parameters.items()}
     aliases = {
-        name: owner
-        for owner, parameter in parameters.items()
-        for name, other in model.named_parameters(remove_duplicate=False)
-        if other is parameter and name != owner
+        name: owners[id(parameter)]
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if owners[id(parameter)] != name
     }
     try:
         checkpoint.check_tensors(expected, tied=aliases)
