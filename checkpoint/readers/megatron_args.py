@@ -63,6 +63,15 @@ _UNLIKE: Mapping[str, str] = {
     "quick_geglu": "its activation is another",
     "use_mup": "its activations are scaled by muP",
     "num_unique_layers": "layers share weights",
+    "rotary_seq_len_interpolation_factor": "rotary positions are interpolated",
+    "no_rope_freq": "some layers have no positions",
+    "softmax_scale": "scores have a scale of their own",
+    "layernorm_zero_centered_gamma": "norms are stored less one",
+    "qk_l2_norm": "queries and keys are normalised",
+    "activation_func_clamp_value": "its activation is another",
+    "glu_linear_offset": "its activation is another",
+    "linear_attention_freq": "layers are of several kinds",
+    "experimental_attention_variant": "attention is another",
 }
 _EPSILONS = ("norm_epsilon", "layernorm_epsilon")
 
@@ -143,6 +152,8 @@ def shape_of(args: Arguments) -> Shape:
     for key, why in _UNLIKE.items():
         if args.values.get(key):
             args.refuse(key, f"{why}: {_NONE_LIKE}")
+    if args.values.get("softmax_type") not in (None, "vanilla"):
+        args.refuse("softmax_type", f"attention may attend to nothing: {_NONE_LIKE}")
     experts = args.values.get("num_experts")
     if experts is not None and experts != 1 and experts != [1]:
         args.refuse("num_experts", "mixtures of experts are not read")
