@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from checkpoint.errors import CheckpointError
 from checkpoint.pickles import StoredTensor
 from checkpoint.readers.deepspeed import Saved, step_of
+from checkpoint.readers.torch_zip import NUMBERS
 
 _STATES = ("optimizer_state_dict", "base_optimizer_state")
 """Where ZeRO-3, and ZeRO-1 and 2, keep what the optimizer itself would save."""
@@ -51,7 +52,7 @@ def _steps_taken(saved: Saved) -> float | None:
         first_group = groups[:1] if isinstance(groups, list) else []
         for found in (*first_state, *first_group):
             step = found.get("step") if isinstance(found, dict) else None
-            if isinstance(step, StoredTensor) and step.shape in ((), (1,)):
+            if isinstance(step, StoredTensor) and step.shape in ((), (1,)) and step.dtype in NUMBERS:
                 return saved.archive.number(f"{name}.step", step)
             if isinstance(step, int | float):
                 return float(step)

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 _LOCAL_HEADER_BYTES = 30
-_NUMBERS = {"F64": "<d", "F32": "<f", "I64": "<q", "I32": "<i"}
+NUMBERS = {"F64": "<d", "F32": "<f", "I64": "<q", "I32": "<i"}
+"""Types that counts are kept in, and how ``struct`` reads them."""
 _DESCRIBED = b"PK\x07\x08"
 _DESCRIPTION_BYTES = (16, 24)
 """What may lie between an entry and the next: its sizes and check sum once more, with 4 bytes for each size or with 8."""
@@ -112,7 +113,7 @@ class Archive:
             CheckpointError: as ``extent``, or it is of a type that counts are not kept in.
         """
         extent = self.extent(name, tensor)
-        form = _NUMBERS.get(extent.dtype)
+        form = NUMBERS.get(extent.dtype)
         if form is None or extent.num_elements != 1:
             raise CheckpointError(self._file, f"has {name!r} of {extent.dtype} {list(extent.shape)}, which is no count")
         return float(struct.unpack(form, os.pread(self._fd, extent.item_bytes, extent.offset_bytes))[0])

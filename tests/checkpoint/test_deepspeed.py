@@ -123,13 +123,18 @@ def test_two_saves_in_one_folder_are_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize("where", ["state", "group"])
 def test_optimizers_of_two_steps_are_two_saves(tmp_path: Path, make: Callable[..., Path], given: Given, where: str) -> None:
     """A save over an earlier one of the same name, interrupted: the same files, of the same sizes."""
-    folder = make(tmp_path)
+    folder = make(tmp_path, 3)
     key = "optimizer_state_dict" if make is zero3 else "base_optimizer_state"
     for rank in range(3):
         step = 7 if rank < 2 else 6
         taken = {"state": {0: {"step": torch.tensor(float(step))}}} if where == "state" else {"param_groups": [{"step": step}]}
         change(optimizer_file(folder, rank), **{key: taken})
     assert "is of step 6, bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt of step 7" in refusal(tmp_path, given).rule
+    for rank in range(3):  # kept in a type that is none of a count's, a step says nothing
+        taken = {"state": {0: {"step": torch.tensor(float(rank), dtype=torch.bfloat16)}}}
+        change(optimizer_file(folder, rank), **{key: taken})
+    with open_checkpoint(tmp_path, given=given) as checkpoint:
+        assert checkpoint.step == 7
 
 
 def test_model_files_of_two_steps_are_two_saves(tmp_path: Path) -> None:
