@@ -174,6 +174,7 @@ class Stored:
 
     def rows(self, start: int, stop: int) -> Stored:
         """Rows ``[start, stop)`` of the first dimension, as a tensor of its own; without what an adapter adds."""
+        assert self.coded is None, "a tensor that is decoded is read in slices, not taken apart"
         kept: list[Piece] = []
         for piece in self.pieces:
             first = piece.start[0]

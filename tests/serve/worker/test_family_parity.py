@@ -61,9 +61,9 @@ EACH_WAY = (
 """One of each way to be cut; all the others are among the slow tests."""
 ROUTED = {"mixtral", "gpt_oss", FOUR_BITS}
 """In bf16, rounding lets some tokens choose another expert, here and in transformers: then numbers say nothing."""
-WORSE = 1.3
-"""How many times as far from the logits in fp32 as transformers' own in bf16 ours may be. Seen: 0.87 to 1.01 on one rank, up
-to 1.10 on two and to 1.16 on four."""
+WORSE = 1.5
+"""How many times as far from the logits in fp32 as transformers' own in bf16 ours may be. Seen: up to
+1.02 on one rank, up to 1.21 on two and on four."""
 REFUSED = {
     4: {"gpt_neox of 3 heads", "gpt2 of 3 heads", "gptj of 3 heads", "gpt_neo of 3 heads", "opt of 3 heads", "phi of 3 heads"}
     | {"bloom of 3 heads", "llama of 3 shared heads", "stablelm of 3 normed heads", "phi3 of 3 shared heads"}
