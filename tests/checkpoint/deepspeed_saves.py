@@ -209,13 +209,13 @@ def merged(whole: dict[str, torch.Tensor], alpha: float) -> dict[str, torch.Tens
     return found
 
 
-class LlamaBlock(torch.nn.Module):
+class Block(torch.nn.Module):
     """A block of transformers as a pipeline's layer: hidden states in, hidden states out."""
 
-    def __init__(self, model: torch.nn.Module, number: int) -> None:
+    def __init__(self, block: torch.nn.Module, rotary: torch.nn.Module) -> None:
         super().__init__()
-        self.block = model.model.layers[number]
-        self._rotary = [model.model.rotary_emb]
+        self.block = block
+        self._rotary = [rotary]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         places = torch.arange(hidden.shape[1])[None]
@@ -224,27 +224,36 @@ class LlamaBlock(torch.nn.Module):
         return out[0] if isinstance(out, tuple) else out
 
 
-def pipeline(folder: Path) -> None:
-    """Two stages of transformers' blocks, each in a wrapper; embedding, norm and head as they are."""
-    from deepspeed.pipe import PipelineModule
+def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Embedding, blocks in a wrapper, last norm and head."""
+    base = model.base_model
+    blocks = [Block(block, base.rotary_emb) for block in base.layers]
+    norm = base.final_layer_norm if model.config.model_type == "gpt_neox" else base.norm
+    return [model.get_input_embeddings(), *blocks, norm, model.get_output_embeddings()]
 
-    model = make(LLAMA)
-    blocks = [LlamaBlock(model, number) for number in range(2)]
-    layers = [model.model.embed_tokens, *blocks, model.model.norm, model.lm_head]
+
+def pipeline(config: dict[str, Any]) -> Callable[[Path], None]:
+    """Two stages of transformers' blocks."""
 
     def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
-    whole = {name: value.clone() for name, value in model.state_dict().items()}
-    with torch.no_grad():
-        logits = model(input_ids=torch.tensor(IDS)).logits
-    module = PipelineModule(layers=layers, num_stages=2, loss_fn=loss, partition_method="uniform")
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
-    config = settings(0, "fp32") | {"train_batch_size": 1}
-    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)
-    engine.train_batch(iter([(torch.tensor(IDS), torch.tensor(IDS))]))
-    engine.save_checkpoint(str(folder / "save"))
-    finish(folder, LLAMA, whole, logits)
+    def case(folder: Path) -> None:
+        from deepspeed.pipe import PipelineModule
+
+        model = make(config)
+        whole = {name: value.clone() for name, value in model.state_dict().items()}
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor(IDS)).logits
+        module = PipelineModule(layers=layers_of(model), num_stages=2, loss_fn=loss, partition_method="uniform")
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+        options = settings(0, "fp32") | {"train_batch_size": 1}
+        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=options, dist_init_required=False)
+        engine.train_batch(iter([(torch.tensor(IDS), torch.tensor(IDS))]))
+        engine.save_checkpoint(str(folder / "save"))
+        finish(folder, config, whole, logits)
+
+    return case
 
 
 def universal_of(save: Path) -> None:
@@ -301,12 +310,14 @@ CASES: dict[str, Callable[[Path], None]] = {
     "zero2-lora": adapted(2),
     "zero2-lora-alone": adapted(2, excluded=True),
     "universal3-lora": adapted(3, convert=True),
-    "pipeline": pipeline,
+    "pipeline": pipeline(LLAMA),
+    "pipeline-neox": pipeline(NEOX),
     "universal3": universal3,
     "universal2": universal2,
     "parallel-llama": tensor_parallel(LLAMA, 1),
     "parallel-tied": tensor_parallel(LLAMA | {"tie_word_embeddings": True}, 0),
     "parallel-neox": tensor_parallel(NEOX, 1),
+    "parallel-uneven": tensor_parallel(LLAMA | {"num_attention_heads": 6, "num_key_value_heads": 3, "vocab_size": 103}, 1),
 }
 
 

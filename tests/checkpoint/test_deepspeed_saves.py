@@ -43,11 +43,13 @@ CASES = {
     "zero2-masters": ("DeepSpeed ZeRO-0, 1 or 2", 2),
     "zero0": ("DeepSpeed ZeRO-0, 1 or 2", 2),
     "pipeline": ("DeepSpeed pipeline", 1),
+    "pipeline-neox": ("DeepSpeed pipeline", 1),
     "universal3": ("DeepSpeed universal", 2),
     "universal2": ("DeepSpeed universal", 2),
     "parallel-llama": ("DeepSpeed tensor-parallel", 0),
     "parallel-tied": ("DeepSpeed tensor-parallel", 0),
     "parallel-neox": ("DeepSpeed tensor-parallel", 0),
+    "parallel-uneven": ("DeepSpeed tensor-parallel", 0),
     "zero1-robin": ("DeepSpeed ZeRO-0, 1 or 2", 2),
     "zero3-lora": ("DeepSpeed ZeRO-3", 2),
     "zero2-lora": ("DeepSpeed ZeRO-0, 1 or 2", 2),
@@ -56,7 +58,7 @@ CASES = {
 }
 """What each save is called, and the step it is of."""
 ADAPTED = ["zero3-lora", "zero2-lora", "universal3-lora"]
-IN_FLOAT = [name for name in CASES if name.startswith("parallel") or name in ("zero3-float", "zero0", "pipeline", *ADAPTED)]
+IN_FLOAT = [name for name in CASES if name.startswith(("parallel", "pipeline")) or name in ("zero3-float", "zero0", *ADAPTED)]
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "zero1-robin" and "lora" not in name])
