@@ -15,7 +15,7 @@ export HF_HUB_OFFLINE := 1
 MAKEFLAGS += --no-print-directory
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help setup libaio demo demo-pictures pictures test test-slow check lint types imports proto proto-check bench bench-training test-gpu bench-gpu test-image image-tools clean distclean
+.PHONY: help setup libaio demo demo-pictures pictures test test-slow check lint types imports proto proto-check bench bench-training bench-load test-gpu bench-gpu test-image image-tools clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -85,6 +85,9 @@ bench: $(STAMP) ## tokens per second beside transformers, on this machine's CPU
 
 bench-training: $(STAMP) ## step time beside a bare DeepSpeed loop and HF Trainer, on this machine's CPU
 	@$(PY) -m benchmarks.training
+
+bench-load: $(STAMP) ## other trainers' checkpoints to a first token, beside merging and from_pretrained; writes 6 GB to .cache/load
+	@$(PY) -m benchmarks.load
 
 test-gpu: $(STAMP) ## the tests that need a CUDA device
 	@$(PY) -m pytest -q -m gpu

@@ -39,7 +39,7 @@ OTHERS_CLASSES = {
     "Watch",
     "Check",
 }
-OTHERS_FILES = {"ds_to_universal.py"}
+OTHERS_FILES = {"ds_to_universal.py", "zero_to_fp32.py"}
 """Names of other projects, and of the kernel."""
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
