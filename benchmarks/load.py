@@ -177,7 +177,7 @@ def main() -> int:
         out.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
     if options.memory:
-        record["what"] = measure_memory.__doc__ or ""
+        record["what"] = " ".join((measure_memory.__doc__ or "").split())
         measure_memory(work, options.layouts, lambda names: make_saves(work, names), keep, console)
     else:
         make_saves(work, ["zero3", "hf"])

@@ -65,8 +65,8 @@ def measure_memory(
     keep: Callable[[str, Any], None],
     console: Console,
 ) -> None:
-    """Of each rank that serves 405 million parameters in bfloat16, saved by four: the peak of its resident memory (VmHWM),
-    its weights, and all that it read after its imports, by the kernel's count, beside what its elements take in the files.
+    """Of each rank that serves 405 million parameters in bfloat16, saved by four ranks: the peak of its resident memory
+    (VmHWM), its weights, and all that it read after its imports, by the kernel's count, beside what its elements take in files.
 
     Bars: the peak is at most the weights, the KV cache and 728 MiB; what is read at most 1.1 of what is stored.
     """
