@@ -15,7 +15,7 @@ export HF_HUB_OFFLINE := 1
 MAKEFLAGS += --no-print-directory
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help setup libaio demo demo-pictures pictures test test-slow check lint types imports proto proto-check bench bench-sampling bench-training test-gpu bench-gpu test-image image-tools clean distclean
+.PHONY: help setup libaio demo demo-pictures pictures test test-slow check lint types imports proto proto-check bench bench-sampling bench-load bench-training test-gpu bench-gpu test-image image-tools clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -88,6 +88,9 @@ bench-sampling: $(STAMP) ## what choosing tokens costs, beside the sampler that 
 
 bench-training: $(STAMP) ## step time beside a bare DeepSpeed loop and HF Trainer, on this machine's CPU
 	@$(PY) -m benchmarks.training
+
+bench-load: $(STAMP) ## other trainers' checkpoints to a first token, beside merging and from_pretrained; writes 6 GB to .cache/load
+	@$(PY) -m benchmarks.load
 
 test-gpu: $(STAMP) ## the tests that need a CUDA device
 	@$(PY) -m pytest -q -m gpu

@@ -46,7 +46,7 @@ OTHERS_CLASSES = {
     "Watch",
     "Check",
 }
-OTHERS_FILES = {"ds_to_universal.py"}
+OTHERS_FILES = {"ds_to_universal.py", "zero_to_fp32.py"}
 """Names of other projects, and of the kernel."""
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
@@ -251,6 +251,13 @@ def percent(share: float, digits: int = 0) -> str:
 
 
 MEMORY = "docs/training/memory.md"
+
+
+def test_the_figures_of_serving_ranks_are_those_of_the_result_file() -> None:
+    cells = newest("load-memory-cpu-*.json")["cells"].values()
+    beside, read = (max(max(cell[what]) for cell in cells) for what in ("beside_mib", "read_to_stored"))
+    assert said_in("docs/checkpoints.md", f"at most {beside:.0f} MiB beside the rank's weights and its KV cache")
+    assert said_in("docs/checkpoints.md", f"at most {percent(read - 1, 1)} % more bytes than the slices take in the files")
 
 
 def test_the_figures_of_training_are_those_of_the_result_file() -> None:
