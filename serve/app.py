@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import dataclasses
 import logging
 import resource
@@ -17,6 +16,7 @@ from pathlib import Path
 from checkpoint import CheckpointError, hold, locate, open_structure, pinned
 from checkpoint.manifest import MANIFEST
 from checkpoint.tokenizer import Tokenizer
+from host import heap
 from serve.config import ServerConfig
 from serve.engine.engine import Engine, EngineLimits
 from serve.engine.executor import Executor, ModelFacts
@@ -47,9 +47,6 @@ DESCRIPTORS = 65_536
 
 _OWN_DESCRIPTORS = 256
 """What this process needs beside one for each client's connection: ranks, libraries, files while a checkpoint is opened."""
-
-_M_MMAP_THRESHOLD = -3
-"""mallopt(3): from which size on memory is mapped by itself."""
 
 _LARGE_BYTES = 256 * 1024
 """Memory asked for in pieces this large goes back to the system when it is freed; see ``prepare_process``."""
@@ -91,10 +88,8 @@ def run(
 def prepare_process() -> None:
     """Set what this process's threads and memory need, whatever is served."""
     sys.setswitchinterval(_SWITCH_SECONDS)
-    # Left to itself, glibc learns from large messages to keep such memory, once for each of gRPC's threads: a hundred
-    # megabytes after a few dozen of them. Elsewhere there is no such call, and no such habit.
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+    # Else large messages teach it to keep such memory, once for each of gRPC's threads: a hundred megabytes after a few dozen.
+    heap.give_back(_LARGE_BYTES)
     # Every connection is a file descriptor. The soft limit is there for programs that cannot count beyond it.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)

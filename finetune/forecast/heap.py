@@ -1,9 +1,8 @@
 """The C library's heap, as far as it decides how much memory tensors on a CPU hold: glibc's malloc, in numbers alone.
 
-A tensor at or above a threshold is mapped by itself, and its pages go back when it is freed. A smaller one lies in the heap,
-which grows at its end alone: what is freed inside it is used again, by best fit, and stays resident until then. The threshold
-rises to the size of each larger mapped piece that is freed, up to 32 MiB (mallopt(3), M_MMAP_THRESHOLD), so that the heap soon
-takes all but the largest tensors.
+A tensor at or above a threshold, which ranks set (``host.heap``), is mapped by itself, and its pages go back when it is freed.
+A smaller one lies in the heap, which grows at its end alone: what is freed inside it is used again, by best fit, and stays
+resident until then.
 
 torch's tensors are aligned, for which malloc takes more than is needed and frees what is too much in front and behind. So a gap
 as large as a tensor is too small for another one of its size, unless it grows together with the gaps beside it.
@@ -14,9 +13,8 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from typing import Final
 
-_FIRST_THRESHOLD: Final = 1882 << 10
-"""What importing torch, DeepSpeed and transformers leaves of the 128 KiB it begins with (measured)."""
-_LAST_THRESHOLD: Final = 32 << 20
+from host.heap import TENSOR_BYTES
+
 _PADDING: Final = 128 << 10
 """Bytes the heap grows by beyond what is asked for, and keeps at its end when it shrinks."""
 _PAGE: Final = 4096
@@ -35,7 +33,6 @@ class Heap:
         """In pieces mapped by themselves."""
         self.used_bytes = 0
         """In pieces of the heap."""
-        self._threshold = _FIRST_THRESHOLD
         self._pieces: dict[int, tuple[int, int]] = {}
         """Number -> begin and size; begin is -1 for what is mapped."""
         self._free: list[tuple[int, int]] = []
@@ -62,7 +59,7 @@ class Heap:
         Args:
             followed: whether something small that stays comes to lie in what alignment leaves in front of it.
         """
-        if size + _ALIGNED >= self._threshold:
+        if size + _ALIGNED >= TENSOR_BYTES:
             whole = -(-(size + _ALIGNED) // _PAGE) * _PAGE
             self._pieces[number] = (-1, whole)
             self.mapped_bytes += whole
@@ -85,8 +82,6 @@ class Heap:
         begin, size = self._pieces.pop(number)
         if begin < 0:
             self.mapped_bytes -= size
-            if self._threshold < size <= _LAST_THRESHOLD:
-                self._threshold = size
             return
         self.used_bytes -= size
         self._leave(begin, begin + size)
@@ -103,7 +98,7 @@ class Heap:
             self._add_gap(begin, end)
             return
         self._top = begin
-        if self._end - self._top > 2 * self._threshold:
+        if self._end - self._top > TENSOR_BYTES:
             self._end = self._top + _PADDING
             self._touched = min(self._touched, self._end)
 

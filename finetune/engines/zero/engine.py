@@ -39,12 +39,15 @@ from finetune.model.isolation import forward_inputs
 from finetune.model.loss import HeadLoss, token_losses
 from finetune.model.recompute import recompute_blocks
 from finetune.optimizers.state import state_of
+from host import heap
 
 _COLLECTIVE_TIMEOUT = timedelta(hours=2)  # rank 0 alone writes checkpoints while the others wait
 
 
 def start_ranks(device: str, rank: int) -> torch.device:
     """Join the ranks of this run (RANK, WORLD_SIZE and MASTER_* of the environment) and choose this rank's device."""
+    # A third of what a micro-batch held would be gaps between tensors, more or less of them from one shape to the next.
+    heap.give_back(heap.TENSOR_BYTES)
     # DeepSpeed would build its shared-memory all-reduce here. Only inference ever calls it, so training neither
     # waits for a compiler nor fails without one.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -1,0 +1,27 @@
+"""What the C library does with memory that was freed."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from typing import Final
+
+_M_TRIM_THRESHOLD: Final = -1
+_M_MMAP_THRESHOLD: Final = -3
+"""Parameters of mallopt(3)."""
+
+TENSOR_BYTES: Final = 1 << 20
+"""Of training's ranks: a tensor this large or larger is mapped by itself, so that gaps between smaller ones are all that a heap
+keeps. A smaller number would have pages asked for anew in every step, for less and less memory."""
+
+
+def give_back(num_bytes: int) -> None:
+    """From now on a piece of memory this large or larger goes back to the system when it is freed.
+
+    Left to itself, glibc learns from every large piece that is freed to keep those of its size, up to 32 MiB, and keeps
+    whatever lies between two pieces in use. Elsewhere there is no such call, and no such habit.
+    """
+    with contextlib.suppress(AttributeError, OSError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_MMAP_THRESHOLD, num_bytes)
+        mallopt(_M_TRIM_THRESHOLD, num_bytes)
