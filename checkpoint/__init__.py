@@ -6,18 +6,18 @@ What reads or writes tensors is imported when it is first asked for: looking at 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from checkpoint.disk.holding import Hold, claimed, hold
+from checkpoint.disk.latest import resolve_latest
+from checkpoint.disk.manifest import Manifest
 from checkpoint.errors import CheckpointError
 from checkpoint.given import Given
-from checkpoint.holding import Hold, claimed, hold
-from checkpoint.latest import resolve_latest
 from checkpoint.layout import TensorInfo
-from checkpoint.manifest import Manifest
-from checkpoint.recognise import locate
-from checkpoint.structure import Structure, open_structure, pinned
+from checkpoint.opening.recognise import locate
+from checkpoint.opening.structure import Structure, open_structure, pinned
 
 if TYPE_CHECKING:
-    from checkpoint.open import Checkpoint, open_checkpoint
-    from checkpoint.writer import CheckpointWriter
+    from checkpoint.opening.open import Checkpoint, open_checkpoint
+    from checkpoint.writing.writer import CheckpointWriter
 
 __all__ = [
     "Checkpoint",
@@ -37,7 +37,7 @@ __all__ = [
     "resolve_latest",
 ]
 
-_WITH_TORCH = {"Checkpoint": "open", "open_checkpoint": "open", "CheckpointWriter": "writer"}
+_WITH_TORCH = {"Checkpoint": "opening.open", "open_checkpoint": "opening.open", "CheckpointWriter": "writing.writer"}
 
 
 def __getattr__(name: str) -> Any:

@@ -14,8 +14,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from pathlib import Path
 
 from checkpoint import CheckpointError, hold, locate, open_structure, pinned
-from checkpoint.manifest import MANIFEST
-from checkpoint.tokenizer import Tokenizer
+from checkpoint.disk.manifest import MANIFEST
+from checkpoint.text.tokenizer import Tokenizer
 from host import heap
 from serve.config import ServerConfig
 from serve.engine.engine import Engine, EngineLimits

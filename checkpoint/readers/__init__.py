@@ -1,1 +1,1 @@
-"""Readers: each finds the tensors of one kind of file and proves their places; ``checkpoint.slices`` reads them."""
+"""Readers: each finds the tensors of one kind of file and proves their places; ``checkpoint.opening.slices`` reads them."""

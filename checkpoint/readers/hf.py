@@ -6,12 +6,12 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from checkpoint.disk.folder import Folder
 from checkpoint.errors import CheckpointError
-from checkpoint.folder import Folder
 from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.layout import Extent, whole
-from checkpoint.readers.safetensors import index_safetensors
-from checkpoint.readers.torch_zip import index_torch_zip
+from checkpoint.readers.files.safetensors import index_safetensors
+from checkpoint.readers.files.torch_zip import index_torch_zip
 from checkpoint.readers.weights import Weights, keep_room
 
 NAME = "Hugging Face"

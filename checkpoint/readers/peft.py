@@ -13,14 +13,15 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from checkpoint.disk.folder import Folder
 from checkpoint.errors import CheckpointError
-from checkpoint.folder import Folder
 from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.layout import LowRank, Stored, whole
-from checkpoint.names import find_stored
-from checkpoint.readers import deepspeed, hf
-from checkpoint.readers.safetensors import index_safetensors
-from checkpoint.readers.torch_zip import index_torch_zip
+from checkpoint.model.names import find_stored
+from checkpoint.readers import hf
+from checkpoint.readers.deepspeed import saves
+from checkpoint.readers.files.safetensors import index_safetensors
+from checkpoint.readers.files.torch_zip import index_torch_zip
 from checkpoint.readers.weights import Weights
 
 NAME = "PEFT adapter"
@@ -70,7 +71,7 @@ def recognises(folder: Folder) -> bool:
         return False
     held = [name for name in _READERS if folder.has(name)]
     if not hf.recognises(folder):
-        return bool(held) or not deepspeed.has_saves(folder)
+        return bool(held) or not saves.has_saves(folder)
     if held:
         rule = "stands beside the weights of a whole model; which is meant cannot be told: move one of them elsewhere"
         raise CheckpointError(held[0], f"{rule}, and name the adapter's model with --base")

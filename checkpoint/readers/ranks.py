@@ -11,8 +11,8 @@ from typing import Any, Literal, TypeVar
 
 from checkpoint.errors import CheckpointError
 from checkpoint.layout import Extent, Piece, Stored, copies, joined, whole
-from checkpoint.pickles import StoredTensor
-from checkpoint.readers.torch_zip import Archive
+from checkpoint.readers.files.pickles import StoredTensor
+from checkpoint.readers.files.torch_zip import Archive
 
 Part = tuple[str, Extent]
 """A file, and where in it a tensor or some rows of one lie."""

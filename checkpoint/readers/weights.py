@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from checkpoint.folder import Folder
+from checkpoint.disk.folder import Folder
 from checkpoint.given import Given
 from checkpoint.layout import Stored
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from checkpoint import CheckpointError
-from checkpoint.hub import HUB, Need, could_be_on_hub, find_on_hub
+from checkpoint.readers.hub import HUB, Need, could_be_on_hub, find_on_hub
 from finetune.config import TuneConfig
 from finetune.errors import ConfigError
 from finetune.output.folder import CHECKPOINTS, RESUME, step_folders

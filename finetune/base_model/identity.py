@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint import Checkpoint, CheckpointError, Given, open_checkpoint
-from checkpoint.folder import Folder
+from checkpoint.disk.folder import Folder
+from checkpoint.disk.latest import is_root, resolve_latest
+from checkpoint.disk.manifest import load_manifest
 from checkpoint.given import NOTHING_GIVEN
-from checkpoint.latest import is_root, resolve_latest
-from checkpoint.manifest import load_manifest
+from checkpoint.opening.recognise import locate
 from checkpoint.readers import peft
-from checkpoint.recognise import locate
 from finetune.base_model.given import given_of
 from finetune.base_model.hub import hint_for, on_hub
 from finetune.config import TuneConfig

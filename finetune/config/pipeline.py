@@ -54,7 +54,7 @@ def check_splittable(model: ModelConfig) -> None:
         return
     assert model.path is not None, "ModelConfig holds exactly one of the two"
     from checkpoint import CheckpointError, Given
-    from checkpoint.structure import model_config  # slow, and seldom needed
+    from checkpoint.opening.structure import model_config  # slow, and seldom needed
 
     try:
         values, folder = model_config(Path(model.path).expanduser(), Given(config=model.config))

@@ -1,6 +1,6 @@
 """Where in a conversation's text each turn lies, and what is learned of it.
 
-The text itself is written by ``checkpoint.chat`` alone, which a server renders with too.
+The text itself is written by ``checkpoint.text.chat`` alone, which a server renders with too.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from checkpoint import CheckpointError
-from checkpoint.chat import ChatRejected, ChatTemplate
+from checkpoint.text.chat import ChatRejected, ChatTemplate
 from finetune.data.samples import Chat, Malformed
 from finetune.errors import ConfigError
 

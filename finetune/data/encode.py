@@ -13,7 +13,7 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from checkpoint.tokenizer import Tokenizer
+from checkpoint.text.tokenizer import Tokenizer
 from finetune.data.chat import ChatTargets
 from finetune.data.readers.items import Fault, Piece, Tokens
 from finetune.data.samples import Chat, Completion, Malformed

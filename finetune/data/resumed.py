@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint import CheckpointError
-from checkpoint.folder import Folder
-from checkpoint.tokenizer import open_as_written
+from checkpoint.disk.folder import Folder
+from checkpoint.text.tokenizer import open_as_written
 from finetune.config import TuneConfig
 from finetune.data.made_of import MadeOf, differences, read_made_of
 from finetune.data.prepared import Prepared

@@ -12,13 +12,13 @@ from datetime import datetime
 from pathlib import Path
 
 from checkpoint import CheckpointError
-from checkpoint.config import CONFIG
-from checkpoint.folder import Folder
-from checkpoint.structure import model_config, tokenizer_place
-from checkpoint.surroundings import tokenizer_at
-from checkpoint.tokenizer_class import CLASS_WHATEVER_IS_NAMED
-from checkpoint.tokenizer_files import TEMPLATE as CHAT_TEMPLATE
-from checkpoint.tokenizer_files import TOKENIZER_FILES
+from checkpoint.disk.folder import Folder
+from checkpoint.model.config import CONFIG
+from checkpoint.opening.structure import model_config, tokenizer_place
+from checkpoint.readers.surroundings import tokenizer_at
+from checkpoint.text.tokenizer_class import CLASS_WHATEVER_IS_NAMED
+from checkpoint.text.tokenizer_files import TEMPLATE as CHAT_TEMPLATE
+from checkpoint.text.tokenizer_files import TOKENIZER_FILES
 from finetune.config import TuneConfig
 from finetune.data.inputs import Inputs, digest, source_identity
 from finetune.data.templates import named_template, own_template

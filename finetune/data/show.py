@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from checkpoint.tokenizer import Tokenizer
+from checkpoint.text.tokenizer import Tokenizer
 from finetune.data.prepared import Prepared
 from finetune.data.rows import open_rows
 from finetune.data.shards import ShardTokens, documents_between

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
-from checkpoint.hub import HUB
+from checkpoint.readers.hub import HUB
 from finetune.config import DataConfig, SourceConfig
 from finetune.data.readers import READERS, Fault, Item, Part, Piece, Record, Tokens, cut, kind_of
 from finetune.data.readers.jsonl import JsonlReader

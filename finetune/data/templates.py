@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Final
 
 from checkpoint import CheckpointError
-from checkpoint.folder import Folder
-from checkpoint.tokenizer_files import MAX_TEMPLATE_BYTES, default_template, read_tokenizer_config
+from checkpoint.disk.folder import Folder
+from checkpoint.text.tokenizer_files import MAX_TEMPLATE_BYTES, default_template, read_tokenizer_config
 from finetune.errors import ConfigError
 
 CHATML = """\

@@ -15,10 +15,10 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from checkpoint import CheckpointError
-from checkpoint.folder import Folder, Renamed, Written
-from checkpoint.tokenizer import END_OF_TEXT, Tokenizer, open_as_written, read_tokenizer
-from checkpoint.tokenizer_class import CLASS_WHATEVER_IS_NAMED, apply_class_pipeline
-from checkpoint.tokenizer_files import (
+from checkpoint.disk.folder import Folder, Renamed, Written
+from checkpoint.text.tokenizer import END_OF_TEXT, Tokenizer, open_as_written, read_tokenizer
+from checkpoint.text.tokenizer_class import CLASS_WHATEVER_IS_NAMED, apply_class_pipeline
+from checkpoint.text.tokenizer_files import (
     SENTENCE_PIECE,
     TEMPLATE,
     TOKENIZER_CONFIG,

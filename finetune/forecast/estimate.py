@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from checkpoint.tokenizer_files import TOKENIZER_FILES
+from checkpoint.text.tokenizer_files import TOKENIZER_FILES
 from finetune.config import SourceConfig, TuneConfig
 from finetune.data.sources import find_files
 from finetune.errors import ConfigError
@@ -217,7 +217,7 @@ def model_config_of(config: TuneConfig, *, weights: bool = True) -> PretrainedCo
         ConfigError: there is no such model or tokenizer.
     """
     from checkpoint import CheckpointError, open_checkpoint
-    from checkpoint.structure import model_config
+    from checkpoint.opening.structure import model_config
     from finetune.base_model.given import given_of
     from finetune.base_model.identity import candidates
     from finetune.model.build import check_new_config, config_from, config_of, new_config

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from checkpoint.tokenizer_class import CLASS_WHATEVER_IS_NAMED
+from checkpoint.text.tokenizer_class import CLASS_WHATEVER_IS_NAMED
 from finetune.config import TuneConfig
 from finetune.data.prepared import TOKENIZER_CLASS, Prepared
 from finetune.errors import ConfigError

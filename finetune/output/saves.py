@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from checkpoint import CheckpointError, Manifest, resolve_latest
-from checkpoint.folder import Folder
-from checkpoint.manifest import check_sizes, load_manifest
+from checkpoint.disk.folder import Folder
+from checkpoint.disk.manifest import check_sizes, load_manifest
 from finetune.output.folder import CHECKPOINTS, RESUME, step_folders
 
 

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from transformers import PretrainedConfig
 
-from checkpoint.tokenizer_files import TOKENIZER_FILES
+from checkpoint.text.tokenizer_files import TOKENIZER_FILES
 from finetune.config import TuneConfig
 from finetune.config.learning_rate import with_rate
 from finetune.data.pack import SampleOrder, Share

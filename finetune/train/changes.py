@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from checkpoint.tokenizer_class import CLASS_WHATEVER_IS_NAMED
+from checkpoint.text.tokenizer_class import CLASS_WHATEVER_IS_NAMED
 from finetune.config import TuneConfig
 from finetune.data.prepared import TOKENIZER_CLASS, Prepared
 from finetune.errors import ConfigError

@@ -17,8 +17,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from checkpoint import CheckpointError, open_checkpoint
-from checkpoint.folder import Folder
-from checkpoint.manifest import MANIFEST, Manifest, check_hashes, check_sizes, load_manifest
+from checkpoint.disk.folder import Folder
+from checkpoint.disk.manifest import MANIFEST, Manifest, check_hashes, check_sizes, load_manifest
 from finetune.base_model.identity import Base, recorded_in
 from finetune.config import TuneConfig
 from finetune.config.learning_rate import FOR_ALL_KINDS

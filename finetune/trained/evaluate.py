@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from checkpoint.config import CONFIG
-from checkpoint.tokenizer import Tokenizer
+from checkpoint.model.config import CONFIG
+from checkpoint.text.tokenizer import Tokenizer
 from finetune.config import DataConfig, ModelConfig, RunConfig, TokenizerConfig, TuneConfig
 from finetune.config.load import READER
 from finetune.data.encode import Encoded

@@ -15,7 +15,7 @@ import torch
 from checkpoint import Checkpoint, CheckpointError, CheckpointWriter, Given, open_checkpoint
 from checkpoint.dtypes import dtype_name
 from checkpoint.given import NOTHING_GIVEN
-from checkpoint.tokenizer_files import TOKENIZER_FILES
+from checkpoint.text.tokenizer_files import TOKENIZER_FILES
 from finetune.base_model.hub import folder_of
 from finetune.data.tokenizer import usual_folder
 from finetune.errors import ConfigError, RunError
@@ -50,7 +50,7 @@ def export(
             base model is written with it.
         dtype: of the written weights; unset: as stored.
         step: which of several checkpoints; unset: the latest.
-        ranks: more than 1: cut for so many tensor-parallel ranks; see ``checkpoint.cut_shards``.
+        ranks: more than 1: cut for so many tensor-parallel ranks; see ``checkpoint.writing.cut_shards``.
         given: what the source's files leave open.
 
     Raises:

@@ -12,7 +12,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from checkpoint import CheckpointError
-from checkpoint.chat import ChatRejected
+from checkpoint.text.chat import ChatRejected
 from finetune.data.tokenizer import open_tokenizer
 from finetune.errors import DataError
 from finetune.machine.quiet import quiet

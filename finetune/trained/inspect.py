@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint import CheckpointError, Given
-from checkpoint.folder import Folder
+from checkpoint.disk.folder import Folder
+from checkpoint.disk.manifest import load_manifest
 from checkpoint.layout import DTYPE_BYTES, Stored
-from checkpoint.manifest import load_manifest
+from checkpoint.opening.recognise import recognise
+from checkpoint.opening.structure import Verification, open_structure
 from checkpoint.readers import peft
+from checkpoint.readers.surroundings import find_configs
 from checkpoint.readers.weights import Format, Weights
-from checkpoint.recognise import recognise
-from checkpoint.structure import Verification, open_structure
-from checkpoint.surroundings import find_configs
-from checkpoint.tokenizer_files import TOKENIZER_FILES
+from checkpoint.text.tokenizer_files import TOKENIZER_FILES
 from finetune.errors import ConfigError
 
 _PART_BYTES = 16 << 20
@@ -170,7 +170,7 @@ def _count(name: str, stored: Stored, files: Mapping[str, int]) -> Held:
     """Read a tensor in parts and count what is in it."""
     import torch  # here, for a look at headers needs none of it
 
-    from checkpoint.slices import read_stored
+    from checkpoint.opening.slices import read_stored
 
     count = zeros = nan = infinite = 0
     mean = squares = 0.0  # of the elements so far: their mean, and the sum of their squared distances from it

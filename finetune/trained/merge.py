@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from checkpoint import Checkpoint, CheckpointError, open_checkpoint
-from checkpoint.hub import could_be_on_hub, find_on_hub
+from checkpoint.readers.hub import could_be_on_hub, find_on_hub
 from finetune.base_model.hub import folder_of
 from finetune.base_model.identity import candidates, find_again, recorded_beside
 from finetune.data.tokenizer import usual_folder

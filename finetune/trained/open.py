@@ -12,8 +12,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from checkpoint import CheckpointError, open_checkpoint
-from checkpoint.folder import Folder
-from checkpoint.tokenizer_files import TOKENIZER_FILES, check_tokenizer_files
+from checkpoint.disk.folder import Folder
+from checkpoint.text.tokenizer_files import TOKENIZER_FILES, check_tokenizer_files
 from finetune.base_model.hub import folder_of
 from finetune.data.tokenizer import usual_folder
 from finetune.errors import ConfigError

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from checkpoint import Given, Structure
-from checkpoint.config import attention_heads, key_value_heads, positions
 from checkpoint.errors import CheckpointError
+from checkpoint.model.config import attention_heads, key_value_heads, positions
 from serve.config import ModelConfig
 from serve.errors import ConfigError
 from serve.model.checks import check_dtype, check_max_model_len, extended_positions

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from checkpoint.chat import ChatTemplate
-from checkpoint.tokenizer import Tokenizer
+from checkpoint.text.chat import ChatTemplate
+from checkpoint.text.tokenizer import Tokenizer
 from serve.config import ServerConfig
 from serve.engine.executor import ModelFacts
 from serve.errors import FeatureOff, InvalidRequest, Loading, NotFound

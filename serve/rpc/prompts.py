@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from checkpoint.chat import ChatRejected, ChatTemplate
+from checkpoint.text.chat import ChatRejected, ChatTemplate
 from serve.errors import InvalidRequest
 from serve.rpc.checks import Checks
 from serve.rpc.model import ServedModel, decode, encode

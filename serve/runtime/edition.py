@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass, field
 
 from checkpoint import Hold
-from checkpoint.tokenizer import Tokenizer
+from checkpoint.text.tokenizer import Tokenizer
 from serve.config import ServerConfig
 from serve.errors import RankStartError
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import codecs
 from typing import Final, Protocol
 
-from checkpoint.tokenizer import Tokenizer
+from checkpoint.text.tokenizer import Tokenizer
 from serve.engine.text import TextDelta, TextFactory, TextStream
 from serve.text.pieces import Kind, Pieces, decoder_kind
 from serve.text.stops import StopFinder

@@ -6,10 +6,10 @@ import hashlib
 from pathlib import Path
 from typing import Final
 
+from checkpoint.disk.folder import Folder
 from checkpoint.errors import CheckpointError
-from checkpoint.folder import Folder
-from checkpoint.tokenizer import Tokenizer, read_tokenizer
-from checkpoint.tokenizer_files import TOKENIZER_FILES
+from checkpoint.text.tokenizer import Tokenizer, read_tokenizer
+from checkpoint.text.tokenizer_files import TOKENIZER_FILES
 from serve.errors import ConfigError
 
 PIECE_CHARACTERS: Final = 16_384

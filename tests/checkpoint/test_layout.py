@@ -13,7 +13,7 @@ import torch
 
 from checkpoint.errors import CheckpointError
 from checkpoint.layout import Extent, Piece, Stored, contiguous_strides, copies, cover_fault, flat_boxes, joined, whole
-from checkpoint.slices import read_stored
+from checkpoint.opening.slices import read_stored
 
 SHAPES = [(), (7,), (1, 1), (5, 4), (3, 1, 6), (2, 3, 4, 5)]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.tokenizer_files import TEMPLATE
+from checkpoint.text.tokenizer_files import TEMPLATE
 from finetune.data.encode import Encoded
 from finetune.data.samples import Chat
 from finetune.data.templates import TEMPLATES

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from checkpoint.hub import HUB
+from checkpoint.readers.hub import HUB
 from finetune.data.readers.items import Fault, Item, Part, Piece, Reader, Record, Tokens, cut
 from finetune.data.readers.json_array import JsonArrayReader
 from finetune.data.readers.jsonl import JsonlReader

@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
-from checkpoint.hub import HUB
+from checkpoint.readers.hub import HUB
 from finetune.data.readers.items import Fault, Item, Part, Record
 from finetune.errors import DataError
 

@@ -10,8 +10,8 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from checkpoint.chat import ChatTemplate
-from checkpoint.tokenizer import Tokenizer
+from checkpoint.text.chat import ChatTemplate
+from checkpoint.text.tokenizer import Tokenizer
 from finetune.data.chat import ChatTargets
 from finetune.data.encode import Encoded, Encoder
 from finetune.data.readers import Fault

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from checkpoint import CheckpointWriter
-from checkpoint.tokenizer_class import CLASS_WHATEVER_IS_NAMED
-from checkpoint.tokenizer_files import TOKENIZER_FILES
+from checkpoint.text.tokenizer_class import CLASS_WHATEVER_IS_NAMED
+from checkpoint.text.tokenizer_files import TOKENIZER_FILES
 from finetune.config import TuneConfig
 from finetune.config.load import load_config
 from finetune.data.prepare import Prepared, prepare

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from checkpoint import CheckpointWriter, hold, open_checkpoint
-from checkpoint.durable import Disk
+from checkpoint.disk.durable import Disk
 from finetune.config import DataConfig, LoraConfig, ModelConfig, RunConfig, TokenizerConfig, TuneConfig
 from finetune.errors import ConfigError, RunError
 from finetune.model.adapters import adapter_config_of, add_adapters, as_peft_names_them

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint.structure import tokenizer_place
-from checkpoint.surroundings import tokenizer_at
+from checkpoint.opening.structure import tokenizer_place
+from checkpoint.readers.surroundings import tokenizer_at
 from finetune.data.tokenizer import copy_tokenizer, open_tokenizer, usual_folder
 from finetune.errors import ConfigError
 from finetune.trained.export import export

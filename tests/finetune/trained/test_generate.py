@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from checkpoint.tokenizer_files import TEMPLATE, TOKENIZER_FILES
+from checkpoint.text.tokenizer_files import TEMPLATE, TOKENIZER_FILES
 from finetune.errors import DataError
 from finetune.trained.generate import Completer, Prompt, Sampling, read_prompts
 from serve.text.tokenizer import load_tokenizer

@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc
 
-from checkpoint.tokenizer import Tokenizer
+from checkpoint.text.tokenizer import Tokenizer
 from serve.config import AdmissionConfig, ModelConfig, RpcConfig, SchedulerConfig, ServerConfig
 from serve.engine.engine import Engine, EngineLimits
 from serve.engine.executor import Executor, ExecutorDied, ModelFacts, Prepared, Unlike

@@ -11,7 +11,7 @@ from checkpoint import claimed
 from serve.app import open_edition
 from serve.config import ModelConfig, ServerConfig
 from serve.errors import RankStartError
-from tests.checkpoint.test_adapters import LINEAR, adapted, llama
+from tests.checkpoint.readers.test_adapters import LINEAR, adapted, llama
 
 
 def is_free(folder: Path) -> bool:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from checkpoint.tokenizer import Tokenizer
+from checkpoint.text.tokenizer import Tokenizer
 from serve.text.tokenizer import load_tokenizer
 from tests.support.tokenizers import FOLDERS, make_folder
 

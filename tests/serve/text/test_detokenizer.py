@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from checkpoint.tokenizer import Tokenizer
+from checkpoint.text.tokenizer import Tokenizer
 from serve.text.detokenizer import open_text
 from serve.text.pieces import Kind, decoder_kind
 from serve.types import Generation, RequestId, ResponseOptions, SamplingParams, StoppingParams

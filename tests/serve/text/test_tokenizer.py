@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.tokenizer import Tokenizer
+from checkpoint.text.tokenizer import Tokenizer
 from serve.errors import ConfigError
 from serve.text.tokenizer import PIECE_CHARACTERS, UNCOUNTED_BYTES, exceeds, load_tokenizer
 from tests.support.tokenizers import FOLDERS, TEXTS, make_folder

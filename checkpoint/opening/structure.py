@@ -1,0 +1,244 @@
+"""Recognises what lies in a checkpoint's folder and refuses what cannot be trusted, by headers and configuration alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from checkpoint.disk.folder import Folder
+from checkpoint.disk.manifest import MANIFEST, Manifest, check_hashes, check_sizes, load_manifest
+from checkpoint.errors import CheckpointError
+from checkpoint.given import NOTHING_GIVEN, Given
+from checkpoint.layout import Stored
+from checkpoint.model.config import CONFIG, check_vocabulary, layers
+from checkpoint.model.mxfp4 import decoded
+from checkpoint.model.quantised import check_not_quantised
+from checkpoint.opening.recognise import recognise
+from checkpoint.readers import hf, peft
+from checkpoint.readers.hub import HUB, could_be_on_hub, find_on_hub
+from checkpoint.readers.surroundings import checked_configs, find_configs, find_tokenizer
+from checkpoint.readers.weights import Weights
+from checkpoint.text.tokenizer_files import TOKENIZER_FILES
+
+Verification = Literal["structure", "sha256"]
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """A checkpoint whose files were found sound, before any tensor is read. Owns the weights files' descriptors."""
+
+    folder: Folder
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+    manifest: Manifest | None
+    """``None`` for folders that Tessera did not write."""
+    weights: Weights
+    layout: str
+    """What the layout of the weights' files is called."""
+    tokenizer: Folder
+    """Where the tokenizer's files are, if there are any."""
+
+    def check_model(self) -> None:
+        """Refuse a ``config.json`` of which no model shall be made: before one is built.
+
+        Raises:
+            CheckpointError: it has more layers than there are tensors, so that building it could take minutes; or a token id
+                that no row of the vocabulary belongs to.
+        """
+        count, held = layers(self.config), len(self.weights.places)
+        if count is not None and count > held:
+            raise CheckpointError(CONFIG, f"gives the model {count} layers; {self.weights.table} has {held} tensors in all")
+        check_vocabulary(self.config, self.generation_config)
+
+    def close(self) -> None:
+        """Give the files back."""
+        self.weights.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def open_structure(path: str | Path, *, verify: Verification = "structure", given: Given = NOTHING_GIVEN) -> Structure:
+    """Prove a checkpoint sound, all but the match of its tensors with the model of ``config.json``, which takes that model.
+
+    Args:
+        path, verify, given: as for ``open_checkpoint``.
+
+    Raises:
+        CheckpointError: a file is missing, broken or not to be trusted; it names the file and the rule.
+    """
+    if verify not in ("structure", "sha256"):
+        raise ValueError(f"verify is {verify!r}; it must be 'structure' or 'sha256'")
+    folder, layout = recognise(path)
+    if layout is peft:
+        return open_adapted(folder, adapted_base(folder, given), given, verify)
+    if given.adapter is not None:
+        adapter, kind = recognise(given.adapter)
+        if kind is not peft:
+            raise CheckpointError(given.adapter, f"is a checkpoint of {kind.NAME}, no adapter")
+        return open_adapted(adapter, str(folder.path), given, verify)
+    above = layout is not hf
+    identity = folder.identity()
+    manifest = load_manifest(folder)
+    if manifest is not None:
+        check_sizes(folder, manifest)
+    if verify == "sha256":
+        check_hashes(folder, manifest)
+    configs = find_configs(folder, given, above=above)
+    tokenizer = find_tokenizer(folder, given, above=above)
+    weights = layout.open_weights(folder, given)
+    try:
+        if configs is not None:
+            weights = dataclasses.replace(weights, places=decoded(weights.places, configs[0]))
+        check_not_quantised(weights.places, folder, weights.table)
+        config, generation = configs or checked_configs(folder, weights.config, weights.table, above=above)
+        if manifest is not None:
+            _check_table(manifest, weights.places)
+        if folder.identity() != identity:
+            raise CheckpointError(str(path), "was replaced by another save while it was being opened; open it again")
+    except BaseException:
+        weights.close()
+        raise
+    return Structure(folder, config, generation, manifest, weights, layout.NAME, weights.tokenizer or tokenizer)
+
+
+def adapted_base(folder: Folder, given: Given) -> str:
+    """Where the base model of the adapter in ``folder`` is.
+
+    A name of the Hugging Face hub is its snapshot in the local cache; nothing is downloaded.
+
+    Raises:
+        CheckpointError: neither the user nor the adapter says so, or there is no such folder or snapshot.
+    """
+    base = given.base or peft.read_config(folder).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise CheckpointError(peft.CONFIG, "names no base_model_name_or_path; name the base model's folder (--base)")
+    folder_here = Path(base).expanduser()
+    if folder_here.is_dir():
+        return str(folder_here)
+    where, why = "--base" if given.base else peft.CONFIG, "which is no folder here"
+    if base.startswith(HUB) or (could_be_on_hub(base) and not given.base):
+        try:
+            return str(find_on_hub(base, fetch=False))
+        except CheckpointError as error:
+            why = f"which is no folder here, and as a model of the hub: {error.rule}"
+    raise CheckpointError(where, f"names the base model {base!r}, {why}; name its folder (--base)")
+
+
+def pinned(path: str | Path, given: Given) -> Given:
+    """The same, with the very folder of an adapter's base model, or of the adapter that is added: later saves change neither.
+
+    Raises:
+        CheckpointError: as ``open_structure``, of what the paths mean.
+    """
+    folder, layout = recognise(path)
+    if layout is peft:
+        base, _ = recognise(adapted_base(folder, given))
+        return dataclasses.replace(given, base=str(base.path))
+    if given.adapter is not None:
+        adapter, _ = recognise(given.adapter)
+        return dataclasses.replace(given, adapter=str(adapter.path))
+    return given
+
+
+def open_adapted(folder: Folder, base: str, given: Given, verify: Verification) -> Structure:
+    """The model at ``base`` with the adapter in ``folder`` added, whose folder and tokenizer, if it has one, count.
+
+    Raises:
+        CheckpointError: one of the two is not sound, they do not fit, or the adapter remembers another base model.
+    """
+    config = peft.read_config(folder)
+    manifest = load_manifest(folder)
+    if manifest is not None:
+        check_sizes(folder, manifest)
+        if verify == "sha256":
+            check_hashes(folder, manifest)
+    below = open_structure(base, verify=verify, given=dataclasses.replace(given, base=None, adapter=None))
+    adapter: Weights | None = None
+    try:
+        if below.layout.startswith(peft.NAME):
+            raise CheckpointError(base, "is an adapter too; an adapter's base model must be a whole one")
+        if manifest is not None:
+            _check_base(manifest, below)
+        adapter = peft.open_weights(folder)
+        if manifest is not None:
+            _check_table(manifest, adapter.places)
+        weights = peft.merged(below.weights, adapter, config, below.config["model_type"])
+    except BaseException:
+        below.close()
+        if adapter is not None:
+            adapter.close()
+        raise
+    own = find_tokenizer(folder, given, above=False)
+    tokenizer = own if any(own.has(name) for name in TOKENIZER_FILES) else below.tokenizer
+    if manifest is not None:
+        weights = dataclasses.replace(weights, step=manifest.step)
+    layout = f"{peft.NAME} on {below.layout}"
+    return Structure(folder, below.config, below.generation_config, None, weights, layout, tokenizer)
+
+
+def _check_base(manifest: Manifest, base: Structure) -> None:
+    """The base that an adapter of Tessera remembers by its manifest is this one."""
+    extra = manifest.extra.get("base")
+    remembered: dict[str, Any] = extra if isinstance(extra, dict) else {}
+    kind, _, digest = str(remembered.get("identity")).partition(":")
+    if kind != "manifest":
+        return
+    if base.manifest is None or hashlib.sha256(base.manifest.to_bytes()).hexdigest() != digest:
+        rule = f"remembers another base model than {base.folder.path}; it was trained beside {remembered.get('folder')}"
+        raise CheckpointError(MANIFEST, f"{rule}: name that one (--base), or join them with `tessera-finetune merge`")
+
+
+def model_config(path: str | Path, given: Given = NOTHING_GIVEN) -> tuple[dict[str, Any], Path]:
+    """The checked ``config.json`` of a checkpoint whose weights need not be there, and the checkpoint's folder.
+
+    Raises:
+        CheckpointError: there is none, or it breaks a rule.
+    """
+    path = Path(path)
+    if (path / CONFIG).is_file() and given.config is None:
+        folder, layout = Folder(path), None
+    else:
+        folder, layout = recognise(path)
+    configs = find_configs(folder, given, above=layout is not None and layout is not hf)
+    if configs is not None:
+        return configs[0], folder.path
+    with open_structure(folder.path, given=given) as structure:
+        return structure.config, folder.path
+
+
+def tokenizer_place(path: str | Path, given: Given = NOTHING_GIVEN) -> Folder:
+    """Where the tokenizer is that belongs to a checkpoint; in a folder of Hugging Face's, weights need not be there.
+
+    Raises:
+        CheckpointError: there is no such checkpoint.
+    """
+    if (Path(path) / CONFIG).is_file() and given.tokenizer is None:
+        return Folder(Path(path))
+    folder, layout = recognise(path)
+    if layout is hf:
+        return find_tokenizer(folder, given, above=False)
+    with open_structure(folder.path, given=given) as structure:
+        return structure.tokenizer
+
+
+def _check_table(manifest: Manifest, places: Mapping[str, Stored]) -> None:
+    """The manifest's tensors are those of the files."""
+    for name, stored in places.items():
+        file = stored.file
+        entry = manifest.tensors.get(name)
+        if entry is None or file not in manifest.files:
+            raise CheckpointError(file, f"holds tensor {name!r}, which {MANIFEST} does not list")
+        if (entry.dtype, entry.shape, entry.file) != (stored.dtype, stored.shape, file):
+            raise CheckpointError(file, f"tensor {name!r} has another dtype, shape or file than {MANIFEST} says")
+    for name, entry in manifest.tensors.items():
+        if name not in places:
+            raise CheckpointError(entry.file, f"does not hold tensor {name!r}, which {MANIFEST} lists")

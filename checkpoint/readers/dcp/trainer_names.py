@@ -1,0 +1,179 @@
+"""From the names that a training script gave its tensors to those of the model of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from checkpoint.errors import CheckpointError
+from checkpoint.layout import Stored
+from checkpoint.model.config import attention_heads, key_value_heads
+
+_EMBEDDINGS = (
+    "model.decoder.embed_tokens.weight",
+    "model.embed_tokens.weight",
+    "gpt_neox.embed_in.weight",
+    "transformer.wte.weight",
+    "decoder.embed_tokens.weight",
+    "embed_tokens.weight",
+    "embed_in.weight",
+    "wte.weight",
+    "tok_embeddings.weight",
+)
+"""Whole names of a model's embedding, those that end with another one first: what stands before it is the prefix."""
+
+_WRAPPERS = frozenset(("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
+"""Parts of names that torch's wrappers around modules add."""
+
+_OTHER_THINGS = frozenset(
+    ("optim", "optimizer", "optimizers", "lr_scheduler", "lr_schedulers", "scheduler", "dataloader", "train_state", "ema")
+)
+"""First parts of names, in files whose weights have no prefix, of what is no weight."""
+
+
+def chosen(names: Collection[str], prefix: str | None, table: str) -> dict[str, str]:
+    """The tensors among ``names`` that are the model's: by the name without what the script put before it.
+
+    Args:
+        names: of all tensors in the files.
+        prefix: what the user says the model's begin with; ``None`` to find it by the name of the embedding.
+        table: the file that lists the names, for messages.
+
+    Raises:
+        CheckpointError: nothing begins with the prefix, none or several can be found, or two names become one.
+    """
+    if prefix is None:
+        prefix = _found_prefix(names, table)
+    bare: dict[str, str] = {}
+    for name in names:
+        if not name.startswith(prefix) or (not prefix and name.partition(".")[0] in _OTHER_THINGS):
+            continue
+        short = _unwrapped(name[len(prefix) :])
+        if short in bare:
+            raise CheckpointError(table, f"holds {bare[short]!r} and {name!r}, which are both the model's {short!r}")
+        bare[short] = name
+    if not bare:
+        raise CheckpointError(table, f"holds no tensor whose name begins with {prefix!r}; it has {_some(names)}")
+    return bare
+
+
+def _unwrapped(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _found_prefix(names: Collection[str], table: str) -> str:
+    found: set[str] = set()
+    for name in names:
+        for embedding in _EMBEDDINGS:
+            if name == embedding or name.endswith(f".{embedding}"):
+                found.add(name.removesuffix(embedding))
+                break
+    plain = {prefix for prefix in found if prefix.partition(".")[0] not in _OTHER_THINGS}
+    if len(plain) == 1:
+        return plain.pop()
+    if not plain:
+        rule = f"has no embedding by a name that is known, so its weights cannot be told; it has {_some(names)}"
+        raise CheckpointError(table, f"{rule}: say what theirs begin with (--weights-prefix)")
+    listed = " or ".join(repr(prefix) for prefix in sorted(plain))
+    raise CheckpointError(table, f"holds several models; say whether the weights begin with {listed} (--weights-prefix)")
+
+
+def _some(names: Collection[str]) -> str:
+    shown = sorted(names)[:4]
+    return ", ".join(repr(name) for name in shown) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+_TITAN_PARTS: Mapping[str, str] = {
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+}
+_TITAN_ENDS: Mapping[str, str] = {
+    "tok_embeddings.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+    "lm_head.weight": "lm_head.weight",
+}
+
+
+def is_torchtitan(names: Collection[str]) -> bool:
+    """Whether these are the names of torchtitan's (and Meta's) Llama 3."""
+    return "tok_embeddings.weight" in names and any(name.endswith("feed_forward.w1.weight") for name in names)
+
+
+def from_torchtitan(places: Mapping[str, Stored], config: Mapping[str, Any] | None, table: str) -> dict[str, Stored]:
+    """torchtitan's Llama 3 by the names of transformers, the rows of q and k in its order.
+
+    torchtitan rotates neighbouring rows of a head together, transformers the first half with the second: row r of a head of
+    d rows is torchtitan's row 2 · (r mod d/2) + r div d/2.
+
+    Args:
+        config: the model's ``config.json``, which alone says how many heads there are.
+
+    Raises:
+        CheckpointError: there is none, it is of another family, or a tensor's shape or name does not fit it.
+    """
+    if config is None:
+        rule = "has torchtitan's names, and says nothing of heads; give the model's config.json (--model-config)"
+        raise CheckpointError(table, rule)
+    if config.get("model_type") != "llama":
+        rule = f"has torchtitan's names, which are read for Llama only; config.json is of {config.get('model_type')!r}"
+        raise CheckpointError(table, rule)
+    heads, groups = attention_heads(config), key_value_heads(config)
+    if heads is None or groups is None:
+        raise CheckpointError("config.json", "must have num_attention_heads: rows of torchtitan's q and k are ordered by heads")
+    found: dict[str, Stored] = {}
+    for name, stored in places.items():
+        if name in _TITAN_ENDS:
+            found[_TITAN_ENDS[name]] = stored
+            continue
+        if name.rpartition(".")[2] == "freqs_cis":
+            continue
+        _, _, inside = name.partition("layers.")
+        number, _, rest = inside.partition(".")
+        part, _, end = rest.replace("attention.qkv_linear.", "attention.").rpartition(".")
+        if not name.startswith("layers.") or not number.isdecimal():
+            raise CheckpointError(table, f"holds tensor {name!r}, which torchtitan's Llama 3 does not have")
+        layer = f"model.layers.{number}"
+        if part == "attention.wqkv":
+            found |= {f"{layer}.{key}.{end}": value for key, value in _split_fused(name, stored, heads, groups, table).items()}
+        elif part in _TITAN_PARTS:
+            count = {"attention.wq": heads, "attention.wk": groups}.get(part)
+            found[f"{layer}.{_TITAN_PARTS[part]}.{end}"] = (
+                stored if count is None else stored.picked(_halves(_starts(name, stored, count, table)))
+            )
+        else:
+            raise CheckpointError(table, f"holds tensor {name!r}, which torchtitan's Llama 3 does not have")
+    return found
+
+
+def _starts(name: str, stored: Stored, count: int, table: str) -> list[range]:
+    """The rows of each of ``count`` heads."""
+    rows = stored.shape[0] if stored.shape else 0
+    if not rows or rows % count or (rows // count) % 2:
+        raise CheckpointError(table, f"tensor {name!r} has {rows} rows, which are not {count} heads of an even size")
+    size = rows // count
+    return [range(at, at + size) for at in range(0, rows, size)]
+
+
+def _halves(heads: Sequence[range]) -> list[range]:
+    """For each head its even rows, then its odd ones."""
+    return [head[parity::2] for head in heads for parity in (0, 1)]
+
+
+def _split_fused(name: str, stored: Stored, heads: int, groups: int, table: str) -> dict[str, Stored]:
+    """Rows that lie as, for each key/value head, its queries' heads, its key's and its value's."""
+    each = heads // groups
+    all_heads = _starts(name, stored, groups * (each + 2), table)
+    inside = [all_heads[at : at + each + 2] for at in range(0, len(all_heads), each + 2)]
+    return {
+        "self_attn.q_proj": stored.picked(_halves([head for group in inside for head in group[:each]])),
+        "self_attn.k_proj": stored.picked(_halves([group[each] for group in inside])),
+        "self_attn.v_proj": stored.picked([group[each + 1] for group in inside]),
+    }

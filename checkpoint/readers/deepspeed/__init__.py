@@ -1,0 +1,1 @@
+"""The layouts of DeepSpeed's engines."""

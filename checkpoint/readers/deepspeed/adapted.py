@@ -1,0 +1,104 @@
+"""The save of a training with peft's adapter in the model: the base and the factors beside it, joined as they are read.
+
+Such a save names every tensor below ``base_model.model.``; an adapted layer has its own weight at ``base_layer`` and factors by
+the adapter's name. How they are scaled it does not say: that is in the adapter's description, ``adapter_config.json``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+from checkpoint.disk.folder import Folder, Renamed
+from checkpoint.errors import CheckpointError
+from checkpoint.given import Given
+from checkpoint.layout import Stored
+from checkpoint.readers import peft
+from checkpoint.readers.surroundings import find_configs
+from checkpoint.readers.weights import Weights
+
+_PREFIX = "base_model.model."
+_PART = re.compile(
+    r"(?P<module>.+?)\.(?P<kind>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector|modules_to_save)"
+    r"\.(?P<adapter>[^.]+)(?P<rest>(?:\..+)?)"
+)
+_BASE_LAYER, _ORIGINAL = ".base_layer.", ".original_module."
+
+
+def with_adapter(weights: Weights, folder: Folder, given: Given) -> Weights:
+    """The weights of a save with its adapter joined; as they are where there is none in them.
+
+    Raises:
+        CheckpointError: the base's weights are not in the save, what describes the adapter is missing or of another one, there
+            are several adapters, or one of another kind than LoRA.
+    """
+    if not any(name.startswith(_PREFIX) or _BASE_LAYER in name or _PART.fullmatch(name) for name in weights.places):
+        return weights
+    base: dict[str, Stored] = {}
+    parts: dict[str, Stored] = {}
+    adapters: set[str] = set()
+    for name, stored in weights.places.items():
+        short = name.removeprefix(_PREFIX)
+        match = _PART.fullmatch(short)
+        if match is None and re.search(r"(^|\.)lora_\w+(\.|$)", short):
+            raise CheckpointError(weights.table, f"holds tensor {short!r}, which no adapter of LoRA has that is read")
+        if match is None:
+            base[short.replace(_BASE_LAYER, ".").replace(_ORIGINAL, ".")] = stored
+            continue
+        adapters.add(match["adapter"])
+        kind = "" if match["kind"] == "modules_to_save" else f".{match['kind']}"
+        parts[f"{match['module']}{kind}{match['rest']}"] = stored
+    _check_parts(weights, parts, adapters)
+    config = _described(weights, folder, given)
+    configs = find_configs(folder, given, above=True)
+    model_type = "" if configs is None else str(configs[0]["model_type"])
+    facts = {"rank": config.get("r"), "base": "in the same save"}
+    adapter = dataclasses.replace(weights, places=parts, facts=facts)
+    return peft.merged(dataclasses.replace(weights, places=base), adapter, config, model_type)
+
+
+def _check_parts(weights: Weights, parts: dict[str, Stored], adapters: set[str]) -> None:
+    """One adapter of LoRA beside its base: each layer that was given a base layer has factors."""
+    if len(adapters) > 1:
+        names = ", ".join(sorted(adapters))
+        raise CheckpointError(weights.table, f"holds the adapters {names}; a save with one of them is read")
+    layers = {name.removeprefix(_PREFIX).partition(_BASE_LAYER)[0] for name in weights.places if _BASE_LAYER in name}
+    adapted = {name.rpartition(".lora_")[0] for name in parts if ".lora_" in name}
+    lacking = next(iter(sorted(adapted - layers)), None)
+    if lacking is not None:
+        rule = (
+            f"holds an adapter of {lacking!r} and not the base model's weight of it: it was saved with "
+            "exclude_frozen_parameters; what is missing lies with the base model. Open the adapter that was saved beside it "
+            "(adapter_model.safetensors), with --base where it does not say of which model it is"
+        )
+        raise CheckpointError(weights.table, rule)
+    plain = next(iter(sorted(layers - adapted)), None)
+    if plain is not None:
+        raise CheckpointError(weights.table, f"adapts {plain!r} by other means than LoRA, which are not read")
+
+
+def _described(weights: Weights, folder: Folder, given: Given) -> dict[str, Any]:
+    """The adapter's description: the one that was given, or beside the save, or above it.
+
+    Raises:
+        CheckpointError: there is none, or it is of another kind of adapter.
+    """
+    if given.adapter_config is not None:
+        path = Path(given.adapter_config).expanduser()
+        if path.is_dir():
+            return peft.read_config(Folder(path))
+        if not path.is_file():
+            raise CheckpointError(given.adapter_config, "there is no such file or folder")
+        return peft.read_config(Renamed(path.parent, {peft.CONFIG: path.name}))
+    places = [folder, Folder(folder.path.parent)]
+    for place in places:
+        if place.has(peft.CONFIG):
+            return peft.read_config(place)
+    looked = ", ".join(str(place.path / peft.CONFIG) for place in places)
+    rule = (
+        "holds an adapter beside its base model, and nothing in it says how the adapter is scaled (r, lora_alpha, use_rslora); "
+        f"there is no {looked}: name the adapter's {peft.CONFIG} (--adapter-config)"
+    )
+    raise CheckpointError(weights.table, rule)

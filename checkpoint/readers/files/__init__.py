@@ -1,0 +1,1 @@
+"""The tensors of a single file, whichever trainer wrote it."""

@@ -1,0 +1,1 @@
+"""The layouts of Megatron-LM and Megatron-DeepSpeed."""

@@ -1,0 +1,265 @@
+"""Which model of transformers the arguments of a Megatron run describe, if any; its checkpoints keep them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from checkpoint.errors import CheckpointError
+from checkpoint.model.config import shown
+from checkpoint.readers.files.pickles import Allowed, Bag
+
+ALLOWED = Allowed(
+    classes=frozenset(
+        (
+            "__builtin__.set",
+            "__builtin__.bytearray",
+            "builtins.set",
+            "builtins.bytearray",
+            "_codecs.encode",
+            "_io.BytesIO",
+            "argparse.Namespace",
+            "types.SimpleNamespace",
+            "pathlib.PosixPath",
+            "pathlib._local.PosixPath",
+            "signal.Signals",
+            "numpy.dtype",
+            "numpy.ndarray",
+            "numpy.dtypes.UInt32DType",
+            "numpy.core.multiarray._reconstruct",
+            "numpy._core.multiarray._reconstruct",
+            "numpy.core.multiarray.scalar",
+            "numpy._core.multiarray.scalar",
+            "torch.device",
+            "torch.Tensor",
+            "torch._C.Generator",
+            "torch._tensor._rebuild_from_type_v2",
+        )
+    ),
+    packages=frozenset(("megatron", "deepspeed", "transformer_engine")),
+    calls={
+        "collections.defaultdict": lambda *_: {},
+        # By which Python 3.11 first wrote values of enumerations; nothing is fetched.
+        "__builtin__.getattr": lambda *_: None,
+        "builtins.getattr": lambda *_: None,
+    },
+)
+"""What stands beside the weights: arguments, to which users add what they like, states of random numbers and of optimizers."""
+
+_NONE_LIKE = "no model of transformers that is read here is built so"
+_UNLIKE: Mapping[str, str] = {
+    "qk_layernorm": "queries and keys are normalised",
+    "apply_layernorm_1p": "norms are stored less one",
+    "rotary_interleaved": "rotary positions turn neighbours",
+    "multi_latent_attention": "attention is latent",
+    "attention_output_gate": "attention has a gate",
+    "apply_residual_connection_post_layernorm": "residuals begin behind the norms",
+    "hybrid_layer_pattern": "layers are of several kinds",
+    "hybrid_override_pattern": "layers are of several kinds",
+    "heterogeneous_layers_config_path": "layers are of several kinds",
+    "window_size": "attention has a window",
+    "mtp_num_layers": "it predicts several tokens",
+    "quick_geglu": "its activation is another",
+    "use_mup": "its activations are scaled by muP",
+    "num_unique_layers": "layers share weights",
+    "rotary_seq_len_interpolation_factor": "rotary positions are interpolated",
+    "no_rope_freq": "some layers have no positions",
+    "softmax_scale": "scores have a scale of their own",
+    "layernorm_zero_centered_gamma": "norms are stored less one",
+    "qk_l2_norm": "queries and keys are normalised",
+    "activation_func_clamp_value": "its activation is another",
+    "glu_linear_offset": "its activation is another",
+    "linear_attention_freq": "layers are of several kinds",
+    "experimental_attention_variant": "attention is another",
+}
+_EPSILONS = ("norm_epsilon", "layernorm_epsilon")
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """The arguments of the run, and the file they are in."""
+
+    values: Mapping[str, Any]
+    file: str
+
+    def refuse(self, key: str, rule: str) -> NoReturn:
+        """Raise what is said of an argument's value."""
+        raise CheckpointError(self.file, f"args.{key} is {shown(self.values.get(key))}; {rule}")
+
+    def count(self, *keys: str, default: int | None = None) -> int:
+        """A number from 1 up, under the first of ``keys`` that has one."""
+        for key in keys:
+            value = self.values.get(key)
+            if value is None:
+                continue
+            if type(value) is not int or not 1 <= value < 1 << 31:
+                self.refuse(key, "it must be a number from 1 up")
+            return value
+        if default is None:
+            self.refuse(keys[0], "a number from 1 up must be given")
+        return default
+
+    def number(self, *keys: str, default: float) -> float:
+        """A finite number above 0, under the first of ``keys`` that has one."""
+        for key in keys:
+            value = self.values.get(key)
+            if value is None:
+                continue
+            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e300:
+                self.refuse(key, "it must be a finite number above 0")
+            return float(value)
+        return default
+
+    def switch(self, key: str, default: bool = False) -> bool:
+        """A truth value."""
+        value = self.values.get(key)
+        return default if value is None else bool(value)
+
+
+def arguments(tree: Mapping[Any, Any], file: str) -> Arguments:
+    """The arguments in a file of a rank.
+
+    Raises:
+        CheckpointError: there are none.
+    """
+    bag = tree.get("args")
+    if not isinstance(bag, Bag) or not isinstance(bag.state, dict):
+        raise CheckpointError(file, "holds no args, which say what model it is of")
+    return Arguments(bag.state, file)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What taking the tensors apart needs to know of a model."""
+
+    family: str
+    num_layers: int
+    num_heads: int
+    num_groups: int
+    """Key/value heads."""
+    head_size: int
+    gated: bool
+    tied: bool
+
+
+def shape_of(args: Arguments) -> Shape:
+    """The model that the arguments describe.
+
+    Raises:
+        CheckpointError: transformers has none like it; it names the argument.
+    """
+    for key, why in _UNLIKE.items():
+        if args.values.get(key):
+            args.refuse(key, f"{why}: {_NONE_LIKE}")
+    if args.values.get("softmax_type") not in (None, "vanilla"):
+        args.refuse("softmax_type", f"attention may attend to nothing: {_NONE_LIKE}")
+    experts = args.values.get("num_experts")
+    if experts is not None and experts != 1 and experts != [1]:
+        args.refuse("num_experts", "mixtures of experts are not read")
+    heads = args.count("num_attention_heads")
+    groups = args.count("num_key_value_heads", default=heads)
+    if args.switch("group_query_attention"):
+        groups = args.count("num_query_groups")
+    hidden, gated = args.count("hidden_size"), args.switch("swiglu")
+    size = args.count("kv_channels", default=max(1, hidden // heads))
+    family = _family(args, heads == groups, gated, size * heads == hidden)
+    tied = not args.switch("untie_embeddings_and_output_weights")
+    return Shape(family, args.count("num_layers"), heads, groups, size, gated, tied)
+
+
+def config_of(args: Arguments, shape: Shape, *, rows: int, dtype: str | None, end_of_text_id: int | None) -> dict[str, Any]:
+    """The ``config.json`` of the model.
+
+    Args:
+        rows: of the embedding.
+        dtype: of the weights, by the name transformers has for it.
+
+    Raises:
+        CheckpointError: an argument is missing or out of its range.
+    """
+    hidden = args.count("hidden_size")
+    wide = args.count("ffn_hidden_size", default=4 * hidden)
+    positions, epsilon = args.count("max_position_embeddings", "seq_length"), args.number(*_EPSILONS, default=1e-5)
+    common: dict[str, Any] = {
+        "model_type": shape.family,
+        "vocab_size": rows,
+        "tie_word_embeddings": shape.tied,
+        "bos_token_id": end_of_text_id,
+        "eos_token_id": end_of_text_id,
+        "pad_token_id": None,
+        **({"dtype": dtype} if dtype else {}),
+    }
+    if shape.family == "gpt2":
+        return common | {
+            "n_embd": hidden,
+            "n_layer": shape.num_layers,
+            "n_head": shape.num_heads,
+            "n_inner": wide,
+            "n_positions": positions,
+            "activation_function": _activation(args),
+            "layer_norm_epsilon": epsilon,
+        }
+    common |= {
+        "hidden_size": hidden,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "intermediate_size": wide,
+        "max_position_embeddings": positions,
+        "hidden_act": "silu" if shape.gated else _activation(args),
+    }
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": args.number("rotary_base", "rope_theta", default=10000)}
+    if shape.family == "gpt_neox":
+        return common | {
+            "layer_norm_eps": epsilon,
+            "use_parallel_residual": False,
+            "attention_bias": True,
+            "rope_parameters": rope | {"partial_rotary_factor": args.number("rotary_percent", default=1.0)},
+        }
+    if args.switch("use_rope_scaling"):
+        factor = args.number("rope_scaling_factor", default=8.0)
+        rope |= {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        rope["original_max_position_embeddings"] = 8192
+    common |= {"num_key_value_heads": shape.num_groups, "head_dim": shape.head_size, "rms_norm_eps": epsilon}
+    biased = _biased(args)
+    return (
+        common | {"rope_parameters": rope} | ({"attention_bias": biased, "mlp_bias": biased} if shape.family == "llama" else {})
+    )
+
+
+def _family(args: Arguments, own_keys: bool, gated: bool, plain_heads: bool) -> str:
+    norm = str(args.values.get("normalization") or "LayerNorm").lower()
+    rotary, learned = _positions(args)
+    biased = _biased(args)
+    if rotary == learned or norm not in ("layernorm", "rmsnorm"):
+        key = "normalization" if rotary != learned else "position_embedding_type"
+        args.refuse(key, f"{_NONE_LIKE}; layernorm and rmsnorm, rotary and learned positions are read")
+    if norm == "rmsnorm" and rotary and gated and args.number("rotary_percent", default=1.0) == 1.0:
+        return "qwen2" if args.switch("add_qkv_bias") and not biased else "llama"
+    if norm == "rmsnorm" or gated or not biased or not own_keys or not plain_heads or args.switch("use_rope_scaling"):
+        told = f"{'rotary' if rotary else 'learned'} positions, {'a gated' if gated else 'a plain'} MLP, "
+        told += "biases" if biased else "no biases"
+        args.refuse("normalization", f"with {told}, rotary_percent and heads as they are, {_NONE_LIKE}")
+    return "gpt_neox" if rotary else "gpt2"
+
+
+def _positions(args: Arguments) -> tuple[bool, bool]:
+    """Whether positions are rotary, and whether they are learned."""
+    kind = args.values.get("position_embedding_type")
+    if args.switch("use_rotary_position_embeddings"):
+        return True, False
+    if kind is None:
+        return False, args.switch("add_position_embedding", True)
+    return kind == "rope", kind == "learned_absolute" or (kind == "absolute")
+
+
+def _biased(args: Arguments) -> bool:
+    return args.switch("add_bias_linear", not args.switch("disable_bias_linear"))
+
+
+def _activation(args: Arguments) -> str:
+    if args.switch("squared_relu"):
+        return "relu2"
+    if args.switch("openai_gelu"):
+        return "gelu_new"
+    return "gelu_fast" if args.switch("bias_gelu_fusion") else "gelu"  # the fused one is the form by tanh

@@ -1,0 +1,129 @@
+"""Where a checkpoint's model configuration and tokenizer are: trainers leave them beside the weights, above, or nowhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from checkpoint.disk.folder import Folder, Renamed
+from checkpoint.errors import CheckpointError
+from checkpoint.given import Given
+from checkpoint.model.config import CONFIG, GENERATION, check_config, check_generation_config, normalized, with_one_beginning
+from checkpoint.model.mxfp4 import without_mxfp4
+from checkpoint.text.tokenizer_files import MERGES, SENTENCE_PIECE, TOKENIZER_FILES, TOKENIZER_JSON, VOCABULARY
+
+NOTHING_NAMED: Mapping[str, str] = MappingProxyType({})
+
+Configs = tuple[dict[str, Any], dict[str, Any]]
+"""``config.json`` and ``generation_config.json``, checked; the second is empty if there is none."""
+
+
+def read_configs(folder: Folder, name: str = CONFIG) -> Configs:
+    """The configuration that lies in ``folder``, checked.
+
+    Raises:
+        CheckpointError: one of the files cannot be read or breaks a rule.
+    """
+    config = without_mxfp4(folder.read_object(name))
+    check_config(config)
+    generation = folder.read_object(GENERATION) if folder.has(GENERATION) else {}
+    check_generation_config(generation)
+    return normalized(config), with_one_beginning(generation)
+
+
+def find_configs(folder: Folder, given: Given, *, above: bool) -> Configs | None:
+    """The configuration that was given, or lies in ``folder``, or in the one above it; ``None`` where there is none.
+
+    Args:
+        above: whether the folder above is looked into: layouts that come as one folder hold it themselves.
+
+    Raises:
+        CheckpointError: the one that was given is not there, or one breaks a rule.
+    """
+    if given.config is not None:
+        return read_configs(*_split(given.config, CONFIG))
+    for place in _places(folder, above=above):
+        if place.has(CONFIG):
+            return read_configs(place)
+    return None
+
+
+def checked_configs(folder: Folder, said: Mapping[str, Any] | None, table: str, *, above: bool) -> Configs:
+    """The configuration that the weights' own files tell, for where ``find_configs`` found none.
+
+    Args:
+        said: what they tell; ``None`` for nothing.
+        table: the file that would.
+
+    Raises:
+        CheckpointError: they tell nothing, or what breaks a rule.
+    """
+    if said is None:
+        looked = ", ".join(str(place.path / CONFIG) for place in _places(folder, above=above))
+        rule = f"does not say what model it is of, and there is no {looked}; give the model's config.json (--model-config)"
+        raise CheckpointError(table, rule)
+    config = dict(said)
+    check_config(config)
+    return normalized(config), {}
+
+
+def find_tokenizer(folder: Folder, given: Given, *, above: bool, named: Mapping[str, str] = NOTHING_NAMED) -> Folder:
+    """The folder whose tokenizer belongs to the checkpoint; ``folder`` itself where none has any of a tokenizer's files.
+
+    Args:
+        named: the names that the checkpoint's trainer had for the files of its tokenizer, by the usual ones.
+
+    Raises:
+        CheckpointError: the one that was given is not there, or is no file of a tokenizer.
+    """
+    if given.tokenizer is not None:
+        return tokenizer_at(given.tokenizer)
+    places = _places(folder, above=above)
+    for place in places:
+        if named and all(place.has(name) for name in named.values()):
+            return Renamed(place.path, named)
+    return next((place for place in places if any(place.has(name) for name in TOKENIZER_FILES)), folder)
+
+
+def tokenizer_at(given: str) -> Folder:
+    """The tokenizer's folder that was given, or one that has the file that was given under its usual name, and nothing else.
+
+    A file is a ``tokenizer.json``, a ``vocab.json`` with its merges beside it, or a SentencePiece ``.model``; what it is called
+    does not matter, but that merges are called as the vocabulary, with ``merges`` and ``.txt``, or ``merges.txt``.
+
+    Raises:
+        CheckpointError: there is no such file or folder, or it is none of these.
+    """
+    folder, name = _split(given, TOKENIZER_JSON)
+    if Path(given).expanduser().is_dir() or name in TOKENIZER_FILES:
+        return folder
+    if name.endswith(".model"):
+        return Renamed(folder.path, {SENTENCE_PIECE: name})
+    content = folder.read_object(name)
+    if isinstance(content.get("model"), dict):
+        return Renamed(folder.path, {TOKENIZER_JSON: name})
+    if not content or not all(isinstance(value, int) for value in content.values()):
+        raise CheckpointError(given, "is neither a tokenizer.json, nor a vocabulary (pieces and their ids), nor a .model")
+    merges = (f"{name.removesuffix('.json').replace('vocab', 'merges')}.txt", MERGES)
+    found = next((candidate for candidate in merges if candidate != name and folder.has(candidate)), None)
+    if found is None:
+        raise CheckpointError(
+            given, f"is a vocabulary, whose merges are not beside it, neither {' nor '.join(dict.fromkeys(merges))}"
+        )
+    return Renamed(folder.path, {VOCABULARY: name, MERGES: found})
+
+
+def _places(folder: Folder, *, above: bool) -> list[Folder]:
+    return [folder, Folder(folder.path.parent)] if above else [folder]
+
+
+def _split(given: str, name: str) -> tuple[Folder, str]:
+    """The folder of a file that was given, or of ``name`` in a folder that was, and the file's name."""
+    path = Path(given).expanduser()
+    if path.is_dir():
+        return Folder(path), name
+    if not path.is_file():
+        raise CheckpointError(given, "is not a file or folder" if path.exists() else "there is no such file or folder")
+    return Folder(path.parent), path.name

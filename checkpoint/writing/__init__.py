@@ -1,0 +1,1 @@
+"""Writes the format that is Tessera's own."""

@@ -1,0 +1,148 @@
+"""What DeepSpeed itself saved, opened where it lies: equal to the trainer's own weights and logits, slice by slice."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from checkpoint import CheckpointError, Given, open_checkpoint
+from tests.checkpoint.readers.deepspeed_folders import zero3_of
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = Path(__file__).with_name("deepspeed_saves.py")
+IDS = torch.tensor([[3, 14, 15, 92, 65, 35, 89, 79]])
+RANKS = {"zero3-groups": 4, "zero2-masters": 1, "zero2-lora": 1, "zero2-lora-alone": 1}
+"""Ranks that save each; the others are two."""
+MASTERS = Given(master_weights=True)
+
+
+@pytest.fixture(scope="module")
+def saves(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of all saves, made by one process and its forks."""
+    folder = tmp_path_factory.mktemp("saves")
+    command = [sys.executable, str(SCRIPT), str(folder), *(f"{name}:{RANKS.get(name, 2)}" for name in CASES)]
+    environment = os.environ | {"PYTHONPATH": "", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder
+
+
+CASES = {
+    "zero3-groups": ("DeepSpeed ZeRO-3", 2),
+    "zero3-float": ("DeepSpeed ZeRO-3", 2),
+    "zero3-offload": ("DeepSpeed ZeRO-3", 2),
+    "zero2-masters": ("DeepSpeed ZeRO-0, 1 or 2", 2),
+    "zero0": ("DeepSpeed ZeRO-0, 1 or 2", 2),
+    "pipeline": ("DeepSpeed pipeline", 1),
+    "pipeline-neox": ("DeepSpeed pipeline", 1),
+    "universal3": ("DeepSpeed universal", 2),
+    "universal2": ("DeepSpeed universal", 2),
+    "parallel-llama": ("DeepSpeed tensor-parallel", 0),
+    "parallel-tied": ("DeepSpeed tensor-parallel", 0),
+    "parallel-neox": ("DeepSpeed tensor-parallel", 0),
+    "parallel-uneven": ("DeepSpeed tensor-parallel", 0),
+    "zero1-robin": ("DeepSpeed ZeRO-0, 1 or 2", 2),
+    "zero3-lora": ("DeepSpeed ZeRO-3", 2),
+    "zero2-lora": ("DeepSpeed ZeRO-0, 1 or 2", 2),
+    "universal3-lora": ("DeepSpeed universal", 2),
+    "zero2-lora-alone": ("", 0),
+}
+"""What each save is called, and the step it is of."""
+ADAPTED = ["zero3-lora", "zero2-lora", "universal3-lora"]
+IN_FLOAT = [name for name in CASES if name.startswith(("parallel", "pipeline")) or name in ("zero3-float", "zero0", *ADAPTED)]
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "zero1-robin" and "lora" not in name])
+def test_every_tensor_is_the_trainer_s_bit_for_bit_whole_and_in_slices(saves: Path, name: str) -> None:
+    expected = torch.load(saves / name / "expected.pt")
+    with open_checkpoint(saves / name / "save", given=MASTERS) as checkpoint:
+        assert (checkpoint.layout, checkpoint.step) == CASES[name]
+        assert checkpoint.tensors.keys() == expected.keys()
+        for stored, tensor in expected.items():
+            assert torch.equal(checkpoint.read(stored, dtype=torch.float32), tensor), stored
+            for dim, size in enumerate(tensor.shape):
+                before = checkpoint.bytes_read
+                index = (slice(None),) * dim + (slice(size // 3, size - size // 4),)
+                part = checkpoint.read(stored, index)
+                assert torch.equal(part.float(), tensor[index]), stored
+                assert checkpoint.bytes_read - before == part.nbytes
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_an_adapter_in_a_save_is_joined_with_the_base_beside_it(saves: Path, name: str) -> None:
+    expected = torch.load(saves / name / "expected.pt")
+    with open_checkpoint(saves / name / "save", given=MASTERS) as checkpoint:
+        assert (checkpoint.layout, checkpoint.step) == CASES[name]
+        assert checkpoint.tensors.keys() == expected.keys()
+        for stored, tensor in expected.items():
+            assert torch.allclose(checkpoint.read(stored), tensor, rtol=0, atol=1e-6), stored
+            for dim, size in enumerate(tensor.shape):
+                index = (slice(None),) * dim + (slice(size // 3, size - size // 4),)
+                assert torch.allclose(checkpoint.read(stored, index), tensor[index], rtol=0, atol=1e-6), stored
+
+
+def test_without_its_description_an_adapter_s_scale_is_asked_for(saves: Path, tmp_path: Path) -> None:
+    save = shutil.copytree(saves / "zero3-lora" / "save", tmp_path / "save")
+    described = tmp_path / "adapter_config.json"
+    shutil.move(save / "adapter_config.json", described)
+    with pytest.raises(CheckpointError, match=r"how the adapter is scaled .*adapter_config.json.*--adapter-config"):
+        open_checkpoint(save)
+    expected = torch.load(saves / "zero3-lora" / "expected.pt")
+    for given in (described, shutil.copy(described, tmp_path / "mine.json"), tmp_path):
+        with open_checkpoint(save, given=Given(adapter_config=str(given))) as checkpoint:
+            name = "model.layers.1.mlp.down_proj.weight"
+            assert torch.allclose(checkpoint.read(name), expected[name], rtol=0, atol=1e-6)
+    described.write_text(json.dumps(json.loads(described.read_text()) | {"peft_type": "IA3"}))
+    with pytest.raises(CheckpointError, match="peft_type is 'IA3'"):
+        open_checkpoint(save, given=Given(adapter_config=str(described)))
+
+
+def test_an_adapter_that_was_saved_without_its_base_is_refused(saves: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"not the base model's weight of it: .*exclude_frozen_parameters.*--base"):
+        open_checkpoint(saves / "zero2-lora-alone" / "save")
+
+
+def test_masters_under_round_robin_are_those_of_the_weights_that_are_computed_with(saves: Path) -> None:
+    save = saves / "zero1-robin" / "save"
+    with open_checkpoint(save) as module, open_checkpoint(save, given=MASTERS) as masters:
+        assert module.tensors.keys() == masters.tensors.keys()
+        for name in module.tensors:
+            master = masters.read(name)
+            assert master.dtype == torch.float32
+            assert torch.equal(master.bfloat16(), module.read(name)), name
+
+
+@pytest.mark.parametrize("name", IN_FLOAT)
+def test_logits_are_the_trainer_s(saves: Path, name: str) -> None:
+    with open_checkpoint(saves / name / "save") as checkpoint:
+        options = dict(checkpoint.config)
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(options.pop("model_type"), **options), attn_implementation="eager"
+        )
+        model.load_state_dict({stored: checkpoint.read(stored) for stored in checkpoint.tensors})
+    model.eval()
+    with torch.no_grad():
+        logits = model(input_ids=IDS).logits
+    assert torch.allclose(logits, torch.load(saves / name / "logits.pt"), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_rank_reads_its_own_bytes_of_four_ranks_files_and_holds_its_own_slices(tmp_path: Path, ranks: int) -> None:
+    shapes = {f"layers.{number}.weight": (2048, 2048) for number in range(4)}
+    zero3_of(tmp_path, {name: torch.full(shape, 0.01) for name, shape in shapes.items()}, 4)
+    script = Path(__file__).with_name("zero3_memory.py")
+    root = Path(__file__).parents[3]
+    command = [sys.executable, str(script), str(tmp_path), str(ranks)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(root)}, check=True)
+    shard, stored, num_bytes, grown = (int(word) for word in done.stdout.split())
+    assert num_bytes == stored
+    assert grown <= shard + (128 << 20), f"{grown >> 20} MiB for a shard of {shard >> 20} MiB"

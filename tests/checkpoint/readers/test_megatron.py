@@ -1,0 +1,162 @@
+"""Megatron's checkpoints: every slice of every tensor is the model's, in each form; what cannot be read is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoint import CheckpointError, open_checkpoint, open_structure
+from checkpoint.layout import cover_fault
+from tests.checkpoint.readers.test_neox import TOKENS, Runs, assert_holds, assert_model, small
+from tests.support.megatron import Form, save_megatron, save_megatron_deepspeed
+from tests.support.megatron_dist import save_torch_dist
+from tests.support.models import tokenizer
+
+FORMS = {
+    "GPT-2's parts": ("gpt2", {"activation_function": "gelu"}, {"names": "legacy"}),
+    "GPT-2's parts, in two stages": ("gpt2", {"activation_function": "gelu"}, {"names": "legacy", "pipeline": 2}),
+    "Llama's parts": ("llama", {"num_key_value_heads": 2}, {}),
+    "Llama's parts, fused": ("llama", {"tie_word_embeddings": True}, {"names": "fused", "pipeline": 2}),
+    "stages in turn": ("llama", {"num_hidden_layers": 4}, {"pipeline": 2, "chunks": 2}),
+    "biases of queries": ("qwen2", {}, {"pipeline": 2}),
+    "plain MLP and rotary positions": ("gpt_neox", {"use_parallel_residual": False}, {"names": "fused"}),
+}
+"""Family, what its model has, how it is laid out."""
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("name", FORMS)
+def test_every_tensor_and_slice_is_that_of_the_model(name: str, tensor: int, tmp_path: Path) -> None:
+    family, changes, form = FORMS[name]
+    model = small(family, **changes)
+    save_megatron(tmp_path, model, Form(tensor=tensor, **form))
+    tokenizer().save(str(tmp_path / "tokenizer.json"))
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert_holds(checkpoint, model)
+        assert (checkpoint.layout, checkpoint.step) == ("Megatron-LM", 10)
+        assert_model(checkpoint.config, model)
+    with open_structure(tmp_path) as structure:
+        assert {cover_fault(stored) for stored in structure.weights.places.values()} == {None}
+
+
+@pytest.mark.parametrize("layers", [True, False])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_what_deepspeed_saved_of_megatron_is_read(family: str, layers: bool, tmp_path: Path) -> None:
+    model = small(family, **({"activation_function": "gelu"} if family == "gpt2" else {}))
+    save_megatron_deepspeed(tmp_path, model, Form(tensor=2, names="legacy"), layers=layers)
+    tokenizer().save(str(tmp_path / "tokenizer.json"))
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert_holds(checkpoint, model)
+        assert (checkpoint.layout, checkpoint.step) == ("Megatron-DeepSpeed", 10)
+        assert_model(checkpoint.config, model)
+
+
+@pytest.mark.parametrize(("stacked", "beside"), [(True, True), (True, False), (False, False)])
+@pytest.mark.parametrize(("family", "tensor"), [("gpt2", 2), ("llama", 2), ("llama", 1)])
+def test_whole_tensors_with_stacked_layers_are_read(
+    family: str, tensor: int, stacked: bool, beside: bool, tmp_path: Path
+) -> None:
+    model = small(family, **({"activation_function": "gelu"} if family == "gpt2" else {}))
+    save_torch_dist(tmp_path, model, Form(tensor=tensor, names="fused"), stacked=stacked, beside=beside)
+    tokenizer().save(str(tmp_path / "tokenizer.json"))
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert_holds(checkpoint, model)
+        assert (checkpoint.layout, checkpoint.step) == ("Megatron-LM torch_dist", 10)
+        assert_model(checkpoint.config, model)
+
+
+def test_a_torch_dist_folder_that_is_not_whole_or_of_another_kind_is_refused(tmp_path: Path) -> None:
+    folder = save_torch_dist(tmp_path, small("llama"), Form(names="fused"))
+    common = torch.load(folder / "common.pt", weights_only=False)
+    common["args"].num_layers = 3
+    torch.save(common, folder / "common.pt")
+    with pytest.raises(CheckpointError, match=r"is of 2 layers; args\.num_layers is 3"):
+        open_structure(tmp_path)
+    torch.save(common | {"extra": Runs()}, folder / "common.pt")
+    with pytest.raises(CheckpointError, match="print"):
+        open_structure(tmp_path)
+    (folder / "common.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"common\.pt: is missing, and so is common_state"):
+        open_structure(tmp_path)
+    (folder / "metadata.json").write_text('{"sharded_backend": "zarr"}')
+    with pytest.raises(CheckpointError, match=r"metadata\.json: sharded_backend is 'zarr'"):
+        open_structure(tmp_path)
+
+
+def test_without_a_tokenizer_no_row_is_left_out(tmp_path: Path) -> None:
+    save_megatron(tmp_path, small("llama"), Form(tensor=2))
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.config["vocab_size"] == -(-TOKENS // 16) * 16
+        assert checkpoint.config["eos_token_id"] is None
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"num_experts": 8}, "args.num_experts is 8"),
+        ({"pipeline_model_parallel_layout": "Et*2|L"}, "args.pipeline_model_parallel_layout is 'Et"),
+        ({"account_for_embedding_in_pipeline_split": True}, "account_for_embedding_in_pipeline_split is True"),
+        ({"qk_layernorm": True}, "args.qk_layernorm is True"),
+        ({"apply_layernorm_1p": True}, "args.apply_layernorm_1p is True"),
+        ({"rotary_interleaved": True}, "args.rotary_interleaved is True"),
+        ({"rotary_seq_len_interpolation_factor": 2}, "args.rotary_seq_len_interpolation_factor is 2"),
+        ({"no_rope_freq": 4}, "args.no_rope_freq is 4"),
+        ({"softmax_type": "off-by-one"}, "args.softmax_type is 'off-by-one'"),
+        ({"multi_latent_attention": True}, "args.multi_latent_attention is True"),
+        ({"position_embedding_type": "alibi"}, "args.position_embedding_type is 'alibi'"),
+        ({"normalization": "Other"}, "args.normalization is 'Other'"),
+        ({"swiglu": False}, "args.normalization is 'RMSNorm'; with rotary positions, a plain MLP"),
+        ({"num_layers": 3}, "there are tensors of 2 layers; args.num_layers is 3"),
+        ({"num_layers": 1 << 30}, "there are tensors of 2 layers"),
+        ({"num_attention_heads": 8}, "query_key_value: has"),
+        ({"num_query_groups": 4}, "query_key_value: has"),
+        ({"tensor_model_parallel_size": 1}, "there are 2 folders of ranks; by args there are 1 x 1|shape"),
+        ({"tensor_model_parallel_size": 4}, "mp_rank_02"),
+        ({"hidden_size": "wide"}, "args.hidden_size is 'wide'"),
+        ({"expert_model_parallel_size": 2}, "expert_model_parallel_size is 2"),
+    ],
+)
+def test_arguments_that_no_model_of_transformers_has_are_refused_by_name(
+    args: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    save_megatron(tmp_path, small("llama"), Form(tensor=2), **args)
+    with pytest.raises(CheckpointError, match=message):
+        open_structure(tmp_path)
+
+
+def tables_that_hold_themselves() -> dict[str, Any]:
+    table: dict[str, Any] = {}
+    table["a"] = table["b"] = table
+    return table
+
+
+def test_files_that_are_missing_old_or_no_tables_are_refused(tmp_path: Path) -> None:
+    folder = save_megatron(tmp_path, small("llama"), Form(tensor=2))
+    file = folder / "mp_rank_01" / "model_optim_rng.pt"
+    held = torch.load(file, weights_only=False)
+    without = {name: value for name, value in held["model"].items() if "layers.1" not in name}
+    for change, message in (
+        ({"checkpoint_version": 0}, "its checkpoint_version is 0"),
+        ({"args": None}, "holds tensor|args"),
+        ({"model": without}, "a rank has no tensors of layer 1"),
+        ({"model": held["model"] | {"decoder.layers.0.mlp.router.weight": torch.ones(2)}}, "router.weight"),
+        ({"model": held["model"] | {"vision.weight": torch.ones(2)}}, "holds tensor 'vision.weight'"),
+        ({"model": 5}, "holds int where a table"),
+        ({"model": tables_that_hold_themselves()}, "has tables in tables"),
+        ({"extra": Runs()}, "print"),
+    ):
+        torch.save(held | change, file)
+        if "args" in change:
+            open_structure(tmp_path).close()  # those of the first rank count
+            continue
+        with pytest.raises(CheckpointError, match=message):
+            open_structure(tmp_path)
+    file.unlink()
+    with pytest.raises(CheckpointError, match=r"mp_rank_01|model_optim_rng\.pt: is missing"):
+        open_structure(tmp_path)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("../elsewhere")
+    with pytest.raises(CheckpointError, match=r"latest_checkpointed_iteration\.txt: is '\.\./elsewhere'"):
+        open_structure(tmp_path)
