@@ -20,7 +20,7 @@ from finetune.data.prepare import prepare
 from finetune.data.rows import open_rows
 from finetune.model.build import build_empty
 from finetune.train.initial_model import InitialModel
-from tests.checkpoint import deepspeed_folders as deepspeed
+from tests.checkpoint.readers import deepspeed_folders as deepspeed
 from tests.checkpoint.readers.test_neox import small
 from tests.finetune.support import run_command, write_config
 from tests.finetune.train.test_tune import losses_of
