@@ -80,7 +80,7 @@ def _snapshot(name: str, repository: str, revision: str | None, patterns: Sequen
         whole = "not whole" if isinstance(error, errors.IncompleteSnapshotError) else "not"
         offline = huggingface_hub.is_offline_mode()
         why = "HF_HUB_OFFLINE is set, so the hub is not asked" if offline else "the hub cannot be reached"
-        why = why if fetch or offline else "nothing is downloaded here"
+        why = why if fetch else "nothing is downloaded here"
         looked = f"revision {revision or 'main'} of {repository} is {whole} in the cache {constants.HF_HUB_CACHE}, and {why}"
         raise CheckpointError(name, f"{looked}{_remedy(repository)}") from error
     except Exception as error:  # what httpx, the disk and the library itself raise

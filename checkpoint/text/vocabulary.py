@@ -7,7 +7,7 @@ from typing import Any
 
 from checkpoint.disk.folder import Folder
 from checkpoint.errors import CheckpointError
-from checkpoint.text.sentencepiece import read_pieces
+from checkpoint.text.sentencepiece_file import read_pieces
 from checkpoint.text.tokenizer_files import ADDED_TOKENS, SENTENCE_PIECE, VOCABULARY
 
 

@@ -10,7 +10,7 @@ from checkpoint.disk.folder import Folder, Written
 from checkpoint.given import Given
 from checkpoint.readers.neox.settings import Settings
 from checkpoint.readers.surroundings import find_tokenizer
-from checkpoint.text.sentencepiece import read_unknown
+from checkpoint.text.sentencepiece_file import read_unknown
 from checkpoint.text.tokenizer_files import (
     MERGES,
     SENTENCE_PIECE,
