@@ -92,7 +92,7 @@ def expect_exact(
 @pytest.mark.parametrize(
     ("ranks", "num_swaps", "num_streams", "memory"),
     [
-        (1, 3, 4, ()),
+        (1, 2, 4, ()),
         pytest.param(2, SWAPS, 32, (), marks=pytest.mark.slow),
         pytest.param(2, 2, 4, ("--swap-memory-gib", "0"), marks=pytest.mark.slow),
     ],

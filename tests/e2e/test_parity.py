@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ from tests.support.server import Server, serving
 NEW_TOKENS = 64
 BLOCKS = 48
 """Sixteen sequences need about 190 blocks of 16 positions: they preempt one another."""
+CASES = [(family, ranks) for family in FAMILIES for ranks in (1, 2) if ranks > 1 or family in ("gpt_neox", "gpt2", "mistral")]
+"""On one rank a family of each kind of positions and windows; that all give the same there is shown without a server, too."""
 
 
 @dataclass
@@ -35,22 +38,36 @@ class Judge:
         return self.answers[prompt]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def judge(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Judge:
-    folder = save(
-        request.param, tmp_path_factory.mktemp("parity") / request.param, max_shard_size="300KB", with_tokenizer=False
-    )
-    return Judge(folder, reference.load(folder))
+@pytest.fixture(scope="module")
+def judge_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Judge]:
+    @cache
+    def judge_of(family: str) -> Judge:
+        folder = save(family, tmp_path_factory.mktemp("parity") / family, max_shard_size="300KB", with_tokenizer=False)
+        return Judge(folder, reference.load(folder))
+
+    return judge_of
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
-def server(request: pytest.FixtureRequest, judge: Judge) -> Iterator[Server]:
+@pytest.fixture(scope="module", params=CASES, ids=[f"tp{ranks}-{family}" for family, ranks in CASES])
+def case(request: pytest.FixtureRequest) -> tuple[str, int]:
+    """Family and number of ranks."""
+    found: tuple[str, int] = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def judge(case: tuple[str, int], judge_of: Callable[[str], Judge]) -> Judge:
+    return judge_of(case[0])
+
+
+@pytest.fixture(scope="module")
+def server(case: tuple[str, int], judge: Judge) -> Iterator[Server]:
     """A budget of 32 chunks every longer prompt, and few blocks make the mixed batch preempt."""
-    config = judge.model.config
+    config, ranks = judge.model.config, case[1]
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    block_bytes = 2 * config.num_hidden_layers * kv_heads // request.param * 16 * 16 * 4
+    block_bytes = 2 * config.num_hidden_layers * kv_heads // ranks * 16 * 16 * 4
     gib = (BLOCKS + 0.5) * block_bytes / 2**30
-    options = ("--tensor-parallel-size", str(request.param), "--dtype", "float32")
+    options = ("--tensor-parallel-size", str(ranks), "--dtype", "float32")
     with serving(judge.folder, *options, "--max-step-tokens", "32", "--kv-cache-gib", f"{gib:.9f}") as running:
         assert running.ready["kv_blocks"] == str(BLOCKS)
         yield running

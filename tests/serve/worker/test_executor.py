@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -29,6 +30,8 @@ from serve.types import BlockId, SamplingParams, SequenceId
 from serve.worker import executor as executors
 from serve.worker import wire
 from serve.worker.executor import RankExecutor
+from serve.worker.loader import Stopwatch, load_rank
+from serve.worker.parallel import Ranks
 from serve.worker.vitals import Vitals
 from tests.support.kernels import cpu_kernels
 from tests.support.models import build, save
@@ -303,23 +306,36 @@ def test_a_rank_that_hangs_in_a_step_is_told_from_those_that_wait_for_it(
 
 
 def test_what_a_rank_finds_wrong_is_a_configuration_error(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="1, 2, 3, 4"):
-        RankExecutor(_config(model, size=5)).start()
-    bert = tmp_path / "bert"
-    bert.mkdir()
-    for file in model.iterdir():
-        (bert / file.name).write_bytes(file.read_bytes())
-    config = json.loads((bert / "config.json").read_text())
-    (bert / "config.json").write_text(json.dumps({**config, "model_type": "bert"}))
-    with pytest.raises(ConfigError, match="gpt_neo, gpt_neox"):
-        RankExecutor(_config(bert, size=1)).start()
-    (bert / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
+    short = tmp_path / "short"
+    shutil.copytree(model, short)
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
     with pytest.raises(ConfigError, match=r"layers\.2"):
-        RankExecutor(_config(bert, size=2)).start()
-    long = dataclasses.replace(_config(model, size=1).model, max_model_len=4096)
-    executor = RankExecutor(dataclasses.replace(_config(model, size=1), model=long))
-    with pytest.raises(ConfigError, match="max_model_len is 4096; the model has 512"):
-        executor.start()
+        RankExecutor(_config(short)).start()
+
+
+@pytest.mark.parametrize(
+    ("change", "told", "said"),
+    [
+        ({}, {"tensor_parallel_size": 5}, "1, 2, 3, 4"),
+        ({"model_type": "bert"}, {}, "gpt_neo, gpt_neox"),
+        ({}, {"max_model_len": 4096}, "max_model_len is 4096; the model has 512"),
+    ],
+)
+def test_a_rank_finds_what_cannot_be_served_before_it_meets_the_others(
+    model: Path, tmp_path: Path, change: dict[str, str], told: dict[str, int], said: str
+) -> None:
+    folder = tmp_path / "changed"
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **change}))
+    wanted = dataclasses.replace(_config(folder, size=1).model, **told)
+
+    def meet() -> Ranks:
+        raise AssertionError("the others were waited for")
+
+    with pytest.raises(ConfigError, match=said):
+        load_rank(dataclasses.replace(_config(folder), model=wanted), 0, torch.device("cpu"), meet, Stopwatch())
 
 
 def test_a_model_whose_numbers_are_not_finite_is_refused_by_every_rank_before_it_is_ready(tmp_path: Path) -> None:
