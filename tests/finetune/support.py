@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -78,21 +80,20 @@ def run_command(
 
 
 def run_ranks(module: str, ranks: int, out: Path, *words: str | Path, seconds: float = 600) -> None:
-    """Run ``python -m MODULE OUT WORDS`` once for each rank of a run on the CPU; all must succeed. Their logs go to ``out``."""
+    """Run ``python -m MODULE OUT WORDS`` as each rank of a run on the CPU; all must succeed. Their logs go to ``out``."""
     environment = {**os.environ, **rank_environment(ranks, 1), "DS_ACCELERATOR": "cpu"}
-    started = []
-    for rank in range(ranks):
-        with (out / f"rank-{rank}.log").open("wb") as log:
-            own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            command = [sys.executable, "-m", module, str(out), *map(str, words)]
-            started.append(subprocess.Popen(command, cwd=ROOT, env=own, stdout=log, stderr=subprocess.STDOUT))
+    command = [sys.executable, "-m", "tests.finetune.forked_ranks", str(ranks), str(out), module, str(out), *map(str, words)]
+    parent = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
     try:
-        codes = [process.wait(timeout=seconds) for process in started]
+        said, _ = parent.communicate(timeout=seconds)
     finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    assert codes == [0] * ranks, "\n".join((out / f"rank-{rank}.log").read_text()[-3000:] for rank in range(ranks))
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(parent.pid, signal.SIGKILL)  # the ranks are in its session
+        parent.wait()
+    logs = (out / f"rank-{rank}.log" for rank in range(ranks))
+    assert parent.returncode == 0, "\n".join([said[-3000:], *(log.read_text()[-3000:] for log in logs if log.exists())])
 
 
 _WITNESS = """
