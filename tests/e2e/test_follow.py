@@ -20,7 +20,7 @@ from tests.support.models import build, save
 from tests.support.server import Server, serving, until
 
 FAMILY = "gpt_neox"
-SWAPS = int(os.environ.get("TESSERA_SWAPS", "4"))
+SWAPS = int(os.environ.get("TESSERA_SWAPS", "2"))
 """Exchanges under load on two ranks; a whole trial makes 20."""
 SPOILED = "gpt_neox.layers.1.mlp.dense_4h_to_h.weight"
 
