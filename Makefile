@@ -66,8 +66,10 @@ types: $(STAMP) ## mypy strict over everything but generated code
 	@$(PY) -m mypy --no-error-summary
 	@echo "types: clean"
 
-imports: $(STAMP) ## who may import whom
+imports: $(STAMP) ## who may import whom, and that what is drawn and listed from the code is what it says
 	@$(VENV)/bin/lint-imports >$(VENV)/imports.log 2>&1 || { cat $(VENV)/imports.log >&2; exit 1; }
+	@$(PY) docs/rooms.py --check
+	@$(PY) docs/families.py --check
 	@echo "imports: every contract kept"
 
 proto: $(STAMP) ## generate serve/v1 from protos/

@@ -136,8 +136,9 @@ def drawing() -> str:
     for box in places.values():
         kind = "beside" if box.name in NEIGHBOURS else "room"
         parts.append(f'<rect x="{box.x}" y="{box.y}" width="{box.width}" height="{HEIGHT}" rx="6" class="{kind}"/>')
-        files = f"{box.files} files" if box.files > 1 else "1 file"
-        label = f'<tspan font-weight="600">{box.name}</tspan> <tspan class="files">{files}</tspan>'
+        label = f'<tspan font-weight="600">{box.name}</tspan>'
+        if kind == "room":
+            label += f' <tspan class="files">{box.files} {"files" if box.files > 1 else "file"}</tspan>'
         parts.append(f'<text x="{box.middle}" y="{box.y + HEIGHT // 2 + 5}">{label}</text>')
     return "\n".join([*parts, "</svg>", ""])
 
