@@ -31,6 +31,7 @@ from serve.runtime.watch import Sight, Watch
 from serve.text.detokenizer import open_text
 from serve.text.tokenizer import load_tokenizer, tokenizer_digest
 from serve.worker.executor import RankExecutor
+from serve.worker.rank_process import ForkStarter, can_fork
 from serve.worker.rehearsal import rehearse
 
 STOP_GRACE_SECONDS = 2.0
@@ -58,7 +59,7 @@ def run(
     config: ServerConfig,
     *,
     version: str,
-    make_group: Callable[[ServerConfig], RankGroup] = RankExecutor,
+    make_group: Callable[[ServerConfig], RankGroup] | None = None,
     try_out: Callable[[ServerConfig], Awaitable[None]] = rehearse,
 ) -> int:
     """Serve until told to stop.
@@ -66,7 +67,7 @@ def run(
     Args:
         config: every option.
         version: of the package, for ``build_info``.
-        make_group: makes the ranks' handle.
+        make_group: makes the ranks' handle; real ones without it.
         try_out: finds out, before ranks that serve are given up, what new ones would refuse.
 
     Returns:
@@ -75,7 +76,8 @@ def run(
     try:
         prepare_process()
         _warn_of_few_descriptors(config)
-        asyncio.run(serve(config, version=version, make_group=make_group, try_out=try_out))
+        with rank_groups(config) if make_group is None else contextlib.nullcontext(make_group) as groups:
+            asyncio.run(serve(config, version=version, make_group=groups, try_out=try_out))
     except StartError as error:
         print(f"tessera-serve: {error}", file=sys.stderr)
         return error.exit_code
@@ -83,6 +85,17 @@ def run(
         _log.exception("tessera-serve broke")
         return 1
     return 0
+
+
+@contextlib.contextmanager
+def rank_groups(config: ServerConfig) -> Iterator[Callable[[ServerConfig], RankGroup]]:
+    """What makes ranks while this lasts. Their imports begin here, beside the look at the checkpoint."""
+    size, device, stall_seconds = config.model.tensor_parallel_size, config.model.device, config.supervisor.load_stall_seconds
+    if not (config.supervisor.fork_ranks and can_fork(device)):
+        yield RankExecutor
+        return
+    with contextlib.closing(ForkStarter(size, device, stall_seconds=stall_seconds)) as starter:
+        yield lambda config: RankExecutor(config, starter)
 
 
 def prepare_process() -> None:

@@ -13,8 +13,8 @@ from host.modules import module_command
 from serve.config import ServerConfig
 from serve.errors import ConfigError, RankStartError, StartError
 from serve.worker import wire
-from serve.worker.executor import rank_environment
 from serve.worker.rank_loop import choose_device, die_with_parent
+from serve.worker.rank_process import rank_environment
 
 
 async def rehearse(config: ServerConfig) -> None:

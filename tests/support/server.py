@@ -20,6 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
 from serve.v1 import admin_pb2_grpc, inference_pb2_grpc, models_pb2_grpc, tokenizer_pb2_grpc
+from serve.worker.rank_loop import RANK_NAME
 
 T = TypeVar("T")
 
@@ -67,9 +68,9 @@ class Server:
         """The ranks' processes, rank 0 first."""
         ranks = {}
         for child in psutil.Process(self.process.pid).children(recursive=True):
-            words = child.cmdline()
-            if "serve.worker.rank_loop" in words:
-                ranks[int(words[words.index("serve.worker.rank_loop") + 1])] = child.pid
+            name = Path(f"/proc/{child.pid}/comm").read_text().strip()
+            if name.startswith(RANK_NAME):
+                ranks[int(name.removeprefix(RANK_NAME))] = child.pid
         return [ranks[number] for number in sorted(ranks)]
 
     def stop(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -32,6 +33,7 @@ from serve.worker import wire
 from serve.worker.executor import RankExecutor
 from serve.worker.loader import Stopwatch, load_rank
 from serve.worker.parallel import Ranks
+from serve.worker.rank_process import ForkStarter
 from serve.worker.vitals import Vitals
 from tests.support.kernels import cpu_kernels
 from tests.support.models import build, save
@@ -49,9 +51,15 @@ def _config(model: Path, size: int = 2, *, frozen_seconds: float = 60.0, stalled
     )
 
 
+@pytest.fixture(scope="module")
+def starter() -> Iterator[ForkStarter]:
+    with contextlib.closing(ForkStarter(2, "cpu", stall_seconds=60.0)) as starter:
+        yield starter
+
+
 @pytest.fixture
-def started(model: Path) -> Iterator[RankExecutor]:
-    executor = RankExecutor(_config(model, frozen_seconds=2.0))
+def started(model: Path, starter: ForkStarter) -> Iterator[RankExecutor]:
+    executor = RankExecutor(_config(model, frozen_seconds=2.0), starter)
     executor.start()
     yield executor
     executor.close()
@@ -365,3 +373,43 @@ def test_ranks_talk_as_much_as_their_server_and_end_with_the_thread_that_started
     [pid] = _pids(executor)
     _until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
     executor.close()
+
+
+def test_ranks_are_forked_again_after_a_death_and_started_as_programs_where_there_is_nothing_to_fork(
+    model: Path, starter: ForkStarter, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers = []
+    for round_ in range(3):
+        executor = RankExecutor(_config(model), starter)
+        if round_ == 2:
+            assert starter._server is not None
+            os.kill(starter._server.pid, signal.SIGKILL)
+        executor.start()
+        answers.append(executor.execute(_plan(0)).sampled)
+        commands = [psutil.Process(pid).cmdline() for pid in _pids(executor)]
+        assert [psutil.Process(pid).name() for pid in _pids(executor)] == ["tessera-rank-0", "tessera-rank-1"]
+        assert ["host.fork_server" in command for command in commands] == ([True, True] if round_ < 2 else [False, True])
+        os.kill(_pids(executor)[1], signal.SIGKILL)
+        _until(executor.dead_rank)
+        assert executor.dead_rank() == "rank 1 died: signal SIGKILL"
+        executor.close()
+    assert answers[0] == answers[1] == answers[2]
+    assert "what ranks are forked from is gone (signal SIGKILL): rank 0 is started as a program" in caplog.text
+
+
+def test_a_frozen_import_ends_the_start(model: Path) -> None:
+    with contextlib.closing(ForkStarter(1, "cpu", stall_seconds=1.5)) as starter:
+        assert starter._server is not None
+        os.kill(starter._server.pid, signal.SIGSTOP)
+        executor = RankExecutor(_config(model, size=1), starter)
+        with pytest.raises(RankStartError, match="what ranks are forked from hangs or is frozen"):
+            executor.start()
+        assert not executor._ranks
+
+
+def test_a_stop_during_the_imports_is_obeyed(model: Path) -> None:
+    with contextlib.closing(ForkStarter(1, "cpu", stall_seconds=600.0)) as starter:
+        assert starter._server is not None
+        os.kill(starter._server.pid, signal.SIGSTOP)
+        with _starting(RankExecutor(_config(model, size=1), starter)):
+            pass

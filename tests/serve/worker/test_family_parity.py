@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from serve.worker.executor import rank_environment
 from serve.worker.parallel import Ranks
+from serve.worker.rank_process import rank_environment
 from serve.worker.runner import Runner
 from tests.serve.worker.family_worker import NEW_TOKENS, PROMPTS, VERDICTS, generate, load, logits
 from tests.serve.worker.test_loader import VARIANTS
