@@ -17,6 +17,7 @@ import yaml
 
 from finetune.machine import inventory
 from finetune.machine.process import rank_environment
+from tests.support import warm
 
 NEEDS_LIBAIO = pytest.mark.skipif(inventory.libaio() is None, reason="libaio is missing: apt-get install libaio-dev")
 COMMAND = (sys.executable, "-m", "finetune")
@@ -67,7 +68,15 @@ def write_config(tree: Mapping[str, Any], path: Path) -> Path:
 def run_command(
     *words: str | Path, env: Mapping[str, str] | None = None, seconds: float = 600
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``tessera-finetune`` to its end."""
+    """Run ``tessera-finetune`` to its end; see ``tests.support.warm``."""
+    if env is None and warm.can_fork(os.environ):
+        program = warm.start("finetune", [str(word) for word in words])
+        try:
+            out, err = program.communicate(seconds)
+        except subprocess.TimeoutExpired:
+            program.kill()
+            raise
+        return subprocess.CompletedProcess(list(map(str, words)), program.wait(), out, err)
     return subprocess.run(
         [*COMMAND, *map(str, words)],
         cwd=ROOT,
@@ -122,7 +131,7 @@ def witness_environment(folder: Path) -> tuple[dict[str, str], Callable[[], list
 
 
 def start_command(words: Sequence[str | Path]) -> subprocess.Popen[str]:
-    """Start ``tessera-finetune`` and return while it runs."""
+    """Start ``tessera-finetune`` as a user does, and return while it runs."""
     return subprocess.Popen(
         [*COMMAND, *map(str, words)],
         cwd=ROOT,
