@@ -60,14 +60,14 @@ def run(
     *,
     version: str,
     make_group: Callable[[ServerConfig], RankGroup] | None = None,
-    try_out: Callable[[ServerConfig], Awaitable[None]] = rehearse,
+    try_out: Callable[[ServerConfig], Awaitable[None]] | None = None,
 ) -> int:
     """Serve until told to stop.
 
     Args:
         config: every option.
         version: of the package, for ``build_info``.
-        make_group: makes the ranks' handle; real ones without it.
+        make_group: makes the ranks' handle; ``RankExecutor`` without it.
         try_out: finds out, before ranks that serve are given up, what new ones would refuse.
 
     Returns:
@@ -76,8 +76,10 @@ def run(
     try:
         prepare_process()
         _warn_of_few_descriptors(config)
-        with rank_groups(config) if make_group is None else contextlib.nullcontext(make_group) as groups:
-            asyncio.run(serve(config, version=version, make_group=groups, try_out=try_out))
+        with rank_starter(config) if make_group is None else contextlib.nullcontext() as starter:
+            make_group = make_group or (lambda config: RankExecutor(config, starter))
+            try_out = try_out or (lambda config: rehearse(config, starter))
+            asyncio.run(serve(config, version=version, make_group=make_group, try_out=try_out))
     except StartError as error:
         print(f"tessera-serve: {error}", file=sys.stderr)
         return error.exit_code
@@ -88,14 +90,14 @@ def run(
 
 
 @contextlib.contextmanager
-def rank_groups(config: ServerConfig) -> Iterator[Callable[[ServerConfig], RankGroup]]:
-    """What makes ranks while this lasts. Their imports begin here, beside the look at the checkpoint."""
+def rank_starter(config: ServerConfig) -> Iterator[ForkStarter | None]:
+    """What ranks are forked from while this lasts, if they are. Its imports begin here, beside the look at the checkpoint."""
     size, device, stall_seconds = config.model.tensor_parallel_size, config.model.device, config.supervisor.load_stall_seconds
     if not (config.supervisor.fork_ranks and can_fork(device)):
-        yield RankExecutor
+        yield None
         return
     with contextlib.closing(ForkStarter(size, device, stall_seconds=stall_seconds)) as starter:
-        yield lambda config: RankExecutor(config, starter)
+        yield starter
 
 
 def prepare_process() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import socket
 import subprocess
 import threading
 import time
@@ -20,6 +22,7 @@ from serve.worker.vitals import Work
 
 _MODULES: Final = ("torch", "serve.worker.rank_loop", "serve.worker.rank_imports")
 _FOR_SEVERAL: Final = ("deepspeed.module_inject.auto_tp",)
+_LOOK_SECONDS: Final = 0.5
 _NVIDIA: Final = Path("/dev/nvidiactl")
 
 _log = logging.getLogger(__name__)
@@ -133,6 +136,48 @@ class ForkStarter:
         except BaseException:
             self._forget(server)
             raise
+
+    def ask(self, call: str, told: bytes, environment: dict[str, str], unless: Callable[[], None]) -> tuple[bytes, int]:
+        """Have a function called in a forked process that reads ``told`` from its standard input.
+
+        Args:
+            call: ``module:function``, which takes a list of words, here none.
+            unless: called twice a second; what it raises ends the process too.
+
+        Returns:
+            What it wrote to standard output, and its return code.
+
+        Raises:
+            ForkServerLost: there is nothing to fork.
+        """
+        server = self._begin()
+        if server is None:
+            raise ForkServerLost("none could be started")
+        with contextlib.ExitStack() as stack:
+            ours, theirs = (stack.enter_context(end) for end in socket.socketpair())
+            try:
+                process = server.spawn(
+                    call, (), environment=environment, descriptors=(theirs.fileno(), theirs.fileno(), 2), unless=unless
+                )
+            except BaseException:
+                self._forget(server)
+                raise
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            theirs.close()
+            ours.settimeout(_LOOK_SECONDS)
+            ours.sendall(told)
+            ours.shutdown(socket.SHUT_WR)
+            answer = b""
+            while True:
+                try:
+                    part = ours.recv(65536)
+                except TimeoutError:
+                    unless()
+                    continue
+                if not part:
+                    return answer, process.wait()
+                answer += part
 
     def _forget(self, server: ForkServer) -> None:
         with self._lock:
