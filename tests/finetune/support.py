@@ -91,18 +91,17 @@ def run_command(
 def run_ranks(module: str, ranks: int, out: Path, *words: str | Path, seconds: float = 600) -> None:
     """Run ``python -m MODULE OUT WORDS`` as each rank of a run on the CPU; all must succeed. Their logs go to ``out``."""
     environment = {**os.environ, **rank_environment(ranks, 1), "DS_ACCELERATOR": "cpu"}
-    command = [sys.executable, "-m", "tests.finetune.forked_ranks", str(ranks), str(out), module, str(out), *map(str, words)]
-    parent = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
+    given = [str(ranks), str(out), module, str(out), *map(str, words)]
+    parent = warm.start("tests.finetune.forked_ranks", given, environment, new_session=True)
     try:
-        said, _ = parent.communicate(timeout=seconds)
+        said, more = parent.communicate(timeout=seconds)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(parent.pid, signal.SIGKILL)  # the ranks are in its session
         parent.wait()
     logs = (out / f"rank-{rank}.log" for rank in range(ranks))
-    assert parent.returncode == 0, "\n".join([said[-3000:], *(log.read_text()[-3000:] for log in logs if log.exists())])
+    logged = [log.read_text()[-3000:] for log in logs if log.exists()]
+    assert parent.returncode == 0, "\n".join([said[-3000:], more[-3000:], *logged])
 
 
 _WITNESS = """

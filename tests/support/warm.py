@@ -109,7 +109,9 @@ def _early(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name.startswith(_READ_EARLY)}
 
 
-def start(module: str, words: Sequence[str], environment: Mapping[str, str] | None = None) -> Program:
+def start(
+    module: str, words: Sequence[str], environment: Mapping[str, str] | None = None, *, new_session: bool = False
+) -> Program:
     """``python -m MODULE WORDS`` in the project's folder, without the imports; ``environment`` instead of ours."""
     out, their_out = os.pipe()
     err, their_err = os.pipe()
@@ -120,6 +122,7 @@ def start(module: str, words: Sequence[str], environment: Mapping[str, str] | No
                 [module, *words],
                 environment={**(environment or os.environ), "PYTHONUNBUFFERED": "1"},
                 descriptors=(nothing.fileno(), their_out, their_err),
+                new_session=new_session,
             )
     finally:
         os.close(their_out)

@@ -21,6 +21,7 @@ from serve.worker.finite import check_weights
 from serve.worker.loader import rehearse
 from serve.worker.rank_process import ForkStarter
 from tests.support.models import save
+from tests.support.server import until
 
 CPU = torch.device("cpu")
 SPOILED = "gpt_neox.layers.1.mlp.dense_4h_to_h.weight"
@@ -123,8 +124,7 @@ async def test_a_rehearsal_is_forked_where_ranks_are_and_ends_when_it_is_given_u
         assert starter._server is not None
         os.kill(starter._server.pid, signal.SIGSTOP)
         given_up = asyncio.create_task(rehearsal.rehearse(options(folder), starter))
-        while not starter._server._lock.locked():
-            await asyncio.sleep(0.01)
+        await asyncio.to_thread(until, starter._server._lock.locked)
         given_up.cancel()
         with pytest.raises(asyncio.CancelledError):
             await given_up
