@@ -28,6 +28,8 @@ from typing import Final, NoReturn, TypedDict
 from host.process import end_process, name_process
 
 LENGTH: Final = struct.Struct("!I")
+NOTHING: Final = LENGTH.pack(0)
+"""The answer where no process could be made, instead of its number."""
 MAX_DESCRIPTORS: Final = 32
 _ABOVE: Final = 64
 """Descriptors that came are put here first: none is overwritten by another's place."""
@@ -62,15 +64,30 @@ def serve(fd: int, modules: Sequence[str]) -> None:
     with socket.socket(fileno=fd) as orders:
         while (received := _receive(orders)) is not None:
             order, descriptors = received
-            between = os.fork()
-            if between == 0:
-                forked_by = os.getpid()
-                if os.fork() == 0:
-                    _become(order, descriptors, orders, forked_by, parent)
-                os._exit(0)
-            os.waitpid(between, 0)
+            try:
+                between = os.fork()
+            except OSError:
+                traceback.print_exc()
+                orders.sendall(NOTHING)
+            else:
+                if between == 0:
+                    _fork_again(order, descriptors, orders, parent)
+                os.waitpid(between, 0)
             for descriptor in descriptors:
                 os.close(descriptor)
+
+
+def _fork_again(order: Order, descriptors: list[int], orders: socket.socket, parent: int) -> NoReturn:
+    """Make the process and end, which makes it ``parent``'s own."""
+    try:
+        forked_by = os.getpid()
+        if os.fork() == 0:
+            _become(order, descriptors, orders, forked_by, parent)
+    except OSError:
+        traceback.print_exc()
+        orders.sendall(NOTHING)
+    finally:
+        os._exit(0)
 
 
 def _receive(orders: socket.socket) -> tuple[Order, list[int]] | None:
@@ -86,7 +103,6 @@ def _receive(orders: socket.socket) -> tuple[Order, list[int]] | None:
 
 def _become(order: Order, descriptors: list[int], orders: socket.socket, forked_by: int, parent: int) -> NoReturn:
     """Be the new process until it ends."""
-    code = 1
     try:
         if order["new_session"]:
             os.setsid()
@@ -97,8 +113,14 @@ def _become(order: Order, descriptors: list[int], orders: socket.socket, forked_
             time.sleep(0.0002)
         if os.getppid() != parent:  # the process that asked has ended
             os._exit(1)
-        orders.sendall(LENGTH.pack(os.getpid()))
-        orders.close()
+    except BaseException:
+        traceback.print_exc()
+        orders.sendall(NOTHING)
+        os._exit(1)
+    orders.sendall(LENGTH.pack(os.getpid()))
+    orders.close()
+    code = 1
+    try:
         for place, descriptor in enumerate(raised):
             os.dup2(descriptor, place, inheritable=place < 3)
             os.close(descriptor)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import errno
 import json
 import os
 import signal
@@ -124,6 +125,7 @@ class ForkServer:
 
         Raises:
             ForkServerLost: there will be no process.
+            BlockingIOError: the system has no process to give at this moment.
         """
         order = Order(call=call, words=list(words), environment=dict(environment), new_session=new_session)
         payload = json.dumps(order).encode()
@@ -135,9 +137,13 @@ class ForkServer:
                     raise ConnectionAbortedError("it was given up")
                 socket.send_fds(self._orders, [LENGTH.pack(len(payload))], list(descriptors))
                 self._send(payload, unless)
-                return ForkedProcess(self._answer(unless))
+                if (pid := self._answer(unless)) == 0:
+                    raise BlockingIOError(errno.EAGAIN, "no process could be forked")
+                return ForkedProcess(pid)
             except ConnectionError as error:
                 raise ForkServerLost(self._how_it_ended(error)) from None
+            except BlockingIOError:
+                raise
             except BaseException:
                 self._end()  # an answer that comes later would be taken for the next one's
                 raise

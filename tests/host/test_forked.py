@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -120,6 +121,18 @@ def test_one_that_does_not_answer_is_waited_for_no_longer_than_is_wanted() -> No
         server.spawn(f"{__name__}:said", ["exit", "0"], environment={}, descriptors=(2, 2, 2), unless=unless)
     with pytest.raises(ForkServerLost):
         spawn(server, "exit", "0")
+
+
+def test_that_no_process_can_be_had_is_told_and_the_next_is_tried() -> None:
+    server = ForkServer([__name__], os.environ)
+    spawn(server, "exit", "0").wait(30.0)
+    soft, hard = resource.prlimit(server.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (64, hard))  # what it is handed has no place above
+    with pytest.raises(BlockingIOError, match="no process could be forked"):
+        spawn(server, "exit", "0")
+    resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (soft, hard))
+    assert spawn(server, "exit", "3").wait(30.0) == 3
+    server.close()
 
 
 def test_orders_from_several_threads_are_each_answered(server: ForkServer) -> None:

@@ -313,13 +313,13 @@ def test_a_rank_that_hangs_in_a_step_is_told_from_those_that_wait_for_it(
     assert len(outcome) == 1
 
 
-def test_what_a_rank_finds_wrong_is_a_configuration_error(model: Path, tmp_path: Path) -> None:
+def test_what_a_rank_finds_wrong_is_a_configuration_error(model: Path, tmp_path: Path, starter: ForkStarter) -> None:
     short = tmp_path / "short"
     shutil.copytree(model, short)
     config = json.loads((short / "config.json").read_text())
     (short / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
     with pytest.raises(ConfigError, match=r"layers\.2"):
-        RankExecutor(_config(short)).start()
+        RankExecutor(_config(short), starter).start()
 
 
 @pytest.mark.parametrize(
@@ -346,13 +346,15 @@ def test_a_rank_finds_what_cannot_be_served_before_it_meets_the_others(
         load_rank(dataclasses.replace(_config(folder), model=wanted), 0, torch.device("cpu"), meet, Stopwatch())
 
 
-def test_a_model_whose_numbers_are_not_finite_is_refused_by_every_rank_before_it_is_ready(tmp_path: Path) -> None:
+def test_a_model_whose_numbers_are_not_finite_is_refused_by_every_rank_before_it_is_ready(
+    tmp_path: Path, starter: ForkStarter
+) -> None:
     spoiled = build("gpt_neox")
     with torch.no_grad():  # in the second rank's part of a row-parallel layer
         spoiled.get_parameter("gpt_neox.layers.1.attention.dense.weight")[3, -1] = math.nan
     spoiled.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"layers\.1\.attention\.dense\.weight.*NaN or infinite"):
-        RankExecutor(_config(tmp_path)).start()
+        RankExecutor(_config(tmp_path), starter).start()
 
 
 def test_ranks_talk_as_much_as_their_server_and_end_with_the_thread_that_started_them(
@@ -373,43 +375,3 @@ def test_ranks_talk_as_much_as_their_server_and_end_with_the_thread_that_started
     [pid] = _pids(executor)
     _until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
     executor.close()
-
-
-def test_ranks_are_forked_again_after_a_death_and_started_as_programs_where_there_is_nothing_to_fork(
-    model: Path, starter: ForkStarter, caplog: pytest.LogCaptureFixture
-) -> None:
-    answers = []
-    for round_ in range(3):
-        executor = RankExecutor(_config(model), starter)
-        if round_ == 2:
-            assert starter._server is not None
-            os.kill(starter._server.pid, signal.SIGKILL)
-        executor.start()
-        answers.append(executor.execute(_plan(0)).sampled)
-        commands = [psutil.Process(pid).cmdline() for pid in _pids(executor)]
-        assert [psutil.Process(pid).name() for pid in _pids(executor)] == ["tessera-rank-0", "tessera-rank-1"]
-        assert ["host.fork_server" in command for command in commands] == ([True, True] if round_ < 2 else [False, True])
-        os.kill(_pids(executor)[1], signal.SIGKILL)
-        _until(executor.dead_rank)
-        assert executor.dead_rank() == "rank 1 died: signal SIGKILL"
-        executor.close()
-    assert answers[0] == answers[1] == answers[2]
-    assert "what ranks are forked from is gone (signal SIGKILL): rank 0 is started as a program" in caplog.text
-
-
-def test_a_frozen_import_ends_the_start(model: Path) -> None:
-    with contextlib.closing(ForkStarter(1, "cpu", stall_seconds=1.5)) as starter:
-        assert starter._server is not None
-        os.kill(starter._server.pid, signal.SIGSTOP)
-        executor = RankExecutor(_config(model, size=1), starter)
-        with pytest.raises(RankStartError, match="what ranks are forked from hangs or is frozen"):
-            executor.start()
-        assert not executor._ranks
-
-
-def test_a_stop_during_the_imports_is_obeyed(model: Path) -> None:
-    with contextlib.closing(ForkStarter(1, "cpu", stall_seconds=600.0)) as starter:
-        assert starter._server is not None
-        os.kill(starter._server.pid, signal.SIGSTOP)
-        with _starting(RankExecutor(_config(model, size=1), starter)):
-            pass
