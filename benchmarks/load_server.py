@@ -16,6 +16,7 @@ from pathlib import Path
 import grpc
 
 from serve.v1 import inference_pb2, inference_pb2_grpc
+from serve.worker.rank_loop import RANK_NAME
 
 ROOT = Path(__file__).resolve().parents[1]
 KV_CACHE_GIB = 0.05
@@ -86,7 +87,7 @@ def ranks_of(server: int) -> tuple[int, ...]:
     children = {
         int(child) for task in Path(f"/proc/{server}/task").iterdir() for child in (task / "children").read_text().split()
     }
-    return tuple(sorted(pid for pid in children if b"rank_loop" in Path(f"/proc/{pid}/cmdline").read_bytes()))
+    return tuple(sorted(pid for pid in children if Path(f"/proc/{pid}/comm").read_text().startswith(RANK_NAME)))
 
 
 def peak_bytes(pid: int) -> int:

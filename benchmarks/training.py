@@ -100,7 +100,7 @@ def worker(system: str, stage: int, offload: bool, steps: int, adam: str) -> Non
 
     from finetune.engines.zero import engine
     from finetune.machine import build_ops
-    from finetune.machine.process import end_process
+    from host.process import end_process
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if adam:

@@ -3,7 +3,7 @@
 from typing import NoReturn
 
 from finetune.cli import main
-from finetune.machine.process import end_process
+from host.process import end_process
 
 
 def run() -> NoReturn:

@@ -31,6 +31,7 @@ from serve.runtime.watch import Sight, Watch
 from serve.text.detokenizer import open_text
 from serve.text.tokenizer import load_tokenizer, tokenizer_digest
 from serve.worker.executor import RankExecutor
+from serve.worker.rank_process import ForkStarter, can_fork
 from serve.worker.rehearsal import rehearse
 
 STOP_GRACE_SECONDS = 2.0
@@ -58,15 +59,15 @@ def run(
     config: ServerConfig,
     *,
     version: str,
-    make_group: Callable[[ServerConfig], RankGroup] = RankExecutor,
-    try_out: Callable[[ServerConfig], Awaitable[None]] = rehearse,
+    make_group: Callable[[ServerConfig], RankGroup] | None = None,
+    try_out: Callable[[ServerConfig], Awaitable[None]] | None = None,
 ) -> int:
     """Serve until told to stop.
 
     Args:
         config: every option.
         version: of the package, for ``build_info``.
-        make_group: makes the ranks' handle.
+        make_group: makes the ranks' handle; ``RankExecutor`` without it.
         try_out: finds out, before ranks that serve are given up, what new ones would refuse.
 
     Returns:
@@ -75,7 +76,10 @@ def run(
     try:
         prepare_process()
         _warn_of_few_descriptors(config)
-        asyncio.run(serve(config, version=version, make_group=make_group, try_out=try_out))
+        with rank_starter(config) if make_group is None else contextlib.nullcontext() as starter:
+            make_group = make_group or (lambda config: RankExecutor(config, starter))
+            try_out = try_out or (lambda config: rehearse(config, starter))
+            asyncio.run(serve(config, version=version, make_group=make_group, try_out=try_out))
     except StartError as error:
         print(f"tessera-serve: {error}", file=sys.stderr)
         return error.exit_code
@@ -83,6 +87,17 @@ def run(
         _log.exception("tessera-serve broke")
         return 1
     return 0
+
+
+@contextlib.contextmanager
+def rank_starter(config: ServerConfig) -> Iterator[ForkStarter | None]:
+    """What ranks are forked from while this lasts, if they are. Its imports begin here, beside the look at the checkpoint."""
+    size, device, stall_seconds = config.model.tensor_parallel_size, config.model.device, config.supervisor.load_stall_seconds
+    if not (config.supervisor.fork_ranks and can_fork(device)):
+        yield None
+        return
+    with contextlib.closing(ForkStarter(size, device, stall_seconds=stall_seconds)) as starter:
+        yield starter
 
 
 def prepare_process() -> None:

@@ -296,6 +296,10 @@ class SupervisorConfig:
     """How much longer than the longest step so far, in proportion where it is larger than any, another step may take; then a
     rank hangs, though its heart beats."""
 
+    fork_ranks: bool = True
+    """Ranks are forked from one process that imports torch, transformers and DeepSpeed once, so that a restart takes no longer
+    than the weights do; off, or with CUDA, each rank is started as a program and imports them itself."""
+
     max_restarts_in_a_row: int = 5
     """Restarts without a successful step in between; after that the server exits 1."""
 

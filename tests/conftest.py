@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
+from collections.abc import Iterator
 
 # Before torch is imported. Tests run side by side, one thread each; the programs under test set their own number.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -31,3 +33,10 @@ def _loggers_enabled() -> None:
 def _interrupts_reach_children() -> None:
     """A run in a shell's background inherits an ignored SIGINT and would hand that on to the programs under test."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _nothing_left_warm() -> Iterator[None]:
+    yield
+    if (warm := sys.modules.get("tests.support.warm")) is not None:
+        warm.close()

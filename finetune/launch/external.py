@@ -27,9 +27,10 @@ from finetune.launch.common import claimed_run, ending_with_it, saying, silent
 from finetune.launch.instructions import Command, Instructions, Refused, decoded, encoded
 from finetune.launch.prerequisites import built_ops, make_ready
 from finetune.machine import inventory
-from finetune.machine.process import end_process, without_collection
+from finetune.machine.process import without_collection
 from finetune.machine.swap import clear_leftovers
 from host.modules import import_path
+from host.process import end_process
 
 _NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

@@ -20,7 +20,8 @@ from finetune.config import TuneConfig
 from finetune.errors import ConfigError, FinetuneError
 from finetune.launch.common import ending_with_it
 from finetune.launch.instructions import Command, Instructions, RunFile, decoded
-from finetune.machine.process import die_with_parent, end_process, without_collection
+from finetune.machine.process import die_with_parent, without_collection
+from host.process import end_process
 
 if TYPE_CHECKING:
     import torch

@@ -14,7 +14,8 @@ import msgspec
 
 from finetune.config import TuneConfig
 from finetune.forecast.trials import Job, trials_of
-from finetune.machine.process import die_with_parent, end_process, without_collection
+from finetune.machine.process import die_with_parent, without_collection
+from host.process import end_process
 
 if TYPE_CHECKING:
     from finetune.engines.protocol import TrainingEngine

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from typing import Final
 
 from host import limits
-from host.modules import import_path, module_command
 from serve.config import ServerConfig
 from serve.engine.executor import ExecutorDied, ModelFacts, Prepared, Unlike
 from serve.engine.plan import StepPlan, StepResult
 from serve.errors import RankStartError
 from serve.worker import wire
 from serve.worker.preparation import Preparation
+from serve.worker.rank_process import NewRank, ProgramStarter, RankProcess, RankStarter, rank_environment
 from serve.worker.vitals import Vitals, furthest_behind, stalled
 
 _REAP_SECONDS: Final = 10.0
@@ -38,7 +38,7 @@ class _Rank:
     """One rank's process and our ends of its three sockets."""
 
     number: int
-    process: subprocess.Popen[bytes]
+    process: RankProcess
     steps: socket.socket
     orders: socket.socket
     pulse: socket.socket
@@ -54,8 +54,14 @@ class RankExecutor:
     The thread that calls ``start`` must outlive the ranks: the kernel ends them with it.
     """
 
-    def __init__(self, config: ServerConfig) -> None:
+    def __init__(self, config: ServerConfig, starter: RankStarter | None = None) -> None:
+        """Nothing is started yet.
+
+        Args:
+            starter: makes the processes; each a program of its own without it.
+        """
         self._config = config
+        self._starter = starter or ProgramStarter()
         self._ranks: list[_Rank] = []
         self._closed = False
         self._ready = False
@@ -76,11 +82,14 @@ class RankExecutor:
         rendezvous = os.memfd_create("tessera-rendezvous")
         try:
             for number in range(size):
+                self._unless_closed()
+                rank = self._spawn(number, size, rendezvous)
                 with self._lock:
-                    if self._closed:
-                        raise RankStartError("the ranks were stopped while they started")
-                    rank = self._spawn(number, size, rendezvous)
-                    self._ranks.append(rank)
+                    if not self._closed:
+                        self._ranks.append(rank)
+                if self._closed:  # meanwhile, by somebody who could not know of this rank
+                    self._end([rank])
+                self._unless_closed()
                 try:
                     wire.send(rank.steps, wire.encode_config(self._config))
                 except wire.ConnectionLost:
@@ -100,27 +109,28 @@ class RankExecutor:
         ours, theirs = socket.socketpair()
         our_orders, their_orders = socket.socketpair()
         our_pulse, their_pulse = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs, their_orders, their_pulse:
-            command = [
-                *module_command("serve.worker.rank_loop"),
-                str(number),
-                str(theirs.fileno()),
-                str(their_orders.fileno()),
-                str(their_pulse.fileno()),
-                f"/proc/self/fd/{rendezvous}",
-                logging.getLevelName(logging.getLogger("serve").getEffectiveLevel()),
-            ]
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=2,
-                pass_fds=(theirs.fileno(), their_orders.fileno(), their_pulse.fileno(), rendezvous),
-                env=rank_environment(number, size, self._config.model.device),
+        with contextlib.ExitStack() as failed, theirs, their_orders, their_pulse:
+            for end in (ours, our_orders, our_pulse):
+                failed.callback(end.close)
+            process = self._starter.start(
+                NewRank(
+                    number=number,
+                    environment=rank_environment(number, size, self._config.model.device),
+                    sockets=(theirs.fileno(), their_orders.fileno(), their_pulse.fileno()),
+                    rendezvous=rendezvous,
+                    log_level=logging.getLevelName(logging.getLogger("serve").getEffectiveLevel()),
+                ),
+                unless=self._unless_closed,
             )
+            failed.pop_all()
         our_pulse.setblocking(False)
         now = time.monotonic()
         _log.info("rank %d started: process %d", number, process.pid)
         return _Rank(number, process, ours, our_orders, our_pulse, now, Vitals(number, process.pid, our_pulse, now))
+
+    def _unless_closed(self) -> None:
+        if self._closed:
+            raise RankStartError("the ranks were stopped while they started")
 
     def _wait_until_ready(self) -> ModelFacts:
         deadline = time.monotonic() + self._config.supervisor.start_timeout_seconds
@@ -132,8 +142,7 @@ class RankExecutor:
             while len(facts) < len(self._ranks) and not failures:
                 left = deadline - time.monotonic()
                 ready = selector.select(timeout=max(0.0, min(left, _LOOK_SECONDS)))
-                if self._closed:
-                    raise RankStartError("the ranks were stopped while they started")
+                self._unless_closed()
                 if not ready and left <= 0.0:
                     raise RankStartError(
                         f"the ranks were not ready within {self._config.supervisor.start_timeout_seconds:.0f} s"
@@ -230,10 +239,10 @@ class RankExecutor:
                 return None if self._closed else self._stalled()
             if self._closed:
                 return "the ranks were stopped"
-            dead = [rank for rank in self._ranks if rank.process.poll() is not None]
+            dead = [(code, rank) for rank in self._ranks if (code := rank.process.poll()) is not None]
         if dead:
             # The others end by themselves, with an exit code, when one that a signal ended has gone.
-            first = min(dead, key=lambda rank: (rank.process.returncode >= 0, rank.number))
+            _, first = min(dead, key=lambda each: (each[0] >= 0, each[1].number))
             return f"rank {first.number} died: {self._how_it_ended(first)}"
         limit = self._config.supervisor.heartbeat_timeout_seconds
         for number, age in enumerate(self.heartbeat_ages()):
@@ -273,19 +282,22 @@ class RankExecutor:
             if self._closed:
                 return
             self._closed = True
-            ended = {rank.number: self._how_it_ended(rank) for rank in self._ranks if rank.process.poll() is not None}
-            for rank in self._ranks:
-                if rank.process.poll() is None:
-                    rank.process.kill()  # also ends a frozen one
-            for rank in self._ranks:
-                # shutdown, not only close: a thread that waits in ``execute`` must wake up, whatever becomes of the ranks.
-                for end in (rank.steps, rank.orders, rank.pulse):
-                    with contextlib.suppress(OSError):
-                        end.shutdown(socket.SHUT_RDWR)
-            for rank in self._ranks:
-                self._collect(rank, ended.get(rank.number, "by the server"))
-                for end in (rank.steps, rank.orders, rank.pulse):
-                    end.close()
+            self._end(self._ranks)
+
+    def _end(self, ranks: list[_Rank]) -> None:
+        ended = {rank.number: self._how_it_ended(rank) for rank in ranks if rank.process.poll() is not None}
+        for rank in ranks:
+            if rank.process.poll() is None:
+                rank.process.kill()  # also ends a frozen one
+        for rank in ranks:
+            # shutdown, not only close: a thread that waits in ``execute`` must wake up, whatever becomes of the ranks.
+            for end in (rank.steps, rank.orders, rank.pulse):
+                with contextlib.suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
+        for rank in ranks:
+            self._collect(rank, ended.get(rank.number, "by the server"))
+            for end in (rank.steps, rank.orders, rank.pulse):
+                end.close()
 
     @staticmethod
     def _collect(rank: _Rank, how: str) -> None:
@@ -306,26 +318,3 @@ class RankExecutor:
             return f"exit code {code}"
         for_memory = limits.killed_for_memory(self._kills_before) if code == -signal.SIGKILL else None
         return for_memory or f"signal {signal.Signals(-code).name}"
-
-
-def rank_environment(number: int, size: int, device: str) -> dict[str, str]:
-    """The rank's environment: ours, and its fair share of the cores, loopback only, nothing fetched."""
-    cores = limits.usable_cores()
-    on_cpu = device == "cpu"
-    return {
-        **os.environ,
-        "OMP_NUM_THREADS": str(max(1, cores // size)),
-        # Threads that wait for one another spin for some ten microseconds and then sleep. Without a bound a spinning thread
-        # keeps the one it waits for from running (steps thirty times as long on a busy machine); without any spin each
-        # linear layer pays for waking them (twice as long at one row).
-        "GOMP_SPINCOUNT": "20000",
-        # Weights and KV blocks on two-mebibyte pages: reading all weights per token is a fifth faster.
-        "THP_MEM_ALLOC_ENABLE": "1",
-        "LOCAL_RANK": str(number),
-        **({"DS_ACCELERATOR": "cpu"} if on_cpu else {}),
-        "GLOO_SOCKET_IFNAME": "lo",
-        "NCCL_SOCKET_IFNAME": "lo",
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONPATH": import_path(os.environ),
-    }

@@ -1,8 +1,8 @@
 """The program of one rank: load, say so, then one plan after another until the other end closes.
 
-Started as ``python -P -m serve.worker.rank_loop RANK STEP_FD ORDER_FD PULSE_FD RENDEZVOUS LOG_LEVEL`` with three inherited
-sockets: one carries the configuration and the plans down and the results up, one orders that are followed beside the steps and
-their answers, one a heartbeat up. RENDEZVOUS is a file where
+Called with RANK STEP_FD ORDER_FD PULSE_FD RENDEZVOUS LOG_LEVEL, in a process forked for it or as
+``python -P -m serve.worker.rank_loop``, with three inherited sockets: one carries the configuration and the plans down and the
+results up, one orders that are followed beside the steps and their answers, one a heartbeat up. RENDEZVOUS is a file where
 ranks meet.
 """
 
@@ -21,6 +21,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from host.process import name_process
 from serve.config import ServerConfig
 from serve.errors import ConfigError, StartError
 from serve.worker import wire
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from serve.worker.exchange import Exchange
     from serve.worker.runner import Runner
 
+RANK_NAME: Final = "tessera-rank-"
+"""What the system calls a rank's process, before its number."""
 PULSE_SECONDS: Final = 0.25
 _PR_SET_PDEATHSIG: Final = 1
 
@@ -43,6 +46,7 @@ def main(arguments: list[str]) -> int:
     rank, step_fd, order_fd, pulse_fd = (int(argument) for argument in arguments[:4])
     rendezvous = Path(arguments[4])
     die_with_parent()
+    name_process(f"{RANK_NAME}{rank}")
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
     # Ctrl-C and a service manager's SIGTERM may reach the whole group; the server drains first and then ends its ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -91,6 +95,7 @@ def _load(
         os.environ["DS_ACCELERATOR"] = device.type  # DeepSpeed guesses otherwise, and warns that it does
         size = config.model.tensor_parallel_size
         torch.set_grad_enabled(False)
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # read when torch is loaded, perhaps for other ranks
         model, ranks = load_rank(
             config,
             rank,

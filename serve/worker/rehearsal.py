@@ -7,41 +7,40 @@ import contextlib
 import logging
 import os
 import sys
+import threading
 import traceback
+from collections.abc import Sequence
 
+from host.forked import ForkServerLost
 from host.modules import module_command
 from serve.config import ServerConfig
 from serve.errors import ConfigError, RankStartError, StartError
 from serve.worker import wire
-from serve.worker.executor import rank_environment
 from serve.worker.rank_loop import choose_device, die_with_parent
+from serve.worker.rank_process import ForkStarter, rank_environment
 
 
-async def rehearse(config: ServerConfig) -> None:
+async def rehearse(config: ServerConfig, starter: ForkStarter | None = None) -> None:
     """Do all of a load that needs neither the model's memory nor an accelerator. When cancelled it ends at once.
+
+    Args:
+        starter: forks the process, where ranks are forked.
 
     Raises:
         ConfigError: the checkpoint or an option is at fault.
         RankStartError: the process failed, or took longer than ``supervisor.start_timeout_seconds``.
     """
-    pipe = asyncio.subprocess.PIPE
-    try:
-        process = await asyncio.create_subprocess_exec(
-            *module_command(__name__), stdin=pipe, stdout=pipe, env=rank_environment(0, 1, config.model.device)
-        )
-    except OSError as error:  # no memory, no descriptor or no process to be had
-        raise RankStartError(f"the process that tries the checkpoint could not be started: {error.strerror}") from error
+    told, environment = wire.encode_config(config), rank_environment(0, 1, config.model.device)
     try:
         async with asyncio.timeout(config.supervisor.start_timeout_seconds):
-            answer, _ = await process.communicate(wire.encode_config(config))
+            if starter is None:
+                answer, code = await _by_program(told, environment)
+            else:
+                answer, code = await _by_fork(told, environment, starter)
     except TimeoutError:
         raise RankStartError("trying the checkpoint took longer than supervisor.start_timeout_seconds") from None
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
     if not answer:
-        raise RankStartError(f"the process that tried the checkpoint ended with {process.returncode}")
+        raise RankStartError(f"the process that tried the checkpoint ended with {code}")
     try:
         report = wire.decode_report(answer)
     except wire.Malformed as error:
@@ -50,7 +49,39 @@ async def rehearse(config: ServerConfig) -> None:
         raise report.error()
 
 
-def main() -> int:
+async def _by_program(told: bytes, environment: dict[str, str]) -> tuple[bytes, int | None]:
+    pipe = asyncio.subprocess.PIPE
+    try:
+        process = await asyncio.create_subprocess_exec(*module_command(__name__), stdin=pipe, stdout=pipe, env=environment)
+    except OSError as error:  # no memory, no descriptor or no process to be had
+        raise RankStartError(f"the process that tries the checkpoint could not be started: {error.strerror}") from error
+    try:
+        answer, _ = await process.communicate(told)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+    return answer, process.returncode
+
+
+async def _by_fork(told: bytes, environment: dict[str, str], starter: ForkStarter) -> tuple[bytes, int | None]:
+    given_up = threading.Event()
+
+    def unless() -> None:
+        if given_up.is_set():
+            raise RankStartError("trying the checkpoint was given up")
+
+    asked = asyncio.create_task(asyncio.to_thread(starter.ask, f"{__name__}:main", told, environment, unless))
+    try:
+        return await asyncio.shield(asked)
+    except (ForkServerLost, OSError):
+        return await _by_program(told, environment)
+    finally:
+        given_up.set()
+        await asyncio.gather(asked, return_exceptions=True)
+
+
+def main(_: Sequence[str] = ()) -> int:
     """Read a configuration from standard input, try it, and write what was found to standard output."""
     die_with_parent()
     answer_fd = os.dup(1)

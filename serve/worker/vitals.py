@@ -34,11 +34,8 @@ class Vitals:
         """When the rank was last seen to have done anything, while it loads."""
         self.count = 0
         self.waiting = False
-        self._process_id = process_id
         self._pulse = pulse
-        self._looked = now
-        self._work: tuple[int, ...] = ()
-        self._helpers_seconds = 0.0
+        self._work = Work(process_id, now)
 
     def listen(self, now: float) -> None:
         """Take in the heartbeats that have come."""
@@ -49,16 +46,32 @@ class Vitals:
 
     def look(self, now: float) -> None:
         """See whether the rank has done anything since the last look; costs nothing when that is a moment ago."""
+        self._work.look(now)
+        self.worked = self._work.last
+
+
+class Work:
+    """When a process, or a program that it has started, was last seen to have done anything. Not thread-safe."""
+
+    def __init__(self, process_id: int, now: float) -> None:
+        self.last = now
+        self._process_id = process_id
+        self._looked = now
+        self._seen: tuple[int, ...] = ()
+        self._helpers_seconds = 0.0
+
+    def look(self, now: float) -> None:
+        """See whether it has done anything since the last look; costs nothing when that is a moment ago."""
         if now - self._looked < _LOOK_SECONDS:
             return
         self._looked = now
-        work = _work_of(self._process_id)
-        if work and work == self._work:  # where the system does not tell, nothing is known against the rank
+        seen = _work_of(self._process_id)
+        if seen and seen == self._seen:  # where the system does not tell, nothing is known against the process
             helpers_seconds = _helpers_seconds(self._process_id)
             if helpers_seconds == self._helpers_seconds:
                 return
             self._helpers_seconds = helpers_seconds
-        self._work, self.worked = work, now
+        self._seen, self.last = seen, now
 
 
 def stalled(ranks: Sequence[Vitals], now: float, limit_seconds: float) -> str | None:

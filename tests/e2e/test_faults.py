@@ -18,7 +18,7 @@ from serve.config import SupervisorConfig
 from serve.v1 import inference_pb2
 from tests.support import reference
 from tests.support.sandbox import as_the_unit
-from tests.support.server import Server, serving, until
+from tests.support.server import Server, lives, serving, until
 
 PROMPT = (5, 6, 7, 8)
 
@@ -116,7 +116,7 @@ def test_ranks_do_not_outlive_a_killed_server(folder: Path) -> None:
         ranks = server.rank_pids()
         assert len(ranks) == 2
         server.process.kill()
-        until(lambda: not any(psutil.pid_exists(pid) for pid in ranks))
+        until(lambda: not any(lives(pid) for pid in ranks))
 
 
 def test_sigterm_finishes_calls_in_flight_and_refuses_new_ones(folder: Path) -> None:

@@ -17,6 +17,7 @@ import yaml
 
 from finetune.machine import inventory
 from finetune.machine.process import rank_environment
+from tests.support import warm
 
 NEEDS_LIBAIO = pytest.mark.skipif(inventory.libaio() is None, reason="libaio is missing: apt-get install libaio-dev")
 COMMAND = (sys.executable, "-m", "finetune")
@@ -67,7 +68,15 @@ def write_config(tree: Mapping[str, Any], path: Path) -> Path:
 def run_command(
     *words: str | Path, env: Mapping[str, str] | None = None, seconds: float = 600
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``tessera-finetune`` to its end."""
+    """Run ``tessera-finetune`` to its end; see ``tests.support.warm``."""
+    if env is None and warm.can_fork(os.environ):
+        program = warm.start("finetune", [str(word) for word in words])
+        try:
+            out, err = program.communicate(seconds)
+        except subprocess.TimeoutExpired:
+            program.kill()
+            raise
+        return subprocess.CompletedProcess(list(map(str, words)), program.wait(), out, err)
     return subprocess.run(
         [*COMMAND, *map(str, words)],
         cwd=ROOT,
@@ -82,18 +91,17 @@ def run_command(
 def run_ranks(module: str, ranks: int, out: Path, *words: str | Path, seconds: float = 600) -> None:
     """Run ``python -m MODULE OUT WORDS`` as each rank of a run on the CPU; all must succeed. Their logs go to ``out``."""
     environment = {**os.environ, **rank_environment(ranks, 1), "DS_ACCELERATOR": "cpu"}
-    command = [sys.executable, "-m", "tests.finetune.forked_ranks", str(ranks), str(out), module, str(out), *map(str, words)]
-    parent = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
+    given = [str(ranks), str(out), module, str(out), *map(str, words)]
+    parent = warm.start("tests.finetune.forked_ranks", given, environment, new_session=True)
     try:
-        said, _ = parent.communicate(timeout=seconds)
+        said, more = parent.communicate(timeout=seconds)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(parent.pid, signal.SIGKILL)  # the ranks are in its session
         parent.wait()
     logs = (out / f"rank-{rank}.log" for rank in range(ranks))
-    assert parent.returncode == 0, "\n".join([said[-3000:], *(log.read_text()[-3000:] for log in logs if log.exists())])
+    logged = [log.read_text()[-3000:] for log in logs if log.exists()]
+    assert parent.returncode == 0, "\n".join([said[-3000:], more[-3000:], *logged])
 
 
 _WITNESS = """
@@ -122,7 +130,7 @@ def witness_environment(folder: Path) -> tuple[dict[str, str], Callable[[], list
 
 
 def start_command(words: Sequence[str | Path]) -> subprocess.Popen[str]:
-    """Start ``tessera-finetune`` and return while it runs."""
+    """Start ``tessera-finetune`` as a user does, and return while it runs."""
     return subprocess.Popen(
         [*COMMAND, *map(str, words)],
         cwd=ROOT,

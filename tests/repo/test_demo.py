@@ -19,6 +19,13 @@ from examples.demo import corpus, screen, training
 from examples.demo.__main__ import show_failure
 from examples.demo.children import Child, Children, PartFailed, tail, wait_for_line
 from tests.repo.documents import REPOSITORY
+from tests.support import warm
+
+
+@pytest.fixture(autouse=True)
+def _no_other_children() -> None:
+    """The demo ends whatever descends from it, and so would these tests what programs are forked from."""
+    warm.close()
 
 
 def plain_console() -> Console:

@@ -1,4 +1,4 @@
-"""A real ``tessera-serve`` in a process of its own, as a user starts it."""
+"""A real ``tessera-serve`` in a process of its own."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
 from serve.v1 import admin_pb2_grpc, inference_pb2_grpc, models_pb2_grpc, tokenizer_pb2_grpc
+from serve.worker.rank_loop import RANK_NAME
+from tests.support import warm
 
 T = TypeVar("T")
 
@@ -30,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 class Server:
     """A running server: its addresses, its stubs, its metrics, its processes."""
 
-    def __init__(self, process: subprocess.Popen[str], ready: dict[str, str], log: list[str]) -> None:
+    def __init__(self, process: subprocess.Popen[str] | warm.Program, ready: dict[str, str], log: list[str]) -> None:
         self.process = process
         self.log = log
         """Lines of its standard error so far."""
@@ -67,9 +69,9 @@ class Server:
         """The ranks' processes, rank 0 first."""
         ranks = {}
         for child in psutil.Process(self.process.pid).children(recursive=True):
-            words = child.cmdline()
-            if "serve.worker.rank_loop" in words:
-                ranks[int(words[words.index("serve.worker.rank_loop") + 1])] = child.pid
+            name = Path(f"/proc/{child.pid}/comm").read_text().strip()
+            if name.startswith(RANK_NAME):
+                ranks[int(name.removeprefix(RANK_NAME))] = child.pid
         return [ranks[number] for number in sorted(ranks)]
 
     def stop(self) -> int:
@@ -78,6 +80,14 @@ class Server:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout=400)
+
+
+def lives(pid: int) -> bool:
+    """Whether a process runs; what has ended and waits for its parent to see it does not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def until(condition: Callable[[], T], seconds: float = 400.0, every: float = 0.02) -> T:
@@ -94,32 +104,24 @@ def until(condition: Callable[[], T], seconds: float = 400.0, every: float = 0.0
 def serving(model: Path, *options: str, device: str = "cpu", exit_code: int = 0, under: Sequence[str] = ()) -> Iterator[Server]:
     """Start ``python -m serve`` on free ports, wait for its ready line, stop it at the end and expect ``exit_code``.
 
+    It is forked, see ``tests.support.warm``, where that makes no difference.
+
     Args:
         under: words before the command: a program that becomes the server.
     """
-    command = [
-        *under,
-        sys.executable,
-        "-m",
-        "serve",
-        "--model",
-        str(model),
-        "--port",
-        "0",
-        "--metrics-port",
-        "0",
-        "--device",
-        device,
-        *options,
-    ]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-    )
+    words = ["--model", str(model), "--port", "0", "--metrics-port", "0", "--device", device, *options]
+    process: subprocess.Popen[str] | warm.Program
+    if under or device != "cpu" or not warm.can_fork(os.environ):
+        process = subprocess.Popen(
+            [*under, sys.executable, "-m", "serve", *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+    else:
+        process = warm.start("serve", words)
     assert process.stdout is not None
     assert process.stderr is not None
     log: list[str] = []

@@ -40,13 +40,13 @@ from finetune.engines.zero import engine as ds
 from finetune.engines.zero.engine import ZeroEngine
 from finetune.errors import RunError
 from finetune.machine.build_ops import load_op
-from finetune.machine.process import end_process
 from finetune.model.build import build_empty, decay_groups, initialise, new_config
 from finetune.model.loss import token_losses
 from finetune.train.position import RunPosition
 from finetune.train.resume import ResumeState
 from finetune.train.saving import CheckpointSaver
 from finetune.train.schedule import Schedule
+from host.process import end_process
 
 STEPS = 20
 RANKS = 2

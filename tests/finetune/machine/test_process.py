@@ -18,7 +18,7 @@ from tests.finetune.support import COMMAND, ROOT, run_command, small_run, witnes
 PROGRAM = """
 import atexit, sys, threading
 from concurrent.futures import ThreadPoolExecutor
-from finetune.machine.process import end_process
+from host.process import end_process
 
 class Witness:
     def __del__(self, say=sys.stdout.write):
@@ -51,16 +51,14 @@ BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHON
 
 
 def test_output_that_nobody_takes_does_not_change_the_code() -> None:
-    program = "from finetune.machine.process import end_process; print('lost'); end_process(0)"
+    program = "from host.process import end_process; print('lost'); end_process(0)"
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=BUFFERED, stdout=full, timeout=600, check=False)
     assert done.returncode == 0
 
 
 def test_what_libraries_in_c_have_written_is_not_lost() -> None:
-    program = (
-        "import ctypes; from finetune.machine.process import end_process; ctypes.CDLL(None).printf(b'from C'); end_process(0)"
-    )
+    program = "import ctypes; from host.process import end_process; ctypes.CDLL(None).printf(b'from C'); end_process(0)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=BUFFERED, capture_output=True, timeout=600, check=True)
     assert done.stdout == b"from C"
 
@@ -110,7 +108,7 @@ def test_output_that_was_closed_is_no_error(words: list[str]) -> None:
 def test_what_comes_after_an_interruption_at_the_end_is_done() -> None:
     program = """
 import atexit, sys, threading
-from finetune.machine.process import end_process
+from host.process import end_process
 def interrupted():
     raise KeyboardInterrupt
 threading._shutdown = interrupted

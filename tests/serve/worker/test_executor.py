@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -32,6 +33,7 @@ from serve.worker import wire
 from serve.worker.executor import RankExecutor
 from serve.worker.loader import Stopwatch, load_rank
 from serve.worker.parallel import Ranks
+from serve.worker.rank_process import ForkStarter
 from serve.worker.vitals import Vitals
 from tests.support.kernels import cpu_kernels
 from tests.support.models import build, save
@@ -49,9 +51,15 @@ def _config(model: Path, size: int = 2, *, frozen_seconds: float = 60.0, stalled
     )
 
 
+@pytest.fixture(scope="module")
+def starter() -> Iterator[ForkStarter]:
+    with contextlib.closing(ForkStarter(2, "cpu", stall_seconds=60.0)) as starter:
+        yield starter
+
+
 @pytest.fixture
-def started(model: Path) -> Iterator[RankExecutor]:
-    executor = RankExecutor(_config(model, frozen_seconds=2.0))
+def started(model: Path, starter: ForkStarter) -> Iterator[RankExecutor]:
+    executor = RankExecutor(_config(model, frozen_seconds=2.0), starter)
     executor.start()
     yield executor
     executor.close()
@@ -305,13 +313,13 @@ def test_a_rank_that_hangs_in_a_step_is_told_from_those_that_wait_for_it(
     assert len(outcome) == 1
 
 
-def test_what_a_rank_finds_wrong_is_a_configuration_error(model: Path, tmp_path: Path) -> None:
+def test_what_a_rank_finds_wrong_is_a_configuration_error(model: Path, tmp_path: Path, starter: ForkStarter) -> None:
     short = tmp_path / "short"
     shutil.copytree(model, short)
     config = json.loads((short / "config.json").read_text())
     (short / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
     with pytest.raises(ConfigError, match=r"layers\.2"):
-        RankExecutor(_config(short)).start()
+        RankExecutor(_config(short), starter).start()
 
 
 @pytest.mark.parametrize(
@@ -338,13 +346,15 @@ def test_a_rank_finds_what_cannot_be_served_before_it_meets_the_others(
         load_rank(dataclasses.replace(_config(folder), model=wanted), 0, torch.device("cpu"), meet, Stopwatch())
 
 
-def test_a_model_whose_numbers_are_not_finite_is_refused_by_every_rank_before_it_is_ready(tmp_path: Path) -> None:
+def test_a_model_whose_numbers_are_not_finite_is_refused_by_every_rank_before_it_is_ready(
+    tmp_path: Path, starter: ForkStarter
+) -> None:
     spoiled = build("gpt_neox")
     with torch.no_grad():  # in the second rank's part of a row-parallel layer
         spoiled.get_parameter("gpt_neox.layers.1.attention.dense.weight")[3, -1] = math.nan
     spoiled.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"layers\.1\.attention\.dense\.weight.*NaN or infinite"):
-        RankExecutor(_config(tmp_path)).start()
+        RankExecutor(_config(tmp_path), starter).start()
 
 
 def test_ranks_talk_as_much_as_their_server_and_end_with_the_thread_that_started_them(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from serve.worker.executor import rank_environment
 from serve.worker.parallel import Ranks
+from serve.worker.rank_process import rank_environment
 from serve.worker.runner import Runner
 from tests.serve.worker.family_worker import NEW_TOKENS, PROMPTS, VERDICTS, generate, load, logits
 from tests.serve.worker.test_loader import VARIANTS
-from tests.support import reference
+from tests.support import reference, warm
 from tests.support.models import SMALL, save
 from tests.support.mxfp4 import in_four_bits
 
@@ -113,12 +111,12 @@ def judged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def by_ranks(root: Path, size: int) -> dict[str, Any]:
     """What a group of ranks generates from each checkpoint, or why it does not."""
-    command = [sys.executable, "-m", "tests.serve.worker.family_worker"]
     ranks = [
-        subprocess.Popen([*command, str(rank), str(size), str(root)], env=rank_environment(rank, size, "cpu"))
+        warm.start("tests.serve.worker.family_worker", [str(rank), str(size), str(root)], rank_environment(rank, size, "cpu"))
         for rank in range(size)
     ]
-    assert [rank.wait(timeout=600) for rank in ranks] == [0] * size
+    said = [rank.communicate(timeout=600)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * size, said
     answers: dict[str, Any] = json.loads((root / f"tokens-{size}.json").read_text())
     return answers
 

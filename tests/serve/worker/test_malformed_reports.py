@@ -10,8 +10,7 @@ from serve.config import ModelConfig, ServerConfig
 from serve.engine.executor import ExecutorDied, ModelFacts
 from serve.engine.plan import StepPlan
 from serve.errors import RankStartError
-from serve.worker import executor as executors
-from serve.worker import rehearsal, wire
+from serve.worker import rank_process, rehearsal, wire
 from serve.worker.executor import RankExecutor
 
 CONFIG = ServerConfig(model=ModelConfig(path="/m", device="cpu"))
@@ -35,14 +34,14 @@ for answer in {answers!r}:
 
 
 def test_a_rank_that_starts_with_something_else_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executors, "module_command", lambda _: rank_that_answers(b"hello"))
+    monkeypatch.setattr(rank_process, "module_command", lambda _: rank_that_answers(b"hello"))
     with pytest.raises(RankStartError, match=r"^rank 0 started with a message of 5 bytes that is not the expected one: "):
         RankExecutor(CONFIG).start()
 
 
 def test_a_rank_that_answers_a_step_with_something_else_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = (wire.encode(wire.Ready(FACTS)), b"\x81\xa4step\xa1x")
-    monkeypatch.setattr(executors, "module_command", lambda _: rank_that_answers(*answers))
+    monkeypatch.setattr(rank_process, "module_command", lambda _: rank_that_answers(*answers))
     executor = RankExecutor(CONFIG)
     try:
         assert executor.start() == FACTS

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import math
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,10 +16,12 @@ from safetensors.torch import load_file, save_file
 from checkpoint import CheckpointError, CheckpointWriter, open_checkpoint
 from serve.config import ModelConfig, ServerConfig
 from serve.errors import ConfigError
-from serve.worker import finite
+from serve.worker import finite, rehearsal
 from serve.worker.finite import check_weights
 from serve.worker.loader import rehearse
+from serve.worker.rank_process import ForkStarter
 from tests.support.models import save
+from tests.support.server import until
 
 CPU = torch.device("cpu")
 SPOILED = "gpt_neox.layers.1.mlp.dense_4h_to_h.weight"
@@ -102,3 +108,24 @@ def test_every_element_is_read_once_whatever_the_pieces(tmp_path: Path, monkeypa
     with open_checkpoint(folder) as checkpoint:
         check_weights(checkpoint, checkpoint.tensors, torch.float32)
         assert checkpoint.bytes_read == sum(math.prod(i.shape) * i.dtype.itemsize for i in checkpoint.tensors.values())
+
+
+async def test_a_rehearsal_is_forked_where_ranks_are_and_ends_when_it_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save("gpt_neox", tmp_path, with_tokenizer=False)
+    with contextlib.closing(ForkStarter(1, "cpu", stall_seconds=60.0)) as starter:
+        monkeypatch.setattr(rehearsal, "module_command", None)  # no program is started
+        await rehearsal.rehearse(options(folder), starter)
+        change(folder, {SPOILED: torch.full_like(load_file(folder / "model.safetensors")[SPOILED], math.nan)})
+        with pytest.raises(ConfigError, match=SPOILED):
+            await rehearsal.rehearse(options(folder), starter)
+
+        assert starter._server is not None
+        os.kill(starter._server.pid, signal.SIGSTOP)
+        given_up = asyncio.create_task(rehearsal.rehearse(options(folder), starter))
+        await asyncio.to_thread(until, starter._server._lock.locked)
+        given_up.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await given_up
+        assert starter._server is None, "an answer may still come from it"
