@@ -21,7 +21,7 @@ from checkpoint.model.quantised import check_not_quantised
 from checkpoint.opening.recognise import recognise
 from checkpoint.readers import hf, peft
 from checkpoint.readers.hub import HUB, could_be_on_hub, find_on_hub
-from checkpoint.readers.surroundings import checked_configs, find_configs, find_tokenizer
+from checkpoint.readers.surroundings import checked_configs, config_file, find_configs, find_tokenizer, read_configs
 from checkpoint.readers.weights import Weights
 from checkpoint.text.tokenizer_files import TOKENIZER_FILES
 
@@ -198,7 +198,10 @@ def _check_base(manifest: Manifest, base: Structure) -> None:
 
 
 def model_config(path: str | Path, given: Given = NOTHING_GIVEN) -> tuple[dict[str, Any], Path]:
-    """The checked ``config.json`` of a checkpoint whose weights need not be there, and the checkpoint's folder.
+    """The checked ``config.json`` of a checkpoint whose weights need not be there, and where that was read, for messages.
+
+    Returns:
+        The configuration; the file it is in or, where the weights' own files tell it, the checkpoint's folder.
 
     Raises:
         CheckpointError: there is none, or it breaks a rule.
@@ -208,9 +211,9 @@ def model_config(path: str | Path, given: Given = NOTHING_GIVEN) -> tuple[dict[s
         folder, layout = Folder(path), None
     else:
         folder, layout = recognise(path)
-    configs = find_configs(folder, given, above=layout is not None and layout is not hf)
-    if configs is not None:
-        return configs[0], folder.path
+    file = config_file(folder, given, above=layout is not None and layout is not hf)
+    if file is not None:
+        return read_configs(Folder(file.parent), file.name)[0], file
     with open_structure(folder.path, given=given) as structure:
         return structure.config, folder.path
 

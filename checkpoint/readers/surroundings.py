@@ -42,12 +42,20 @@ def find_configs(folder: Folder, given: Given, *, above: bool) -> Configs | None
     Raises:
         CheckpointError: the one that was given is not there, or one breaks a rule.
     """
+    found = _config_file(folder, given, above=above)
+    return None if found is None else read_configs(*found)
+
+
+def config_file(folder: Folder, given: Given, *, above: bool) -> Path | None:
+    """The file that ``find_configs`` reads; ``None`` where there is none, and the weights' own files have to tell."""
+    found = _config_file(folder, given, above=above)
+    return None if found is None else found[0].path / found[1]
+
+
+def _config_file(folder: Folder, given: Given, *, above: bool) -> tuple[Folder, str] | None:
     if given.config is not None:
-        return read_configs(*_split(given.config, CONFIG))
-    for place in _places(folder, above=above):
-        if place.has(CONFIG):
-            return read_configs(place)
-    return None
+        return _split(given.config, CONFIG)
+    return next(((place, CONFIG) for place in _places(folder, above=above) if place.has(CONFIG)), None)
 
 
 def checked_configs(folder: Folder, said: Mapping[str, Any] | None, table: str, *, above: bool) -> Configs:

@@ -59,7 +59,7 @@ def located(
 ) -> TuneConfig:
     """The configuration with folders in the place of names of the hub.
 
-    Of a run that goes on a name is left as it is where the hub's snapshot is not to be had: the run's saves may do without.
+    Of a run that goes on a name is left as it is where the hub's snapshot is not to be had: its saves and data may do without.
 
     Args:
         say: told which folder a name of the hub is.
@@ -70,18 +70,23 @@ def located(
     """
     given = config.model.path, config.tokenizer.path
     changes: dict[str, Path] = {}
-    # A resumed run may go on where the folder it began with is no more.
-    is_open = config.run.resume == "auto" and not on_hub(given[0])
-    if given[0] is not None and not is_open:
-        elsewhere = need == "tokenizer" and (given[1] is not None or config.tokenizer.train is not None)
+
+    def look(section: str, name: str, need: Need) -> None:
         try:
-            changes["model"] = folder_of(given[0], "model.path", "config" if elsewhere else need)
+            changes[section] = folder_of(name, f"{section}.path", need)
         except ConfigError as error:
-            if need == "tokenizer" or not _has_saves(config):
+            if not (on_hub(name) and can_do_without):
                 raise
             say(str(error))
+
+    # A resumed run may go on where the folder it began with is no more.
+    is_open = config.run.resume == "auto" and not on_hub(given[0])
+    can_do_without = need != "tokenizer" and _has_saves(config)
+    if given[0] is not None and not is_open:
+        elsewhere = need == "tokenizer" and (given[1] is not None or config.tokenizer.train is not None)
+        look("model", given[0], "config" if elsewhere else need)
     if given[1] is not None and need != "config":
-        changes["tokenizer"] = folder_of(given[1], "tokenizer.path", "tokenizer")
+        look("tokenizer", given[1], "tokenizer")
     for name, folder in changes.items():
         section = getattr(config, name)
         if on_hub(section.path):

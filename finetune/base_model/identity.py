@@ -18,6 +18,7 @@ from checkpoint.disk.folder import Folder
 from checkpoint.disk.latest import is_root, resolve_latest
 from checkpoint.disk.manifest import load_manifest
 from checkpoint.given import NOTHING_GIVEN
+from checkpoint.model.config import GENERATION
 from checkpoint.opening.recognise import locate
 from checkpoint.readers import peft
 from finetune.base_model.given import given_of
@@ -25,7 +26,7 @@ from finetune.base_model.hub import hint_for, on_hub
 from finetune.config import TuneConfig
 from finetune.content import sampled_sha256
 from finetune.errors import ConfigError
-from finetune.output.folder import CHECKPOINTS, checkpoint_folder, step_folders
+from finetune.output.folder import CHECKPOINTS, RESUME, checkpoint_folder, step_folders
 from finetune.output.saves import newest_manifest, newest_whole
 
 KEY = "base"
@@ -192,9 +193,12 @@ def _resumed(config: TuneConfig, wanted: Base, places: list[Path], problem: str,
 
 
 def _by_its_own(config: TuneConfig, problem: str, say: Callable[[str], None]) -> Path:
-    """The run's own newest checkpoint, which tells all that its base would, for a run that saves whole weights."""
-    own = None if config.lora is not None else newest_whole(Path(config.run.output) / CHECKPOINTS)
+    """The run's own newest save, a checkpoint if there is one: of a run that saves whole weights it describes the model."""
+    saves = (newest_whole(Path(config.run.output) / root) for root in (CHECKPOINTS, RESUME))
+    own = None if config.lora is not None else next((save for save in saves if save is not None), None)
     if own is None:
         raise ConfigError(f"model.path: {config.model.path}: {problem}{hint_for(str(config.model.path))}")
     say(f"model.path: {problem}; the run goes on without it, by what it saved itself: {own}")
+    if not (own / GENERATION).is_file():  # resume states of earlier releases
+        say(f"{own} holds no {GENERATION}: checkpoints from here on have that of a new model")
     return own.resolve()

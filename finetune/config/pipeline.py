@@ -57,7 +57,8 @@ def check_splittable(model: ModelConfig) -> None:
     from checkpoint.opening.structure import model_config  # slow, and seldom needed
 
     try:
-        values, folder = model_config(Path(model.path).expanduser(), Given(config=model.config))
+        values, place = model_config(Path(model.path).expanduser(), Given(config=model.config))
     except CheckpointError:
         return  # said better when the checkpoint is opened
-    require(values["model_type"] in SPLITTABLE, f"model.path: {folder / 'config.json'}: model_type", values["model_type"], rule)
+    key = "model.path" if model.config is None else "model.config"
+    require(values["model_type"] in SPLITTABLE, f"{key}: {place}: model_type", values["model_type"], rule)

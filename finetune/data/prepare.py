@@ -21,7 +21,7 @@ from finetune.config import TuneConfig
 from finetune.data.inputs import Inputs, digest, find_inputs, nothing_in, source_identity
 from finetune.data.layout import Layout, Settings, lay_out
 from finetune.data.made_of import MadeOf, source_record
-from finetune.data.prepared import Prepared
+from finetune.data.prepared import LAYOUTS, TOKENIZERS, TOKENS, Prepared
 from finetune.data.settings import Say, files_digest, prepare_encoding
 from finetune.data.shards import LEFT_OUT, facts_of, name_unit
 from finetune.data.sources import UNIT_BYTES, Source, Unit, units_of
@@ -61,12 +61,12 @@ def prepare(
     """
     inputs = find_inputs(config)
     check()
-    root = Path(config.data.folder).expanduser() if config.data.folder else Path(config.run.output) / "data"
+    root = data_folder(config)
     with _held(root, say, check):
         encoding = prepare_encoding(
             config,
             inputs,
-            root / "tokenizers",
+            root / TOKENIZERS,
             say,
             kept=kept_tokenizer,
             skip_faults=config.data.invalid == "skip",
@@ -74,6 +74,11 @@ def prepare(
         )
         made = _prepare(config, inputs, encoding, root, say, check, workers=workers, progress=progress)
         return replace(made, of_model=of_model)
+
+
+def data_folder(config: TuneConfig) -> Path:
+    """Where the tokenised data of a run are kept."""
+    return Path(config.data.folder).expanduser() if config.data.folder else Path(config.run.output) / "data"
 
 
 @contextmanager
@@ -106,7 +111,7 @@ def _prepare(
     workers: int,
     progress: Callable[[int, int], None],
 ) -> Prepared:
-    jobs = [list(_jobs(source, encoding, root / "tokens")) for source in inputs.sources]
+    jobs = [list(_jobs(source, encoding, root / TOKENS)) for source in inputs.sources]
     missing = [job for job in _flat(jobs) if not job.folder.is_dir()]
     if missing:
         units = "unit" if len(missing) == 1 else "units"
@@ -117,7 +122,7 @@ def _prepare(
     for source, some in zip(inputs.sources, jobs, strict=True):
         if not any(facts_of(job.folder).documents for job in some):
             raise DataError(nothing_in(source))
-    return _laid_out(config, inputs, encoding, jobs, root / "layouts", say)
+    return _laid_out(config, inputs, encoding, jobs, root / LAYOUTS, say)
 
 
 def _flat(jobs: Iterable[Sequence[UnitJob]]) -> Iterator[UnitJob]:

@@ -6,6 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+TOKENIZERS: Final = "tokenizers"
+"""Below ``data.folder``, as are the two that follow: tokenizers, a folder each."""
+TOKENS: Final = "tokens"
+"""The shards of each source."""
+LAYOUTS: Final = "layouts"
+"""Which documents train, which evaluate, and how they share rows."""
+
 TOKENIZER_CLASS: Final = "tokenizer.class"
 """Among the settings of a save: the class that the model's type demands of its tokenizer, empty for none. Releases that did not
 heed it leave it out."""

@@ -14,7 +14,8 @@ from checkpoint.disk.folder import Folder
 from checkpoint.text.tokenizer import open_as_written
 from finetune.config import TuneConfig
 from finetune.data.made_of import MadeOf, differences, read_made_of
-from finetune.data.prepared import Prepared
+from finetune.data.prepared import LAYOUTS, TOKENIZERS, TOKENS, Prepared
+from finetune.data.settings import files_digest
 from finetune.errors import ConfigError
 
 _SHARD_FILES = ("ids.bin", "learned.bin", "lengths.npy")
@@ -39,7 +40,7 @@ def agreed_data(config: TuneConfig, prepared: Prepared, settings: Mapping[str, A
     now, was = read_made_of(layout), read_made_of(layout.with_name(saved_with))
     assert now is not None, "every layout is written with what it was made of"
     agreed = replace(prepared, known_as=(saved_with,))
-    if _same_tokens(now, saved_with, layout.parent.parent / "tokens"):
+    if _same_tokens(now, saved_with, layout.parent.parent / TOKENS):
         return agreed
     if was is None:
         keys = {"data.seq_len": config.data.seq_len, "data.seed": config.data.seed}
@@ -53,6 +54,20 @@ def agreed_data(config: TuneConfig, prepared: Prepared, settings: Mapping[str, A
         raise ConfigError(f"run.resume: the data of {config.run.output} changed: {'; '.join(what)}; {rule}")
     say(f"data.changed: accept: going on with changed data, at the same number of samples: {'; '.join(what)}")
     return agreed
+
+
+def tokenizer_of(folder: Path, layout: str) -> Path | None:
+    """The folder of the tokenizer that data were laid out with; ``None`` where it is not kept: by earlier releases.
+
+    Args:
+        folder: see ``finetune.data.prepare.data_folder``.
+        layout: its fingerprint.
+    """
+    made = read_made_of(folder / LAYOUTS / layout)
+    if made is None:
+        return None
+    places = sorted((folder / TOKENIZERS).glob("*"))
+    return next((place for place in places if files_digest(place) == list(made.tokenizer)), None)
 
 
 def check_tokenizer(prepared: Prepared, saved: Path) -> None:

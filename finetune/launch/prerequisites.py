@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint.text.tokenizer_class import CLASS_WHATEVER_IS_NAMED
+from finetune.base_model.hub import on_hub
 from finetune.config import TuneConfig
 from finetune.data.prepared import TOKENIZER_CLASS, Prepared
 from finetune.errors import ConfigError
@@ -26,14 +27,38 @@ def settled(config: TuneConfig, say: Say) -> TuneConfig:
         say: told when it is another one than ``model.path`` means today.
 
     Raises:
-        ConfigError: there is no such model, or it is not the one that this run began with and needs.
+        ConfigError: there is no such model, or it is not the one that this run began with and needs; or its tokenizer is lost.
     """
-    if config.model.path is None:
-        return config
-    with without_collection():
-        from finetune.base_model.identity import settle_base
+    if config.model.path is not None:
+        with without_collection():
+            from finetune.base_model.identity import settle_base
 
-    return settle_base(config, say)
+        config = settle_base(config, say)
+    return _with_tokenizer(config, say)
+
+
+def _with_tokenizer(config: TuneConfig, say: Say) -> TuneConfig:
+    """``config``; of a resumed run whose tokenizer went with its base, or with the hub's cache, with the one it kept."""
+    path, base, output = config.tokenizer.path, config.model.path, Path(config.run.output)
+    went_with_base = base is not None and Path(base).parent == (output / RESUME).resolve()  # which holds no tokenizer
+    if not (on_hub(path) or (went_with_base and path is None and config.tokenizer.train is None)):
+        return config
+    saves = _newest_saves(config)
+    assert saves is not None, "a name of the hub is left as it is for runs that go on, and a base replaced for those"
+    settings, kept = saves
+    if kept is None:
+        with without_collection():
+            from finetune.data.prepare import data_folder
+            from finetune.data.resumed import tokenizer_of
+
+        kept = tokenizer_of(data_folder(config), str(settings.get("data")))
+    if kept is None:
+        what = f"tokenizer.path: {path}: is not to be had" if path else "tokenizer: lay beside the base model, which is gone"
+        raise ConfigError(
+            f"{what}, and {output} kept no copy that is known for it; name a folder that has it as tokenizer.path"
+        )
+    say(f"tokenizer: the run goes on with the one that it kept: {kept}")
+    return replace(config, tokenizer=replace(config.tokenizer, path=str(kept)))
 
 
 def make_ready(

@@ -112,7 +112,7 @@ def config_of(checkpoint: Checkpoint) -> PretrainedConfig:
     Raises:
         ConfigError: transformers knows no causal language model of this type, or refuses what the file says of it.
     """
-    made = config_from(checkpoint.config, checkpoint.path)
+    made = config_from(checkpoint.config, checkpoint.path)  # the folder: another trainer's has its values elsewhere
     try:
         checkpoint.check_model()
     except CheckpointError as error:
@@ -120,11 +120,12 @@ def config_of(checkpoint: Checkpoint) -> PretrainedConfig:
     return made
 
 
-def config_from(config: Mapping[str, Any], folder: Path) -> PretrainedConfig:
-    """The transformers configuration of ``config.json`` alone.
+def config_from(config: Mapping[str, Any], place: Path) -> PretrainedConfig:
+    """The transformers configuration of a checkpoint's configuration alone.
 
     Args:
-        folder: that it is from, for messages.
+        config: as ``config.json`` has it.
+        place: the file or folder that it is from, for messages.
 
     Raises:
         ConfigError: as ``config_of``.
@@ -132,12 +133,12 @@ def config_from(config: Mapping[str, Any], folder: Path) -> PretrainedConfig:
     values = dict(config)
     model_type = values.pop("model_type")
     if _causal_class(model_type) is None:
-        raise ConfigError(f"{folder / 'config.json'}: model_type {model_type!r} is not a causal language model of transformers")
+        raise ConfigError(f"{place}: model_type {model_type!r} is not a causal language model of transformers")
     try:
         return AutoConfig.for_model(model_type, **values)
     except Exception as error:  # each transformers configuration raises its own kinds
         rule = f"transformers refuses it: {' '.join(str(error).split())}"
-        raise ConfigError(f"{folder / 'config.json'}: {rule}") from error
+        raise ConfigError(f"{place}: {rule}") from error
 
 
 def build_empty(config: PretrainedConfig, dtype: torch.dtype, context: AbstractContextManager[object]) -> PreTrainedModel:

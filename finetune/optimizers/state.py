@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-import torch
 from torch import nn
 
 from finetune.model.adapters import base_of
@@ -61,13 +60,3 @@ def groups_of(
     matrices = matrices_of(model, optimizer) & taken
     others = taken - matrices
     return [*decay_groups(model, weight_decay, only=matrices), *decay_groups(model, weight_decay, only=others)]
-
-
-def no_updates(optimizer: torch.optim.Optimizer, tensor: torch.Tensor) -> torch.Tensor | int:
-    """The count of updates of one tensor, none yet, as ``optimizer`` keeps it: torch's fused AdamW beside the tensor."""
-    return torch.zeros((), dtype=torch.float32, device=tensor.device) if isinstance(optimizer, torch.optim.AdamW) else 0
-
-
-def updates_made(counted: torch.Tensor | int, updates: int) -> torch.Tensor | int:
-    """The same kind of count as ``counted``, of so many updates."""
-    return torch.full_like(counted, updates) if isinstance(counted, torch.Tensor) else updates

@@ -149,7 +149,7 @@ class CheckpointSaver:
             step=position.step,
             config=self.config,
             adapter_config=self.adapter_config if served else None,
-            generation_config=self.generation_config if served and self.adapter_config is None else None,
+            generation_config=self.generation_config if self.adapter_config is None else None,
             tokenizer_files=self.tokenizer_files if served else (),
             max_shard_bytes=self.max_shard_bytes,
             extra=extra,

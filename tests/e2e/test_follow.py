@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import threading
 from pathlib import Path
 
 import grpc
 import pytest
-from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from checkpoint import CheckpointWriter
 from serve.v1 import admin_pb2, inference_pb2, models_pb2
 from tests.support import reference
-from tests.support.models import build, save
+from tests.support.models import save_step
 from tests.support.server import Server, serving, until
 
 FAMILY = "gpt_neox"
@@ -27,17 +23,7 @@ SPOILED = "gpt_neox.layers.1.mlp.dense_4h_to_h.weight"
 
 def put(root: Path, step: int, work: Path, *, seed: int, nan: str = "") -> Path:
     """The small model with weights of its own as the run's checkpoint of this step; one number of tensor ``nan`` is none."""
-    source = work / f"source-{step}"
-    save(FAMILY, source)
-    build(FAMILY, seed=seed).save_pretrained(source)
-    tokenizer = [path for path in source.iterdir() if path.name.startswith("tokenizer")]
-    said = json.loads((source / "config.json").read_text())
-    with CheckpointWriter(root, step=step, config=said, tokenizer_files=tokenizer) as writer:
-        for name, tensor in load_file(source / "model.safetensors").items():
-            if name == nan:
-                tensor.view(-1)[5] = math.nan
-            writer.add(name, tensor)
-    return root / f"step-{step:08d}"
+    return save_step(root, step, FAMILY, work / f"source-{step}", seed=seed, nan=nan)
 
 
 class Streams:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import shutil
 import threading
@@ -13,36 +11,19 @@ from pathlib import Path
 import grpc
 import psutil
 import pytest
-from safetensors.torch import load_file
 
-from checkpoint import CheckpointWriter, claimed
+from checkpoint import claimed
 from serve.v1 import admin_pb2, inference_pb2, models_pb2, tokenizer_pb2
 from tests.support import reference
-from tests.support.models import save
+from tests.support.models import save_step
 from tests.support.server import Server, serving, until
 
 PROMPT = (5, 6, 7, 8)
 
 
-def put_step(root: Path, step: int, family: str, source: Path, *, nan: str = "", **config: int) -> Path:
-    """A small model of this family as the run's checkpoint of this step; ``config`` overrides what its file says.
-
-    One number of the tensor ``nan`` is none.
-    """
-    save(family, source)
-    said = json.loads((source / "config.json").read_text()) | config
-    tokenizer = [path for path in source.iterdir() if path.name.startswith("tokenizer")]
-    with CheckpointWriter(root, step=step, config=said, tokenizer_files=tokenizer) as writer:
-        for name, tensor in load_file(source / "model.safetensors").items():
-            if name == nan:
-                tensor.view(-1)[5] = math.nan
-            writer.add(name, tensor)
-    return root / f"step-{step:08d}"
-
-
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    put_step(tmp_path / "run", 1, "gpt_neox", tmp_path / "first")
+    save_step(tmp_path / "run", 1, "gpt_neox", tmp_path / "first")
     return tmp_path / "run"
 
 
@@ -79,7 +60,7 @@ def test_the_next_checkpoint_is_served_by_the_same_server(server: Server, root: 
         calls.append(ids)
 
     under_way = threading.Thread(target=stream)
-    new = put_step(root, 2, "gpt2", tmp_path / "second")
+    new = save_step(root, 2, "gpt2", tmp_path / "second")
     under_way.start()
     assert began.wait(120)
     ranks = server.rank_pids()
@@ -119,11 +100,11 @@ def test_a_checkpoint_that_cannot_be_served_leaves_the_ranks_of_the_one_before(
         return caught.value.details()
 
     # Of another shape than config.json says, which takes the built model to see.
-    second = put_step(root, 2, "gpt_neox", tmp_path / "second", intermediate_size=170)
+    second = save_step(root, 2, "gpt_neox", tmp_path / "second", intermediate_size=170)
     assert "dense_h_to_4h" in refusal()
     # Whole, and of numbers that are none: its ranks would only know when the others had ended.
     spoiled = "gpt_neox.layers.1.mlp.dense_4h_to_h.weight"
-    second = put_step(root, 2, "gpt_neox", tmp_path / "third", nan=spoiled)
+    second = save_step(root, 2, "gpt_neox", tmp_path / "third", nan=spoiled)
     assert f"model.safetensors: tensor '{spoiled}' holds numbers that are NaN or infinite in float32" in refusal()
     until(lambda: may_go(second))
     assert not may_go(root / "step-00000001")

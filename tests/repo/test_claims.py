@@ -47,6 +47,7 @@ OTHERS_CLASSES = {
     "Check",
 }
 OTHERS_FILES = {"ds_to_universal.py", "zero_to_fp32.py"}
+OTHERS_NAMES = {"init_inference", "lora_bias", "nmt_nfkc", "python_info"}
 """Names of other projects, and of the kernel."""
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
@@ -172,6 +173,19 @@ def test_a_class_that_is_named_exists_and_has_what_is_named_of_it(page: Path) ->
         members = members_of(found[1])
         assert members is not None, f"{page.name}: `{span}`"
         assert found[2] is None or found[2] in members, f"{page.name}: `{span}`"
+
+
+@cache
+def words_of_the_code() -> set[str]:
+    files = [*(REPOSITORY / file for file in python_files()), *REPOSITORY.glob("serve/model/kernels/*")]
+    return {word for file in files if file.is_file() for word in re.findall(r"\w+", text_of(file))}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name != "adr"], ids=lambda page: page.name)
+def test_a_name_of_functions_fields_or_metrics_that_is_named_stands_in_the_code(page: Path) -> None:
+    named = {span.removesuffix("()") for span in spans_of(page) if re.fullmatch(r"[a-z]+(?:_[a-z0-9]+)+(?:\(\))?", span)}
+    ours = {name for name in named if not name.startswith("tessera_")}  # metrics: see test_deploy.py
+    assert ours - words_of_the_code() - set(re.findall(r"\w+", protocol())) - OTHERS_NAMES == set()
 
 
 @pytest.mark.parametrize("package", ["serve", "checkpoint", "configuration", "finetune"])

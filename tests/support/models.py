@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import math
 from functools import cache
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+from checkpoint import CheckpointWriter
 
 FAMILIES = ("gpt_neox", "gpt2", "gptj", "gpt_neo", "opt", "llama", "mistral", "qwen2", "phi")
 MORE_FAMILIES = (
@@ -155,3 +160,22 @@ def save(
         )
         made.save_pretrained(folder)
     return folder
+
+
+def save_step(root: Path, step: int, family: str, source: Path, *, seed: int = 0, nan: str = "", **config: int) -> Path:
+    """Save ``build``'s model as the checkpoint of this step below ``root``, as a run does.
+
+    Args:
+        source: a folder that is made, of the same model as transformers saves it.
+        nan: the name of a tensor of which one number is none; empty for none.
+        config: what the checkpoint's ``config.json`` says otherwise.
+    """
+    save(family, source, seed=seed)
+    said = json.loads((source / "config.json").read_text()) | config
+    tokenizer = [path for path in source.iterdir() if path.name.startswith("tokenizer")]
+    with CheckpointWriter(root, step=step, config=said, tokenizer_files=tokenizer) as writer:
+        for name, tensor in load_file(source / "model.safetensors").items():
+            if name == nan:
+                tensor.view(-1)[5] = math.nan
+            writer.add(name, tensor)
+    return root / f"step-{step:08d}"

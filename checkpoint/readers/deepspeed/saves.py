@@ -13,7 +13,7 @@ from checkpoint.disk.folder import Folder
 from checkpoint.disk.latest import LATEST, MAX_LATEST_BYTES
 from checkpoint.errors import CheckpointError
 from checkpoint.layout import DTYPE_BYTES, Extent, Piece, Stored, cover_fault, flat_boxes, whole
-from checkpoint.readers.files.pickles import Allowed, StoredTensor
+from checkpoint.readers.files.pickles import NUMPY_ARRAYS, Allowed, StoredTensor
 from checkpoint.readers.files.torch_zip import Archive
 from checkpoint.readers.weights import OpenFiles
 
@@ -57,16 +57,12 @@ ALLOWED = Allowed(
             "torch.device",
             # What users keep in client_state: settings, and states of random numbers.
             "argparse.Namespace",
-            "numpy.core.multiarray._reconstruct",
-            "numpy._core.multiarray._reconstruct",
-            "numpy.ndarray",
-            "numpy.dtype",
-            "_codecs.encode",
             "__builtin__.set",
             "builtins.set",
             "collections.defaultdict",
         }
-    ),
+    )
+    | NUMPY_ARRAYS,
     calls={"torch._tensor._rebuild_from_type_v2": _rebuild_from_type},
 )
 """What the files of DeepSpeed's engines hold beside tensors (0.9 to 0.19) and what is commonly saved with them."""

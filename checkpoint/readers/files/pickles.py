@@ -16,7 +16,7 @@ import pickle
 import pickletools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from typing import Any, ClassVar, Final, NamedTuple, NoReturn
 
 from checkpoint.errors import CheckpointError
 from checkpoint.layout import zero_size_rule
@@ -48,6 +48,20 @@ class _Storage(NamedTuple):
     key: str
     dtype: str
     num_items: int
+
+
+NUMPY_ARRAYS: Final = frozenset(
+    {
+        "_codecs.encode",
+        "numpy.dtype",
+        "numpy.ndarray",
+        "numpy.core.multiarray._reconstruct",
+        "numpy._core.multiarray._reconstruct",
+        "numpy.core.multiarray.scalar",
+        "numpy._core.multiarray.scalar",
+    }
+)
+"""What an array or a number of numpy is written with, as states of random numbers are."""
 
 
 class Bag:

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from checkpoint.errors import CheckpointError
 from checkpoint.model.config import shown
-from checkpoint.readers.files.pickles import Allowed, Bag
+from checkpoint.readers.files.pickles import NUMPY_ARRAYS, Allowed, Bag
 
 ALLOWED = Allowed(
     classes=frozenset(
@@ -17,26 +17,20 @@ ALLOWED = Allowed(
             "__builtin__.bytearray",
             "builtins.set",
             "builtins.bytearray",
-            "_codecs.encode",
             "_io.BytesIO",
             "argparse.Namespace",
             "types.SimpleNamespace",
             "pathlib.PosixPath",
             "pathlib._local.PosixPath",
             "signal.Signals",
-            "numpy.dtype",
-            "numpy.ndarray",
             "numpy.dtypes.UInt32DType",
-            "numpy.core.multiarray._reconstruct",
-            "numpy._core.multiarray._reconstruct",
-            "numpy.core.multiarray.scalar",
-            "numpy._core.multiarray.scalar",
             "torch.device",
             "torch.Tensor",
             "torch._C.Generator",
             "torch._tensor._rebuild_from_type_v2",
         )
-    ),
+    )
+    | NUMPY_ARRAYS,
     packages=frozenset(("megatron", "deepspeed", "transformer_engine")),
     calls={
         "collections.defaultdict": lambda *_: {},

@@ -18,7 +18,7 @@ from checkpoint.errors import CheckpointError
 from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.layout import Stored
 from checkpoint.readers.decoder import Decoder, Layer, Rows, Tensors, named
-from checkpoint.readers.files.pickles import Allowed
+from checkpoint.readers.files.pickles import NUMPY_ARRAYS, Allowed
 from checkpoint.readers.files.torch_zip import Archive
 from checkpoint.readers.neox.config import Shape, Sizes, config_of, missing_settings, shape_from, shape_of
 from checkpoint.readers.neox.settings import CONFIGS, Settings, read_settings
@@ -53,18 +53,12 @@ ALLOWED = Allowed(
         (
             "__builtin__.set",
             "builtins.set",
-            "_codecs.encode",
-            "numpy.dtype",
-            "numpy.ndarray",
-            "numpy.core.multiarray._reconstruct",
-            "numpy._core.multiarray._reconstruct",
-            "numpy.core.multiarray.scalar",
-            "numpy._core.multiarray.scalar",
             "torch.device",
             "torch.Tensor",
             "torch._tensor._rebuild_from_type_v2",
         )
-    ),
+    )
+    | NUMPY_ARRAYS,
     packages=frozenset(("deepspeed", "megatron")),
 )
 """What stands beside the weights in a rank's file: states of random numbers, loss scalers and the like."""

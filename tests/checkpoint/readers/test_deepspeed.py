@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -291,6 +292,12 @@ def test_links_and_names_that_leave_the_folder_are_refused(tmp_path: Path, which
     path.rename(tmp_path / "outside.pt")
     path.symlink_to(tmp_path / "outside.pt")
     assert "leaves the checkpoint's folder" in refusal(tmp_path / "save").rule
+
+
+def test_states_and_numbers_of_numpy_beside_the_weights_are_passed_over(tmp_path: Path) -> None:
+    save = zero3(tmp_path, best=np.float64(0.5), states=np.random.default_rng(0).integers(9, size=4))
+    with open_checkpoint(save) as opened:
+        assert_holds(opened, all_tensors())
 
 
 def test_nothing_in_an_engine_s_pickle_runs(tmp_path: Path) -> None:

@@ -45,15 +45,6 @@ def archive(
     return folder
 
 
-def repack(folder: Path, change: Callable[[bytes], bytes]) -> None:
-    """Change the table of the folder's archive and keep its storages."""
-    with zipfile.ZipFile(folder / NAME) as source:
-        entries = {info.filename: source.read(info) for info in source.infolist()}
-    with zipfile.ZipFile(folder / NAME, "w") as made:
-        for name, data in entries.items():
-            made.writestr(name, change(data) if name.endswith("data.pkl") else data)
-
-
 def saved(folder: Path, value: object, **options: Any) -> Path:
     torch.save(value, write_config(folder) / NAME, **options)
     return folder

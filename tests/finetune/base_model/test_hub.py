@@ -15,12 +15,15 @@ import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file
 
+from checkpoint import CheckpointWriter
 from finetune.base_model.hub import folder_of, located
 from finetune.cli import main
 from finetune.config import TuneConfig
 from finetune.config.load import load_config
 from finetune.errors import ConfigError
+from finetune.launch.prerequisites import make_ready, settled
 from finetune.model.build import load_model
+from finetune.train.initial_model import InitialModel
 from tests.finetune.base_model.test_identity import begin, settled_path
 from tests.finetune.base_model.test_identity import save as save_checkpoint
 from tests.finetune.support import run_command, small_run, write_config
@@ -245,8 +248,11 @@ def test_a_run_goes_on_without_the_hub_by_its_base_or_by_what_it_saved(
     shutil.rmtree(root)
     with pytest.raises(ConfigError, match=r"nor to be had from it; the adapters .* it is there no more: put it back"):
         gone_on(adapters)
-    with pytest.raises(ConfigError, match="nor to be had from it"):
-        gone_on(config)
+    state = tmp_path / "run" / "resume" / "step-00000002"
+    folder, said = gone_on(config)
+    assert folder == state.resolve()
+    assert said[1].endswith(f"goes on without it, by what it saved itself: {state}")
+    assert said[2].startswith(f"{state} holds no generation_config.json")
     own = save_checkpoint(build("gpt_neox"), tmp_path / "run" / "checkpoints", 2)
     folder, said = gone_on(config)
     assert folder == own.resolve()
@@ -256,6 +262,43 @@ def test_a_run_goes_on_without_the_hub_by_its_base_or_by_what_it_saved(
     shutil.rmtree(tmp_path / "run")
     with pytest.raises(ConfigError, match="revision main of someone/own is not in the cache"):
         located(config)
+
+
+@pytest.mark.parametrize("of_base", [True, False], ids=["the base's tokenizer", "a tokenizer by its own name"])
+def test_a_resume_state_alone_goes_on_without_the_hub_with_the_tokenizer_that_the_data_keep(
+    tmp_path: Path, text_folder: Path, monkeypatch: pytest.MonkeyPatch, of_base: bool
+) -> None:
+    """As after a kill between the first resume state and the first checkpoint."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    model = save("gpt_neox", tmp_path / "model")
+    into_cache(tmp_path / "hub", "someone/own", model, COMMITS[0], "main")
+    tree = small_run(text_folder, tmp_path / "run", run={"resume": "auto"})
+    named = {"model": {"path": "hf:someone/own"}, "tokenizer": {}}
+    if not of_base:
+        named = {"model": tree["model"], "tokenizer": {"path": "hf:someone/own"}}
+    config = load_config(write_config({**tree, **named}, tmp_path / "run.yaml"))
+    quiet: list[str] = []
+    began = make_ready(settled(located(config), quiet.append), quiet.append).prepared
+    values, generation = json.loads((model / "config.json").read_text()), {"eos_token_id": 7}
+    extra = {"settings": {"data": began.fingerprint, "tokenizer.class": ""}}
+    root = tmp_path / "run" / "resume"
+    with CheckpointWriter(root, step=2, config=values, generation_config=generation, extra=extra) as writer:
+        for name, tensor in load_file(model / "model.safetensors").items():
+            writer.add(f"master.{name}", tensor)
+    shutil.rmtree(tmp_path / "hub")
+    shutil.rmtree(model)
+    said: list[str] = []
+    here = settled(located(config, said.append), said.append)
+    made = make_ready(here, said.append).prepared
+    assert f"tokenizer: the run goes on with the one that it kept: {began.tokenizer}" in said
+    assert (made.fingerprint, made.num_ids, made.known_as) == (began.fingerprint, began.num_ids, ())
+    if of_base:
+        first = InitialModel(here, made)
+        assert (first.hf_config.to_dict()["hidden_size"], first.generation_config) == (values["hidden_size"], generation)
+    shutil.rmtree(tmp_path / "run" / "data")
+    with pytest.raises(ConfigError, match=r"^tokenizer.* kept no copy .* name a folder that has it as tokenizer.path"):
+        settled(located(config), quiet.append)
 
 
 @pytest.mark.slow

@@ -10,32 +10,21 @@ import pytest
 
 from finetune.config import (
     BatchConfig,
-    DataConfig,
     DiskSettings,
-    ModelConfig,
     OffloadConfig,
     OptimizerConfig,
-    RunConfig,
     TuneConfig,
     ZenFlowConfig,
     ZeroConfig,
     to_deepspeed,
 )
 from finetune.config.deepspeed import SUB_GROUPS
+from tests.finetune.config.test_rules import tune
 
 DISK = DiskSettings(
     folder="/disk/tessera-run-1", block_bytes=1 << 20, queue_depth=32, threads=2, buffer_elements=1000, buffers=7,
     sub_group_elements=5000,
 )  # fmt: skip
-
-
-def tune(**sections: Any) -> TuneConfig:
-    usual = {
-        "run": RunConfig(output="out", device="cuda", ranks=4),
-        "data": DataConfig(train=("text",)),
-        "model": ModelConfig(path="base"),
-    }
-    return TuneConfig(**{**usual, **sections})
 
 
 def made(config: TuneConfig, **how: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from finetune.config import (
     ActivationConfig,
@@ -33,6 +34,7 @@ from finetune.config import (
     ZeroConfig,
 )
 from finetune.errors import ConfigError
+from tests.checkpoint.readers.deepspeed_folders import TAG, zero3_of
 
 NAN, INF = math.nan, math.inf
 NEEDED: dict[type, dict[str, Any]] = {
@@ -302,6 +304,21 @@ def test_a_model_is_split_into_stages_by_the_type_its_folder_names(tmp_path: Pat
         (tmp_path / "config.json").write_text(text)
         config.check_command("pretrain")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "opt"}))
+    rule = "model_type is 'opt'; it must be one of gpt_neox, gpt2"
     file = tmp_path / "config.json"
-    with pytest.raises(ConfigError, match=rf"model\.path: {file}: model_type is 'opt'; it must be one of gpt_neox, gpt2"):
+    with pytest.raises(ConfigError, match=rf"^model\.path: {file}: {rule}"):
+        config.check_command("pretrain")
+    given = file.rename(tmp_path / "of_opt.json")
+    elsewhere = tune(model=ModelConfig(path=str(tmp_path), config=str(given)), zero=ZeroConfig(stage=1))
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ConfigError, match=rf"^model\.config: {given}: {rule}"):
+        elsewhere.check_command("pretrain")
+
+
+def test_the_type_of_a_model_is_told_with_the_place_that_names_it(tmp_path: Path) -> None:
+    zero3_of(tmp_path, {"x": torch.ones(4, 4)}, 1)
+    above = tmp_path / "config.json"
+    above.write_text(json.dumps({"model_type": "opt"}))
+    config = tune(model=ModelConfig(path=str(tmp_path / TAG)), zero=ZeroConfig(stage=1))
+    with pytest.raises(ConfigError, match=rf"^model\.path: {above}: model_type is 'opt'"):
         config.check_command("pretrain")

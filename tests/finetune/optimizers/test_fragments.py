@@ -15,7 +15,7 @@ from torch import nn
 
 from finetune.distributed import Grid, Peers
 from finetune.optimizers.fragments import Fragment, Fragments, all_of, fragments_of, pieces_of, ranges_of
-from finetune.optimizers.state import groups_of, matrices_of, no_updates, state_of, updates_made, whole_state_of
+from finetune.optimizers.state import groups_of, matrices_of, state_of, whole_state_of
 from tests.support.models import build
 
 
@@ -165,14 +165,6 @@ def test_every_trained_parameter_is_in_one_group_and_has_its_state(model: nn.Mod
     only = sorted(names.values())[:3]
     some = groups_of(model, optimizer, 0.1, only=only)
     assert sorted(names[id(parameter)] for group in some for parameter in group["params"]) == only
-
-
-def test_a_count_of_updates_is_kept_as_the_optimizer_keeps_it() -> None:
-    weight = nn.Parameter(torch.zeros(2))
-    fused, own = torch.optim.AdamW([weight]), torch.optim.SGD([weight])
-    counts = [updates_made(no_updates(optimizer, weight), 7) for optimizer in (fused, own)]
-    assert [type(count) for count in counts] == [torch.Tensor, int]
-    assert [int(count) for count in counts] == [7, 7]
 
 
 def test_ranks_stand_stage_by_stage_and_one_alone_speaks_with_nobody() -> None:

@@ -44,7 +44,6 @@ class OneRank:
     def __init__(self, model: PreTrainedModel, step: int) -> None:
         self.model, self._step = model, step
         self.exact: dict[str, torch.Tensor] = {}
-        self.moments_set = False
 
     def weights(self, dtype: torch.dtype, *, from_master: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self.model.named_parameters():
@@ -64,8 +63,7 @@ class OneRank:
     def set_master_weights(self, read: Callable[[str], torch.Tensor]) -> None:
         self.exact = {name: read(name) for name, _ in self.model.named_parameters()}
 
-    def set_optimizer_state(self, read: Callable[[str], torch.Tensor], optimizer_steps: int) -> None:
-        self.moments_set = True
+    def set_optimizer_state(self, read: Callable[[str], torch.Tensor], optimizer_steps: int) -> None: ...
 
     def agree(self, good: bool) -> bool:
         return good

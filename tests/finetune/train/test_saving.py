@@ -89,7 +89,7 @@ def test_a_save_is_a_served_folder_and_a_state_of_all_ranks(tmp_path: Path) -> N
     assert (served / "tokenizer.json").is_file()
     assert json.loads((served / "generation_config.json").read_text()) == {"eos_token_id": 0}
     assert not (state / "tokenizer.json").exists()
-    assert not (state / "generation_config.json").exists()
+    assert json.loads((state / "generation_config.json").read_text()) == {"eos_token_id": 0}
     with open_checkpoint(state) as opened:
         names = {f"{prefix}{name}" for prefix in ("master.", "exp_avg.") for name in NAMES} | {"rng.cpu.0", "rng.cpu.1"}
         assert set(opened.tensors) == names
