@@ -22,6 +22,8 @@ class _Draft:
     budget: int
     starts: list[Start] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
+    making: set[bytes] = field(default_factory=set)
+    """Digests of the prompts' blocks that this step fills, which the next can share."""
     has_preempted: bool = False
 
 
@@ -36,8 +38,9 @@ class Scheduler:
 
     Why it cannot come to a halt: no sequence is accepted that could not run alone in the pool; the oldest running
     sequence is never preempted for a younger one, so it always reaches its end; and the head of the queue is never
-    passed by a smaller sequence behind it, so it always becomes the oldest. One that must be
-    computed again, having grown beyond a ``LengthRule``, goes back to the head of the queue once.
+    passed by a smaller sequence behind it, so it always becomes the oldest. It waits for no more than the step in which another
+    computes what it shares. One that must be computed again, having grown beyond a ``LengthRule``, goes back to the head of the
+    queue once.
 
     Always true (see ``check``): a sequence is in the queue, in the running batch or in neither; only running ones hold
     blocks, each block as often as tables name it; all running sequences but the youngest owe exactly one position, and
@@ -167,7 +170,7 @@ class Scheduler:
                 self._waiting.discard(seq)
                 self._aside[seq] = None
                 continue
-            if seq is None or not self._take_prefix(seq):
+            if seq is None or self._is_being_made(seq, draft) or not self._take_prefix(seq):
                 return
             self._waiting.discard(seq)
             self._enter_running(seq)
@@ -177,6 +180,17 @@ class Scheduler:
             draft.starts.append(_start_of(seq))
             seq.num_known = len(seq.token_ids)
             self._add_span(seq, count, draft)
+
+    def _is_being_made(self, seq: Sequence, draft: _Draft) -> bool:
+        """Whether this step computes, for somebody else, the first block that a waiting sequence would have to compute.
+
+        It finds the block in the cache one step later: prompts that arrive together and begin alike pay for that once.
+        """
+        if not draft.making or seq.chain is None or seq.wants_prompt_logprobs:
+            return False
+        most = (len(seq.token_ids) - 1) // self._cache.block_tokens
+        found = len(self._cache.lookup(seq.chain, most))
+        return found < most and seq.chain.digest(found) in draft.making
 
     def _take_prefix(self, seq: Sequence) -> bool:
         """Give a waiting sequence its prefix-cache hits; False, and no change, if the rest of what it knows would not fit.
@@ -245,6 +259,9 @@ class Scheduler:
         seq.num_known = num_tokens
         seq.num_sent_blocks = num_blocks
         draft.budget -= count
+        if seq.chain is not None and count > 1:
+            full = (seq.num_computed + count) // self._cache.block_tokens
+            draft.making.update(seq.chain.digest(index) for index in range(seq.num_registered, full))
 
     def _enter_running(self, seq: Sequence) -> None:
         seq.state = SequenceState.RUNNING
