@@ -229,7 +229,7 @@ def source_of(file: str, function: str) -> str:
         ),
         (
             [("serve/worker/runner.py", ""), ("serve/worker/sampling/sampler.py", "sample")],
-            "backend.draw(logits_RV, draws, params, uniform)",
+            "backend.choose(logits_RV, params, uniform, seen)",
         ),
     ],
     ids=["an optimizer step", "a token"],

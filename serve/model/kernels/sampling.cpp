@@ -142,6 +142,7 @@ struct Scratch {
     std::vector<Entry> entries;
     std::vector<float> maxima;
     std::vector<int32_t> bin;
+    std::vector<float> row;  // a copy, where a row is changed
     double bin_mass[kBins];
 };
 
@@ -443,32 +444,36 @@ void tessera_peaks(const float* logits, int64_t R, int64_t V, float* peaks, int6
     for (int64_t r = 0; r < R; ++r) peak_of(logits + r * V, V, peaks[r], places[r]);
 }
 
-// Of N rows: divide or multiply by ``repetition`` what was seen, subtract ``presence`` and ``times * frequency`` where it was
-// generated. ``ids[n]`` and ``times[n]`` have ``counts[n]`` entries.
-void tessera_penalise(
-    float* logits, int64_t V, int64_t N, const int64_t* rows, const float* repetition, const float* presence,
-    const float* frequency, const int64_t* ids, const int64_t* times, const int64_t* counts, int64_t threads) {
-#pragma omp parallel for num_threads(int(threads)) schedule(dynamic)
-    for (int64_t n = 0; n < N; ++n) {
-        float* row = logits + rows[n] * V;
-        const int32_t* id = reinterpret_cast<const int32_t*>(ids[n]);
-        const int32_t* time = reinterpret_cast<const int32_t*>(times[n]);
-        penalise(row, id, time, counts[n], repetition[n], presence[n], frequency[n]);
-    }
-}
-
-// Draw one token of each of N rows.
-void tessera_draw(
-    const float* logits, int64_t V, int64_t N, const int64_t* rows, const float* temperature, const float* floor,
-    const int64_t* top_k, const double* top_p, const double* typical_p, const double* uniform, int64_t* tokens,
-    int64_t threads) {
+// Choose a token of each of R rows, which are gone through once: the likeliest where ``temperature`` is 0, else a draw. Before that,
+// where ``counts[r]`` tokens were seen, divide or multiply by ``repetition`` those of ``ids[r]``, and subtract ``presence`` and
+// ``times * frequency`` where they were generated. The rows stay what they are. ``raw_peaks`` are of the rows as they came, ``peaks``
+// of what was chosen from; a token is a draw only where the latter is finite.
+void tessera_choose(
+    const float* logits, int64_t V, int64_t R, const float* repetition, const float* presence, const float* frequency,
+    const int64_t* ids, const int64_t* times, const int64_t* counts, const float* temperature, const float* floor,
+    const int64_t* top_k, const double* top_p, const double* typical_p, const double* uniform, float* raw_peaks, float* peaks,
+    int64_t* tokens, int64_t threads) {
 #pragma omp parallel num_threads(int(threads))
     {
         Scratch scratch;
 #pragma omp for schedule(dynamic)
-        for (int64_t n = 0; n < N; ++n) {
-            const Rule rule{temperature[n], floor[n], top_k[n], top_p[n], typical_p[n], uniform[n]};
-            tokens[n] = draw(logits + rows[n] * V, V, rule, scratch);
+        for (int64_t r = 0; r < R; ++r) {
+            const float* row = logits + r * V;
+            peak_of(row, V, raw_peaks[r], tokens[r]);
+            peaks[r] = raw_peaks[r];
+            if (counts[r] > 0) {
+                // In the core's own cache: the row itself would have to be written back.
+                scratch.row.assign(row, row + V);
+                row = scratch.row.data();
+                penalise(
+                    scratch.row.data(), reinterpret_cast<const int32_t*>(ids[r]), reinterpret_cast<const int32_t*>(times[r]),
+                    counts[r], repetition[r], presence[r], frequency[r]);
+                peak_of(row, V, peaks[r], tokens[r]);
+            }
+            if (temperature[r] > 0.0f && std::isfinite(peaks[r])) {
+                const Rule rule{temperature[r], floor[r], top_k[r], top_p[r], typical_p[r], uniform[r]};
+                tokens[r] = draw(row, V, rule, scratch);
+            }
         }
     }
 }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,19 +23,33 @@ class SamplingBackend(Protocol):
         """Of each row the largest logit, NaN where it holds one, and the first id that has it: fp32 [R], int64 [R]."""
         ...
 
-    def penalise(self, logits_RV: Tensor, rows: Sequence[int], params: Sequence[SamplingParams], seen: Sequence[Seen]) -> None:
-        """Change what each of N rows has seen, in place, by its repetition, presence and frequency penalties."""
-        ...
+    def choose(
+        self,
+        logits_RV: Tensor,
+        params: Sequence[SamplingParams],
+        uniform: Sequence[float],
+        seen: Sequence[Seen | None],
+    ) -> Choice:
+        """A token for each row.
 
-    def draw(
-        self, logits_RV: Tensor, rows: Sequence[int], params: Sequence[SamplingParams], uniform: Sequence[float]
-    ) -> Tensor:
-        """A token for each of N rows, int64 [N]: temperature, min-p, top-k, top-p and typical-p, in this order, and then the
-        token at which the mass of those that are left, by their ids, passes ``uniform`` of it.
+        What it has ``seen`` is changed by its repetition, presence and frequency penalties. Then it is the likeliest where its
+        temperature is 0. Else temperature, min-p, top-k, top-p and typical-p are applied, in this order, and it is the one at
+        which the mass of those that are left, by their ids, passes ``uniform`` of it.
 
-        Rows whose peak is not finite get some token or other.
+        ``logits_RV`` may be changed in place. Rows whose peak is not finite get some token or other.
         """
         ...
+
+
+class Choice(NamedTuple):
+    """The tokens of R rows."""
+
+    raw_peaks_R: Tensor
+    """fp32 [R], the largest logit of each row as it came, NaN where it held one."""
+    peaks_R: Tensor
+    """fp32 [R], the same after the penalties."""
+    tokens_R: Tensor
+    """int64 [R]."""
 
 
 class TorchSampling:
@@ -46,8 +60,27 @@ class TorchSampling:
         peaks_R, places_R = logits_RV.max(dim=1)
         return peaks_R, places_R
 
-    def penalise(self, logits_RV: Tensor, rows: Sequence[int], params: Sequence[SamplingParams], seen: Sequence[Seen]) -> None:
+    def choose(
+        self,
+        logits_RV: Tensor,
+        params: Sequence[SamplingParams],
+        uniform: Sequence[float],
+        seen: Sequence[Seen | None],
+    ) -> Choice:
         """See ``SamplingBackend``."""
+        raw_peaks_R, tokens_R = peaks_R, _ = self.peaks(logits_RV)
+        penalised = {row: each for row, each in enumerate(seen) if each is not None}
+        if penalised:
+            self._penalise(logits_RV, list(penalised), [params[row] for row in penalised], list(penalised.values()))
+            peaks_R, tokens_R = self.peaks(logits_RV)
+        draws = [row for row, p in enumerate(params) if p.temperature > 0]
+        if draws:
+            drawn_N = self._draw(logits_RV, draws, [params[row] for row in draws], [uniform[row] for row in draws])
+            tokens_R[torch.tensor(draws, device=tokens_R.device)] = drawn_N
+        return Choice(raw_peaks_R, peaks_R, tokens_R)
+
+    def _penalise(self, logits_RV: Tensor, rows: Sequence[int], params: Sequence[SamplingParams], seen: Sequence[Seen]) -> None:
+        """Change what each of N rows has seen, in place."""
         device = logits_RV.device
         lengths = torch.tensor([len(s.ids) for s in seen])
 
@@ -63,10 +96,10 @@ class TorchSampling:
         minus_M = spread([p.presence_penalty for p in params]) + spread([p.frequency_penalty for p in params]) * times_M
         logits_RV[row_M, id_M] = value_M - torch.where(times_M > 0, minus_M, 0.0)
 
-    def draw(
+    def _draw(
         self, logits_RV: Tensor, rows: Sequence[int], params: Sequence[SamplingParams], uniform: Sequence[float]
     ) -> Tensor:
-        """See ``SamplingBackend``."""
+        """A token for each of N rows, int64 [N]."""
         device = logits_RV.device
         temperature_N = torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device)
         logits_NV = logits_RV[torch.tensor(rows, device=device)]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from serve.types import SamplingParams
-from serve.worker.sampling.backend import floor_of
+from serve.worker.sampling.backend import Choice, floor_of
 from serve.worker.sampling.seen import Seen
 
 
@@ -22,9 +22,8 @@ class NativeSampling:
         self._kernels = kernels
         whole, place = ctypes.c_int64, ctypes.c_void_p
         kernels.tessera_peaks.argtypes = (place, whole, whole, place, place, whole)
-        kernels.tessera_penalise.argtypes = (place, whole, whole, *(place,) * 7, whole)
-        kernels.tessera_draw.argtypes = (place, whole, whole, *(place,) * 8, whole)
-        for function in (kernels.tessera_peaks, kernels.tessera_penalise, kernels.tessera_draw):
+        kernels.tessera_choose.argtypes = (place, whole, whole, *(place,) * 15, whole)
+        for function in (kernels.tessera_peaks, kernels.tessera_choose):
             function.restype = None
 
     def peaks(self, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
@@ -36,33 +35,22 @@ class NativeSampling:
         )
         return peaks_R, places_R
 
-    def penalise(self, logits_RV: Tensor, rows: Sequence[int], params: Sequence[SamplingParams], seen: Sequence[Seen]) -> None:
-        """See ``SamplingBackend``."""
-        _, vocabulary = _shape(logits_RV)
-        columns: tuple[array[int] | array[float], ...] = (
-            array("q", rows),
+    def choose(
+        self,
+        logits_RV: Tensor,
+        params: Sequence[SamplingParams],
+        uniform: Sequence[float],
+        seen: Sequence[Seen | None],
+    ) -> Choice:
+        """See ``SamplingBackend``. The logits stay what they are."""
+        rows, vocabulary = _shape(logits_RV)
+        given: tuple[array[int] | array[float], ...] = (
             array("f", [p.repetition_penalty for p in params]),
             array("f", [p.presence_penalty for p in params]),
             array("f", [p.frequency_penalty for p in params]),
-            array("q", [s.ids.buffer_info()[0] for s in seen]),
-            array("q", [s.times.buffer_info()[0] for s in seen]),
-            array("q", [len(s.ids) for s in seen]),
-        )
-        self._kernels.tessera_penalise(
-            logits_RV.data_ptr(),
-            vocabulary,
-            len(rows),
-            *(column.buffer_info()[0] for column in columns),
-            torch.get_num_threads(),
-        )
-
-    def draw(
-        self, logits_RV: Tensor, rows: Sequence[int], params: Sequence[SamplingParams], uniform: Sequence[float]
-    ) -> Tensor:
-        """See ``SamplingBackend``."""
-        _, vocabulary = _shape(logits_RV)
-        columns: tuple[array[int] | array[float], ...] = (
-            array("q", rows),
+            array("q", [s.ids.buffer_info()[0] if s else 0 for s in seen]),
+            array("q", [s.times.buffer_info()[0] if s else 0 for s in seen]),
+            array("q", [len(s.ids) if s else 0 for s in seen]),
             array("f", [p.temperature for p in params]),
             array("f", [floor_of(p) for p in params]),
             array("q", [min(p.top_k, vocabulary) if p.top_k else vocabulary for p in params]),
@@ -70,16 +58,18 @@ class NativeSampling:
             array("d", [p.typical_p for p in params]),
             array("d", uniform),
         )
-        tokens_N = torch.empty(len(rows), dtype=torch.int64)
-        self._kernels.tessera_draw(
+        raw_peaks_R, peaks_R, tokens_R = torch.empty(rows), torch.empty(rows), torch.empty(rows, dtype=torch.int64)
+        self._kernels.tessera_choose(
             logits_RV.data_ptr(),
             vocabulary,
-            len(rows),
-            *(column.buffer_info()[0] for column in columns),
-            tokens_N.data_ptr(),
+            rows,
+            *(column.buffer_info()[0] for column in given),
+            raw_peaks_R.data_ptr(),
+            peaks_R.data_ptr(),
+            tokens_R.data_ptr(),
             torch.get_num_threads(),
         )
-        return tokens_N
+        return Choice(raw_peaks_R, peaks_R, tokens_R)
 
 
 def _shape(logits_RV: Tensor) -> tuple[int, int]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from serve.engine.plan import PromptLogprobs, Sampled, SequenceFault
-from serve.types import SequenceId
+from serve.types import SamplingParams, SequenceId
 from serve.worker.batch import SequenceState
 from serve.worker.sampling.backend import SamplingBackend, TorchSampling
 from serve.worker.sampling.logprobs import logprobs_of
@@ -37,16 +37,18 @@ def sample(
     ``logits_RV`` may be changed in place.
     """
     logits_RV = logits_RV.float().contiguous()
-    raw_peaks_R, tokens_R = peaks_R, _ = backend.peaks(logits_RV)
+    params = [state.start.sampling for state in states]
     wanted = [row for row, state in enumerate(states) if state.start.logprobs is not None]
     raw_WV = logits_RV[wanted] if wanted else None
-    if adjust(logits_RV, states, backend):
-        peaks_R, tokens_R = backend.peaks(logits_RV)
-    draws = [row for row, state in enumerate(states) if state.start.sampling.temperature > 0]
-    if draws:
-        params = [states[row].start.sampling for row in draws]
-        uniform = [uniform_of(p.seed, states[row]) for p, row in zip(params, draws, strict=True)]
-        tokens_R[torch.tensor(draws, device=tokens_R.device)] = backend.draw(logits_RV, draws, params, uniform)
+    adjusted_from_R = adjust(logits_RV, states, backend)
+    seen = [state.seen() if _penalises(p) else None for state, p in zip(states, params, strict=True)]
+    if any(seen) or any(p.temperature > 0 for p in params):
+        uniform = [uniform_of(p.seed, state) if p.temperature > 0 else 0.0 for p, state in zip(params, states, strict=True)]
+        raw_peaks_R, peaks_R, tokens_R = backend.choose(logits_RV, params, uniform, seen)
+    else:
+        raw_peaks_R, tokens_R = peaks_R, _ = backend.peaks(logits_RV)
+    if adjusted_from_R is not None:
+        raw_peaks_R = adjusted_from_R
     logprobs = {}
     if raw_WV is not None:
         chosen_W = tokens_R[torch.tensor(wanted, device=tokens_R.device)]
@@ -90,12 +92,19 @@ def _not_finite(sequence: SequenceId, position: int) -> SequenceFault:
     return SequenceFault(sequence=sequence, message=message, not_finite=True)
 
 
-def adjust(logits_RV: Tensor, states: Sequence[SequenceState], backend: SamplingBackend) -> bool:
-    """Apply what requests want changed in their own rows, before temperature; False if none wants anything."""
+def _penalises(params: SamplingParams) -> bool:
+    return bool(params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty)
+
+
+def adjust(logits_RV: Tensor, states: Sequence[SequenceState], backend: SamplingBackend) -> Tensor | None:
+    """Apply what requests allow, forbid and prefer in their own rows, before penalties and temperature.
+
+    Returns:
+        The peaks of all rows before, fp32 [R]; ``None`` if nobody wants anything, and nothing was changed.
+    """
     allowed: list[tuple[int, int]] = []
     banned: list[tuple[int, int]] = []
     biased: list[tuple[int, int, float]] = []
-    penalised: list[int] = []
     for row, state in enumerate(states):
         start, params = state.start, state.start.sampling
         allowed.extend((row, i) for i in params.allowed_ids)
@@ -103,8 +112,9 @@ def adjust(logits_RV: Tensor, states: Sequence[SequenceState], backend: Sampling
         if start.end_ids and state.num_output_tokens < start.min_new_tokens:
             banned.extend((row, i) for i in start.end_ids)
         biased.extend((row, i, value) for i, value in params.logit_bias)
-        if params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty:
-            penalised.append(row)
+    if not (allowed or banned or biased):
+        return None
+    peaks_R, _ = backend.peaks(logits_RV)
     device = logits_RV.device
     if allowed:
         rows_M, ids_M = torch.tensor(allowed, device=device).unbind(dim=1)
@@ -118,14 +128,7 @@ def adjust(logits_RV: Tensor, states: Sequence[SequenceState], backend: Sampling
         rows, ids, values = zip(*biased, strict=True)
         places = torch.tensor(rows, device=device), torch.tensor(ids, device=device)
         logits_RV[places] += torch.tensor(values, dtype=logits_RV.dtype, device=device)
-    if penalised:
-        backend.penalise(
-            logits_RV,
-            penalised,
-            [states[row].start.sampling for row in penalised],
-            [states[row].seen() for row in penalised],
-        )
-    return bool(allowed or banned or biased or penalised)
+    return peaks_R
 
 
 def uniform_of(seed: int, state: SequenceState) -> float:
