@@ -134,10 +134,10 @@ def adapted_base(folder: Folder, given: Given) -> str:
 
 
 def pinned(path: str | Path, given: Given) -> Given:
-    """The same, with the very folder of an adapter's base model, or of the adapter that is added: later saves change neither.
+    """``given`` with the very folder of an adapter's base model, or of the adapter that is added: later saves change neither.
 
     Raises:
-        CheckpointError: as ``open_structure``, of what the paths mean.
+        CheckpointError: there is no such folder, or it is no checkpoint of a known layout.
     """
     folder, layout = recognise(path)
     if layout is peft:

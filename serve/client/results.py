@@ -246,6 +246,7 @@ class Load:
 
 
 def generated(message: inference_pb2.GenerateResponse) -> Generated:
+    """The whole answer to one request."""
     completions = tuple(
         Completion(c.index, c.text, tuple(c.token_ids), _logprobs(c.logprobs), _finish(c.finish)) for c in message.completions
     )
@@ -269,14 +270,17 @@ def event(message: inference_pb2.GenerateEvent) -> PromptInfo | Delta | Finish |
 
 
 def score(message: inference_pb2.ScoreResult) -> Score:
+    """The likelihood of one item."""
     return Score(_logprobs(message.tokens), message.sum, message.is_greedy, _usage(message.usage))
 
 
 def rendered(message: tokenizer_pb2.RenderChatResponse) -> Rendered:
+    """A conversation's prompt."""
     return Rendered(message.text, tuple(message.token_ids))
 
 
 def model(message: models_pb2.Model) -> Model:
+    """What is said of one served model."""
     return Model(
         name=message.name,
         family=message.family,
@@ -295,6 +299,7 @@ def model(message: models_pb2.Model) -> Model:
 
 
 def load(message: admin_pb2.GetLoadResponse) -> Load:
+    """How busy the server says it is."""
     return Load(
         state=admin_pb2.ServerState.Name(message.state).removeprefix("SERVER_STATE_").lower(),
         num_running=message.num_running,
