@@ -1,4 +1,4 @@
-"""Recognises what lies in a checkpoint's folder and refuses what cannot be trusted, by headers and configuration alone."""
+"""Refuses what cannot be trusted in a checkpoint's folder, by headers and configuration alone."""
 
 from __future__ import annotations
 
