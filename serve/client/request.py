@@ -44,7 +44,8 @@ class Options(TypedDict, total=False):
     """Whether one checkpoint must make all tokens; by default a request goes on with newer weights that the server takes."""
 
     temperature: float
-    """Divides the logits; 0 is greedy. By default 1 where another sampling option is set, else 0."""
+    """Divides the logits: 0, which is greedy, or 0.00001 to 100. By default 1 where ``top_k``, ``top_p``, ``min_p``,
+    ``typical_p`` or ``seed`` is set or several sequences are asked for, else 0."""
     top_k: int
     """Keep the k likeliest tokens; 0 keeps all."""
     top_p: float
