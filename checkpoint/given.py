@@ -12,7 +12,7 @@ the keys and values, as it did before. The two have one shape, and nothing in a 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """Said beside a checkpoint's path. ``None`` leaves it to the files."""
+    """What is said of a checkpoint beside its path: a field that is ``None`` is left to the files."""
 
     config: str | None = None
     """The model's ``config.json``, or a folder that has one, for layouts that store none or elsewhere."""

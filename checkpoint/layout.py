@@ -103,7 +103,7 @@ class Piece:
     file: str
     """The file's name inside the checkpoint's folder; in a folder below that one, the path to it."""
     extent: Extent
-    """As large as the box."""
+    """The place of the box's elements in the file; its shape is the box's."""
     start: tuple[int, ...]
     """The box's first element, by its place in the tensor."""
 

@@ -1,1 +1,1 @@
-"""Training: from text to sharded checkpoints, through DeepSpeed ZeRO with optional CPU offload."""
+"""Training: from text to sharded checkpoints, through DeepSpeed's ZeRO, offloaded where wanted, or its pipeline."""

@@ -72,7 +72,7 @@ class Grid:
 
 
 def random_state(device: torch.device) -> torch.Tensor:
-    """Of the device's generator, uint8."""
+    """State of the device's random numbers, uint8."""
     return torch.cuda.get_rng_state() if device.type == "cuda" else torch.get_rng_state()
 
 

@@ -1,1 +1,1 @@
-"""What the system gives to a process: the limits of its container, and how to start another one."""
+"""What serving and training both ask the system: limits of the container, processes, freed memory, the port of metrics."""

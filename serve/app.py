@@ -285,6 +285,7 @@ def with_checkpoint_folder(config: ServerConfig) -> ServerConfig:
 
 
 def engine_limits(config: ServerConfig) -> EngineLimits:
+    """What the engine may do at once, by the options."""
     return EngineLimits(
         max_num_seqs=config.scheduler.max_num_seqs,
         max_step_tokens=config.scheduler.max_step_tokens,

@@ -111,7 +111,7 @@ class ResponseOptions:
     logprobs: int | None = None
     """``None``: no logprobs. k ≥ 0: the sampled token's, and the k likeliest tokens'."""
     prompt_logprobs: int | None = None
-    """As ``logprobs``, for the prompt's tokens after the first."""
+    """The prompt's tokens after the first: ``None`` for none; k ≥ 0 for each one's own logprob, and the k likeliest tokens'."""
     echo: bool = False
     """Whether the prompt's text and ids come back before the first generated token."""
 

@@ -37,7 +37,7 @@ class TensorEntry:
     """One tensor as it was written."""
 
     dtype: str
-    """As safetensors writes it, for example ``BF16``."""
+    """Name of the data type as safetensors writes it, for example ``BF16``."""
     shape: tuple[int, ...]
     file: str
 

@@ -35,7 +35,10 @@ def open_checkpoint(path: str | Path, *, verify: Verification = "structure", giv
             folder that says which is the newest, that is taken.
         verify: ``structure`` proves that every file has its size and every tensor its place, reading headers only;
             ``sha256`` also reads every byte and compares it with the manifest, which must be there.
-        given: what the files leave open.
+        given: what the files leave open; see ``Given``.
+
+    Returns:
+        The checkpoint, whose files are open until ``close`` or the end of a ``with`` block. No tensor is read yet.
 
     Raises:
         CheckpointError: a file is missing, broken or not to be trusted; it names the file and the rule.
@@ -142,6 +145,7 @@ class Checkpoint:
             name: the model's name or the stored one; see ``resolve``.
             index: slices of step 1, at most one for each dimension; dimensions without one are taken whole.
             dtype: a floating-point dtype to cast to; ``None`` keeps the stored one.
+            device: where the new tensor is.
 
         Raises:
             CheckpointError: no such tensor; an integer tensor asked for as floating point; the file cannot be read.
@@ -181,7 +185,11 @@ class Checkpoint:
             each_file(self._weights.files, look)
 
     def check_model(self) -> None:
-        """See ``Structure.check_model``."""
+        """Refuse a ``config.json`` of which no model shall be made, before one is built.
+
+        Raises:
+            CheckpointError: it names more layers than there are tensors, or a token id without a row in the vocabulary.
+        """
         self._structure.check_model()
 
     def check_tensors(self, expected: Mapping[str, tuple[int, ...]], *, tied: Mapping[str, str] = _NOTHING) -> None:
@@ -200,7 +208,7 @@ class Checkpoint:
         """Refuse a tokenizer with ids beyond the ``rows`` of the embedding.
 
         Raises:
-            CheckpointError: that, or a broken tokenizer file.
+            CheckpointError: it has such ids, or its file is broken.
         """
         check_rows(self._tokenizer, rows)
 

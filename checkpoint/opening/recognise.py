@@ -60,10 +60,10 @@ def recognise(path: str | Path) -> tuple[Folder, Format]:
 
 
 def locate(path: str | Path) -> Path:
-    """The folder of ``recognise`` alone.
+    """The folder of the checkpoint that ``path`` means, links resolved: ``path`` itself, or what it keeps as its newest.
 
     Raises:
-        CheckpointError: as ``recognise``.
+        CheckpointError: there is no such folder, or it holds no checkpoint of a known layout.
     """
     return recognise(path)[0].path
 

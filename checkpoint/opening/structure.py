@@ -1,4 +1,4 @@
-"""Recognises what lies in a checkpoint's folder and refuses what cannot be trusted, by headers and configuration alone."""
+"""Refuses what cannot be trusted in a checkpoint's folder, by headers and configuration alone."""
 
 from __future__ import annotations
 
@@ -134,10 +134,10 @@ def adapted_base(folder: Folder, given: Given) -> str:
 
 
 def pinned(path: str | Path, given: Given) -> Given:
-    """The same, with the very folder of an adapter's base model, or of the adapter that is added: later saves change neither.
+    """``given`` with the very folder of an adapter's base model, or of the adapter that is added: later saves change neither.
 
     Raises:
-        CheckpointError: as ``open_structure``, of what the paths mean.
+        CheckpointError: there is no such folder, or it is no checkpoint of a known layout.
     """
     folder, layout = recognise(path)
     if layout is peft:

@@ -10,5 +10,10 @@ class BrokenRule(ConfigError, ValueError):
 
 
 def require(condition: bool, name: str, value: object, rule: str) -> None:
+    """Refuse the value of the key ``name`` unless ``condition`` holds.
+
+    Raises:
+        ConfigError: ``<name> is <value>; it must <rule>``.
+    """
     if not condition:
         raise BrokenRule(f"{name} is {value!r}; it must {rule}")

@@ -66,7 +66,7 @@ class OffloadConfig:
     beside the device's work; optimizer cpu, AdamW."""
 
     zenflow: ZenFlowConfig = field(default_factory=ZenFlowConfig)
-    """Of ``method: zenflow``."""
+    """How ``method: zenflow`` chooses rows, and how often it updates the others."""
 
     def __post_init__(self) -> None:
         on_disk = [name for name in ("optimizer", "parameters") if getattr(self, name) == "nvme"]

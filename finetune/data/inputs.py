@@ -107,4 +107,5 @@ def _hash_of(path: Path, num_bytes: int, time_ns: int) -> str:
 
 
 def digest(*values: object) -> str:
+    """A name of 16 hexadecimal digits for what these values, which JSON can hold, make of the data."""
     return hashlib.sha256(json.dumps([_FORMAT_VERSION, *values]).encode()).hexdigest()[:16]

@@ -45,9 +45,9 @@ class Prepared:
     eval_tokens: int
     eval_rows: int
     documents: int
-    """Of the training sources, before the split and weights."""
+    """Documents of the training sources, before the split and weights."""
     tokens: int
-    """Of these documents."""
+    """Tokens of these documents."""
     targets: int
     """Those of the tokens that are targets."""
     dropped: int

@@ -153,6 +153,7 @@ def is_shard(folder: Path) -> bool:
 
 
 def facts_of(folder: Path) -> ShardFacts:
+    """What was written down of the shard in ``folder``."""
     tree = _tree(folder)
     tree.pop("unit")
     return ShardFacts(**{**tree, "stop_ids": tuple(tree["stop_ids"])})

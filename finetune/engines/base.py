@@ -36,7 +36,7 @@ class Reduced:
     squares: float = 0.0
     """Its share of the gradient's squared norm, if the engine clips by that."""
     num_targets: int
-    """Of all ranks."""
+    """Targets of the step, of all ranks together."""
     stop: bool
     """Whether it would stop."""
 

@@ -33,7 +33,7 @@ class StepOutcome:
     stop: bool
     """Whether any rank asked to stop."""
     diagnosis: str | None = None
-    """Of a skipped step, if it was looked for: the first value that was not finite."""
+    """The first value that was not finite, of a skipped step where it was looked for."""
 
 
 class TrainingEngine(Protocol):

@@ -42,11 +42,11 @@ class Forecast:
     layout: Layout
     hardware: Hardware
     need: Need
-    """Of the busiest rank."""
+    """Memory that the busiest rank needs."""
     host_bytes: int
     """Peak of all ranks together: each one's own pages, and pages of shared files once."""
     host_items: Mapping[str, int]
-    """Of ``host_bytes``."""
+    """What ``host_bytes`` is made of, bytes by name."""
     checkpoint_bytes: int
     resume_bytes: int
     """One resume state; 0 if none is kept."""

@@ -50,11 +50,11 @@ class ModelFacts:
     hidden: int
     vocab: int
     trace: Trace
-    """Of one micro-batch."""
+    """What one micro-batch makes and frees, in order."""
     work: Work
-    """Of one micro-batch too."""
+    """What one micro-batch computes and moves."""
     saved_inputs_bytes: int
-    """Of that, block inputs kept for recomputation; they can wait in the host's memory."""
+    """Block inputs of a micro-batch kept for recomputation; they can wait in the host's memory."""
 
     @property
     def total(self) -> int:

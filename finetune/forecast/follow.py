@@ -41,9 +41,13 @@ class What(Enum):
 
 
 class Event(NamedTuple):
+    """One thing that happens to memory while a micro-batch is followed."""
+
     what: What
     number: int
+    """Of the storage or parameter, counted from 0."""
     size: int
+    """Bytes of a storage; elements of a parameter."""
 
 
 Trace = tuple[Event, ...]

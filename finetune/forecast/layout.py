@@ -36,11 +36,11 @@ class Layout:
     times_layers: bool = False
     """Whether a pipeline's layers are timed before it is cut into stages, each by itself on every rank."""
     tokens: int = 0
-    """Of a micro-batch."""
+    """Tokens of a micro-batch."""
     whole_logits: bool = False
     """Whether the loss is taken from the logits of a whole micro-batch."""
     sent_bytes: int = 4
-    """Of an element of a gradient on its way to other ranks of a pipeline stage."""
+    """Bytes of an element of a gradient on its way to other ranks of a pipeline stage."""
 
     @property
     def sums_in_fp32(self) -> bool:

@@ -25,7 +25,7 @@ class Speeds:
     drawn: float
     """Random numbers a second."""
     call_seconds: float
-    """Of one operation on next to nothing."""
+    """Seconds of one operation on next to nothing."""
     gather_bytes: float | None
     """Bytes of a whole tensor a second that all ranks collect; ``None`` with one rank."""
 
@@ -70,7 +70,7 @@ def speeds_from(values: Mapping[str, Any]) -> Speeds:
 
 
 def prices_from(values: Mapping[str, Any]) -> Prices:
-    """The same of an engine."""
+    """An engine's prices from plain values, as they were kept for a machine."""
     return Prices(**{field.name: _number(values[field.name]) for field in fields(Prices)})
 
 

@@ -42,7 +42,7 @@ class Job:
     command: str
     precision: str
     libraries: dict[str, str]
-    """Of DeepSpeed's operations that the run would load, by name."""
+    """Built libraries of DeepSpeed's operations that the run would load, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class Prices:
     micro_element: float
     """For each element of them."""
     step_tensor: float
-    """The same once a step: norms, the update, weights that are sent back."""
+    """Seconds for each tensor once a step: norms, the update, weights that are sent back."""
     step_element: float
 
 

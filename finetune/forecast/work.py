@@ -37,7 +37,7 @@ class Work:
     plain_bytes: float
     """Read and written by operations that move more than they compute."""
     costly_bytes: float
-    """The same of exponentials, norms and the like."""
+    """Bytes read and written by exponentials, norms and other operations that compute more than they move."""
     drawn: float
     """Random numbers."""
     calls: int

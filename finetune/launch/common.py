@@ -29,7 +29,7 @@ class ClaimedRun:
     """A run whose folders are held by this process."""
 
     config: TuneConfig
-    """As all ranks are to have it."""
+    """Its configuration as all ranks are to have it."""
     output: Path
     swap: Path | None
     """Its own folder on the NVMe disk, if anything is offloaded there."""

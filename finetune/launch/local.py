@@ -41,7 +41,7 @@ class Ended:
 
     rank: int
     code: int
-    """As subprocess gives it: negative is a signal."""
+    """Exit code as ``subprocess`` gives it: negative is a signal."""
     reason: Mapping[str, Any] | None
     """What the rank left behind, if it could."""
 

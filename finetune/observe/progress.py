@@ -80,7 +80,7 @@ class RunProgress:
         self._seconds: list[float] = []
         """Durations of the window's steps, without evaluations and saves between them."""
         self._durations: list[float] = []
-        """Of all steps of this process."""
+        """Durations of all steps of this process, the same way."""
         self._began = self._last = time.monotonic()
         self._first_step = done
 

@@ -19,7 +19,7 @@ class Fragment:
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """Shape of the whole parameter."""
     start: int
     """First element held, of the flattened parameter."""
     count: int
@@ -75,9 +75,9 @@ class _Groups(Protocol):
     """What is read of DeepSpeed's ZeRO optimizer, of which each stage has its own: the parameters of each flat tensor."""
 
     fp16_groups: Sequence[Sequence[nn.Parameter]]
-    """Of ZeRO-3."""
+    """Parameters of each flat tensor under ZeRO-3."""
     bit16_groups: Sequence[Sequence[nn.Parameter]]
-    """Of ZeRO-1 and 2."""
+    """Parameters of each flat tensor under ZeRO-1 and 2."""
 
 
 class Partitioned(Protocol):
@@ -85,7 +85,7 @@ class Partitioned(Protocol):
 
     ds_numel: int
     ds_shape: Sequence[int]
-    """Of the whole."""
+    """Shape of the whole parameter; ``ds_tensor`` is this rank's part."""
     ds_tensor: torch.Tensor
     """This rank's part, flat."""
 

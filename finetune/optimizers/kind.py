@@ -58,12 +58,12 @@ class OptimizerKind:
     """An optimizer: how it is made, what it keeps, and what it needs while it updates."""
 
     name: str
-    """As ``TuneConfig.algorithm`` has it."""
+    """As ``TuneConfig.algorithm`` names it."""
     make: Make
     state: tuple[str, ...]
     """Keys of what it keeps of each parameter, fp32 tensors as large as that."""
     matrix_state: tuple[str, ...] | None = None
-    """The same of a matrix, for an optimizer that treats matrices in its own way; ``None``: it works element by element."""
+    """``state`` of a matrix, for an optimizer that treats matrices in its own way; ``None``: it works element by element."""
     whole_state: Mapping[str, int] = field(default_factory=dict)
     """What it keeps of a matrix that every rank has all of: a key, and the dimension of the matrix that it is as long as."""
     tables_are_matrices: bool = True

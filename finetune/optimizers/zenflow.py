@@ -35,7 +35,7 @@ class _Rest:
     piece: Piece
     chosen_k: torch.Tensor
     updates_r: torch.Tensor
-    """Of each row, this one counted."""
+    """Updates of each row so far, this one counted."""
 
 
 class ZenFlow(ShardedOptimizer):

@@ -32,7 +32,7 @@ class CheckpointSaver:
     generation_config: Mapping[str, Any]
     tokenizer_files: tuple[Path, ...]
     dtype: torch.dtype
-    """Of the served weights."""
+    """Data type of the served weights."""
     from_master: bool
     """Serve the optimizer's fp32 weights rather than those that compute."""
     max_shard_bytes: int

@@ -25,7 +25,7 @@ class Schedule:
     floor: float
     shape: str = "cosine"
     decay_steps: int = 0
-    """Of ``wsd`` alone."""
+    """How many of the last steps the rate falls in; for ``wsd`` alone."""
 
     def rate(self, step: int) -> float:
         """Learning rate of optimizer step ``step``, counted from 0; beyond the last step, that of the last one."""

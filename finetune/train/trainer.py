@@ -44,7 +44,11 @@ class Trainer:
     ``finetune.train.begin.begin`` makes one of a configuration.
 
     Args:
-        engine: the model in training.
+        config: the run's settings, with a learning rate.
+        engine: the model in training, with its first weights or those of the save that is gone on from.
+        samples: what is trained on, and what is held out.
+        schedule: the learning rate of each step, and how many steps there are.
+        saver: writes checkpoints, resume states and snapshots.
         position: how far the run has come; a new run is at its beginning.
         saved: the step and folder of the save that the run goes on from.
         console: rank 0 writes its progress here.
@@ -67,7 +71,7 @@ class Trainer:
         self._spikes = SpikeWatch(config.spike)
         self._spike: Spike | None = None
         self._diagnosis: str | None = None
-        """Of the first of the latest steps that were skipped."""
+        """What the first of the latest skipped steps in a row was found to begin with."""
         self._progress: RunProgress | None = None
         """What rank 0 shows; ``None`` on the others."""
 
@@ -98,7 +102,12 @@ class Trainer:
             self._progress.note(f"stopped after step {self.position.step} of {self.schedule.steps}; --resume goes on from here")
 
     def step(self, *, stop: bool = False) -> bool:
-        """One optimizer step on the next samples; returns whether any rank was asked to stop.
+        """One optimizer step on the next samples; returns whether any rank was asked to stop. All ranks call it.
+
+        A step whose loss or gradient is not finite changes no weight and counts all the same.
+
+        Args:
+            stop: whether this rank was asked to stop.
 
         Raises:
             NotFinite: it was the last of several in a row that could not be taken.
@@ -126,7 +135,7 @@ class Trainer:
         return outcome.stop
 
     def evaluate(self) -> None:
-        """Measure the loss on what is held out."""
+        """Measure the loss on what is held out, and show it; nothing where nothing is held out. All ranks call it."""
         batches = eval_batches(self._samples.held_out, self._samples.share, self.config.eval.samples)
         if not batches:
             return
@@ -163,7 +172,7 @@ class Trainer:
     # -- on rank 0
 
     def train_shown(self, should_stop: Callable[[], bool]) -> None:
-        """``train``, shown on the console, logged and summed up by rank 0."""
+        """``train``, shown on the console, logged and summed up by rank 0; arguments and errors are those of ``train``."""
         if self.engine.rank != 0:
             self.train(should_stop)
             return

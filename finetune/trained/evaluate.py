@@ -52,7 +52,7 @@ class Evaluation:
     tokens: int
     """Targets. Of text that is every token but the first; of prompts and chats what ``train_on`` and ``train_roles`` say."""
     text_bytes: int
-    """Of all that was read, prompts too."""
+    """UTF-8 bytes of all that was read, prompts too."""
     samples: int
     """Prompts with their answers, and chats; 0 for text."""
     dropped: int

@@ -68,7 +68,7 @@ class Findings:
     held: list[Held] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """The same as plain values."""
+        """What was found, as values that JSON can hold."""
         return asdict(self)
 
 

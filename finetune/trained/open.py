@@ -28,7 +28,7 @@ class Trained:
 
     model: PreTrainedModel
     folder: Path
-    """Of the checkpoint or adapter."""
+    """Where the checkpoint or adapter lies."""
     tokenizer_folder: Path
     generation_config: Mapping[str, Any]
 

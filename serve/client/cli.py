@@ -180,6 +180,7 @@ _SWITCHES: Final = (
     ("include_stop", "keep the matched stop string in the text"),
     ("ignore_eos", "go on after the model's end-of-text token"),
     ("echo", "show the prompt too"),
+    ("pin_weights", "have one checkpoint make all tokens, also where the server takes newer weights meanwhile"),
 )
 
 

@@ -25,46 +25,75 @@ Prompt = str | Sequence[int] | Sequence[ChatMessage]
 
 
 class Options(TypedDict, total=False):
-    """Keyword arguments of every generating method; ``protos/serve/v1/inference.proto`` says what each means and what is
-    done when it is left out."""
+    """Keyword arguments of every generating method. What is left out the server decides, and a value that breaks a rule of it
+    raises ``TesseraError`` with INVALID_ARGUMENT and the field's name."""
 
     request_id: str
-    """A name of your own for the request, unique among those alive."""
+    """A name of your own for the request, unique among those alive: 1 to 128 of ``A-Z a-z 0-9 . _ : -``."""
     model: str
     """Name of the model; the served one by default."""
     special_tokens: bool
-    """Whether the tokenizer's special tokens are added to a text or chat prompt."""
+    """Whether the tokenizer's special tokens are added to a text or chat prompt; by default to a text."""
     add_generation_prompt: bool
-    """For a conversation: whether the assistant's turn is opened."""
+    """For a conversation: whether the assistant's turn is opened; by default it is."""
     priority: int
+    """Larger goes first among waiting requests, from -1,000,000 to 1,000,000; 0 by default."""
     cache_salt: str
+    """Only requests of the same salt share cached prompt prefixes; at most 256 bytes."""
+    pin_weights: bool
+    """Whether one checkpoint must make all tokens; by default a request goes on with newer weights that the server takes."""
 
     temperature: float
+    """Divides the logits: 0, which is greedy, or 0.00001 to 100. By default 1 where ``top_k``, ``top_p``, ``min_p``,
+    ``typical_p`` or ``seed`` is set or several sequences are asked for, else 0."""
     top_k: int
+    """Keep the k likeliest tokens; 0 keeps all."""
     top_p: float
+    """Keep the smallest set of likeliest tokens whose probability reaches this; above 0, at most 1."""
     min_p: float
+    """Keep tokens at least this fraction as likely as the likeliest; 0 to 1."""
     typical_p: float
+    """Locally typical sampling: the probability mass kept, tokens nearest to the entropy first; above 0, at most 1."""
     seed: int
+    """The same seed gives the same tokens, whatever else is served; by default a random one, which ``Finish.seed`` tells."""
     repetition_penalty: float
+    """Divides positive and multiplies negative logits of tokens in prompt or output; 0.01 to 100, 1 changes nothing."""
     presence_penalty: float
+    """Subtracted once from the logit of each token in the output; -100 to 100."""
     frequency_penalty: float
+    """Subtracted from a token's logit once for each time it is in the output; -100 to 100."""
     logit_bias: Mapping[int, float]
+    """Token id to what is added to its logit; -10,000 to 10,000."""
     allowed_ids: Sequence[int]
+    """Only these token ids may be generated; by default all."""
     banned_ids: Sequence[int]
+    """These token ids are never generated."""
     num_sequences: int
+    """Independent continuations of the prompt; 1 by default."""
 
     max_new_tokens: int
+    """Tokens to generate at most, the prompt not counted; by default what the model's length leaves."""
     min_new_tokens: int
+    """Before this many tokens nothing but ``max_new_tokens`` ends a sequence."""
     stop_strings: Sequence[str]
+    """Texts that end a sequence as soon as they appear, wherever token borders lie."""
     stop_ids: Sequence[int]
+    """Token ids that end a sequence."""
     include_stop: bool
+    """Whether text and ids keep the stop string or stop id that ended them; by default not."""
     ignore_eos: bool
+    """Whether the model's end-of-text tokens are generated like any other; by default they end a sequence."""
 
     text: bool
+    """Whether generated text is sent back; by default it is, of a model with a tokenizer."""
     token_ids: bool
+    """Whether generated token ids are sent back; by default they are."""
     logprobs: int
+    """For each generated token its log probability and the k likeliest at its place; 0 asks for no others. By default none."""
     prompt_logprobs: int
+    """The same for the prompt's tokens."""
     echo: bool
+    """Whether the prompt's own text and token ids come back, in ``PromptInfo``; by default not."""
 
 
 M = TypeVar("M", bound=Message)
@@ -79,6 +108,9 @@ _SECTION_OF: Final = {
     for field in message.DESCRIPTOR.fields
 }
 
+
+_OF_ITSELF: Final = frozenset(Options.__annotations__).intersection(inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name)
+"""Options that are fields of the request itself, as it is sent."""
 
 _PROMPT_RULE: Final = "a prompt is a text, a sequence of token ids, or a sequence of {'role': …, 'content': …}"
 
@@ -113,7 +145,7 @@ def generate_message(prompt: Prompt, options: Options) -> inference_pb2.Generate
     message.special_tokens = special_tokens_value(cast("bool | None", left.pop("special_tokens", None)))
     for name, value in left.items():
         section = _SECTION_OF.get(name)
-        if section is None and name not in ("request_id", "model", "priority", "cache_salt"):
+        if section is None and name not in _OF_ITSELF:
             raise TypeError(f"there is no option {name!r}")
         _put(getattr(message, section) if section else message, name, value, path=f"{section}.{name}" if section else name)
     return message
@@ -126,9 +158,12 @@ def score_message(
     model: str,
     top_logprobs: int | None,
     special_tokens: bool | None,
+    priority: int | None,
+    cache_salt: str | None,
 ) -> inference_pb2.ScoreRequest:
     """The message of one scoring call."""
-    message = filled(inference_pb2.ScoreRequest(), request_id=request_id, model=model, top_logprobs=top_logprobs)
+    message = inference_pb2.ScoreRequest()
+    filled(message, request_id=request_id, model=model, top_logprobs=top_logprobs, priority=priority, cache_salt=cache_salt)
     message.special_tokens = special_tokens_value(special_tokens)
     for place, entry in enumerate(items):
         item = ScoreItem(entry) if isinstance(entry, str) else entry

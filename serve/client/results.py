@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from serve.client.errors import TesseraError, from_batch_error
 from serve.v1 import admin_pb2, inference_pb2, models_pb2, tokenizer_pb2, types_pb2
@@ -27,8 +27,11 @@ class Usage:
     """Token counts of one sequence."""
 
     prompt_tokens: int
+    """Special tokens included."""
     cached_tokens: int
+    """Tokens of the prompt whose keys and values came from the prefix cache."""
     completion_tokens: int
+    """Tokens generated, the one that ended the sequence included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,21 +39,25 @@ class Timings:
     """Seconds since the request arrived at the server."""
 
     queue_seconds: float
+    """Until the first step that computed anything for the request."""
     first_token_seconds: float
     total_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class PromptInfo:
-    """First event of a stream."""
+    """First event of a stream: the prompt is computed."""
 
     prompt_tokens: int
+    """Special tokens included."""
     cached_tokens: int
+    """Of these, tokens whose keys and values came from the prefix cache."""
     logprobs: tuple[TokenLogprob, ...]
+    """One for each token of the prompt; empty without ``prompt_logprobs``."""
     text: str
-    """With ``echo``."""
+    """The prompt as text; empty without ``echo``."""
     token_ids: tuple[int, ...]
-    """With ``echo``."""
+    """The prompt's ids; empty without ``echo``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +65,22 @@ class Delta:
     """New output of one sequence."""
 
     index: int
+    """Which of the request's sequences, from 0."""
     text: str
+    """Whole characters only. It may come later than its ids: parts of characters and possible stop strings are held back."""
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]
+    """One for each id; empty without ``logprobs``."""
+
+
+@dataclass(frozen=True, slots=True)
+class MadeBy:
+    """The weights that made the tokens of a sequence from one on."""
+
+    first_token: int
+    """Counted from 0 at the first generated one."""
+    checkpoint_step: int | None
+    """Training step of their checkpoint; ``None`` where it is not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +88,7 @@ class Finish:
     """Last event of one sequence."""
 
     index: int
+    """Which of the request's sequences, from 0."""
     reason: str
     """``length``, ``eos``, ``stop_string`` or ``stop_id``."""
     matched_stop: str | int | None
@@ -75,6 +96,11 @@ class Finish:
     usage: Usage
     timings: Timings
     seed: int
+    """The request's, or the one that the server drew."""
+    checkpoint_step: int | None = None
+    """Training step of the checkpoint that made the last token; ``None`` where it is not recorded."""
+    made_by: tuple[MadeBy, ...] = ()
+    """What made the tokens, in order: more than one where the server took newer weights meanwhile."""
 
 
 Event = PromptInfo | Delta | Finish
@@ -94,9 +120,11 @@ class Completion:
     """All output of one sequence."""
 
     index: int
+    """Which of the request's sequences, from 0."""
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]
+    """One for each id; empty without ``logprobs``."""
     finish: Finish
 
 
@@ -107,6 +135,7 @@ class Generated:
     request_id: str
     prompt: PromptInfo
     completions: tuple[Completion, ...]
+    """One for each sequence, by index."""
 
     @property
     def text(self) -> str:
@@ -124,11 +153,13 @@ class Score:
     """Likelihood of one text."""
 
     tokens: tuple[TokenLogprob, ...]
+    """One for each token of the target; the first of an item without context has no log probability."""
     sum: float
-    """Log-likelihood in nats."""
+    """Log-likelihood of the target in nats."""
     is_greedy: bool
-    """Whether every token was the likeliest at its place."""
+    """Whether every scored token was the likeliest at its place."""
     usage: Usage
+    """Of context and target together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,21 +171,53 @@ class Rendered:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """What a request may ask for at most; more is INVALID_ARGUMENT."""
+
+    num_sequences: int
+    logprobs: int
+    """Of ``logprobs`` and ``prompt_logprobs`` each."""
+    stop_strings: int
+    stop_string_bytes: int
+    """UTF-8 bytes of one stop string."""
+    stop_ids: int
+    logit_bias: int
+    """Entries."""
+    prompt_bytes: int
+    """UTF-8 bytes of a text prompt."""
+    score_items: int
+    """Of one ``score`` call."""
+
+
+@dataclass(frozen=True, slots=True)
 class Model:
     """The served model."""
 
     name: str
+    """As requests name it."""
     family: str
+    """Architecture, for example ``gpt_neox``."""
     num_parameters: int
+    """Tied ones counted once."""
     vocab_size: int
+    """Token ids lie in [0, vocab_size)."""
     max_model_len: int
+    """Positions a sequence may have, prompt and output together."""
     dtype: str
+    """Of weights, activations and cache, for example ``bfloat16``."""
     device: str
+    """``cpu`` or ``cuda``."""
     tensor_parallel_size: int
+    """Processes that share every layer."""
     eos_ids: tuple[int, ...]
+    """Token ids that end a text."""
     checkpoint_step: int | None
+    """Training step of the checkpoint; ``None`` where it is not recorded."""
     has_tokenizer: bool
+    """Whether text prompts, text output, ``tokenize`` and ``detokenize`` work."""
     has_chat_template: bool
+    """Whether conversations and ``render_chat`` work."""
+    limits: RequestLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,14 +227,26 @@ class Load:
     state: str
     """``loading``, ``serving``, ``draining``, ``down`` or ``stopped``."""
     num_running: int
+    """Sequences that are being computed."""
     num_waiting: int
+    """Requests that wait for their first step."""
     queued_tokens: int
+    """Prompt tokens of the waiting requests."""
     kv_blocks_used: int
+    """KV blocks that live sequences hold."""
     kv_blocks_cached: int
+    """KV blocks that hold nothing but a cached prefix."""
     kv_blocks_total: int
+    max_num_seqs: int
+    """Limit of ``num_running``."""
+    max_queued_requests: int
+    """Limit of ``num_waiting``."""
+    max_queued_tokens: int
+    """Limit of ``queued_tokens``."""
 
 
 def generated(message: inference_pb2.GenerateResponse) -> Generated:
+    """The whole answer to one request."""
     completions = tuple(
         Completion(c.index, c.text, tuple(c.token_ids), _logprobs(c.logprobs), _finish(c.finish)) for c in message.completions
     )
@@ -195,14 +270,17 @@ def event(message: inference_pb2.GenerateEvent) -> PromptInfo | Delta | Finish |
 
 
 def score(message: inference_pb2.ScoreResult) -> Score:
+    """The likelihood of one item."""
     return Score(_logprobs(message.tokens), message.sum, message.is_greedy, _usage(message.usage))
 
 
 def rendered(message: tokenizer_pb2.RenderChatResponse) -> Rendered:
+    """A conversation's prompt."""
     return Rendered(message.text, tuple(message.token_ids))
 
 
 def model(message: models_pb2.Model) -> Model:
+    """What is said of one served model."""
     return Model(
         name=message.name,
         family=message.family,
@@ -213,13 +291,15 @@ def model(message: models_pb2.Model) -> Model:
         device=message.device,
         tensor_parallel_size=message.tensor_parallel_size,
         eos_ids=tuple(message.eos_ids),
-        checkpoint_step=message.checkpoint_step if message.HasField("checkpoint_step") else None,
+        checkpoint_step=_step(message),
         has_tokenizer=message.has_tokenizer,
         has_chat_template=message.has_chat_template,
+        limits=RequestLimits(**{field.name: getattr(message.limits, field.name) for field in fields(RequestLimits)}),
     )
 
 
 def load(message: admin_pb2.GetLoadResponse) -> Load:
+    """How busy the server says it is."""
     return Load(
         state=admin_pb2.ServerState.Name(message.state).removeprefix("SERVER_STATE_").lower(),
         num_running=message.num_running,
@@ -228,58 +308,10 @@ def load(message: admin_pb2.GetLoadResponse) -> Load:
         kv_blocks_used=message.kv_blocks_used,
         kv_blocks_cached=message.kv_blocks_cached,
         kv_blocks_total=message.kv_blocks_total,
+        max_num_seqs=message.max_num_seqs,
+        max_queued_requests=message.max_queued_requests,
+        max_queued_tokens=message.max_queued_tokens,
     )
-
-
-class Gatherer:
-    """Puts the events of one request together."""
-
-    def __init__(self, request_id: str, num_sequences: int) -> None:
-        self._request_id = request_id
-        self._num_sequences = num_sequences
-        self._prompt: PromptInfo | None = None
-        self._deltas: dict[int, list[Delta]] = {}
-        self._finishes: dict[int, Finish] = {}
-        self.error: TesseraError | None = None
-
-    def add(self, item: PromptInfo | Delta | Finish | TesseraError) -> None:
-        match item:
-            case PromptInfo():
-                self._prompt = item
-            case Delta():
-                self._deltas.setdefault(item.index, []).append(item)
-            case Finish():
-                self._finishes[item.index] = item
-            case TesseraError():
-                self.error = item
-
-    def result(self, otherwise: TesseraError | None = None) -> Generated | TesseraError:
-        """The whole answer, or how the request failed.
-
-        Args:
-            otherwise: what to say of a request that had no end because its call had none.
-        """
-        if self.error is not None:
-            return self.error
-        if self._prompt is None or len(self._finishes) < self._num_sequences:
-            return otherwise or TesseraError("INTERNAL", "the server ended the call without ending this request")
-        return Generated(self._request_id, self._prompt, tuple(map(self._completion, sorted(self._finishes))))
-
-    def _completion(self, index: int) -> Completion:
-        deltas = self._deltas.get(index, [])
-        return Completion(
-            index=index,
-            text="".join(delta.text for delta in deltas),
-            token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
-            logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
-            finish=self._finishes[index],
-        )
-
-
-def gatherer_for(message: inference_pb2.GenerateRequest) -> Gatherer:
-    """What will gather the events of this request."""
-    sampling = message.sampling
-    return Gatherer(message.request_id, sampling.num_sequences if sampling.HasField("num_sequences") else 1)
 
 
 def _prompt(message: inference_pb2.PromptInfo) -> PromptInfo:
@@ -292,7 +324,20 @@ def _finish(message: inference_pb2.Finish) -> Finish:
     stop = message.WhichOneof("matched_stop")
     matched: str | int | None = getattr(message, stop) if stop is not None else None
     timings = Timings(message.timings.queue_seconds, message.timings.first_token_seconds, message.timings.total_seconds)
-    return Finish(message.index, _reason(message.reason), matched, _usage(message.usage), timings, message.seed)
+    return Finish(
+        message.index,
+        _reason(message.reason),
+        matched,
+        _usage(message.usage),
+        timings,
+        message.seed,
+        _step(message),
+        tuple(MadeBy(part.first_token, _step(part)) for part in message.made_by),
+    )
+
+
+def _step(message: inference_pb2.Finish | inference_pb2.MadeBy | models_pb2.Model) -> int | None:
+    return message.checkpoint_step if message.HasField("checkpoint_step") else None
 
 
 def _reason(number: int) -> str:

@@ -22,6 +22,7 @@ from serve.client.calls import (
     not_serving_in_time,
 )
 from serve.client.errors import TesseraError, from_rpc_error
+from serve.client.gathering import gatherer_for
 from serve.client.request import (
     ChatMessage,
     Options,
@@ -35,7 +36,7 @@ from serve.client.request import (
     score_message,
     special_tokens_value,
 )
-from serve.client.results import BatchEvent, Event, Generated, Load, Model, Rendered, Score, gatherer_for
+from serve.client.results import BatchEvent, Event, Generated, Load, Model, Rendered, Score
 from serve.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -152,11 +153,24 @@ class Client:
         self._channel.close()
 
     def generate(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Generated:
-        """Generate, and return everything at the end."""
+        """Generate, and return everything at the end.
+
+        Args:
+            prompt: text, token ids, or a conversation.
+            timeout: seconds for the whole call, all attempts together.
+            options: see ``Options``; greedy until the model ends the text or its length is reached, if none is given.
+
+        Raises:
+            TesseraError: the request was refused or failed; ``code`` says how.
+            TypeError: there is no such option, or the prompt is none.
+        """
         return results.generated(self._call(self._inference.Generate, generate_message(prompt, options), timeout))
 
     def stream(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> EventStream:
-        """Generate, and yield events as they come."""
+        """Generate, and yield events as they come: one ``PromptInfo``, then ``Delta``s, then a ``Finish`` for each sequence.
+
+        Arguments and errors are those of ``generate``; errors of the server are raised where the stream is read.
+        """
         message, deadline = generate_message(prompt, options), self._deadline(timeout)
 
         def start() -> Any:
@@ -201,11 +215,25 @@ class Client:
         special_tokens: bool | None = None,
         request_id: str = "",
         model: str = "",
+        priority: int | None = None,
+        cache_salt: str | None = None,
         timeout: float | None = None,
     ) -> list[Score]:
-        """Log-likelihoods of texts or ids, in order."""
+        """Log-likelihoods of texts or ids, one ``Score`` an item, in order; nothing is generated.
+
+        Args:
+            items: scored independently of each other.
+            top_logprobs: also the k likeliest tokens at each place; 0 asks for none beside the token itself.
+            special_tokens, request_id, model, priority, cache_salt: as in ``Options``.
+        """
         message = score_message(
-            items, request_id=request_id, model=model, top_logprobs=top_logprobs, special_tokens=special_tokens
+            items,
+            request_id=request_id,
+            model=model,
+            top_logprobs=top_logprobs,
+            special_tokens=special_tokens,
+            priority=priority,
+            cache_salt=cache_salt,
         )
         return [results.score(result) for result in self._call(self._inference.Score, message, timeout).results]
 

@@ -107,4 +107,4 @@ class StepResult:
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     faults: tuple[SequenceFault, ...] = ()
     refused: str = ""
-    """Of a plan with ``swap``: why the ranks keep the weights that they had; empty where they have exchanged them."""
+    """Why the ranks keep the weights that they had, of a plan with ``swap``; empty where they have exchanged them."""

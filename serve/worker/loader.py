@@ -234,7 +234,7 @@ class _Blocks:
     """The KV blocks of one rank."""
 
     count: int
-    """The same on every rank."""
+    """Blocks in the rank's pool; the same on every rank."""
     kv_heads: int
     """Key/value heads in each."""
     memory: str

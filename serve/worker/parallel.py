@@ -221,7 +221,7 @@ class _Description(TypedDict):
     sub_param_sizes: Sequence[int] | None
     """Widths of the fused parts, each of which is cut by itself; ``None`` where nothing is fused."""
     sub_param_shard_widths: Sequence[Sequence[int]]
-    """Of each fused part, the width of each rank's piece."""
+    """The width of each rank's piece, for each fused part."""
 
 
 def _pieces(meta: _Description, rank: int) -> ShardOf:

@@ -38,7 +38,7 @@ class Opening(msgspec.Struct, frozen=True):
     """The first message of a connection."""
 
     form: str
-    """Of this and all later messages."""
+    """What the form of this and all later messages is known by; both sides must have the same."""
     config: msgspec.Raw
 
 

@@ -132,6 +132,17 @@ def test_a_key_that_is_named_exists_and_takes_the_value_that_is_shown(page: Path
             assert yaml.safe_load(value) in typing.get_args(known[name].hint), f"{page.name}: `{span}`"
 
 
+SHOWN_DEFAULT = re.compile(r"`([a-z_]+\.[a-z_.]+)`(?: \(|: )([0-9][0-9,]*)( s| KiB| MiB)?\b")
+UNITS = {"": 1, " s": 1, " KiB": 1 << 10, " MiB": 1 << 20}
+
+
+def test_a_number_that_is_shown_beside_a_key_is_its_default() -> None:
+    shown = [found for page in PAGES for found in SHOWN_DEFAULT.findall(text_of(page)) if found[0] in keys()]
+    defaults = {name: keys()[name].default for name, _, _ in shown}
+    assert {name: int(number.replace(",", "")) * UNITS[unit] for name, number, unit in shown} == defaults
+    assert len(defaults) >= 10, "the pages show them"
+
+
 # -- files and names
 
 

@@ -92,6 +92,14 @@ def is_same(one: Path, other: Path) -> bool:
     return other.is_file() and one.read_bytes() == other.read_bytes()
 
 
+def test_what_git_passes_over_is_not_sent_to_a_build_either() -> None:
+    """A benchmark alone leaves gigabytes in ``.cache``."""
+    passed_over, sent = ((REPOSITORY / name).read_text().split() for name in (".gitignore", ".dockerignore"))
+    assert {name.strip("/") for name in passed_over} <= {name.removeprefix("**/") for name in sent}
+    copied = {source for keyword, rest in instructions() if keyword == "COPY" for source in rest.split()[:-1]}
+    assert copied.isdisjoint(sent)
+
+
 def test_the_image_installs_the_dependencies_of_the_package_and_no_others(image: Path) -> None:
     wanted = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["dependencies"]
     assert (image / "asked").read_text().split("\n")[:-1] == wanted

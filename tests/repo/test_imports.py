@@ -6,6 +6,7 @@ import importlib
 import pkgutil
 import subprocess
 import sys
+import tomllib
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from types import ModuleType
@@ -35,6 +36,21 @@ def test_no_module_imports_itself_by_way_of_others(graph: grimp.ImportGraph) -> 
         TopologicalSorter(arrows).prepare()
     except CycleError as error:
         pytest.fail(f"an import circle: {' -> '.join(error.args[1])}")
+
+
+@pytest.mark.parametrize(
+    ("contract", "key", "package", "but"),
+    [
+        ("of the engine, ranks know only", "forbidden_modules", "serve.engine", {"executor", "plan"}),
+        ("grpc only in rpc, client", "source_modules", "serve", {"__main__", "client", "rpc", "v1"}),
+    ],
+)
+def test_a_contract_that_lists_the_modules_of_a_package_has_all_of_them(
+    graph: grimp.ImportGraph, contract: str, key: str, package: str, but: set[str]
+) -> None:
+    contracts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (listed,) = (set(one[key]) for one in contracts if one["name"].startswith(contract))
+    assert graph.find_children(package) - {f"{package}.{name}" for name in but} <= listed
 
 
 def test_training_has_at_most_eight_modules_outside_its_rooms() -> None:

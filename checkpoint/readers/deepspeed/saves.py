@@ -238,7 +238,7 @@ class Flat:
 
     @property
     def dtypes(self) -> set[str]:
-        """Of all stretches."""
+        """Names of the data types of all stretches."""
         return {stretch.dtype for stretch in self._stretches}
 
     def boxes(self, shape: tuple[int, ...], first: int, place: int, count: int) -> list[Piece]:

@@ -26,7 +26,7 @@ class Settings:
 
     values: Mapping[str, Any]
     files: Mapping[str, str]
-    """Of each key, the file that has it."""
+    """The file that has each key."""
 
     def refuse(self, key: str, rule: str) -> NoReturn:
         """Raise what is said of a key's value."""

@@ -60,7 +60,7 @@ class Part:
     end: int | None
     """First that is no longer read; ``None``: to the end."""
     split: str | None = None
-    """Of a ``datasets`` data set."""
+    """Which split of a ``datasets`` data set; ``None`` for other formats."""
 
 
 class Reader(Protocol):

@@ -24,7 +24,7 @@ class _Rows(Protocol):
 
     data: _Sized
     _fingerprint: str
-    """Of its content and of what was done with it."""
+    """What ``datasets`` knows the data by: their content and what was done with it."""
 
     def with_format(self, kind: None) -> _Rows: ...
 

@@ -151,9 +151,9 @@ class LossTally:
     def __init__(self, device: torch.device) -> None:
         self.total = torch.zeros((), dtype=torch.float64, device=device)
         self.scale = 1.0
-        """Of a loss in the gradient."""
+        """What a loss counts in the gradient: it is multiplied with this before the backward pass."""
         self.last_scale = 1.0
-        """The same for the last layer's, which DeepSpeed divides by the number of micro-batches."""
+        """``scale`` for the last layer's loss, which DeepSpeed divides by the number of micro-batches."""
 
     def start(self, scale: float, micro_batches: int) -> None:
         self.total.zero_()

@@ -27,7 +27,7 @@ class SharedWeight:
     """Whether that is this one; the others hold copies."""
     group: dist.ProcessGroup
     gradient: torch.Tensor | None = None
-    """Of a copy, where gradients add up in fp32."""
+    """Where the gradients of a copy add up in fp32."""
 
     def add_gradient(self, weight: torch.Tensor) -> None:
         """Add up in fp32 what a backward pass has left in ``weight.grad``."""

@@ -28,10 +28,10 @@ class Zero(Protocol):
 
     fp16_groups: Sequence[Sequence[nn.Parameter]]
     fp32_partitioned_groups_flat: Sequence[torch.Tensor]
-    """Of stage 3."""
+    """The optimizer's fp32 weights under stage 3, a flat tensor each."""
     bit16_groups: Sequence[Sequence[nn.Parameter]]
     single_partition_of_fp32_groups: Sequence[torch.Tensor]
-    """Of stages 1 and 2."""
+    """The optimizer's fp32 weights under stages 1 and 2, this rank's part of each group."""
     averaged_gradients: Mapping[int, Sequence[torch.Tensor] | None]
     norm_for_param_grads: Mapping[int, float | torch.Tensor]
     """By ``get_param_id``; on NVMe, where the gradients are files."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from peft import AutoPeftModelForCausalLM, PeftModel
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from checkpoint import CheckpointWriter, open_checkpoint
+from finetune.base_model.given import given_of
 from finetune.base_model.identity import candidates, identified, recorded, settle_base
 from finetune.cli import main
 from finetune.config import DataConfig, LoraConfig, ModelConfig, RunConfig, TuneConfig
@@ -174,6 +176,23 @@ def test_adapters_do_not_go_on_beside_another_base_and_whole_models_say_so(run: 
     own = save(build("gpt_neox"), tmp_path / "out" / "checkpoints", 2)
     assert settled_path(config(run, tmp_path / "out", lora=False), said) == own.resolve()
     assert "goes on without it" in said[1]
+
+
+def test_a_run_that_goes_on_by_its_own_save_asks_no_more_for_the_config_of_its_base(run: Path, tmp_path: Path) -> None:
+    """As of another trainer's folder, which was removed with the configuration that was given for it."""
+    described = run / "checkpoints" / "step-00000004" / "config.json"
+    given = described.rename(tmp_path / "config.json")
+    (described.parent / "manifest.json").unlink()
+    tree = config(described.parent, tmp_path / "out", lora=False)
+    tree = replace(tree, model=replace(tree.model, config=str(given)))
+    assert given_of(tree).config == str(given)
+    own = save(build("gpt_neox"), tmp_path / "out" / "checkpoints", 2)
+    shutil.rmtree(run)
+    given.unlink()
+    gone_on = settle_base(tree, lambda _: None)
+    assert gone_on.model.path == str(own.resolve())
+    with open_checkpoint(own, given=given_of(gone_on)) as checkpoint:
+        assert checkpoint.config["model_type"] == "gpt_neox"
 
 
 def test_a_folder_without_a_manifest_is_known_by_its_tensors(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ async def test_all_the_flags_arrive(capsys: pytest.CaptureFixture[str]) -> None:
             "--temperature 0.5 --top-k 7 --top-p 0.25 --min-p 0.125 --typical-p 0.75 --seed 11 --repetition-penalty 1.5 "
             "--presence-penalty 0.5 --frequency-penalty -0.5 --allow-id 9 --allow-id 10 --ban-id 11 --logit-bias 9=-2.5 "
             "--max-new-tokens 6 --min-new-tokens 2 --stop-id 12 --stop xyz --include-stop --priority 3 --cache-salt s "
-            "--model fake --no-special-tokens --prompt-logprobs 1 --logprobs 2 --prompt-ids 5,6"
+            "--pin-weights --model fake --no-special-tokens --prompt-logprobs 1 --logprobs 2 --prompt-ids 5,6"
         )
         assert await run(server, *flags.split()) == 0
         start = seen[0]

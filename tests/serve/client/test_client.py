@@ -143,13 +143,16 @@ async def test_the_other_services_are_there() -> None:
             assert client.render_chat([{"role": "user", "content": "hi"}]).text == "user: hi\nassistant:"
             model = client.models()[0]
             assert (model.name, model.max_model_len, model.checkpoint_step) == ("fake", 256, None)
-            first, second = client.score([ScoreItem([7, 8], context=[5, 6]), "The dog"], top_logprobs=1)
+            assert model.limits.stop_strings > 0
+            items = [ScoreItem([7, 8], context=[5, 6]), "The dog"]
+            first, second = client.score(items, top_logprobs=1, priority=3, cache_salt="mine")
             assert [token.token_id for token in first.tokens] == [7, 8]
             assert first.sum == pytest.approx(sum(token.logprob or 0.0 for token in first.tokens))
             assert second.tokens[0].logprob is None
             load = client.load()
             assert (load.state, load.num_running, load.kv_blocks_used) == ("serving", 0, 0)
-            client.generate([5] * 40, max_new_tokens=1)
+            assert load.max_queued_tokens > load.max_num_seqs > 0
+            client.generate([5] * 40, max_new_tokens=1, pin_weights=True)
             assert client.flush_prefix_cache() >= 10
             assert client.flush_prefix_cache() == 0
             with pytest.raises(TesseraError) as caught:
