@@ -38,7 +38,7 @@ _FLAGS = (
     "-fno-strict-aliasing",
     "-Wno-psabi",
 )
-_VERSION = 5
+_VERSION = 6
 _COMPILERS = ("c++", "g++", "clang++")
 _SCRATCH = "building-"
 _YOUNG_SECONDS = 60.0

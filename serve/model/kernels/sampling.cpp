@@ -346,8 +346,8 @@ int64_t token_at(const Candidates& list, double share) {
     return list.count > 0 ? list.id[size_t(i)] : 0;
 }
 
-int64_t draw(const float* row, int64_t V, const Rule& rule, Scratch& s) {
-    const float peak = find_peak(row, V, s.maxima);
+int64_t draw(const float* row, int64_t V, const Rule& rule, Scratch& s, float& peak) {
+    peak = find_peak(row, V, s.maxima);
     if (!std::isfinite(peak)) return 0;
     const bool cuts_k = rule.top_k < V, cuts_p = rule.top_p < 1.0, cuts_typical = rule.typical_p < 1.0;
     float bound = rule.floor;
@@ -468,11 +468,12 @@ void tessera_choose(
                 penalise(
                     scratch.row.data(), reinterpret_cast<const int32_t*>(ids[r]), reinterpret_cast<const int32_t*>(times[r]),
                     counts[r], repetition[r], presence[r], frequency[r]);
-                peak_of(row, V, peaks[r], tokens[r]);
             }
-            if (temperature[r] > 0.0f && std::isfinite(peaks[r])) {
+            if (temperature[r] > 0.0f && std::isfinite(raw_peaks[r])) {
                 const Rule rule{temperature[r], floor[r], top_k[r], top_p[r], typical_p[r], uniform[r]};
-                tokens[r] = draw(row, V, rule, scratch);
+                tokens[r] = draw(row, V, rule, scratch, peaks[r]);
+            } else if (counts[r] > 0) {
+                peak_of(row, V, peaks[r], tokens[r]);
             }
         }
     }
