@@ -14,5 +14,6 @@ def cpu_kernels() -> ctypes.CDLL:
     try:
         return load_cpu_kernels()
     except KernelUnavailable as reason:
-        assert "compiler" in str(reason), reason
+        if "compiler" not in str(reason):
+            raise
         pytest.skip(f"no CPU kernels here: {reason}")
