@@ -31,7 +31,7 @@ from serve.runtime.watch import Sight, Watch
 from serve.text.detokenizer import open_text
 from serve.text.tokenizer import load_tokenizer, tokenizer_digest
 from serve.worker.executor import RankExecutor
-from serve.worker.rank_process import ForkStarter, can_fork
+from serve.worker.rank_process import ForkStarter
 from serve.worker.rehearsal import rehearse
 
 STOP_GRACE_SECONDS = 2.0
@@ -59,6 +59,7 @@ def run(
     config: ServerConfig,
     *,
     version: str,
+    starter: ForkStarter | None = None,
     make_group: Callable[[ServerConfig], RankGroup] | None = None,
     try_out: Callable[[ServerConfig], Awaitable[None]] | None = None,
 ) -> int:
@@ -67,6 +68,7 @@ def run(
     Args:
         config: every option.
         version: of the package, for ``build_info``.
+        starter: forks ranks, and what tries a checkpoint; programs of their own without it.
         make_group: makes the ranks' handle; ``RankExecutor`` without it.
         try_out: finds out, before ranks that serve are given up, what new ones would refuse.
 
@@ -76,10 +78,9 @@ def run(
     try:
         prepare_process()
         _warn_of_few_descriptors(config)
-        with rank_starter(config) if make_group is None else contextlib.nullcontext() as starter:
-            make_group = make_group or (lambda config: RankExecutor(config, starter))
-            try_out = try_out or (lambda config: rehearse(config, starter))
-            asyncio.run(serve(config, version=version, make_group=make_group, try_out=try_out))
+        make_group = make_group or (lambda config: RankExecutor(config, starter))
+        try_out = try_out or (lambda config: rehearse(config, starter))
+        asyncio.run(serve(config, version=version, make_group=make_group, try_out=try_out))
     except StartError as error:
         print(f"tessera-serve: {error}", file=sys.stderr)
         return error.exit_code
@@ -87,17 +88,6 @@ def run(
         _log.exception("tessera-serve broke")
         return 1
     return 0
-
-
-@contextlib.contextmanager
-def rank_starter(config: ServerConfig) -> Iterator[ForkStarter | None]:
-    """What ranks are forked from while this lasts, if they are. Its imports begin here, beside the look at the checkpoint."""
-    size, device, stall_seconds = config.model.tensor_parallel_size, config.model.device, config.supervisor.load_stall_seconds
-    if not (config.supervisor.fork_ranks and can_fork(device)):
-        yield None
-        return
-    with contextlib.closing(ForkStarter(size, device, stall_seconds=stall_seconds)) as starter:
-        yield starter
 
 
 def prepare_process() -> None:

@@ -48,9 +48,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         level=level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s", force=True
     )
     _warn_of_strange_variables(os.environ)
-    from serve import app  # here, so that --help and --print-config need no gRPC and no ranks
+    from serve.worker.rank_process import rank_starter  # here, so that --help and --print-config need no ranks and no gRPC
 
-    return app.run(config, version=package_version())
+    with rank_starter(config) as starter:
+        from serve import app
+
+        return app.run(config, version=package_version(), starter=starter)
 
 
 def resolve(arguments: Mapping[str, object], environment: Mapping[str, str]) -> ServerConfig:

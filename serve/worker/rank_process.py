@@ -9,7 +9,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
@@ -17,6 +17,7 @@ from typing import Final, Protocol
 from host import limits
 from host.forked import ForkedProcess, ForkServer, ForkServerLost
 from host.modules import import_path, module_command
+from serve.config import ServerConfig
 from serve.errors import RankStartError
 from serve.worker.vitals import Work
 
@@ -193,6 +194,17 @@ class ForkStarter:
             server.close()
 
 
+@contextlib.contextmanager
+def rank_starter(config: ServerConfig) -> Iterator[ForkStarter | None]:
+    """What ranks are forked from while this lasts, if they are. Its imports begin here, beside all else that a start does."""
+    size, device, stall_seconds = config.model.tensor_parallel_size, config.model.device, config.supervisor.load_stall_seconds
+    if not (config.supervisor.fork_ranks and _can_fork(device)):
+        yield None
+        return
+    with contextlib.closing(ForkStarter(size, device, stall_seconds=stall_seconds)) as starter:
+        yield starter
+
+
 def rank_environment(number: int, size: int, device: str) -> dict[str, str]:
     """The rank's environment: ours, and its fair share of the cores, loopback only, nothing fetched."""
     cores = limits.usable_cores()
@@ -216,6 +228,6 @@ def rank_environment(number: int, size: int, device: str) -> dict[str, str]:
     }
 
 
-def can_fork(device: str) -> bool:
+def _can_fork(device: str) -> bool:
     """Whether ranks may be forked: CUDA, once looked at, is of no use in a fork; and looking is what an import may do."""
     return device == "cpu" or not _NVIDIA.exists()
