@@ -153,7 +153,7 @@ class Checkpoint:
         """
         info = self.tensors[self.resolve(name)]
         if dtype is not None and dtype != info.dtype:
-            if not dtype.is_floating_point:
+            if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
                 raise ValueError(f"dtype is {dtype}; tensors are cast to floating point only")
             if not info.dtype.is_floating_point:
                 raise CheckpointError(info.file, f"tensor {info.name!r} holds {info.dtype}; weights must be floating point")

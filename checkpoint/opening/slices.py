@@ -212,6 +212,8 @@ def _read_piece(files: Mapping[str, int], piece: Piece, starts: tuple[int, ...],
 
 def resolve_index(shape: tuple[int, ...], index: tuple[slice, ...] | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """First element and shape of ``tensor[index]``, with Python's rules for open, negative and overlong bounds."""
+    if not isinstance(index, tuple | list | None):  # one slice alone is not one of the first dimension
+        raise ValueError(f"index is {index!r}; it must be a tuple of slices")
     index = () if index is None else tuple(index)
     if len(index) > len(shape):
         raise ValueError(f"index has {len(index)} slices; the tensor has {len(shape)} dimensions")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
+import reprlib
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypedDict, TypeVar, cast
 
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from serve.client.errors import FieldViolation, TesseraError
@@ -98,6 +101,17 @@ class Options(TypedDict, total=False):
 
 M = TypeVar("M", bound=Message)
 
+_KINDS: Final = {
+    FieldDescriptor.CPPTYPE_BOOL: "bool",
+    FieldDescriptor.CPPTYPE_DOUBLE: "float",
+    FieldDescriptor.CPPTYPE_FLOAT: "float",
+    FieldDescriptor.CPPTYPE_INT32: "int",
+    FieldDescriptor.CPPTYPE_STRING: "str",
+    FieldDescriptor.CPPTYPE_UINT32: "int",
+    FieldDescriptor.CPPTYPE_UINT64: "int",
+}
+"""What fields of requests take, as Python calls it."""
+
 _SECTION_OF: Final = {
     field.name: section
     for section, message in (
@@ -146,7 +160,8 @@ def generate_message(prompt: Prompt, options: Options) -> inference_pb2.Generate
     for name, value in left.items():
         section = _SECTION_OF.get(name)
         if section is None and name not in _OF_ITSELF:
-            raise TypeError(f"there is no option {name!r}")
+            near = difflib.get_close_matches(name, Options.__annotations__, 1)
+            raise TypeError(f"there is no option {name!r}" + (f"; the nearest is {near[0]!r}" if near else ""))
         _put(getattr(message, section) if section else message, name, value, path=f"{section}.{name}" if section else name)
     return message
 
@@ -161,12 +176,21 @@ def score_message(
     priority: int | None,
     cache_salt: str | None,
 ) -> inference_pb2.ScoreRequest:
-    """The message of one scoring call."""
+    """The message of one scoring call.
+
+    Raises:
+        TypeError: ``items`` is one text, or holds what cannot be sent.
+        TesseraError: INVALID_ARGUMENT; a value does not fit its field at all.
+    """
     message = inference_pb2.ScoreRequest()
     filled(message, request_id=request_id, model=model, top_logprobs=top_logprobs, priority=priority, cache_salt=cache_salt)
     message.special_tokens = special_tokens_value(special_tokens)
+    if isinstance(items, str | bytes):
+        raise TypeError("items is one text; give a list of them")
     for place, entry in enumerate(items):
         item = ScoreItem(entry) if isinstance(entry, str) else entry
+        if not isinstance(item, ScoreItem):
+            raise TypeError(f"items[{place}] is {reprlib.repr(item)}; it must be a str or a ScoreItem")
         added, path = message.items.add(), f"items[{place}]"
         if isinstance(item.target, str):
             _put(added, "text", item.target, path=f"{path}.text")
@@ -193,7 +217,10 @@ def named_messages(requests: Iterable[Request | Prompt]) -> list[inference_pb2.G
     Raises:
         TesseraError: INVALID_ARGUMENT; two requests have the same request_id, so their answers could not be told apart, or one
             cannot be sent.
+        TypeError: ``requests`` is one prompt or one request, or holds something else.
     """
+    if isinstance(requests, str | bytes | Request):
+        raise TypeError("requests is one of them; give a list")
     messages: list[inference_pb2.GenerateRequest] = []
     taken: set[str] = set()
     for entry in requests:
@@ -209,9 +236,15 @@ def named_messages(requests: Iterable[Request | Prompt]) -> list[inference_pb2.G
 
 
 def chat_message(messages: Sequence[ChatMessage], add_generation_prompt: bool | None) -> types_pb2.Chat:
-    """A conversation as a message."""
+    """A conversation as a message.
+
+    Raises:
+        TypeError: one of the messages is no mapping with ``role`` and ``content``.
+    """
     chat = types_pb2.Chat()
     for place, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+            raise TypeError(f"messages[{place}] is {reprlib.repr(message)}; it must be {{'role': …, 'content': …}}")
         added = chat.messages.add()
         for name in ("role", "content"):
             _put(added, name, message[name], path=f"messages[{place}].{name}")
@@ -223,7 +256,7 @@ def chat_message(messages: Sequence[ChatMessage], add_generation_prompt: bool | 
 def _set_prompt(message: inference_pb2.GenerateRequest, prompt: Prompt, add_generation_prompt: Any) -> None:
     if isinstance(prompt, str):
         _put(message, "text", prompt, path="prompt.text")
-    elif not isinstance(prompt, Sequence):
+    elif not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
         raise TypeError(_PROMPT_RULE)
     elif prompt and all(isinstance(entry, Mapping) for entry in prompt):
         message.chat.CopyFrom(chat_message(cast(Sequence[ChatMessage], prompt), add_generation_prompt))
@@ -250,17 +283,23 @@ def _put(message: Any, name: str, value: Any, *, path: str) -> None:
     """Set a field, with an error that names it by its path in the request."""
     if value is None:
         return
+    field = message.DESCRIPTOR.fields_by_name[name]
+    is_map = field.message_type is not None
     try:
-        if isinstance(value, Mapping):
-            getattr(message, name).update(value)
-        elif isinstance(value, Sequence) and not isinstance(value, str):
-            getattr(message, name).extend(value)
-        else:
+        if not field.is_repeated:
             setattr(message, name, value)
-    except (TypeError, ValueError) as error:
-        if isinstance(error, ValueError):
-            raise invalid(path, str(error)) from error
-        raise TypeError(f"{path}: {error}") from error
+        elif isinstance(value, str | bytes) or isinstance(value, Mapping) != is_map:
+            raise TypeError("of another kind")  # of a text each letter would count, of bytes each number
+        elif is_map:
+            getattr(message, name).update(value)
+        else:
+            getattr(message, name).extend(value)
+    except TypeError as error:
+        one = _KINDS[field.cpp_type] if not is_map else "int to float"
+        kind = f"a mapping of {one}" if is_map else f"a sequence of {one}" if field.is_repeated else f"of type {one}"
+        raise TypeError(f"{path} is {reprlib.repr(value)}; it must be {kind}") from error
+    except ValueError as error:
+        raise invalid(path, str(error)) from error
 
 
 def invalid(field_name: str, rule: str) -> TesseraError:

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -114,6 +115,7 @@ def test_no_byte_outside_the_slice_is_read(tmp_path: Path, index: tuple[slice, .
 MEASURE = """
 import sys, torch
 from pathlib import Path
+from typing import Any
 from checkpoint import open_checkpoint
 
 def kib(field):
@@ -170,9 +172,15 @@ def test_many_threads_read_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("index", "rule"),
-    [((slice(0, 2, 2),), "slice of step 1"), ((slice(None),) * 3, "3 slices"), ((1,), "slice of step 1")],
+    [
+        ((slice(0, 2, 2),), "slice of step 1"),
+        ((slice(None),) * 3, "3 slices"),
+        ((1,), "slice of step 1"),
+        (slice(0, 2), "a tuple of slices"),
+        (1, "a tuple of slices"),
+    ],
 )
-def test_an_index_that_is_no_plain_slice_is_refused(tmp_path: Path, index: tuple[slice, ...], rule: str) -> None:
+def test_an_index_that_is_no_plain_slice_is_refused(tmp_path: Path, index: Any, rule: str) -> None:
     with open_checkpoint(plain_folder(tmp_path, {"w": torch.ones(4, 4)})) as checkpoint, pytest.raises(ValueError, match=rule):
         checkpoint.read("w", index)
 
@@ -184,6 +192,8 @@ def test_integers_are_read_as_they_are_and_not_as_weights(tmp_path: Path) -> Non
             checkpoint.read("w", dtype=torch.float32)
         with pytest.raises(ValueError, match="floating point only"):
             checkpoint.read("w", dtype=torch.int32)
+        with pytest.raises(ValueError, match="dtype is float16; tensors are cast to floating point only"):
+            checkpoint.read("w", dtype="float16")  # type: ignore[arg-type]
 
 
 def test_a_file_cut_while_it_is_open_is_named(tmp_path: Path) -> None:
