@@ -62,6 +62,13 @@ class ModelConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of weights, activations and cache: ``auto`` is the checkpoint's own."""
 
+    quantization: Literal["none", "int8", "int4"] = "none"
+    """Whole numbers that the weights of linear layers are rounded to as they are read, on the CPU: ``int8`` with a scale for
+    each output, ``int4`` with one for each ``quantization_group`` of its inputs. Activations and the cache keep ``dtype``."""
+
+    quantization_group: int = 32
+    """Inputs that share a scale with ``int4``: 32, 64 or 128. Smaller groups round less and take more room."""
+
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """``auto`` is cuda where there is one, else cpu."""
 
@@ -85,6 +92,15 @@ class ModelConfig:
     def __post_init__(self) -> None:
         _require(bool(self.path), "model.path", self.path, "name a checkpoint folder")
         _require(self.tensor_parallel_size >= 1, "model.tensor_parallel_size", self.tensor_parallel_size, "be at least 1")
+        _require(
+            self.quantization_group in (32, 64, 128), "model.quantization_group", self.quantization_group, "be 32, 64 or 128"
+        )
+        _require(
+            self.quantization == "none" or not self.verify_logits,
+            "model.quantization",
+            self.quantization,
+            "be none with model.verify_logits: each rank rounds its own part of a weight, so ranks differ from the whole model",
+        )
         if self.watch is not None:
             _require_positive("model.watch", self.watch)
         _require(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from serve.errors import ConfigError
-from serve.model.families import FAMILIES, head_dim
+from serve.model.families import FAMILIES, Family, head_dim
 from serve.types import LengthRule
 
 if TYPE_CHECKING:
@@ -43,6 +43,22 @@ def check_dtype(dtype: str, device: str) -> None:
     """
     if device == "cpu" and dtype == "float16":
         raise ConfigError("model.dtype is float16; on the CPU choose float32 or bfloat16")
+
+
+def check_quantization(quantization: str, device: str, family: Family) -> None:
+    """Refuse to round what has no layers of whole numbers here.
+
+    Raises:
+        ConfigError: a GPU, or a family whose experts are no linear layers.
+    """
+    if quantization == "none":
+        return
+    if device == "cuda":
+        raise ConfigError(f"model.quantization is {quantization}; it is for the CPU, and model.device is cuda")
+    if family.experts:
+        raise ConfigError(
+            f"model.quantization is {quantization}; {family.name} has experts, whose weights are not quantized: choose none"
+        )
 
 
 def extended_positions(limit: int | None, config: Mapping[str, Any]) -> int | None:

@@ -7,7 +7,7 @@ from checkpoint.errors import CheckpointError
 from checkpoint.model.config import attention_heads, key_value_heads, positions
 from serve.config import ModelConfig
 from serve.errors import ConfigError
-from serve.model.checks import check_dtype, check_max_model_len, extended_positions
+from serve.model.checks import check_dtype, check_max_model_len, check_quantization, extended_positions
 from serve.model.families import family_of
 from serve.model.heads import check_tensor_parallel
 
@@ -45,6 +45,7 @@ def check_fit(model: ModelConfig, structure: Structure) -> None:
     if limit is not None:
         check_max_model_len(model.max_model_len, limit, extended_positions(limit, config))
     check_dtype(str(config.get("dtype") or config.get("torch_dtype")) if model.dtype == "auto" else model.dtype, model.device)
+    check_quantization(model.quantization, model.device, family)
     if model.verify == "sha256" and structure.manifest is None:
         raise ConfigError("model.verify is sha256; the checkpoint has no manifest.json to compare with")
 

@@ -17,12 +17,12 @@ from transformers import PretrainedConfig
 
 from checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from checkpoint.dtypes import dtype_name
-from serve.config import ServerConfig
+from serve.config import ModelConfig, ServerConfig
 from serve.engine.executor import ModelFacts
 from serve.errors import ConfigError
 from serve.model.angles import turn_by_own_lengths
 from serve.model.attention import StepState, TorchBackend
-from serve.model.checks import check_dtype, check_max_model_len, extended_positions, length_rule
+from serve.model.checks import check_dtype, check_max_model_len, check_quantization, extended_positions, length_rule
 from serve.model.families import Family, head_cut, head_dim
 from serve.model.fit import given_of
 from serve.model.heads import KEY, HeadCut, check_tensor_parallel
@@ -32,6 +32,7 @@ from serve.model.lean import call_leaves_directly
 from serve.model.linear import Matmul, Packer, activation_of, choose_packer, plain
 from serve.model.load import Blueprint, Filler, build_on_meta, choose_dtype, read_config
 from serve.model.pretrained import vocabulary_rows
+from serve.model.quantized import quantizing_packer
 from serve.model.shards import ShardOf
 from serve.types import LengthRule
 from serve.worker.complete import page_attention, plain_embedding, scale_embedding, sum_experts, sum_norms, whole_head
@@ -189,6 +190,7 @@ def survey(checkpoint: Checkpoint, config: ServerConfig, device: torch.device) -
     )
     dtype = choose_dtype(checkpoint, config.model.dtype)
     check_dtype(dtype_name(dtype), device.type)
+    check_quantization(config.model.quantization, device.type, family)
     limit = getattr(model_config, "max_position_embeddings", None)
     most = extended_positions(limit, {"rope_parameters": getattr(model_config, "rope_parameters", None)})
     max_model_len = check_max_model_len(config.model.max_model_len, limit, most)
@@ -222,7 +224,7 @@ def _read_weights(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     kernels = _load_kernels(config.kernels.cache_dir, ranks.rank, device, dtype)
-    linear, packer = choose_packer(device, dtype, kernels)
+    linear, packer = _choose_linear(config.model, device, dtype, kernels)
     filler = Filler(model, shards, device, _product_maker(packer, ranks, _activations(model, plan.family)))
     filler.fill(checkpoint, plan.blueprint)
     watch.lap("weights")
@@ -369,6 +371,15 @@ def _summed(matmul: Matmul, bias_O: Tensor | None, ranks: Ranks) -> Matmul:
         return out if bias_O is None else out.add_(bias_O)
 
     return forward
+
+
+def _choose_linear(
+    model: ModelConfig, device: torch.device, dtype: torch.dtype, kernels: ctypes.CDLL | None
+) -> tuple[str, Packer | None]:
+    """What makes this model's linear layers, and its name."""
+    if model.quantization == "none":
+        return choose_packer(device, dtype, kernels)
+    return quantizing_packer(model.quantization, model.quantization_group, dtype, kernels)
 
 
 def _load_kernels(cache_dir: str, rank: int, device: torch.device, dtype: torch.dtype) -> ctypes.CDLL | None:

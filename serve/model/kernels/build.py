@@ -23,8 +23,8 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-_SOURCES = tuple(Path(__file__).with_name(name) for name in ("attention.cpp", "linear.cpp", "sampling.cpp"))
-_HEADERS = (Path(__file__).with_name("vectors.h"),)
+_SOURCES = tuple(Path(__file__).with_name(name) for name in ("attention.cpp", "linear.cpp", "quantized.cpp", "sampling.cpp"))
+_HEADERS = tuple(Path(__file__).with_name(name) for name in ("products.h", "vectors.h"))
 _FLAGS = (
     "-O3",
     "-march=native",

@@ -10,19 +10,9 @@
 #include <cstdint>
 #include <cstring>
 
-#include "vectors.h"
-#ifdef __AVX512F__
-#include <immintrin.h>
-#endif
+#include "products.h"
 
 namespace {
-
-constexpr int64_t kPanel = 32;
-constexpr int kRows = 8;             // rows that share each weight while it is in a register
-constexpr int64_t kBlockRows = 128;  // rows of one work item: their inputs stay in the second-level cache
-constexpr int64_t kChunk = 256;      // inputs summed before their sum joins the total: rounding errors do not pile up
-
-int64_t panels_of(int64_t outputs) { return (outputs + kPanel - 1) / kPanel; }
 
 // Two-mebibyte pages where the buffer holds whole ones: a stream through small pages misses the translation cache all the time.
 void ask_for_huge_pages(void* begin, int64_t bytes) {
@@ -50,73 +40,6 @@ void pack(const number* plain, number* packed, int64_t O, int64_t I, int threads
 }
 
 #ifdef __AVX512F__
-
-// What is done to each output before it is stored: ``ACTIVATIONS`` of serve/model/linear.py.
-enum Activation { kNone, kGelu, kGeluTanh, kSilu, kRelu };
-
-// 1 / (1 + exp(-x)) without overflow on either side.
-inline vec sigmoid(vec x) {
-    const vec shrunk = exp_nonpositive(x < 0.0f ? x : -x);
-    return (x < 0.0f ? shrunk : all(1.0f)) / (shrunk + 1.0f);
-}
-
-// The normal distribution's mass below x, by erfc(a) = exp(-a Q(a)), a = |x| / sqrt(2). Q is a polynomial fitted for this file
-// over [0, 5]: erfc within 5e-8; beyond, where it is below 2e-12, it is 0.
-inline vec normal_mass(vec x) {
-    const vec whole = (x < 0.0f ? -x : x) * 0.70710678118654752f;
-    const vec a = whole > 5.0f ? all(5.0f) : whole;
-    vec q = all(5.165622e-07f);
-    q = q * a - 1.1645552e-05f;
-    q = q * a + 1.1069056e-04f;
-    q = q * a - 5.6475616e-04f;
-    q = q * a + 1.4850782e-03f;
-    q = q * a + 7.7668185e-05f;
-    q = q * a - 1.9318648e-02f;
-    q = q * a + 1.0283731e-01f;
-    q = q * a + 6.3660970e-01f;
-    q = q * a + 1.1283797f;
-    const vec half_tail = whole > 5.0f ? all(0.0f) : exp_nonpositive(-a * q) * 0.5f;
-    return x < 0.0f ? half_tail : 1.0f - half_tail;
-}
-
-inline vec activate(Activation activation, vec x) {
-    switch (activation) {
-        case kGelu: return x * normal_mass(x);
-        case kGeluTanh: return x * sigmoid(1.5957691216057308f * (x + 0.044715f * x * x * x));
-        case kSilu: return x * sigmoid(x);
-        case kRelu: return x < 0.0f ? all(0.0f) : x;
-        case kNone: break;
-    }
-    return x;
-}
-
-struct Fp32 {
-    typedef float number;
-    static constexpr int64_t kInputs = 1;  // inputs consumed by one multiply
-    static __m512 multiply(__m512 sum, const number* weights, const number* x) {
-        return _mm512_fmadd_ps(_mm512_loadu_ps(weights), _mm512_set1_ps(*x), sum);
-    }
-    static __m512 load(const number* source, __mmask16 lanes) { return _mm512_maskz_loadu_ps(lanes, source); }
-    static void save(number* target, __m512 sum, __mmask16 lanes) { _mm512_mask_storeu_ps(target, lanes, sum); }
-};
-
-#ifdef __AVX512BF16__
-struct Bf16 {
-    typedef uint16_t number;
-    static constexpr int64_t kInputs = 2;
-    static __m512 multiply(__m512 sum, const number* weights, const number* x) {
-        int32_t pair;
-        std::memcpy(&pair, x, 4);
-        return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(weights), (__m512bh)_mm512_set1_epi32(pair));
-    }
-    static __m512 load(const number* source, __mmask16 lanes) {
-        return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, source)), 16));
-    }
-    static void save(number* target, __m512 sum, __mmask16 lanes) {
-        _mm256_mask_storeu_epi16(target, lanes, (__m256i)_mm512_cvtneps_pbh(sum));
-    }
-};
-#endif
 
 // One panel times R rows. With few rows the sums are split U ways along the inputs, so that additions do not wait for one another.
 template <typename kind, int R, int U>
