@@ -31,7 +31,7 @@ def saves(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saves")
     command = [sys.executable, str(SCRIPT), str(folder), *(f"{name}:{RANKS.get(name, 2)}" for name in CASES)]
     environment = os.environ | {"PYTHONPATH": "", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1800)
     assert done.returncode == 0, done.stderr[-4000:]
     return folder
 
