@@ -316,6 +316,14 @@ class SupervisorConfig:
     """Ranks are forked from one process that imports torch, transformers and DeepSpeed once, so that a restart takes no longer
     than the weights do; off, or with CUDA, each rank is started as a program and imports them itself."""
 
+    requeue: bool = True
+    """Requests of which nothing was generated yet when the ranks died wait for the next ones, and so do requests that come
+    meanwhile; off, they end with UNAVAILABLE."""
+
+    resume_streams: bool = True
+    """Requests of which something was generated go on after the ranks' death where they were: the next ranks compute them again
+    from their tokens. Needs ``requeue``."""
+
     max_restarts_in_a_row: int = 5
     """Restarts without a successful step in between; after that the server exits 1."""
 

@@ -137,6 +137,7 @@ class Metrics:
         self._step_tokens = self._histogram("step_tokens", "Positions computed in one engine step.", STEP_TOKENS)
         self._engine_up = self._gauge("engine_up", "1 while the engine takes requests.")
         self._restarts = self._counter("engine_restarts", "Times the supervisor started the ranks again.")
+        self._kept = self._counter("requests_kept", "Requests that went on with new ranks after the death of theirs.")
         self._swaps = self._counter("weight_swaps", "Times newer weights were taken between two steps.")
         self._swap_seconds = self._histogram("weight_swap_seconds", "For how long an exchange of weights kept steps waiting.")
         self._refused_reloads = self._counter("reloads_refused", "Checkpoints that were to be served and could not be.")
@@ -230,6 +231,12 @@ class Metrics:
         held = (self._running, self._waiting, self._queued_tokens, self._blocks_used, self._blocks_cached)
         for gauge in (self._engine_up, *self._rank_up, *held):
             gauge.set(0)
+
+    def engine_waits(self, stats: EngineStats) -> None:
+        """The engine has no ranks; its requests wait for the next ones."""
+        self._kept.inc(stats.num_waiting)
+        self._waiting.set(stats.num_waiting)
+        self._queued_tokens.set(stats.queued_tokens)
 
     def engine_restarted(self) -> None:
         self._restarts.inc()

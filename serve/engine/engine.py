@@ -6,31 +6,32 @@ from collections.abc import Callable
 
 from serve.engine.events import finished_event, prompt_event, token_event
 from serve.engine.executor import Executor, ModelFacts
-from serve.engine.limits import EngineLimits, check_fits, check_queue
+from serve.engine.limits import EngineLimits, check_fits, check_queue, retry_after_seconds
+from serve.engine.opening import Opening
 from serve.engine.plan import PromptLogprobs, Sampled, SequenceFault, StepPlan, StepResult
-from serve.engine.prefix_cache import DigestChain, PrefixCache
+from serve.engine.prefix_cache import PrefixCache
 from serve.engine.registry import Registry
 from serve.engine.scheduler import Scheduler
 from serve.engine.sequence import LiveRequest, Sequence
-from serve.engine.sharing import chain_of
 from serve.engine.stats import EngineStats, StepStats
 from serve.engine.step_results import check_result, judge
-from serve.engine.stopping import LENGTH, Stop, StopRule
+from serve.engine.stopping import LENGTH, Stop
 from serve.engine.swap import Swap, Swapped, Weights
 from serve.engine.text import TextFactory
-from serve.errors import DeadlineExpired, DuplicateRequest, Loading, NotFinite, RequestBroke, RequestError
-from serve.types import Event, Generation, RequestFailed, RequestId, SequenceId
+from serve.errors import DeadlineExpired, DuplicateRequest, InvalidRequest, Loading, NotFinite, RequestBroke, RequestError
+from serve.types import Event, Generation, RequestFailed, RequestId
 
 __all__ = ["Engine", "EngineLimits"]
 
-_MIN_RETRY_SECONDS = 1.0
-_MAX_RETRY_SECONDS = 30.0
+MOST_DEATHS = 3
+"""A request that was being computed when the ranks died so often, and got no token in between, ends."""
 
 
 class Engine:
     """Decides what the ranks compute, and what that means for each request.
 
-    The caller's duties: call ``step`` while ``has_work`` and hand its events on; when it raises, call ``fail_all`` and use
+    The caller's duties: call ``step`` while ``has_work`` and hand its events on. When it raises ``ExecutorDied``, either
+    ``lose_ranks`` and then ``revive`` on new ranks, or ``fail_all``; when it raises anything else, call ``fail_all`` and use
     this engine no more. All from one thread.
 
     Always true: each accepted request ends exactly once, either with one ``SequenceFinished`` per sequence, the last of
@@ -58,14 +59,12 @@ class Engine:
         self._facts = facts
         self._limits = limits
         self._executor = executor
-        self._open_text = open_text
+        self._opening = Opening(open_text, prefix_caching=limits.prefix_caching)
         self._clock = clock
         self._cache = PrefixCache(facts.num_blocks, facts.block_tokens)
         self._scheduler = Scheduler(self._cache, max_num_seqs=limits.max_num_seqs, max_step_tokens=limits.max_step_tokens)
         self._registry = Registry()
         self._events: list[Event] = []
-        self._num_arrivals = 0
-        self._num_sequences = 0
         self._prompt_tokens = 0
         self._generation_tokens = 0
         self._steps = 0
@@ -132,9 +131,9 @@ class Engine:
             self._limits,
             requests=self._registry.queued_requests,
             tokens=self._registry.queued_tokens,
-            retry_after_seconds=self._retry_after_seconds(),
+            retry_after_seconds=retry_after_seconds(self._registry.queued_tokens, self._step_tokens, self._step_seconds),
         )
-        request = self._open_request(generation)
+        request = self._opening.open(generation, self._facts, self._cache)
         self._registry.add(request)
         self._scheduler.enqueue(request.sequences[0])
 
@@ -183,6 +182,45 @@ class Engine:
         swapped, self._swapped = self._swapped, None
         return swapped
 
+    def lose_ranks(self, error: RequestError, *, resume: bool) -> None:
+        """The ranks are gone, and others may come: what can go on with them waits, and the rest ends with ``error``.
+
+        A request that was computed in so many deaths in a row, without a token in between, may be their cause: it ends.
+
+        Args:
+            resume: whether requests of which something was generated go on too; otherwise only those without.
+        """
+        running = {id(seq.request): seq.request for seq in self._scheduler.running.values()}
+        self._scheduler.lose_ranks()
+        self._swap = None
+        for request in running.values():
+            request.num_deaths += 1
+        for request in self._registry.requests:
+            if request.num_deaths >= MOST_DEATHS or (request.has_output and not resume):
+                self._fail(request, error)
+
+    def revive(self, facts: ModelFacts, executor: Executor, *, same_weights: bool) -> None:
+        """Go on with new ranks, after ``lose_ranks``: what ran is computed again from the tokens that it has.
+
+        Args:
+            facts: what they have loaded: the same model, with perhaps another number of blocks.
+            executor: computes the steps from now on.
+            same_weights: whether they have the weights of those that were lost; if not, requests end that were told
+                something and asked for the same ones to the end.
+        """
+        self._facts, self._executor = facts, executor
+        self._cache = self._cache.like(facts.num_blocks)
+        self._scheduler.revive(self._cache)
+        if not same_weights:
+            self._weights = Weights(0, facts.checkpoint_step)
+            for request in (each for each in self._registry.started_and_pinned() if each.prompt_ready):
+                self._fail(request, Loading("the model was loaded again with other weights, and this call asked for the same"))
+        for request in self._registry.requests:
+            try:
+                check_fits(request.generation, facts)
+            except InvalidRequest as error:  # by the new ranks, which found less memory
+                self._fail(request, error)
+
     def step(self) -> tuple[Event, ...]:
         """Admit, schedule, execute, apply, emit.
 
@@ -190,7 +228,7 @@ class Engine:
             Everything there is to tell, in order; empty when nothing happened.
 
         Raises:
-            ExecutorDied: the ranks are lost; call ``fail_all`` next.
+            ExecutorDied: the ranks are lost; call ``lose_ranks`` or ``fail_all`` next.
         """
         began = self._clock()
         self._expire(began)
@@ -303,6 +341,7 @@ class Engine:
         """Append a sampled token, tell of it, and end the sequence if it was the last."""
         request, token_id = seq.request, answer.token_id
         seq.token_ids.append(token_id)
+        request.num_deaths = 0
         self._generation_tokens += 1
         num_generated = len(seq.token_ids) - request.num_prompt_tokens
         if num_generated == 1:
@@ -325,42 +364,10 @@ class Engine:
         if stop is not None:
             self._end(seq, stop, now)
         elif rule is not None and rule.starts_again(len(seq.token_ids)):
-            seq.chain = self._chain_of(request, seq.token_ids)
+            seq.chain = self._opening.chain_of(request, seq.token_ids, self._cache, rule)
             self._scheduler.restart(seq)
 
     # How requests begin and end.
-
-    def _open_request(self, generation: Generation) -> LiveRequest:
-        """A new request with all its sequences, none of them enqueued."""
-        request = LiveRequest(
-            generation=generation,
-            num_prompt_tokens=len(generation.prompt_ids),
-            arrival=self._num_arrivals,
-            rule=StopRule(generation.stopping, self._facts.eos_ids),
-        )
-        self._num_arrivals += 1
-        if generation.response.prompt_logprobs is not None:
-            request.prompt_logprobs = [None] * len(generation.prompt_ids)
-        wants_text = generation.response.text or bool(generation.stopping.stop_strings)
-        for index in range(generation.num_sequences):
-            token_ids = list(generation.prompt_ids)
-            request.sequences.append(
-                Sequence(
-                    id=SequenceId(self._num_sequences),
-                    index=index,
-                    request=request,
-                    token_ids=token_ids,
-                    text=self._open_text(generation, index) if wants_text else None,
-                    chain=self._chain_of(request, token_ids),
-                    tells_text=generation.response.text,
-                    samples=request.rule.max_new_tokens > 0,
-                )
-            )
-            self._num_sequences += 1
-        return request
-
-    def _chain_of(self, request: LiveRequest, token_ids: list[int]) -> DigestChain | None:
-        return chain_of(request, token_ids, self._cache, self._facts.length_rule, with_all=self._limits.prefix_caching)
 
     def _end(self, seq: Sequence, stop: Stop, now: float) -> None:
         """One sequence ends by itself; with the last of them, the request."""
@@ -384,10 +391,3 @@ class Engine:
             self._scheduler.remove(seq)
         self._registry.remove(request)
         self._events.append(RequestFailed(request_id=request.generation.request_id, error=error))
-
-    def _retry_after_seconds(self) -> float:
-        """When the queue may have room: the time its prompts take at the speed so far, within reason."""
-        if not self._step_tokens:
-            return _MIN_RETRY_SECONDS
-        seconds = self._registry.queued_tokens * self._step_seconds / self._step_tokens
-        return min(_MAX_RETRY_SECONDS, max(_MIN_RETRY_SECONDS, seconds))

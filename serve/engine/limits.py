@@ -8,6 +8,9 @@ from serve.engine.executor import ModelFacts
 from serve.errors import InvalidRequest, QueueFull
 from serve.types import Generation
 
+_MIN_RETRY_SECONDS = 1.0
+_MAX_RETRY_SECONDS = 30.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
@@ -74,3 +77,16 @@ def check_queue(
             f"{limits.max_queued_tokens}; try again in {retry_after_seconds:.0f} s"
         )
         raise QueueFull(message, reason="tokens", retry_after_seconds=retry_after_seconds)
+
+
+def retry_after_seconds(queued_tokens: int, step_tokens: int, step_seconds: float) -> float:
+    """When the queue may have room: the time its prompts take at the speed so far, within reason.
+
+    Args:
+        queued_tokens: prompt tokens that wait.
+        step_tokens: positions that were computed in all steps so far.
+        step_seconds: the time those took.
+    """
+    if not step_tokens:
+        return _MIN_RETRY_SECONDS
+    return min(_MAX_RETRY_SECONDS, max(_MIN_RETRY_SECONDS, queued_tokens * step_seconds / step_tokens))

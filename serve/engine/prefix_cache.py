@@ -57,6 +57,10 @@ class PrefixCache:
         self._block_of: dict[bytes, BlockId] = {}
         self._digest_of: dict[BlockId, bytes] = {}
 
+    def like(self, num_blocks: int) -> PrefixCache:
+        """An empty one of so many blocks, whose roots are the same: digest chains made for this one go on in it."""
+        return PrefixCache(num_blocks, self.block_tokens, key=self._key)
+
     def blocks_for(self, num_positions: int) -> int:
         """Blocks that ``num_positions`` positions of one sequence need."""
         return -(-num_positions // self.block_tokens)

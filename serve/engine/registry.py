@@ -32,6 +32,11 @@ class Registry:
         return tuple(self._requests)
 
     @property
+    def requests(self) -> tuple[LiveRequest, ...]:
+        """In order of arrival."""
+        return tuple(self._requests.values())
+
+    @property
     def next_deadline_seconds(self) -> float | None:
         """The earliest deadline of all live requests."""
         key = self._deadlines.first_key()

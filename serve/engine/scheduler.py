@@ -116,6 +116,22 @@ class Scheduler:
         self._dropped = []
         return plan
 
+    def lose_ranks(self) -> None:
+        """Nothing is computed any longer, and nobody is left who would have to forget: what ran waits at the front of the
+        queue in its order. ``revive`` comes before the next plan."""
+        for seq in tuple(self.running.values()):
+            self.restart(seq)
+        self._dropped = []
+        self.let_pinned_begin()
+
+    def revive(self, cache: PrefixCache) -> None:
+        """New ranks compute from now on, with these blocks; nothing runs."""
+        assert not self.running, "what ran on the ranks that were lost was not taken back"
+        self._cache = cache
+        self._headroom = cache.pool.num_blocks // _HEADROOM_FRACTION
+        self._dropped = []
+        self._num_plans = 0
+
     def schedule(self) -> StepPlan | None:
         """Draw up the next step; ``None`` when there is nothing to compute and nothing the ranks should forget.
 

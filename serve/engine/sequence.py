@@ -37,9 +37,18 @@ class LiveRequest:
     """Sequences in the running batch."""
     started_seconds: float | None = None
     """Start of the first step that computed anything for it; ``None`` while it is queued."""
+    num_deaths: int = 0
+    """Deaths of the ranks while it ran, since it last got a token."""
     prompt_ready: bool = False
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     """One per prompt token, filled as its chunks are computed; empty unless they were asked for."""
+
+    @property
+    def has_output(self) -> bool:
+        """Whether a token was generated for one of its sequences, also one that has ended."""
+        return len(self.sequences) < self.generation.num_sequences or any(
+            len(seq.token_ids) > self.num_prompt_tokens for seq in self.sequences
+        )
 
     @property
     def is_pinned(self) -> bool:

@@ -34,12 +34,16 @@ class Edition:
         """This edition as one that took only the weights' place of an earlier one."""
         return dataclasses.replace(self, lineage=earlier.lineage)
 
-    def check_folder(self) -> None:
+    def check_folder(self) -> bool:
         """Look whether the folder is still the one that was read, before ranks load it; a replaced one is warned of.
+
+        Returns:
+            False if it was replaced.
 
         Raises:
             RankStartError: it is gone.
         """
+        is_same = True
         for held in self.holds:
             fate, path = held.fate(), held.path
             if fate == "gone":
@@ -51,6 +55,8 @@ class Edition:
                 _log.warning(
                     "%s was replaced by another save since it was first served; the ranks load what is there now", path
                 )
+                is_same = False
+        return is_same
 
     def release(self) -> None:
         """No rank will load this edition again: its folder may go."""

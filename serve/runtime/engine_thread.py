@@ -108,6 +108,29 @@ class EngineThread:
                 break
         self._publish()
 
+    def outlive(self, engine: Engine, error: RequestError, *, resume: bool) -> bool:
+        """The ranks of ``engine`` are lost, and it will ``run`` again on others: what it has and what is queued waits for that.
+
+        Args:
+            error: ends those that cannot wait; see ``Engine.lose_ranks``.
+            resume: whether those wait of which something was generated.
+
+        Returns:
+            False if the engine broke over it: call ``fail``.
+        """
+        try:
+            engine.lose_ranks(error, resume=resume)
+            self._collect(engine.drain_events())
+        except Exception:
+            _log.exception("the engine could not keep its requests")
+            return False
+        done, self._swap_done = self._swap_done, None
+        if done is not None:
+            _refuse_answer(done, error)
+        self.stats = engine.stats()
+        self._publish()
+        return True
+
     def _step(self, engine: Engine) -> None:
         steps_before = engine.stats().steps
         self.step_started_seconds = self._clock()

@@ -116,7 +116,7 @@ class Gateway:
 
         The stream's first event may still be ``QueueFull``, ``DuplicateRequest`` or ``InvalidRequest``, from the engine.
         """
-        self._refuse_for(self._server.unavailable(edition) or self._overload())
+        self._refuse_for(self._server.refusal(edition) or self._overload())
         return self._admit(generation)
 
     @contextlib.contextmanager
@@ -129,7 +129,7 @@ class Gateway:
         Raises:
             Loading, EngineDown, Draining: as for ``start``.
         """
-        self._refuse_for(self._server.unavailable(edition))
+        self._refuse_for(self._server.refusal(edition))
         with self._flight.call() as call:
 
             def start(generation: Generation) -> Stream:
@@ -140,7 +140,7 @@ class Gateway:
 
     async def abort(self, request_id: RequestId) -> bool:
         """End a live request, whoever started it, with ``RequestAborted``. False if there is no such request."""
-        if self.state not in (State.LOADING, State.SERVING, State.DRAINING) or not self._flight or self._reload.is_in_hand:
+        if not (self._server.has_engine or self._server.waits_for_engine) or not self._flight or self._reload.is_in_hand:
             return False
         found: Future[bool] = Future()
         self._bridge.send(Abort(request_id, RequestAborted("the request was aborted by an administrator"), found))
@@ -255,7 +255,8 @@ class Gateway:
 
     def _on_down(self, error: EngineDown) -> None:
         self._server.enter(State.DOWN)
-        self._flight.fail_all(error)
+        if not self.config.supervisor.requeue:
+            self._flight.fail_all(error)
 
     def _on_end(self, error: StartError) -> None:
         self._server.enter(State.DOWN)

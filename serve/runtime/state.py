@@ -23,7 +23,7 @@ class State(Enum):
     DRAINING = "draining"
     """Refused with ``Draining``; those in flight go on. Never left but for STOPPED."""
     DOWN = "down"
-    """A rank died and the supervisor brings the engine back: refused with ``EngineDown``."""
+    """A rank died and the supervisor brings the engine back: refused with ``EngineDown``, or queued, with ``requeue``."""
     STOPPED = "stopped"
     """Refused with ``Draining``; nothing is left."""
 
@@ -35,6 +35,7 @@ class ServerState:
     """
 
     def __init__(self, edition: Edition) -> None:
+        self._requeue = edition.config.supervisor.requeue
         self.edition = edition
         """What is served; before the model is loaded, what will be."""
         self.facts: ModelFacts | None = None
@@ -53,6 +54,16 @@ class ServerState:
         """Whether there will never be an engine again."""
         return self._end.done()
 
+    @property
+    def has_engine(self) -> bool:
+        """Whether an engine may be there to be told something."""
+        return self._now in (State.LOADING, State.SERVING, State.DRAINING)
+
+    @property
+    def waits_for_engine(self) -> bool:
+        """Whether the ranks died and requests wait for the next ones."""
+        return self._now is State.DOWN and self._requeue and not self.has_given_up
+
     def on_change(self, callback: Callable[[State], None]) -> None:
         """Call ``callback`` with every state entered from now on."""
         self._listeners.append(callback)
@@ -61,7 +72,7 @@ class ServerState:
         """Why there are no new requests now, or none that were made for ``edition``; ``None`` while there are."""
         match self._now:
             case State.SERVING:
-                if edition is None or edition.lineage is self.edition.lineage:
+                if self._is_meant(edition):
                     return None
                 return Loading("the model was loaded again while this call was read; send it again")
             case State.LOADING:
@@ -70,6 +81,13 @@ class ServerState:
                 return EngineDown("the engine is being restarted, try again in a moment")
             case State.DRAINING | State.STOPPED:
                 return Draining("the server is going away and takes no more requests")
+
+    def refusal(self, edition: Edition | None = None) -> Unavailable | None:
+        """As ``unavailable``; but a request waits for an engine that is being brought back, where that is asked for."""
+        return None if self.waits_for_engine and self._is_meant(edition) else self.unavailable(edition)
+
+    def _is_meant(self, edition: Edition | None) -> bool:
+        return edition is None or edition.lineage is self.edition.lineage
 
     def require_engine(self) -> None:
         """Raise unless there is an engine to ask; a server that drains has one still.

@@ -1,4 +1,4 @@
-"""The life of the ranks: start, serve, notice death, end what was in flight, start again."""
+"""The life of the ranks: start, serve, notice death, keep or end what was in flight, start again."""
 
 from __future__ import annotations
 
@@ -50,6 +50,8 @@ class _Life:
     serving: bool = False
     replaced: bool = False
     """It ends because another edition is to be served."""
+    broke: bool = False
+    """The engine itself failed: nothing that it holds is to be trusted."""
     cause: str | None = None
     """Why it must end; set once, by whoever finds out first."""
 
@@ -57,8 +59,9 @@ class _Life:
 class Supervisor:
     """Owns the two threads around the engine: one that lives its lives, one that watches them.
 
-    The first thread spawns the ranks, builds an engine on them and runs it; when they die it
-    ends what was in flight with ``EngineDown`` and begins again, later each time. The second
+    The first thread spawns the ranks, builds an engine on them and runs it; when they die the engine waits with
+    its requests for the next ones, or its requests end with ``EngineDown``, by the options; and it begins again,
+    later each time. The second
     looks every 50 ms whether a rank is dead, silent, or stuck in a step, also while nobody
     asks for anything.
     """
@@ -86,6 +89,8 @@ class Supervisor:
         self._life: _Life | None = None
         self._edition = edition
         self._num_swaps = 0
+        self._kept: tuple[Engine, Edition] | None = None
+        """The engine that waits for new ranks, and what its last ones served. The first thread's alone."""
         self._previous: Edition | None = None
         """What to go back to, from a reload until the new edition serves."""
         self._worker = threading.Thread(target=self._live, name="tessera-engine", daemon=True)
@@ -167,6 +172,7 @@ class Supervisor:
     def _live(self) -> None:
         failures = 0
         served = False
+        farewell: Unavailable = Draining("the server is stopping")
         while (life := self._begin()) is not None:
             error, did_work = self._live_once(life)
             served = served or life.serving
@@ -177,16 +183,18 @@ class Supervisor:
                 continue
             if not served:
                 self._listener.gave_up(error)
+                farewell = _engine_lost()
                 break
             failures = 1 if did_work else failures + 1
             if failures > self._config.max_restarts_in_a_row:
                 limit = f"{failures - 1} restarts without a completed step, the limit of supervisor.max_restarts_in_a_row"
                 self._listener.gave_up(RankStartError(f"the engine failed after {limit}; at last: {error}"))
+                farewell = _engine_lost()
                 break
             _log.warning("restarting the engine in %.1f s (%s)", _backoff_seconds(failures), error)
             self._metrics.engine_restarted()
             self._stop.wait(_backoff_seconds(failures))
-        self._bridge.fail(None, Draining("the server is stopping"))
+        self._give_up(None, farewell)
 
     def _begin(self) -> _Life | None:
         """Make the next group, unless the server stops."""
@@ -210,12 +218,14 @@ class Supervisor:
     def _live_once(self, life: _Life) -> tuple[StartError, bool]:
         """Start the ranks, serve, and clear up. Returns why it ended and whether a step succeeded."""
         engine: Engine | None = None
+        steps_before = 0
         error: StartError = RankStartError("the engine stopped")
         _log.info("loading the model: %s", life.edition.config.model.served_name)
         try:
-            life.edition.check_folder()
+            is_same_folder = life.edition.check_folder()
             facts = life.group.start()
-            engine = self._make_engine(life.edition, facts, life.steps)
+            engine = self._engine_on(life, facts, is_same_folder=is_same_folder)
+            steps_before = engine.stats().steps
             self._announce(life, engine, facts)
             self._bridge.run(engine, should_leave=lambda: self._stop.is_set() or life.cause is not None or life.replaced)
         except StartError as start_error:
@@ -225,12 +235,21 @@ class Supervisor:
         except Exception as defect:
             if not self._stop.is_set() and life.cause is None and not life.replaced:
                 _log.exception("the engine broke")
+            life.broke = True
             self._condemn(life, f"{type(defect).__name__} in the engine")
         if life.cause is not None:
             error = RankStartError(life.cause)
-        did_work = engine is not None and self._bridge.stats is not None and self._bridge.stats.steps > 0
+        did_work = engine is not None and engine.stats().steps > steps_before
         self._end(life, engine)
         return error, did_work
+
+    def _engine_on(self, life: _Life, facts: ModelFacts, *, is_same_folder: bool) -> Engine:
+        """The engine that waited for these ranks, or a new one."""
+        if self._kept is None:
+            return self._make_engine(life.edition, facts, life.steps)
+        (engine, served), self._kept = self._kept, None
+        engine.revive(facts, life.steps, same_weights=is_same_folder and served is life.edition)
+        return engine
 
     def _announce(self, life: _Life, engine: Engine, facts: ModelFacts) -> None:
         with self._lock:
@@ -250,8 +269,29 @@ class Supervisor:
     def _end(self, life: _Life, engine: Engine | None) -> None:
         """Tell the clients first, then kill what is left of the ranks: the killing may take a moment."""
         self._metrics.engine_stopped()
-        self._bridge.fail(engine, self._farewell(life))
+        if not self._keep(life, engine):
+            self._give_up(engine, self._farewell(life))
         self._close(life)
+
+    def _keep(self, life: _Life, engine: Engine | None) -> bool:
+        """Whether what the engine holds waits for the next ranks; an earlier one that waits already goes on waiting."""
+        if not self._config.requeue or self._stop.is_set() or life.replaced or life.broke:
+            return False
+        if engine is None:
+            return self._kept is not None
+        if life.cause is None or not self._bridge.outlive(engine, _engine_down(), resume=self._config.resume_streams):
+            return False
+        self._kept = engine, life.edition
+        num_kept = len(engine.request_ids)
+        if num_kept:
+            _log.warning("%d requests wait for the ranks to be back", num_kept)
+        self._metrics.engine_waits(engine.stats())
+        return True
+
+    def _give_up(self, engine: Engine | None, error: Unavailable) -> None:
+        """End whatever is in flight."""
+        kept, self._kept = self._kept, None
+        self._bridge.fail(engine or (kept and kept[0]), error)
 
     def _farewell(self, life: _Life) -> Unavailable:
         if self._stop.is_set():
@@ -346,6 +386,10 @@ def _with_rank(rank: int | None, what: str) -> str:
 
 def _engine_down() -> EngineDown:
     return EngineDown("a rank died or froze; the engine is being restarted, try again in a moment")
+
+
+def _engine_lost() -> EngineDown:
+    return EngineDown("the engine could not be brought back")
 
 
 def _backoff_seconds(failures: int) -> float:

@@ -1,11 +1,11 @@
-"""Ranks that die or freeze under load: told at once, mended by the server itself, nothing left over."""
+"""Ranks that die or freeze under load: mended by the server itself, no call lost, nothing left over."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import grpc
@@ -30,6 +30,12 @@ def server(folder: Path) -> Iterator[Server]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def losing(folder: Path) -> Iterator[Server]:
+    with serving(folder, "--tensor-parallel-size", "2", "--no-requeue", "--no-resume-streams") as running:
+        yield running
+
+
 def _request(tokens: int) -> inference_pb2.GenerateRequest:
     request = inference_pb2.GenerateRequest()
     request.token_ids.ids.extend(PROMPT)
@@ -39,28 +45,44 @@ def _request(tokens: int) -> inference_pb2.GenerateRequest:
     return request
 
 
-class _Load:
-    """Callers who stream one completion after another until one fails: calls are under way whenever the fault strikes."""
+def _sampled(number: int) -> inference_pb2.GenerateRequest:
+    """One of many requests of which no two are alike."""
+    request = _request(300)
+    request.token_ids.ids.append(number)
+    if number % 2:
+        request.sampling.temperature = 1.0
+        request.sampling.seed = number
+        request.sampling.top_p = 0.9
+        request.sampling.repetition_penalty = 1.1
+    return request
 
-    def __init__(self, server: Server, count: int) -> None:
+
+class _Load:
+    """Callers of one stream each, under way whenever the fault strikes."""
+
+    def __init__(self, server: Server, requests: Sequence[inference_pb2.GenerateRequest]) -> None:
         self.codes: list[str] = []
+        self.ids: dict[int, list[int]] = {}
         self._under_way = threading.Semaphore(0)
-        self._threads = [threading.Thread(target=self._stream, args=(server,)) for _ in range(count)]
+        self._threads = [
+            threading.Thread(target=self._stream, args=(server, number, request)) for number, request in enumerate(requests)
+        ]
         for thread in self._threads:
             thread.start()
         for _ in self._threads:
             assert self._under_way.acquire(timeout=400)
 
-    def _stream(self, server: Server) -> None:
-        started = False
+    def _stream(self, server: Server, number: int, request: inference_pb2.GenerateRequest) -> None:
+        ids = self.ids[number] = []
         try:
-            while True:
-                for event in server.inference.GenerateStream(_request(500), timeout=400):
-                    if event.WhichOneof("event") == "delta" and not started:
-                        started = True
-                        self._under_way.release()
+            for event in server.inference.GenerateStream(request, timeout=400):
+                if event.WhichOneof("event") == "delta" and not ids:
+                    self._under_way.release()
+                ids.extend(event.delta.token_ids)
         except grpc.RpcError as error:
             self.codes.append(error.code().name)
+        else:
+            self.codes.append("OK")
 
     def join(self) -> list[str]:
         for thread in self._threads:
@@ -69,25 +91,48 @@ class _Load:
         return self.codes
 
 
+@pytest.fixture(scope="module")
+def undisturbed(server: Server) -> dict[int, list[int]]:
+    """What 32 streams say when nothing happens."""
+    load = _Load(server, [_sampled(number) for number in range(32)])
+    assert load.join() == ["OK"] * 32
+    return load.ids
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize(("fault", "noticed"), [(signal.SIGKILL, "died: signal SIGKILL"), (signal.SIGSTOP, "is frozen")])
-def test_a_lost_rank(server: Server, model: PreTrainedModel, victim: int, fault: signal.Signals, noticed: str) -> None:
+def test_a_lost_rank_costs_time_and_no_call(
+    server: Server, undisturbed: dict[int, list[int]], victim: int, fault: signal.Signals, noticed: str
+) -> None:
     shared_memory = set(os.listdir("/dev/shm"))
     old = until(lambda: len(pids := server.rank_pids()) == 2 and pids)
-    load = _Load(server, 20)
+    before = server.metrics()
+    load = _Load(server, [_sampled(number) for number in range(32)])
 
     os.kill(old[victim], fault)
-    until(lambda: server.health() == "NOT_SERVING")
-    assert load.join() == ["UNAVAILABLE"] * 20
+    late = server.inference.Generate(_sampled(5), timeout=400)  # whether it comes before the fault is noticed or after
+    assert load.join() == ["OK"] * 32
+    assert load.ids == undisturbed
+    assert list(late.completions[0].token_ids) == undisturbed[5]
     # A death is known for what it is: at once, and not for want of a heartbeat.
     assert f"engine down: rank {victim} {noticed}" in [line for line in server.log if "engine down" in line][-1]
-
-    until(lambda: server.health() == "SERVING")
-    answer = server.inference.Generate(_request(40), timeout=400)
-    assert list(answer.completions[0].token_ids) == reference.greedy(model, PROMPT, 40)
+    after = server.metrics()
+    assert after["tessera_engine_restarts_total"] == before["tessera_engine_restarts_total"] + 1
+    assert after["tessera_requests_kept_total"] > before["tessera_requests_kept_total"]
+    assert server.health() == "SERVING"
     until(lambda: server.metrics()["tessera_kv_blocks_used"] == 0)
     assert not any(psutil.pid_exists(pid) for pid in old)
     assert set(os.listdir("/dev/shm")) <= shared_memory
+
+
+def test_told_not_to_wait_calls_end_when_their_ranks_do(losing: Server, model: PreTrainedModel) -> None:
+    old = until(lambda: len(pids := losing.rank_pids()) == 2 and pids)
+    load = _Load(losing, [_request(500)] * 20)
+    os.kill(old[1], signal.SIGKILL)
+    assert load.join() == ["UNAVAILABLE"] * 20
+    until(lambda: losing.health() == "SERVING")
+    answer = losing.inference.Generate(_request(40), timeout=400)
+    assert list(answer.completions[0].token_ids) == reference.greedy(model, PROMPT, 40)
 
 
 def test_a_server_that_was_stopped_goes_on_with_its_calls_and_its_ranks(server: Server, model: PreTrainedModel) -> None:

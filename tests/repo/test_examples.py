@@ -17,6 +17,7 @@ from examples.demo.children import Child, PartFailed
 from examples.demo.serving import PROMPTS, Server, stream
 from tests.repo.documents import REPOSITORY
 from tests.serve.rpc.running import FakeRanks, RunningServer, serving
+from tests.serve.runtime.ranks import LOSING
 
 
 async def run_example(module: str, *arguments: str) -> tuple[int, str, str]:
@@ -91,7 +92,7 @@ async def test_a_server_that_breaks_while_streaming_fails_the_demo(tmp_path: Pat
     def stop_after_ten_steps(ranks: FakeRanks) -> None:
         ranks.last_step = 10
 
-    async with serving(prepare=stop_after_ten_steps) as server:
+    async with serving(prepare=stop_after_ten_steps, supervisor=LOSING) as server:
         with as_started_by_the_demo(server, tmp_path) as started:
             call = asyncio.create_task(stream(Console(file=io.StringIO(), width=120), started))
             await server.until(lambda: server.ranks.num_steps == 10)

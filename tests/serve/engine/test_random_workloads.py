@@ -6,9 +6,10 @@ import random
 
 import pytest
 
-from serve.engine.engine import Engine, EngineLimits
+from serve.engine.engine import MOST_DEATHS, Engine, EngineLimits
+from serve.engine.executor import ExecutorDied
 from serve.engine.sequence import SequenceState
-from serve.errors import DeadlineExpired, InvalidRequest, NotFinite, QueueFull, RequestAborted
+from serve.errors import DeadlineExpired, EngineDown, InvalidRequest, NotFinite, QueueFull, RequestAborted
 from serve.types import Generation, RequestId, ResponseOptions, SamplingParams, StoppingParams
 from tests.serve.engine.witness import Witness
 from tests.serve.fake_executor import FakeExecutor, fake_facts
@@ -41,9 +42,9 @@ class Workload:
             max_queued_tokens=pick(60, 300),
             prefix_caching=self.random.random() < 0.7,
         )
-        self.executor = FakeExecutor(
-            facts, max_step_tokens=self.limits.max_step_tokens, max_num_seqs=self.limits.max_num_seqs, fault_token=FAULT
-        )
+        self.facts = facts
+        self.executor = self.ranks()
+        self.num_deaths = 0
         self.now = 0.0
         self.engine = Engine(
             facts=facts, limits=self.limits, executor=self.executor, open_text=open_letters, clock=lambda: self.now
@@ -53,9 +54,16 @@ class Workload:
         self.generations: dict[RequestId, Generation] = {}
         self.aborted: set[RequestId] = set()
 
+    def ranks(self) -> FakeExecutor:
+        limits = self.limits
+        return FakeExecutor(
+            self.facts, max_step_tokens=limits.max_step_tokens, max_num_seqs=limits.max_num_seqs, fault_token=FAULT
+        )
+
     def operate(self) -> None:
         """Do one random thing, and look at everything."""
-        operation = self.random.choices((self.add, self.step, self.abort, self.wait, self.flush), weights=(6, 12, 1, 1, 0.3))[0]
+        operations = {self.add: 6, self.step: 12, self.abort: 1, self.wait: 1, self.flush: 0.3, self.die: 0.2}
+        operation = self.random.choices(tuple(operations), weights=tuple(operations.values()))[0]
         operation()
         self.engine.check()
 
@@ -133,6 +141,22 @@ class Workload:
         self.engine.flush_prefix_cache()
         assert self.engine.stats().kv_blocks_cached == 0
 
+    def die(self) -> None:
+        """The ranks die in a step, or between two; others come, and things happen meanwhile."""
+        self.executor.dies_at_step = 0
+        try:
+            self.witness.saw(self.engine.step())
+        except ExecutorDied:
+            self.num_deaths += 1
+        self.engine.lose_ranks(EngineDown("the ranks died"), resume=True)
+        for operation in self.random.sample((self.add, self.abort, self.wait, self.flush), 2):
+            self.engine.check()
+            operation()
+        self.engine.check()
+        self.executor = self.ranks()
+        self.engine.revive(self.facts, self.executor, same_weights=True)
+        self.witness.saw(self.engine.drain_events())
+
     def finish(self) -> None:
         """Let everything come to its end, and see that nothing is left."""
         for _ in range(20_000):
@@ -159,6 +183,8 @@ class Workload:
             elif isinstance(error, DeadlineExpired):
                 assert generation.deadline_seconds is not None
                 assert generation.deadline_seconds <= self.now
+            elif isinstance(error, EngineDown):
+                assert self.num_deaths >= MOST_DEATHS
             else:
                 assert isinstance(error, NotFinite)
                 assert FAULT in generation.prompt_ids
@@ -173,7 +199,7 @@ def test_a_random_workload_is_served_exactly(seed: int) -> None:
 
 
 def test_the_workloads_meet_everything_they_are_meant_to() -> None:
-    finished = preemptions = hits = 0
+    finished = preemptions = hits = deaths = 0
     errors: set[type[Exception]] = set()
     for seed in range(NUM_WORKLOADS // 4):
         workload = Workload(seed)
@@ -184,8 +210,10 @@ def test_the_workloads_meet_everything_they_are_meant_to() -> None:
         finished += workload.witness.num_finished
         preemptions += stats.preemptions
         hits += stats.prefix_cache_hits
+        deaths += workload.num_deaths
         errors |= {type(error) for error in workload.witness.failures.values()}
     assert finished > 200
     assert preemptions > 50
     assert hits > 1000
-    assert errors == {RequestAborted, DeadlineExpired, NotFinite}
+    assert deaths > 30
+    assert errors - {EngineDown} == {RequestAborted, DeadlineExpired, NotFinite}

@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 
 from checkpoint.text.tokenizer import Tokenizer
-from serve.config import AdmissionConfig, ModelConfig, RpcConfig, SchedulerConfig, ServerConfig
+from serve.config import AdmissionConfig, ModelConfig, RpcConfig, SchedulerConfig, ServerConfig, SupervisorConfig
 from serve.engine.engine import Engine, EngineLimits
 from serve.engine.executor import Executor, ExecutorDied, ModelFacts, Prepared, Unlike
 from serve.engine.plan import StepPlan, StepResult
@@ -163,6 +163,7 @@ def config_of(**sections: dict[str, Any]) -> ServerConfig:
         scheduler=SchedulerConfig(**sections.get("scheduler", {})),
         admission=AdmissionConfig(**sections.get("admission", {})),
         rpc=RpcConfig(**{"port": 0, **sections.get("rpc", {})}),
+        supervisor=SupervisorConfig(**sections.get("supervisor", {})),
     )
 
 

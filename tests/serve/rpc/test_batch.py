@@ -11,6 +11,7 @@ import pytest
 from serve.v1 import inference_pb2
 from tests.serve.fake_executor import expected_tokens
 from tests.serve.rpc.running import request, serving
+from tests.serve.runtime.ranks import LOSING
 
 
 async def feed(messages: list[inference_pb2.GenerateRequest]) -> AsyncIterator[inference_pb2.GenerateRequest]:
@@ -103,7 +104,7 @@ async def test_requests_may_follow_answers_on_the_same_call() -> None:
 
 
 async def test_when_the_engine_dies_each_request_is_told_and_the_call_ends_unavailable() -> None:
-    async with serving() as server:
+    async with serving(supervisor=LOSING) as server:
         server.ranks.last_step = 3
         call = server.inference.GenerateBatch(feed([request((5,), 200, request_id=f"r{n}") for n in range(3)]))
         await server.until(lambda: server.gateway.num_in_flight == 3)

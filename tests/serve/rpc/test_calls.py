@@ -14,6 +14,7 @@ from serve.runtime.state import State
 from serve.v1 import inference_pb2
 from tests.serve.fake_executor import expected_tokens
 from tests.serve.rpc.running import request, serving, state_is
+from tests.serve.runtime.ranks import LOSING
 
 LONG = 200
 
@@ -126,7 +127,7 @@ async def test_while_the_model_loads_calls_are_unavailable() -> None:
 
 
 async def test_when_a_rank_dies_calls_end_unavailable_and_the_server_comes_back_exact() -> None:
-    async with serving() as server:
+    async with serving(supervisor=LOSING) as server:
         server.ranks.last_step = 3
         stream = server.inference.GenerateStream(request(tokens=LONG))
         unary = asyncio.ensure_future(server.inference.Generate(request(tokens=LONG)))

@@ -35,6 +35,8 @@ from serve.types import (
 
 PATIENCE_SECONDS = 60.0
 """For what other threads do; a test that works never waits so long, however busy the machine is."""
+LOSING = {"requeue": False, "resume_streams": False}
+"""Options of the supervisor with which calls in flight end when the ranks do."""
 VOCABULARY = 97
 FIRST_STEP = 7
 FACTS = ModelFacts(

@@ -56,7 +56,7 @@ NAMES = {
     "preemptions", "prefix_cache_hits", "prefix_cache_queries", "prompt_tokens",
     "weight_swap_seconds", "weight_swaps", "reloads_refused",
     "queued_prompt_tokens", "rank_heartbeat_age_seconds", "rank_up", "rejections", "request_finished",
-    "request_queue_time_seconds", "requests", "step_seconds", "step_tokens", "time_to_first_token_seconds",
+    "request_queue_time_seconds", "requests", "requests_kept", "step_seconds", "step_tokens", "time_to_first_token_seconds",
 }  # fmt: skip
 
 
