@@ -25,6 +25,7 @@ from serve.client import (
 from serve.client.calls import Attempts, Deadline, RetryPolicy
 from tests.serve.fake_executor import expected_tokens
 from tests.serve.rpc.running import RunningServer, config_of, serving, tokenizer
+from tests.serve.runtime.ranks import LOSING
 
 T = TypeVar("T")
 
@@ -257,7 +258,7 @@ async def test_unavailable_is_retried_until_the_server_serves() -> None:
 
 
 async def test_a_stream_that_has_begun_is_not_tried_again() -> None:
-    async with serving() as server:
+    async with serving(supervisor=LOSING) as server:
         server.ranks.last_step = 3
 
         def work(client: Client) -> None:
