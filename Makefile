@@ -15,7 +15,7 @@ export HF_HUB_OFFLINE := 1
 MAKEFLAGS += --no-print-directory
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help setup libaio demo demo-pictures pictures test test-slow check lint types imports proto proto-check bench bench-sampling bench-load bench-training test-gpu bench-gpu test-image image-tools clean distclean
+.PHONY: help setup libaio demo demo-pictures pictures test test-slow check lint types imports proto proto-check bench bench-sampling bench-load bench-tensor-parallel bench-training test-gpu bench-gpu test-image image-tools clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -87,6 +87,9 @@ bench: $(STAMP) ## tokens per second beside transformers, on this machine's CPU
 
 bench-sampling: $(STAMP) ## what choosing tokens costs, beside the sampler that sorted row by row, and over gRPC beside greedy
 	@$(PY) -m benchmarks.sampling
+
+bench-tensor-parallel: $(STAMP) ## several ranks on this machine's cores beside one rank on all of them
+	@$(PY) -m benchmarks.tensor_parallel
 
 bench-training: $(STAMP) ## step time beside a bare DeepSpeed loop and HF Trainer, on this machine's CPU
 	@$(PY) -m benchmarks.training

@@ -104,10 +104,10 @@ class _NoText:
         return ""
 
 
-def server_config(path: Path, dtype: str, device: str) -> ServerConfig:
+def server_config(path: Path, dtype: str, device: str, ranks: int = 1) -> ServerConfig:
     """The configuration that engine and server are measured with."""
     return ServerConfig(
-        model=ModelConfig(path=str(path), dtype=dtype, device=device),
+        model=ModelConfig(path=str(path), dtype=dtype, device=device, tensor_parallel_size=ranks),
         cache=CacheConfig(kv_cache_gib=1.0, prefix_caching=False),
         scheduler=SchedulerConfig(max_step_tokens=2048),
     )
@@ -118,10 +118,10 @@ class TesseraEngine:
 
     name = "tessera engine"
 
-    def __init__(self, path: Path, dtype: str, device: str) -> None:
+    def __init__(self, path: Path, dtype: str, device: str, ranks: int = 1) -> None:
         import time
 
-        config = server_config(path, dtype, device)
+        config = server_config(path, dtype, device, ranks)
         self._executor = RankExecutor(config)
         facts = self._executor.start()
         limits = EngineLimits(
@@ -155,7 +155,7 @@ class TesseraEngine:
         assert self._engine.stats().generation_tokens - before == tokens * len(prompts)
 
     def close(self) -> None:
-        """End the rank."""
+        """End the ranks."""
         self._executor.close()
 
 

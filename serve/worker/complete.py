@@ -75,6 +75,23 @@ def _summed_norm(norm: nn.Module, features: int, ranks: Ranks) -> Callable[[Tens
     return forward
 
 
+def sum_embedding(model: PreTrainedModel, ranks: Ranks) -> None:
+    """Let the rows of an embedding that is cut along the vocabulary travel as all activations do."""
+    embedding = model.get_input_embeddings()
+    if ranks.size == 1 or not hasattr(embedding, "vocab_start_index"):
+        return
+    assert embedding.embed_scale is None, "an embedding that scales its rows was made plain before it was cut"
+    begin, end = int(embedding.vocab_start_index), int(embedding.vocab_end_index)
+
+    def forward(ids: Tensor) -> Tensor:
+        weight = embedding.get_parameter("weight")  # looked up each time: it may have been exchanged
+        elsewhere = (ids < begin) | (ids >= end)
+        rows = nn.functional.embedding((ids - begin).masked_fill_(elsewhere, 0), weight)
+        return ranks.sum_(rows.masked_fill_(elsewhere.unsqueeze(-1), 0.0))
+
+    embedding.forward = forward
+
+
 def sum_experts(model: PreTrainedModel, family: Family, ranks: Ranks) -> None:
     """Sum what the ranks' shares of the experts give; a bias that follows the sum is kept by the first rank."""
     modules = expert_modules(model, family)

@@ -79,11 +79,12 @@ class RankExecutor:
         """
         size = self._config.model.tensor_parallel_size
         # The ranks meet through a file without a name: no port is opened for it, and nothing is left however they end.
-        rendezvous = os.memfd_create("tessera-rendezvous")
+        # The same of what they exchange activations through.
+        rendezvous, shared = os.memfd_create("tessera-rendezvous"), os.memfd_create("tessera-shared")
         try:
             for number in range(size):
                 self._unless_closed()
-                rank = self._spawn(number, size, rendezvous)
+                rank = self._spawn(number, size, rendezvous, shared)
                 with self._lock:
                     if not self._closed:
                         self._ranks.append(rank)
@@ -104,8 +105,9 @@ class RankExecutor:
             raise
         finally:
             os.close(rendezvous)
+            os.close(shared)
 
-    def _spawn(self, number: int, size: int, rendezvous: int) -> _Rank:
+    def _spawn(self, number: int, size: int, rendezvous: int, shared: int) -> _Rank:
         ours, theirs = socket.socketpair()
         our_orders, their_orders = socket.socketpair()
         our_pulse, their_pulse = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -118,6 +120,7 @@ class RankExecutor:
                     environment=rank_environment(number, size, self._config.model.device),
                     sockets=(theirs.fileno(), their_orders.fileno(), their_pulse.fileno()),
                     rendezvous=rendezvous,
+                    shared=shared,
                     log_level=logging.getLevelName(logging.getLogger("serve").getEffectiveLevel()),
                 ),
                 unless=self._unless_closed,

@@ -35,7 +35,15 @@ from serve.model.pretrained import vocabulary_rows
 from serve.model.quantized import quantizing_packer
 from serve.model.shards import ShardOf
 from serve.types import LengthRule
-from serve.worker.complete import page_attention, plain_embedding, scale_embedding, sum_experts, sum_norms, whole_head
+from serve.worker.complete import (
+    page_attention,
+    plain_embedding,
+    scale_embedding,
+    sum_embedding,
+    sum_experts,
+    sum_norms,
+    whole_head,
+)
 from serve.worker.finite import check_weights
 from serve.worker.kv_cache import GIB, allocate, block_bytes, choose_memory, choose_num_blocks
 from serve.worker.parallel import Ranks, is_row_parallel, shard, vocabulary_widths
@@ -108,11 +116,13 @@ def load_rank(
         dtype=plan.blueprint.dtype,
         device=device,
     )
+    ranks.share(kernels)
     backend = TorchBackend() if kernels is None else CpuKernelBackend(kernels)
     state = page_attention(model, plan.family, caches, backend, plan.heads, ranks.rank, plan.max_model_len)
     if plan.length_rule is not None:
         turn_by_own_lengths(model, plan.length_rule, state)
     sum_norms(model, plan.family, plan.heads, ranks)
+    sum_embedding(model, ranks)
     sum_experts(model, plan.family, ranks)
     if plan.family.scaled_embedding:
         scale_embedding(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -22,24 +23,55 @@ from serve.model.heads import HeadCut, Piece
 from serve.model.localise import cut_by_hand, localise
 from serve.model.shards import ShardOf
 from serve.worker.progress import Progress
+from serve.worker.shared import SharedMemory
 
 if TYPE_CHECKING:
     from deepspeed.module_inject.autotp_config import TPLayerSpec
+
+_LOG = logging.getLogger(__name__)
 
 
 class Ranks:
     """This rank's place among the tensor-parallel ranks, and what they exchange."""
 
-    def __init__(self, rank: int, size: int, progress: Progress | None = None) -> None:
+    def __init__(self, rank: int, size: int, progress: Progress | None = None, memory: int | None = None) -> None:
+        """The process group is there already, for more than one.
+
+        Args:
+            progress: told of each exchange before it begins.
+            memory: descriptor of a memory file that all ranks have, empty at first.
+        """
         self.rank = rank
         self.size = size
         self._progress = progress or Progress()
+        self._memory = memory
+        self._shared: SharedMemory | None = None
+
+    def share(self, kernels: ctypes.CDLL | None) -> None:
+        """From now on, exchange activations through memory, if all ranks can, and not by the process group. Once is enough.
+
+        Args:
+            kernels: what does it; ``None`` where this rank has none.
+        """
+        if self.size == 1 or self._memory is None or self._shared is not None:
+            return
+        shared: SharedMemory | None = None
+        if kernels is not None:
+            try:
+                shared = SharedMemory(kernels, self._memory, self.rank, self.size)
+            except OSError as error:
+                _LOG.warning("rank %d exchanges activations by sockets, which is slower: %s", self.rank, error)
+        if self.smallest(int(shared is not None)):
+            self._shared = shared
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """Sum over the ranks, in place."""
         if self.size > 1:
             self._progress.mark()
-            dist.all_reduce(tensor)
+            if self._shared is not None and self._shared.takes(tensor):
+                self._shared.sum_(tensor)
+            else:
+                dist.all_reduce(tensor)
         return tensor
 
     def gather_columns(self, tensor_RV: Tensor, widths: tuple[int, ...]) -> Tensor | None:
@@ -47,6 +79,8 @@ class Ranks:
         if self.size == 1:
             return tensor_RV
         self._progress.mark()
+        if self._shared is not None:
+            return self._shared.gather_columns(tensor_RV, widths)
         widest = max(widths)
         # gloo wants equal shapes; the odd vocabulary's narrower shards travel with padding.
         padded = nn.functional.pad(tensor_RV, (0, widest - tensor_RV.shape[1])).contiguous()
@@ -88,9 +122,15 @@ class Ranks:
 
 
 def join_ranks(
-    rank: int, size: int, device: torch.device, rendezvous: Path, timeout_seconds: float, progress: Progress
+    rank: int,
+    size: int,
+    device: torch.device,
+    rendezvous: Path,
+    memory: int | None,
+    timeout_seconds: float,
+    progress: Progress,
 ) -> Ranks:
-    """Meet the other ranks through a file that they all have open: no port is opened for it.
+    """Meet the other ranks through a file that they all have open: no port is opened for it. ``memory`` is that of ``Ranks``.
 
     The environment must hold LOCAL_RANK and DS_ACCELERATOR, which DeepSpeed reads.
     """
@@ -105,7 +145,7 @@ def join_ranks(
             timeout=timedelta(seconds=timeout_seconds),
         )
         _start_deepspeed_communication()
-    return Ranks(rank, size, progress)
+    return Ranks(rank, size, progress, memory)
 
 
 def _start_deepspeed_communication() -> None:

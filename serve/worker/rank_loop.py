@@ -1,9 +1,9 @@
 """The program of one rank: load, say so, then one plan after another until the other end closes.
 
-Called with RANK STEP_FD ORDER_FD PULSE_FD RENDEZVOUS LOG_LEVEL, in a process forked for it or as
+Called with RANK STEP_FD ORDER_FD PULSE_FD SHARED_FD RENDEZVOUS LOG_LEVEL, in a process forked for it or as
 ``python -P -m serve.worker.rank_loop``, with three inherited sockets: one carries the configuration and the plans down and the
-results up, one orders that are followed beside the steps and their answers, one a heartbeat up. RENDEZVOUS is a file where
-ranks meet.
+results up, one orders that are followed beside the steps and their answers, one a heartbeat up. SHARED_FD is a file of memory,
+RENDEZVOUS one where ranks meet.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _PR_SET_PDEATHSIG: Final = 1
 def main(arguments: list[str]) -> int:
     """Run one rank; returns when the server closes its end."""
     began = time.monotonic()
-    rank, step_fd, order_fd, pulse_fd = (int(argument) for argument in arguments[:4])
-    rendezvous = Path(arguments[4])
+    rank, step_fd, order_fd, pulse_fd, shared_fd = (int(argument) for argument in arguments[:5])
+    rendezvous = Path(arguments[5])
     die_with_parent()
     name_process(f"{RANK_NAME}{rank}")
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> int:
     logging.basicConfig(
         level=logging.WARNING, stream=sys.stderr, format=f"%(asctime)s %(levelname)-7s rank {rank}: %(message)s"
     )
-    logging.getLogger("serve").setLevel(arguments[5])
+    logging.getLogger("serve").setLevel(arguments[6])
     steps, orders, pulse = (socket.socket(fileno=fd) for fd in (step_fd, order_fd, pulse_fd))
     progress = Progress()
     threading.Thread(target=_beat, args=(pulse, progress), daemon=True, name="pulse").start()
@@ -65,7 +65,7 @@ def main(arguments: list[str]) -> int:
         except wire.Malformed as error:
             wire.send(steps, wire.encode(wire.Failed(f"rank {rank} was told {error}", configured=False)))
         else:
-            loaded = _load(config, rank, rendezvous, steps, began, progress)
+            loaded = _load(config, rank, rendezvous, shared_fd, steps, began, progress)
             if loaded is not None:
                 runner, exchange = loaded
                 exchange.start(orders)
@@ -78,7 +78,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _load(
-    config: ServerConfig, rank: int, rendezvous: Path, steps: socket.socket, began: float, progress: Progress
+    config: ServerConfig, rank: int, rendezvous: Path, shared_fd: int, steps: socket.socket, began: float, progress: Progress
 ) -> tuple[Runner, Exchange] | None:
     """Load the model and report; ``None`` when that failed and was reported."""
     try:
@@ -100,7 +100,7 @@ def _load(
             config,
             rank,
             device,
-            lambda: join_ranks(rank, size, device, rendezvous, config.supervisor.start_timeout_seconds, progress),
+            lambda: join_ranks(rank, size, device, rendezvous, shared_fd, config.supervisor.start_timeout_seconds, progress),
             Stopwatch((("import", time.monotonic() - began),)),
         )
         runner = Runner(model, ranks)

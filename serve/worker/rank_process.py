@@ -41,11 +41,19 @@ class NewRank:
     """Descriptors of its ends: steps, orders, pulse."""
     rendezvous: int
     """Descriptor of the file where ranks meet."""
+    shared: int
+    """Descriptor of a file of memory through which ranks on CPUs exchange activations."""
     log_level: str
 
-    def words(self, steps: int, orders: int, pulse: int, rendezvous: int) -> list[str]:
+    @property
+    def descriptors(self) -> tuple[int, int, int, int, int]:
+        """All of them, in the order of ``words``."""
+        return *self.sockets, self.rendezvous, self.shared
+
+    def words(self, steps: int, orders: int, pulse: int, rendezvous: int, shared: int) -> list[str]:
         """The arguments of ``serve.worker.rank_loop``, with the numbers that the descriptors have there."""
-        return [str(self.number), str(steps), str(orders), str(pulse), f"/proc/self/fd/{rendezvous}", self.log_level]
+        numbers = (self.number, steps, orders, pulse, shared)
+        return [*map(str, numbers), f"/proc/self/fd/{rendezvous}", self.log_level]
 
 
 class RankStarter(Protocol):
@@ -68,9 +76,8 @@ class ProgramStarter:
     """Each rank a program of its own, which imports everything anew. The thread that starts it must outlive it."""
 
     def start(self, rank: NewRank, unless: Callable[[], None]) -> RankProcess:
-        command = [*module_command("serve.worker.rank_loop"), *rank.words(*rank.sockets, rank.rendezvous)]
-        descriptors = (*rank.sockets, rank.rendezvous)
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=descriptors, env=rank.environment)
+        command = [*module_command("serve.worker.rank_loop"), *rank.words(*rank.descriptors)]
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=rank.descriptors, env=rank.environment)
 
 
 class ForkStarter:
@@ -125,9 +132,9 @@ class ForkStarter:
             with open(os.devnull, "rb") as nothing:
                 return server.spawn(
                     "serve.worker.rank_loop:main",
-                    rank.words(3, 4, 5, 6),
+                    rank.words(3, 4, 5, 6, 7),
                     environment=rank.environment,
-                    descriptors=(nothing.fileno(), 2, 2, *rank.sockets, rank.rendezvous),
+                    descriptors=(nothing.fileno(), 2, 2, *rank.descriptors),
                     unless=look,
                 )
         except ForkServerLost as error:

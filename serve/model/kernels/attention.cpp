@@ -255,7 +255,7 @@ void attend(const Step& step, int threads) {
 
 extern "C" {
 
-int tessera_kernel_version() { return 6; }
+int tessera_kernel_version() { return 7; }
 int tessera_max_rows() { return kMaxRows; }
 
 void tessera_attend(int is_bf16, int threads, const Step* step) {

@@ -23,7 +23,9 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-_SOURCES = tuple(Path(__file__).with_name(name) for name in ("attention.cpp", "linear.cpp", "quantized.cpp", "sampling.cpp"))
+_SOURCES = tuple(
+    Path(__file__).with_name(name) for name in ("attention.cpp", "group.cpp", "linear.cpp", "quantized.cpp", "sampling.cpp")
+)
 _HEADERS = tuple(Path(__file__).with_name(name) for name in ("products.h", "vectors.h"))
 _FLAGS = (
     "-O3",
@@ -38,7 +40,7 @@ _FLAGS = (
     "-fno-strict-aliasing",
     "-Wno-psabi",
 )
-_VERSION = 6
+_VERSION = 7
 _COMPILERS = ("c++", "g++", "clang++")
 _SCRATCH = "building-"
 _YOUNG_SECONDS = 60.0

@@ -7,6 +7,7 @@ and the first prompt's logits in bf16, by folder, to its logits-SIZE.pt.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -119,7 +120,8 @@ def generate(runner: Runner, ranks: Ranks, prompts: Sequence[tuple[int, ...]] = 
 def main(rank: int, size: int, root: Path) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
-    ranks = join_ranks(rank, size, torch.device("cpu"), root / f"meeting-{size}", 120.0, Progress())
+    memory = os.open(root / f"memory-{size}", os.O_RDWR | os.O_CREAT)
+    ranks = join_ranks(rank, size, torch.device("cpu"), root / f"meeting-{size}", memory, 120.0, Progress())
     answers: dict[str, object] = {}
     in_bf16: dict[str, torch.Tensor | None] = {}
     for folder in sorted(path for path in root.iterdir() if path.is_dir()):
