@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from checkpoint import Given
-from tests.checkpoint.folders import plain_folder, sharded_folder, some_tensors, write_config, written
+from tests.checkpoint.folders import CONFIG, plain_folder, sharded_folder, some_tensors, write_config, written
 from tests.checkpoint.readers import deepspeed_folders as deepspeed
 from tests.checkpoint.readers.hostile import Target, flip_all
 from tests.checkpoint.readers.test_dcp import shard
@@ -99,6 +99,7 @@ def tensor_parallel(root: Path, *, told: bool) -> Target:
 
 def pipeline(root: Path) -> Target:
     layer_files(root, gpt2_layers())
+    write_config(root, CONFIG | {"n_layer": 2})
     return Target(root)
 
 
