@@ -83,7 +83,7 @@ def _entry(file: str, name: str, entry: Any, data_start: int) -> tuple[Extent, i
         raise CheckpointError(file, f"tensor {name!r} has dtype {dtype!r}{what}; supported are {', '.join(DTYPE_BYTES)}")
     shape, offsets = entry["shape"], entry["data_offsets"]
     if not _counts(shape, MAX_DIMENSIONS):
-        rule = f"tensor {name!r} has shape {shown(shape)}; it must be a list of at most {MAX_DIMENSIONS} counts"
+        rule = f"tensor {name!r} has shape {shown(shape)}; it must be a list of counts, at most {MAX_DIMENSIONS}"
         raise CheckpointError(file, rule)
     if not _counts(offsets, 2) or len(offsets) != 2 or offsets[0] > offsets[1]:
         rule = f"tensor {name!r} has data_offsets {shown(offsets)}; they must be a begin and an end after it"

@@ -28,9 +28,9 @@ FLIPS = int(os.environ.get("TESSERA_FLIPS", "12"))
 SEED = int(os.environ.get("TESSERA_SEED", "1"))
 
 
-def tiny(family: str) -> Any:
+def tiny(family: str, **more: Any) -> Any:
     sizes = {"n_embd": 8, "n_head": 2} if family == "gpt2" else {"hidden_size": 16, "intermediate_size": 24}
-    return small(family, vocab_size=16, **sizes, **({"activation_function": "gelu"} if family == "gpt2" else {}))
+    return small(family, vocab_size=16, **sizes, **more, **({"activation_function": "gelu"} if family == "gpt2" else {}))
 
 
 def hf_bin(root: Path) -> Target:

@@ -106,8 +106,8 @@ def one_stage(root: Path) -> None:
         ("dcp", dcp_ranks, "though there is __9999999999.metadata"),
         ("dcp-safetensors", dcp_shards, "there is none of rank 3"),
         ("hf", many_keys, "key '299999' is given twice"),
-        ("hf", many_sizes, "at most 16 counts"),
-        ("hf", many_dimensions, "at most 16 counts"),
+        ("hf", many_sizes, "list of counts, at most 16"),
+        ("hf", many_dimensions, "list of counts, at most 16"),
         ("pipeline", one_stage, "there are 2 stages; the folder has the files of 1"),
     ],
 )
