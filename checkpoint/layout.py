@@ -30,6 +30,9 @@ DTYPE_BYTES: dict[str, int] = {
 }
 """Bytes of one element, by the safetensors format's names of the dtypes that Tessera keeps."""
 
+MAX_DIMENSIONS = 16
+"""Of a tensor; models have up to five."""
+
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import stat
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -184,8 +185,7 @@ def parse_object(file: str, data: bytes) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
-            keys = [key for key, _ in pairs]
-            twice = next(key for key in keys if keys.count(key) > 1)
+            (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
             raise CheckpointError(file, f"key {twice!r} is given twice")
         return found
 

@@ -7,6 +7,7 @@ and switch that building, training or serving uses is therefore checked here, wh
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -208,9 +209,20 @@ def _number(config: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
     return next((config[key] for key in keys if type(config.get(key)) is int), None)
 
 
+class _Brief(reprlib.Repr):
+    """Looks at no more of a value than is shown: what a pickle holds can be short in the file and very long written out."""
+
+    def repr1(self, x: Any, level: int) -> str:
+        return self.repr_dict(x, level) if isinstance(x, dict) else super().repr1(x, level)
+
+
+_BRIEF = _Brief()
+_BRIEF.maxlevel, _BRIEF.maxdict, _BRIEF.maxlist, _BRIEF.maxtuple, _BRIEF.maxstring, _BRIEF.maxlong = 4, 16, 16, 16, 80, 80
+
+
 def shown(value: object) -> str:
     """A value for a message, cut where it is long."""
-    text = repr(value)
+    text = repr(value) if isinstance(value, str | int) else _BRIEF.repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

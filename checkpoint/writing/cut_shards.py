@@ -57,9 +57,11 @@ class CutShardWriter:
         """Append each rank's part of a tensor to its file."""
         shape = tuple(tensor.shape)
         dim = cut_dim(self._model_type, name, shape)
-        parts = [tensor] if dim is None else list(torch.chunk(tensor, len(self._writers), dim))
+        parts = (tensor,) if dim is None else torch.tensor_split(tensor, len(self._writers), dim)
         reached = 0
         for writer, part in zip(self._writers, parts, strict=False):
+            if part.numel() == 0:
+                break  # of a tensor with fewer rows than ranks
             writer.add(name, part, tuple(reached if d == dim else 0 for d in range(len(shape))))
             reached += 0 if dim is None else part.shape[dim]
         self._tensors[name] = TensorEntry(DTYPE_NAMES[tensor.dtype], shape, _file(1))

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 
 from finetune.commands.parser import DTYPES, CommandParser, add_given, given_of, require_option
 from finetune.errors import ConfigError
-from finetune.machine.process import without_collection
+from finetune.machine.process import stopped_in_order, without_collection
 
 
 def add_arguments(parser: CommandParser) -> None:
@@ -47,9 +47,8 @@ def run(options: argparse.Namespace) -> int:
 
     dtype = FLOAT_TYPES[options.dtype] if options.dtype else None
     console = Console(stderr=True)
-    with Progress(
-        BarColumn(), DownloadColumn(), TimeRemainingColumn(), console=console, disable=not console.is_terminal
-    ) as bar:
+    bar = Progress(BarColumn(), DownloadColumn(), TimeRemainingColumn(), console=console, disable=not console.is_terminal)
+    with stopped_in_order(), bar:
         task = bar.add_task("")
         path = export(
             places[0],

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from finetune.commands.parser import DTYPES, CommandParser, require_option
-from finetune.machine.process import without_collection
+from finetune.machine.process import stopped_in_order, without_collection
 
 
 def add_arguments(parser: CommandParser) -> None:
@@ -34,13 +34,14 @@ def run(options: argparse.Namespace) -> int:
         from finetune.trained.merge import merge
 
     dtype = None if options.dtype is None else FLOAT_TYPES[options.dtype]
-    out = merge(
-        options.adapter,
-        options.out,
-        base=options.base,
-        any_base=options.base_changed == "accept",
-        dtype=dtype,
-        max_shard_bytes=options.max_shard_mib << 20,
-    )
+    with stopped_in_order():
+        out = merge(
+            options.adapter,
+            options.out,
+            base=options.base,
+            any_base=options.base_changed == "accept",
+            dtype=dtype,
+            max_shard_bytes=options.max_shard_mib << 20,
+        )
     Console().print(str(out), highlight=False, soft_wrap=True)
     return 0

@@ -41,6 +41,21 @@ def without_collection() -> Iterator[None]:
             gc.enable()
 
 
+@contextmanager
+def stopped_in_order() -> Iterator[None]:
+    """Within, SIGTERM and SIGHUP end the command as SIGINT does, so that what it had begun to write is removed."""
+
+    def stop(number: int, _: object) -> None:
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def rank_environment(ranks: int, threads: int) -> dict[str, str]:
     """What makes processes of this machine the ranks of one run, but for RANK and LOCAL_RANK."""
     return {

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import logging
 import math
-import shutil
-import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from checkpoint import Checkpoint, CheckpointError, CheckpointWriter, Given, open_checkpoint
+from checkpoint import Checkpoint, CheckpointError, Given, TensorInfo, open_checkpoint
 from checkpoint.dtypes import dtype_name
 from checkpoint.given import NOTHING_GIVEN
 from checkpoint.text.tokenizer_files import TOKENIZER_FILES
+from checkpoint.writing.cut_shards import cut_dim
 from finetune.base_model.hub import folder_of
 from finetune.data.tokenizer import usual_folder
-from finetune.errors import ConfigError, RunError
+from finetune.errors import ConfigError
 from finetune.model.build import config_from, meta_model, shapes_of, tied_names
 from finetune.model.finite import check_finite, found_in
 from finetune.output.folder import RESUME, checkpoint_folder, step_folders
+from finetune.output.new_checkpoint import require_new, write_new
 
 _log = logging.getLogger(__name__)
 
@@ -58,11 +58,12 @@ def export(
             is not finite in ``dtype``, or ``out`` exists already.
         RunError: writing failed.
     """
-    require_new(out)
+    out = require_new(out)
     source = folder_of(source, "export")
     try:
         with open_checkpoint(_choose(source, step), given=given) as checkpoint:
             _check_model(checkpoint)
+            _check_ranks(checkpoint, ranks)
             exact = _exact_weights(source, checkpoint) if dtype == torch.float32 and given == NOTHING_GIVEN else None
             settings: dict[str, Any] = {"max_shard_bytes": max_shard_bytes, "ranks": ranks}
             if exact is None:
@@ -100,6 +101,15 @@ def _check_model(checkpoint: Checkpoint) -> None:
     checkpoint.check_tensors(shapes_of(model), tied=tied_names(model))
 
 
+def _check_ranks(checkpoint: Checkpoint, ranks: int) -> None:
+    """Refuse more ranks than there can be parts of any tensor: some would have an empty file."""
+    kind = str(checkpoint.config["model_type"])
+    cut = ((info.shape, cut_dim(kind, name, info.shape)) for name, info in checkpoint.tensors.items())
+    most = max((shape[dim] for shape, dim in cut if dim is not None), default=1)
+    if ranks > most:
+        raise ConfigError(f"tensor_parallel_size is {ranks}; the longest side that tensors are cut along is {most}")
+
+
 def _exact_weights(source: Path, checkpoint: Checkpoint) -> Checkpoint | None:
     """The resume state of the same step of the same run, if it holds exactly this checkpoint's tensors."""
     if not (source / RESUME).is_dir() or checkpoint.step is None:
@@ -127,6 +137,9 @@ def _write(
         config.pop("torch_dtype", None)
         config["dtype"] = dtype_name(dtype)
 
+    def stored_bytes(info: TensorInfo) -> int:
+        return math.prod(info.shape) * (dtype if dtype is not None and info.dtype.is_floating_point else info.dtype).itemsize
+
     sizes = {name: math.prod(info.shape) * info.dtype.itemsize for name, info in checkpoint.tensors.items()}
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
@@ -148,6 +161,7 @@ def _write(
         config=config,
         generation_config=dict(checkpoint.generation_config) or None,
         tokenizer_files=tokenizer_files_of(usual_folder(checkpoint.tokenizer, str(checkpoint.path))),
+        expected_bytes=sum(map(stored_bytes, checkpoint.tensors.values())),
         **settings,
     )
 
@@ -155,39 +169,3 @@ def _write(
 def tokenizer_files_of(folder: Path) -> tuple[Path, ...]:
     """The files of a folder that belong to its tokenizer."""
     return tuple(folder / name for name in TOKENIZER_FILES if (folder / name).is_file())
-
-
-def require_new(out: Path) -> None:
-    """Refuse a folder that holds something.
-
-    Raises:
-        ConfigError: it does.
-    """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out}: exists already; name a new folder")
-
-
-def write_new(out: Path, tensors: Iterable[tuple[str, torch.Tensor]], **settings: Any) -> Path:
-    """Write a checkpoint to the folder ``out``, empty or absent; it appears whole or not at all.
-
-    Args:
-        settings: of ``CheckpointWriter``.
-
-    Raises:
-        RunError: writing failed.
-    """
-    out.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    try:
-        with CheckpointWriter(work, update_latest=False, **settings) as writer:
-            for name, tensor in tensors:
-                writer.add(name, tensor)
-        written = next(folder for _, folder in step_folders(work))
-        if out.is_dir():
-            out.rmdir()  # empty, checked before
-        written.rename(out)
-    except (OSError, CheckpointError) as error:
-        raise RunError(f"{out}: could not be written: {error}") from error
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-    return out

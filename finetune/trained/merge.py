@@ -21,8 +21,9 @@ from finetune.machine.quiet import quiet
 from finetune.model.build import load_model, saved_config, stored_dtype, tied_names
 from finetune.model.finite import check_finite, found_in
 from finetune.output.folder import checkpoint_folder
+from finetune.output.new_checkpoint import require_new, write_new
 from finetune.output.saves import newest_first
-from finetune.trained.export import require_new, tokenizer_files_of, write_new
+from finetune.trained.export import tokenizer_files_of
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -54,7 +55,7 @@ def merge(
         ConfigError: there is no adapter or no base, they do not fit, or ``out`` exists.
         RunError: writing failed.
     """
-    require_new(out)
+    out = require_new(out)
     folder = adapter_folder(adapter)
     if folder is None:
         raise ConfigError(f"{adapter}: holds no {_ADAPTER}; it is not an adapter")

@@ -16,9 +16,11 @@ from typing import Any, NoReturn
 from checkpoint.disk.folder import Folder
 from checkpoint.errors import CheckpointError
 from checkpoint.given import NOTHING_GIVEN, Given
-from checkpoint.layout import DTYPE_BYTES, Piece, Stored, cover_fault
+from checkpoint.layout import DTYPE_BYTES, MAX_DIMENSIONS, Piece, Stored, cover_fault
+from checkpoint.model.config import shown
 from checkpoint.readers.dcp.trainer_names import chosen, from_torchtitan, is_torchtitan
-from checkpoint.readers.files.pickles import Allowed, Bag, StoredTensor, read_tree
+from checkpoint.readers.files.pickles import Allowed, StoredTensor, read_tree
+from checkpoint.readers.files.stand_ins import Bag
 from checkpoint.readers.files.torch_zip import Archive
 from checkpoint.readers.surroundings import find_configs
 from checkpoint.readers.weights import OpenFiles, Weights
@@ -29,6 +31,11 @@ LOOKS_LIKE = ".metadata, a hidden file, and __0_0.distcp"
 _TABLE = ".metadata"
 _MAX_TABLE_BYTES = 512 << 20
 """A box takes about 240 bytes of ``.metadata``; that of a model of 70 billion parameters on 64 ranks is 11 MB."""
+
+_MAX_OPERATIONS = 1 << 24
+"""Of the pickle machine, of which a box takes about 45."""
+_MOST_BOXES = 1 << 16
+"""Of one tensor; ranks have a box each."""
 
 _RANK_TABLE = re.compile(r"__(\d+)\.metadata")
 _DATA = re.compile(r"__(\d+)_\d+\.distcp")
@@ -163,7 +170,9 @@ def read_item(folder: Folder, files: OpenFiles, name: str, allowed: Allowed) -> 
         CheckpointError: the table or the item is broken, or names what is not allowed.
     """
     table = _tables(folder)[0]
-    root = _state(read_tree(folder.read_bytes(table, limit=_MAX_TABLE_BYTES), table, _OF_TABLE), "Metadata", table)
+    root = _state(
+        read_tree(folder.read_bytes(table, limit=_MAX_TABLE_BYTES), table, _OF_TABLE, _MAX_OPERATIONS), "Metadata", table
+    )
     lies = root.get("storage_data")
     for key, info in lies.items() if isinstance(lies, dict) else ():
         if _state(key, "MetadataIndex", table).get("fqn") == name:
@@ -188,7 +197,7 @@ def _tables(folder: Folder) -> list[str]:
     if found:
         ranks = [rank for rank, _ in found]
         if ranks != list(range(len(ranks))):
-            missing = min(set(range(ranks[-1] + 1)) - set(ranks))
+            missing = next(number for number, rank in enumerate(ranks) if number != rank)
             raise CheckpointError(
                 f"__{missing}.metadata", f"is missing, though there is {found[-1][1]}: each lists its rank's boxes"
             )
@@ -205,7 +214,9 @@ def _read_tables(folder: Folder, tables: list[str]) -> tuple[dict[str, _Tensor],
     tensors: dict[str, _Tensor] = {}
     others: set[str] = set()
     for table in tables:
-        root = _state(read_tree(folder.read_bytes(table, limit=_MAX_TABLE_BYTES), table, _OF_TABLE), "Metadata", table)
+        root = _state(
+            read_tree(folder.read_bytes(table, limit=_MAX_TABLE_BYTES), table, _OF_TABLE, _MAX_OPERATIONS), "Metadata", table
+        )
         lies = _storage(root.get("storage_data"), table)
         described = root.get("state_dict_metadata")
         if not isinstance(described, dict) or not all(isinstance(name, str) for name in described):
@@ -228,13 +239,17 @@ def _read_tables(folder: Folder, tables: list[str]) -> tuple[dict[str, _Tensor],
 def _state(value: object, ends: str, table: str) -> Mapping[str, Any]:
     """The attributes of an object whose class is called ``ends``."""
     if not isinstance(value, Bag) or value.CLASS.rpartition(".")[2] != ends or not isinstance(value.state, dict):
-        raise CheckpointError(table, f"has {value!r} where {ends} must stand")
+        raise CheckpointError(table, f"has {shown(value)} where {ends} must stand")
     return value.state
 
 
 def _place(value: object, table: str) -> Place:
-    if not isinstance(value, tuple) or not all(type(item) is int and 0 <= item < 1 << 62 for item in value):
-        raise CheckpointError(table, f"has {value!r} where counts must stand")
+    if (
+        not isinstance(value, tuple)
+        or len(value) > MAX_DIMENSIONS
+        or not all(type(item) is int and 0 <= item < 1 << 62 for item in value)
+    ):
+        raise CheckpointError(table, f"has {shown(value)} where counts must stand")
     return value
 
 
@@ -261,6 +276,8 @@ def _tensor(name: str, item: object, lies: Mapping[tuple[str, Place], Mapping[st
     fields = properties.state if isinstance(properties, Bag) else None
     if not isinstance(fields, tuple) or not fields or not isinstance(chunks, list):
         raise CheckpointError(table, f"does not describe tensor {name!r}")
+    if len(chunks) > _MOST_BOXES:
+        raise CheckpointError(table, f"cuts tensor {name!r} into {len(chunks)} boxes; at most {_MOST_BOXES} are read")
     boxes: dict[Place, _Box] = {}
     for chunk in chunks:
         parts = _state(chunk, "ChunkStorageMetadata", table)
@@ -276,15 +293,15 @@ def _tensor(name: str, item: object, lies: Mapping[tuple[str, Place], Mapping[st
 def _box(name: str, start: Place, sizes: Place, info: Mapping[str, Any], table: str) -> _Box:
     file, offset, length = info.get("relative_path"), info.get("offset"), info.get("length")
     if not isinstance(file, str) or "/" in file or type(offset) is not int or type(length) is not int:
-        raise CheckpointError(table, f"puts the box of {name!r} at {list(start)} in {file!r}, which is no file of the folder")
+        raise CheckpointError(
+            table, f"puts the box of {name!r} at {list(start)} in {shown(file)}, which is no file of the folder"
+        )
     if not 0 <= offset < 1 << 62 or not 0 < length < 1 << 62:
         raise CheckpointError(table, f"puts the box of {name!r} at {list(start)} at bytes {offset} and {length} after")
     transforms = info.get("transform_descriptors")
     if transforms:
-        rule = (
-            f"stores tensor {name!r} through {transforms!r}; compressed boxes cannot be read in part: save without extensions"
-        )
-        raise CheckpointError(table, rule)
+        rule = f"stores tensor {name!r} through {shown(transforms)}; compressed boxes cannot be read in part"
+        raise CheckpointError(table, f"{rule}: save without extensions")
     return _Box(start, sizes, file, offset, length)
 
 
@@ -298,8 +315,8 @@ def _check_apart(boxes: Iterable[_Box]) -> None:
 
 
 def _refuse_dtype(name: str, dtype: object, file: str) -> NoReturn:
-    shown = dtype.CLASS if isinstance(dtype, type) and issubclass(dtype, Bag) else repr(dtype)
-    raise CheckpointError(file, f"tensor {name!r} is of {shown}; supported are {', '.join(DTYPE_BYTES)}")
+    kind = dtype.CLASS if isinstance(dtype, type) and issubclass(dtype, Bag) else shown(dtype)
+    raise CheckpointError(file, f"tensor {name!r} is of {kind}; supported are {', '.join(DTYPE_BYTES)}")
 
 
 def _stored(files: OpenFiles, name: str, tensor: _Tensor, known: dict[bytes, Any]) -> Stored:

@@ -61,9 +61,9 @@ def open_weights(folder: Folder, given: Given = NOTHING_GIVEN) -> Weights:
 
 def _check_ranks(shards: list[str]) -> None:
     ranks = sorted({int(match[1]) for name in shards if (match := _SHARD.fullmatch(name))})
-    missing = set(range(1, ranks[-1] + 1)) - set(ranks)
-    if missing:
-        raise CheckpointError(shards[-1], f"is a shard of rank {ranks[-1]}; there is none of rank {min(missing)}")
+    missing = next((number for number, rank in enumerate(ranks, start=1) if number != rank), None)
+    if missing is not None:
+        raise CheckpointError(shards[-1], f"is a shard of rank {ranks[-1]}; there is none of rank {missing}")
 
 
 def _offsets(shard: str, metadata: dict[str, Any]) -> dict[str, Any]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from checkpoint.errors import CheckpointError
 from checkpoint.layout import Stored
-from checkpoint.model.config import attention_heads, key_value_heads
+from checkpoint.model.config import attention_heads, key_value_heads, shown
 
 _EMBEDDINGS = (
     "model.decoder.embed_tokens.weight",
@@ -102,16 +102,30 @@ _TITAN_ENDS: Mapping[str, str] = {
 }
 
 
+_TITAN_MODELS = {"llama": "Llama 3", "qwen3": "Qwen 3"}
+"""Of transformers, those whose tensors torchtitan has by other names and no other form."""
+_QWEN_PARTS: Mapping[str, str] = {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}
+_TITAN_UNREAD = (
+    (".moe.", "a mixture of experts (Llama 4, Qwen 3 MoE, DeepSeek V3, GPT-OSS)"),
+    (".attention.wkv_a.", "latent attention (DeepSeek V3)"),
+    (".attention.wq_a.", "latent attention (DeepSeek V3)"),
+    (".attention.sinks", "attention with sinks (GPT-OSS)"),
+    (".sa_norm.", "torchtune's layers"),
+    ("vision_encoder.", "a model that sees"),
+)
+"""Parts of names, and what has them."""
+
+
 def is_torchtitan(names: Collection[str]) -> bool:
-    """Whether these are the names of torchtitan's (and Meta's) Llama 3."""
-    return "tok_embeddings.weight" in names and any(name.endswith("feed_forward.w1.weight") for name in names)
+    """Whether these are the names of torchtitan's (and Meta's) models."""
+    return "tok_embeddings.weight" in names
 
 
 def from_torchtitan(places: Mapping[str, Stored], config: Mapping[str, Any] | None, table: str) -> dict[str, Stored]:
-    """torchtitan's Llama 3 by the names of transformers, the rows of q and k in its order.
+    """torchtitan's Llama 3 and Qwen 3 by the names of transformers, the rows of q and k in its order.
 
-    torchtitan rotates neighbouring rows of a head together, transformers the first half with the second: row r of a head of
-    d rows is torchtitan's row 2 · (r mod d/2) + r div d/2.
+    torchtitan's Llama rotates neighbouring rows of a head together, transformers the first half with the second: row r of a
+    head of d rows is torchtitan's row 2 · (r mod d/2) + r div d/2. Its Qwen rotates as transformers does.
 
     Args:
         config: the model's ``config.json``, which alone says how many heads there are.
@@ -119,12 +133,20 @@ def from_torchtitan(places: Mapping[str, Stored], config: Mapping[str, Any] | No
     Raises:
         CheckpointError: there is none, it is of another family, or a tensor's shape or name does not fit it.
     """
+    for part, what in _TITAN_UNREAD:
+        other = next((name for name in places if part in f".{name}"), None)
+        if other is not None:
+            raise CheckpointError(table, f"holds tensor {other!r} of {what}, which is not read by torchtitan's names")
     if config is None:
         rule = "has torchtitan's names, and says nothing of heads; give the model's config.json (--model-config)"
         raise CheckpointError(table, rule)
-    if config.get("model_type") != "llama":
-        rule = f"has torchtitan's names, which are read for Llama only; config.json is of {config.get('model_type')!r}"
+    model = _TITAN_MODELS.get(str(config.get("model_type")))
+    if model is None:
+        told = " and ".join(_TITAN_MODELS.values())
+        rule = f"has torchtitan's names, which are read for {told}; config.json is of {shown(config.get('model_type'))}"
         raise CheckpointError(table, rule)
+    parts = {**_TITAN_PARTS, **_QWEN_PARTS} if model == "Qwen 3" else _TITAN_PARTS
+    order = _as_they_are if model == "Qwen 3" else _halves
     heads, groups = attention_heads(config), key_value_heads(config)
     if heads is None or groups is None:
         raise CheckpointError("config.json", "must have num_attention_heads: rows of torchtitan's q and k are ordered by heads")
@@ -139,17 +161,19 @@ def from_torchtitan(places: Mapping[str, Stored], config: Mapping[str, Any] | No
         number, _, rest = inside.partition(".")
         part, _, end = rest.replace("attention.qkv_linear.", "attention.").rpartition(".")
         if not name.startswith("layers.") or not number.isdecimal():
-            raise CheckpointError(table, f"holds tensor {name!r}, which torchtitan's Llama 3 does not have")
+            raise CheckpointError(table, f"holds tensor {name!r}, which torchtitan's {model} does not have")
         layer = f"model.layers.{number}"
         if part == "attention.wqkv":
-            found |= {f"{layer}.{key}.{end}": value for key, value in _split_fused(name, stored, heads, groups, table).items()}
-        elif part in _TITAN_PARTS:
+            found |= {
+                f"{layer}.{key}.{end}": value for key, value in _split_fused(name, stored, heads, groups, table, order).items()
+            }
+        elif part in parts:
             count = {"attention.wq": heads, "attention.wk": groups}.get(part)
-            found[f"{layer}.{_TITAN_PARTS[part]}.{end}"] = (
-                stored if count is None else stored.picked(_halves(_starts(name, stored, count, table)))
+            found[f"{layer}.{parts[part]}.{end}"] = (
+                stored if count is None else stored.picked(order(_starts(name, stored, count, table)))
             )
         else:
-            raise CheckpointError(table, f"holds tensor {name!r}, which torchtitan's Llama 3 does not have")
+            raise CheckpointError(table, f"holds tensor {name!r}, which torchtitan's {model} does not have")
     return found
 
 
@@ -167,13 +191,19 @@ def _halves(heads: Sequence[range]) -> list[range]:
     return [head[parity::2] for head in heads for parity in (0, 1)]
 
 
-def _split_fused(name: str, stored: Stored, heads: int, groups: int, table: str) -> dict[str, Stored]:
+def _as_they_are(heads: Sequence[range]) -> list[range]:
+    return list(heads)
+
+
+def _split_fused(
+    name: str, stored: Stored, heads: int, groups: int, table: str, order: Callable[[Sequence[range]], list[range]]
+) -> dict[str, Stored]:
     """Rows that lie as, for each key/value head, its queries' heads, its key's and its value's."""
     each = heads // groups
     all_heads = _starts(name, stored, groups * (each + 2), table)
     inside = [all_heads[at : at + each + 2] for at in range(0, len(all_heads), each + 2)]
     return {
-        "self_attn.q_proj": stored.picked(_halves([head for group in inside for head in group[:each]])),
-        "self_attn.k_proj": stored.picked(_halves([group[each] for group in inside])),
+        "self_attn.q_proj": stored.picked(order([head for group in inside for head in group[:each]])),
+        "self_attn.k_proj": stored.picked(order([group[each] for group in inside])),
         "self_attn.v_proj": stored.picked([group[each + 1] for group in inside]),
     }

@@ -48,13 +48,14 @@ def by_layers(names: Iterable[str]) -> bool:
     return bool(names) and all(_OF_LAYER.fullmatch(name) or name.startswith("tied_modules.") for name in names)
 
 
-def rename(places: Mapping[str, Stored], layer_map: str | None, table: str) -> dict[str, Stored]:
+def rename(places: Mapping[str, Stored], layer_map: str | None, table: str, num_blocks: int | None = None) -> dict[str, Stored]:
     """The same places by the model's names.
 
     Args:
         places: by names that begin with the layer's number.
         layer_map: path of a file that says what each layer is; ``None`` for what is known of families.
         table: the file that a message names.
+        num_blocks: of the model by its configuration, where that is known.
 
     Raises:
         CheckpointError: a layer is none that is known, is missing, or is not in the file; the file is not as described.
@@ -65,7 +66,7 @@ def rename(places: Mapping[str, Stored], layer_map: str | None, table: str) -> d
         if match is None:
             raise CheckpointError(table, f"holds {name!r} outside a layer, whose place in the model cannot be told; {_ASK}")
         layers.setdefault(int(match[1]), {})[match[2]] = stored
-    named = _by_family(layers, table) if layer_map is None else _by_file(layers, layer_map)
+    named = _by_family(layers, table, num_blocks) if layer_map is None else _by_file(layers, layer_map)
     found: dict[str, Stored] = {}
     for number, names in named.items():
         for local, name in names.items():
@@ -77,7 +78,7 @@ def rename(places: Mapping[str, Stored], layer_map: str | None, table: str) -> d
     return found
 
 
-def _by_family(layers: Mapping[int, Mapping[str, Stored]], table: str) -> dict[int, dict[str, str]]:
+def _by_family(layers: Mapping[int, Mapping[str, Stored]], table: str, num_blocks: int | None) -> dict[int, dict[str, str]]:
     """For each layer, the model's names by the layer's own."""
     for family in _FAMILIES:
         blocks = sorted(number for number, tensors in layers.items() if _prefix(family, tensors) is not None)
@@ -88,6 +89,9 @@ def _by_family(layers: Mapping[int, Mapping[str, Stored]], table: str) -> dict[i
             raise CheckpointError(f"layer_{missing:02d}-model_states.pt", "is missing between other layers")
         if blocks != list(range(blocks[0], blocks[-1] + 1)):
             raise CheckpointError(table, f"stands among layers {blocks[0]} to {blocks[-1]}, not all of one kind; {_ASK}")
+        if num_blocks is not None and len(blocks) != num_blocks:
+            rule = f"begins {len(blocks)} blocks, layers {blocks[0]} to {blocks[-1]}; config.json says {num_blocks}"
+            raise CheckpointError(table, f"{rule}: is one missing?")
         named: dict[int, dict[str, str]] = {}
         for number, tensors in sorted(layers.items()):
             if number in blocks:

@@ -6,9 +6,11 @@ from checkpoint.disk.folder import Folder
 from checkpoint.errors import CheckpointError
 from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.layout import Stored
+from checkpoint.model.config import layers as num_layers
 from checkpoint.readers.deepspeed import one_save, saves
 from checkpoint.readers.deepspeed.layer_map import rename
 from checkpoint.readers.deepspeed.saves import LAYER, MODULE, UNIVERSAL, open_saved
+from checkpoint.readers.surroundings import find_configs
 from checkpoint.readers.weights import OpenFiles, Weights
 
 NAME = "DeepSpeed pipeline"
@@ -44,12 +46,18 @@ def open_weights(folder: Folder, given: Given = NOTHING_GIVEN) -> Weights:
         opened = [open_saved(files, file) for file in stages]
         one_save.check_model_files(opened)
         for file, stage in zip(stages, opened, strict=True):
+            said = stage.count("mp_world_size")
+            if said is not None and said != len(stages):
+                rule = f"says that there are {said} stages; the folder has the files of {len(stages)}: some are missing"
+                raise CheckpointError(file, f"{rule}, and with them what tells whether every layer is there")
             step, facts = saves.step_of(stage), saves.trained_with(stage)
             for group in stage.get("param_shapes") or []:
                 for name in group if isinstance(group, dict) else ():
                     if str(name).partition(".")[0].isdecimal() and name not in places:
                         rule = f"is missing, though {file} says that tensor {name!r} was trained"
                         raise CheckpointError(f"layer_{str(name).partition('.')[0]:0>2}-model_states.pt", rule)
-        found = rename(places, given.layer_map, next(iter(layers.values())))
+        configs = find_configs(folder, given, above=True)
+        told = None if configs is None else num_layers(configs[0])
+        found = rename(places, given.layer_map, next(iter(layers.values())), told)
         facts |= {"layers": len(layers), "stages": len(stages)}
         return Weights(files.descriptors, found, next(iter(layers.values())), step=step, facts=facts)

@@ -14,6 +14,7 @@ from checkpoint.disk.latest import LATEST, MAX_LATEST_BYTES
 from checkpoint.errors import CheckpointError
 from checkpoint.layout import DTYPE_BYTES, Extent, Piece, Stored, cover_fault, flat_boxes, whole
 from checkpoint.readers.files.pickles import NUMPY_ARRAYS, Allowed, StoredTensor
+from checkpoint.readers.files.stand_ins import Table
 from checkpoint.readers.files.torch_zip import Archive
 from checkpoint.readers.weights import OpenFiles
 
@@ -59,11 +60,10 @@ ALLOWED = Allowed(
             "argparse.Namespace",
             "__builtin__.set",
             "builtins.set",
-            "collections.defaultdict",
         }
     )
     | NUMPY_ARRAYS,
-    calls={"torch._tensor._rebuild_from_type_v2": _rebuild_from_type},
+    calls={"torch._tensor._rebuild_from_type_v2": _rebuild_from_type, "collections.defaultdict": lambda *_: Table()},
 )
 """What the files of DeepSpeed's engines hold beside tensors (0.9 to 0.19) and what is commonly saved with them."""
 

@@ -42,6 +42,10 @@ def open_weights(folder: Folder, given: Given = NOTHING_GIVEN) -> Weights:
     (name,) = (name for name in names if MODULE.fullmatch(name))
     with OpenFiles(folder) as files:
         module = open_saved(files, name)
+        shared = module.count("mp_world_size")
+        if shared is not None and shared > 1:
+            rule = f"says that {shared} ranks share the model; the folder has the file of one: those of others are missing"
+            raise CheckpointError(name, rule)
         places = module_places(module)
         facts = saves.trained_with(module)
         for said, key in (("data-parallel ranks", "dp_world_size"), ("model-parallel ranks", "mp_world_size")):

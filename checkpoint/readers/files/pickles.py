@@ -2,10 +2,11 @@
 
 ``torch.load`` is never called. Three walls stand one behind the other:
 
-1. the byte code is walked first, without running it, and only the operations that such tables need are let through;
+1. the byte code is walked first, without running it, and only so many operations of those that such tables need are let
+   through;
 2. a global is looked up among those that the layout is known to name, and nowhere else: no module is imported and no attribute
    fetched by name;
-3. what a table yields are inert stand-ins of this module, not the classes that the pickle names.
+3. what a table yields are inert stand-ins, not the classes that the pickle names, and a tree of them of bounded size.
 """
 
 from __future__ import annotations
@@ -16,13 +17,17 @@ import pickle
 import pickletools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final, NamedTuple, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 from checkpoint.errors import CheckpointError
-from checkpoint.layout import zero_size_rule
+from checkpoint.layout import MAX_DIMENSIONS, zero_size_rule
+from checkpoint.model.config import shown
+from checkpoint.readers.files.stand_ins import Bag, Refused, Table, check_bounded
 
 MAX_PICKLE_BYTES = 64 << 20
 """A table takes about 200 bytes a tensor."""
+MAX_OPERATIONS = 1 << 21
+"""A table takes about 20 a tensor; a million of them take a second, and up to 100 MB of memory."""
 
 
 # These stand-ins are named tuples: the pickle machine's BUILD operation, which sets attributes, has no hold on them.
@@ -64,41 +69,6 @@ NUMPY_ARRAYS: Final = frozenset(
 """What an array or a number of numpy is written with, as states of random numbers are."""
 
 
-class Bag:
-    """An object of a class that is not made: what the pickle would have made it of, and nothing that runs."""
-
-    CLASS: ClassVar[str] = ""
-    """Module and name of the class that the pickle names."""
-
-    __slots__ = ("args", "state")
-    args: tuple[Any, ...]
-    state: Any
-
-    def __new__(cls, *args: Any) -> Bag:
-        made = object.__new__(cls)
-        object.__setattr__(made, "args", args)
-        object.__setattr__(made, "state", None)
-        return made
-
-    def __setstate__(self, state: object) -> None:
-        object.__setattr__(self, "state", state)
-
-    def __setattr__(self, name: str, value: object) -> NoReturn:
-        raise pickle.UnpicklingError("the pickle tries to change what stands in for an object")
-
-    def __repr__(self) -> str:
-        return f"<{self.CLASS}>"
-
-
-class _Table(dict[Any, Any]):
-    """Stands in for ``OrderedDict``; drops the attributes (``_metadata``) that modules hang on it."""
-
-    __slots__ = ()
-
-    def __setstate__(self, state: object) -> None:
-        pass
-
-
 class _Maker:
     """A callable without a dictionary, so that a pickle can neither change it nor reach a function's insides through it."""
 
@@ -115,19 +85,15 @@ class _Maker:
         raise pickle.UnpicklingError("the table tries to change what builds it")
 
 
-class Refused(Exception):
-    """A rule of the table's content is broken."""
-
-
 def _count(value: object) -> int:
-    if type(value) is not int or value < 0:
-        raise Refused(f"the table has {value!r} where a count must stand")
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise Refused(f"the table has {shown(value)} where a count must stand")
     return value
 
 
 def _counts(value: object) -> tuple[int, ...]:
-    if not isinstance(value, tuple):
-        raise Refused(f"the table has {value!r} where a tuple of counts must stand")
+    if type(value) is not tuple or len(value) > MAX_DIMENSIONS:
+        raise Refused(f"the table has {shown(value)} where a tuple of at most {MAX_DIMENSIONS} counts must stand")
     return tuple(_count(item) for item in value)
 
 
@@ -150,11 +116,11 @@ def _rebuild_parameter(data: object, *_: object) -> StoredTensor:
     return data
 
 
-def _make_table(*args: object) -> _Table:
+def _make_table(*args: object) -> Table:
     """Stand-in of ``OrderedDict()``, which pickles empty and fills it after."""
     if args and args != ([],):
         raise Refused("an OrderedDict of the table is built from arguments")
-    return _Table()
+    return Table()
 
 
 _STORAGES = {
@@ -258,48 +224,74 @@ def read_table(data: bytes, file: str) -> dict[str, StoredTensor]:
     Raises:
         CheckpointError: the pickle does or holds something other than a flat table of tensors; what it is, is named.
     """
-    table = _load(data, file, _NOTHING, _OPERATIONS)
+    table = _load(data, file, _NOTHING, _OPERATIONS, MAX_OPERATIONS)
     try:
         return check_table(table)
     except Refused as error:
         raise CheckpointError(file, str(error)) from None
 
 
-def read_tree(data: bytes, file: str, allowed: Allowed) -> Any:
+def read_tree(data: bytes, file: str, allowed: Allowed, most: int = MAX_OPERATIONS) -> Any:
     """As ``read_table``, for pickles whose tensors lie deeper, beside other values.
 
+    Args:
+        most: operations of the pickle machine that building the tree may take.
+
     Returns:
-        a tree of dictionaries, lists, tuples, plain values, ``StoredTensor`` and ``Bag``. Nothing about its form is proved;
-        a tensor is, by ``check_tensor``, when it is used.
+        a tree of dictionaries, lists, tuples, plain values, ``StoredTensor`` and ``Bag``. It is proved to be a tree of bounded
+        size, and nothing else about its form; a tensor is, by ``check_tensor``, when it is used.
 
     Raises:
         CheckpointError: the pickle names a class or uses an operation that this layout has no need of.
     """
-    return _load(data, file, allowed, _OPERATIONS | {"NEWOBJ"})
+    return _load(data, file, allowed, _OPERATIONS | {"NEWOBJ"}, most)
 
 
-def _load(data: bytes, file: str, allowed: Allowed, operations: frozenset[str]) -> Any:
+def _load(data: bytes, file: str, allowed: Allowed, operations: frozenset[str], most: int) -> Any:
     try:
-        _check_operations(data, operations)
-        return _Unpickler(data, allowed).load()
+        made = _Unpickler(_checked(data, operations, most), allowed).load()
+        check_bounded(made, (StoredTensor, _StorageType, _Storage), 2 * most)
+        return made
     except Refused as error:
         raise CheckpointError(file, str(error)) from None
     except Exception as error:  # The machine raises nearly anything on broken input, and broken is all it can be.
         raise CheckpointError(file, f"its data.pkl is not a readable table of tensors: {error}") from error
 
 
-def _check_operations(data: bytes, operations: frozenset[str]) -> None:
-    """Walk the byte code without running it. It has no jumps, so what is seen here is what would run."""
-    end = 0
+_REPLACED = {"EMPTY_DICT": 1, "FRAME": 9}
+"""Operations, and the bytes they take."""
+_NEW_TABLE = b"ccollections\nOrderedDict\n)R"
+
+
+def _checked(data: bytes, operations: frozenset[str], most: int) -> bytes:
+    """Walk the byte code without running it. It has no jumps, so what is seen here is what would run.
+
+    Returns:
+        the byte code with stand-ins for plain dictionaries, which the machine would fill without a look at the keys, and
+        without frames, whose lengths that changes.
+    """
+    parts: list[bytes] = []
+    copied = end = 0
     for number, (operation, argument, position) in enumerate(pickletools.genops(data)):
-        if operation.name not in operations:
-            raise Refused(f"the pickle uses the operation {operation.name}, which no table of tensors needs")
+        name, place = operation.name, position or 0
+        if name not in operations:
+            raise Refused(f"the pickle uses the operation {name}, which no table of tensors needs")
+        if number >= most:
+            raise Refused(f"the pickle takes more than {most} operations")
+        if name in _REPLACED:
+            parts += [data[copied:place], _NEW_TABLE if name == "EMPTY_DICT" else b""]
+            copied = place + _REPLACED[name]
         # Memo slots are numbered as they are made; a far number would make the machine allocate up to there.
-        if operation.name in ("BINPUT", "LONG_BINPUT") and int(argument or 0) > number:
+        elif name in ("BINPUT", "LONG_BINPUT") and int(argument or 0) > number:
             raise Refused(f"the pickle uses memo slot {argument} at operation {number}")
-        end = (position or 0) + 1
+        end = place + 1
     if end != len(data):
         raise Refused("the pickle has bytes after its end")
+    return b"".join((*parts, data[copied:]))
+
+
+def _kind(value: object) -> str:
+    return "dict" if isinstance(value, Table) else type(value).__name__
 
 
 def check_table(table: object) -> dict[str, StoredTensor]:
@@ -309,12 +301,12 @@ def check_table(table: object) -> dict[str, StoredTensor]:
         Refused: it is none.
     """
     if not isinstance(table, dict):
-        raise Refused(f"holds {type(table).__name__}, not a table of tensors")
+        raise Refused(f"holds {_kind(table)}, not a table of tensors")
     for name, tensor in table.items():
         if not isinstance(name, str):
             raise Refused(f"the table has the key {name!r}, which is not a name")
         if not isinstance(tensor, StoredTensor):
-            raise Refused(f"entry {name!r} is {type(tensor).__name__}, not a tensor; only flat tables of tensors are read")
+            raise Refused(f"entry {name!r} is {_kind(tensor)}, not a tensor; only flat tables of tensors are read")
         check_tensor(name, tensor)
     return table
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from checkpoint.disk.folder import parse_object
 from checkpoint.errors import CheckpointError
-from checkpoint.layout import DTYPE_BYTES, Extent, contiguous_strides, zero_size_rule
+from checkpoint.layout import DTYPE_BYTES, MAX_DIMENSIONS, Extent, contiguous_strides, zero_size_rule
+from checkpoint.model.config import shown
 
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
@@ -81,10 +82,12 @@ def _entry(file: str, name: str, entry: Any, data_start: int) -> tuple[Extent, i
         what = ", as quantised weights have" if str(dtype).startswith(("F8", "F4", "F6")) else ""
         raise CheckpointError(file, f"tensor {name!r} has dtype {dtype!r}{what}; supported are {', '.join(DTYPE_BYTES)}")
     shape, offsets = entry["shape"], entry["data_offsets"]
-    if not _counts(shape):
-        raise CheckpointError(file, f"tensor {name!r} has shape {shape!r}; it must be a list of counts")
-    if not _counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise CheckpointError(file, f"tensor {name!r} has data_offsets {offsets!r}; they must be a begin and an end after it")
+    if not _counts(shape, MAX_DIMENSIONS):
+        rule = f"tensor {name!r} has shape {shown(shape)}; it must be a list of counts, at most {MAX_DIMENSIONS}"
+        raise CheckpointError(file, rule)
+    if not _counts(offsets, 2) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        rule = f"tensor {name!r} has data_offsets {shown(offsets)}; they must be a begin and an end after it"
+        raise CheckpointError(file, rule)
     begin, end = offsets
     num_bytes = DTYPE_BYTES[dtype]
     for count in shape:
@@ -95,9 +98,9 @@ def _entry(file: str, name: str, entry: Any, data_start: int) -> tuple[Extent, i
     return Extent(dtype, tuple(shape), contiguous_strides(tuple(shape)), data_start + begin), begin, end
 
 
-def _counts(value: Any) -> bool:
-    """Whether this is a list of integers from 0 up (JSON's ``true`` is no integer here)."""
-    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+def _counts(value: Any, most: int) -> bool:
+    """Whether this is a list of at most ``most`` integers from 0 up (JSON's ``true`` is no integer here)."""
+    return isinstance(value, list) and len(value) <= most and all(type(item) is int and 0 <= item < 1 << 63 for item in value)
 
 
 def _check_cover(file: str, ranges: list[tuple[int, int, str]], data_bytes: int) -> None:

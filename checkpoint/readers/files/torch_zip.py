@@ -14,17 +14,19 @@ from checkpoint.layout import DTYPE_BYTES, Extent
 from checkpoint.readers.files.pickles import (
     MAX_PICKLE_BYTES,
     Allowed,
-    Refused,
     StoredTensor,
     check_tensor,
     read_table,
     read_tree,
 )
+from checkpoint.readers.files.stand_ins import Refused
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 _LOCAL_HEADER_BYTES = 30
+_MAX_DIRECTORY_BYTES = 8 << 20
+"""Of the list of an archive's entries, each of which takes about 70 bytes."""
 NUMBERS = {"F64": "<d", "F32": "<f", "I64": "<q", "I32": "<i"}
 """Types that counts are kept in, and how ``struct`` reads them."""
 _DESCRIBED = b"PK\x07\x08"
@@ -188,11 +190,20 @@ class _Stretch(io.RawIOBase):
         return got
 
 
+class _Bounded(io.BufferedReader):
+    """Refuses to read much at once, as a directory of any size that it claims would be."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is not None and size > _MAX_DIRECTORY_BYTES:
+            raise ValueError(f"its directory has {size} bytes; at most {_MAX_DIRECTORY_BYTES} are read")
+        return super().read(size)
+
+
 def _entries(stretch: _Stretch, file: str) -> tuple[dict[str, zipfile.ZipInfo], int]:
     """The archive's entries by name, and where its directory begins, which ends them; all must be stored as they are, since
     their bytes are read in place."""
     try:
-        with zipfile.ZipFile(io.BufferedReader(stretch)) as archive:
+        with zipfile.ZipFile(_Bounded(stretch)) as archive:
             infos, directory = archive.infolist(), archive.start_dir
     except Exception as error:  # zipfile raises nearly anything on a broken directory
         rule = f"is not a zip archive as torch.save writes it since 1.6, or is cut short ({error}); load and save it again"

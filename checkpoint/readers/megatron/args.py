@@ -8,7 +8,8 @@ from typing import Any, NoReturn
 
 from checkpoint.errors import CheckpointError
 from checkpoint.model.config import shown
-from checkpoint.readers.files.pickles import NUMPY_ARRAYS, Allowed, Bag
+from checkpoint.readers.files.pickles import NUMPY_ARRAYS, Allowed
+from checkpoint.readers.files.stand_ins import Bag, Table
 
 ALLOWED = Allowed(
     classes=frozenset(
@@ -33,7 +34,7 @@ ALLOWED = Allowed(
     | NUMPY_ARRAYS,
     packages=frozenset(("megatron", "deepspeed", "transformer_engine")),
     calls={
-        "collections.defaultdict": lambda *_: {},
+        "collections.defaultdict": lambda *_: Table(),
         # By which Python 3.11 first wrote values of enumerations; nothing is fetched.
         "__builtin__.getattr": lambda *_: None,
         "builtins.getattr": lambda *_: None,

@@ -53,7 +53,7 @@ def flat(table: object, file: str) -> dict[str, object]:
         if not isinstance(inner, Mapping):
             raise CheckpointError(file, f"holds {type(inner).__name__} where a table of tensors must stand")
         looked_at += 1 + len(inner)
-        if looked_at > _MOST or len(prefix) > _LONGEST:  # a pickle can make a table that holds itself
+        if looked_at > _MOST or len(prefix) > _LONGEST:
             raise CheckpointError(file, f"has tables in tables of more than {_MOST} names, or very deep ones")
         for name, value in inner.items():
             if not isinstance(name, str):

@@ -21,6 +21,7 @@ from checkpoint import CheckpointError, Given, open_checkpoint
 from checkpoint.layout import Extent, joined
 from checkpoint.opening.slices import read_stored
 from tests.checkpoint.folders import write_config
+from tests.checkpoint.readers.trainers_dcp import titan_name
 
 MODEL = "transformer.wte.weight"
 CONFIG = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 16}
@@ -119,7 +120,47 @@ def test_torchtitans_fused_rows_become_those_of_transformers(tmp_path: Path) -> 
             assert torch.equal(checkpoint.read(name), tensor), name
             assert torch.equal(checkpoint.read(name, (slice(3, 7), slice(1, 5))), tensor[3:7, 1:5])
     write_config(folder, {"model_type": "gpt2"})
-    assert "read for Llama only" in refusal(folder).rule
+    assert "read for Llama 3 and Qwen 3" in refusal(folder).rule
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_torchtitans_qwen_3_is_read_and_its_rows_are_left_in_their_order(tmp_path: Path, fused: bool) -> None:
+    import transformers
+
+    sizes = {"vocab_size": 11, "hidden_size": 12, "intermediate_size": 10, "num_hidden_layers": 2, "head_dim": 6}
+    config = transformers.Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    want = transformers.Qwen3ForCausalLM(config).state_dict()
+    assert all(tensor.data_ptr() for tensor in want.values())
+    stored: dict[str, torch.Tensor] = {}
+    for name, tensor in want.items():
+        titan = titan_name(name).replace("self_attn.", "attention.").replace("attention.w", "attention.qkv_linear.w")
+        stored[titan.replace("qkv_linear.wo", "wo")] = tensor.contiguous()
+    for layer in range(2 if fused else 0):
+        parts = [stored.pop(f"layers.{layer}.attention.qkv_linear.w{key}.weight").view(2, -1, 6, 12) for key in "qkv"]
+        stored[f"layers.{layer}.attention.qkv_linear.wqkv.weight"] = torch.cat(parts, dim=1).reshape(-1, 12).contiguous()
+    folder = saved(tmp_path / "a", stored)
+    write_config(folder, config.to_dict())
+    with open_checkpoint(folder) as checkpoint:
+        assert checkpoint.tensors.keys() == want.keys()
+        assert all(torch.equal(checkpoint.read(name), tensor) for name, tensor in want.items())
+    write_config(folder, CONFIG)
+    assert "which torchtitan's Llama 3 does not have" in refusal(folder).rule
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("layers.0.moe.experts.w1", "mixture of experts"),
+        ("layers.0.attention.wkv_a.weight", "latent attention"),
+        ("layers.0.attention.sinks", "sinks"),
+        ("layers.0.sa_norm.scale", "torchtune"),
+    ],
+)
+def test_other_models_by_torchtitans_names_are_refused_by_name(tmp_path: Path, name: str, what: str) -> None:
+    folder = saved(tmp_path, {"tok_embeddings.weight": torch.randn(11, 6), name: torch.randn(2, 3)})
+    write_config(folder, CONFIG)
+    assert name in refusal(folder).rule
+    assert what in refusal(folder).rule
 
 
 def test_rows_can_be_picked_in_any_order(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from checkpoint import Given
-from tests.checkpoint.folders import plain_folder, sharded_folder, some_tensors, write_config, written
+from tests.checkpoint.folders import CONFIG, plain_folder, sharded_folder, some_tensors, write_config, written
 from tests.checkpoint.readers import deepspeed_folders as deepspeed
 from tests.checkpoint.readers.hostile import Target, flip_all
 from tests.checkpoint.readers.test_dcp import shard
@@ -28,9 +28,9 @@ FLIPS = int(os.environ.get("TESSERA_FLIPS", "12"))
 SEED = int(os.environ.get("TESSERA_SEED", "1"))
 
 
-def tiny(family: str) -> Any:
+def tiny(family: str, **more: Any) -> Any:
     sizes = {"n_embd": 8, "n_head": 2} if family == "gpt2" else {"hidden_size": 16, "intermediate_size": 24}
-    return small(family, vocab_size=16, **sizes, **({"activation_function": "gelu"} if family == "gpt2" else {}))
+    return small(family, vocab_size=16, **sizes, **more, **({"activation_function": "gelu"} if family == "gpt2" else {}))
 
 
 def hf_bin(root: Path) -> Target:
@@ -99,6 +99,7 @@ def tensor_parallel(root: Path, *, told: bool) -> Target:
 
 def pipeline(root: Path) -> Target:
     layer_files(root, gpt2_layers())
+    write_config(root, CONFIG | {"n_layer": 2})
     return Target(root)
 
 

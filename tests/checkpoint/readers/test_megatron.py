@@ -145,7 +145,7 @@ def test_files_that_are_missing_old_or_no_tables_are_refused(tmp_path: Path) -> 
         ({"model": held["model"] | {"decoder.layers.0.mlp.router.weight": torch.ones(2)}}, "router.weight"),
         ({"model": held["model"] | {"vision.weight": torch.ones(2)}}, "holds tensor 'vision.weight'"),
         ({"model": 5}, "holds int where a table"),
-        ({"model": tables_that_hold_themselves()}, "has tables in tables"),
+        ({"model": tables_that_hold_themselves()}, "one that holds itself"),
         ({"extra": Runs()}, "print"),
     ):
         torch.save(held | change, file)

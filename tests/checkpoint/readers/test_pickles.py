@@ -8,6 +8,7 @@ import pickle
 import random
 import re
 import struct
+import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +18,9 @@ import pytest
 import torch
 
 from checkpoint import CheckpointError, open_checkpoint
-from checkpoint.readers.files.pickles import read_table
+from checkpoint.readers.files.pickles import Allowed, read_table, read_tree
 from tests.checkpoint.folders import assert_holds, some_tensors, write_config
+from tests.checkpoint.readers.hostile import MOST_SECONDS
 
 NAME = "pytorch_model.bin"
 
@@ -293,6 +295,52 @@ def test_byte_code_that_no_table_needs_is_refused(table: bytes, rule: str) -> No
     with pytest.raises(CheckpointError, match="^" + NAME) as caught:
         read_table(table, NAME)
     assert rule in caught.value.rule
+
+
+def text(value: str) -> bytes:
+    return b"X" + struct.pack("<I", len(value)) + value.encode()
+
+
+DOUBLED = b")" + b"".join(b"q%ch%c\x86" % (n, n) for n in range(60))
+"""A tuple of two tuples that are one, sixty deep: 2^60 values when written out."""
+
+
+@pytest.mark.parametrize(
+    ("tree", "rule"),
+    [
+        (b"}" + (text("module") + b"K\x01s") * 10 + b".", "the key 'module' is given twice"),
+        (b"}(" + (text("w") + b"K\x01") * 10 + b"u.", "the key 'w' is given twice"),
+        (b"}(K\x01K\x01\x88K\x01u.", "the key True is given twice"),
+        (
+            b"}cargparse\nNamespace\n)\x81}(" + text("a") + b"K\x01" + text("a") + b"K\x02ubK\x01s.",
+            "the key 'a' is given twice",
+        ),
+        (b"}" + text("x") + DOUBLED + b"s.", "values when what is shared is written out"),
+        (b"}" + DOUBLED + b"K\x01s.", "a tuple of tuples as a key"),
+        (b"}q\x00" + text("x") + b"h\x00s.", "holds itself"),
+        (b"]" * 200 + b"a" * 199 + b".", "more than 128 deep"),
+        (b"}\x8a\x09" + b"\x01" * 9 + b"K\x01s.", "a number beyond 2^63 as a key"),
+        (b"N0" * (1 << 20) + b"N.", "operation POP"),
+        (b"](" + b"N" * (1 << 21) + b"e.", "more than 2097152 operations"),
+    ],
+    ids=["setitem", "setitems", "equal", "bag", "doubled", "doubled-key", "itself", "deep", "large-key", "pop", "long"],
+)
+def test_a_pickle_that_says_a_thing_twice_or_makes_much_of_little_is_refused_at_once(tree: bytes, rule: str) -> None:
+    begun = time.thread_time()
+    with pytest.raises(CheckpointError, match="^" + NAME) as caught:
+        read_tree(b"\x80\x02" + tree, NAME, Allowed(classes=frozenset(("argparse.Namespace",))))
+    assert rule in caught.value.rule
+    assert time.thread_time() - begun < MOST_SECONDS
+
+
+def test_a_directory_that_claims_to_be_large_is_not_read(tmp_path: Path) -> None:
+    path = saved(tmp_path, {"w": torch.ones(2)}) / NAME
+    whole = path.read_bytes()
+    at = whole.rindex(b"PK\x05\x06")
+    with open(path, "r+b") as file:  # a hole, which takes no room
+        file.seek(1 << 30)
+        file.write(whole[at : at + 12] + struct.pack("<II", 1 << 29, (1 << 30) - (1 << 29)) + whole[at + 20 :])
+    assert "its directory has 536870912 bytes" in refusal(tmp_path)
 
 
 def test_a_table_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

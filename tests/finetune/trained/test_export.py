@@ -1,0 +1,157 @@
+"""``export``: what was interrupted leaves nothing that counts, and what was written is what was there, from every layout."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoint import open_checkpoint
+from finetune.errors import ConfigError, RunError
+from finetune.machine.process import stopped_in_order
+from finetune.output.new_checkpoint import write_new
+from finetune.trained.export import export
+from tests.checkpoint.folders import CONFIG, some_tensors
+from tests.checkpoint.readers import deepspeed_folders, test_hostile
+from tests.checkpoint.readers.hostile import Target
+from tests.support.reference import load
+
+SETTINGS: dict[str, Any] = {"step": 1, "config": CONFIG}
+
+
+def then(act: Callable[[], None]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Some tensors, and ``act`` between the second and the third."""
+    for number, tensor in enumerate(some_tensors().items()):
+        if number == 2:
+            act()
+        yield tensor
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_export_that_is_ended_by_a_signal_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
+    before = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt), stopped_in_order():
+        write_new(tmp_path / "out", then(lambda: os.kill(os.getpid(), number)), **SETTINGS)
+    assert not list(tmp_path.iterdir())
+    assert signal.getsignal(number) == before
+
+
+def test_what_a_killed_export_left_is_removed_by_the_next_and_never_taken_for_it(tmp_path: Path) -> None:
+    left = tmp_path / ".out.export"
+    write_new(left / "step-00000000", some_tensors(seed=1).items(), **SETTINGS)
+    (left / f"step-00000001.tmp-{'0' * 32}").mkdir()
+    write_new(tmp_path / "out", some_tensors(seed=2).items(), **SETTINGS)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    with open_checkpoint(tmp_path / "out", verify="sha256") as checkpoint:
+        assert all(torch.equal(checkpoint.read(name), tensor) for name, tensor in some_tensors(seed=2).items())
+
+
+def test_two_exports_to_one_folder_do_not_mix(tmp_path: Path) -> None:
+    def second() -> None:
+        with pytest.raises(ConfigError, match="another process is writing it"):
+            write_new(tmp_path / "out", some_tensors(seed=2).items(), **SETTINGS)
+
+    write_new(tmp_path / "out", then(second), **SETTINGS)
+    with open_checkpoint(tmp_path / "out", verify="sha256") as checkpoint:
+        assert all(torch.equal(checkpoint.read(name), tensor) for name, tensor in some_tensors().items())
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_folder_that_was_filled_meanwhile_is_left_as_it_is(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    def fill() -> None:
+        out.mkdir()
+        (out / "mine").touch()
+
+    with pytest.raises(RunError, match="could not be written"):
+        write_new(out, then(fill), **SETTINGS)
+    assert [path.name for path in out.iterdir()] == ["mine"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_where_no_folder_can_be_made_is_said_before_anything_is_read(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    for out, says in (
+        (tmp_path / "file" / "out", "no folder can be made there"),
+        (tmp_path / "loop", "no folder can be made there|Symlink loop"),
+        (tmp_path / ("x" * 300), "no folder can be made there"),
+        (tmp_path / "file", "exists already"),
+        (tmp_path, "exists already"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            export(tmp_path / "absent", out)
+
+
+def test_the_working_folder_and_a_link_to_an_empty_one_are_places_to_write_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to("there")
+    monkeypatch.chdir(tmp_path / "here")
+    for out in (Path(), tmp_path / "link"):
+        open_checkpoint(write_new(out, some_tensors().items(), **SETTINGS)).close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "link", "there"]
+
+
+def test_too_little_space_is_said_before_a_tensor_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = LAYOUTS["neox"](tmp_path / "source").path
+    with open_checkpoint(source) as checkpoint:
+        needed = sum(tensor.numel() * 4 for tensor in map(checkpoint.read, checkpoint.tensors))
+    monkeypatch.setattr("shutil.disk_usage", lambda _: _Usage(needed))
+    monkeypatch.setattr("checkpoint.opening.open.read_stored", None)
+    with pytest.raises(RunError, match=rf"needs {1.2 * needed:.0f} bytes free"):
+        export(source, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+class _Usage:
+    def __init__(self, free: int) -> None:
+        self.free = free
+
+
+def zero3(root: Path) -> Target:
+    """A whole model with one matrix for embedding and head, in the masters of two ranks."""
+    model = test_hostile.tiny("llama", tie_word_embeddings=True)
+    deepspeed_folders.zero3_of(root, dict(model.named_parameters()), 2)
+    model.config.save_pretrained(root)
+    return Target(root)
+
+
+LAYOUTS: dict[str, Callable[[Path], Target]] = {
+    "zero3": zero3,
+    "neox": lambda root: test_hostile.gpt_neox(root, family="gpt_neox", layers=True),
+    "neox-llama": lambda root: test_hostile.gpt_neox(root, family="llama", layers=False),
+    "megatron": test_hostile.megatron_lm,
+    "megatron-dist": lambda root: test_hostile.megatron_dist(root, beside=False),
+    "megatron-deepspeed": lambda root: test_hostile.megatron_deepspeed(root, layers=True),
+    "adapter": lambda root: test_hostile.adapter(root, archive=False),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_exported_is_what_was_there_cut_or_whole_in_any_type(layout: str, tmp_path: Path) -> None:
+    target = LAYOUTS[layout](tmp_path / "source")
+    for ranks, dtype in ((1, None), (2, torch.bfloat16), (5, torch.float16)):
+        out = export(target.path, tmp_path / f"out{ranks}", dtype=dtype, ranks=ranks, given=target.given)
+        with open_checkpoint(out, verify="sha256") as written, open_checkpoint(target.path, given=target.given) as source:
+            assert written.tensors.keys() == source.tensors.keys()
+            for name in source.tensors:
+                assert torch.equal(written.read(name), source.read(name).to(dtype)), (name, ranks)
+    again = export(tmp_path / "out5", tmp_path / "again")
+    with open_checkpoint(again) as written, open_checkpoint(tmp_path / "out5") as source:
+        assert all(torch.equal(written.read(name), source.read(name)) for name in source.tensors)
+        assert written.config["dtype"] == "float16"
+    ids = torch.arange(16)[None]
+    with torch.inference_mode():
+        logits = load(tmp_path / "out1")(ids).logits
+        torch.testing.assert_close(load(again).float()(ids).logits, logits, rtol=0, atol=1e-2)
+    with pytest.raises(ConfigError, match="tensor_parallel_size is 900; the longest side"):
+        export(target.path, tmp_path / "out900", ranks=900, given=target.given)
