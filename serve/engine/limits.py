@@ -27,7 +27,7 @@ class EngineLimits:
     prefix_caching: bool
     """False: blocks are shared only between the sequences of one request."""
     speculative_tokens: int = 0
-    """Tokens proposed at most for one sequence in one step; 0 proposes none."""
+    """Tokens proposed at most in one step, for all sequences together; 0 proposes none."""
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_step_tokens", "max_queued_requests", "max_queued_tokens"):

@@ -22,7 +22,7 @@ class _Draft:
 
     budget: int
     spare: int = 0
-    """What is left of the budget for proposed tokens; below 0 where the debts are larger than it."""
+    """Proposed tokens that may still be computed; below 0 where the debts are larger than the budget."""
     starts: list[Start] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     making: set[bytes] = field(default_factory=set)
@@ -183,11 +183,11 @@ class Scheduler:
                 seq.num_registered += 1
 
     def _continue_running(self, draft: _Draft) -> None:
-        """Pay the debts of the running sequences, oldest first, preempting the youngest where blocks run out; compute what
-        they propose of the budget that no debt takes."""
-        if self.running:
+        """Pay the debts of the running sequences, oldest first, preempting the youngest where blocks run out; compute some of
+        what they propose in the budget that no debt takes."""
+        if self.running and self._limits.speculative_tokens:
             youngest = self.running[next(reversed(self.running))]
-            draft.spare = draft.budget - (len(self.running) - 1) - youngest.debt
+            draft.spare = min(draft.budget - (len(self.running) - 1) - youngest.debt, self._limits.speculative_tokens)
         for seq in tuple(self.running.values()):
             if seq.id not in self.running:  # preempted a moment ago, and so was every younger one
                 return
