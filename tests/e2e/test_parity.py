@@ -62,7 +62,7 @@ def judge(case: tuple[str, int], judge_of: Callable[[str], Judge]) -> Judge:
 
 @pytest.fixture(scope="module")
 def server(case: tuple[str, int], judge: Judge) -> Iterator[Server]:
-    """A budget of 32 chunks every longer prompt, and few blocks make the mixed batch preempt. Two ranks compute proposed tokens."""
+    """A budget of 32 chunks every longer prompt, few blocks make the mixed batch preempt, and two ranks compute guesses too."""
     config, ranks = judge.model.config, case[1]
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     block_bytes = 2 * config.num_hidden_layers * kv_heads // ranks * 16 * 16 * 4
