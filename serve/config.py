@@ -164,9 +164,16 @@ class SchedulerConfig:
     max_step_tokens: int = 512
     """Positions computed in one step, all sequences together: the token budget that chunks long prompts."""
 
+    speculative_tokens: int = 0
+    """Tokens that are guessed at most in one step, from what texts have said before, and computed beside those that are due:
+    what the model chooses too is output, so that texts that repeat themselves take fewer steps. 0 guesses nothing."""
+
     def __post_init__(self) -> None:
         _require(self.max_num_seqs >= 1, "scheduler.max_num_seqs", self.max_num_seqs, "be at least 1")
         _require(self.max_step_tokens >= 1, "scheduler.max_step_tokens", self.max_step_tokens, "be at least 1")
+        _require(
+            0 <= self.speculative_tokens <= 64, "scheduler.speculative_tokens", self.speculative_tokens, "lie between 0 and 64"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -133,6 +133,8 @@ class Metrics:
         self._preemptions = self._counter("preemptions", "Sequences preempted to make room.")
         self._cache_queries = self._counter("prefix_cache_queries", "Tokens looked up in the prefix cache.")
         self._cache_hits = self._counter("prefix_cache_hits", "Tokens found in the prefix cache.")
+        self._proposed = self._counter("speculative_proposed_tokens", "Tokens guessed ahead and verified by the model.")
+        self._accepted = self._counter("speculative_accepted_tokens", "Tokens of those that became output.")
         self._step_seconds = self._histogram("step_seconds", "Duration of one engine step.")
         self._step_tokens = self._histogram("step_tokens", "Positions computed in one engine step.", STEP_TOKENS)
         self._engine_up = self._gauge("engine_up", "1 while the engine takes requests.")
@@ -260,6 +262,8 @@ class Metrics:
         _add(self._preemptions, stats.preemptions - last.preemptions)
         _add(self._cache_queries, stats.prefix_cache_queries - last.prefix_cache_queries)
         _add(self._cache_hits, stats.prefix_cache_hits - last.prefix_cache_hits)
+        _add(self._proposed, stats.proposed_tokens - last.proposed_tokens)
+        _add(self._accepted, stats.accepted_tokens - last.accepted_tokens)
         if stats.steps > last.steps and stats.last_step is not None and stats.last_step.tokens:
             self._step_seconds.observe(stats.last_step.seconds)
             self._step_tokens.observe(stats.last_step.tokens)

@@ -133,6 +133,8 @@ class Generation:
     """Larger goes first among the waiting; arrival decides between equals."""
     pin_weights: bool = False
     """Whether all its tokens must be made by the same weights: an exchange waits for it then, once it has begun."""
+    speculative_tokens: int | None = None
+    """Tokens proposed at most for one step of a sequence; ``None``, and more than the server's own limit, mean that limit."""
     cache_salt: str = ""
     """Only requests with the same salt share prefix-cache blocks."""
     arrival_seconds: float = 0.0
@@ -221,6 +223,10 @@ class SequenceFinished:
     """True on the event that ends the whole request."""
     made_by: tuple[MadeBy, ...] = ()
     """The weights that made its tokens, in order; more than one where they were exchanged meanwhile."""
+    proposed_tokens: int = 0
+    """Tokens that were guessed ahead and verified by the model."""
+    accepted_tokens: int = 0
+    """Those of them that became output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

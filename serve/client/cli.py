@@ -167,6 +167,7 @@ _OPTIONS: Final[tuple[tuple[str, Callable[[str], Any], str], ...]] = (
     ("prompt_logprobs", int, "the same for the prompt's tokens"),
     ("priority", int, "larger goes first among waiting requests"),
     ("cache_salt", str, "share cached prompt prefixes only with requests of the same salt"),
+    ("speculative_tokens", int, "tokens guessed at most for one step; 0 for none"),
     ("model", str, "name of the model; the served one by default"),
     ("request_id", str, "a name of your own for the request"),
 )

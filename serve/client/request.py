@@ -45,6 +45,8 @@ class Options(TypedDict, total=False):
     """Only requests of the same salt share cached prompt prefixes; at most 256 bytes."""
     pin_weights: bool
     """Whether one checkpoint must make all tokens; by default a request goes on with newer weights that the server takes."""
+    speculative_tokens: int
+    """Tokens guessed at most for one step, which changes speed alone; 0 for none. By default, and at most, the server's."""
 
     temperature: float
     """Divides the logits: 0, which is greedy, or 0.00001 to 100. By default 1 where ``top_k``, ``top_p``, ``min_p``,

@@ -101,6 +101,10 @@ class Finish:
     """Training step of the checkpoint that made the last token; ``None`` where it is not recorded."""
     made_by: tuple[MadeBy, ...] = ()
     """What made the tokens, in order: more than one where the server took newer weights meanwhile."""
+    proposed_tokens: int = 0
+    """Tokens that the server guessed and the model verified."""
+    accepted_tokens: int = 0
+    """Those of them that became output: so many steps were saved."""
 
 
 Event = PromptInfo | Delta | Finish
@@ -333,6 +337,8 @@ def _finish(message: inference_pb2.Finish) -> Finish:
         message.seed,
         _step(message),
         tuple(MadeBy(part.first_token, _step(part)) for part in message.made_by),
+        message.proposed_tokens,
+        message.accepted_tokens,
     )
 
 

@@ -8,13 +8,13 @@ from serve.engine.events import finished_event, prompt_event, token_event
 from serve.engine.executor import Executor, ModelFacts
 from serve.engine.limits import EngineLimits, check_fits, check_queue, retry_after_seconds
 from serve.engine.opening import Opening
-from serve.engine.plan import PromptLogprobs, Sampled, SequenceFault, StepPlan, StepResult
+from serve.engine.plan import PromptLogprobs, Sampled, SequenceFault, Span, StepPlan, StepResult
 from serve.engine.prefix_cache import PrefixCache
 from serve.engine.registry import Registry
 from serve.engine.scheduler import Scheduler
-from serve.engine.sequence import LiveRequest, Sequence
-from serve.engine.stats import EngineStats, StepStats
-from serve.engine.step_results import check_result, judge
+from serve.engine.sequence import LiveRequest, Sequence, SequenceState
+from serve.engine.stats import EngineStats, StepTotals
+from serve.engine.step_results import answers_of, check_result, judge
 from serve.engine.stopping import LENGTH, Stop
 from serve.engine.swap import Swap, Swapped, Weights
 from serve.engine.text import TextFactory
@@ -59,18 +59,15 @@ class Engine:
         self._facts = facts
         self._limits = limits
         self._executor = executor
-        self._opening = Opening(open_text, prefix_caching=limits.prefix_caching)
+        self._opening = Opening(open_text, limits)
         self._clock = clock
         self._cache = PrefixCache(facts.num_blocks, facts.block_tokens)
-        self._scheduler = Scheduler(self._cache, max_num_seqs=limits.max_num_seqs, max_step_tokens=limits.max_step_tokens)
+        self._scheduler = Scheduler(self._cache, limits)
         self._registry = Registry()
         self._events: list[Event] = []
         self._prompt_tokens = 0
         self._generation_tokens = 0
-        self._steps = 0
-        self._step_tokens = 0
-        self._step_seconds = 0.0
-        self._last_step: StepStats | None = None
+        self._totals = StepTotals()
         self._weights = Weights(0, facts.checkpoint_step)
         self._swap: Swap | None = None
         self._swapped: Swapped | None = None
@@ -109,8 +106,10 @@ class Engine:
             prefix_cache_hits=self._scheduler.cache_hits if caching else 0,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
-            steps=self._steps,
-            last_step=self._last_step,
+            proposed_tokens=self._scheduler.proposed_tokens,
+            accepted_tokens=self._scheduler.accepted_tokens,
+            steps=self._totals.steps,
+            last_step=self._totals.last,
         )
 
     # What the caller does.
@@ -131,7 +130,7 @@ class Engine:
             self._limits,
             requests=self._registry.queued_requests,
             tokens=self._registry.queued_tokens,
-            retry_after_seconds=retry_after_seconds(self._registry.queued_tokens, self._step_tokens, self._step_seconds),
+            retry_after_seconds=retry_after_seconds(self._registry.queued_tokens, self._totals.tokens, self._totals.seconds),
         )
         request = self._opening.open(generation, self._facts, self._cache)
         self._registry.add(request)
@@ -242,7 +241,7 @@ class Engine:
             check_result(plan, result, self._facts.vocab_size)
             now = self._clock()
             self._apply(plan, result, now)
-            self._note_step(plan, self._clock() - began)
+            self._totals.note(plan, self._clock() - began)
         return self.drain_events()
 
     def check(self) -> None:
@@ -288,14 +287,6 @@ class Engine:
             if seq.request.started_seconds is None:
                 self._registry.start(seq.request, now)
 
-    def _note_step(self, plan: StepPlan, seconds: float) -> None:
-        if plan.spans:
-            tokens = plan.num_tokens
-            self._steps += 1
-            self._step_tokens += tokens
-            self._step_seconds += seconds
-            self._last_step = StepStats(tokens=tokens, num_spans=len(plan.spans), seconds=seconds)
-
     def _apply(self, plan: StepPlan, result: StepResult, now: float) -> None:
         """Bring every sequence of the plan up to date. A request that ends here takes its other sequences with it, so each
         one is looked up again."""
@@ -304,7 +295,7 @@ class Engine:
             self._keep_prompt_logprobs(part)
         for fault in result.faults:
             self._apply_fault(fault)
-        sampled = {answer.sequence: answer for answer in result.sampled}
+        answers = answers_of(result)
         for span in plan.spans:
             seq = self._scheduler.running.get(span.sequence)
             if seq is None:
@@ -313,7 +304,7 @@ class Engine:
             if not request.prompt_ready and seq.num_computed >= request.num_prompt_tokens:
                 self._announce_prompt(seq)
             if span.sample:
-                self._apply_token(seq, sampled[span.sequence], now)
+                self._apply_answers(seq, span, answers[span.sequence], now)
             elif seq.debt == 0:
                 self._end_without_tokens(request, now)
 
@@ -336,6 +327,21 @@ class Engine:
         if request.rule.max_new_tokens > 0:
             for sibling in request.sequences[1:]:
                 self._scheduler.enqueue(sibling)
+
+    def _apply_answers(self, seq: Sequence, span: Span, answers: list[Sampled], now: float) -> None:
+        """Take one token after the other, as if each had come by a step of its own, until the sequence ends or starts over."""
+        proposed, accepted = span.proposed, 0
+        for place, answer in enumerate(answers):
+            if place and seq.state is not SequenceState.RUNNING:
+                return
+            if place:
+                self._scheduler.advance(seq)
+            if answer.token_id in proposed[place : place + 1]:
+                self._scheduler.accept(seq)
+                accepted += 1
+            self._apply_token(seq, answer, now)
+        if seq.speculation is not None and proposed:
+            seq.speculation.adapt(len(proposed), accepted, len(seq.token_ids))
 
     def _apply_token(self, seq: Sequence, answer: Sampled, now: float) -> None:
         """Append a sampled token, tell of it, and end the sequence if it was the last."""

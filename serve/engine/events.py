@@ -51,4 +51,6 @@ def finished_event(seq: Sequence, stop: Stop, now: float) -> SequenceFinished:
         seed=request.generation.sampling.seed,
         request_done=not request.sequences,
         made_by=tuple(MadeBy(first, weights.checkpoint_step) for first, weights in seq.made_by),
+        proposed_tokens=seq.speculation.proposed if seq.speculation else 0,
+        accepted_tokens=seq.speculation.accepted if seq.speculation else 0,
     )

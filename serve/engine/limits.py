@@ -26,10 +26,13 @@ class EngineLimits:
     """Prompt tokens of those together. A larger prompt is still taken when nothing else waits."""
     prefix_caching: bool
     """False: blocks are shared only between the sequences of one request."""
+    speculative_tokens: int = 0
+    """Tokens proposed at most in one step, for all sequences together; 0 proposes none."""
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_step_tokens", "max_queued_requests", "max_queued_tokens"):
             assert getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1"
+        assert self.speculative_tokens >= 0, f"speculative_tokens is {self.speculative_tokens}; it must be 0 or more"
 
 
 def check_fits(generation: Generation, facts: ModelFacts) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from serve.engine.executor import ModelFacts
+from serve.engine.limits import EngineLimits
 from serve.engine.prefix_cache import DigestChain, PrefixCache
 from serve.engine.sequence import LiveRequest, Sequence
 from serve.engine.sharing import chain_of
+from serve.engine.speculation import Speculation
 from serve.engine.stopping import StopRule
 from serve.engine.text import TextFactory
 from serve.types import Generation, LengthRule, SequenceId
@@ -14,15 +16,15 @@ from serve.types import Generation, LengthRule, SequenceId
 class Opening:
     """Makes live requests of what was asked for, and numbers them and their sequences."""
 
-    def __init__(self, open_text: TextFactory, *, prefix_caching: bool) -> None:
+    def __init__(self, open_text: TextFactory, limits: EngineLimits) -> None:
         """Nothing is numbered yet.
 
         Args:
             open_text: makes a sequence's text stream.
-            prefix_caching: False: blocks are shared only between the sequences of one request.
+            limits: of the engine: who may share blocks, and how many tokens are proposed.
         """
         self._open_text = open_text
-        self._prefix_caching = prefix_caching
+        self._limits = limits
         self._num_requests = 0
         self._num_sequences = 0
 
@@ -37,6 +39,8 @@ class Opening:
         self._num_requests += 1
         if generation.response.prompt_logprobs is not None:
             request.prompt_logprobs = [None] * len(generation.prompt_ids)
+        asked, most = generation.speculative_tokens, self._limits.speculative_tokens
+        proposes = most if asked is None else min(asked, most)
         wants_text = generation.response.text or bool(generation.stopping.stop_strings)
         for index in range(generation.num_sequences):
             token_ids = list(generation.prompt_ids)
@@ -50,6 +54,7 @@ class Opening:
                     chain=self.chain_of(request, token_ids, cache, facts.length_rule),
                     tells_text=generation.response.text,
                     samples=request.rule.max_new_tokens > 0,
+                    speculation=Speculation(proposes) if proposes else None,
                 )
             )
             self._num_sequences += 1
@@ -59,4 +64,4 @@ class Opening:
         self, request: LiveRequest, token_ids: list[int], cache: PrefixCache, rule: LengthRule | None
     ) -> DigestChain | None:
         """Under what digests a sequence of the request, which has these tokens by now, shares blocks; ``None`` for nobody."""
-        return chain_of(request, token_ids, cache, rule, with_all=self._prefix_caching)
+        return chain_of(request, token_ids, cache, rule, with_all=self._limits.prefix_caching)

@@ -35,6 +35,10 @@ class Start:
 class Span:
     """Positions ``[start, start + count)`` of one sequence, computed in this step.
 
+    The last ``len(proposed)`` of them hold tokens of which nobody knows yet whether they will come: they are computed as if
+    they had, and not appended to what the ranks know. Where one does not come, its position and those after it are computed
+    again by a later span.
+
     The sequence's KV blocks, old ones and ``new_blocks`` in order, cover ``[0, start + count)``.
     """
 
@@ -47,6 +51,8 @@ class Span:
     """Block ids to append to the sequence's table; for a new sequence, its whole table, prefix-cache hits included."""
     sample: bool = False
     """True when the span ends at the last known token, so that its last row gives the next one."""
+    proposed: tuple[int, ...] = ()
+    """With ``sample``: ids that may follow the last known token. The row of each gives the one after it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +74,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
-    """The token chosen after one span's last row."""
+    """The token chosen after a span's last known token or, when all before it were chosen as proposed, after a proposed one."""
 
     sequence: SequenceId
     token_id: int
@@ -98,6 +104,9 @@ class SequenceFault:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """Rank 0's answer: for each span with ``sample``, exactly one of ``sampled`` and ``faults`` names its sequence.
+
+    ``sampled`` names it once, and once more for each proposed token that was chosen too, in their order. Where the row of a
+    proposed token has a fault, the answers end before it.
 
     A span without ``sample`` may have a fault too: its prompt logprobs could not be told.
     """

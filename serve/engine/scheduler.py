@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from serve.engine.lazy_heap import LazyHeap
+from serve.engine.limits import EngineLimits
 from serve.engine.plan import Span, Start, StepPlan
 from serve.engine.prefix_cache import PrefixCache
 from serve.engine.sequence import Sequence, SequenceState
@@ -20,6 +21,8 @@ class _Draft:
     """A plan in the making."""
 
     budget: int
+    spare: int = 0
+    """Proposed tokens that may still be computed; below 0 where the debts are larger than the budget."""
     starts: list[Start] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     making: set[bytes] = field(default_factory=set)
@@ -47,10 +50,9 @@ class Scheduler:
     there are never more of them than the token budget can serve.
     """
 
-    def __init__(self, cache: PrefixCache, *, max_num_seqs: int, max_step_tokens: int) -> None:
+    def __init__(self, cache: PrefixCache, limits: EngineLimits) -> None:
         self._cache = cache
-        self._max_num_seqs = max_num_seqs
-        self._max_step_tokens = max_step_tokens
+        self._limits = limits
         self._headroom = cache.pool.num_blocks // _HEADROOM_FRACTION
         self._waiting: LazyHeap[Sequence] = LazyHeap()
         self.running: dict[SequenceId, Sequence] = {}
@@ -64,6 +66,8 @@ class Scheduler:
         self.preemptions = 0
         self.cache_queries = 0
         self.cache_hits = 0
+        self.proposed_tokens = 0
+        self.accepted_tokens = 0
 
     @property
     def has_work(self) -> bool:
@@ -137,7 +141,7 @@ class Scheduler:
 
         The plan counts as given to the ranks: it must be executed, and then committed, before the next call.
         """
-        draft = _Draft(budget=self._max_step_tokens)
+        draft = _Draft(budget=self._limits.max_step_tokens)
         self._continue_running(draft)
         if not draft.has_preempted:
             self._admit_waiting(draft)
@@ -154,25 +158,43 @@ class Scheduler:
         return plan
 
     def commit(self, plan: StepPlan) -> None:
-        """The plan was computed: advance its sequences, and let the prefix cache find the blocks that are full now."""
-        block_tokens = self._cache.block_tokens
+        """The plan was computed: advance its sequences, and let the prefix cache find the blocks that are full now.
+
+        What was proposed counts as computed once it is known to come; see ``advance``.
+        """
         for span in plan.spans:
-            seq = self.running[span.sequence]
-            seq.num_computed = end = span.start + span.count
-            if seq.chain is not None:
-                while (seq.num_registered + 1) * block_tokens <= end:
-                    self._cache.register(seq.chain.digest(seq.num_registered), seq.table[seq.num_registered])
-                    seq.num_registered += 1
+            self._set_computed(self.running[span.sequence], span.start + span.count - len(span.proposed))
+
+    def accept(self, seq: Sequence) -> None:
+        """A token that was proposed for a sequence was sampled too."""
+        assert seq.speculation is not None, f"nothing was proposed for sequence {seq.id}"
+        seq.speculation.accepted += 1
+        self.accepted_tokens += 1
+
+    def advance(self, seq: Sequence) -> None:
+        """The last token of a running sequence was appended and, having been proposed, is computed already."""
+        self._set_computed(seq, seq.num_computed + 1)
+
+    def _set_computed(self, seq: Sequence, num_computed: int) -> None:
+        seq.num_computed = num_computed
+        if seq.chain is not None:
+            while (seq.num_registered + 1) * self._cache.block_tokens <= num_computed:
+                self._cache.register(seq.chain.digest(seq.num_registered), seq.table[seq.num_registered])
+                seq.num_registered += 1
 
     def _continue_running(self, draft: _Draft) -> None:
-        """Pay the debts of the running sequences, oldest first, preempting the youngest where blocks run out."""
+        """Pay the debts of the running sequences, oldest first, preempting the youngest where blocks run out; compute some of
+        what they propose in the budget that no debt takes."""
+        if self.running and self._limits.speculative_tokens:
+            youngest = self.running[next(reversed(self.running))]
+            draft.spare = min(draft.budget - (len(self.running) - 1) - youngest.debt, self._limits.speculative_tokens)
         for seq in tuple(self.running.values()):
             if seq.id not in self.running:  # preempted a moment ago, and so was every younger one
                 return
             count = min(seq.debt, draft.budget)
             if not self._grow(seq, count, draft):
                 return
-            self._add_span(seq, count, draft)
+            self._add_span(seq, count, draft, self._propose(seq, draft))
 
     def _admit_waiting(self, draft: _Draft) -> None:
         """Start waiting sequences, strictly in their order, while budget, places and blocks last.
@@ -180,7 +202,7 @@ class Scheduler:
         While there is budget left here, each running sequence has been paid in full and holds the blocks for all it
         knows; so whatever is free is free indeed.
         """
-        while draft.budget and len(self.running) < self._max_num_seqs:
+        while draft.budget and len(self.running) < self._limits.max_num_seqs:
             seq = self._waiting.first()
             if seq is not None and self._aside is not None and seq.request.is_pinned and seq.request.started_seconds is None:
                 self._waiting.discard(seq)
@@ -253,28 +275,54 @@ class Scheduler:
         seq.table += blocks
         return True
 
+    def _propose(self, seq: Sequence, draft: _Draft) -> tuple[int, ...]:
+        """Tokens that may follow what a sequence knows, which it owes one position of and has the block for.
+
+        The last token that it may generate is never computed, so it is not proposed either. A guess may take what is left of
+        the sequence's blocks, and more only while each running sequence could have one yet: nothing is preempted for it.
+        """
+        request = seq.request
+        if seq.speculation is None or seq.debt != 1 or draft.spare <= 0:
+            return ()
+        num_tokens, size = len(seq.token_ids), self._cache.block_tokens
+        still_to_come = request.num_prompt_tokens + request.rule.max_new_tokens - num_tokens
+        covered = len(seq.table) * size
+        free = max(0, self._cache.pool.num_free - self._headroom - len(self.running))
+        room = min(still_to_come - 1, draft.spare, covered + free * size - num_tokens)
+        proposed = seq.speculation.propose(seq.token_ids, room)
+        missing = self._cache.blocks_for(num_tokens + len(proposed)) - len(seq.table)
+        if missing > 0:
+            blocks = self._cache.try_take(missing)
+            assert blocks is not None, "room was reckoned by the free blocks"
+            seq.table += blocks
+        seq.speculation.proposed += len(proposed)
+        self.proposed_tokens += len(proposed)
+        draft.spare -= len(proposed)
+        return proposed
+
     def _preempt(self, seq: Sequence, draft: _Draft) -> None:
         """Take a running sequence's blocks away and put it at the front of the queue, before all that never ran."""
         draft.has_preempted = True
         self.restart(seq)
         self.preemptions += 1
 
-    def _add_span(self, seq: Sequence, count: int, draft: _Draft) -> None:
-        """Plan ``count`` positions, with all the ranks have to learn for them."""
+    def _add_span(self, seq: Sequence, count: int, draft: _Draft, proposed: tuple[int, ...] = ()) -> None:
+        """Plan ``count`` positions and those of what is proposed after them, with all the ranks have to learn for them."""
         num_tokens, num_blocks = len(seq.token_ids), len(seq.table)
         draft.spans.append(
             Span(
                 sequence=seq.id,
                 start=seq.num_computed,
-                count=count,
+                count=count + len(proposed),
                 new_tokens=tuple(seq.token_ids[seq.num_known :]) if num_tokens > seq.num_known else (),
                 new_blocks=tuple(seq.table[seq.num_sent_blocks :]) if num_blocks > seq.num_sent_blocks else (),
                 sample=seq.num_computed + count == num_tokens and seq.samples,
+                proposed=proposed,
             )
         )
         seq.num_known = num_tokens
         seq.num_sent_blocks = num_blocks
-        draft.budget -= count
+        draft.budget -= count + len(proposed)
         if seq.chain is not None and count > 1:
             full = (seq.num_computed + count) // self._cache.block_tokens
             draft.making.update(seq.chain.digest(index) for index in range(seq.num_registered, full))
@@ -302,7 +350,7 @@ class Scheduler:
         """Assert what must always hold between two steps. Cost grows with everything: for tests."""
         self._cache.check()
         self._waiting.check()
-        assert len(self.running) <= min(self._max_num_seqs, self._max_step_tokens), "more sequences run than may"
+        assert len(self.running) <= min(self._limits.max_num_seqs, self._limits.max_step_tokens), "more sequences run than may"
         held: dict[BlockId, int] = {}
         for seq in self.running.values():
             assert seq.state is SequenceState.RUNNING, f"sequence {seq.id} runs but is {seq.state.value}"

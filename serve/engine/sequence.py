@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from serve.engine.prefix_cache import DigestChain
+from serve.engine.speculation import Speculation
 from serve.engine.stopping import StopRule
 from serve.engine.swap import Weights
 from serve.engine.text import TextStream
@@ -79,6 +80,8 @@ class Sequence:
     """``None`` when nobody could share its blocks."""
     samples: bool
     """False when nothing is to be generated: it ends as soon as its prompt is computed."""
+    speculation: Speculation | None = None
+    """``None`` when no tokens are proposed for it."""
     state: SequenceState = SequenceState.HELD
     num_computed: int = 0
     table: list[BlockId] = field(default_factory=list)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from serve.engine.plan import StepPlan
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
@@ -15,6 +17,24 @@ class StepStats:
     """Sequences that had a part in it."""
     seconds: float
     """From the start of the step to its results applied."""
+
+
+class StepTotals:
+    """What all steps that computed something took."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.tokens = 0
+        self.seconds = 0.0
+        self.last: StepStats | None = None
+
+    def note(self, plan: StepPlan, seconds: float) -> None:
+        """Add a step that was carried out, if it computed anything."""
+        if plan.spans:
+            self.last = StepStats(tokens=plan.num_tokens, num_spans=len(plan.spans), seconds=seconds)
+            self.steps += 1
+            self.tokens += self.last.tokens
+            self.seconds += seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +62,10 @@ class EngineStats:
     prompt_tokens: int
     """Prompt tokens of requests whose prompt became ready, each request counted once."""
     generation_tokens: int
+    proposed_tokens: int
+    """Tokens that were guessed ahead and verified."""
+    accepted_tokens: int
+    """Tokens of those that became output."""
     steps: int
     """Steps that computed something."""
     last_step: StepStats | None

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from serve.engine.executor import ExecutorDied
-from serve.engine.plan import StepPlan, StepResult
+from serve.engine.plan import Sampled, StepPlan, StepResult
 from serve.engine.sequence import Sequence
 from serve.engine.stopping import LENGTH, Stop
-from serve.types import FinishReason
+from serve.types import FinishReason, SequenceId
+
+
+def answers_of(result: StepResult) -> dict[SequenceId, list[Sampled]]:
+    """What was chosen for each sequence, in order."""
+    answers: dict[SequenceId, list[Sampled]] = {}
+    for answer in result.sampled:
+        answers.setdefault(answer.sequence, []).append(answer)
+    return answers
 
 
 def check_result(plan: StepPlan, result: StepResult, vocab_size: int) -> None:
@@ -19,9 +27,15 @@ def check_result(plan: StepPlan, result: StepResult, vocab_size: int) -> None:
         raise ExecutorDied(f"step {plan.step} was answered by step {result.step}")
     faulty = {fault.sequence for fault in result.faults}
     expected = {span.sequence for span in plan.spans if span.sample} - faulty
-    answered = {answer.sequence for answer in result.sampled}
-    if answered != expected or len(answered) != len(result.sampled):
-        raise ExecutorDied(f"step {plan.step}: tokens for {sorted(expected)} were due, and {sorted(answered)} came")
+    answers = answers_of(result)
+    proposed = {span.sequence: span.proposed for span in plan.spans}
+    if answers.keys() != expected:
+        raise ExecutorDied(f"step {plan.step}: tokens for {sorted(expected)} were due, and {sorted(answers)} came")
+    for sequence, chosen in answers.items():
+        before_last = tuple(answer.token_id for answer in chosen[:-1])
+        if before_last != proposed[sequence][: len(chosen) - 1]:
+            told = f"{before_last} and one more came for sequence {sequence}, of which {proposed[sequence]} was proposed"
+            raise ExecutorDied(f"step {plan.step}: {told}")
     for answer in result.sampled:
         if not 0 <= answer.token_id < vocab_size:
             raise ExecutorDied(f"step {plan.step}: token {answer.token_id} is outside the vocabulary of {vocab_size}")

@@ -56,6 +56,7 @@ def _generation(request: inference_pb2.GenerateRequest, prompt: prompts.Prompt, 
         priority=request.priority,
         cache_salt=request.cache_salt,
         pin_weights=request.pin_weights,
+        speculative_tokens=request.speculative_tokens if request.HasField("speculative_tokens") else None,
         arrival_seconds=call.arrival_seconds,
         deadline_seconds=call.deadline_seconds,
     )

@@ -103,8 +103,9 @@ def finish(event: SequenceFinished) -> inference_pb2.Finish:
         total_seconds=event.timings.total_seconds,
     )
     message = inference_pb2.Finish(
-        index=event.index, reason=REASON[event.reason], usage=usage(event.usage), timings=timings, seed=event.seed
-    )
+        index=event.index, reason=REASON[event.reason], usage=usage(event.usage), timings=timings, seed=event.seed,
+        proposed_tokens=event.proposed_tokens, accepted_tokens=event.accepted_tokens,
+    )  # fmt: skip
     for made in event.made_by:
         message.made_by.add(first_token=made.first_token, checkpoint_step=made.checkpoint_step)
     if event.made_by and event.made_by[-1].checkpoint_step is not None:

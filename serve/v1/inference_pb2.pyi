@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "text", "token_ids", "chat", "special_tokens", "sampling", "stopping", "response", "priority", "cache_salt", "pin_weights")
+    __slots__ = ("request_id", "model", "text", "token_ids", "chat", "special_tokens", "sampling", "stopping", "response", "priority", "cache_salt", "pin_weights", "speculative_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -21,6 +21,7 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     PIN_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    SPECULATIVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     text: str
@@ -33,7 +34,8 @@ class GenerateRequest(_message.Message):
     priority: int
     cache_salt: str
     pin_weights: bool
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_types_pb2.TokenIds, _Mapping]] = ..., chat: _Optional[_Union[_types_pb2.Chat, _Mapping]] = ..., special_tokens: _Optional[_Union[_types_pb2.SpecialTokens, str]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stopping: _Optional[_Union[Stopping, _Mapping]] = ..., response: _Optional[_Union[ResponseOptions, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., pin_weights: _Optional[bool] = ...) -> None: ...
+    speculative_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_types_pb2.TokenIds, _Mapping]] = ..., chat: _Optional[_Union[_types_pb2.Chat, _Mapping]] = ..., special_tokens: _Optional[_Union[_types_pb2.SpecialTokens, str]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stopping: _Optional[_Union[Stopping, _Mapping]] = ..., response: _Optional[_Union[ResponseOptions, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., pin_weights: _Optional[bool] = ..., speculative_tokens: _Optional[int] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "typical_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "allowed_ids", "banned_ids", "num_sequences")
@@ -129,7 +131,7 @@ class Delta(_message.Message):
     def __init__(self, index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprob, _Mapping]]] = ...) -> None: ...
 
 class Finish(_message.Message):
-    __slots__ = ("index", "reason", "stop_string", "stop_id", "usage", "timings", "seed", "checkpoint_step", "made_by")
+    __slots__ = ("index", "reason", "stop_string", "stop_id", "usage", "timings", "seed", "checkpoint_step", "made_by", "proposed_tokens", "accepted_tokens")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_STRING_FIELD_NUMBER: _ClassVar[int]
@@ -139,6 +141,8 @@ class Finish(_message.Message):
     SEED_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_STEP_FIELD_NUMBER: _ClassVar[int]
     MADE_BY_FIELD_NUMBER: _ClassVar[int]
+    PROPOSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     index: int
     reason: _types_pb2.FinishReason
     stop_string: str
@@ -148,7 +152,9 @@ class Finish(_message.Message):
     seed: int
     checkpoint_step: int
     made_by: _containers.RepeatedCompositeFieldContainer[MadeBy]
-    def __init__(self, index: _Optional[int] = ..., reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., stop_string: _Optional[str] = ..., stop_id: _Optional[int] = ..., usage: _Optional[_Union[_types_pb2.Usage, _Mapping]] = ..., timings: _Optional[_Union[_types_pb2.Timings, _Mapping]] = ..., seed: _Optional[int] = ..., checkpoint_step: _Optional[int] = ..., made_by: _Optional[_Iterable[_Union[MadeBy, _Mapping]]] = ...) -> None: ...
+    proposed_tokens: int
+    accepted_tokens: int
+    def __init__(self, index: _Optional[int] = ..., reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., stop_string: _Optional[str] = ..., stop_id: _Optional[int] = ..., usage: _Optional[_Union[_types_pb2.Usage, _Mapping]] = ..., timings: _Optional[_Union[_types_pb2.Timings, _Mapping]] = ..., seed: _Optional[int] = ..., checkpoint_step: _Optional[int] = ..., made_by: _Optional[_Iterable[_Union[MadeBy, _Mapping]]] = ..., proposed_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...
 
 class MadeBy(_message.Message):
     __slots__ = ("first_token", "checkpoint_step")

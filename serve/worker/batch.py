@@ -26,6 +26,14 @@ class SequenceState:
     _seen: Seen | None = None
 
     @property
+    def supposed(self) -> None:
+        """Nothing of it depends on a token that may not come."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.start.num_prompt_tokens
 
@@ -35,6 +43,36 @@ class SequenceState:
             self._seen = Seen()
         self._seen.follow(self.token_ids, self.start.num_prompt_tokens)
         return self._seen
+
+
+@dataclass(frozen=True, slots=True)
+class Supposed:
+    """A live sequence as it will be if some tokens come next, which a plan proposes."""
+
+    state: SequenceState
+    tokens: tuple[int, ...]
+    """At least one."""
+
+    @property
+    def start(self) -> Start:
+        return self.state.start
+
+    @property
+    def supposed(self) -> int:
+        """The token that the row before this one must give; otherwise nothing that this row gives counts."""
+        return self.tokens[-1]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.state.num_tokens + len(self.tokens)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.state.num_output_tokens + len(self.tokens)
+
+    def seen(self) -> Seen:
+        """What prompt, output and the supposed tokens hold."""
+        return self.state.seen().supposing(self.tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +86,8 @@ class Batch:
     layout: StepLayout
     sample_rows: tuple[int, ...]
     """Rows of [0, T) whose next token is wanted, in the order of ``sampled``."""
-    sampled: tuple[SequenceState, ...]
+    sampled: tuple[SequenceState | Supposed, ...]
+    """Those of one sequence stand together, each with one proposed token more than the one before it."""
     prompt_rows: tuple[tuple[SequenceState, int, int, int], ...]
     """(sequence, first row, first position, rows): prompt positions whose successor's logprob is wanted."""
 
@@ -90,6 +129,7 @@ class SequenceTable:
         for span, state in zip(spans, states, strict=True):
             first, end = span.start, span.start + span.count
             ids.extend(state.token_ids[first:end])
+            ids.extend(span.proposed)
             positions.extend(range(first, end))
             if span.count == 1:
                 slots.append(state.blocks[first // size] * size + first % size)
@@ -107,7 +147,7 @@ class SequenceTable:
             table_rows=tuple(state.table_row for state in states),
             lengths=self._lengths(spans, states),
         )
-        sampling = [(starts[i + 1] - 1, states[i]) for i, span in enumerate(spans) if span.sample]
+        sampling = [row for i, span in enumerate(spans) if span.sample for row in _sample_rows(span, states[i], starts[i + 1])]
         return Batch(
             input_ids=staged_3T[:1],
             position_ids=staged_3T[1:2],
@@ -126,6 +166,15 @@ class SequenceTable:
             first = rule.first_length(state.start.num_prompt_tokens, len(state.start.token_ids))
             lengths.extend(max(first, position + 1) for position in range(span.start, span.start + span.count))
         return torch.tensor(lengths, dtype=torch.int64, device=self._device) if max(lengths) > rule.plain_tokens else None
+
+
+def _sample_rows(span: Span, state: SequenceState, end: int) -> list[tuple[int, SequenceState | Supposed]]:
+    """The rows of a span whose next token is wanted, which ends before row ``end``: that of its last known token, and those
+    of the proposed ones."""
+    proposed, last_known = span.proposed, end - 1 - len(span.proposed)
+    rows: list[tuple[int, SequenceState | Supposed]] = [(last_known, state)]
+    rows.extend((last_known + count, Supposed(state, proposed[:count])) for count in range(1, len(proposed) + 1))
+    return rows
 
 
 def _prompt_rows(

@@ -62,12 +62,12 @@ def judge(case: tuple[str, int], judge_of: Callable[[str], Judge]) -> Judge:
 
 @pytest.fixture(scope="module")
 def server(case: tuple[str, int], judge: Judge) -> Iterator[Server]:
-    """A budget of 32 chunks every longer prompt, and few blocks make the mixed batch preempt."""
+    """A budget of 32 chunks every longer prompt, few blocks make the mixed batch preempt, and two ranks compute guesses too."""
     config, ranks = judge.model.config, case[1]
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     block_bytes = 2 * config.num_hidden_layers * kv_heads // ranks * 16 * 16 * 4
     gib = (BLOCKS + 0.5) * block_bytes / 2**30
-    options = ("--tensor-parallel-size", str(ranks), "--dtype", "float32")
+    options = ("--tensor-parallel-size", str(ranks), "--dtype", "float32", "--speculative-tokens", str(4 * (ranks - 1)))
     with serving(judge.folder, *options, "--max-step-tokens", "32", "--kv-cache-gib", f"{gib:.9f}") as running:
         assert running.ready["kv_blocks"] == str(BLOCKS)
         yield running
@@ -135,5 +135,9 @@ def test_logprobs_of_prompt_and_output(server: Server, judge: Judge) -> None:
         assert entry.top[0].logprob == pytest.approx(float(expected[position].max()), abs=1e-4)
 
 
-def test_nothing_is_held_afterwards(server: Server) -> None:
-    assert server.metrics()["tessera_kv_blocks_used"] == 0
+def test_nothing_is_held_afterwards_and_two_ranks_guessed_right_and_wrong(server: Server, case: tuple[str, int]) -> None:
+    metrics = server.metrics()
+    assert metrics["tessera_kv_blocks_used"] == 0
+    accepted = metrics["tessera_speculative_accepted_tokens_total"]
+    wrong = metrics["tessera_speculative_proposed_tokens_total"] - accepted
+    assert (accepted > 0, wrong > 0) == (case[1] > 1, case[1] > 1)

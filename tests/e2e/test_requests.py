@@ -24,7 +24,7 @@ TEXT = "def read_config(path):"
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
-    with serving(folder, "--tensor-parallel-size", "2", "--max-step-tokens", "64") as running:
+    with serving(folder, "--tensor-parallel-size", "2", "--max-step-tokens", "64", "--speculative-tokens", "5") as running:
         yield running
 
 
@@ -75,6 +75,37 @@ def test_sequences_share_the_prompt_and_differ(server: Server) -> None:
     assert all(cached >= answer.prompt.prompt_tokens - 16 for cached in shared[1:])
     again = server.inference.Generate(request, timeout=400)
     assert [list(c.token_ids) for c in again.completions] == [list(c.token_ids) for c in answer.completions]
+
+
+def test_a_request_is_answered_alike_with_proposed_tokens_and_without(server: Server) -> None:
+    """Few tokens to choose from make texts that repeat themselves by chance."""
+    few, before = [5, 17, 80, 301], server.metrics()
+    accepted = proposed = 0
+    for seed in range(6):
+        request = _request("a b a b " * 4, tokens=60)
+        request.speculative_tokens = 0
+        request.response.logprobs = 2
+        request.sampling.temperature = (0.0, 0.7, 1.5)[seed % 3]
+        request.sampling.seed = seed
+        request.sampling.num_sequences = 1 + seed % 2
+        request.sampling.frequency_penalty = 0.05 * (seed % 2)
+        request.sampling.allowed_ids.extend(few)
+        request.stopping.min_new_tokens = 4 * seed
+        request.stopping.stop_ids.extend(few[: seed % 2])
+        plain = server.inference.Generate(request, timeout=400).completions
+        request.speculative_tokens = 100  # more than the server's own limit
+        guessed = server.inference.Generate(request, timeout=400).completions
+        for one, other in zip(plain, guessed, strict=True):
+            assert (other.text, other.token_ids, other.finish.reason) == (one.text, one.token_ids, one.finish.reason)
+            assert [entry.rank for entry in other.logprobs] == [entry.rank for entry in one.logprobs]
+            assert (one.finish.proposed_tokens, one.finish.accepted_tokens) == (0, 0)
+            accepted += other.finish.accepted_tokens
+            proposed += other.finish.proposed_tokens
+    assert proposed > accepted > 20
+    after = server.metrics()
+    for name, count in (("proposed", proposed), ("accepted", accepted)):
+        name = f"tessera_speculative_{name}_tokens_total"
+        assert after[name] - before[name] == count
 
 
 def test_a_stop_string_ends_the_text_before_it(server: Server, folder: Path, model: PreTrainedModel) -> None:

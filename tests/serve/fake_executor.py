@@ -223,26 +223,29 @@ class FakeExecutor:
             assert span.start == known.num_computed, f"sequence {span.sequence}: gap before {span.start}"
         end = span.start + span.count
         assert span.count >= 1, f"sequence {span.sequence} has an empty span"
-        assert end <= len(known.token_ids), f"sequence {span.sequence}: {end} is past its last token"
+        told = [*known.token_ids, *span.proposed]
+        assert end <= len(told), f"sequence {span.sequence}: {end} is past its last token"
+        assert span.sample or not span.proposed, f"sequence {span.sequence} proposes tokens and does not sample"
         assert end <= len(known.blocks) * size, f"sequence {span.sequence}: blocks do not cover {end}"
-        assert not span.sample or end == len(known.token_ids), f"sequence {span.sequence} samples before its last token"
+        assert not span.sample or end == len(told), f"sequence {span.sequence} samples before its last token"
         written = {known.blocks[p // size] for p in range(span.start, end)}
         for sequence, other in self._known.items():
             shared = written.intersection(other.blocks) if sequence != span.sequence else set()
             assert not shared, f"sequence {span.sequence} writes to blocks {shared} of sequence {sequence}"
         digest = prefix_digest(known.token_ids[: span.start], self._weights)
         for position in range(span.start, end):
-            digest = _extend(digest, known.token_ids[position])
+            digest = _extend(digest, told[position])
             self._cache[known.blocks[position // size], position % size] = digest
-        known.num_computed = end
+        known.num_computed = end  # of proposed tokens, those that come: see ``_read``
 
     def _read(self, span: Span) -> list[Sampled | PromptLogprobs | SequenceFault]:
         """Attend to all positions up to the span's end, and answer."""
         known, size = self._known[span.sequence], self.facts.block_tokens
         digest = _EMPTY + self._weights
         digests: list[int] = []
+        told = [*known.token_ids, *span.proposed]
         for position in range(span.start + span.count):
-            digest = _extend(digest, known.token_ids[position])
+            digest = _extend(digest, told[position])
             held = self._cache.get((known.blocks[position // size], position % size))
             assert held == digest, f"sequence {span.sequence}: position {position} holds something else"
             digests.append(digest)
@@ -257,14 +260,26 @@ class FakeExecutor:
                 values = tuple(fake_logprob(digests[p - 1], known.token_ids[p], top) for p in range(first, last + 1))
                 parts.append(PromptLogprobs(sequence=span.sequence, first=first, logprobs=values))
         if span.sample and not any(isinstance(part, SequenceFault) for part in parts):
-            parts.append(self._sample(known, digest))
+            parts += self._sample_all(known, span, digests)
         return parts
 
-    def _sample(self, known: _Known, digest: int) -> Sampled | SequenceFault:
+    def _sample_all(self, known: _Known, span: Span, digests: list[int]) -> list[Sampled | SequenceFault]:
+        """The token after the last known one, and those after proposed ones as far as these are what comes."""
+        answers: list[Sampled | SequenceFault] = []
+        num_known = known.num_computed = len(known.token_ids)
+        for place, digest in enumerate(digests[num_known - 1 :]):
+            answer = self._sample(known, digest, place)
+            answers.append(answer)
+            if isinstance(answer, SequenceFault) or answer.token_id not in span.proposed[place : place + 1]:
+                break
+            known.num_computed += 1
+        return answers
+
+    def _sample(self, known: _Known, digest: int, place: int) -> Sampled | SequenceFault:
         start = known.start
         if self.fault_token is not None and self.fault_token in known.token_ids:
             return SequenceFault(sequence=start.sequence, message="the logits are not finite", not_finite=True)
-        num_generated = len(known.token_ids) - start.num_prompt_tokens
+        num_generated = len(known.token_ids) + place - start.num_prompt_tokens
         banned = start.end_ids if num_generated < start.min_new_tokens else ()
         token_id = next_token(
             digest, seed=start.sampling.seed, index=start.index, vocab_size=self.facts.vocab_size, banned=banned

@@ -12,16 +12,37 @@ import ctypes
 import hashlib
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from serve.engine.plan import PromptLogprobs, Sampled, SequenceFault
+from serve.engine.plan import PromptLogprobs, Sampled, SequenceFault, Start
 from serve.types import SamplingParams, SequenceId
-from serve.worker.batch import SequenceState
 from serve.worker.sampling.backend import SamplingBackend, TorchSampling
 from serve.worker.sampling.logprobs import logprobs_of
 from serve.worker.sampling.native import NativeSampling
+from serve.worker.sampling.seen import Seen
+
+
+class SampledSequence(Protocol):
+    """What a row of logits is about: a sequence, or one as it will be if proposed tokens come next."""
+
+    @property
+    def start(self) -> Start: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def num_output_tokens(self) -> int: ...
+
+    @property
+    def supposed(self) -> int | None:
+        """What the row before must give for this one to count; ``None`` where it counts in any case."""
+        ...
+
+    def seen(self) -> Seen: ...
 
 
 def choose_sampling(device: torch.device, kernels: ctypes.CDLL | None) -> SamplingBackend:
@@ -30,9 +51,12 @@ def choose_sampling(device: torch.device, kernels: ctypes.CDLL | None) -> Sampli
 
 
 def sample(
-    logits_RV: Tensor, states: Sequence[SequenceState], backend: SamplingBackend
+    logits_RV: Tensor, states: Sequence[SampledSequence], backend: SamplingBackend
 ) -> tuple[list[Sampled], list[SequenceFault]]:
     """Choose the next token of each row; rows whose logits are not finite, or where nothing is allowed, become faults.
+
+    Rows that suppose a token count up to the first that was not chosen, or has a fault: what is chosen is what would be if
+    each of them came in a step of its own. Such a row's fault comes in the next step, when it supposes nothing.
 
     ``logits_RV`` may be changed in place.
     """
@@ -58,10 +82,16 @@ def sample(
 
     sampled: list[Sampled] = []
     faults: list[SequenceFault] = []
+    counts = False
     for row, state in enumerate(states):
-        sequence = state.start.sequence
+        sequence, good = state.start.sequence, bool(finite[row] and possible[row])
+        if state.supposed is not None:
+            counts = counts and good and tokens[row - 1] == state.supposed
+            if not counts:
+                continue
+        counts = good
         if not finite[row]:
-            faults.append(_not_finite(sequence, len(state.token_ids)))
+            faults.append(_not_finite(sequence, state.num_tokens))
         elif not possible[row]:
             faults.append(
                 SequenceFault(sequence=sequence, message="allowed_ids, banned_ids and min_new_tokens leave no token to sample")
@@ -96,7 +126,7 @@ def _penalises(params: SamplingParams) -> bool:
     return bool(params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty)
 
 
-def adjust(logits_RV: Tensor, states: Sequence[SequenceState], backend: SamplingBackend) -> Tensor | None:
+def adjust(logits_RV: Tensor, states: Sequence[SampledSequence], backend: SamplingBackend) -> Tensor | None:
     """Apply what requests allow, forbid and prefer in their own rows, before penalties and temperature.
 
     Returns:
@@ -131,7 +161,7 @@ def adjust(logits_RV: Tensor, states: Sequence[SequenceState], backend: Sampling
     return peaks_R
 
 
-def uniform_of(seed: int, state: SequenceState) -> float:
+def uniform_of(seed: int, state: SampledSequence) -> float:
     """A number in [0, 1) that depends on the request's seed, the sequence's index and its next output position alone."""
     digest = hashlib.blake2b(
         seed.to_bytes(8, "little") + state.start.index.to_bytes(4, "little") + state.num_output_tokens.to_bytes(8, "little"),

@@ -1,15 +1,17 @@
 """Runs a scheduler script: commands, a line `----`, and what the engine did; sections are set apart by blank lines.
 
-    pool blocks=4 block_tokens=4              the KV cache; first line of the script that is not a comment
-    limits step_tokens=16 running=4           also: queued=, queued_tokens=, caching=off
+    pool blocks=4 block_tokens=4              the KV cache; first line of the script that is not a comment. vocabulary=2 makes
+                                              texts that repeat themselves
+    limits step_tokens=16 running=4           also: queued=, queued_tokens=, caching=off, speculative=
     add a prompt=8 max_new=8                  also: n=, priority=, deadline=, salt=, logprobs=, shared=K: the first K
                                               prompt tokens are the same for all requests that say so
     step        or    steps 3                 one line of output for each
     clock 5                                   the clock stands at 5 seconds from here on
     abort a     flush     stats NAME NAME
 
-A step prints the spans it computed, the tables of their sequences, the free blocks, and then what became of whom. The
-executor behind it checks every plan. `python -m tests.serve.engine.golden_script FILE` prints what a script gives now.
+A step prints the spans it computed (+2: and two proposed tokens after it, of which so many were accepted), the tables of
+their sequences, the free blocks, and then what became of whom. The executor behind it checks every plan.
+`python -m tests.serve.engine.golden_script FILE` prints what a script gives now.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import sys
 from pathlib import Path
 
 from serve.engine.engine import Engine, EngineLimits
-from serve.engine.plan import StepPlan
+from serve.engine.plan import Span, StepPlan
 from serve.errors import RequestAborted, RequestError
 from serve.types import (
     Event,
@@ -59,13 +61,18 @@ class _Runner:
     """One script's engine."""
 
     def __init__(self, pool: dict[str, str], limits: dict[str, str]) -> None:
-        facts = fake_facts(num_blocks=int(pool["blocks"]), block_tokens=int(pool["block_tokens"]), vocab_size=100_000)
+        facts = fake_facts(
+            num_blocks=int(pool["blocks"]),
+            block_tokens=int(pool["block_tokens"]),
+            vocab_size=int(pool.get("vocabulary", 100_000)),
+        )
         self._limits = EngineLimits(
             max_num_seqs=int(limits.get("running", 64)),
             max_step_tokens=int(limits["step_tokens"]),
             max_queued_requests=int(limits.get("queued", 100)),
             max_queued_tokens=int(limits.get("queued_tokens", 10_000)),
             prefix_caching=limits.get("caching") != "off",
+            speculative_tokens=int(limits.get("speculative", 0)),
         )
         self._now = 0.0
         self._plans: list[StepPlan] = []
@@ -128,18 +135,20 @@ class _Runner:
         return []
 
     def _step(self) -> str:
-        num_plans, preemptions = len(self._plans), self._engine.stats().preemptions
+        num_plans, before = len(self._plans), self._engine.stats()
         events = self._engine.step()
         self._engine.check()
         parts = []
         if len(self._plans) > num_plans:
-            parts = self._describe(self._plans[-1], self._engine.stats().preemptions - preemptions)
+            parts = self._describe(self._plans[-1], self._engine.stats().preemptions - before.preemptions)
+            if any(span.proposed for span in self._plans[-1].spans):
+                parts.append(f"accepted {self._engine.stats().accepted_tokens - before.accepted_tokens}")
         parts += [outcome for event in events for outcome in _describe_event(event)]
         return "    ".join(parts) if parts else "idle"
 
     def _describe(self, plan: StepPlan, num_preempted: int) -> list[str]:
         names = self._names
-        spans = [f"{names[s.sequence]}[{s.start}:{s.start + s.count}]" for s in plan.spans]
+        spans = [f"{names[s.sequence]}[{s.start}:{s.start + s.count - len(s.proposed)}]{_more(s)}" for s in plan.spans]
         tables = [f"{names[s.sequence]}={','.join(map(str, self._executor.table(s.sequence)))}" for s in plan.spans]
         used = {block for sequence in self._executor.live_sequences for block in self._executor.table(sequence)}
         parts = []
@@ -155,6 +164,10 @@ class _Runner:
             parts += ["dropped " + " ".join(names[s] for s in ended)] if ended else []
             parts += ["preempted " + " ".join(names[s] for s in preempted)] if preempted else []
         return parts
+
+
+def _more(span: Span) -> str:
+    return f"+{len(span.proposed)}" if span.proposed else ""
 
 
 def _describe_event(event: Event) -> list[str]:

@@ -172,7 +172,7 @@ class Liar:
     [
         (lambda result: dataclasses.replace(result, step=7), "step 0 was answered by step 7"),
         (lambda result: dataclasses.replace(result, sampled=()), r"tokens for \[0\] were due, and \[\] came"),
-        (lambda result: dataclasses.replace(result, sampled=result.sampled * 2), "were due"),
+        (lambda result: dataclasses.replace(result, sampled=result.sampled * 2), "and one more came"),
         (lambda result: dataclasses.replace(result, sampled=(Sampled(sequence=9, token_id=1),)), r"and \[9\] came"),  # type: ignore[arg-type]
         (lambda result: dataclasses.replace(result, sampled=(Sampled(sequence=0, token_id=-1),)), "token -1 is outside"),  # type: ignore[arg-type]
         (lambda result: dataclasses.replace(result, sampled=(Sampled(sequence=0, token_id=1000),)), "token 1000 is outside"),  # type: ignore[arg-type]

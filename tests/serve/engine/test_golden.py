@@ -19,7 +19,17 @@ def test_the_engine_does_what_the_script_says(script: Path) -> None:
 
 def test_every_policy_has_its_script() -> None:
     stems = {script.stem for script in SCRIPTS}
-    assert stems >= {"chunking", "preemption", "prefix", "fairness", "num_sequences", "priority", "deadline", "queue"}
+    assert stems >= {
+        "chunking",
+        "preemption",
+        "prefix",
+        "fairness",
+        "num_sequences",
+        "priority",
+        "deadline",
+        "queue",
+        "speculation",
+    }
 
 
 def test_outputs_come_from_the_engine_and_not_from_the_script() -> None:

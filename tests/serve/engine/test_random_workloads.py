@@ -18,6 +18,8 @@ from tests.serve.fake_text import open_letters
 NUM_WORKLOADS = 40
 OPERATIONS_EACH = 600
 VOCABULARY = 40
+FEW = 6
+"""A vocabulary in which texts repeat themselves by chance, so that what is proposed sometimes comes."""
 FAULT = VOCABULARY
 """An id no sampling can give."""
 
@@ -25,11 +27,12 @@ FAULT = VOCABULARY
 class Workload:
     """One engine of random shape, and random things done to it."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, speculative_tokens: int = 0) -> None:
         self.random = random.Random(seed)
+        self.vocabulary = FEW if speculative_tokens else VOCABULARY
         pick = self.random.randint
         facts = fake_facts(
-            vocab_size=VOCABULARY,
+            vocab_size=self.vocabulary,
             max_model_len=pick(20, 80),
             eos_ids=(3, 5),
             num_blocks=pick(4, 40),
@@ -41,6 +44,7 @@ class Workload:
             max_queued_requests=pick(3, 20),
             max_queued_tokens=pick(60, 300),
             prefix_caching=self.random.random() < 0.7,
+            speculative_tokens=speculative_tokens,
         )
         self.facts = facts
         self.executor = self.ranks()
@@ -50,7 +54,7 @@ class Workload:
             facts=facts, limits=self.limits, executor=self.executor, open_text=open_letters, clock=lambda: self.now
         )
         self.witness = Witness(facts)
-        self.prefixes = [tuple(pick(0, VOCABULARY - 1) for _ in range(40)) for _ in range(3)]
+        self.prefixes = [tuple(pick(0, self.vocabulary - 1) for _ in range(40)) for _ in range(3)]
         self.generations: dict[RequestId, Generation] = {}
         self.aborted: set[RequestId] = set()
 
@@ -79,7 +83,7 @@ class Workload:
     def generation(self) -> Generation:
         pick, chance = self.random.randint, self.random.random
         shared = self.random.choice(self.prefixes)[: pick(0, 30)]
-        own = tuple(pick(0, VOCABULARY - 1) for _ in range(pick(1, 12)))
+        own = tuple(pick(0, self.vocabulary - 1) for _ in range(pick(1, 12)))
         max_new = 0 if chance() < 0.05 else pick(1, 30)
         return Generation(
             request_id=RequestId(f"r{len(self.generations)}"),
@@ -172,6 +176,7 @@ class Workload:
         assert (stats.num_running, stats.num_waiting, stats.queued_requests, stats.queued_tokens) == (0, 0, 0, 0)
         assert stats.kv_blocks_used == 0
         assert stats.generation_tokens >= self.witness.num_generated
+        assert stats.proposed_tokens >= stats.accepted_tokens >= self.witness.num_accepted
         self.check_failures()
 
     def check_failures(self) -> None:
@@ -196,6 +201,24 @@ def test_a_random_workload_is_served_exactly(seed: int) -> None:
     for _ in range(OPERATIONS_EACH):
         workload.operate()
     workload.finish()
+
+
+def test_random_workloads_that_speculate_are_served_exactly() -> None:
+    proposed = accepted = preemptions = hits = 0
+    for seed in range(NUM_WORKLOADS // 4):
+        workload = Workload(seed, speculative_tokens=1 + seed % 6)
+        for _ in range(OPERATIONS_EACH):
+            workload.operate()
+        workload.finish()
+        stats = workload.engine.stats()
+        proposed += stats.proposed_tokens
+        accepted += stats.accepted_tokens
+        preemptions += stats.preemptions
+        hits += stats.prefix_cache_hits
+    assert proposed - accepted > 500
+    assert accepted > 100
+    assert preemptions > 50
+    assert hits > 1000
 
 
 def test_the_workloads_meet_everything_they_are_meant_to() -> None:

@@ -84,6 +84,7 @@ class Witness:
         self._alive: dict[RequestId, _Story] = {}
         self.failures: dict[RequestId, Exception] = {}
         self.num_finished = 0
+        self.num_accepted = 0
         self.num_generated = 0
         """Tokens of sequences that finished."""
 
@@ -155,6 +156,8 @@ class Witness:
         assert 0 <= event.timings.queue_seconds <= event.timings.first_token_seconds <= event.timings.total_seconds
         story.finished.add(event.index)
         self.num_generated += outcome.num_generated
+        self.num_accepted += event.accepted_tokens
+        assert event.accepted_tokens <= min(event.proposed_tokens, outcome.num_generated)
         assert event.request_done == (len(story.finished) == generation.num_sequences)
         if event.request_done:
             self.num_finished += 1

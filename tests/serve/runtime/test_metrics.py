@@ -56,6 +56,7 @@ NAMES = {
     "preemptions", "prefix_cache_hits", "prefix_cache_queries", "prompt_tokens",
     "weight_swap_seconds", "weight_swaps", "reloads_refused",
     "queued_prompt_tokens", "rank_heartbeat_age_seconds", "rank_up", "rejections", "request_finished",
+    "speculative_accepted_tokens", "speculative_proposed_tokens",
     "request_queue_time_seconds", "requests", "requests_kept", "step_seconds", "step_tokens", "time_to_first_token_seconds",
 }  # fmt: skip
 
@@ -137,15 +138,19 @@ def test_every_way_to_fail_has_its_name(metrics: Metrics) -> None:
 
 def test_totals_go_on_when_a_new_engine_begins_at_zero(metrics: Metrics) -> None:
     metrics.engine_started(stats(), FACTS, model="m")
-    metrics.engine_advanced(stats(preemptions=3, prefix_cache_queries=10, prefix_cache_hits=4, kv_blocks_used=5))
+    metrics.engine_advanced(
+        stats(preemptions=3, prefix_cache_queries=10, prefix_cache_hits=4, kv_blocks_used=5, proposed_tokens=6)
+    )
     metrics.engine_stopped()
     assert value(metrics, "kv_blocks_used") == 0
     assert value(metrics, "engine_up") == 0
     metrics.engine_started(stats(), FACTS, model="m")
-    metrics.engine_advanced(stats(preemptions=2, prefix_cache_queries=1))
+    metrics.engine_advanced(stats(preemptions=2, prefix_cache_queries=1, proposed_tokens=3, accepted_tokens=2))
     assert value(metrics, "preemptions_total") == 5
     assert value(metrics, "prefix_cache_queries_total") == 11
     assert value(metrics, "prefix_cache_hits_total") == 4
+    assert value(metrics, "speculative_proposed_tokens_total") == 9
+    assert value(metrics, "speculative_accepted_tokens_total") == 2
     assert value(metrics, "rank_up", rank="1") == 1
 
 

@@ -10,6 +10,7 @@ import torch
 
 from serve.config import CacheConfig, ModelConfig, SchedulerConfig, ServerConfig
 from serve.engine.engine import Engine
+from serve.engine.lookup import Lookup
 from serve.worker.loader import RankModel, Stopwatch, load_rank
 from serve.worker.parallel import Ranks
 from serve.worker.runner import Runner
@@ -115,3 +116,17 @@ def test_siblings_go_beyond_the_length_each_by_itself(judged: Judged) -> None:
         engine.add(make_request("crossing", prompt(PROMPTS["crossing"]), NEW_TOKENS, num_sequences=3))
         events = run(engine)
         assert [ids_of(events, "crossing", index) for index in range(3)] == [judged.tokens["crossing"]] * 3
+
+
+def test_tokens_that_are_proposed_are_computed_by_the_same_lengths(judged: Judged, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They reach beyond the lengths at which angles change, where sequences start again."""
+    texts = [[*prompt(PROMPTS[name]), *tokens] for name, tokens in judged.tokens.items()]
+
+    def guess(_: Lookup, token_ids: list[int], count: int) -> tuple[int, ...]:
+        (text,) = (text for text in texts if text[: len(token_ids)] == token_ids and len(text) > len(token_ids) > 15)
+        return (*text[len(token_ids) :][: count - 1], 1)
+
+    monkeypatch.setattr(Lookup, "find", guess)
+    engine = judged.engine(speculative_tokens=6)
+    assert generate(engine) == judged.tokens
+    assert engine.stats().accepted_tokens > 3 * len(PROMPTS)
