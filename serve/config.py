@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from pathlib import PurePath
-from typing import Literal
+from typing import Final, Literal
 
 from serve.errors import ConfigError
 
@@ -154,6 +154,10 @@ class CacheConfig:
         )
 
 
+MAX_SPECULATIVE_TOKENS: Final = 64
+"""Tokens that a server or a request may ask to have guessed in one step."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerConfig:
     """How much one step does."""
@@ -172,7 +176,10 @@ class SchedulerConfig:
         _require(self.max_num_seqs >= 1, "scheduler.max_num_seqs", self.max_num_seqs, "be at least 1")
         _require(self.max_step_tokens >= 1, "scheduler.max_step_tokens", self.max_step_tokens, "be at least 1")
         _require(
-            0 <= self.speculative_tokens <= 64, "scheduler.speculative_tokens", self.speculative_tokens, "lie between 0 and 64"
+            0 <= self.speculative_tokens <= MAX_SPECULATIVE_TOKENS,
+            "scheduler.speculative_tokens",
+            self.speculative_tokens,
+            f"lie between 0 and {MAX_SPECULATIVE_TOKENS}",
         )
 
 

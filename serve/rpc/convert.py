@@ -6,7 +6,7 @@ import secrets
 import uuid
 from dataclasses import dataclass
 
-from serve.config import AdmissionConfig
+from serve.config import MAX_SPECULATIVE_TOKENS, AdmissionConfig
 from serve.errors import InvalidRequest
 from serve.rpc import prompts
 from serve.rpc.checks import MAX_PRIORITY, Checks
@@ -87,6 +87,7 @@ def _check(request: inference_pb2.GenerateRequest, model: ServedModel) -> None:
 
 def _check_fields(request: inference_pb2.GenerateRequest, checks: Checks, model: ServedModel) -> None:
     check_common(request.request_id, request.priority, request.cache_salt, checks)
+    checks.within("speculative_tokens", request.speculative_tokens, 0, MAX_SPECULATIVE_TOKENS)
     _check_sampling(request.sampling, checks, model)
     _check_stopping(request, checks, model)
     for name in ("logprobs", "prompt_logprobs"):
