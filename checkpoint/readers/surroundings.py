@@ -98,8 +98,9 @@ def find_tokenizer(folder: Folder, given: Given, *, above: bool, named: Mapping[
 def tokenizer_at(given: str) -> Folder:
     """The tokenizer's folder that was given, or one that has the file that was given under its usual name, and nothing else.
 
-    A file is a ``tokenizer.json``, a ``vocab.json`` with its merges beside it, or a SentencePiece ``.model``; what it is called
-    does not matter, but that merges are called as the vocabulary, with ``merges`` and ``.txt``, or ``merges.txt``.
+    A file is a ``tokenizer.json``, a ``vocab.json`` with its merges beside it, or a ``.model`` of SentencePiece or Llama 3
+    (also ``.tiktoken``); what it is called does not matter, but that merges are called as the vocabulary, with ``merges`` and
+    ``.txt``, or ``merges.txt``.
 
     Raises:
         CheckpointError: there is no such file or folder, or it is none of these.
@@ -107,7 +108,7 @@ def tokenizer_at(given: str) -> Folder:
     folder, name = _split(given, TOKENIZER_JSON)
     if Path(given).expanduser().is_dir() or name in TOKENIZER_FILES:
         return folder
-    if name.endswith(".model"):
+    if name.endswith((".model", ".tiktoken")):
         return Renamed(folder.path, {SENTENCE_PIECE: name})
     content = folder.read_object(name)
     if isinstance(content.get("model"), dict):

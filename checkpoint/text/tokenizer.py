@@ -17,6 +17,7 @@ from checkpoint.disk.folder import Folder, parse_object
 from checkpoint.errors import CheckpointError
 from checkpoint.model.config import shown
 from checkpoint.text.sentencepiece import is_plain_bpe, open_sentencepiece
+from checkpoint.text.tiktoken import NAMED, open_tiktoken, read_tiktoken
 from checkpoint.text.tokenizer_class import apply_class_pipeline, tokenizer_class
 from checkpoint.text.tokenizer_files import (
     ADDED_TOKENS,
@@ -131,8 +132,8 @@ class Tokenizer:
 
 
 def read_tokenizer(folder: Folder, model_type: str = "") -> Tokenizer | None:
-    """Read the tokenizer of a model folder: ``tokenizer.json``, else ``vocab.json`` with ``merges.txt``, else a SentencePiece
-    ``tokenizer.model``.
+    """Read the tokenizer of a model folder: ``tokenizer.json``, else ``vocab.json`` with ``merges.txt``, else a
+    ``tokenizer.model`` of SentencePiece or of Llama 3.
 
     Args:
         model_type: of the model it is read for, where that is not told by the ``config.json`` beside it.
@@ -153,11 +154,7 @@ def read_tokenizer(folder: Folder, model_type: str = "") -> Tokenizer | None:
     elif folder.has(SENTENCE_PIECE):
         file = SENTENCE_PIECE
         with _reading(file):
-            backend = open_sentencepiece(folder, file)
-        named = {"bos_token": ("<s>",), "eos_token": _ENDS}
-        known = {
-            key: piece for key, pieces in named.items() for piece in reversed(pieces) if backend.token_to_id(piece) is not None
-        }
+            backend, known = _from_model_file(folder, file)
         config = known | _with_added_tokens(folder, config)
     else:
         return None
@@ -207,6 +204,19 @@ def _reading(file: str) -> Iterator[None]:
     except BaseException as error:  # the library raises bare Exception, and its panics derive from BaseException alone
         rule = f"is not what the tokenizers library can use: {' '.join(str(error).split())[:300]}"
         raise CheckpointError(file, rule) from error
+
+
+def _from_model_file(folder: Folder, file: str) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+    """A SentencePiece model, or Llama 3's vocabulary, which has the same name; and what it says itself of named tokens."""
+    pieces = read_tiktoken(folder, file)
+    if pieces is not None:
+        return open_tiktoken(pieces), dict(NAMED)
+    backend = open_sentencepiece(folder, file)
+    named = {"bos_token": ("<s>",), "eos_token": _ENDS}
+    known = {
+        key: piece for key, pieces in named.items() for piece in reversed(pieces) if backend.token_to_id(piece) is not None
+    }
+    return backend, known
 
 
 def _from_vocab_and_merges(folder: Folder) -> tokenizers.Tokenizer:

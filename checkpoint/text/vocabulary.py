@@ -8,6 +8,7 @@ from typing import Any
 from checkpoint.disk.folder import Folder
 from checkpoint.errors import CheckpointError
 from checkpoint.text.sentencepiece_file import read_pieces
+from checkpoint.text.tiktoken import read_tiktoken
 from checkpoint.text.tokenizer_files import ADDED_TOKENS, SENTENCE_PIECE, VOCABULARY
 
 
@@ -22,7 +23,7 @@ def tokenizer_vocab_size(folder: Folder) -> tuple[str, int] | None:
     if file is None:
         return None
     ids: list[object] = []
-    ids += folder.read_object(file).values() if file == VOCABULARY else range(len(read_pieces(folder, file)))
+    ids += folder.read_object(file).values() if file == VOCABULARY else range(len(_pieces(folder, file)))
     if folder.has(ADDED_TOKENS):
         ids += folder.read_object(ADDED_TOKENS).values()
     return file, 1 + _largest(file, ids)
@@ -41,7 +42,7 @@ def id_of(folder: Folder, token: str) -> int | None:
     elif folder.has(VOCABULARY):
         found = folder.read_object(VOCABULARY).get(token)
     else:
-        pieces = read_pieces(folder, SENTENCE_PIECE) if folder.has(SENTENCE_PIECE) else []
+        pieces = _pieces(folder, SENTENCE_PIECE) if folder.has(SENTENCE_PIECE) else []
         found = pieces.index(token) if token in pieces else None
     return found if type(found) is int and found >= 0 else None
 
@@ -55,6 +56,11 @@ def check_rows(tokenizer: tuple[str, int] | None, rows: int) -> None:
     if tokenizer is not None and tokenizer[1] > rows:
         file, size = tokenizer
         raise CheckpointError(file, f"has ids up to {size - 1}; the embedding has {rows} rows, for ids up to {rows - 1}")
+
+
+def _pieces(folder: Folder, file: str) -> list[str]:
+    found = read_tiktoken(folder, file)
+    return read_pieces(folder, file) if found is None else found
 
 
 def _fast_ids(tokenizer: dict[str, Any]) -> Iterable[object]:
