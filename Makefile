@@ -15,7 +15,7 @@ export HF_HUB_OFFLINE := 1
 MAKEFLAGS += --no-print-directory
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help setup libaio demo demo-pictures pictures test test-slow check lint types imports proto proto-check bench bench-sampling bench-load bench-tensor-parallel bench-training test-gpu bench-gpu test-image image-tools clean distclean
+.PHONY: help setup libaio demo demo-pictures pictures test test-slow check lint types imports proto proto-check bench bench-sampling bench-load bench-tensor-parallel bench-training test-gpu bench-gpu test-image image-tools chaos clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -111,6 +111,9 @@ image-tools:
 
 test-image: $(STAMP) image-tools ## build the Dockerfile's image and start it: about ten minutes, as root, with buildah
 	@$(PY) -m pytest -q -rs -m image
+
+chaos: $(STAMP) ## ranks killed and frozen under load, twenty times each, and the history of every call; CASE=kill for one
+	@$(PY) -m tests.chaos $(CASE)
 
 clean: ## remove caches, build output and the demo's run folder
 	@rm -rf build dist demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import dataclasses
 import logging
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PretrainedConfig
 
 from checkpoint import Checkpoint, CheckpointError, open_checkpoint
@@ -29,7 +28,7 @@ from serve.model.heads import KEY, HeadCut, check_tensor_parallel
 from serve.model.kernel_attention import CpuKernelBackend
 from serve.model.kernels.build import KernelUnavailable, load_cpu_kernels
 from serve.model.lean import call_leaves_directly
-from serve.model.linear import Matmul, Packer, activation_of, choose_packer, plain
+from serve.model.linear import Packer, choose_packer
 from serve.model.load import Blueprint, Filler, build_on_meta, choose_dtype, read_config
 from serve.model.pretrained import vocabulary_rows
 from serve.model.quantized import quantizing_packer
@@ -46,7 +45,8 @@ from serve.worker.complete import (
 )
 from serve.worker.finite import check_weights
 from serve.worker.kv_cache import GIB, allocate, block_bytes, choose_memory, choose_num_blocks
-from serve.worker.parallel import Ranks, is_row_parallel, shard, vocabulary_widths
+from serve.worker.parallel import Ranks, shard, vocabulary_widths
+from serve.worker.products import activations, product_maker
 from serve.worker.sampling.backend import SamplingBackend
 from serve.worker.sampling.sampler import choose_sampling
 
@@ -235,7 +235,7 @@ def _read_weights(
         torch.cuda.set_device(device)
     kernels = _load_kernels(config.kernels.cache_dir, ranks.rank, device, dtype)
     linear, packer = _choose_linear(config.model, device, dtype, kernels)
-    filler = Filler(model, shards, device, _product_maker(packer, ranks, _activations(model, plan.family)))
+    filler = Filler(model, shards, device, product_maker(packer, ranks, activations(model, plan.family)))
     filler.fill(checkpoint, plan.blueprint)
     watch.lap("weights")
     return kernels, linear, filler
@@ -324,63 +324,6 @@ def _eos_ids(rows: int, *sources: Mapping[str, Any]) -> tuple[int, ...]:
                 raise ConfigError(f"eos_token_id is {found}; the embedding has {rows} rows, for ids up to {rows - 1}")
             return ids
     return ()
-
-
-def _activations(model: nn.Module, family: Family) -> dict[nn.Module, tuple[nn.Module, str]]:
-    """Linear layers that an activation follows at once: the module it is called from, and the activation's name there."""
-    linear, activation = family.activated
-    return {
-        module: (model.get_submodule(path.rpartition(".")[0]), activation)
-        for path, module in model.named_modules()
-        if path.endswith("." + linear)
-    }
-
-
-def _product_maker(
-    packer: Packer | None, ranks: Ranks, activations: dict[nn.Module, tuple[nn.Module, str]]
-) -> Callable[[nn.Module, Tensor, Tensor | None], Matmul | None]:
-    """What is made of each linear layer as it is read: packed where that is faster, row-parallel products summed.
-
-    A packed layer takes over the activation that follows it; ``None`` where the layer's own ``forward`` is as good.
-    """
-    taken_over: dict[nn.Module, str] = {}
-
-    def activation_behind(module: nn.Module) -> str:
-        if module not in taken_over:
-            parent, name = activations[module]
-            taken_over[module] = activation = activation_of(getattr(parent, name))
-            if activation != "none":
-                setattr(parent, name, nn.Identity())
-        return taken_over[module]
-
-    def make(module: nn.Module, weight_OI: Tensor, bias_O: Tensor | None) -> Matmul | None:
-        summed = ranks.size > 1 and is_row_parallel(module)
-        if packer is None and ranks.size == 1:
-            return None
-        activation = activation_behind(module) if packer is not None and module in activations else "none"
-        matmul: Matmul = (packer or plain)(weight_OI, None if summed else bias_O, activation)
-        _give_back_freed_memory()
-        return _summed(matmul, bias_O, ranks) if summed else matmul
-
-    return make
-
-
-def _give_back_freed_memory() -> None:
-    """Return freed heap pages to the system.
-
-    glibc keeps the plain weights' memory for later and, packed ones lying between, cannot reuse it well: without this a rank's
-    peak is a quarter above what it holds.
-    """
-    with contextlib.suppress(AttributeError):  # another C library than glibc
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-def _summed(matmul: Matmul, bias_O: Tensor | None, ranks: Ranks) -> Matmul:
-    def forward(x: Tensor) -> Tensor:
-        out = ranks.sum_(matmul(x))
-        return out if bias_O is None else out.add_(bias_O)
-
-    return forward
 
 
 def _choose_linear(

@@ -1,0 +1,141 @@
+"""Load on a server, and what became of every call of it."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import grpc
+
+from serve.v1 import inference_pb2
+from tests.support.server import Server
+
+NUM_STREAMS = 32
+NUM_SCRIPTS = 40
+"""Different requests: each is made many times, and says the same each time."""
+CALL_SECONDS = 400.0
+
+
+def script(number: int) -> inference_pb2.GenerateRequest:
+    """One request: every other is sampled by a seed, with rules that look back at what was said."""
+    draw = random.Random(number)
+    request = inference_pb2.GenerateRequest()
+    request.token_ids.ids.extend(draw.randrange(1, 200) for _ in range(draw.randint(1, 60)))
+    request.stopping.max_new_tokens = draw.randint(60, 240)
+    request.stopping.ignore_eos = True
+    request.sampling.temperature = 0.0
+    if number % 2:
+        request.sampling.temperature = 1.0
+        request.sampling.seed = number
+        request.sampling.top_p = 0.9
+        request.sampling.repetition_penalty = 1.1
+    return request
+
+
+@dataclass
+class Call:
+    """One call and what it said."""
+
+    script: int
+    ids: list[int] = field(default_factory=list)
+    code: str | None = None
+    """``None`` while it goes on."""
+    num_ends: int = 0
+    last_seconds: float = 0.0
+    """Monotonic time of its newest token."""
+
+
+def run(server: Server, call: Call) -> None:
+    """Make a call and write down all of it."""
+    try:
+        for event in server.inference.GenerateStream(script(call.script), timeout=CALL_SECONDS):
+            if event.WhichOneof("event") == "finish":
+                call.num_ends += 1
+            call.ids.extend(event.delta.token_ids)
+            call.last_seconds = time.monotonic()
+    except grpc.RpcError as error:
+        call.code = error.code().name
+    else:
+        call.code = "OK"
+
+
+class Load:
+    """Callers who make one call after another, and the history of it all."""
+
+    def __init__(self, server: Server, seed: int) -> None:
+        self._server = server
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._draw = random.Random(seed)
+        self.calls: list[Call] = []
+        self._threads = [threading.Thread(target=self._work) for _ in range(NUM_STREAMS)]
+
+    def _work(self) -> None:
+        while not self._stop.is_set():
+            with self._lock:
+                call = Call(self._draw.randrange(NUM_SCRIPTS))
+                self.calls.append(call)
+            run(self._server, call)
+
+    @contextmanager
+    def going_on(self) -> Iterator[None]:
+        """Within, calls are made; at the end all have ended."""
+        for thread in self._threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            self._stop.set()
+            for thread in self._threads:
+                thread.join(CALL_SECONDS)
+
+    def under_way(self) -> list[Call]:
+        """Calls that have said something and have not ended."""
+        with self._lock:
+            return [call for call in self.calls if call.code is None and call.ids]
+
+    @property
+    def num_ended(self) -> int:
+        with self._lock:
+            return sum(call.code is not None for call in self.calls)
+
+
+def undisturbed(server: Server) -> dict[int, list[int]]:
+    """What each script says when nothing happens."""
+    calls = [Call(number) for number in range(NUM_SCRIPTS)]
+    threads = [threading.Thread(target=run, args=(server, call)) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(CALL_SECONDS)
+    assert all(call.code == "OK" for call in calls), "without a fault every call is answered"
+    return {call.script: call.ids for call in calls}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the history says."""
+
+    calls: int
+    lost: dict[str, int]
+    """Calls that ended otherwise than well, by how."""
+    wrong: int
+    """Calls that ended well and said something else than they should, or ended more than once or not at all."""
+
+
+def judge(calls: list[Call], expected: dict[int, list[int]]) -> Verdict:
+    """Compare every call with what it must have said."""
+    lost: dict[str, int] = {}
+    wrong = 0
+    for call in calls:
+        if call.code != "OK":
+            name = call.code or "never ended"
+            lost[name] = lost.get(name, 0) + 1
+            wrong += call.ids != expected[call.script][: len(call.ids)]
+        else:
+            wrong += call.ids != expected[call.script] or call.num_ends != 1
+    return Verdict(len(calls), lost, wrong)

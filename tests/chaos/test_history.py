@@ -1,0 +1,42 @@
+"""A history that is not well is seen to be so."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.chaos.history import NUM_SCRIPTS, Call, judge, script
+
+EXPECTED = {3: [7, 8, 9]}
+
+
+def call(*, ids: list[int] | None = None, code: str | None = "OK", num_ends: int = 1) -> Call:
+    return Call(3, [7, 8, 9] if ids is None else ids, code, num_ends)
+
+
+def test_a_call_that_said_all_of_it_once_is_well() -> None:
+    verdict = judge([call(), call()], EXPECTED)
+    assert (verdict.calls, verdict.lost, verdict.wrong) == (2, {}, 0)
+
+
+@pytest.mark.parametrize(
+    ("made", "lost", "wrong"),
+    [
+        (call(ids=[7, 8]), {}, 1),
+        (call(ids=[7, 8, 9, 9]), {}, 1),
+        (call(ids=[7, 7, 9]), {}, 1),
+        (call(num_ends=0), {}, 1),
+        (call(num_ends=2), {}, 1),
+        (call(ids=[7], code="UNAVAILABLE", num_ends=0), {"UNAVAILABLE": 1}, 0),
+        (call(ids=[8], code="UNAVAILABLE", num_ends=0), {"UNAVAILABLE": 1}, 1),
+        (call(ids=[7], code=None, num_ends=0), {"never ended": 1}, 0),
+    ],
+)
+def test_what_is_cut_short_doubled_or_lost_is_not(made: Call, lost: dict[str, int], wrong: int) -> None:
+    verdict = judge([call(), made], EXPECTED)
+    assert (verdict.lost, verdict.wrong) == (lost, wrong)
+
+
+def test_no_two_scripts_are_alike_and_each_is_the_same_each_time() -> None:
+    made = [script(number).SerializeToString() for number in range(NUM_SCRIPTS)]
+    assert len(set(made)) == NUM_SCRIPTS
+    assert made == [script(number).SerializeToString() for number in range(NUM_SCRIPTS)]
