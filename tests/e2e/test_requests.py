@@ -93,7 +93,7 @@ def test_a_request_is_answered_alike_with_proposed_tokens_and_without(server: Se
         request.stopping.min_new_tokens = 4 * seed
         request.stopping.stop_ids.extend(few[: seed % 2])
         plain = server.inference.Generate(request, timeout=400).completions
-        request.speculative_tokens = 100  # more than the server's own limit
+        request.speculative_tokens = 64  # more than the server's own limit
         guessed = server.inference.Generate(request, timeout=400).completions
         for one, other in zip(plain, guessed, strict=True):
             assert (other.text, other.token_ids, other.finish.reason) == (one.text, one.token_ids, one.finish.reason)
