@@ -23,6 +23,8 @@ TOKENIZER_FILES = (
     SENTENCE_PIECE,
 )
 """All that belongs to a tokenizer, the one that must be there first."""
+TOKENIZER_FORMS = (TOKENIZER_JSON, f"{VOCABULARY} with {MERGES}", SENTENCE_PIECE)
+"""Files that are a tokenizer by themselves."""
 MAX_IDS = 1 << 32
 MAX_TEMPLATE_BYTES = 1 << 20
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")

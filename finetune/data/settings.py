@@ -17,8 +17,8 @@ from checkpoint.model.config import CONFIG
 from checkpoint.opening.structure import model_config, tokenizer_place
 from checkpoint.readers.surroundings import tokenizer_at
 from checkpoint.text.tokenizer_class import CLASS_WHATEVER_IS_NAMED
+from checkpoint.text.tokenizer_files import ADDED_TOKENS, MERGES, SENTENCE_PIECE, TOKENIZER_FILES, TOKENIZER_JSON, VOCABULARY
 from checkpoint.text.tokenizer_files import TEMPLATE as CHAT_TEMPLATE
-from checkpoint.text.tokenizer_files import TOKENIZER_FILES
 from finetune.config import TuneConfig
 from finetune.data.inputs import Inputs, digest, source_identity
 from finetune.data.templates import named_template, own_template
@@ -122,7 +122,9 @@ def _tokenizer_identity(config: TuneConfig, inputs: Inputs, types: tuple[str, st
 
 def files_digest(folder: Path) -> list[str]:
     """What tells the tokenizer in ``folder`` from others, wherever it lies: hashes of the files that make its ids."""
-    names = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", CHAT_TEMPLATE)
+    names: tuple[str, ...] = (TOKENIZER_JSON, "tokenizer_config.json", "special_tokens_map.json", CHAT_TEMPLATE)
+    if not (folder / TOKENIZER_JSON).is_file():
+        names = (*names, VOCABULARY, MERGES, SENTENCE_PIECE, ADDED_TOKENS)  # of which one is made
     files = [folder / name for name in names if (folder / name).is_file()]
     return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
 

@@ -16,9 +16,11 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from checkpoint import CheckpointError
 from checkpoint.disk.folder import Folder, Renamed, Written
+from checkpoint.model.config import CONFIG
 from checkpoint.text.tokenizer import END_OF_TEXT, Tokenizer, open_as_written, read_tokenizer
 from checkpoint.text.tokenizer_class import CLASS_WHATEVER_IS_NAMED, apply_class_pipeline
 from checkpoint.text.tokenizer_files import (
+    MERGES,
     SENTENCE_PIECE,
     TEMPLATE,
     TOKENIZER_CONFIG,
@@ -96,7 +98,8 @@ def copy_tokenizer(source: Path, folder: Path, key: str) -> None:
             (folder / name).write_bytes(data)
         _settle_pipeline(source, folder)
         return
-    if _is_sentencepiece(files):
+    bare = {VOCABULARY, MERGES} <= files.keys() and TOKENIZER_CONFIG not in files and not (source / CONFIG).is_file()
+    if _is_sentencepiece(files) or bare:  # transformers does not open a bare vocabulary, and the form tells the class
         try:
             _write_as_one(Folder(source), folder)
         except CheckpointError as error:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from checkpoint.text.tokenizer_files import TOKENIZER_FILES
+from checkpoint.text.tokenizer_files import TOKENIZER_FORMS
 from finetune.config import SourceConfig, TuneConfig
 from finetune.data.sources import find_files
 from finetune.errors import ConfigError
@@ -241,12 +241,17 @@ def _num_ids(config: TuneConfig) -> int:
     if config.tokenizer.train is not None:
         return config.tokenizer.train.vocab_size
     assert config.tokenizer.path is not None, "TuneConfig refuses a new model without a tokenizer"
-    from finetune.data.tokenizer import open_tokenizer
+    from checkpoint import CheckpointError
+    from checkpoint.readers.surroundings import tokenizer_at
+    from checkpoint.text.tokenizer import read_tokenizer
 
-    folder = Path(config.tokenizer.path).expanduser()
-    if not (folder / TOKENIZER_FILES[0]).is_file():
-        raise ConfigError(f"tokenizer.path: {folder} holds no {TOKENIZER_FILES[0]}")
-    return open_tokenizer(folder).num_ids
+    try:
+        tokenizer = read_tokenizer(tokenizer_at(config.tokenizer.path))
+    except CheckpointError as error:
+        raise ConfigError(f"tokenizer.path: {config.tokenizer.path}: {error}") from error
+    if tokenizer is None:
+        raise ConfigError(f"tokenizer.path: {config.tokenizer.path} holds no {', '.join(TOKENIZER_FORMS)}")
+    return tokenizer.num_ids
 
 
 def precision_of(config: TuneConfig, device: str) -> str:

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import random
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from serve.engine.plan import PromptLogprobs, Sampled, SequenceFault, Start
 from serve.types import SamplingParams, SequenceId
-from serve.worker.batch import SequenceState
+from serve.worker.batch import SequenceState, Supposed
 from serve.worker.sampling.backend import SamplingBackend, TorchSampling
 from serve.worker.sampling.native import NativeSampling
 from serve.worker.sampling.sampler import prompt_logprobs
@@ -34,7 +35,7 @@ def _each_backend(request: pytest.FixtureRequest) -> None:
     _backend = NativeSampling(cpu_kernels()) if request.param == "kernel" else TorchSampling()
 
 
-def sample(logits: Tensor, states: list[SequenceState]) -> Answer:
+def sample(logits: Tensor, states: Sequence[SequenceState | Supposed]) -> Answer:
     return sample_by(logits, states, _backend)
 
 
@@ -219,6 +220,42 @@ def test_a_bad_row_is_a_fault_and_its_neighbours_are_not() -> None:
     assert [s.sequence for s in sampled] == [0]
     assert {f.sequence: "finite" in f.message for f in faults} == {1: True, 2: True, 3: False}
     assert {f.sequence: f.not_finite for f in faults} == {1: True, 2: True, 3: False}
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.8, "seed": 9, "repetition_penalty": 1.4, "frequency_penalty": 0.3}])
+def test_rows_that_suppose_tokens_count_as_far_as_these_are_what_is_chosen(params: dict[str, Any]) -> None:
+    logits = _logits(5)
+    ids: tuple[int, ...] = ()
+    for row in range(4):  # one token after the other
+        [answer], _ = sample(logits[row : row + 1].clone(), [_state(output=ids, logprobs=1, **params)])
+        ids = (*ids, answer.token_id)
+    state = _state(logprobs=1, **params)
+    other = _state(sequence=7)
+    wrong = (ids[0] + 1) % VOCABULARY
+    for proposed, expected in (
+        (ids[:3], ids),
+        ((*ids[:2], wrong), ids[:3]),
+        ((wrong, *ids[1:3]), ids[:1]),
+    ):
+        rows = [state, *(Supposed(state, proposed[: count + 1]) for count in range(3)), other]
+        sampled, faults = sample(logits.clone(), rows)
+        assert tuple(s.token_id for s in sampled if s.sequence == 0) == expected
+        assert [s.sequence for s in sampled[len(expected) :]] == [7]
+        assert all(s.logprob is not None and s.logprob.token_id == s.token_id for s in sampled[: len(expected)])
+        assert not faults
+    assert state.num_output_tokens == 0
+
+
+def test_a_row_that_supposes_a_token_keeps_its_fault_for_the_step_in_which_it_supposes_none() -> None:
+    logits = _logits(3)
+    first = int(logits[0].argmax())
+    logits[1, 4] = math.nan
+    state = _state()
+    rows = [state, Supposed(state, (first,)), Supposed(state, (first, 5))]
+    sampled, faults = sample(logits.clone(), rows)
+    assert ([s.token_id for s in sampled], faults) == ([first], [])
+    sampled, faults = sample(logits[1:].clone(), [state, Supposed(state, (0,))])
+    assert (sampled, len(faults)) == ([], 1), "of a sequence with a fault nothing else is told"
 
 
 def test_logprobs_are_the_models_own_whatever_is_asked_of_the_sampling() -> None:
