@@ -14,13 +14,21 @@ from serve.runtime.gateway import Gateway
 from serve.runtime.state import State
 
 MAX_WATCHERS: Final = 1000
+LIVENESS: Final = "liveness"
+"""The name under which the process itself is asked for, whether or not its model is loaded."""
+_LOOK_SECONDS: Final = 1.0
+"""How often who watches the process's life has it looked at."""
 
 
 class HealthService:
-    """SERVING exactly while the gateway is, for the whole server (``""``) and for each of its services."""
+    """SERVING exactly while the gateway is, for the whole server (``""``) and for each of its services.
+
+    ``liveness`` is SERVING for as long as the process works at all: while it loads, drains and starts ranks again too.
+    """
 
     def __init__(self, gateway: Gateway, services: Iterable[str]) -> None:
-        self._names = frozenset({"", *services})
+        self._gateway = gateway
+        self._names = frozenset({"", LIVENESS, *services})
         self._is_serving = gateway.state is State.SERVING
         self._closed = False
         self._num_watchers = 0
@@ -60,14 +68,15 @@ class HealthService:
                     told = status
                 if self._closed:
                     return
-                await asyncio.shield(change)
+                await asyncio.wait((change,), timeout=_LOOK_SECONDS if request.service == LIVENESS else None)
         finally:
             self._num_watchers -= 1
 
     def _status(self, service: str) -> health_pb2.HealthCheckResponse.ServingStatus:
         if service not in self._names:
             return health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
-        return health_pb2.HealthCheckResponse.SERVING if self._is_serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        is_well = self._gateway.is_live and not self._closed if service == LIVENESS else self._is_serving
+        return health_pb2.HealthCheckResponse.SERVING if is_well else health_pb2.HealthCheckResponse.NOT_SERVING
 
     def _on_state(self, state: State) -> None:
         self._is_serving = state is State.SERVING and not self._closed

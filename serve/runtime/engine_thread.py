@@ -24,6 +24,8 @@ from serve.types import Event, RequestFailed, RequestId, SequenceFinished
 Delivery = tuple[Stream, Event]
 T = TypeVar("T")
 
+STUCK_SECONDS = 30.0
+"""Commands that wait so long while no step is computed mean that the loop hangs."""
 STALLED_WAIT_SECONDS = 0.05
 """How long to wait for a command when the engine has work but none that can be done now."""
 
@@ -60,6 +62,8 @@ class EngineThread:
         """The engine's latest figures; ``None`` before the first engine runs."""
         self.step_started_seconds: float | None = None
         """When the step in progress began; ``None`` between steps."""
+        self._looked_seconds: float | None = None
+        """When the loop last looked at its commands; ``None`` while there is no engine."""
 
     def send(self, command: Command) -> None:
         """Queue a command. Any thread."""
@@ -70,6 +74,13 @@ class EngineThread:
         """Commands the engine thread has not looked at yet. Any thread."""
         return self._commands.qsize()
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the loop hangs in itself; a step that hangs is the supervisor's to see. Any thread."""
+        looked = self._looked_seconds
+        waits = self.backlog > 0 and self.step_started_seconds is None
+        return waits and looked is not None and self._clock() - looked > STUCK_SECONDS
+
     def run(self, engine: Engine, should_leave: Callable[[], bool]) -> None:
         """Serve with ``engine`` until ``should_leave``, which is asked between steps; send ``Wake`` to have it asked now.
 
@@ -78,16 +89,20 @@ class EngineThread:
             Exception: a defect of the engine; treat it the same way.
         """
         self.stats = engine.stats()
-        while True:
-            self._take_commands(engine)
-            if should_leave():
-                return
-            if engine.has_work:
-                self._step(engine)
-            self._tell_swapped(engine)
-            self.stats = engine.stats()
-            self._metrics.engine_advanced(self.stats)
-            self._publish()
+        try:
+            while True:
+                self._take_commands(engine)
+                self._looked_seconds = self._clock()
+                if should_leave():
+                    return
+                if engine.has_work:
+                    self._step(engine)
+                self._tell_swapped(engine)
+                self.stats = engine.stats()
+                self._metrics.engine_advanced(self.stats)
+                self._publish()
+        finally:
+            self._looked_seconds = None
 
     def fail(self, engine: Engine | None, error: RequestError) -> None:
         """End every live request and refuse every queued command with ``error``; the engine is not used again."""

@@ -97,6 +97,11 @@ class Gateway:
     def num_in_flight(self) -> int:
         return len(self._flight)
 
+    @property
+    def is_live(self) -> bool:
+        """Whether the threads behind it run, whatever they do; False means that only a new process helps."""
+        return self._supervisor.is_alive and not self._bridge.is_stuck
+
     def on_state_change(self, callback: Callable[[State], None]) -> None:
         """Call ``callback`` with every state entered from now on, on the loop's thread."""
         self._server.on_change(callback)

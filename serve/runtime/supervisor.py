@@ -96,6 +96,11 @@ class Supervisor:
         self._worker = threading.Thread(target=self._live, name="tessera-engine", daemon=True)
         self._watcher = threading.Thread(target=self._watch, name="tessera-watch", daemon=True)
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether no thread of it has ended or hangs by itself. Any thread."""
+        return all(thread.ident is None or thread.is_alive() for thread in (self._worker, self._watcher))
+
     def start(self) -> None:
         """Begin the first life; returns at once."""
         self._worker.start()
@@ -356,7 +361,7 @@ class Supervisor:
                 self._metrics.heartbeat_ages(life.group.heartbeat_ages())
             cause = life.group.dead_rank()
             if cause is None and life.serving and self._is_step_overdue(life):
-                cause = _with_rank(life.group.hanging_rank(), life.steps.describe())
+                cause = life.steps.cause(life.group.hanging_rank())
         except Exception as defect:
             _log.exception("the ranks cannot be watched")
             return f"{type(defect).__name__} while watching the ranks"
@@ -378,10 +383,6 @@ class Supervisor:
     def _join(thread: threading.Thread, timeout_seconds: float | None) -> None:
         if thread.ident is not None:  # never started: nothing to wait for
             thread.join(timeout_seconds)
-
-
-def _with_rank(rank: int | None, what: str) -> str:
-    return f"the ranks hang: {what}" if rank is None else f"rank {rank} hangs: {what}"
 
 
 def _engine_down() -> EngineDown:

@@ -69,7 +69,10 @@ class Server:
         """The ranks' processes, rank 0 first."""
         ranks = {}
         for child in psutil.Process(self.process.pid).children(recursive=True):
-            name = Path(f"/proc/{child.pid}/comm").read_text().strip()
+            try:
+                name = Path(f"/proc/{child.pid}/comm").read_text().strip()
+            except FileNotFoundError:  # it has ended since
+                continue
             if name.startswith(RANK_NAME):
                 ranks[int(name.removeprefix(RANK_NAME))] = child.pid
         return [ranks[number] for number in sorted(ranks)]

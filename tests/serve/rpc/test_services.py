@@ -10,7 +10,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
+from serve.client import health
 from serve.errors import ConfigError
+from serve.runtime import engine_thread
 from serve.runtime.edition import Edition
 from serve.runtime.state import State
 from serve.v1 import admin_pb2, models_pb2, tokenizer_pb2, types_pb2
@@ -196,6 +198,45 @@ async def test_health_follows_the_engine_and_watch_tells_every_change() -> None:
         await server.gateway.drain()
         assert (await watch.read()).status == NOT_SERVING
         watch.cancel()
+
+
+async def test_the_process_is_live_whatever_its_model_does_until_a_thread_of_it_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(prepare=lambda ranks: ranks.loaded.clear(), wait=False) as server:
+        stub: Any = health_pb2_grpc.HealthStub(server.channel)
+        await server.until(lambda: server.lives)
+        assert (await check(server.channel), await check(server.channel, "liveness")) == (NOT_SERVING, SERVING)
+        server.ranks.loaded.set()
+        await server.gateway.until_serving()
+        server.ranks.kill()
+        await server.until(lambda: len(server.lives) == 2)
+        assert await check(server.channel, "liveness") == SERVING
+        server.ranks.loaded.set()
+        await server.until(lambda: server.gateway.state is State.SERVING)
+        watch = stub.Watch(health_pb2.HealthCheckRequest(service="liveness"))
+        assert (await watch.read()).status == SERVING
+        monkeypatch.setattr(engine_thread, "STUCK_SECONDS", 0.0)
+        monkeypatch.setattr(engine_thread.EngineThread, "backlog", 1)
+        assert (await watch.read()).status == NOT_SERVING
+        assert await check(server.channel, "liveness") == NOT_SERVING
+        assert await check(server.channel) == SERVING
+        monkeypatch.undo()
+        assert (await watch.read()).status == SERVING
+        watch.cancel()
+
+
+async def test_the_command_for_probes_tells_by_its_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    async with serving(prepare=lambda ranks: ranks.loaded.clear(), wait=False) as server:
+        where = ["--address", server.address, "--timeout", "60"]
+        assert await asyncio.to_thread(health.main, where) == 1
+        assert await asyncio.to_thread(health.main, [*where, "--live"]) == 0
+        server.ranks.loaded.set()
+        await server.gateway.until_serving()
+        assert await asyncio.to_thread(health.main, where) == 0
+    assert await asyncio.to_thread(health.main, ["--address", "127.0.0.1:1", "--timeout", "60"]) == 1
+    assert health.main(["--nothing"]) == 2
+    out, err = capsys.readouterr()
+    assert out.split() == ["NOT_SERVING", "SERVING", "SERVING"]
+    assert "127.0.0.1:1: UNAVAILABLE" in err
 
 
 async def test_health_of_an_unknown_service() -> None:
