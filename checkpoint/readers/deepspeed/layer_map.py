@@ -101,6 +101,10 @@ def _by_family(layers: Mapping[int, Mapping[str, Stored]], table: str, num_block
         _embeddings(family, layers, before, named)
         for number in after:
             named[number] = _after(family, layers[number], number)
+        if not any(name.startswith(family.norm) for number in after for name in named[number].values()):
+            raise CheckpointError(
+                table, f"has no layer with the last norm behind its blocks, which end at {blocks[-1]}; {_ASK}"
+            )
         return named
     kinds = ", ".join(family.marker for family in _FAMILIES)
     raise CheckpointError(table, f"is of a pipeline whose blocks are not known (they have none of {kinds}); {_ASK}")

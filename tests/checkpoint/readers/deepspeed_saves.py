@@ -212,7 +212,7 @@ def merged(whole: dict[str, torch.Tensor], alpha: float) -> dict[str, torch.Tens
 class Block(torch.nn.Module):
     """A block of transformers as a pipeline's layer: hidden states in, hidden states out."""
 
-    def __init__(self, block: torch.nn.Module, rotary: torch.nn.Module) -> None:
+    def __init__(self, block: torch.nn.Module, rotary: torch.nn.Module | None) -> None:
         super().__init__()
         self.block = block
         self._rotary = [rotary]
@@ -220,13 +220,34 @@ class Block(torch.nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         places = torch.arange(hidden.shape[1])[None]
         mask = torch.full((hidden.shape[1],) * 2, -1e9).triu(1)[None, None].to(hidden.dtype)
-        out = self.block(hidden, attention_mask=mask, position_embeddings=self._rotary[0](hidden, places))
+        rotary = self._rotary[0]
+        positions = {} if rotary is None else {"position_embeddings": rotary(hidden, places)}
+        out = self.block(hidden, attention_mask=mask, **positions)
         return out[0] if isinstance(out, tuple) else out
 
 
-def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Embedding, blocks in a wrapper, last norm and head."""
+class Embeddings(torch.nn.Module):
+    """GPT-2's two, of tokens and of positions, the first of which is the head too."""
+
+    def __init__(self, wte: torch.nn.Module, wpe: torch.nn.Module) -> None:
+        super().__init__()
+        self.wte, self.wpe = wte, wpe
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.wte(ids) + self.wpe(torch.arange(ids.shape[1]))
+
+
+def layers_of(model: torch.nn.Module) -> list[Any]:
+    """Embedding, blocks in a wrapper, last norm and head; a head that is tied has no file."""
     base = model.base_model
+    if model.config.model_type == "gpt2":
+        from deepspeed.pipe import TiedLayerSpec
+
+        ends = [
+            TiedLayerSpec("embed", Embeddings, base.wte, base.wpe, forward_fn=forward_fn, tied_weight_attr=["wte.weight"])
+            for forward_fn in (None, lambda embeddings, hidden: hidden @ embeddings.wte.weight.T)
+        ]
+        return [ends[0], *(Block(block, None) for block in base.h), base.ln_f, ends[1]]
     blocks = [Block(block, base.rotary_emb) for block in base.layers]
     norm = base.final_layer_norm if model.config.model_type == "gpt_neox" else base.norm
     return [model.get_input_embeddings(), *blocks, norm, model.get_output_embeddings()]
@@ -242,7 +263,7 @@ def pipeline(config: dict[str, Any]) -> Callable[[Path], None]:
         from deepspeed.pipe import PipelineModule
 
         model = make(config)
-        whole = {name: value.clone() for name, value in model.state_dict().items()}
+        whole = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         with torch.no_grad():
             logits = model(input_ids=torch.tensor(IDS)).logits
         module = PipelineModule(layers=layers_of(model), num_stages=2, loss_fn=loss, partition_method="uniform")
@@ -286,7 +307,7 @@ def tensor_parallel(config: dict[str, Any], stage: int) -> Callable[[Path], None
         from deepspeed import tp_model_init
 
         model = make(config)
-        whole = {name: value.clone() for name, value in model.state_dict().items()}
+        whole = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         with torch.no_grad():
             logits = model(input_ids=torch.tensor(IDS)).logits
         model = tp_model_init(model, tp_size=2, dtype=torch.float32)
@@ -312,6 +333,7 @@ CASES: dict[str, Callable[[Path], None]] = {
     "universal3-lora": adapted(3, convert=True),
     "pipeline": pipeline(LLAMA),
     "pipeline-neox": pipeline(NEOX),
+    "pipeline-gpt2": pipeline(GPT2),
     "universal3": universal3,
     "universal2": universal2,
     "parallel-llama": tensor_parallel(LLAMA, 1),

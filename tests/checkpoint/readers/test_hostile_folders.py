@@ -100,6 +100,11 @@ def one_stage(root: Path) -> None:
     torch.save({"module": None, "mp_world_size": 2}, stage.with_name("mp_rank_00_model_states.pt"))
 
 
+def no_last_norm(root: Path) -> None:
+    for number in (5, 6):
+        next(root.glob(f"*/layer_{number:02d}-model_states.pt")).unlink()
+
+
 @pytest.mark.parametrize(
     ("layout", "change", "rule"),
     [
@@ -108,6 +113,7 @@ def one_stage(root: Path) -> None:
         ("hf", many_keys, "key '299999' is given twice"),
         ("hf", many_sizes, "list of counts, at most 16"),
         ("hf", many_dimensions, "list of counts, at most 16"),
+        ("pipeline", no_last_norm, "has no layer with the last norm behind its blocks"),
         ("pipeline", one_stage, "there are 2 stages; the folder has the files of 1"),
     ],
 )

@@ -23,7 +23,9 @@ def finish_of(events: list[Event], name: str, index: int = 0) -> SequenceFinishe
     return found
 
 
-def expect_each_token_made_by_the_weights_told(events: list[Event], request: Generation, index: int = 0) -> None:
+def expect_each_token_made_by_the_weights_told(
+    events: list[Event], request: Generation, index: int = 0, *, vocab_size: int = 1000
+) -> None:
     """The sequence's tokens are, from each exchange on, what those weights give after all tokens before."""
     ids = ids_of(events, request.request_id, index)
     finish = finish_of(events, request.request_id, index)
@@ -34,7 +36,7 @@ def expect_each_token_made_by_the_weights_told(events: list[Event], request: Gen
         weights = (made.checkpoint_step or 0) // 10
         known = (*request.prompt_ids, *ids[: made.first_token])
         # The seed of the fake model stands for all that sampling depends on.
-        expected = expected_tokens(known, end - made.first_token, index=index, weights=weights)
+        expected = expected_tokens(known, end - made.first_token, index=index, weights=weights, vocab_size=vocab_size)
         assert ids[made.first_token : end] == expected
 
 
@@ -149,9 +151,12 @@ def test_a_request_that_is_aborted_while_it_is_set_aside_is_gone() -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_random_exchanges_under_random_requests_lose_and_mix_up_nothing(seed: int) -> None:
+    """Every other time texts repeat themselves by chance, and tokens are proposed."""
     rng = random.Random(seed)
-    facts = fake_facts(num_blocks=rng.choice((24, 64)))
-    engine = make_engine(facts, max_num_seqs=rng.choice((2, 8)), max_step_tokens=rng.choice((8, 64)))
+    speculates, vocab_size = seed % 2, 3 if seed % 2 else 1000
+    facts = fake_facts(num_blocks=rng.choice((24, 64)), vocab_size=vocab_size)
+    limits = {"max_num_seqs": rng.choice((2, 8)), "max_step_tokens": rng.choice((8, 64)), "speculative_tokens": 4 * speculates}
+    engine = make_engine(facts, **limits)
     requests: list[Generation] = []
     events: list[Event] = []
     number, under_way = 0, False
@@ -173,7 +178,8 @@ def test_random_exchanges_under_random_requests_lose_and_mix_up_nothing(seed: in
     assert not any(isinstance(event, RequestFailed) for event in events)
     for request in requests:
         for index in range(request.num_sequences):
-            expect_each_token_made_by_the_weights_told(events, request, index)
+            expect_each_token_made_by_the_weights_told(events, request, index, vocab_size=vocab_size)
             if request.pin_weights:
                 assert len(finish_of(events, request.request_id, index).made_by) == 1
     assert engine.stats().kv_blocks_used == 0
+    assert (engine.stats().accepted_tokens > 0) == bool(speculates)
