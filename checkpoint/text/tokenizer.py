@@ -17,7 +17,8 @@ from checkpoint.disk.folder import Folder, parse_object
 from checkpoint.errors import CheckpointError
 from checkpoint.model.config import shown
 from checkpoint.text.sentencepiece import is_plain_bpe, open_sentencepiece
-from checkpoint.text.tiktoken import NAMED, open_tiktoken, read_tiktoken
+from checkpoint.text.tiktoken import open_tiktoken
+from checkpoint.text.tiktoken_file import NAMED, read_tiktoken
 from checkpoint.text.tokenizer_class import apply_class_pipeline, tokenizer_class
 from checkpoint.text.tokenizer_files import (
     ADDED_TOKENS,

@@ -8,7 +8,7 @@ from typing import Any
 from checkpoint.disk.folder import Folder
 from checkpoint.errors import CheckpointError
 from checkpoint.text.sentencepiece_file import read_pieces
-from checkpoint.text.tiktoken import read_tiktoken
+from checkpoint.text.tiktoken_file import read_tiktoken
 from checkpoint.text.tokenizer_files import ADDED_TOKENS, SENTENCE_PIECE, VOCABULARY
 
 

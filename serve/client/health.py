@@ -21,9 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0 for SERVING; 1 for anything else, also where nothing answers in time; 2 for usage.
     """
-    parser = argparse.ArgumentParser(
-        prog="tessera-health", description="Ask a server for its health: exit code 0 if well."
-    )
+    parser = argparse.ArgumentParser(prog="tessera-health", description="Ask a server for its health: exit code 0 if well.")
     parser.add_argument("--address", default=DEFAULT_ADDRESS, help=f"HOST:PORT or unix:PATH ({DEFAULT_ADDRESS})")
     parser.add_argument(
         "--live", action="store_true", help="whether the process works at all, and not whether it serves: for liveness probes"

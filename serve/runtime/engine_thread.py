@@ -89,6 +89,7 @@ class EngineThread:
             Exception: a defect of the engine; treat it the same way.
         """
         self.stats = engine.stats()
+        self._looked_seconds = self._clock()
         try:
             while True:
                 self._take_commands(engine)

@@ -12,7 +12,7 @@ from transformers.convert_slow_tokenizer import TikTokenConverter
 from checkpoint import CheckpointError
 from checkpoint.disk.folder import Folder
 from checkpoint.readers.surroundings import tokenizer_at
-from checkpoint.text import tiktoken
+from checkpoint.text import tiktoken_file
 from checkpoint.text.tokenizer import Tokenizer, read_tokenizer
 from checkpoint.text.vocabulary import id_of, tokenizer_vocab_size
 from finetune.data.tokenizer import copy_tokenizer, open_tokenizer
@@ -24,12 +24,12 @@ TEXT = "The quick brown fox's naïve café\n\n  def f(x1234):\treturn 'I'LL'   �
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """Every byte, and what a small tokenizer joins, in its order."""
-    letters = {letter: byte for byte, letter in enumerate(tiktoken._spelled_bytes())}
+    letters = {letter: byte for byte, letter in enumerate(tiktoken_file._spelled_bytes())}
     vocab = sorted(tokenizer().get_vocab(with_added_tokens=False).items(), key=lambda item: item[1])
     joined = [bytes(letters[letter] for letter in piece) for piece, _ in vocab if len(piece) > 1 and set(piece) <= set(letters)]
     shuffled = [bytes([byte]) for byte in range(256)]
     random.Random(3).shuffle(shuffled)
-    monkeypatch.setattr(tiktoken, "LLAMA_3_TOKENS", 256 + len(joined))
+    monkeypatch.setattr(tiktoken_file, "LLAMA_3_TOKENS", 256 + len(joined))
     return shuffled + joined
 
 
@@ -48,7 +48,7 @@ def test_it_has_the_ids_of_transformers_converter(tmp_path: Path, ranks: list[by
     write(tmp_path / "tokenizer.model", ranks)
     found = opened(Folder(tmp_path))
     monkeypatch.setattr(TikTokenConverter, "load_tiktoken_bpe", staticmethod(lambda _: {t: r for r, t in enumerate(ranks)}))
-    want = TikTokenConverter(vocab_file="", extra_special_tokens=tiktoken._special_tokens()).converted()
+    want = TikTokenConverter(vocab_file="", extra_special_tokens=tiktoken_file._special_tokens()).converted()
     draw = random.Random(1)
     texts = [TEXT, *("".join(draw.choices(TEXT, k=40)) for _ in range(200))]
     for text in texts:
@@ -77,7 +77,7 @@ def test_it_may_have_any_name_where_it_is_given(tmp_path: Path, ranks: list[byte
 
 
 def test_the_special_tokens_are_256_and_those_that_are_known_have_their_places() -> None:
-    found = tiktoken._special_tokens()
+    found = tiktoken_file._special_tokens()
     assert len(set(found)) == 256
     assert found[:12] == [
         "<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|reserved_special_token_1|>",
