@@ -253,7 +253,17 @@ class RpcConfig:
     """``auto`` is on for a loopback host, off elsewhere; or ``on``, ``off``."""
 
     insecure_public: bool = False
-    """Must be set to bind a host that is not loopback: there is no TLS or token in front of it."""
+    """Must be set to bind a host that is not loopback: there are no tokens, and metrics are plain."""
+
+    tls_cert: str = ""
+    """The server's certificate with its chain, in PEM: the gRPC ports speak TLS, the metrics port does not. Read again when
+    the file changes."""
+
+    tls_key: str = ""
+    """The key of ``tls_cert``, in PEM, without a password."""
+
+    tls_client_ca: str = ""
+    """Certificates in PEM; only clients that show one signed by these are answered."""
 
     max_message_bytes: int = 8 * 1024 * 1024
     """Largest request message; larger ones are refused by gRPC before they are decoded, and without a word about the field."""
@@ -294,11 +304,21 @@ class RpcConfig:
             # gRPC counts in milliseconds of 31 bits.
             _require(1 <= getattr(self, name) <= 2_000_000, f"rpc.{name}", getattr(self, name), "lie between 1 and 2000000")
         _require_positive("rpc.slow_reader_seconds", self.slow_reader_seconds)
+        _require(bool(self.tls_cert) == bool(self.tls_key), "rpc.tls_cert", self.tls_cert, "be given together with rpc.tls_key")
+        _require(
+            not self.tls_client_ca or bool(self.tls_cert), "rpc.tls_client_ca", self.tls_client_ca, "be given with rpc.tls_cert"
+        )
+        _require(
+            not self.tls_cert or not self.host.startswith("unix:"),
+            "rpc.tls_cert",
+            self.tls_cert,
+            "not be given with a unix: rpc.host, which is guarded by the socket's folder",
+        )
         _require(
             self.is_loopback or self.insecure_public,
             "rpc.host",
             self.host,
-            "be a loopback address unless rpc.insecure_public is set: the port carries no TLS and no token",
+            "be a loopback address unless rpc.insecure_public is set: there are no tokens, and metrics are plain",
         )
 
     @property

@@ -17,6 +17,7 @@ from serve.errors import ConfigError
 from serve.metrics import Metrics
 from serve.rpc.admin_service import AdminService
 from serve.rpc.bounds import request_bounds
+from serve.rpc.certificates import Certificates
 from serve.rpc.hang_up import hang_up
 from serve.rpc.health import HealthService
 from serve.rpc.methods import Calls, bind
@@ -77,11 +78,15 @@ class RpcServer:
         """
         Args:
             clock: monotonic seconds, the same clock as the engine's.
+
+        Raises:
+            ConfigError: the files of ``rpc.tls_*`` cannot be used.
         """
         self._gateway = gateway
         self._metrics = metrics
         self._config = config
         self._clock = clock
+        self._certificates = Certificates(config.rpc) if config.rpc.tls_cert else None
         self._servers: dict[str, grpc.aio.Server] = {}  # by the address that was bound
         self._calls = Calls()
         self._health: HealthService | None = None
@@ -143,7 +148,7 @@ class RpcServer:
         if _has_reflection(self._config.rpc):
             handlers += reflection_handlers(_names([*servicers, HEALTH]), self._calls)
         server.add_generic_rpc_handlers(handlers)
-        bound = _bind(server, field, address)
+        bound = _bind(server, field, address, self._certificates)
         await server.start()
         self._servers[bound] = server
         return bound
@@ -178,11 +183,14 @@ def _address(rpc: RpcConfig) -> str:
     return f"{host}:{rpc.port}"
 
 
-def _bind(server: grpc.aio.Server, field: str, address: str) -> str:
+def _bind(server: grpc.aio.Server, field: str, address: str, certificates: Certificates | None) -> str:
     if address.startswith("unix:"):
         _require_free(field, address.removeprefix("unix:").removeprefix("//"))
     try:
-        port = server.add_insecure_port(address)
+        if certificates is None or address.startswith("unix:"):
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, certificates.credentials)
     except RuntimeError as error:
         port = 0
         cause: Exception | None = error

@@ -1,0 +1,102 @@
+"""TLS on the gRPC port: who gets in, and what happens when the files change."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+
+from serve.config import RpcConfig
+from serve.errors import ConfigError
+from serve.rpc.certificates import Certificates
+from serve.rpc.server import _bind
+
+
+def make_pair(folder: Path, name: str) -> tuple[Path, Path]:
+    certificate, key = folder / f"{name}.pem", folder / f"{name}.key"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2",
+         "-subj", f"/CN={name}", "-addext", "subjectAltName=DNS:localhost", "-keyout", str(key), "-out", str(certificate)],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    return certificate, key
+
+
+@contextmanager
+def stub(port: str, roots: Path, client: tuple[Path, Path] | None = None) -> Iterator[grpc.aio.UnaryUnaryMultiCallable]:
+    pair = {} if client is None else {"certificate_chain": client[0].read_bytes(), "private_key": client[1].read_bytes()}
+    credentials = grpc.ssl_channel_credentials(roots.read_bytes(), **pair)
+    channel = grpc.aio.secure_channel(
+        port.replace("127.0.0.1", "localhost"), credentials, [("grpc.use_local_subchannel_pool", 1)]
+    )
+    yield channel.unary_unary("/test/Echo")
+
+
+async def start(rpc: RpcConfig) -> tuple[grpc.aio.Server, str]:
+    async def echo(request: bytes, context: object) -> bytes:
+        return request
+
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler("test", {"Echo": grpc.unary_unary_rpc_method_handler(echo)}),)
+    )
+    bound = _bind(server, "rpc.port", "127.0.0.1:0", Certificates(rpc))
+    await server.start()
+    return server, bound
+
+
+async def test_new_files_are_served_from_the_next_connection_on_and_broken_ones_are_not(tmp_path, caplog):
+    certificate, key = make_pair(tmp_path, "server")
+    second, second_key = make_pair(tmp_path, "second")
+    old = tmp_path / "old.pem"
+    old.write_bytes(certificate.read_bytes())
+    server, port = await start(RpcConfig(tls_cert=str(certificate), tls_key=str(key)))
+    try:
+        with stub(port, old) as first:
+            assert await first(b"a", timeout=20) == b"a"
+            certificate.write_bytes(second.read_bytes())  # with the key of the one before
+            with caplog.at_level(logging.ERROR), stub(port, old) as one, stub(port, old) as other:
+                assert await one(b"b", timeout=20) == b"b"
+                assert await other(b"b", timeout=20) == b"b"
+            assert sum("go on being served" in record.message for record in caplog.records) == 1
+            key.write_bytes(second_key.read_bytes())
+            with stub(port, second) as new:
+                assert await new(b"c", timeout=20) == b"c"
+            assert await first(b"d", timeout=20) == b"d"
+    finally:
+        await server.stop(0)
+
+
+async def test_without_a_certificate_of_the_client_ca_nobody_gets_in(tmp_path):
+    certificate, key = make_pair(tmp_path, "server")
+    friend, stranger = make_pair(tmp_path, "friend"), make_pair(tmp_path, "stranger")
+    server, port = await start(RpcConfig(tls_cert=str(certificate), tls_key=str(key), tls_client_ca=str(friend[0])))
+    try:
+        with stub(port, certificate, friend) as call:
+            assert await call(b"a", timeout=20) == b"a"
+        for client in (None, stranger):
+            with stub(port, certificate, client) as call, pytest.raises(grpc.aio.AioRpcError) as refused:
+                await call(b"a", timeout=20)
+            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    finally:
+        await server.stop(0)
+
+
+def test_a_key_of_another_certificate_is_refused_at_the_start(tmp_path):
+    certificate, _ = make_pair(tmp_path, "server")
+    _, key = make_pair(tmp_path, "second")
+    with pytest.raises(ConfigError, match="must be a certificate and its key"):
+        Certificates(RpcConfig(tls_cert=str(certificate), tls_key=str(key)))
+
+
+def test_a_certificate_without_its_key_is_refused():
+    with pytest.raises(ConfigError, match=r"rpc\.tls_cert"):
+        RpcConfig(tls_cert="a.pem")
+    with pytest.raises(ConfigError, match=r"rpc\.tls_client_ca"):
+        RpcConfig(tls_client_ca="a.pem")
