@@ -307,7 +307,7 @@ def tensor_parallel(config: dict[str, Any], stage: int) -> Callable[[Path], None
         from deepspeed import tp_model_init
 
         model = make(config)
-        whole = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        whole = {name: value.clone() for name, value in model.state_dict().items()}
         with torch.no_grad():
             logits = model(input_ids=torch.tensor(IDS)).logits
         model = tp_model_init(model, tp_size=2, dtype=torch.float32)
