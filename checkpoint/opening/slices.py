@@ -22,7 +22,7 @@ CHUNK_BYTES = 16 << 20
 """Of a tensor that is computed, at most so much at once. The scratch of it is at most four times this."""
 
 CAST_BYTES = 1 << 20
-"""Size of the buffer for casts, copies to a device and changes of order: what is read stays in the core's cache until it is cast."""
+"""Size of the buffer for casts, copies to a device and changes of order: so little stays in a core's cache until it is cast."""
 
 _GROUP = 32
 """Numbers of MXFP4 that share a scale."""

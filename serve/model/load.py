@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -282,7 +282,7 @@ class Filling:
 
 
 class Maker(Protocol):
-    """Makes of a linear layer, its weight [O, I] and its bias [O] what computes it; ``None`` where its ``forward`` is as good."""
+    """Makes of a linear layer's weight [O, I] and bias [O] what computes it; ``None`` where its ``forward`` is as good."""
 
     @property
     def copies(self) -> bool:

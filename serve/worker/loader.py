@@ -46,7 +46,7 @@ from serve.worker.complete import (
 from serve.worker.finite import check_weights
 from serve.worker.kv_cache import GIB, allocate, block_bytes, choose_memory, choose_num_blocks
 from serve.worker.parallel import Ranks, shard, vocabulary_widths
-from serve.worker.products import activations, ProductMaker
+from serve.worker.products import ProductMaker, activations
 from serve.worker.sampling.backend import SamplingBackend
 from serve.worker.sampling.sampler import choose_sampling
 

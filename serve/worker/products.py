@@ -25,9 +25,7 @@ class ProductMaker:
     A packed layer takes over the activation that follows it; ``None`` where the layer's own ``forward`` is as good.
     """
 
-    def __init__(
-        self, packer: Packer | None, ranks: Ranks, followed: dict[nn.Module, tuple[nn.Module, str]]
-    ) -> None:
+    def __init__(self, packer: Packer | None, ranks: Ranks, followed: dict[nn.Module, tuple[nn.Module, str]]) -> None:
         self._packer, self._ranks, self._followed = packer, ranks, followed
         self._taken_over: dict[nn.Module, str] = {}
 
