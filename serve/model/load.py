@@ -21,7 +21,7 @@ from serve.model.checks import check_rope, check_switches
 from serve.model.experts import Stack, stacks_of, stored_name
 from serve.model.families import Family, as_configured, family_of
 from serve.model.linear import Matmul, Product
-from serve.model.pretrained import initialise, new_model, vocabulary_rows
+from serve.model.pretrained import initialise, new_model_on_meta, vocabulary_rows
 from serve.model.shards import ShardOf
 
 
@@ -89,9 +89,8 @@ def build_on_meta(checkpoint: Checkpoint, family: Family, config: PretrainedConf
         ConfigError: config.json describes no possible model, or the tensors are not those of the model it describes.
     """
     try:
-        with torch.device("meta"):
-            # Eager first: GPT-J and GPT-Neo know no other name while they are built.
-            model = new_model(config, dtype, attention="eager")
+        # Eager first: GPT-J and GPT-Neo know no other name while they are built.
+        model = new_model_on_meta(config, dtype, attention="eager")
     except Exception as error:
         raise ConfigError(f"config.json describes no model that can be built: {_one_line(error)}") from error
     model.config._attn_implementation = INTERFACE_NAME
@@ -380,7 +379,8 @@ def _fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
             module._buffers["bias"] = None
             continue
         for name in missing:
-            module._buffers[name] = torch.empty_like(module.get_buffer(name), device=device)
+            unset = module.get_buffer(name)
+            module._buffers[name] = torch.empty(unset.shape, dtype=unset.dtype, device=device)
         with _without_parameters(module):
             initialise(model, module)
 
@@ -390,7 +390,7 @@ def _without_parameters(module: nn.Module) -> Iterator[None]:
     """Within, what is written to the module's own parameters is written nowhere: initialisers draw new ones."""
     own = {name: value for name, value in module._parameters.items() if value is not None}
     for name, value in own.items():
-        module._parameters[name] = nn.Parameter(torch.empty_like(value, device="meta"), requires_grad=False)
+        module._parameters[name] = nn.Parameter(torch.empty(value.shape, dtype=value.dtype, device="meta"), requires_grad=False)
     try:
         yield
     finally:
