@@ -46,7 +46,7 @@ from serve.worker.complete import (
 from serve.worker.finite import check_weights
 from serve.worker.kv_cache import GIB, allocate, block_bytes, choose_memory, choose_num_blocks
 from serve.worker.parallel import Ranks, shard, vocabulary_widths
-from serve.worker.products import activations, product_maker
+from serve.worker.products import ProductMaker, activations
 from serve.worker.sampling.backend import SamplingBackend
 from serve.worker.sampling.sampler import choose_sampling
 
@@ -235,7 +235,7 @@ def _read_weights(
         torch.cuda.set_device(device)
     kernels = _load_kernels(config.kernels.cache_dir, ranks.rank, device, dtype)
     linear, packer = _choose_linear(config.model, device, dtype, kernels)
-    filler = Filler(model, shards, device, product_maker(packer, ranks, activations(model, plan.family)))
+    filler = Filler(model, shards, device, ProductMaker(packer, ranks, activations(model, plan.family)))
     filler.fill(checkpoint, plan.blueprint)
     watch.lap("weights")
     return kernels, linear, filler

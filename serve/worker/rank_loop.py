@@ -84,6 +84,7 @@ def _load(
     try:
         import torch
 
+        import serve.worker.lean_imports  # noqa: F401  # before what it imports for the others
         from serve.worker.canary import check_forward
         from serve.worker.exchange import Exchange
         from serve.worker.loader import Stopwatch, load_rank
