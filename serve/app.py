@@ -136,7 +136,8 @@ async def serve(
 
     # Build.
     edition = open_edition(config)
-    metrics = Metrics(version=version, num_ranks=config.model.tensor_parallel_size)
+    served = config.model
+    metrics = Metrics(version=version, num_ranks=served.tensor_parallel_size, model_name=served.served_name)
 
     # Wire.
     gateway = Gateway(
@@ -292,6 +293,7 @@ def ready_line(config: ServerConfig, facts: ModelFacts | None, address: str, met
     return (
         f"tessera ready grpc={address} metrics={metrics_url} model={config.model.served_name} "
         f"tp={config.model.tensor_parallel_size} dtype={facts.dtype} kv_blocks={facts.num_blocks}"
+        + ("" if facts.checkpoint_step is None else f" step={facts.checkpoint_step}")
     )
 
 

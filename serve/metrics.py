@@ -7,7 +7,7 @@ of the process, whatever happens to the engine.
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from prometheus_client import (
@@ -21,6 +21,8 @@ from prometheus_client import (
     generate_latest,
     make_wsgi_app,
 )
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
 from host import endpoint
 from host.endpoint import MetricsEndpoint
@@ -81,15 +83,18 @@ STEP_TOKENS: Final = tuple(float(2**exponent) for exponent in range(15))
 class Metrics:
     """Owns the registry and every series in it. May be called from any thread."""
 
-    def __init__(self, *, version: str, num_ranks: int) -> None:
+    def __init__(self, *, version: str, num_ranks: int, model_name: str = "") -> None:
         """Make all series, at zero.
 
         Args:
             version: of the package, for ``build_info``.
             num_ranks: how many values the label ``rank`` has.
+            model_name: the name clients see, which every series bears where it is shown.
         """
         disable_created_metrics()  # type: ignore[no-untyped-call]  # prometheus_client leaves it unannotated
         self.registry = CollectorRegistry()
+        """The series without ``model_name``, which is put on as they are shown: what counts pays nothing for it."""
+        self._shown = _Named(self.registry, model_name)
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
         self._make_request_series()
@@ -288,7 +293,7 @@ class Metrics:
 
     def exposition(self) -> str:
         """Everything in Prometheus' text format."""
-        return generate_latest(self.registry).decode()
+        return generate_latest(self._shown).decode()
 
     def listen(self, host: str, port: int) -> MetricsEndpoint:
         """Serve the registry over HTTP on a thread of its own.
@@ -298,9 +303,30 @@ class Metrics:
         """
         bare_host = "127.0.0.1" if host.startswith("unix:") else host.strip("[]")
         try:
-            return endpoint.listen(make_wsgi_app(self.registry), bare_host, port)
+            return endpoint.listen(make_wsgi_app(self._shown), bare_host, port)
         except OSError as error:
             raise ConfigError(f"rpc.metrics_port: cannot listen on {bare_host}:{port}: {error.strerror or error}") from error
+
+
+class _Named(CollectorRegistry):
+    """Another registry as it is shown: every sample says whose it is."""
+
+    def __init__(self, registry: Collector, model_name: str) -> None:
+        super().__init__()
+        self._registry: Any = registry
+        self._model_name = model_name
+
+    def collect(self) -> Iterable[Metric]:
+        """The other registry's families, made anew for whoever asks."""
+        for family in self._registry.collect():
+            family.samples = [
+                sample._replace(labels={**sample.labels, "model_name": self._model_name}) for sample in family.samples
+            ]
+            yield family
+
+    def restricted_registry(self, names: Iterable[str]) -> Any:
+        """Of the other registry, the series of these names alone."""
+        return _Named(self._registry.restricted_registry(names), self._model_name)
 
 
 def _make_all(family: Any, values: Sequence[str]) -> None:

@@ -68,7 +68,7 @@ def stats(**changed: object) -> EngineStats:
 
 @pytest.fixture
 def metrics() -> Metrics:
-    return Metrics(version="1.2.3", num_ranks=2)
+    return Metrics(version="1.2.3", num_ranks=2, model_name="mine")
 
 
 def value(metrics: Metrics, name: str, **labels: str) -> float:
@@ -98,11 +98,25 @@ def test_every_label_set_exists_from_the_start(metrics: Metrics) -> None:
         assert value(metrics, "model_load_seconds", phase=phase) == 0
 
 
+def test_every_series_bears_the_name_of_the_model(metrics: Metrics) -> None:
+    metrics.engine_started(stats(), FACTS, model="mine")
+    lines = [line for line in metrics.exposition().splitlines() if not line.startswith("#")]
+    assert len(lines) > 500
+    assert [line for line in lines if 'model_name="mine"' not in line] == []
+    endpoint = metrics.listen("127.0.0.1", 0)
+    try:  # what asks for a few series alone gets those, named too
+        with urllib.request.urlopen(f"{endpoint.url}?name[]=tessera_engine_up", timeout=10) as response:
+            shown = [line for line in response.read().decode().splitlines() if not line.startswith("#")]
+    finally:
+        endpoint.close()
+    assert shown == ['tessera_engine_up{model_name="mine"} 1.0']
+
+
 def test_histograms_of_seconds_start_at_one_millisecond(metrics: Metrics) -> None:
     text = metrics.exposition()
     for name in sorted(NAMES):
         if f"# TYPE tessera_{name} histogram" in text and name.endswith("_seconds"):
-            first = re.search(rf'tessera_{name}_bucket{{le="([^"]+)"}}', text)
+            first = re.search(rf'tessera_{name}_bucket{{le="([^"]+)",', text)
             assert first is not None
             assert float(first[1]) == 0.001, name
 
@@ -175,7 +189,7 @@ def test_the_endpoint_answers_on_loopback_and_its_port_cannot_be_shared(metrics:
     endpoint = metrics.listen("127.0.0.1", 0)
     try:
         with urllib.request.urlopen(endpoint.url, timeout=10) as response:
-            assert "tessera_engine_up 0.0" in response.read().decode()
+            assert 'tessera_engine_up{model_name="mine"} 0.0' in response.read().decode()
         port = int(endpoint.address.rpartition(":")[2])
         with pytest.raises(ConfigError, match=f"rpc.metrics_port: cannot listen on 127.0.0.1:{port}: Address already in use"):
             metrics.listen("127.0.0.1", port)
