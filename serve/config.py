@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
 from serve.errors import ConfigError
 from serve.naming import own_name
