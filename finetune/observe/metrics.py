@@ -36,6 +36,7 @@ class TrainMetrics:
         self._skipped = self._counter("skipped_steps", "Steps skipped because something was not finite.", "cause")
         self._spikes = self._counter("loss_spikes", "Loss spikes seen.")
         self._saves = self._counter("saves", "Saves made.")
+        self._saved_at = self._gauge("last_save_timestamp_seconds", "When the last save ended, or, before one, the run began.")
         self._step_seconds = self._histogram("step_seconds", "Duration of one optimizer step.")
         self._save_seconds = self._histogram("save_seconds", "Duration of one save.")
         for cause in _SKIP_CAUSES:
@@ -54,6 +55,7 @@ class TrainMetrics:
         """A run is about to train from ``step`` to ``steps``."""
         self._step.set(step)
         self._steps.set(steps)
+        self._saved_at.set_to_current_time()
 
     def stepped(self, step: int, *, loss: float, rate: float, grad_norm: float, tokens: int, seconds: float) -> None:
         """One step was taken."""
@@ -81,6 +83,7 @@ class TrainMetrics:
 
     def saved(self, seconds: float) -> None:
         self._saves.inc()
+        self._saved_at.set_to_current_time()
         self._save_seconds.observe(seconds)
 
     def spiked(self) -> None:

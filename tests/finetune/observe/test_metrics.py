@@ -6,6 +6,7 @@ import contextlib
 import re
 import socket
 import threading
+import time
 import urllib.request
 from pathlib import Path
 
@@ -29,6 +30,7 @@ FROZEN = {
     "tessera_train_skipped_steps_total": "counter",
     "tessera_train_loss_spikes_total": "counter",
     "tessera_train_saves_total": "counter",
+    "tessera_train_last_save_timestamp_seconds": "gauge",
     "tessera_train_step_seconds": "histogram",
     "tessera_train_save_seconds": "histogram",
 }
@@ -101,3 +103,14 @@ def test_a_port_in_use_is_named() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"log.metrics_port is {port}"):
             TrainMetrics().listen(port)
+
+
+def test_the_last_save_is_dated_from_the_beginning_on() -> None:
+    metrics, before = TrainMetrics(), time.time()
+    metrics.began(step=0, steps=10)
+    began = metrics.registry.get_sample_value("tessera_train_last_save_timestamp_seconds")
+    metrics.saved(1.0)
+    saved = metrics.registry.get_sample_value("tessera_train_last_save_timestamp_seconds")
+    assert began is not None
+    assert saved is not None
+    assert before - 1.0 <= began <= saved <= time.time() + 1.0
