@@ -70,6 +70,7 @@ imports: $(STAMP) ## who may import whom, and that what is drawn and listed from
 	@$(VENV)/bin/lint-imports >$(VENV)/imports.log 2>&1 || { cat $(VENV)/imports.log >&2; exit 1; }
 	@$(PY) docs/rooms.py --check
 	@$(PY) docs/families.py --check
+	@$(PY) deploy/grafana/dashboards.py --check
 	@echo "imports: every contract kept"
 
 proto: $(STAMP) ## generate serve/v1 from protos/
@@ -78,9 +79,10 @@ proto: $(STAMP) ## generate serve/v1 from protos/
 proto-check: $(STAMP) ## prove that serve/v1 is what protos/ generates
 	@$(PY) protos/generate.py --check
 
-pictures: $(STAMP) ## draw docs/rooms.svg and the table of docs/families.md from the code as it is
+pictures: $(STAMP) ## draw docs/rooms.svg, the table of docs/families.md and the dashboards from the code as it is
 	@$(PY) docs/rooms.py
 	@$(PY) docs/families.py
+	@$(PY) deploy/grafana/dashboards.py
 
 bench: $(STAMP) ## tokens per second beside transformers, on this machine's CPU
 	@$(PY) -m benchmarks.serving

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from prometheus_client import (
@@ -22,11 +22,10 @@ from prometheus_client import (
     generate_latest,
     make_wsgi_app,
 )
-from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
 
 from host import endpoint
 from host.endpoint import MetricsEndpoint
+from host.exposition import NamedRegistry
 from serve.engine.executor import ModelFacts
 from serve.engine.stats import EngineStats
 from serve.engine.swap import Swapped
@@ -95,7 +94,7 @@ class Metrics:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # prometheus_client leaves it unannotated
         self.registry = CollectorRegistry()
         """The series without ``model_name``, which is put on as they are shown: what counts pays nothing for it."""
-        self._shown = _Named(self.registry, model_name)
+        self._shown = NamedRegistry(self.registry, model_name)
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
         self._make_request_series()
@@ -344,27 +343,6 @@ class Metrics:
             return endpoint.listen(make_wsgi_app(self._shown), bare_host, port)
         except OSError as error:
             raise ConfigError(f"rpc.metrics_port: cannot listen on {bare_host}:{port}: {error.strerror or error}") from error
-
-
-class _Named(CollectorRegistry):
-    """Another registry as it is shown: every sample says whose it is."""
-
-    def __init__(self, registry: Collector, model_name: str) -> None:
-        super().__init__()
-        self._registry: Any = registry
-        self._model_name = model_name
-
-    def collect(self) -> Iterable[Metric]:
-        """The other registry's families, made anew for whoever asks."""
-        for family in self._registry.collect():
-            family.samples = [
-                sample._replace(labels={**sample.labels, "model_name": self._model_name}) for sample in family.samples
-            ]
-            yield family
-
-    def restricted_registry(self, names: Iterable[str]) -> Any:
-        """Of the other registry, the series of these names alone."""
-        return _Named(self._registry.restricted_registry(names), self._model_name)
 
 
 def _make_all(family: Any, values: Sequence[str]) -> None:

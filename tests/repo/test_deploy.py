@@ -18,7 +18,8 @@ DEPLOY = REPOSITORY / "deploy"
 SERIES = re.compile(r"\btessera_(?!train_)[a-z0-9_]+")
 """Of serving; ``tests/finetune/observe/test_metrics.py`` looks after those of training."""
 USERS = (
-    "deploy/grafana/tessera.json", "deploy/prometheus/tessera.rules.yml", "docs/metrics.md", "docs/operations.md", "docs/runbook.md",
+    "deploy/grafana/tessera.json", "deploy/prometheus/tessera.rules.yml", "docs/metrics.md", "docs/operations.md",
+    "docs/runbook.md",
 )  # fmt: skip
 
 
@@ -51,11 +52,15 @@ def test_every_metric_is_documented() -> None:
     assert families <= documented
 
 
-def test_the_dashboard_has_queries_and_no_overlapping_panels() -> None:
-    dashboard = json.loads((DEPLOY / "grafana/tessera.json").read_text())
+@pytest.mark.parametrize("name", ["tessera.json", "training.json"])
+def test_a_dashboard_has_queries_for_what_is_chosen_and_no_overlapping_panels(name: str) -> None:
+    dashboard = json.loads((DEPLOY / "grafana" / name).read_text())
     panels = dashboard["panels"]
+    assert [variable["name"] for variable in dashboard["templating"]["list"]] == ["datasource", "model", "instance"]
     assert len({panel["id"] for panel in panels}) == len(panels)
-    assert all(SERIES.search(target["expr"]) for panel in panels for target in panel["targets"])
+    expressions = [target["expr"] for panel in panels for target in panel["targets"]]
+    chosen = r'\btessera_\w+\{[^}]*model_name=~"\$model",instance=~"\$instance"\}'
+    assert [expr for expr in expressions if len(re.findall(r"\btessera_\w+", expr)) != len(re.findall(chosen, expr))] == []
     cells = [cell for panel in panels for cell in cells_of(panel["gridPos"])]
     assert len(cells) == len(set(cells))
     assert max(x for x, _ in cells) < 24

@@ -40,7 +40,7 @@ def scraped(metrics: TrainMetrics) -> str:
     endpoint = metrics.listen(0)
     try:
         with urllib.request.urlopen(endpoint.url, timeout=10) as answer:
-            return answer.read().decode()
+            return re.sub(r'\{model_name=""\}|(?<=\{)model_name="",|,model_name=""(?=\})', "", answer.read().decode())
     finally:
         endpoint.close()
 
@@ -48,6 +48,12 @@ def scraped(metrics: TrainMetrics) -> str:
 def test_names_are_frozen() -> None:
     found = re.findall(r"^# TYPE (\S+) (\S+)$", scraped(TrainMetrics()), re.MULTILINE)
     assert dict(found) == FROZEN
+
+
+def test_every_series_bears_the_name_of_the_run() -> None:
+    lines = [line for line in scraped(TrainMetrics(model_name="mine")).splitlines() if not line.startswith("#")]
+    assert len(lines) > 20
+    assert [line for line in lines if 'model_name="mine"' not in line] == []
 
 
 def test_every_series_is_documented() -> None:
@@ -90,7 +96,7 @@ def test_half_open_connections_get_few_threads_and_do_not_stop_a_scrape() -> Non
             for _ in range(100):
                 stack.enter_context(socket.create_connection((host, int(port)), timeout=30))
             with urllib.request.urlopen(endpoint.url, timeout=30) as answer:
-                assert b"tessera_train_step 0.0" in answer.read()
+                assert b'tessera_train_step{model_name=""} 0.0' in answer.read()
             assert threading.active_count() <= before + MAX_CONNECTIONS
         finally:
             endpoint.close()
