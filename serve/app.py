@@ -136,7 +136,9 @@ async def serve(
 
     # Build.
     edition = open_edition(config)
-    metrics = Metrics(version=version, num_ranks=config.model.tensor_parallel_size)
+    served = config.model
+    metrics = Metrics(version=version, num_ranks=served.tensor_parallel_size, model_name=served.served_name)
+    metrics.follows(served.watch)
 
     # Wire.
     gateway = Gateway(
@@ -226,7 +228,17 @@ def open_edition(config: ServerConfig) -> Edition:
     for one in held:
         if not one.locked:
             _log.info("the file system of %s has no locks: nothing keeps a training run from removing it", one.path)
-    return Edition(found, tokenizer, tuple(held), digest)
+    return Edition(found, tokenizer, tuple(held), digest, _written_seconds(Path(found.model.path)))
+
+
+def _written_seconds(folder: Path) -> float | None:
+    """When a checkpoint was written: its manifest is last; another trainer's newest file where there is none."""
+    manifest = folder / MANIFEST
+    try:
+        files = [manifest] if manifest.is_file() else [file for file in folder.iterdir() if file.is_file()]
+        return max((file.stat().st_mtime for file in files), default=None)
+    except OSError:
+        return None
 
 
 def _proved(config: ServerConfig) -> tuple[Tokenizer | None, str]:
@@ -292,6 +304,7 @@ def ready_line(config: ServerConfig, facts: ModelFacts | None, address: str, met
     return (
         f"tessera ready grpc={address} metrics={metrics_url} model={config.model.served_name} "
         f"tp={config.model.tensor_parallel_size} dtype={facts.dtype} kv_blocks={facts.num_blocks}"
+        + ("" if facts.checkpoint_step is None else f" step={facts.checkpoint_step}")
     )
 
 

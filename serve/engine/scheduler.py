@@ -9,6 +9,7 @@ from serve.engine.limits import EngineLimits
 from serve.engine.plan import Span, Start, StepPlan
 from serve.engine.prefix_cache import PrefixCache
 from serve.engine.sequence import Sequence, SequenceState
+from serve.engine.stats import Recomputed
 from serve.types import BlockId, SequenceId
 
 _HEADROOM_FRACTION = 100
@@ -64,6 +65,7 @@ class Scheduler:
         self._num_admissions = 0
         self.num_running_requests = 0
         self.preemptions = 0
+        self.recomputed = Recomputed()
         self.cache_queries = 0
         self.cache_hits = 0
         self.proposed_tokens = 0
@@ -94,6 +96,7 @@ class Scheduler:
 
     def restart(self, seq: Sequence) -> None:
         """Nothing that is computed of a running sequence counts any longer; it waits before all that never ran."""
+        seq.num_lost, seq.was_preempted = seq.num_computed, False
         self._leave_running(seq)
         seq.state = SequenceState.WAITING
         self._waiting.push(seq, (0, seq.admitted))
@@ -257,6 +260,9 @@ class Scheduler:
             if looks_up:
                 self.cache_queries += num_known
                 self.cache_hits += seq.cached_tokens
+        elif seq.num_lost:
+            self.recomputed = self.recomputed.plus(max(0, seq.num_lost - seq.num_computed), preempted=seq.was_preempted)
+            seq.num_lost = 0
         return True
 
     def _grow(self, seq: Sequence, count: int, draft: _Draft) -> bool:
@@ -304,6 +310,7 @@ class Scheduler:
         """Take a running sequence's blocks away and put it at the front of the queue, before all that never ran."""
         draft.has_preempted = True
         self.restart(seq)
+        seq.was_preempted = True
         self.preemptions += 1
 
     def _add_span(self, seq: Sequence, count: int, draft: _Draft, proposed: tuple[int, ...] = ()) -> None:

@@ -84,6 +84,10 @@ class Sequence:
     """``None`` when no tokens are proposed for it."""
     state: SequenceState = SequenceState.HELD
     num_computed: int = 0
+    num_lost: int = 0
+    """Positions that were computed when it had to begin again, until it has."""
+    was_preempted: bool = False
+    """Whether it had to because others needed its blocks."""
     table: list[BlockId] = field(default_factory=list)
     num_registered: int = 0
     """Blocks of the table that the prefix cache knows."""
@@ -103,6 +107,11 @@ class Sequence:
     def debt(self) -> int:
         """Positions that are known and not computed."""
         return len(self.token_ids) - self.num_computed
+
+    @property
+    def num_spent(self) -> int:
+        """Positions that were computed for it and are not known to be computed twice."""
+        return max(0, self.num_computed, self.num_lost) - self.cached_tokens if self.admitted >= 0 else 0
 
     @property
     def wants_prompt_logprobs(self) -> bool:
