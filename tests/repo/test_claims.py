@@ -89,6 +89,8 @@ def calls_of(page: Path) -> Iterator[tuple[str, list[str]]]:
 def test_a_command_that_is_shown_is_taken_by_its_program(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for program, words in calls_of(page):
         parser = {"serve": serve.cli, "serve.client": serve.client.cli, "finetune": finetune.cli}[program]._parser()
+        if (program, words[:1]) == ("serve", [serve.cli.BUILD_KERNELS]):
+            parser, words = serve.cli._kernels_parser(), words[1:]
         refused, options = 0, argparse.Namespace()
         try:
             options = parser.parse_args(words)
