@@ -16,7 +16,7 @@ from importlib.metadata import version as installed_version
 
 from serve.config import ServerConfig
 from serve.errors import ConfigError
-from serve.model.kernels.ahead import FOLDER, LEVELS, build_ahead
+from serve.model.kernels import ahead
 from serve.model.kernels.compiler import KernelUnavailable
 from serve.options import ENVIRONMENT_PREFIX, Option, all_options, build_config, to_yaml
 
@@ -95,14 +95,14 @@ def package_version() -> str:
 def _build_kernels(arguments: Sequence[str]) -> int:
     """Compile the CPU kernels into the package, for processors of other machines too."""
     levels = _kernels_parser().parse_args(arguments).levels.split(",")
-    known = [level.name for level in LEVELS]
+    known = [level.name for level in ahead.LEVELS]
     if unknown := [level for level in levels if level not in known]:
         print(f"tessera-serve: --for has {unknown[0]!r}, which is none of {', '.join(known)}", file=sys.stderr)
         return 2
     try:
-        print(*build_ahead(levels, FOLDER), sep="\n")
+        print(*ahead.build_ahead(levels, ahead.FOLDER), sep="\n")
     except (KernelUnavailable, OSError) as error:
-        print(f"tessera-serve: the kernels were not built into {FOLDER}: {error}", file=sys.stderr)
+        print(f"tessera-serve: the kernels were not built into {ahead.FOLDER}: {error}", file=sys.stderr)
         return 1
     return 0
 
@@ -113,7 +113,7 @@ def _kernels_parser() -> argparse.ArgumentParser:
         description="Compile the CPU kernels ahead into a folder of the package, where a server finds them without a compiler.",
         allow_abbrev=False,
     )
-    levels = ",".join(level.name for level in LEVELS)
+    levels = ",".join(level.name for level in ahead.LEVELS)
     parser.add_argument(
         "--for",
         dest="levels",
