@@ -151,7 +151,19 @@ def test_a_number_that_is_shown_beside_a_key_is_its_default() -> None:
 
 @cache
 def python_files() -> tuple[str, ...]:
-    rooms = ("benchmarks", "checkpoint", "configuration", "docs", "examples", "finetune", "host", "protos", "serve", "tests")
+    rooms = (
+        "benchmarks",
+        "checkpoint",
+        "configuration",
+        "docs",
+        "examples",
+        "finetune",
+        "host",
+        "protos",
+        "serve",
+        "tessera",
+        "tests",
+    )
     return tuple(file.relative_to(REPOSITORY).as_posix() for room in rooms for file in (REPOSITORY / room).rglob("*.py"))
 
 
