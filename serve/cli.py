@@ -54,12 +54,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         level=level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s", force=True
     )
     _warn_of_strange_variables(os.environ)
+    from serve.runtime.service_manager import ServiceManager
+
+    manager = ServiceManager.named_in(os.environ)  # before ranks are forked, which are not to speak for the server
     from serve.worker.rank_process import rank_starter  # here, so that --help and --print-config need no ranks and no gRPC
 
     with rank_starter(config) as starter:
         from serve import app
 
-        return app.run(config, version=package_version(), starter=starter)
+        return app.run(config, version=package_version(), starter=starter, manager=manager)
 
 
 def resolve(arguments: Mapping[str, object], environment: Mapping[str, str]) -> ServerConfig:
