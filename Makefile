@@ -15,7 +15,7 @@ export HF_HUB_OFFLINE := 1
 MAKEFLAGS += --no-print-directory
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help setup libaio demo demo-pictures pictures test test-slow check lint types imports proto proto-check bench bench-sampling bench-load bench-tensor-parallel bench-training test-gpu bench-gpu test-image image-tools test-deploy deploy-tools chaos clean distclean
+.PHONY: help setup libaio demo demo-pictures pictures test test-slow check lint types imports proto proto-check bench bench-sampling bench-load bench-tensor-parallel bench-training test-gpu bench-gpu wheel test-image image-tools test-deploy deploy-tools chaos clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -104,6 +104,12 @@ test-gpu: $(STAMP) ## the tests that need a CUDA device
 
 bench-gpu: $(STAMP) ## the same benchmark on a CUDA device
 	@$(PY) -m benchmarks.serving --device cuda
+
+# Of the commit, not of what lies around: setuptools takes over what an earlier build left, and the time of the commit is that of all files.
+wheel: $(STAMP) ## the wheel of the last commit in dist/, the same bytes each time
+	@scratch=$$(mktemp -d) && trap 'rm -rf "$$scratch"' EXIT && git archive HEAD | tar -x -C "$$scratch" && umask 022 && \
+	    chmod -R u=rwX,go=rX "$$scratch" && SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) \
+	    $(PY) -m pip wheel -q --disable-pip-version-check --no-deps --wheel-dir dist "$$scratch" && ls dist/*.whl
 
 # Without Docker and without an image registry; where the tools are missing and we may install them, we do. The tests say if they cannot run.
 image-tools:

@@ -27,6 +27,7 @@ from serve.rpc.server import RpcServer
 from serve.runtime.edition import Edition
 from serve.runtime.gateway import Gateway
 from serve.runtime.seams import RankGroup
+from serve.runtime.service_manager import ServiceManager
 from serve.runtime.watch import Sight, Watch
 from serve.text.detokenizer import open_text
 from serve.text.tokenizer import load_tokenizer, tokenizer_digest
@@ -60,6 +61,7 @@ def run(
     *,
     version: str,
     starter: ForkStarter | None = None,
+    manager: ServiceManager | None = None,
     make_group: Callable[[ServerConfig], RankGroup] | None = None,
     try_out: Callable[[ServerConfig], Awaitable[None]] | None = None,
 ) -> int:
@@ -69,6 +71,7 @@ def run(
         config: every option.
         version: of the package, for ``build_info``.
         starter: forks ranks, and what tries a checkpoint; programs of their own without it.
+        manager: told how the server is.
         make_group: makes the ranks' handle; ``RankExecutor`` without it.
         try_out: finds out, before ranks that serve are given up, what new ones would refuse.
 
@@ -80,7 +83,7 @@ def run(
         _warn_of_few_descriptors(config)
         make_group = make_group or (lambda config: RankExecutor(config, starter))
         try_out = try_out or (lambda config: rehearse(config, starter))
-        asyncio.run(serve(config, version=version, make_group=make_group, try_out=try_out))
+        asyncio.run(serve(config, version=version, manager=manager, make_group=make_group, try_out=try_out))
     except StartError as error:
         print(f"tessera-serve: {error}", file=sys.stderr)
         return error.exit_code
@@ -116,6 +119,7 @@ async def serve(
     config: ServerConfig,
     *,
     version: str,
+    manager: ServiceManager | None = None,
     make_group: Callable[[ServerConfig], RankGroup],
     try_out: Callable[[ServerConfig], Awaitable[None]],
 ) -> None:
@@ -150,11 +154,15 @@ async def serve(
         clock=time.monotonic,
     )
     rpc = RpcServer(gateway, metrics, edition.config)
-    told = _Signals()
+    told, manager = _Signals(), manager or ServiceManager()
+    gateway.on_state_change(manager.state_changed)
     watch = _watch(config, gateway)
 
     # Start. The ports come first: one that is taken is known before the model is loaded.
-    with contextlib.closing(metrics.listen(config.rpc.host, config.rpc.metrics_port)) as endpoint, told.handled():
+    async with contextlib.AsyncExitStack() as running:
+        endpoint = running.enter_context(contextlib.closing(metrics.listen(config.rpc.host, config.rpc.metrics_port)))
+        running.enter_context(told.handled())
+        await running.enter_async_context(manager.kept_informed())
         address = await rpc.start()
         try:
             gateway.launch()

@@ -110,7 +110,7 @@ class Metrics:
         self._model_info = self._gauge(
             "model_info", "1 for the model being served.",
             "model", "family", "dtype", "device", "tensor_parallel_size", "max_model_len", "num_parameters", "checkpoint_step",
-            "attention", "linear",
+            "attention", "linear", "kernels",
         )  # fmt: skip
         self._last_stats: EngineStats | None = None
 
@@ -241,7 +241,7 @@ class Metrics:
         self._model_info.labels(
             model, facts.family, facts.dtype, facts.device, str(len(self._rank_up)), str(facts.max_model_len),
             str(facts.num_parameters), "" if facts.checkpoint_step is None else str(facts.checkpoint_step),
-            facts.attention, facts.linear,
+            facts.attention, facts.linear, facts.kernels,
         ).set(1)  # fmt: skip
 
     def engine_stopped(self) -> None:

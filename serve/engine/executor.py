@@ -30,6 +30,8 @@ class ModelFacts:
     """What computes attention: ``kernel`` is Tessera's own compiled one, ``torch`` plain torch."""
     linear: str = ""
     """What computes linear layers: ``kernel``, ``onednn`` or ``torch``."""
+    kernels: str = ""
+    """What processors the CPU kernels were built for: a level such as ``x86-64-v4``, ``native``, or ``none`` without them."""
     load_seconds: tuple[tuple[str, float], ...] = ()
     """(phase, seconds), for the ``model_load_seconds`` metric: ``import``, ``build``, ``weights``, ``cache``."""
     length_rule: LengthRule | None = None

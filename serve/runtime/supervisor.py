@@ -267,9 +267,9 @@ class Supervisor:
         self._metrics.engine_started(engine.stats(), facts, model=life.edition.config.model.served_name)
         self._figures.tell(life.group)
         _log.info(
-            "engine up: family=%s dtype=%s device=%s kv_blocks=%d (%s) loaded in %.1f s",
-            facts.family, facts.dtype, facts.device, facts.num_blocks, facts.cache_memory,
-            self._clock() - life.started_seconds,
+            "engine up: family=%s dtype=%s device=%s attention=%s linear=%s kernels=%s kv_blocks=%d (%s) loaded in %.1f s",
+            facts.family, facts.dtype, facts.device, facts.attention, facts.linear, facts.kernels, facts.num_blocks,
+            facts.cache_memory, self._clock() - life.started_seconds,
         )  # fmt: skip
         self._listener.engine_up(life.edition, facts)
 

@@ -42,7 +42,7 @@ from serve.types import (
 
 FACTS = ModelFacts(
     family="gpt_neox", vocab_size=100, max_model_len=64, eos_ids=(0,), dtype="float32", device="cpu", num_blocks=8,
-    block_tokens=4, num_parameters=1000, checkpoint_step=None, attention="kernel", linear="onednn",
+    block_tokens=4, num_parameters=1000, checkpoint_step=None, attention="kernel", linear="onednn", kernels="native",
     load_seconds=(("weights", 1.5),),
 )  # fmt: skip
 
@@ -201,7 +201,9 @@ def test_a_step_is_observed_once(metrics: Metrics) -> None:
 def test_the_model_is_described_once_it_is_loaded(metrics: Metrics) -> None:
     metrics.engine_started(stats(), FACTS, model="m")
     assert value(metrics, "model_load_seconds", phase="weights") == 1.5
-    labels = 'attention="kernel",checkpoint_step="",device="cpu",dtype="float32",family="gpt_neox",linear="onednn"'
+    labels = (
+        'attention="kernel",checkpoint_step="",device="cpu",dtype="float32",family="gpt_neox",kernels="native",linear="onednn"'
+    )
     assert f"tessera_model_info{{{labels}" in metrics.exposition()
 
 
