@@ -17,7 +17,7 @@ from checkpoint import CheckpointError, hold, locate, open_structure, pinned
 from checkpoint.disk.manifest import MANIFEST
 from checkpoint.text.tokenizer import Tokenizer
 from host import heap
-from serve.config import ServerConfig
+from serve.config import ModelConfig, ServerConfig
 from serve.engine.engine import Engine, EngineLimits
 from serve.engine.executor import Executor, ModelFacts
 from serve.errors import ConfigError, StartError
@@ -139,10 +139,7 @@ async def serve(
         return again
 
     # Build.
-    edition = open_edition(config)
-    served = config.model
-    metrics = Metrics(version=version, num_ranks=served.tensor_parallel_size, model_name=served.served_name)
-    metrics.follows(served.watch)
+    edition, metrics = open_edition(config), _metrics(config.model, version)
 
     # Wire.
     gateway = Gateway(
@@ -176,6 +173,12 @@ async def serve(
         finally:
             # Stop.
             await asyncio.gather(gateway.stop(), rpc.stop(HURRY_GRACE_SECONDS if told.hurry.is_set() else STOP_GRACE_SECONDS))
+
+
+def _metrics(served: ModelConfig, version: str) -> Metrics:
+    metrics = Metrics(version=version, num_ranks=served.tensor_parallel_size, model_name=served.served_name)
+    metrics.follows(served.watch)
+    return metrics
 
 
 def _watch(config: ServerConfig, gateway: Gateway) -> Watch | None:
