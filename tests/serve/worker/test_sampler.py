@@ -383,7 +383,8 @@ def test_the_likeliest_of_all_ranks_is_the_likeliest_of_all_columns(widths: tupl
     "wish",
     [
         {"temperature": 0.5}, {"repetition_penalty": 1.1}, {"presence_penalty": 0.1}, {"frequency_penalty": -0.1},
-        {"logprobs": 0}, {"allowed_ids": (1,)}, {"banned_ids": (1,)}, {"logit_bias": ((1, 2.0),)}, {"min_new_tokens": 1, "end_ids": (3,)},
+        {"logprobs": 0}, {"allowed_ids": (1,)}, {"banned_ids": (1,)}, {"logit_bias": ((1, 2.0),)},
+        {"min_new_tokens": 1, "end_ids": (3,)},
     ],
 )  # fmt: skip
 def test_whoever_wants_more_than_the_likeliest_gets_all_logits_looked_at(wish: dict[str, Any]) -> None:
