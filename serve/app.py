@@ -31,6 +31,7 @@ from serve.runtime.service_manager import ServiceManager
 from serve.runtime.watch import Sight, Watch
 from serve.text.detokenizer import open_text
 from serve.text.tokenizer import load_tokenizer, tokenizer_digest
+from serve.tracing.opening import open_tracing
 from serve.worker.executor import RankExecutor
 from serve.worker.rank_process import ForkStarter
 from serve.worker.rehearsal import rehearse
@@ -140,6 +141,7 @@ async def serve(
 
     # Build.
     edition, metrics = open_edition(config), _metrics(config.model, version)
+    tracing = open_tracing(config, version)
 
     # Wire.
     gateway = Gateway(
@@ -149,8 +151,9 @@ async def serve(
         make_engine=make_engine,
         metrics=metrics,
         clock=time.monotonic,
+        tracing=tracing,
     )
-    rpc = RpcServer(gateway, metrics, edition.config)
+    rpc = RpcServer(gateway, metrics, edition.config, tracing=tracing)
     told, manager = _Signals(), manager or ServiceManager()
     gateway.on_state_change(manager.state_changed)
     watch = _watch(config, gateway)
@@ -173,6 +176,7 @@ async def serve(
         finally:
             # Stop.
             await asyncio.gather(gateway.stop(), rpc.stop(HURRY_GRACE_SECONDS if told.hurry.is_set() else STOP_GRACE_SECONDS))
+            await asyncio.to_thread(tracing.close)
 
 
 def _metrics(served: ModelConfig, version: str) -> Metrics:
