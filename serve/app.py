@@ -129,16 +129,6 @@ async def serve(
     Raises:
         StartError: the server cannot start, or cannot go on.
     """
-
-    async def reopen() -> Edition:
-        again = await asyncio.to_thread(open_edition, config)
-        try:
-            await try_out(again.config)
-        except BaseException:
-            again.release()
-            raise
-        return again
-
     # Build.
     edition, metrics = open_edition(config), _metrics(config.model, version)
     tracing = open_tracing(config, version)
@@ -146,7 +136,7 @@ async def serve(
     # Wire.
     gateway = Gateway(
         edition=edition,
-        reopen=reopen,
+        reopen=lambda: _reopen(config, try_out),
         make_group=lambda edition: make_group(edition.config),
         make_engine=make_engine,
         metrics=metrics,
@@ -177,6 +167,17 @@ async def serve(
             # Stop.
             await asyncio.gather(gateway.stop(), rpc.stop(HURRY_GRACE_SECONDS if told.hurry.is_set() else STOP_GRACE_SECONDS))
             await asyncio.to_thread(tracing.close)
+
+
+async def _reopen(config: ServerConfig, try_out: Callable[[ServerConfig], Awaitable[None]]) -> Edition:
+    """What the model's folder holds now, if it can be served."""
+    again = await asyncio.to_thread(open_edition, config)
+    try:
+        await try_out(again.config)
+    except BaseException:
+        again.release()
+        raise
+    return again
 
 
 def _metrics(served: ModelConfig, version: str) -> Metrics:
