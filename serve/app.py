@@ -140,8 +140,7 @@ async def serve(
         return again
 
     # Build.
-    edition, metrics = open_edition(config), _metrics(config.model, version)
-    tracing = open_tracing(config, version)
+    edition, metrics, tracing = open_edition(config), _metrics(config.model, version), open_tracing(config, version)
 
     # Wire.
     gateway = Gateway(
@@ -161,6 +160,7 @@ async def serve(
     # Start. The ports come first: one that is taken is known before the model is loaded.
     async with contextlib.AsyncExitStack() as running:
         endpoint = running.enter_context(contextlib.closing(metrics.listen(config.rpc.host, config.rpc.metrics_port)))
+        running.callback(tracing.close)
         running.enter_context(told.handled())
         await running.enter_async_context(manager.kept_informed())
         address = await rpc.start()
@@ -176,7 +176,6 @@ async def serve(
         finally:
             # Stop.
             await asyncio.gather(gateway.stop(), rpc.stop(HURRY_GRACE_SECONDS if told.hurry.is_set() else STOP_GRACE_SECONDS))
-            await asyncio.to_thread(tracing.close)
 
 
 def _metrics(served: ModelConfig, version: str) -> Metrics:
