@@ -130,8 +130,7 @@ async def serve(
         StartError: the server cannot start, or cannot go on.
     """
     # Build.
-    edition, metrics = open_edition(config), _metrics(config.model, version)
-    tracing = open_tracing(config, version)
+    edition, metrics, tracing = open_edition(config), _metrics(config.model, version), open_tracing(config, version)
 
     # Wire.
     gateway = Gateway(
@@ -151,6 +150,7 @@ async def serve(
     # Start. The ports come first: one that is taken is known before the model is loaded.
     async with contextlib.AsyncExitStack() as running:
         endpoint = running.enter_context(contextlib.closing(metrics.listen(config.rpc.host, config.rpc.metrics_port)))
+        running.callback(tracing.close)
         running.enter_context(told.handled())
         await running.enter_async_context(manager.kept_informed())
         address = await rpc.start()
@@ -166,7 +166,6 @@ async def serve(
         finally:
             # Stop.
             await asyncio.gather(gateway.stop(), rpc.stop(HURRY_GRACE_SECONDS if told.hurry.is_set() else STOP_GRACE_SECONDS))
-            await asyncio.to_thread(tracing.close)
 
 
 async def _reopen(config: ServerConfig, try_out: Callable[[ServerConfig], Awaitable[None]]) -> Edition:
