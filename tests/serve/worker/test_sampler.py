@@ -401,7 +401,7 @@ def chi_square_limit(degrees: int) -> float:
 def test_fifty_thousand_draws_with_guessed_tokens_have_the_distribution_of_the_model() -> None:
     generator, draws, vocabulary, guess = torch.Generator().manual_seed(11), 50_000, 24, 3
     rows_2V = torch.randn(2, vocabulary, generator=generator)
-    rows_2V[0, guess] = 1.5
+    rows_2V[0, guess] = 2.5
     counts = [Counter[int](), Counter[int]()]
     for begin in range(0, draws, 5000):
         states: list[SequenceState | Supposed] = []
