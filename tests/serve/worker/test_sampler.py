@@ -390,3 +390,33 @@ def test_the_likeliest_of_all_ranks_is_the_likeliest_of_all_columns(widths: tupl
 def test_whoever_wants_more_than_the_likeliest_gets_all_logits_looked_at(wish: dict[str, Any]) -> None:
     assert not wants_likeliest([_state(), _state(**wish)])
     assert wants_likeliest([_state(), _state(min_new_tokens=1), _state(end_ids=(3,))])
+
+
+def chi_square_limit(degrees: int) -> float:
+    """What the statistic exceeds once in a million times, by Wilson and Hilferty."""
+    part = 2 / (9 * degrees)
+    return degrees * (1 - part + 4.7534 * math.sqrt(part)) ** 3
+
+
+def test_fifty_thousand_draws_with_guessed_tokens_have_the_distribution_of_the_model() -> None:
+    generator, draws, vocabulary, guess = torch.Generator().manual_seed(11), 50_000, 24, 3
+    rows_2V = torch.randn(2, vocabulary, generator=generator)
+    rows_2V[0, guess] = 2.5
+    counts = [Counter[int](), Counter[int]()]
+    for begin in range(0, draws, 5000):
+        states: list[SequenceState | Supposed] = []
+        for seed in range(begin, begin + 5000):
+            live = _state(sequence=seed, seed=seed, temperature=1.0)
+            states += [live, Supposed(live, (guess,))]
+        drawn, faults = sample(rows_2V.repeat(5000, 1), states)
+        assert not faults
+        given = Counter[int]()
+        for answer in drawn:
+            counts[given[answer.sequence]][answer.token_id] += 1
+            given[answer.sequence] += 1
+    assert counts[0].total() == draws
+    assert counts[1].total() == counts[0][guess] > 5000, "the guess was right in some of the draws, and only then another came"
+    for row, count in enumerate(counts):
+        expected_V = rows_2V[row].double().softmax(0) * count.total()
+        found_V = torch.tensor([count[token] for token in range(vocabulary)], dtype=torch.float64)
+        assert float(((found_V - expected_V) ** 2 / expected_V).sum()) < chi_square_limit(vocabulary - 1)
