@@ -130,6 +130,7 @@ class TesseraEngine:
             max_queued_requests=1024,
             max_queued_tokens=10**6,
             prefix_caching=False,
+            async_scheduling=config.scheduler.async_scheduling,
         )
         self._engine = Engine(
             facts=facts, limits=limits, executor=self._executor, open_text=lambda *_: _NoText(), clock=time.monotonic

@@ -11,6 +11,7 @@ import argparse
 import gc
 import statistics
 import time
+from collections import deque
 
 from serve.engine.engine import Engine, EngineLimits
 from serve.engine.executor import ModelFacts
@@ -28,14 +29,23 @@ class InstantExecutor:
         self.began = 0.0
         """When it was last called: until then the step was being scheduled."""
         self.seconds = 0.0
+        self._results: deque[StepResult] = deque()
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> None:
         """See ``serve.engine.executor.Executor``."""
         self.began = time.perf_counter()
         sampled = tuple(Sampled(sequence=span.sequence, token_id=7) for span in plan.spans if span.sample)
-        result = StepResult(step=plan.step, sampled=sampled)
+        self._results.append(StepResult(step=plan.step, sampled=sampled))
         self.seconds = time.perf_counter() - self.began
-        return result
+
+    def collect(self) -> StepResult:
+        """See ``serve.engine.executor.Executor``."""
+        return self._results.popleft()
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """See ``serve.engine.executor.Executor``."""
+        self.launch(plan)
+        return self.collect()
 
 
 def _engine(executor: InstantExecutor, running: int, waiting: int, new_tokens: int, step_tokens: int) -> Engine:

@@ -27,6 +27,7 @@ class Runner:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Compute one step; ``None`` on every rank but 0."""
+        self._share_drawn(plan)
         batch = self._table.apply(plan)
         if batch is None:
             return StepResult(step=plan.step) if self._ranks.rank == 0 else None
@@ -40,6 +41,7 @@ class Runner:
             logits_RV = self._logits(hidden_TE[list(batch.sample_rows)])
             if logits_RV is not None:
                 sampled, unsampled = sample(logits_RV, batch.sampled, self._model.sampling)
+                self._table.keep_drawn((answer.sequence, answer.token_id) for answer in sampled)
                 faults.update((fault.sequence, fault) for fault in unsampled)
         if self._ranks.rank != 0:
             return None
@@ -49,6 +51,13 @@ class Runner:
             prompt_logprobs=tuple(prompts),
             faults=tuple(faults.values()),
         )
+
+    def _share_drawn(self, plan: StepPlan) -> None:
+        """Let every rank know the tokens that spans continue with, which rank 0 drew."""
+        continued = [span.sequence for span in plan.spans if span.continues] if self._ranks.size > 1 else []
+        if continued:
+            drawn = self._ranks.numbers_of_first(self._table.drawn(continued), self._model.device)
+            self._table.keep_drawn(zip(continued, drawn, strict=True))
 
     def _logits(self, hidden_RE: Tensor) -> Tensor | None:
         """Logits of some rows, [R, V] in fp32, on rank 0."""
