@@ -61,7 +61,7 @@ class Engine:
         self._limits = limits
         self._opening = Opening(open_text, limits)
         self._clock = clock
-        self._under_way = UnderWay(executor, clock)
+        self._under_way = UnderWay(executor, clock, may_run_ahead=limits.async_scheduling)
         self._cache = PrefixCache(facts.num_blocks, facts.block_tokens)
         self._scheduler = Scheduler(self._cache, limits)
         self._registry = Registry()
@@ -226,8 +226,8 @@ class Engine:
     def step(self) -> tuple[Event, ...]:
         """Admit, schedule, launch, settle, emit.
 
-        With ``async_scheduling`` the ranks have two steps, and the older is settled: they compute while its events are told.
-        Where it turns out to end a sequence, what the other computes for that is passed over.
+        With ``async_scheduling`` the ranks have two steps, where they would wait otherwise, and the older is settled: they
+        compute while its events are told. Where it turns out to end a sequence, what the other computes for that is passed over.
 
         Returns:
             Everything there is to tell, in order; empty when nothing happened.
@@ -244,7 +244,7 @@ class Engine:
                 self._exchange_weights(self._swap)
         if not self._under_way:
             self._launch(self._clock())
-        if self._under_way and self._limits.async_scheduling and self._swap is None:
+        if self._swap is None and self._under_way.pays_ahead:
             self._launch(self._clock())
         if self._under_way:
             self._settle()
@@ -297,7 +297,7 @@ class Engine:
         """Wait for the oldest step under way, and apply its result."""
         plan, result = self._under_way.collect(self._facts.vocab_size)
         self._apply(plan, result, self._clock())
-        self._under_way.end()
+        self._under_way.end(goes_on=self._scheduler.has_work)
 
     def _apply(self, plan: StepPlan, result: StepResult, now: float) -> None:
         """Bring every sequence of the plan up to date. One may have left the running batch meanwhile, and a request that

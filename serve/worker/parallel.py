@@ -91,6 +91,8 @@ class Ranks:
     def numbers_of_first(self, numbers: list[int], device: torch.device) -> list[int]:
         """Rank 0's numbers, on every rank; of what the others bring, only how many they are counts. Part of a step."""
         self._progress.mark()
+        if self._shared is not None:
+            return self._shared.numbers_of_first(numbers)
         tensor = torch.tensor(numbers, dtype=torch.int64, device=device)
         dist.broadcast(tensor, src=0)
         told: list[int] = tensor.tolist()
