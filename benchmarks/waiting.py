@@ -1,120 +1,99 @@
-"""How much of a step rank 0 waits for the server: ``python -m benchmarks.waiting``.
+"""What planning a step ahead is worth: ``python -m benchmarks.waiting``.
 
-32 sequences of Pythia-160M's shape decode, with a step planned ahead and without. The rank is this file run as a program, which
-notes how long each plan let it wait; the engine is driven directly, so the cost of gRPC is not in the figures.
+Two servers of Pythia-160M's shape, one with ``--async-scheduling`` and one without, take turns at decoding the same prompts, each
+streamed over gRPC by one client on the same cores. Their ranks note for how long each plan let them wait. The first token of one
+more request, which comes while the others decode, is timed too.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
+import itertools
 import json
-import struct
-import subprocess
-import sys
+import random
+import statistics
 import tempfile
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from benchmarks.peers import _NoText, server_config
-from benchmarks.serving import make_model
-from serve.engine.engine import Engine, EngineLimits
-from serve.types import Generation, RequestId, ResponseOptions, SamplingParams, StoppingParams
-from serve.worker import rank_loop, wire
-from serve.worker.executor import RankExecutor
-from serve.worker.rank_process import NewRank, RankProcess
+from benchmarks.noting import NOTE
+from benchmarks.peers import Prompts, TesseraServer
+from benchmarks.serving import PROMPT_TOKENS, make_model
+from serve.v1 import inference_pb2
 
-RUNNING: Final = 32
-PROMPT_TOKENS: Final = 64
-_NOTE: Final = struct.Struct("dd")
-"""When a plan came, and for how long it was waited for."""
+_EDGE: Final = 8
+"""Steps at the beginning and at the end of a turn that count for nothing: prompts are computed, streams end."""
 
 
-class _Noting:
-    """Starts the rank as this program, which notes into a file."""
+class Server(TesseraServer):
+    """A server with its notes."""
 
-    def __init__(self, notes: Path) -> None:
-        self._notes = notes
+    def __init__(self, model: Path, dtype: str, *, ahead: bool) -> None:
+        self._notes = model.parent / f"notes-{ahead}"
+        option = "--async-scheduling" if ahead else "--no-async-scheduling"
+        super().__init__(model, dtype, "cpu", option, program=("benchmarks.noting", "serve", str(self._notes)))
 
-    def start(self, rank: NewRank, unless: Callable[[], None]) -> RankProcess:
-        command = [sys.executable, "-m", "benchmarks.waiting", "--notes", str(self._notes), *rank.words(*rank.descriptors)]
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=rank.descriptors, env=rank.environment)
+    def turn(self, prompts: Prompts, tokens: int) -> tuple[float, float, float]:
+        """(share of the time that rank 0 waited, seconds of a step, seconds to the first token of a prompt that came later)."""
+        began = time.monotonic()
+        first = self._loop.run_until_complete(self._all_and_one_later(prompts, tokens))
+        notes = [note for note in NOTE.iter_unpack(self._notes.read_bytes()) if note[0] > began][_EDGE:-_EDGE]
+        between = [after - before for (before, _), (after, _) in itertools.pairwise(notes)]
+        return sum(waited for _, waited in notes[1:]) / sum(between), statistics.median(between), first
+
+    async def _all_and_one_later(self, prompts: Prompts, tokens: int) -> float:
+        *most, last = prompts
+        streams = asyncio.gather(*(self._stream(prompt, tokens, inference_pb2.Sampling()) for prompt in most))
+        await asyncio.sleep(random.uniform(1.0, 2.0))
+        began = time.monotonic()
+        await self._stream(last, 1, inference_pb2.Sampling())
+        seconds = time.monotonic() - began
+        await streams
+        return seconds
 
 
-def be_rank(notes: Path, words: list[str]) -> None:
-    """A rank that notes how long it waits."""
-    receive, main_thread = wire.receive, threading.main_thread()
-    with notes.open("wb", buffering=0) as file:
-
-        def timed(connection):  # type: ignore[no-untyped-def]
-            began = time.monotonic()
-            message = receive(connection)
-            if threading.current_thread() is main_thread:
-                now = time.monotonic()
-                file.write(_NOTE.pack(now, now - began))
-            return message
-
-        wire.receive = timed
-        rank_loop.main(words)
-
-
-def measure(model: Path, dtype: str, steps: int, *, ahead: bool) -> tuple[float, float]:
-    """(share of the time that rank 0 waited, seconds of a step) over so many steps of decoding."""
-    notes = model.parent / "notes"
-    config = server_config(model, dtype, "cpu")
-    executor = RankExecutor(config, _Noting(notes))
-    try:
-        engine = Engine(
-            facts=executor.start(),
-            limits=EngineLimits(
-                max_num_seqs=RUNNING,
-                max_step_tokens=2048,
-                max_queued_requests=1024,
-                max_queued_tokens=10**6,
-                prefix_caching=False,
-                async_scheduling=ahead,
-            ),
-            executor=executor,
-            open_text=lambda *_: _NoText(),
-            clock=time.monotonic,
-        )
-        for number in range(RUNNING):
-            engine.add(
-                Generation(
-                    request_id=RequestId(str(number)),
-                    prompt_ids=tuple(range(number, number + PROMPT_TOKENS)),
-                    sampling=SamplingParams(),
-                    stopping=StoppingParams(max_new_tokens=steps + 20, ignore_eos=True),
-                    response=ResponseOptions(text=True),
-                )
-            )
-        while engine.has_work:
-            engine.step()
-    finally:
-        executor.close()
-    times = list(_NOTE.iter_unpack(notes.read_bytes()))[-steps - 10 : -9]
-    seconds = times[-1][0] - times[0][0]
-    return sum(waited for _, waited in times[1:]) / seconds, seconds / steps
+def compare(dtype: str, running: int, tokens: int, turns: int) -> dict[str, object]:
+    """Medians over the turns of both servers, and of the ratios of neighbouring turns."""
+    source = random.Random(0)
+    prompts = [[source.randrange(50_000) for _ in range(PROMPT_TOKENS)] for _ in range(running + 1)]
+    with contextlib.ExitStack() as stack:
+        model = make_model(Path(stack.enter_context(tempfile.TemporaryDirectory())), dtype)
+        servers = {}
+        for name, ahead in (("off", False), ("on", True)):
+            servers[name] = Server(model, dtype, ahead=ahead)
+            stack.callback(servers[name].close)
+            servers[name].generate(prompts, 4)
+        measured: dict[str, list[tuple[float, float, float]]] = {name: [] for name in servers}
+        for turn in range(turns):
+            for name in ("off", "on") if turn % 2 else ("on", "off"):
+                measured[name].append(servers[name].turn(prompts, tokens))
+    said: dict[str, object] = {"dtype": dtype, "running": running, "turns": turns}
+    for name, rows in measured.items():
+        share, step, first = (statistics.median(column) for column in zip(*rows, strict=True))
+        said[name] = {
+            "rank 0 waits, percent of a step": round(100 * share, 2),
+            "ms of a step": round(1000 * step, 2),
+            "ms to the first token of one more": round(1000 * first, 1),
+        }
+    pairs = list(zip(measured["on"], measured["off"], strict=True))
+    said["speed, on / off"] = round(statistics.median(off[1] / on[1] for on, off in pairs), 3)
+    said["first token of one more, on / off"] = round(statistics.median(on[2] / off[2] for on, off in pairs), 3)
+    return said
 
 
 def main() -> None:
-    """Print a line of figures for each way."""
-    parser = argparse.ArgumentParser(description="Share of a step in which rank 0 waits for the server.")
+    """Print a line of figures for each number of sequences."""
+    parser = argparse.ArgumentParser(description="What planning a step ahead is worth, over gRPC.")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--notes", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
+    parser.add_argument("--running", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--tokens", type=int, default=160)
+    parser.add_argument("--turns", type=int, default=8)
     options = parser.parse_args()
-    if options.notes is not None:
-        be_rank(options.notes, options.words)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        model = make_model(Path(folder), options.dtype)
-        for ahead in (False, True, False, True):
-            share, seconds = measure(model, options.dtype, options.steps, ahead=ahead)
-            print(json.dumps({"ahead": ahead, "waits_percent": round(100 * share, 2), "step_ms": round(1000 * seconds, 2)}))
+    for running in options.running:
+        print(json.dumps(compare(options.dtype, running, options.tokens, options.turns)), flush=True)
 
 
 if __name__ == "__main__":

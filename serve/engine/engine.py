@@ -226,8 +226,8 @@ class Engine:
     def step(self) -> tuple[Event, ...]:
         """Admit, schedule, launch, settle, emit.
 
-        With ``async_scheduling`` the ranks have two steps, where they would wait otherwise, and the older is settled: they
-        compute while its events are told. Where it turns out to end a sequence, what the other computes for that is passed over.
+        With ``async_scheduling`` the ranks have two steps, where they would wait otherwise, and the older one is settled: they
+        compute while its events are told. Where it ends a sequence, what the other computes for that is passed over.
 
         Returns:
             Everything there is to tell, in order; empty when nothing happened.

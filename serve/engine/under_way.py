@@ -12,8 +12,8 @@ from serve.engine.stats import StepTotals
 from serve.engine.step_results import check_result
 
 _WORTH = 0.01
-"""Share of a step for which the ranks may wait for the server. A step that is planned ahead lets a new request wait for one step
-more: where steps are long it would be the one who pays, for next to nothing."""
+"""Share of a step for which the ranks may wait for the server. A step that is planned ahead lets a new request wait for one
+step more: where steps are long it would be the one who pays, for next to nothing."""
 _WEIGHT = 0.125
 """Of the latest step, in what is reckoned of all."""
 
@@ -45,7 +45,7 @@ class UnderWay:
         self._steps: deque[_Step] = deque()
         self._last_end = 0.0
         self._collected: float | None = None
-        """When the ranks answered last, and had nothing to do unless another step was under way; ``None`` once it is counted."""
+        """When the ranks answered last, and had no more to do unless another step was under way; ``None`` once counted."""
         self._between = 0.0
         """Seconds from an answer to the next launch, lately."""
         self._each = 0.0
@@ -57,8 +57,10 @@ class UnderWay:
 
     @property
     def pays_ahead(self) -> bool:
-        """Whether the step after the one under way should be planned now: the ranks would wait for a good part of a step if each
-        were planned when the one before it has ended."""
+        """Whether the step after the one under way should be planned now.
+
+        It should where the ranks would wait for a good part of a step if each were planned when the one before it has ended.
+        """
         return self._may_run_ahead and len(self._steps) == 1 and self._between >= _WORTH * self._each
 
     def launch(self, plan: StepPlan, began: float) -> None:

@@ -141,15 +141,18 @@ class SequenceTable:
         starts = [0]
         size = self._block_tokens
         for span, state in zip(spans, states, strict=True):
-            first, end = span.start, span.start + span.count
-            ids.extend(state.token_ids[first:end])
-            ids.extend(span.proposed)
-            positions.extend(range(first, end))
-            if span.count == 1:
+            first, count = span.start, span.count
+            if count == 1:  # most are so, in a step of many
+                ids.append(state.token_ids[first])
+                positions.append(first)
                 slots.append(state.blocks[first // size] * size + first % size)
             else:
+                end = first + count
+                ids.extend(state.token_ids[first:end])
+                ids.extend(span.proposed)
+                positions.extend(range(first, end))
                 slots.extend(state.blocks[p // size] * size + p % size for p in range(first, end))
-            starts.append(starts[-1] + span.count)
+            starts.append(starts[-1] + count)
         # One transfer for all that a step's tokens are.
         staged_3T = torch.tensor((ids, positions, slots), dtype=torch.int64).to(self._device)
         layout = StepLayout(
@@ -161,7 +164,12 @@ class SequenceTable:
             table_rows=tuple(state.table_row for state in states),
             lengths=self._lengths(spans, states),
         )
-        sampling = [row for i, span in enumerate(spans) if span.sample for row in _sample_rows(span, states[i], starts[i + 1])]
+        sampling: list[tuple[int, SequenceState | Supposed]] = []
+        for span, state, end in zip(spans, states, starts[1:], strict=True):
+            if span.proposed:
+                sampling.extend(_sample_rows(span, state, end))
+            elif span.sample:
+                sampling.append((end - 1, state))
         return Batch(
             input_ids=staged_3T[:1],
             position_ids=staged_3T[1:2],
