@@ -1,8 +1,8 @@
 """What planning a step ahead is worth: ``python -m benchmarks.waiting``.
 
-Two servers of Pythia-160M's shape, one with ``--async-scheduling`` and one without, take turns at decoding the same prompts, each
-streamed over gRPC by one client on the same cores. Their ranks note for how long each plan let them wait. The first token of one
-more request, which comes while the others decode, is timed too.
+Two servers of Pythia-160M's shape, one with ``--async-scheduling`` and one without, take turns at decoding the same prompts,
+each streamed over gRPC by one client on the same cores. Their ranks note for how long each plan let them wait. The first token
+of one more request, which comes while the others decode, is timed too.
 """
 
 from __future__ import annotations

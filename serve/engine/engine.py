@@ -14,13 +14,13 @@ from serve.engine.registry import Registry
 from serve.engine.scheduler import Scheduler
 from serve.engine.sequence import LiveRequest, Sequence, SequenceState
 from serve.engine.stats import EngineStats
-from serve.engine.step_results import answers_of, judge
+from serve.engine.step_results import judge
 from serve.engine.stopping import LENGTH, Stop
 from serve.engine.swap import Swap, Swapped, Weights
 from serve.engine.text import TextFactory
 from serve.engine.under_way import UnderWay
 from serve.errors import DeadlineExpired, DuplicateRequest, InvalidRequest, Loading, NotFinite, RequestBroke, RequestError
-from serve.types import Event, Generation, RequestFailed, RequestId
+from serve.types import Event, Generation, RequestFailed, RequestId, SequenceId
 
 __all__ = ["Engine", "EngineLimits"]
 
@@ -295,11 +295,11 @@ class Engine:
 
     def _settle(self) -> None:
         """Wait for the oldest step under way, and apply its result."""
-        plan, result = self._under_way.collect(self._facts.vocab_size)
-        self._apply(plan, result, self._clock())
+        plan, result, answers = self._under_way.collect(self._facts.vocab_size)
+        self._apply(plan, result, answers, self._clock())
         self._under_way.end(goes_on=self._scheduler.has_work)
 
-    def _apply(self, plan: StepPlan, result: StepResult, now: float) -> None:
+    def _apply(self, plan: StepPlan, result: StepResult, answers: dict[SequenceId, list[Sampled]], now: float) -> None:
         """Bring every sequence of the plan up to date. One may have left the running batch meanwhile, and a request that
         ends here takes its other sequences with it, so each is looked up again."""
         self._scheduler.commit(plan)
@@ -309,7 +309,6 @@ class Engine:
         for fault in result.faults:
             if (seq := self._scheduler.running.get(fault.sequence)) is not None:  # a sibling's fault may have ended it
                 self._fail(seq.request, (NotFinite if fault.not_finite else RequestBroke)(fault.message))
-        answers = answers_of(result)
         for span in plan.spans:
             seq = self._scheduler.running.get(span.sequence)
             if seq is None:

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from serve.engine.executor import Executor
-from serve.engine.plan import StepPlan, StepResult
+from serve.engine.plan import Sampled, StepPlan, StepResult
 from serve.engine.stats import StepTotals
 from serve.engine.step_results import check_result
+from serve.types import SequenceId
 
 _WORTH = 0.01
 """Share of a step for which the ranks may wait for the server. A step that is planned ahead lets a new request wait for one
@@ -75,8 +76,8 @@ class UnderWay:
             self._between += _WEIGHT * (self._clock() - self._collected - self._between)
             self._collected = None
 
-    def collect(self, vocab_size: int) -> tuple[StepPlan, StepResult]:
-        """The oldest step with its result; waits for it. It is under way until ``end``.
+    def collect(self, vocab_size: int) -> tuple[StepPlan, StepResult, dict[SequenceId, list[Sampled]]]:
+        """The oldest step with its result, and what was chosen for each sequence; waits for it. It is under way until ``end``.
 
         Raises:
             ExecutorDied: the ranks are lost, or the result does not answer the plan.
@@ -84,8 +85,7 @@ class UnderWay:
         plan = self._steps[0].plan
         result = self._executor.collect()
         self._collected = self._clock()
-        check_result(plan, result, vocab_size)
-        return plan, result
+        return plan, result, check_result(plan, result, vocab_size)
 
     def end(self, *, goes_on: bool) -> None:
         """The result of the oldest step was applied.
