@@ -12,7 +12,7 @@ WORKDIR /opt/tessera
 # Dependencies first: this layer is kept until they change. They are read from pyproject.toml, so that nothing of the package is built before
 # its sources are here: setuptools keeps what an earlier build left where that is newer than the source.
 COPY pyproject.toml constraints.txt ./
-RUN python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" > requirements.txt \
+RUN python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; print(*project['dependencies'], *(line for extra in ('serve', 'train') for line in project['optional-dependencies'][extra] if not line.startswith('tessera')), sep='\n')" > requirements.txt \
     && pip install --no-cache-dir ${PIP_ARGS} -c constraints.txt -r requirements.txt
 COPY LICENSE README.md ./
 COPY serve serve
@@ -20,6 +20,8 @@ COPY finetune finetune
 COPY checkpoint checkpoint
 COPY configuration configuration
 COPY host host
+COPY tessera tessera
+COPY protos protos
 RUN pip install --no-cache-dir ${PIP_ARGS} --no-deps . && rm -rf build *.egg-info
 
 RUN useradd --uid 10001 --create-home tessera

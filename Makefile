@@ -15,7 +15,7 @@ export HF_HUB_OFFLINE := 1
 MAKEFLAGS += --no-print-directory
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help setup libaio demo demo-pictures pictures test test-slow check lint types imports proto proto-check bench bench-sampling bench-load bench-tensor-parallel bench-training test-gpu bench-gpu test-image image-tools chaos clean distclean
+.PHONY: help setup libaio demo demo-pictures pictures test test-slow check lint types imports proto proto-check bench bench-sampling bench-load bench-tensor-parallel bench-training test-gpu bench-gpu wheel test-image image-tools test-deploy deploy-tools chaos clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,7 +50,7 @@ libaio:
 
 # Side by side in WORKERS processes, each test file in one of them.
 test: $(STAMP) ## the tests that need no GPU, but for whole runs of training
-	@$(PY) -m pytest -q -m "not gpu and not slow and not image" -n $(WORKERS) --dist loadfile
+	@$(PY) -m pytest -q -m "not gpu and not slow and not image and not deploy" -n $(WORKERS) --dist loadfile
 
 test-slow: $(STAMP) libaio ## whole runs of training, the rest of the tests that need no GPU
 	@$(PY) -m pytest -q -m "slow and not gpu" -n $(WORKERS) --dist loadfile
@@ -70,6 +70,7 @@ imports: $(STAMP) ## who may import whom, and that what is drawn and listed from
 	@$(VENV)/bin/lint-imports >$(VENV)/imports.log 2>&1 || { cat $(VENV)/imports.log >&2; exit 1; }
 	@$(PY) docs/rooms.py --check
 	@$(PY) docs/families.py --check
+	@$(PY) deploy/grafana/dashboards.py --check
 	@echo "imports: every contract kept"
 
 proto: $(STAMP) ## generate serve/v1 from protos/
@@ -78,9 +79,10 @@ proto: $(STAMP) ## generate serve/v1 from protos/
 proto-check: $(STAMP) ## prove that serve/v1 is what protos/ generates
 	@$(PY) protos/generate.py --check
 
-pictures: $(STAMP) ## draw docs/rooms.svg and the table of docs/families.md from the code as it is
+pictures: $(STAMP) ## draw docs/rooms.svg, the table of docs/families.md and the dashboards from the code as it is
 	@$(PY) docs/rooms.py
 	@$(PY) docs/families.py
+	@$(PY) deploy/grafana/dashboards.py
 
 bench: $(STAMP) ## tokens per second beside transformers, on this machine's CPU
 	@$(PY) -m benchmarks.serving
@@ -103,6 +105,12 @@ test-gpu: $(STAMP) ## the tests that need a CUDA device
 bench-gpu: $(STAMP) ## the same benchmark on a CUDA device
 	@$(PY) -m benchmarks.serving --device cuda
 
+# Of the commit, not of what lies around: setuptools takes over what an earlier build left, and the time of the commit is that of all files.
+wheel: $(STAMP) ## the wheel of the last commit in dist/, the same bytes each time
+	@scratch=$$(mktemp -d) && trap 'rm -rf "$$scratch"' EXIT && git archive HEAD | tar -x -C "$$scratch" && umask 022 && \
+	    chmod -R u=rwX,go=rX "$$scratch" && SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) \
+	    $(PY) -m pip wheel -q --disable-pip-version-check --no-deps --wheel-dir dist "$$scratch" && ls dist/*.whl
+
 # Without Docker and without an image registry; where the tools are missing and we may install them, we do. The tests say if they cannot run.
 image-tools:
 	@{ command -v buildah && command -v debootstrap; } >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
@@ -111,6 +119,15 @@ image-tools:
 
 test-image: $(STAMP) image-tools ## build the Dockerfile's image and start it: about ten minutes, as root, with buildah
 	@$(PY) -m pytest -q -rs -m image
+
+# As for the image: installed where we may, and the tests of what is missing say which package has it. No service is started.
+deploy-tools:
+	@command -v promtool >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	    { apt-get update -qq && apt-get install -y -qq prometheus; } >/dev/null 2>&1; } || \
+	    echo "the rules and dashboards are tried with Debian's prometheus (apt-get install prometheus)"
+
+test-deploy: $(STAMP) deploy-tools ## what deploy/ says, tried with the programs it is said to: rules, alerts, dashboards
+	@$(PY) -m pytest -q -rs -m deploy
 
 chaos: $(STAMP) ## ranks killed and frozen under load, twenty times each, and the history of every call; CASE=kill for one
 	@$(PY) -m tests.chaos $(CASE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -84,9 +85,10 @@ def load_seconds(metrics: str) -> dict[str, float]:
 
 def ranks_of(server: int) -> tuple[int, ...]:
     """Processes of the ranks, by the children of the server's threads."""
-    children = {
-        int(child) for task in Path(f"/proc/{server}/task").iterdir() for child in (task / "children").read_text().split()
-    }
+    children = set[int]()
+    for task in Path(f"/proc/{server}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # a thread that has ended meanwhile
+            children.update(map(int, (task / "children").read_text().split()))
     return tuple(sorted(pid for pid in children if Path(f"/proc/{pid}/comm").read_text().startswith(RANK_NAME)))
 
 

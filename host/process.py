@@ -11,11 +11,21 @@ from contextlib import ExitStack, suppress
 from typing import Final, NoReturn
 
 _PR_SET_NAME: Final = 15
+_LAST: Final = 19
+"""The greatest niceness."""
 
 
 def name_process(name: str) -> None:
     """Have the system show this process by a name of at most 15 bytes where it shows no commands (``ps -e``, ``top``)."""
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
+
+
+def give_way(steps: int) -> None:
+    """Let whatever computes go before this thread and those that it starts, ``steps`` of niceness; where a sandbox forbids to
+    say so, they compete."""
+    me = threading.get_native_id()
+    with suppress(PermissionError):
+        os.setpriority(os.PRIO_PROCESS, me, min(_LAST, os.getpriority(os.PRIO_PROCESS, me) + steps))
 
 
 def end_process(code: int) -> NoReturn:

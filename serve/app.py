@@ -17,7 +17,7 @@ from checkpoint import CheckpointError, hold, locate, open_structure, pinned
 from checkpoint.disk.manifest import MANIFEST
 from checkpoint.text.tokenizer import Tokenizer
 from host import heap
-from serve.config import ServerConfig
+from serve.config import ModelConfig, ServerConfig
 from serve.engine.engine import Engine, EngineLimits
 from serve.engine.executor import Executor, ModelFacts
 from serve.errors import ConfigError, StartError
@@ -27,6 +27,7 @@ from serve.rpc.server import RpcServer
 from serve.runtime.edition import Edition
 from serve.runtime.gateway import Gateway
 from serve.runtime.seams import RankGroup
+from serve.runtime.service_manager import ServiceManager
 from serve.runtime.watch import Sight, Watch
 from serve.text.detokenizer import open_text
 from serve.text.tokenizer import load_tokenizer, tokenizer_digest
@@ -60,6 +61,7 @@ def run(
     *,
     version: str,
     starter: ForkStarter | None = None,
+    manager: ServiceManager | None = None,
     make_group: Callable[[ServerConfig], RankGroup] | None = None,
     try_out: Callable[[ServerConfig], Awaitable[None]] | None = None,
 ) -> int:
@@ -69,6 +71,7 @@ def run(
         config: every option.
         version: of the package, for ``build_info``.
         starter: forks ranks, and what tries a checkpoint; programs of their own without it.
+        manager: told how the server is.
         make_group: makes the ranks' handle; ``RankExecutor`` without it.
         try_out: finds out, before ranks that serve are given up, what new ones would refuse.
 
@@ -80,7 +83,7 @@ def run(
         _warn_of_few_descriptors(config)
         make_group = make_group or (lambda config: RankExecutor(config, starter))
         try_out = try_out or (lambda config: rehearse(config, starter))
-        asyncio.run(serve(config, version=version, make_group=make_group, try_out=try_out))
+        asyncio.run(serve(config, version=version, manager=manager, make_group=make_group, try_out=try_out))
     except StartError as error:
         print(f"tessera-serve: {error}", file=sys.stderr)
         return error.exit_code
@@ -116,6 +119,7 @@ async def serve(
     config: ServerConfig,
     *,
     version: str,
+    manager: ServiceManager | None = None,
     make_group: Callable[[ServerConfig], RankGroup],
     try_out: Callable[[ServerConfig], Awaitable[None]],
 ) -> None:
@@ -135,8 +139,7 @@ async def serve(
         return again
 
     # Build.
-    edition = open_edition(config)
-    metrics = Metrics(version=version, num_ranks=config.model.tensor_parallel_size)
+    edition, metrics = open_edition(config), _metrics(config.model, version)
 
     # Wire.
     gateway = Gateway(
@@ -148,11 +151,15 @@ async def serve(
         clock=time.monotonic,
     )
     rpc = RpcServer(gateway, metrics, edition.config)
-    told = _Signals()
+    told, manager = _Signals(), manager or ServiceManager()
+    gateway.on_state_change(manager.state_changed)
     watch = _watch(config, gateway)
 
     # Start. The ports come first: one that is taken is known before the model is loaded.
-    with contextlib.closing(metrics.listen(config.rpc.host, config.rpc.metrics_port)) as endpoint, told.handled():
+    async with contextlib.AsyncExitStack() as running:
+        endpoint = running.enter_context(contextlib.closing(metrics.listen(config.rpc.host, config.rpc.metrics_port)))
+        running.enter_context(told.handled())
+        await running.enter_async_context(manager.kept_informed())
         address = await rpc.start()
         try:
             gateway.launch()
@@ -166,6 +173,12 @@ async def serve(
         finally:
             # Stop.
             await asyncio.gather(gateway.stop(), rpc.stop(HURRY_GRACE_SECONDS if told.hurry.is_set() else STOP_GRACE_SECONDS))
+
+
+def _metrics(served: ModelConfig, version: str) -> Metrics:
+    metrics = Metrics(version=version, num_ranks=served.tensor_parallel_size, model_name=served.served_name)
+    metrics.follows(served.watch)
+    return metrics
 
 
 def _watch(config: ServerConfig, gateway: Gateway) -> Watch | None:
@@ -226,7 +239,17 @@ def open_edition(config: ServerConfig) -> Edition:
     for one in held:
         if not one.locked:
             _log.info("the file system of %s has no locks: nothing keeps a training run from removing it", one.path)
-    return Edition(found, tokenizer, tuple(held), digest)
+    return Edition(found, tokenizer, tuple(held), digest, _written_seconds(Path(found.model.path)))
+
+
+def _written_seconds(folder: Path) -> float | None:
+    """When a checkpoint was written: its manifest is last; another trainer's newest file where there is none."""
+    manifest = folder / MANIFEST
+    try:
+        files = [manifest] if manifest.is_file() else [file for file in folder.iterdir() if file.is_file()]
+        return max((file.stat().st_mtime for file in files), default=None)
+    except OSError:
+        return None
 
 
 def _proved(config: ServerConfig) -> tuple[Tokenizer | None, str]:
@@ -293,6 +316,7 @@ def ready_line(config: ServerConfig, facts: ModelFacts | None, address: str, met
     return (
         f"tessera ready grpc={address} metrics={metrics_url} model={config.model.served_name} "
         f"tp={config.model.tensor_parallel_size} dtype={facts.dtype} kv_blocks={facts.num_blocks}"
+        + ("" if facts.checkpoint_step is None else f" step={facts.checkpoint_step}")
     )
 
 

@@ -16,8 +16,11 @@ from importlib.metadata import version as installed_version
 
 from serve.config import ServerConfig
 from serve.errors import ConfigError
+from serve.model.kernels import ahead
+from serve.model.kernels.compiler import KernelUnavailable
 from serve.options import ENVIRONMENT_PREFIX, Option, all_options, build_config, to_yaml
 
+BUILD_KERNELS = "build-kernels"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 CONFIG_VARIABLE = f"{ENVIRONMENT_PREFIX}CONFIG"
 LOG_LEVEL_VARIABLE = f"{ENVIRONMENT_PREFIX}LOG_LEVEL"
@@ -34,7 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 done, 2 usage or configuration, 1 anything else.
     """
-    given = _parser().parse_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] == [BUILD_KERNELS]:
+        return _build_kernels(words[1:])
+    given = _parser().parse_args(words)
     try:
         level = _log_level(given.log_level, os.environ)
         config = resolve(vars(given), os.environ)
@@ -48,12 +54,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         level=level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s", force=True
     )
     _warn_of_strange_variables(os.environ)
+    from serve.runtime.service_manager import ServiceManager
+
+    manager = ServiceManager.named_in(os.environ)  # before ranks are forked, which are not to speak for the server
     from serve.worker.rank_process import rank_starter  # here, so that --help and --print-config need no ranks and no gRPC
 
     with rank_starter(config) as starter:
         from serve import app
 
-        return app.run(config, version=package_version(), starter=starter)
+        return app.run(config, version=package_version(), starter=starter, manager=manager)
 
 
 def resolve(arguments: Mapping[str, object], environment: Mapping[str, str]) -> ServerConfig:
@@ -84,6 +93,38 @@ def package_version() -> str:
         return installed_version("tessera")
     except PackageNotFoundError:
         return "0+unknown"
+
+
+def _build_kernels(arguments: Sequence[str]) -> int:
+    """Compile the CPU kernels into the package, for processors of other machines too."""
+    levels = _kernels_parser().parse_args(arguments).levels.split(",")
+    known = [level.name for level in ahead.LEVELS]
+    if unknown := [level for level in levels if level not in known]:
+        print(f"tessera-serve: --for has {unknown[0]!r}, which is none of {', '.join(known)}", file=sys.stderr)
+        return 2
+    try:
+        print(*ahead.build_ahead(levels, ahead.FOLDER), sep="\n")
+    except (KernelUnavailable, OSError) as error:
+        print(f"tessera-serve: the kernels were not built into {ahead.FOLDER}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _kernels_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"tessera-serve {BUILD_KERNELS}",
+        description="Compile the CPU kernels ahead into a folder of the package, where a server finds them without a compiler.",
+        allow_abbrev=False,
+    )
+    levels = ",".join(level.name for level in ahead.LEVELS)
+    parser.add_argument(
+        "--for",
+        dest="levels",
+        default=levels,
+        metavar="LEVEL,...",
+        help="kinds of processors (default: %(default)s)",
+    )
+    return parser
 
 
 def _from_environment(option: Option, environment: Mapping[str, str]) -> str | None:
@@ -117,6 +158,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="tessera-serve",
         description="Serve a sharded GPT checkpoint over gRPC.",
         epilog=f"Every option is also an environment variable ({ENVIRONMENT_PREFIX}PORT for --port) and a key of --config. "
+        f"`tessera-serve {BUILD_KERNELS} --help` tells how the CPU kernels are compiled ahead. "
         "An argument goes before the environment, the environment before the file.",
         allow_abbrev=False,
     )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from pathlib import PurePath
 from typing import Final, Literal
 
 from serve.errors import ConfigError
+from serve.naming import own_name
 
 
 def _require(condition: bool, name: str, value: object, rule: str) -> None:
@@ -27,7 +27,7 @@ class ModelConfig:
     """Folder of a checkpoint that ``checkpoint.open_checkpoint`` recognises."""
 
     name: str = ""
-    """Name clients see; empty means the last part of ``path``."""
+    """Name clients see; empty means the last part of ``path`` that is a run's own, not ``checkpoints`` or ``step-00000320``."""
 
     config: str = ""
     """The model's ``config.json``, or a folder that has one, for a checkpoint that has none beside or above its weights."""
@@ -118,8 +118,8 @@ class ModelConfig:
 
     @property
     def served_name(self) -> str:
-        """The name clients see."""
-        return self.name or PurePath(self.path).name or self.path
+        """The name clients see, and every series of the server bears."""
+        return self.name or own_name(self.path) or self.path
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,8 @@ of the process, whatever happens to the engine.
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from prometheus_client import (
@@ -24,6 +25,7 @@ from prometheus_client import (
 
 from host import endpoint
 from host.endpoint import MetricsEndpoint
+from host.exposition import NamedRegistry
 from serve.engine.executor import ModelFacts
 from serve.engine.stats import EngineStats
 from serve.engine.swap import Swapped
@@ -40,7 +42,8 @@ from serve.errors import (
     SlowReader,
     Unavailable,
 )
-from serve.types import FinishReason
+from serve.series import SECONDS, Course, Maker, QueueSeries, RankSeries, RequestSeries, ServedSeries
+from serve.types import FinishReason, RequestFailed
 
 METHODS: Final = (
     "Generate", "GenerateStream", "GenerateBatch", "Score",
@@ -71,36 +74,43 @@ END_REASONS: Final = (*(reason.value for reason in FinishReason), *END_OF_ERROR.
 REJECTION_REASONS: Final = ("requests", "tokens", "loading", "draining", "engine_down")
 LOAD_PHASES: Final = ("import", "build", "weights", "cache")
 
-SECONDS: Final = (
-    0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75,
-    1.0, 1.5, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0, 1280.0, 2560.0,
-)  # fmt: skip
 STEP_TOKENS: Final = tuple(float(2**exponent) for exponent in range(15))
 
 
 class Metrics:
     """Owns the registry and every series in it. May be called from any thread."""
 
-    def __init__(self, *, version: str, num_ranks: int) -> None:
+    def __init__(
+        self, *, version: str, num_ranks: int, model_name: str = "", clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """Make all series, at zero.
 
         Args:
             version: of the package, for ``build_info``.
             num_ranks: how many values the label ``rank`` has.
+            model_name: the name clients see, which every series bears where it is shown.
+            clock: the one that arrivals are on.
         """
         disable_created_metrics()  # type: ignore[no-untyped-call]  # prometheus_client leaves it unannotated
         self.registry = CollectorRegistry()
+        """The series without ``model_name``, which is put on as they are shown: what counts pays nothing for it."""
+        self._shown = NamedRegistry(self.registry, model_name)
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
         self._make_request_series()
         self._make_engine_series()
         self._make_rank_series(num_ranks)
+        make = Maker(self.registry)
+        self.lengths = RequestSeries(make, (*END_OF_ERROR.values(), "broke"))
+        self.ranks = RankSeries(make, num_ranks)
+        self._queue = QueueSeries(make, clock)
+        self._served = ServedSeries(make)
         info = self._gauge("build_info", "Always 1; what is running.", "version", "python")
         info.labels(version, platform.python_version()).set(1)
         self._model_info = self._gauge(
             "model_info", "1 for the model being served.",
             "model", "family", "dtype", "device", "tensor_parallel_size", "max_model_len", "num_parameters", "checkpoint_step",
-            "attention", "linear",
+            "attention", "linear", "kernels",
         )  # fmt: skip
         self._last_stats: EngineStats | None = None
 
@@ -194,16 +204,22 @@ class Metrics:
     def next_token(self, seconds: float) -> None:
         self._inter_token.observe(seconds)
 
-    def finished(self, reason: FinishReason, *, queue_seconds: float, total_seconds: float) -> None:
+    def finished(self, reason: FinishReason, course: Course) -> None:
         """Count a request that ended by itself."""
         self._finished.labels(reason.value).inc()
-        self._queue_time.observe(queue_seconds)
-        self._latency.observe(total_seconds)
+        self._queue_time.observe(course.queue_seconds)
+        self._latency.observe(course.total_seconds)
+        self.lengths.ended(course)
 
-    def failed(self, error: Exception) -> None:
-        """Count an accepted request that ended with an error."""
+    def failed(self, event: RequestFailed, *, total_seconds: float) -> None:
+        """Count an accepted request that ended with an error, so long after its arrival."""
+        error = event.error
         names = (END_OF_ERROR[kind] for kind in type(error).__mro__ if kind in END_OF_ERROR)
-        self._finished.labels(next(names, "broke")).inc()
+        reason = next(names, "broke")
+        self._finished.labels(reason).inc()
+        self.lengths.wasted(reason, event.computed_tokens)
+        if event.queue_seconds is None:
+            self.lengths.never_started(total_seconds)
         if isinstance(error, NotFinite):
             self._not_finite.inc()
 
@@ -225,7 +241,7 @@ class Metrics:
         self._model_info.labels(
             model, facts.family, facts.dtype, facts.device, str(len(self._rank_up)), str(facts.max_model_len),
             str(facts.num_parameters), "" if facts.checkpoint_step is None else str(facts.checkpoint_step),
-            facts.attention, facts.linear,
+            facts.attention, facts.linear, facts.kernels,
         ).set(1)  # fmt: skip
 
     def engine_stopped(self) -> None:
@@ -233,12 +249,19 @@ class Metrics:
         held = (self._running, self._waiting, self._queued_tokens, self._blocks_used, self._blocks_cached)
         for gauge in (self._engine_up, *self._rank_up, *held):
             gauge.set(0)
+        self.ranks.gone()
+        self._queue.since_seconds = None
 
     def engine_waits(self, stats: EngineStats) -> None:
         """The engine has no ranks; its requests wait for the next ones."""
         self._kept.inc(stats.num_waiting)
         self._waiting.set(stats.num_waiting)
         self._queued_tokens.set(stats.queued_tokens)
+        self._queue.since_seconds = stats.queued_since_seconds
+
+    def engine_failed(self, reason: str) -> None:
+        """A life of the engine ended by a fault; see ``serve.engine.executor.LossReason``."""
+        self.ranks.lost(reason)
 
     def engine_restarted(self) -> None:
         self._restarts.inc()
@@ -253,6 +276,22 @@ class Metrics:
         """What the model's folder held could not be served."""
         self._refused_reloads.inc()
 
+    def reloaded(self, result: str) -> None:
+        """A reload ended: ``weights`` were exchanged, ``ranks`` started again, it was ``taken_back`` or ``refused``."""
+        self._served.reloaded(result)
+
+    def server_entered(self, state: str) -> None:
+        """The server does something else with new requests from now on; see ``serve.runtime.state.State``."""
+        self._served.entered(state)
+
+    def checkpoint_served(self, written_seconds: float | None) -> None:
+        """What is served from now on was written then, in Unix time."""
+        self._served.written(written_seconds)
+
+    def follows(self, every_seconds: float | None) -> None:
+        """The server looks for a newer checkpoint so often, if it does."""
+        self._served.follows(every_seconds)
+
     def engine_advanced(self, stats: EngineStats) -> None:
         """Take over the engine's figures after it did something."""
         last = self._last_stats
@@ -262,6 +301,8 @@ class Metrics:
         _add(self._preemptions, stats.preemptions - last.preemptions)
         _add(self._cache_queries, stats.prefix_cache_queries - last.prefix_cache_queries)
         _add(self._cache_hits, stats.prefix_cache_hits - last.prefix_cache_hits)
+        self.lengths.wasted("preempted", stats.recomputed.preempted - last.recomputed.preempted)
+        self.lengths.wasted("restarted", stats.recomputed.restarted - last.recomputed.restarted)
         _add(self._proposed, stats.proposed_tokens - last.proposed_tokens)
         _add(self._accepted, stats.accepted_tokens - last.accepted_tokens)
         if stats.steps > last.steps and stats.last_step is not None and stats.last_step.tokens:
@@ -280,6 +321,7 @@ class Metrics:
         self._running.set(stats.num_running)
         self._waiting.set(stats.num_waiting)
         self._queued_tokens.set(stats.queued_tokens)
+        self._queue.since_seconds = stats.queued_since_seconds
         self._blocks_used.set(stats.kv_blocks_used)
         self._blocks_cached.set(stats.kv_blocks_cached)
         self._blocks_total.set(stats.kv_blocks_total)
@@ -288,7 +330,7 @@ class Metrics:
 
     def exposition(self) -> str:
         """Everything in Prometheus' text format."""
-        return generate_latest(self.registry).decode()
+        return generate_latest(self._shown).decode()
 
     def listen(self, host: str, port: int) -> MetricsEndpoint:
         """Serve the registry over HTTP on a thread of its own.
@@ -298,7 +340,7 @@ class Metrics:
         """
         bare_host = "127.0.0.1" if host.startswith("unix:") else host.strip("[]")
         try:
-            return endpoint.listen(make_wsgi_app(self.registry), bare_host, port)
+            return endpoint.listen(make_wsgi_app(self._shown), bare_host, port)
         except OSError as error:
             raise ConfigError(f"rpc.metrics_port: cannot listen on {bare_host}:{port}: {error.strerror or error}") from error
 

@@ -236,6 +236,10 @@ class RequestFailed:
     request_id: RequestId
     error: Exception
     """A ``serve.errors.ServeError``."""
+    queue_seconds: float | None = None
+    """From arrival to the first step that computed anything for it; ``None`` if there was none."""
+    computed_tokens: int = 0
+    """Positions that were computed for its sequences that had not ended."""
 
 
 Event = PromptReady | TokensOut | SequenceFinished | RequestFailed

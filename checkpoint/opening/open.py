@@ -138,20 +138,27 @@ class Checkpoint:
         *,
         dtype: torch.dtype | None = None,
         device: str | torch.device = "cpu",
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Read ``tensor[index]``, and no byte besides, into a new contiguous tensor.
+        """Read ``tensor[index]``, and no byte besides, into a new contiguous tensor or into ``out``.
 
         Args:
             name: the model's name or the stored one; see ``resolve``.
             index: slices of step 1, at most one for each dimension; dimensions without one are taken whole.
             dtype: a floating-point dtype to cast to; ``None`` keeps the stored one.
             device: where the new tensor is.
+            out: what to fill instead of a new tensor, of the slice's shape and with any strides; cast to its dtype.
+
+        Returns:
+            The new tensor, or ``out``.
 
         Raises:
             CheckpointError: no such tensor; an integer tensor asked for as floating point; the file cannot be read.
-            ValueError: ``index`` or ``dtype`` is not as described, or the checkpoint is closed.
+            ValueError: ``index``, ``dtype`` or ``out`` is not as described, or the checkpoint is closed.
         """
         info = self.tensors[self.resolve(name)]
+        if out is not None:
+            dtype, device = out.dtype, out.device
         if dtype is not None and dtype != info.dtype:
             if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
                 raise ValueError(f"dtype is {dtype}; tensors are cast to floating point only")
@@ -159,7 +166,7 @@ class Checkpoint:
                 raise CheckpointError(info.file, f"tensor {info.name!r} holds {info.dtype}; weights must be floating point")
         with self._reading():
             place = self._weights.places[info.name]
-            out, num_bytes = read_stored(self._weights.files, place, index, dtype=dtype, device=device)
+            out, num_bytes = read_stored(self._weights.files, place, index, dtype=dtype, device=device, out=out)
         with self._lock:
             self._bytes_read += num_bytes
         return out

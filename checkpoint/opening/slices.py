@@ -2,7 +2,7 @@
 
 Files are read with positioned reads and never mapped: the pages of a mapped file count as the process's resident memory, and a
 rank must stay near the size of its own slices. Exactly the bytes of the slice are read, one read for each stretch that is
-contiguous in the file, straight into the result where dtype, device and order allow, else through a buffer of ``CHUNK_BYTES``.
+contiguous in the file, straight into the result where dtype, device and order allow, else through a buffer of ``CAST_BYTES``.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from checkpoint.errors import CheckpointError
 from checkpoint.layout import Coded, LowRank, Piece, Stored
 
 CHUNK_BYTES = 16 << 20
-"""Size of the buffer for casts, copies to a device and changes of order. The cast's own scratch is at most four times this."""
+"""Of a tensor that is computed, at most so much at once. The scratch of it is at most four times this."""
 
+CAST_BYTES = 1 << 20
+"""Size of the buffer for casts, copies to a device and changes of order: so little stays in a core's cache until it is cast."""
 
 _GROUP = 32
 """Numbers of MXFP4 that share a scale."""
@@ -66,8 +68,9 @@ def read_stored(
     *,
     dtype: torch.dtype | None,
     device: str | torch.device,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, int]:
-    """Read ``tensor[index]`` into a new contiguous tensor.
+    """Read ``tensor[index]`` into a new contiguous tensor, or into ``out``.
 
     Args:
         files: descriptors by file name, open for reading; their positions are neither used nor moved, so that threads may share
@@ -75,17 +78,22 @@ def read_stored(
         stored: where the whole tensor lies.
         index: slices of step 1, at most one for each dimension; the rest is taken whole. ``None`` takes all.
         dtype: what to cast to; ``None`` keeps the stored dtype.
+        device: where a new tensor is.
+        out: what to fill instead, of the slice's shape and with any strides; its own dtype and device count then.
 
     Returns:
         the tensor, and how many bytes were read for it.
 
     Raises:
-        ValueError: ``index`` has too many entries or a step other than 1.
+        ValueError: ``index`` has too many entries or a step other than 1, or ``out`` is of another shape.
         CheckpointError: a file ends early or cannot be read.
     """
     starts, shape = resolve_index(stored.shape, index)
     kept = TORCH_DTYPES[stored.dtype]
-    out = torch.empty(shape, dtype=dtype or kept, device=device)
+    if out is None:
+        out = torch.empty(shape, dtype=dtype or kept, device=device)
+    elif out.shape != shape:
+        raise ValueError(f"out is {list(out.shape)}; the slice is {list(shape)}")
     if out.numel() == 0:
         return out, 0
     if stored.added is not None:
@@ -95,8 +103,8 @@ def read_stored(
     if stored.merge == "boxes":
         return out, sum(_read_piece(files, piece, starts, out) for piece in stored.pieces)
     # Copies are added in a type that loses nothing of them, and made the wanted type once.
-    total = torch.zeros(shape, dtype=torch.promote_types(kept, torch.float32), device=device)
-    part = torch.empty(shape, dtype=total.dtype, device=device)
+    total = torch.zeros(shape, dtype=torch.promote_types(kept, torch.float32), device=out.device)
+    part = torch.empty(shape, dtype=total.dtype, device=out.device)
     num_bytes = 0
     for piece in stored.pieces:
         num_bytes += _read_piece(files, piece, starts, part)
@@ -205,7 +213,7 @@ def _read_piece(files: Mapping[str, int], piece: Piece, starts: tuple[int, ...],
     if out.dtype == kept and out.device.type == "cpu" and target.is_contiguous():
         _read_region(files[piece.file], piece.file, region, target.view(-1))
     else:
-        buffer = torch.empty(min(CHUNK_BYTES, region.num_bytes) // extent.item_bytes, dtype=kept)
+        buffer = torch.empty(min(CAST_BYTES, region.num_bytes) // extent.item_bytes, dtype=kept)
         _fill(files[piece.file], piece.file, region, target, buffer)
     return region.num_bytes
 

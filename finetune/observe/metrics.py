@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from finetune.errors import ConfigError
 from host import endpoint
 from host.endpoint import MetricsEndpoint
+from host.exposition import NamedRegistry
 
 HOST: Final = "127.0.0.1"
 SECONDS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0)
@@ -18,9 +19,15 @@ _SKIP_CAUSES: Final = ("loss", "gradient", "scale")
 class TrainMetrics:
     """Owns the registry and every series in it. May be called from any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, model_name: str = "") -> None:
+        """Make all series.
+
+        Args:
+            model_name: of the run, which every series bears where it is shown.
+        """
         disable_created_metrics()  # type: ignore[no-untyped-call]  # prometheus_client leaves it unannotated
         self.registry = CollectorRegistry()
+        self._shown = NamedRegistry(self.registry, model_name)
         self._loss = self._gauge("loss", "Mean loss of the target tokens of the last step, in nats.")
         self._eval_loss = self._gauge("eval_loss", "Loss on held-out text at the last evaluation, in nats.")
         self._rate = self._gauge("learning_rate", "Learning rate of the last step.")
@@ -36,6 +43,7 @@ class TrainMetrics:
         self._skipped = self._counter("skipped_steps", "Steps skipped because something was not finite.", "cause")
         self._spikes = self._counter("loss_spikes", "Loss spikes seen.")
         self._saves = self._counter("saves", "Saves made.")
+        self._saved_at = self._gauge("last_save_timestamp_seconds", "When the last save ended, or, before one, the run began.")
         self._step_seconds = self._histogram("step_seconds", "Duration of one optimizer step.")
         self._save_seconds = self._histogram("save_seconds", "Duration of one save.")
         for cause in _SKIP_CAUSES:
@@ -54,6 +62,7 @@ class TrainMetrics:
         """A run is about to train from ``step`` to ``steps``."""
         self._step.set(step)
         self._steps.set(steps)
+        self._saved_at.set_to_current_time()
 
     def stepped(self, step: int, *, loss: float, rate: float, grad_norm: float, tokens: int, seconds: float) -> None:
         """One step was taken."""
@@ -81,6 +90,7 @@ class TrainMetrics:
 
     def saved(self, seconds: float) -> None:
         self._saves.inc()
+        self._saved_at.set_to_current_time()
         self._save_seconds.observe(seconds)
 
     def spiked(self) -> None:
@@ -93,7 +103,7 @@ class TrainMetrics:
             ConfigError: the port cannot be bound.
         """
         try:
-            return endpoint.listen(make_wsgi_app(self.registry), HOST, port)
+            return endpoint.listen(make_wsgi_app(self._shown), HOST, port)
         except OSError as error:
             raise ConfigError(
                 f"log.metrics_port is {port}; {HOST}:{port} cannot be bound: {error.strerror or error}. Take another, or 0"

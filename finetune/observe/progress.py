@@ -58,7 +58,7 @@ class RunProgress:
         output = Path(config.run.output)
         self._log_path = output / LOG
         forget_after(self._log_path, done)
-        self._metrics = TrainMetrics()
+        self._metrics = TrainMetrics(model_name=output.resolve().name)
         self._metrics.began(step=done, steps=steps)
         self._endpoint = None if config.log.metrics_port is None else self._metrics.listen(config.log.metrics_port)
         self._log = self._log_path.open("a", encoding="utf-8")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from serve.engine.events import finished_event, prompt_event, token_event
+from serve.engine.events import failed_event, finished_event, prompt_event, token_event
 from serve.engine.executor import Executor, ModelFacts
 from serve.engine.limits import EngineLimits, check_fits, check_queue, retry_after_seconds
 from serve.engine.opening import Opening
@@ -20,7 +20,7 @@ from serve.engine.swap import Swap, Swapped, Weights
 from serve.engine.text import TextFactory
 from serve.engine.under_way import UnderWay
 from serve.errors import DeadlineExpired, DuplicateRequest, InvalidRequest, Loading, NotFinite, RequestBroke, RequestError
-from serve.types import Event, Generation, RequestFailed, RequestId, SequenceId
+from serve.types import Event, Generation, RequestId, SequenceId
 
 __all__ = ["Engine", "EngineLimits"]
 
@@ -98,10 +98,12 @@ class Engine:
             num_waiting=len(self._registry) - running,
             queued_requests=self._registry.queued_requests,
             queued_tokens=self._registry.queued_tokens,
+            queued_since_seconds=self._registry.queued_since_seconds,
             kv_blocks_used=self._cache.pool.num_used,
             kv_blocks_cached=self._cache.pool.num_kept,
             kv_blocks_total=self._cache.pool.num_blocks,
             preemptions=self._scheduler.preemptions,
+            recomputed=self._scheduler.recomputed,
             prefix_cache_queries=self._scheduler.cache_queries if caching else 0,
             prefix_cache_hits=self._scheduler.cache_hits if caching else 0,
             prompt_tokens=self._prompt_tokens,
@@ -269,10 +271,9 @@ class Engine:
         pinned = self._registry.started_and_pinned()
         if pinned and now < swap.patience_seconds:
             return False
+        late = Loading("newer weights were taken, and this call, which asked for the same ones, did not end in time")
         for request in pinned:
-            self._fail(
-                request, Loading("newer weights were taken, and this call, which asked for the same ones, did not end in time")
-            )
+            self._fail(request, late)
         return True
 
     def _exchange_weights(self, swap: Swap) -> None:
@@ -393,7 +394,7 @@ class Engine:
 
     def _fail(self, request: LiveRequest, error: RequestError) -> None:
         """The request ends with ``error``, and all its sequences with it."""
+        self._events.append(failed_event(request, error))
         for seq in request.sequences:
             self._scheduler.remove(seq)
         self._registry.remove(request)
-        self._events.append(RequestFailed(request_id=request.generation.request_id, error=error))

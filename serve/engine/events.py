@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from serve.engine.sequence import Sequence
+from serve.engine.sequence import LiveRequest, Sequence
 from serve.engine.stopping import Stop
-from serve.types import MadeBy, PromptReady, SequenceFinished, Timings, TokenLogprob, TokensOut, Usage
+from serve.errors import RequestError
+from serve.types import MadeBy, PromptReady, RequestFailed, SequenceFinished, Timings, TokenLogprob, TokensOut, Usage
 
 
 def prompt_event(leader: Sequence) -> PromptReady:
@@ -53,4 +54,15 @@ def finished_event(seq: Sequence, stop: Stop, now: float) -> SequenceFinished:
         made_by=tuple(MadeBy(first, weights.checkpoint_step) for first, weights in seq.made_by),
         proposed_tokens=seq.speculation.proposed if seq.speculation else 0,
         accepted_tokens=seq.speculation.accepted if seq.speculation else 0,
+    )
+
+
+def failed_event(request: LiveRequest, error: RequestError) -> RequestFailed:
+    """The request is about to end with ``error``; its sequences still have what was computed for them."""
+    arrival, started = request.generation.arrival_seconds, request.started_seconds
+    return RequestFailed(
+        request_id=request.generation.request_id,
+        error=error,
+        queue_seconds=None if started is None else started - arrival,
+        computed_tokens=sum(seq.num_spent for seq in request.sequences),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from serve.engine.plan import StepPlan, StepResult
 from serve.types import LengthRule
@@ -30,6 +30,8 @@ class ModelFacts:
     """What computes attention: ``kernel`` is Tessera's own compiled one, ``torch`` plain torch."""
     linear: str = ""
     """What computes linear layers: ``kernel``, ``onednn`` or ``torch``."""
+    kernels: str = ""
+    """What processors the CPU kernels were built for: a level such as ``x86-64-v4``, ``native``, or ``none`` without them."""
     load_seconds: tuple[tuple[str, float], ...] = ()
     """(phase, seconds), for the ``model_load_seconds`` metric: ``import``, ``build``, ``weights``, ``cache``."""
     length_rule: LengthRule | None = None
@@ -55,8 +57,37 @@ class Unlike:
     reason: str
 
 
+LossReason = Literal["died", "memory", "frozen", "hangs", "start", "broke"]
+
+
+class Loss(str):
+    """A sentence about why the ranks cannot go on, which knows what kind of reason it gives."""
+
+    __slots__ = ("reason",)
+
+    reason: LossReason
+
+    def __new__(cls, sentence: str, reason: LossReason) -> Loss:
+        made = super().__new__(cls, sentence)
+        made.reason = reason
+        return made
+
+
+def loss_reason(sentence: str | None) -> LossReason:
+    """The kind of a reason: ranks that were never ready have no sentence, and one that knows none tells of a defect."""
+    if sentence is None:
+        return "start"
+    return sentence.reason if isinstance(sentence, Loss) else "broke"
+
+
 class ExecutorDied(Exception):
     """The ranks cannot go on: one died, froze or broke the protocol. Not recoverable on this executor."""
+
+    @property
+    def sentence(self) -> str:
+        """Why, as whoever found out said it: a ``Loss`` where it was one."""
+        first = self.args[0] if self.args else ""
+        return first if isinstance(first, str) else str(self)
 
 
 class Executor(Protocol):

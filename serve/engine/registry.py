@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 from serve.engine.lazy_heap import LazyHeap
 from serve.engine.sequence import LiveRequest
 from serve.types import RequestId
@@ -17,7 +19,9 @@ class Registry:
     def __init__(self) -> None:
         self._requests: dict[RequestId, LiveRequest] = {}
         self._deadlines: LazyHeap[RequestId] = LazyHeap()
-        self.queued_requests = 0
+        self._queued: OrderedDict[RequestId, float] = (
+            OrderedDict()
+        )  # by arrival; a dict finds its first entry late once many left
         self.queued_tokens = 0
 
     def __len__(self) -> int:
@@ -42,6 +46,16 @@ class Registry:
         key = self._deadlines.first_key()
         return key[0] if key is not None else None
 
+    @property
+    def queued_requests(self) -> int:
+        """Requests that wait for their first step."""
+        return len(self._queued)
+
+    @property
+    def queued_since_seconds(self) -> float | None:
+        """When the one of those that waits longest arrived."""
+        return next(iter(self._queued.values()), None)
+
     def get(self, request_id: RequestId) -> LiveRequest | None:
         return self._requests.get(request_id)
 
@@ -49,7 +63,7 @@ class Registry:
         """A new request, queued."""
         generation = request.generation
         self._requests[generation.request_id] = request
-        self.queued_requests += 1
+        self._queued[generation.request_id] = generation.arrival_seconds
         self.queued_tokens += request.num_prompt_tokens
         if generation.deadline_seconds is not None:
             self._deadlines.push(generation.request_id, (generation.deadline_seconds,))
@@ -81,14 +95,14 @@ class Registry:
         return tuple(r for r in self._requests.values() if r.is_pinned and r.started_seconds is not None)
 
     def _leave_queue(self, request: LiveRequest) -> None:
-        self.queued_requests -= 1
+        del self._queued[request.generation.request_id]
         self.queued_tokens -= request.num_prompt_tokens
 
     def check(self) -> None:
         """Assert what must always hold. Cost grows with the requests: for tests."""
         self._deadlines.check()
         queued = [request for request in self._requests.values() if request.started_seconds is None]
-        assert len(queued) == self.queued_requests, "the count of queued requests is wrong"
+        assert [request.generation.request_id for request in queued] == list(self._queued), "the queued requests are wrong"
         assert sum(request.num_prompt_tokens for request in queued) == self.queued_tokens, "the queued tokens are wrong"
         for request_id, request in self._requests.items():
             has_deadline = request.generation.deadline_seconds is not None

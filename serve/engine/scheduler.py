@@ -7,10 +7,11 @@ from collections import deque
 from serve.engine.draft import Draft
 from serve.engine.lazy_heap import LazyHeap
 from serve.engine.limits import EngineLimits
-from serve.engine.plan import Span, StepPlan
+from serve.engine.plan import StepPlan
 from serve.engine.prefix_cache import PrefixCache
 from serve.engine.sequence import Sequence, SequenceState
 from serve.engine.starting import start_of
+from serve.engine.stats import Recomputed
 from serve.types import BlockId, SequenceId
 
 _HEADROOM_FRACTION = 100
@@ -54,6 +55,7 @@ class Scheduler:
         self._num_admissions = 0
         self.num_running_requests = 0
         self.preemptions = 0
+        self.recomputed = Recomputed()
         self.cache_queries = 0
         self.cache_hits = 0
         self.proposed_tokens = 0
@@ -84,6 +86,7 @@ class Scheduler:
 
     def restart(self, seq: Sequence) -> None:
         """Nothing that is computed of a running sequence counts any longer; it waits before all that never ran."""
+        seq.num_lost, seq.was_preempted = min(seq.num_computed, len(seq.token_ids)), False
         self._leave_running(seq)
         seq.state = SequenceState.WAITING
         self._waiting.push(seq, (0, seq.admitted))
@@ -202,7 +205,7 @@ class Scheduler:
                 continue
             if not self._grow(seq, count, draft):
                 return
-            self._add_span(seq, count, draft, self._propose(seq, draft))
+            draft.add_span(seq, count, self._cache.block_tokens, self._propose(seq, draft))
 
     def _can_run_ahead(self) -> bool:
         """Whether the next step can be planned without the tokens of the one under way: nobody guesses what comes after them,
@@ -240,7 +243,7 @@ class Scheduler:
             assert grown, f"sequence {seq.id} was admitted without the blocks it needs"
             draft.starts.append(start_of(seq))
             seq.num_known = len(seq.token_ids)
-            self._add_span(seq, count, draft)
+            draft.add_span(seq, count, self._cache.block_tokens)
 
     def _is_being_made(self, seq: Sequence, draft: Draft) -> bool:
         """Whether this step or one under way computes, for somebody else, the first block that a waiting one would have to.
@@ -283,6 +286,9 @@ class Scheduler:
             if looks_up:
                 self.cache_queries += num_known
                 self.cache_hits += seq.cached_tokens
+        elif seq.num_lost:
+            self.recomputed = self.recomputed.plus(max(0, seq.num_lost - seq.num_computed), preempted=seq.was_preempted)
+            seq.num_lost = 0
         return True
 
     def _grow(self, seq: Sequence, count: int, draft: Draft) -> bool:
@@ -330,32 +336,8 @@ class Scheduler:
         """Take a running sequence's blocks away and put it at the front of the queue, before all that never ran."""
         draft.has_preempted = True
         self.restart(seq)
+        seq.was_preempted = True
         self.preemptions += 1
-
-    def _add_span(self, seq: Sequence, count: int, draft: Draft, proposed: tuple[int, ...] = ()) -> None:
-        """Plan ``count`` positions and those of what is proposed after them, with all the ranks have to learn for them."""
-        num_tokens, num_blocks = seq.num_known_ahead, len(seq.table)
-        samples = seq.num_computed + count == num_tokens and seq.samples
-        draft.spans.append(
-            Span(
-                sequence=seq.id,
-                start=seq.num_computed,
-                count=count + len(proposed),
-                continues=seq.num_known < num_tokens and seq.num_pending > 0,
-                new_tokens=tuple(seq.token_ids[seq.num_known :]) if num_tokens > seq.num_known else (),
-                new_blocks=tuple(seq.table[seq.num_sent_blocks :]) if num_blocks > seq.num_sent_blocks else (),
-                sample=samples,
-                proposed=proposed,
-            )
-        )
-        seq.num_computed += count
-        seq.num_pending += samples
-        seq.num_known = num_tokens
-        seq.num_sent_blocks = num_blocks
-        draft.budget -= count + len(proposed)
-        if seq.chain is not None and count > 1:
-            full = seq.num_computed // self._cache.block_tokens
-            draft.making.update(seq.chain.digest(index) for index in range(seq.num_registered, full))
 
     def _enter_running(self, seq: Sequence) -> None:
         seq.state = SequenceState.RUNNING

@@ -85,6 +85,10 @@ class Sequence:
     state: SequenceState = SequenceState.HELD
     num_computed: int = 0
     """Positions whose keys and values are in the cache, or come there by a step that the ranks were given."""
+    num_lost: int = 0
+    """Positions that were computed when it had to begin again, until it has."""
+    was_preempted: bool = False
+    """Whether it had to because others needed its blocks."""
     table: list[BlockId] = field(default_factory=list)
     num_pending: int = 0
     """Tokens after ``token_ids`` that steps under way sample."""
@@ -118,6 +122,11 @@ class Sequence:
     def num_known_ahead(self) -> int:
         """Its tokens once all that is under way has ended, if none of those is an end."""
         return len(self.token_ids) + self.num_pending
+
+    @property
+    def num_spent(self) -> int:
+        """Positions that were computed for it and are not known to be computed twice."""
+        return max(0, self.num_computed, self.num_lost) - self.cached_tokens if self.admitted >= 0 else 0
 
     @property
     def wants_prompt_logprobs(self) -> bool:

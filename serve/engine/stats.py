@@ -19,6 +19,23 @@ class StepStats:
     """From the start of the step to its results applied."""
 
 
+@dataclass(frozen=True, slots=True)
+class Recomputed:
+    """Positions that had been computed once and had to be again, counted as their sequences began again; those that the prefix
+    cache still had are not among them."""
+
+    preempted: int = 0
+    """Their blocks were needed by others."""
+    restarted: int = 0
+    """The ranks were lost, their weights exchanged, or a sequence grew beyond a ``LengthRule``."""
+
+    def plus(self, positions: int, *, preempted: bool) -> Recomputed:
+        """With those of one more sequence."""
+        if preempted:
+            return Recomputed(self.preempted + positions, self.restarted)
+        return Recomputed(self.preempted, self.restarted + positions)
+
+
 class StepTotals:
     """What all steps that computed something took."""
 
@@ -49,12 +66,15 @@ class EngineStats:
     """Requests that wait for their first step: what ``max_queued_requests`` limits."""
     queued_tokens: int
     """Prompt tokens of those."""
+    queued_since_seconds: float | None
+    """When the one of those that waits longest arrived; ``None`` without any."""
     kv_blocks_used: int
     """Blocks that live sequences hold."""
     kv_blocks_cached: int
     """Blocks nobody holds whose contents the prefix cache can still give back."""
     kv_blocks_total: int
     preemptions: int
+    recomputed: Recomputed
     prefix_cache_queries: int
     """Tokens looked up when sequences were first scheduled."""
     prefix_cache_hits: int

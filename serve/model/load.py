@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from serve.model.checks import check_rope, check_switches
 from serve.model.experts import Stack, stacks_of, stored_name
 from serve.model.families import Family, as_configured, family_of
 from serve.model.linear import Matmul, Product
-from serve.model.pretrained import initialise, new_model, vocabulary_rows
+from serve.model.pretrained import initialise, new_model_on_meta, vocabulary_rows
 from serve.model.shards import ShardOf
 
 
@@ -88,9 +89,8 @@ def build_on_meta(checkpoint: Checkpoint, family: Family, config: PretrainedConf
         ConfigError: config.json describes no possible model, or the tensors are not those of the model it describes.
     """
     try:
-        with torch.device("meta"):
-            # Eager first: GPT-J and GPT-Neo know no other name while they are built.
-            model = new_model(config, dtype, attention="eager")
+        # Eager first: GPT-J and GPT-Neo know no other name while they are built.
+        model = new_model_on_meta(config, dtype, attention="eager")
     except Exception as error:
         raise ConfigError(f"config.json describes no model that can be built: {_one_line(error)}") from error
     model.config._attn_implementation = INTERFACE_NAME
@@ -152,6 +152,33 @@ def _linear_from_conv1d(model: nn.Module) -> frozenset[str]:
     return frozenset(transposed)
 
 
+class Room(Protocol):
+    """Makes a tensor [shape] of the model's type, on its device, that is to be written to."""
+
+    def __call__(self, shape: tuple[int, ...]) -> Tensor: ...
+
+
+class Staging:
+    """Memory that one weight after another is read into, where only what is made of each is kept.
+
+    Memory that was never touched costs as much as reading into it. What is larger than ``MOST_BYTES`` gets memory of its own,
+    which is free again before the next is read.
+    """
+
+    MOST_BYTES: Final = 64 << 20
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._memory = torch.empty(0, dtype=dtype)
+
+    def __call__(self, shape: tuple[int, ...]) -> Tensor:
+        count = math.prod(shape)
+        if count * self._memory.itemsize > self.MOST_BYTES:
+            return torch.empty(shape, dtype=self._memory.dtype)
+        if count > self._memory.numel():
+            self._memory = torch.empty(count, dtype=self._memory.dtype)
+        return self._memory[:count].view(shape)
+
+
 class SliceReader:
     """Reads this rank's part of each parameter, in the model's type, onto its device."""
 
@@ -163,28 +190,53 @@ class SliceReader:
         self._shards = shards
         self._device = device
 
-    def read(self, name: str) -> Tensor:
-        """The tensor as the model wants it; [out, in] for weights that are stored transposed."""
-        transposed = name in self._blueprint.transposed
+    def read(self, name: str, room: Room | None = None) -> Tensor:
+        """The tensor as the model wants it; [out, in] for weights that are stored transposed.
+
+        Args:
+            room: where it is read to; a new tensor without it, and for stacks of experts.
+        """
         shard = self._shards.get(name)
         if name in self._blueprint.stacks:
             return self._blueprint.stacks[name].read(self._read, shard)
-        if shard is None:
-            tensor = self._read(name, None)
-            return tensor.t().contiguous() if transposed else tensor
+        transposed, stored = name in self._blueprint.transposed, self._stored(name)
+        whole = self._checkpoint.tensors[stored].shape
+        shape = shard.shape if shard is not None else whole[::-1] if transposed else whole
+        out = self._new(shape) if room is None else room(shape)
         # A dimension of the model's [out, in] is the other one of a stored [in, out].
-        dim = 1 - shard.dim if transposed else shard.dim
-        parts = [self._read(name, (*[slice(None)] * dim, slice(piece.begin, piece.end))) for piece in shard.pieces]
-        whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
-        return whole.t().contiguous() if transposed else whole
+        target = out.t() if transposed else out
+        if shard is None:
+            self._fill(stored, None, target)
+            return out
+        dim, begin = 1 - shard.dim if transposed else shard.dim, 0
+        for piece in shard.pieces:
+            width = piece.end - piece.begin
+            index = (*[slice(None)] * dim, slice(piece.begin, piece.end))
+            self._fill(stored, index, target.narrow(dim, begin, width))
+            begin += width
+        return out
 
-    def _read(self, name: str, index: tuple[slice, ...] | None) -> Tensor:
+    def _new(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.empty(shape, dtype=self._blueprint.dtype, device=self._device)
+
+    def _stored(self, name: str) -> str:
+        """The checkpoint's name of a parameter."""
         if not _is_stored(self._checkpoint, name):
             name = stored_name(self._blueprint.family, name)
         try:
-            return self._checkpoint.read(
-                self._checkpoint.resolve(name), index, dtype=self._blueprint.dtype, device=self._device
-            )
+            return self._checkpoint.resolve(name)
+        except CheckpointError as error:
+            raise ConfigError(str(error)) from error
+
+    def _fill(self, stored: str, index: tuple[slice, ...] | None, out: Tensor) -> None:
+        try:
+            self._checkpoint.read(stored, index, out=out)
+        except CheckpointError as error:
+            raise ConfigError(str(error)) from error
+
+    def _read(self, name: str, index: tuple[slice, ...] | None) -> Tensor:
+        try:
+            return self._checkpoint.read(self._stored(name), index, dtype=self._blueprint.dtype, device=self._device)
         except CheckpointError as error:
             raise ConfigError(str(error)) from error
 
@@ -228,11 +280,23 @@ class Filling:
         return before
 
 
+class Maker(Protocol):
+    """Makes of a linear layer's weight [O, I] and bias [O] what computes it; ``None`` where its ``forward`` is as good."""
+
+    @property
+    def copies(self) -> bool:
+        """Whether something is made of every layer that does not hold the weight it was made of."""
+        ...
+
+    def __call__(self, module: nn.Module, weight_OI: Tensor, bias_O: Tensor | None) -> Matmul | None: ...
+
+
 class Filler:
     """Fills one rank's model, built on ``meta`` and cut, from a checkpoint; later from others of the same shapes.
 
     ``make`` is offered each linear layer's weight and bias as soon as they are read; what it makes of them computes the layer,
-    and the module keeps no plain weight. Two modules that shared a parameter share it again.
+    and the module keeps no plain weight. Where it copies what it is given, all weights are read into the same memory, one after
+    the other. Two modules that shared a parameter share it again.
     """
 
     def __init__(
@@ -240,7 +304,7 @@ class Filler:
         model: PreTrainedModel,
         shards: Mapping[str, ShardOf],
         device: torch.device,
-        make: Callable[[nn.Module, Tensor, Tensor | None], Matmul | None],
+        make: Maker,
     ) -> None:
         self._model = model
         self._shards = shards
@@ -263,10 +327,14 @@ class Filler:
             ConfigError: a file cannot be read.
         """
         reader = SliceReader(checkpoint, blueprint, self._shards, self._device)
+        staging = Staging(blueprint.dtype) if self._make.copies else None
         filled: dict[str, nn.Parameter] = {}
         for place in self._places:
+            made = frozenset(("weight",)) - place.shared if _is_linear(place.module) else frozenset()
             tensors = {
-                name: filled[owner].data if owner in filled else reader.read(f"{place.path}.{name}")
+                name: filled[owner].data
+                if owner in filled
+                else reader.read(f"{place.path}.{name}", staging if name in made else None)
                 for name, owner in place.owners
             }
             matmul = self._make(place.module, tensors["weight"], tensors.get("bias")) if _is_linear(place.module) else None
@@ -311,7 +379,8 @@ def _fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
             module._buffers["bias"] = None
             continue
         for name in missing:
-            module._buffers[name] = torch.empty_like(module.get_buffer(name), device=device)
+            unset = module.get_buffer(name)
+            module._buffers[name] = torch.empty(unset.shape, dtype=unset.dtype, device=device)
         with _without_parameters(module):
             initialise(model, module)
 
@@ -321,7 +390,7 @@ def _without_parameters(module: nn.Module) -> Iterator[None]:
     """Within, what is written to the module's own parameters is written nowhere: initialisers draw new ones."""
     own = {name: value for name, value in module._parameters.items() if value is not None}
     for name, value in own.items():
-        module._parameters[name] = nn.Parameter(torch.empty_like(value, device="meta"), requires_grad=False)
+        module._parameters[name] = nn.Parameter(torch.empty(value.shape, dtype=value.dtype, device="meta"), requires_grad=False)
     try:
         yield
     finally:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Final, Protocol
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
@@ -33,11 +37,56 @@ class _MakesFrequencies(Protocol):
 _MAKER: Final[_Maker] = AutoModelForCausalLM
 
 
-def new_model(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
-    """The model that a configuration describes, in evaluation mode; on the device that is torch's default now."""
-    model = _MAKER.from_config(config, dtype=dtype, attn_implementation=attention)
+class _NoLargeMemory(TorchFunctionMode):
+    """Within, what is made to be filled later is made on ``meta``, and so is all that is large.
+
+    The rest, what buffers are computed from, is computed where it always is: on ``meta`` torch computes shapes and types in
+    Python, with its compiler, which takes over a second to import.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        options = dict(kwargs or {})
+        if options.get("device") is None and func in _MOST_NUMBERS and not _is_small(func, args, options):
+            options["device"] = "meta"
+        return func(*args, **options)
+
+
+_MOST_NUMBERS: Final[dict[Callable[..., Any], int]] = {
+    torch.empty: -1, torch.zeros: 1 << 24, torch.ones: 1 << 24, torch.full: 1 << 24, torch.arange: 1 << 18,
+}  # fmt: skip
+"""What makes tensors, and how many numbers are few; from those of a range, tables of as many rows are computed."""
+
+
+def _is_small(func: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]) -> bool:
+    if func is torch.arange:
+        bounds = [*args, *(options[name] for name in ("start", "end", "step") if name in options)]
+        return all(abs(bound) <= _MOST_NUMBERS[func] for bound in bounds)
+    size = options.get("size", args[0] if args else ())
+    count: int = math.prod((size, *args[1:]) if isinstance(size, int) else size)
+    return count <= _MOST_NUMBERS[func]
+
+
+def new_model_on_meta(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+    """The model that a configuration describes, in evaluation mode: its shapes and types, without any memory or value."""
+    with no_init_weights(), _NoLargeMemory():
+        model = _MAKER.from_config(config, dtype=dtype, attn_implementation=attention)
+    model.tie_weights()
     nn.Module.eval(model)
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, value in module._parameters.items():
+            if value is not None and not value.is_meta:
+                module._parameters[name] = made.setdefault(id(value), nn.Parameter(_on_meta(value)))
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                module._buffers[name] = _on_meta(buffer)
     return model
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def head_of(model: _Model) -> nn.Module:

@@ -62,6 +62,7 @@ class Gateway:
         self._loop = asyncio.get_running_loop()
         self._metrics = metrics
         self._server = ServerState(edition)
+        self._server.on_change(lambda state: metrics.server_entered(state.value))
         self._flight = Flight()
         self._draining: asyncio.Task[None] | None = None
         self._lag_probe: asyncio.TimerHandle | None = None
@@ -249,6 +250,7 @@ class Gateway:
             return
         before = self.edition
         self._server.serve(edition, facts)
+        self._metrics.checkpoint_served(edition.written_seconds)
         if before is not edition:
             before.release()
         self._reload.settle()
@@ -256,6 +258,7 @@ class Gateway:
     def _on_weights(self, edition: Edition, facts: ModelFacts) -> None:
         before = self.edition
         self._server.take_weights(edition, facts)
+        self._metrics.checkpoint_served(edition.written_seconds)
         before.release()
 
     def _on_down(self, error: EngineDown) -> None:

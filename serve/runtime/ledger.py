@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from serve.metrics import Metrics
+from serve.series import Course
 from serve.types import Event, Generation, PromptReady, RequestFailed, RequestId, SequenceFinished, TokensOut
 
 _log = logging.getLogger(__name__)
@@ -17,7 +18,9 @@ class _Tally:
     """What has been seen of one request."""
 
     arrival_seconds: float
-    has_first_token: bool = False
+    prompt_tokens: int
+    first_token_seconds: float | None = None
+    """Since its arrival."""
     num_tokens: dict[int, int] = field(default_factory=dict)
     """Tokens counted so far, by sequence index."""
     last_token_seconds: dict[int, float] = field(default_factory=dict)
@@ -38,7 +41,7 @@ class Ledger:
 
     def accepted(self, generation: Generation) -> None:
         """The engine took the request."""
-        self._tallies[generation.request_id] = _Tally(generation.arrival_seconds)
+        self._tallies[generation.request_id] = _Tally(generation.arrival_seconds, len(generation.prompt_ids))
 
     def saw(self, event: Event) -> None:
         """Count ``event``. Called before the event can reach the client, so that no client is ahead of the counters."""
@@ -53,7 +56,8 @@ class Ledger:
             self._end_sequence(tally, event)
         else:
             assert isinstance(event, RequestFailed)
-            self._metrics.failed(event.error)
+            self._measure(tally)
+            self._metrics.failed(event, total_seconds=max(0.0, self._clock() - tally.arrival_seconds))
             _log.debug("request %s ended after %d tokens: %s", event.request_id, tally.total_tokens, event.error)
             del self._tallies[event.request_id]
 
@@ -63,9 +67,9 @@ class Ledger:
         tally.num_tokens[event.index] = tally.num_tokens.get(event.index, 0) + count
         if count:
             self._metrics.tokens_generated(count)
-        if not tally.has_first_token:
-            tally.has_first_token = True
-            self._metrics.first_token(max(0.0, now - tally.arrival_seconds))
+        if tally.first_token_seconds is None:
+            tally.first_token_seconds = max(0.0, now - tally.arrival_seconds)
+            self._metrics.first_token(tally.first_token_seconds)
         last = tally.last_token_seconds.get(event.index)
         if last is not None:
             self._metrics.next_token(now - last)
@@ -77,16 +81,27 @@ class Ledger:
         if unseen > 0:
             self._metrics.tokens_generated(unseen)
             tally.num_tokens[event.index] = event.usage.completion_tokens
-        if event.usage.completion_tokens and not tally.has_first_token:
-            tally.has_first_token = True
-            self._metrics.first_token(event.timings.first_token_seconds)
+        if event.usage.completion_tokens and tally.first_token_seconds is None:
+            tally.first_token_seconds = event.timings.first_token_seconds
+            self._metrics.first_token(tally.first_token_seconds)
         if event.request_done:
-            self._metrics.finished(
-                event.reason, queue_seconds=event.timings.queue_seconds, total_seconds=event.timings.total_seconds
-            )
+            self._measure(tally)
+            self._metrics.finished(event.reason, _course_of(tally, event))
             _log.debug(
                 "request %s ended by %s: prompt=%d cached=%d completion=%d queue=%.3f s first_token=%.3f s total=%.3f s",
                 event.request_id, event.reason.value, event.usage.prompt_tokens, event.usage.cached_tokens,
                 tally.total_tokens, event.timings.queue_seconds, event.timings.first_token_seconds, event.timings.total_seconds,
             )  # fmt: skip
             del self._tallies[event.request_id]
+
+    def _measure(self, tally: _Tally) -> None:
+        self._metrics.lengths.measured(prompt_tokens=tally.prompt_tokens, generation_tokens=tally.total_tokens)
+
+
+def _course_of(tally: _Tally, event: SequenceFinished) -> Course:
+    return Course(
+        queue_seconds=event.timings.queue_seconds,
+        first_token_seconds=tally.first_token_seconds,
+        total_seconds=event.timings.total_seconds,
+        longest_tokens=max(tally.num_tokens.values(), default=0),
+    )

@@ -114,9 +114,11 @@ class Reload:
         try:
             edition = await self._read_folder()
             if await self._swap(edition):
+                self._metrics.reloaded("weights")
                 return
         except ReloadRefused:
             self._metrics.reload_refused()
+            self._metrics.reloaded("refused")
             raise
         try:
             await self._end_calls()
@@ -124,7 +126,9 @@ class Reload:
         except BaseException:
             edition.release()
             raise
+        self._metrics.reloaded("ranks" if failure is None else "taken_back")
         if failure is not None:
+            self._metrics.reload_refused()
             edition.release()
         if failure is not None and self._server.has_given_up:
             raise EngineDown(f"{failure}, and what was served before cannot be brought back") from failure

@@ -55,8 +55,13 @@ class RankGroup(Protocol):
         """Seconds since each rank was last heard of. Any thread."""
         ...
 
+    def memory(self) -> tuple[tuple[int, int], ...]:
+        """Bytes of each rank: resident, and of its device. Any thread."""
+        ...
+
     def dead_rank(self) -> str | None:
-        """A sentence, if a rank's process is gone or silent for too long, or hangs while it loads. Cheap; any thread."""
+        """A sentence, a ``Loss``, if a rank's process is gone or silent for too long, or hangs while it loads. Cheap; any
+        thread."""
         ...
 
     def hanging_rank(self) -> int | None:

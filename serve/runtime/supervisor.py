@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from serve.engine.engine import Engine
-from serve.engine.executor import Executor, ExecutorDied, ModelFacts, Unlike
+from serve.engine.executor import Executor, ExecutorDied, Loss, ModelFacts, Unlike, loss_reason
 from serve.engine.swap import Swapped
 from serve.errors import Draining, EngineDown, Loading, RankStartError, StartError, Unavailable
 from serve.metrics import Metrics
@@ -17,6 +17,7 @@ from serve.runtime.commands import Wake
 from serve.runtime.edition import Edition
 from serve.runtime.engine_thread import EngineThread
 from serve.runtime.exchange import Exchange
+from serve.runtime.rank_figures import RankFigures
 from serve.runtime.seams import LifeListener, RankGroup
 from serve.runtime.step_watch import StepWatch
 
@@ -61,9 +62,8 @@ class Supervisor:
 
     The first thread spawns the ranks, builds an engine on them and runs it; when they die the engine waits with
     its requests for the next ones, or its requests end with ``EngineDown``, by the options; and it begins again,
-    later each time. The second
-    looks every 50 ms whether a rank is dead, silent, or stuck in a step, also while nobody
-    asks for anything.
+    later each time. The second looks every 50 ms whether a rank is dead, silent, or stuck in a step, also while
+    nobody asks for anything.
     """
 
     def __init__(
@@ -83,6 +83,7 @@ class Supervisor:
         self._bridge = bridge
         self._listener = listener
         self._metrics = metrics
+        self._figures = RankFigures(metrics, clock)
         self._clock = clock
         self._stop = threading.Event()
         self._lock = threading.Lock()  # guards what follows, and cause and replaced of every _Life
@@ -186,6 +187,7 @@ class Supervisor:
             if life.replaced or self._take_back(life, error):
                 failures = 0
                 continue
+            self._metrics.engine_failed(loss_reason(life.cause))
             if not served:
                 self._listener.gave_up(error)
                 farewell = _engine_lost()
@@ -236,7 +238,7 @@ class Supervisor:
         except StartError as start_error:
             error = start_error
         except ExecutorDied as death:
-            self._condemn(life, str(death) or "the ranks died")
+            self._condemn(life, death.sentence or "the ranks died")
         except Exception as defect:
             if not self._stop.is_set() and life.cause is None and not life.replaced:
                 _log.exception("the engine broke")
@@ -263,11 +265,11 @@ class Supervisor:
             life.serving, life.facts = True, facts
             self._previous = None
         self._metrics.engine_started(engine.stats(), facts, model=life.edition.config.model.served_name)
-        self._metrics.heartbeat_ages(life.group.heartbeat_ages())
+        self._figures.tell(life.group)
         _log.info(
-            "engine up: family=%s dtype=%s device=%s kv_blocks=%d (%s) loaded in %.1f s",
-            facts.family, facts.dtype, facts.device, facts.num_blocks, facts.cache_memory,
-            self._clock() - life.started_seconds,
+            "engine up: family=%s dtype=%s device=%s attention=%s linear=%s kernels=%s kv_blocks=%d (%s) loaded in %.1f s",
+            facts.family, facts.dtype, facts.device, facts.attention, facts.linear, facts.kernels, facts.num_blocks,
+            facts.cache_memory, self._clock() - life.started_seconds,
         )  # fmt: skip
         self._listener.engine_up(life.edition, facts)
 
@@ -355,13 +357,13 @@ class Supervisor:
         if not life.serving:
             limit = self._config.start_timeout_seconds
             if self._clock() - life.started_seconds > limit + START_GRACE_SECONDS:
-                return f"the ranks were not ready within {limit:g} s"
+                return Loss(f"the ranks were not ready within {limit:g} s", "start")
         try:
             if life.serving:
-                self._metrics.heartbeat_ages(life.group.heartbeat_ages())
+                self._figures.tell(life.group)
             cause = life.group.dead_rank()
             if cause is None and life.serving and self._is_step_overdue(life):
-                cause = life.steps.cause(life.group.hanging_rank())
+                cause = Loss(life.steps.cause(life.group.hanging_rank()), "hangs")
         except Exception as defect:
             _log.exception("the ranks cannot be watched")
             return f"{type(defect).__name__} while watching the ranks"

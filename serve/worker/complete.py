@@ -117,7 +117,7 @@ def plain_embedding(model: PreTrainedModel) -> None:
     """Put a plain embedding in the place of one that scales its rows, on ``meta``: only such a one can be cut."""
     scaled = model.get_input_embeddings()
     assert isinstance(scaled, nn.Embedding)
-    plain = nn.Embedding(scaled.num_embeddings, scaled.embedding_dim, device="meta", dtype=scaled.weight.dtype)
+    plain = nn.Embedding(scaled.num_embeddings, scaled.embedding_dim, _weight=scaled.weight)
     plain.weight = scaled.weight
     model.set_input_embeddings(plain)
 

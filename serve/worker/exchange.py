@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import sys
 import threading
@@ -16,6 +15,7 @@ from transformers import PretrainedConfig
 
 from checkpoint import Checkpoint
 from host import limits
+from host.process import give_way
 from serve.config import ServerConfig
 from serve.engine.plan import StepPlan, StepResult
 from serve.errors import ConfigError, StartError
@@ -69,8 +69,7 @@ class Exchange:
         threading.Thread(target=self._follow, args=(orders,), daemon=True, name="exchange").start()
 
     def _follow(self, orders: socket.socket) -> None:
-        # Of this thread and of those that it starts, on Linux: whatever computes goes first.
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        give_way(_NICENESS)
         torch.set_grad_enabled(False)
         if self._model.device.type == "cuda":
             torch.cuda.set_device(self._model.device)

@@ -17,7 +17,7 @@ from typing import Final
 
 from host import limits
 from serve.config import ServerConfig
-from serve.engine.executor import ExecutorDied, ModelFacts, Prepared, Unlike
+from serve.engine.executor import ExecutorDied, Loss, ModelFacts, Prepared, Unlike
 from serve.engine.plan import StepPlan, StepResult
 from serve.errors import RankStartError
 from serve.worker import wire
@@ -226,7 +226,7 @@ class RankExecutor:
         return self.collect()
 
     def _died(self, error: Exception) -> ExecutorDied:
-        return ExecutorDied(self._cause_of_loss() or f"the ranks' connection was lost: {error}")
+        return ExecutorDied(self._cause_of_loss() or Loss(f"the ranks' connection was lost: {error}", "died"))
 
     def prepare(self, config: ServerConfig, number: int) -> Prepared | Unlike:
         """Have the ranks make the checkpoint of ``config`` ready to be taken by a plan with ``swap``, while steps go on.
@@ -281,12 +281,19 @@ class RankExecutor:
         if dead:
             # The others end by themselves, with an exit code, when one that a signal ended has gone.
             _, first = min(dead, key=lambda each: (each[0] >= 0, each[1].number))
-            return f"rank {first.number} died: {self._how_it_ended(first)}"
+            for_memory = self._killed_for_memory(first)
+            return Loss(f"rank {first.number} died: {self._how_it_ended(first)}", "memory" if for_memory else "died")
         limit = self._config.supervisor.heartbeat_timeout_seconds
         for number, age in enumerate(self.heartbeat_ages()):
             if age > limit:
-                return f"rank {number} is frozen: no heartbeat for {age:.1f} s"
+                return Loss(f"rank {number} is frozen: no heartbeat for {age:.1f} s", "frozen")
         return None
+
+    def memory(self) -> tuple[tuple[int, int], ...]:
+        """Bytes that each rank has resident, pages that ranks share counted for each; and of its device, by its own word."""
+        with self._lock:
+            self._listen()
+            return tuple((rank.vitals.resident_bytes(), rank.vitals.device_bytes) for rank in self._ranks)
 
     def hanging_rank(self) -> int | None:
         """The rank that the others wait for in a step; ``None`` where that cannot be told."""
@@ -354,5 +361,8 @@ class RankExecutor:
             return "it closed its connection"
         if code >= 0:
             return f"exit code {code}"
-        for_memory = limits.killed_for_memory(self._kills_before) if code == -signal.SIGKILL else None
-        return for_memory or f"signal {signal.Signals(-code).name}"
+        return self._killed_for_memory(rank) or f"signal {signal.Signals(-code).name}"
+
+    def _killed_for_memory(self, rank: _Rank) -> str | None:
+        """How the kernel took a rank's memory back, in words, where it did."""
+        return limits.killed_for_memory(self._kills_before) if rank.process.poll() == -signal.SIGKILL else None

@@ -26,7 +26,8 @@ from serve.model.families import Family, head_cut, head_dim
 from serve.model.fit import given_of
 from serve.model.heads import KEY, HeadCut, check_tensor_parallel
 from serve.model.kernel_attention import CpuKernelBackend
-from serve.model.kernels.build import KernelUnavailable, load_cpu_kernels
+from serve.model.kernels.build import built_for, load_cpu_kernels
+from serve.model.kernels.compiler import KernelUnavailable
 from serve.model.lean import call_leaves_directly
 from serve.model.linear import Packer, choose_packer
 from serve.model.load import Blueprint, Filler, build_on_meta, choose_dtype, read_config
@@ -46,7 +47,7 @@ from serve.worker.complete import (
 from serve.worker.finite import check_weights
 from serve.worker.kv_cache import GIB, allocate, block_bytes, choose_memory, choose_num_blocks
 from serve.worker.parallel import Ranks, shard, vocabulary_widths
-from serve.worker.products import activations, product_maker
+from serve.worker.products import ProductMaker, activations
 from serve.worker.sampling.backend import SamplingBackend
 from serve.worker.sampling.sampler import choose_sampling
 
@@ -130,10 +131,9 @@ def load_rank(
     facts = dataclasses.replace(
         _facts(plan, blocks, config.cache.block_tokens, device),
         checkpoint_step=step,
-        attention="torch" if kernels is None else "kernel",
-        linear=linear,
+        attention="torch" if kernels is None else "kernel", linear=linear, kernels=built_for(kernels),
         load_seconds=tuple(watch.phases),
-    )
+    )  # fmt: skip
     call_leaves_directly(model)
     rank_model = RankModel(
         sampling=choose_sampling(device, kernels),
@@ -235,7 +235,7 @@ def _read_weights(
         torch.cuda.set_device(device)
     kernels = _load_kernels(config.kernels.cache_dir, ranks.rank, device, dtype)
     linear, packer = _choose_linear(config.model, device, dtype, kernels)
-    filler = Filler(model, shards, device, product_maker(packer, ranks, activations(model, plan.family)))
+    filler = Filler(model, shards, device, ProductMaker(packer, ranks, activations(model, plan.family)))
     filler.fill(checkpoint, plan.blueprint)
     watch.lap("weights")
     return kernels, linear, filler

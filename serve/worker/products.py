@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-from collections.abc import Callable
-
 from torch import Tensor, nn
 
 from serve.model.families import Family
@@ -23,43 +19,36 @@ def activations(model: nn.Module, family: Family) -> dict[nn.Module, tuple[nn.Mo
     }
 
 
-def product_maker(
-    packer: Packer | None, ranks: Ranks, followed: dict[nn.Module, tuple[nn.Module, str]]
-) -> Callable[[nn.Module, Tensor, Tensor | None], Matmul | None]:
+class ProductMaker:
     """What is made of each linear layer as it is read: packed where that is faster, row-parallel products summed.
 
     A packed layer takes over the activation that follows it; ``None`` where the layer's own ``forward`` is as good.
     """
-    taken_over: dict[nn.Module, str] = {}
 
-    def activation_behind(module: nn.Module) -> str:
-        if module not in taken_over:
-            parent, name = followed[module]
-            taken_over[module] = activation = activation_of(getattr(parent, name))
+    def __init__(self, packer: Packer | None, ranks: Ranks, followed: dict[nn.Module, tuple[nn.Module, str]]) -> None:
+        self._packer, self._ranks, self._followed = packer, ranks, followed
+        self._taken_over: dict[nn.Module, str] = {}
+
+    @property
+    def copies(self) -> bool:
+        """Whether what is made holds nothing of the weight: a packed one is a copy."""
+        return self._packer is not None
+
+    def __call__(self, module: nn.Module, weight_OI: Tensor, bias_O: Tensor | None) -> Matmul | None:
+        packer, summed = self._packer, self._ranks.size > 1 and is_row_parallel(module)
+        if packer is None and self._ranks.size == 1:
+            return None
+        activation = self._activation_behind(module) if packer is not None and module in self._followed else "none"
+        matmul: Matmul = (packer or plain)(weight_OI, None if summed else bias_O, activation)
+        return _summed(matmul, bias_O, self._ranks) if summed else matmul
+
+    def _activation_behind(self, module: nn.Module) -> str:
+        if module not in self._taken_over:
+            parent, name = self._followed[module]
+            self._taken_over[module] = activation = activation_of(getattr(parent, name))
             if activation != "none":
                 setattr(parent, name, nn.Identity())
-        return taken_over[module]
-
-    def make(module: nn.Module, weight_OI: Tensor, bias_O: Tensor | None) -> Matmul | None:
-        summed = ranks.size > 1 and is_row_parallel(module)
-        if packer is None and ranks.size == 1:
-            return None
-        activation = activation_behind(module) if packer is not None and module in followed else "none"
-        matmul: Matmul = (packer or plain)(weight_OI, None if summed else bias_O, activation)
-        _give_back_freed_memory()
-        return _summed(matmul, bias_O, ranks) if summed else matmul
-
-    return make
-
-
-def _give_back_freed_memory() -> None:
-    """Return freed heap pages to the system.
-
-    glibc keeps the plain weights' memory for later and, packed ones lying between, cannot reuse it well: without this a rank's
-    peak is a quarter above what it holds.
-    """
-    with contextlib.suppress(AttributeError):  # another C library than glibc
-        ctypes.CDLL(None).malloc_trim(0)
+        return self._taken_over[module]
 
 
 def _summed(matmul: Matmul, bias_O: Tensor | None, ranks: Ranks) -> Matmul:

@@ -13,12 +13,14 @@ class Progress:
     received, a collective entered, a plan done), so of ranks that wait for one another the one with the lowest number hangs.
     """
 
-    __slots__ = ("count", "waiting")
+    __slots__ = ("count", "device_bytes", "waiting")
 
     def __init__(self) -> None:
         self.count = 0
         self.waiting = False
         """Whether it waits for other ranks, however long they take."""
+        self.device_bytes = 0
+        """What this process has taken of its device's memory, when it was last looked at."""
 
     def mark(self) -> None:
         """One thing more."""

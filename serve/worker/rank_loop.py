@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import itertools
 import logging
 import os
 import signal
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 RANK_NAME: Final = "tessera-rank-"
 """What the system calls a rank's process, before its number."""
 PULSE_SECONDS: Final = 0.25
+_BEATS_PER_LOOK: Final = 8
+"""Heartbeats from one look at the device's memory to the next."""
 _PR_SET_PDEATHSIG: Final = 1
 
 
@@ -84,6 +87,7 @@ def _load(
     try:
         import torch
 
+        import serve.worker.lean_imports  # noqa: F401  # before what it imports for the others
         from serve.worker.canary import check_forward
         from serve.worker.exchange import Exchange
         from serve.worker.loader import Stopwatch, load_rank
@@ -153,11 +157,21 @@ def choose_device(wanted: str, rank: int) -> torch.device:
 def _beat(pulse: socket.socket, progress: Progress) -> None:
     """Say that this process is alive, and how far it is; a frozen one falls silent."""
     try:
-        while True:
-            pulse.send(PULSE.pack(progress.waiting, progress.count))
+        for beat in itertools.count():
+            if beat % _BEATS_PER_LOOK == 0:
+                progress.device_bytes = _device_bytes()
+            pulse.send(PULSE.pack(progress.waiting, progress.count, progress.device_bytes))
             time.sleep(PULSE_SECONDS)
     except OSError:
         os._exit(0)  # nobody listens any more
+
+
+def _device_bytes() -> int:
+    """What torch has taken of the devices' memory for this process; looking initialises no device."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return 0
+    return sum(torch.cuda.memory_reserved(device) for device in range(torch.cuda.device_count()))
 
 
 def die_with_parent() -> None:

@@ -21,7 +21,7 @@ from serve.config import ServerConfig
 from serve.errors import RankStartError
 from serve.worker.vitals import Work
 
-_MODULES: Final = ("torch", "serve.worker.rank_loop", "serve.worker.rank_imports")
+_MODULES: Final = ("torch", "serve.worker.rank_loop", "serve.worker.lean_imports")
 _FOR_SEVERAL: Final = ("deepspeed.module_inject.auto_tp",)
 _LOOK_SECONDS: Final = 0.5
 _NVIDIA: Final = Path("/dev/nvidiactl")

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from host.forked import ForkServerLost
 from host.modules import module_command
+from host.process import give_way
 from serve.config import ServerConfig
 from serve.errors import ConfigError, RankStartError, StartError
 from serve.worker import wire
@@ -87,7 +88,7 @@ def main(_: Sequence[str] = ()) -> int:
     answer_fd = os.dup(1)
     os.dup2(2, 1)  # what libraries print is no answer
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(levelname)-7s rehearsal: %(message)s")
-    os.nice(5)  # the ranks are serving meanwhile
+    give_way(5)  # the ranks are serving meanwhile
     try:
         report = _verdict(wire.decode_config(sys.stdin.buffer.read()))
     except wire.Malformed as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import struct
 from collections.abc import Sequence
@@ -11,11 +12,12 @@ from typing import Final
 
 import psutil
 
-PULSE: Final = struct.Struct("!?Q")
-"""A heartbeat: whether the rank waits for others, and its count; see ``serve.worker.progress``."""
+PULSE: Final = struct.Struct("!?QQ")
+"""A heartbeat: whether the rank waits for others, its count, and its device memory; see ``serve.worker.progress``."""
 _LOOK_SECONDS: Final = 0.5
 """Between two looks at what a rank that loads has done."""
 _MESSAGE_BYTES: Final = 64
+_PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 
 
 class Vitals:
@@ -34,6 +36,8 @@ class Vitals:
         """When the rank was last seen to have done anything, while it loads."""
         self.count = 0
         self.waiting = False
+        self.device_bytes = 0
+        self._process_id = process_id
         self._pulse = pulse
         self._work = Work(process_id, now)
 
@@ -41,8 +45,15 @@ class Vitals:
         """Take in the heartbeats that have come."""
         with contextlib.suppress(BlockingIOError, OSError):
             while message := self._pulse.recv(_MESSAGE_BYTES):
-                self.waiting, self.count = PULSE.unpack(message)
+                self.waiting, self.count, self.device_bytes = PULSE.unpack(message)
                 self.heard = now
+
+    def resident_bytes(self) -> int:
+        """What the process has in memory; 0 where the system does not tell, or it is gone."""
+        try:
+            return int(Path(f"/proc/{self._process_id}/statm").read_text().split()[1]) * _PAGE_BYTES
+        except (OSError, ValueError, IndexError):
+            return 0
 
     def look(self, now: float) -> None:
         """See whether the rank has done anything since the last look; costs nothing when that is a moment ago."""

@@ -10,7 +10,12 @@ from functools import cache
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PROGRAMS = {"tessera-serve": "serve", "tessera-generate": "serve.client", "tessera-finetune": "finetune"}
+PROGRAMS = {
+    "tessera-serve": "serve",
+    "tessera-generate": "serve.client",
+    "tessera-top": "serve.top",
+    "tessera-finetune": "finetune",
+}
 """Console commands and the modules that are the same program."""
 
 

@@ -20,6 +20,7 @@ import yaml
 import finetune.cli
 import serve.cli
 import serve.client.cli
+import serve.top.cli
 from configuration import keys_of
 from configuration.keys import Key
 from finetune.config import TuneConfig
@@ -88,7 +89,10 @@ def calls_of(page: Path) -> Iterator[tuple[str, list[str]]]:
 @each_page
 def test_a_command_that_is_shown_is_taken_by_its_program(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for program, words in calls_of(page):
-        parser = {"serve": serve.cli, "serve.client": serve.client.cli, "finetune": finetune.cli}[program]._parser()
+        clis = {"serve": serve.cli, "serve.client": serve.client.cli, "serve.top": serve.top.cli, "finetune": finetune.cli}
+        parser = clis[program]._parser()
+        if (program, words[:1]) == ("serve", [serve.cli.BUILD_KERNELS]):
+            parser, words = serve.cli._kernels_parser(), words[1:]
         refused, options = 0, argparse.Namespace()
         try:
             options = parser.parse_args(words)
@@ -149,7 +153,19 @@ def test_a_number_that_is_shown_beside_a_key_is_its_default() -> None:
 
 @cache
 def python_files() -> tuple[str, ...]:
-    rooms = ("benchmarks", "checkpoint", "configuration", "docs", "examples", "finetune", "host", "protos", "serve", "tests")
+    rooms = (
+        "benchmarks",
+        "checkpoint",
+        "configuration",
+        "docs",
+        "examples",
+        "finetune",
+        "host",
+        "protos",
+        "serve",
+        "tessera",
+        "tests",
+    )
     return tuple(file.relative_to(REPOSITORY).as_posix() for room in rooms for file in (REPOSITORY / room).rglob("*.py"))
 
 

@@ -17,7 +17,10 @@ from tests.repo.documents import REPOSITORY, help_of, options_in
 DEPLOY = REPOSITORY / "deploy"
 SERIES = re.compile(r"\btessera_(?!train_)[a-z0-9_]+")
 """Of serving; ``tests/finetune/observe/test_metrics.py`` looks after those of training."""
-USERS = ("deploy/grafana/tessera.json", "deploy/prometheus/tessera.rules.yml", "docs/metrics.md", "docs/operations.md")
+USERS = (
+    "deploy/grafana/tessera.json", "deploy/prometheus/tessera.rules.yml", "docs/metrics.md", "docs/operations.md",
+    "docs/runbook.md",
+)  # fmt: skip
 
 
 def exposed_names() -> tuple[set[str], set[str]]:
@@ -31,6 +34,7 @@ def exposed_names() -> tuple[set[str], set[str]]:
             series.add(re.split(r"[{ ]", line, maxsplit=1)[0])
     # Present once a model is loaded; a histogram's other series once it exists.
     families.add("tessera_model_info")
+    series.add("tessera_certificate_expiry_timestamp_seconds")  # where the server speaks TLS
     return families, series | families
 
 
@@ -48,11 +52,15 @@ def test_every_metric_is_documented() -> None:
     assert families <= documented
 
 
-def test_the_dashboard_has_queries_and_no_overlapping_panels() -> None:
-    dashboard = json.loads((DEPLOY / "grafana/tessera.json").read_text())
+@pytest.mark.parametrize("name", ["tessera.json", "training.json"])
+def test_a_dashboard_has_queries_for_what_is_chosen_and_no_overlapping_panels(name: str) -> None:
+    dashboard = json.loads((DEPLOY / "grafana" / name).read_text())
     panels = dashboard["panels"]
+    assert [variable["name"] for variable in dashboard["templating"]["list"]] == ["datasource", "model", "instance"]
     assert len({panel["id"] for panel in panels}) == len(panels)
-    assert all(SERIES.search(target["expr"]) for panel in panels for target in panel["targets"])
+    expressions = [target["expr"] for panel in panels for target in panel["targets"]]
+    chosen = r'\btessera_\w+\{[^}]*model_name=~"\$model",instance=~"\$instance"\}'
+    assert [expr for expr in expressions if len(re.findall(r"\btessera_\w+", expr)) != len(re.findall(chosen, expr))] == []
     cells = [cell for panel in panels for cell in cells_of(panel["gridPos"])]
     assert len(cells) == len(set(cells))
     assert max(x for x, _ in cells) < 24
@@ -63,10 +71,11 @@ def cells_of(place: dict[str, int]) -> Iterator[tuple[int, int]]:
 
 
 def test_alert_rules_have_a_query_and_a_sentence() -> None:
-    rules = yaml.safe_load((DEPLOY / "prometheus/tessera.rules.yml").read_text())["groups"][0]["rules"]
+    groups = yaml.safe_load((DEPLOY / "prometheus/tessera.rules.yml").read_text())["groups"]
+    rules = [rule for group in groups for rule in group["rules"] if "alert" in rule]
     assert len({rule["alert"] for rule in rules}) == len(rules)
     for rule in rules:
-        assert SERIES.search(rule["expr"])
+        assert SERIES.search(rule["expr"]) or re.search(r"\b(tessera:|tessera_train_)|job=\"tessera\"", rule["expr"])
         assert rule["annotations"]["summary"].endswith(".")
         assert rule["labels"]["severity"] in ("page", "ticket")
 

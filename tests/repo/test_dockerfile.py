@@ -27,7 +27,7 @@ exec "{python}" -m pip install -q --no-index --no-deps --no-build-isolation --no
 """
 OLD_SECONDS = 1_500_000_000
 """When the sources were last touched: long before the image is built, as in a checkout that is a day old."""
-PACKAGES = ("checkpoint", "configuration", "finetune", "host", "serve")
+PACKAGES = ("checkpoint", "configuration", "finetune", "host", "serve", "tessera")
 
 
 def instructions() -> list[tuple[str, str]]:
@@ -101,5 +101,7 @@ def test_what_git_passes_over_is_not_sent_to_a_build_either() -> None:
 
 
 def test_the_image_installs_the_dependencies_of_the_package_and_no_others(image: Path) -> None:
-    wanted = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["dependencies"]
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["serve"], *(line for line in extras["train"] if line != "tessera[serve]")]
     assert (image / "asked").read_text().split("\n")[:-1] == wanted

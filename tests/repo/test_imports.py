@@ -21,7 +21,7 @@ import host
 import serve
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-OURS = ("serve", "finetune", "checkpoint", "configuration", "host")
+OURS = ("serve", "finetune", "checkpoint", "configuration", "host", "tessera")
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 from tests.repo.documents import REPOSITORY
 
 
-@pytest.mark.parametrize("package", ["serve", "checkpoint", "configuration", "finetune", "host"])
+@pytest.mark.parametrize("package", ["serve", "checkpoint", "configuration", "finetune", "host", "tessera"])
 def test_type_checkers_are_told_that_the_package_is_typed(package: str) -> None:
     data = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     assert (REPOSITORY / package / "py.typed").is_file()

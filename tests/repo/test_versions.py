@@ -21,7 +21,9 @@ def constraints() -> dict[str, Version]:
 
 def declared() -> list[Requirement]:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    return [Requirement(text) for text in (*project["dependencies"], *project["optional-dependencies"]["dev"])]
+    groups = (project["dependencies"], *project["optional-dependencies"].values())
+    everything = (Requirement(text) for group in groups for text in group)
+    return [requirement for requirement in everything if requirement.name != project["name"]]  # an extra of an extra
 
 
 @pytest.mark.parametrize("requirement", declared(), ids=str)

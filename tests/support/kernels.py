@@ -6,7 +6,8 @@ import ctypes
 
 import pytest
 
-from serve.model.kernels.build import KernelUnavailable, load_cpu_kernels
+from serve.model.kernels.build import load_cpu_kernels
+from serve.model.kernels.compiler import KernelUnavailable
 
 
 def cpu_kernels() -> ctypes.CDLL:

@@ -47,7 +47,7 @@ class Server:
         self.health_stub = health_pb2_grpc.HealthStub(self.channel)
 
     def metrics(self) -> dict[str, float]:
-        """Every sample of /metrics: ``name{label="value"}`` to its value."""
+        """Every sample of /metrics: ``name{label="value"}`` to its value, without the name of the model that each one bears."""
         # A direct opener: a proxy in the environment has no business with loopback.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(self.metrics_url, timeout=240) as answer:
@@ -55,7 +55,7 @@ class Server:
         samples = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                labels = ",".join(f'{key}="{value}"' for key, value in sorted(sample.labels.items()))
+                labels = ",".join(f'{key}="{value}"' for key, value in sorted(sample.labels.items()) if key != "model_name")
                 samples[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
         return samples
 

@@ -1,4 +1,4 @@
-"""Compiles the CPU kernels once per machine and loads them.
+"""Loads the CPU kernels: built ahead for processors of this kind, or compiled once per machine.
 
 Plain C++ behind a C interface, without torch's headers: building takes seconds, not half a minute. The file is linked
 against OpenMP's standard name, which in a process that has imported torch is torch's own copy: one thread pool, not two.
@@ -8,60 +8,81 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
-import hashlib
 import logging
 import os
 import platform
 import shutil
-import subprocess
-import tempfile
 import time
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from serve.model.kernels import ahead
+from serve.model.kernels.compiler import (
+    SCRATCH,
+    VERSION,
+    KernelUnavailable,
+    compile_kernels,
+    digest_of,
+    find_compiler,
+    locked,
+    missing,
+)
+
 log = logging.getLogger(__name__)
 
-_SOURCES = tuple(
-    Path(__file__).with_name(name) for name in ("attention.cpp", "group.cpp", "linear.cpp", "quantized.cpp", "sampling.cpp")
-)
-_HEADERS = tuple(Path(__file__).with_name(name) for name in ("products.h", "vectors.h"))
-_FLAGS = (
-    "-O3",
-    "-march=native",
-    "-std=c++17",
-    "-fPIC",
-    "-shared",
-    "-fopenmp",
-    # Not -ffast-math: it would assume NaN away and, in a shared library, switch the whole process to flush denormals.
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-fno-strict-aliasing",
-    "-Wno-psabi",
-)
-_VERSION = 7
-_COMPILERS = ("c++", "g++", "clang++")
-_SCRATCH = "building-"
+NATIVE = "native"
+"""What kernels were built for that this machine has compiled for itself."""
+_NATIVE_FLAGS = ("-march=native",)
 _YOUNG_SECONDS = 60.0
 _ADVICE = "set TESSERA_CACHE_DIR (--cache-dir) to a folder of this user's own that can be written"
 
 
-class KernelUnavailable(Exception):
-    """The kernels cannot be built or loaded here; the message says why. Callers use the torch route instead."""
-
-
 @cache
 def load_cpu_kernels(cache_dir: str = "") -> ctypes.CDLL:
-    """The compiled kernels; built on the first call of the first process, loaded from the cache afterwards.
+    """The compiled kernels. Those built ahead, where they use all that this processor has; else those of this machine's own,
+    built on the first call of the first process, loaded from the cache afterwards; else the best that were built ahead.
 
     Args:
         cache_dir: ``kernels.cache_dir``. A cache that holds the kernels already need not be writable.
 
     Raises:
-        KernelUnavailable: no compiler, the compiler failed, or the cache is no place to keep a build or load one from.
+        KernelUnavailable: none were built ahead for such a processor, and there is no compiler, the compiler failed, or the
+            cache is no place to keep a build or load one from.
     """
-    compiler = next((path for name in _COMPILERS if (path := shutil.which(name))), None)
+    built = ahead.find_built()
+    if built is not None and built.is_best:
+        return _opened(built.library)
+    try:
+        return _opened(_compiled_here(cache_dir))
+    except KernelUnavailable as reason:
+        if built is None:
+            raise
+        log.info(
+            "kernels built ahead for %s serve, which leaves instructions of this processor unused: %s", built.level.name, reason
+        )
+        return _opened(built.library)
+
+
+def built_for(kernels: ctypes.CDLL | None) -> str:
+    """What the kernels were built for: a level of processors, ``native`` for this machine alone, ``none`` without kernels."""
+    if kernels is None:
+        return "none"
+    return next((level.name for level in reversed(ahead.LEVELS) if f"cpu-{level.name}-" in Path(kernels._name).name), NATIVE)
+
+
+def _opened(library: Path) -> ctypes.CDLL:
+    try:
+        kernels = ctypes.CDLL(str(library))
+    except OSError as error:
+        raise KernelUnavailable(f"{library} does not load ({error}); {_ADVICE}, on a file system without noexec") from error
+    if kernels.tessera_kernel_version() != VERSION:
+        raise KernelUnavailable(f"{library} is of another version")
+    return kernels
+
+
+def _compiled_here(cache_dir: str) -> Path:
+    """The library in the cache, compiled if it is not there yet."""
+    compiler = find_compiler()
     folder = _kernel_folder(cache_dir)
     library = folder / f"cpu-{_fingerprint(compiler)}.so"
     try:
@@ -70,17 +91,11 @@ def load_cpu_kernels(cache_dir: str = "") -> ctypes.CDLL:
         _clear_leftovers(folder)
         if not library.exists():
             if compiler is None:
-                raise KernelUnavailable(f"no C++ compiler ({', '.join(_COMPILERS)}) on the PATH")
-            _compile(compiler, library)
+                raise missing()
+            compile_kernels(compiler, _NATIVE_FLAGS, library)
     except OSError as error:
         raise KernelUnavailable(f"{folder} cannot hold the compiled kernels ({error.strerror or error}); {_ADVICE}") from error
-    try:
-        kernels = ctypes.CDLL(str(library))
-    except OSError as error:
-        raise KernelUnavailable(f"{library} does not load ({error}); {_ADVICE}, on a file system without noexec") from error
-    if kernels.tessera_kernel_version() != _VERSION:
-        raise KernelUnavailable(f"{library} is of another version")
-    return kernels
+    return library
 
 
 def _kernel_folder(cache_dir: str) -> Path:
@@ -99,54 +114,13 @@ def _check_owner(folder: Path) -> None:
 
 def _fingerprint(compiler: str | None) -> str:
     """Names a build by everything that decides it: source, flags, compiler, and the instructions of this processor."""
-    digest = hashlib.sha256()
-    for source in (*_SOURCES, *_HEADERS):
-        digest.update(source.read_bytes())
-    digest.update(" ".join(_FLAGS).encode())
-    digest.update((compiler or "none").encode())
-    digest.update(platform.machine().encode())
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        features = next((line for line in cpuinfo.read_text().splitlines() if line.startswith(("flags", "Features"))), "")
-        digest.update(features.encode())
-    return digest.hexdigest()[:16]
+    return digest_of(*_NATIVE_FLAGS, compiler or "none", platform.machine(), *sorted(ahead.processor_words()))
 
 
 def _clear_leftovers(folder: Path) -> None:
     """Remove what builds that were killed have left. One that goes on holds a lock; one that has just begun may not yet."""
-    for scratch in folder.glob(_SCRATCH + "*"):
+    for scratch in folder.glob(SCRATCH + "*"):
         with contextlib.suppress(OSError):
             if time.time() - scratch.stat().st_mtime > _YOUNG_SECONDS:
-                with _locked(scratch):
+                with locked(scratch):
                     shutil.rmtree(scratch, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold a lock on a folder, which ends with this process.
-
-    Raises:
-        OSError: another process holds it.
-    """
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _compile(compiler: str, library: Path) -> None:
-    with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=library.parent) as scratch, _locked(Path(scratch)):
-        built = Path(scratch) / library.name
-        command = [compiler, *_FLAGS, *map(str, _SOURCES), "-o", str(built)]
-        log.info("building the CPU kernels (a few seconds, once; kept in %s)", library.parent)
-        try:
-            # The compiler's own files go there too: the system may have no folder for temporary ones that can be written.
-            environment = {**os.environ, "TMPDIR": scratch}
-            done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise KernelUnavailable(f"{compiler} could not run: {error}") from error
-        if done.returncode != 0:
-            raise KernelUnavailable(f"{compiler} failed: {done.stderr.strip()[-500:]}")
-        built.replace(library)

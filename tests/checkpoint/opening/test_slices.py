@@ -82,9 +82,31 @@ def test_a_buffer_much_smaller_than_the_slice_changes_nothing(
     folder = write_config(tmp_path_factory.mktemp("ck"))
     torch.save({"w": tensor.permute(tuple(reversed(range(tensor.ndim))))}, folder / "pytorch_model.bin")
     with pytest.MonkeyPatch.context() as patch, open_checkpoint(folder) as checkpoint:
-        patch.setattr(slices, "CHUNK_BYTES", data.draw(st.sampled_from([8, 24, 100])))
+        patch.setattr(slices, "CAST_BYTES", data.draw(st.sampled_from([8, 24, 100])))
         got = checkpoint.read("w", index, dtype=torch.float32)
     assert torch.equal(got, tensor.permute(tuple(reversed(range(tensor.ndim))))[index].float())
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_a_tensor_of_any_strides_is_filled_and_nothing_around_it(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    tensor, dtype = data.draw(tensors()), data.draw(st.sampled_from(DTYPES))
+    index = data.draw(indices(tensor.ndim))
+    expected = tensor[index].to(dtype)
+    order = data.draw(st.permutations(range(tensor.ndim)))
+    room = torch.full([expected.shape[dim] + 2 for dim in order], 77.0, dtype=dtype)
+    out = room[(slice(1, -1),) * room.ndim].permute([order.index(dim) for dim in range(tensor.ndim)])
+    folder = write_config(tmp_path_factory.mktemp("ck"))
+    torch.save({"w": tensor}, folder / "pytorch_model.bin")
+    with open_checkpoint(folder) as checkpoint:
+        assert checkpoint.read("w", index, out=out) is out
+        assert torch.equal(out, expected)
+        with pytest.raises(ValueError, match=r"out is \[.*\]; the slice is \["):
+            checkpoint.read("w", index, out=torch.empty([size + 1 for size in expected.shape] or [1], dtype=dtype))
+    out.fill_(77.0)
+    assert torch.equal(room, torch.full_like(room, 77.0))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import contextlib
 import re
 import socket
 import threading
+import time
 import urllib.request
 from pathlib import Path
 
@@ -29,6 +30,7 @@ FROZEN = {
     "tessera_train_skipped_steps_total": "counter",
     "tessera_train_loss_spikes_total": "counter",
     "tessera_train_saves_total": "counter",
+    "tessera_train_last_save_timestamp_seconds": "gauge",
     "tessera_train_step_seconds": "histogram",
     "tessera_train_save_seconds": "histogram",
 }
@@ -38,7 +40,7 @@ def scraped(metrics: TrainMetrics) -> str:
     endpoint = metrics.listen(0)
     try:
         with urllib.request.urlopen(endpoint.url, timeout=10) as answer:
-            return answer.read().decode()
+            return re.sub(r'\{model_name=""\}|(?<=\{)model_name="",|,model_name=""(?=\})', "", answer.read().decode())
     finally:
         endpoint.close()
 
@@ -46,6 +48,12 @@ def scraped(metrics: TrainMetrics) -> str:
 def test_names_are_frozen() -> None:
     found = re.findall(r"^# TYPE (\S+) (\S+)$", scraped(TrainMetrics()), re.MULTILINE)
     assert dict(found) == FROZEN
+
+
+def test_every_series_bears_the_name_of_the_run() -> None:
+    lines = [line for line in scraped(TrainMetrics(model_name="mine")).splitlines() if not line.startswith("#")]
+    assert len(lines) > 20
+    assert [line for line in lines if 'model_name="mine"' not in line] == []
 
 
 def test_every_series_is_documented() -> None:
@@ -88,7 +96,7 @@ def test_half_open_connections_get_few_threads_and_do_not_stop_a_scrape() -> Non
             for _ in range(100):
                 stack.enter_context(socket.create_connection((host, int(port)), timeout=30))
             with urllib.request.urlopen(endpoint.url, timeout=30) as answer:
-                assert b"tessera_train_step 0.0" in answer.read()
+                assert b'tessera_train_step{model_name=""} 0.0' in answer.read()
             assert threading.active_count() <= before + MAX_CONNECTIONS
         finally:
             endpoint.close()
@@ -101,3 +109,14 @@ def test_a_port_in_use_is_named() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"log.metrics_port is {port}"):
             TrainMetrics().listen(port)
+
+
+def test_the_last_save_is_dated_from_the_beginning_on() -> None:
+    metrics, before = TrainMetrics(), time.time()
+    metrics.began(step=0, steps=10)
+    began = metrics.registry.get_sample_value("tessera_train_last_save_timestamp_seconds")
+    metrics.saved(1.0)
+    saved = metrics.registry.get_sample_value("tessera_train_last_save_timestamp_seconds")
+    assert began is not None
+    assert saved is not None
+    assert before - 1.0 <= began <= saved <= time.time() + 1.0

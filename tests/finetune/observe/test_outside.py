@@ -121,8 +121,8 @@ def test_metrics_answer_while_a_run_lasts(text_folder: Path, tmp_path: Path) -> 
             text = answer.read().decode()
         process.kill()
         process.communicate(timeout=600)
-    assert float(re.search(r"^tessera_train_tokens_total (\S+)$", text, re.MULTILINE)[1]) > 0
-    assert 'tessera_train_memory_bytes{where="host"}' in text
+    assert float(re.search(r'^tessera_train_tokens_total\{model_name="run"\} (\S+)$', text, re.MULTILINE)[1]) > 0
+    assert 'tessera_train_memory_bytes{model_name="run",where="host"}' in text, "under the name of the run's folder"
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,11 @@ def test_an_abort_frees_everything_at_once_and_is_told_once() -> None:
     engine.check()
     assert engine.stats().kv_blocks_used == 0
     assert engine.has_work
-    assert engine.drain_events() == (RequestFailed(request_id="a", error=error), RequestFailed(request_id="b", error=error))
+    events = engine.drain_events()
+    assert [(event.request_id, event.error) for event in events] == [("a", error), ("b", error)]
+    # Of a the prompt and one token, then the prompt for its second sequence, of which no block was full; of b as of a's first.
+    assert [event.computed_tokens for event in events] == [7, 4]
+    assert [event.queue_seconds for event in events] == [100.0, 100.0], "since its arrival at 0"
     assert engine.has_work, "the ranks have not heard of it"
     assert engine.step() == ()
     assert not engine.has_work
@@ -141,6 +145,22 @@ def test_text_that_cannot_be_made_ends_its_request_and_no_other() -> None:
     assert ids_of(events, "good") == expected_tokens((1, 2, 3), 4)
 
 
+def test_a_request_that_ends_in_the_queue_has_cost_nothing_and_the_oldest_one_is_known() -> None:
+    clock = Clock()
+    engine = make_engine(clock=clock, max_num_seqs=1)
+    assert engine.stats().queued_since_seconds is None
+    for number, name in enumerate("abc"):
+        engine.add(make_request(name, arrival_seconds=float(number)))
+    assert engine.stats().queued_since_seconds == 0.0
+    engine.step()
+    assert engine.stats().queued_since_seconds == 1.0, "a runs"
+    assert engine.abort(RequestId("b"), RequestAborted("gone"))
+    assert engine.stats().queued_since_seconds == 2.0
+    failed = engine.drain_events()[-1]
+    assert isinstance(failed, RequestFailed)
+    assert (failed.queue_seconds, failed.computed_tokens) == (None, 0)
+
+
 def test_when_the_executor_dies_every_request_fails_once() -> None:
     facts = fake_facts()
     engine = make_engine(facts, executor=FakeExecutor(facts, dies_at_step=1))
@@ -150,7 +170,7 @@ def test_when_the_executor_dies_every_request_fails_once() -> None:
     with pytest.raises(ExecutorDied):
         engine.step()
     error = EngineDown("the ranks are being restarted")
-    assert engine.fail_all(error) == (RequestFailed(request_id="a", error=error), RequestFailed(request_id="b", error=error))
+    assert [(event.request_id, event.error) for event in engine.fail_all(error)] == [("a", error), ("b", error)]
     assert engine.stats().kv_blocks_used == 0
     assert engine.request_ids == ()
     engine.check()

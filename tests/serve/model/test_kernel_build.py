@@ -1,17 +1,29 @@
-"""Where compiled kernels are kept: what is refused, in which words, and what needs no permission."""
+"""Where compiled kernels are kept: what is refused, in which words, what needs no permission, and what was built ahead."""
 
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from serve.model.kernels import build
-from serve.model.kernels.build import KernelUnavailable, load_cpu_kernels
+from serve.cli import main
+from serve.model.kernels import ahead
+from serve.model.kernels.ahead import LEVELS, build_ahead, find_built
+from serve.model.kernels.build import NATIVE, built_for, load_cpu_kernels
+from serve.model.kernels.compiler import KernelUnavailable, locked
 from tests.support.kernels import cpu_kernels
 
 ADVICE = r"set TESSERA_CACHE_DIR \(--cache-dir\) to a folder"
+
+
+@pytest.fixture(autouse=True)
+def no_kernels_built_ahead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty folder in place of the package's, whatever was built into that."""
+    folder = tmp_path / "ahead"
+    monkeypatch.setattr(ahead, "FOLDER", folder)
+    return folder
 
 
 @pytest.fixture
@@ -54,7 +66,7 @@ def test_a_folder_that_exists_and_cannot_be_written_is_named_too(
     def read_only(**_: object) -> None:
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(build.tempfile, "TemporaryDirectory", read_only)  # root writes everywhere
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", read_only)  # root writes everywhere
     with pytest.raises(KernelUnavailable, match=rf"kernels cannot hold .*\(Read-only file system\); {ADVICE}"):
         load_cpu_kernels.__wrapped__(str(tmp_path))
 
@@ -63,7 +75,7 @@ def test_a_cache_that_has_the_kernels_already_is_only_read(
     compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load_cpu_kernels.__wrapped__(str(tmp_path))
-    monkeypatch.setattr(build.tempfile, "TemporaryDirectory", None)
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", None)
     (tmp_path / "kernels").chmod(0o500)
     load_cpu_kernels.__wrapped__(str(tmp_path))
 
@@ -105,6 +117,87 @@ def test_what_a_build_that_was_killed_has_left_is_removed_and_one_that_goes_on_i
         if folder is not young:
             os.utime(folder, (0, 0))
     kernels.chmod(0o700)
-    with build._locked(living):
+    with locked(living):
         load_cpu_kernels.__wrapped__(str(tmp_path))
     assert sorted(path.name for path in kernels.iterdir() if path.is_dir()) == ["building-living", "building-young"]
+
+
+@pytest.fixture
+def built_ahead(compiler: Path, no_kernels_built_ahead: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of kernels built ahead, for all levels, on a processor that has all; without a compiler from now on."""
+    build_ahead([level.name for level in LEVELS], no_kernels_built_ahead)
+    monkeypatch.setattr(ahead, "processor_words", lambda: LEVELS[-1].needs)
+    monkeypatch.setattr(ahead.platform, "machine", lambda: "x86_64")
+    monkeypatch.setenv("PATH", "/nonexistent")
+    return no_kernels_built_ahead
+
+
+def test_kernels_built_ahead_need_no_compiler_and_no_folder(built_ahead: Path) -> None:
+    kernels = load_cpu_kernels.__wrapped__("/dev/null/x")
+    assert Path(kernels._name).parent == built_ahead
+    assert built_for(kernels) == "x86-64-v4-bf16"
+
+
+@pytest.mark.parametrize("level", LEVELS[:-1], ids=lambda level: level.name)
+def test_a_lesser_processor_takes_the_level_that_it_has(
+    built_ahead: Path, monkeypatch: pytest.MonkeyPatch, level: ahead.Level
+) -> None:
+    monkeypatch.setattr(ahead, "processor_words", lambda: level.needs)
+    assert built_for(load_cpu_kernels.__wrapped__()) == level.name
+
+
+def test_a_processor_below_all_levels_is_left_to_its_compiler(built_ahead: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "processor_words", lambda: frozenset({"sse2"}))
+    assert find_built() is None
+
+
+def test_a_compiler_goes_before_a_lesser_level_which_goes_before_none(
+    built_ahead: Path, compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for best in built_ahead.glob("cpu-x86-64-v4*"):
+        best.unlink()
+    assert built_for(load_cpu_kernels.__wrapped__(str(tmp_path))) == "x86-64-v3"
+    monkeypatch.setenv("PATH", f"{compiler}:/usr/bin:/bin")
+    assert built_for(load_cpu_kernels.__wrapped__(str(tmp_path))) == NATIVE
+
+
+def test_kernels_of_other_sources_are_neither_taken_nor_kept(
+    built_ahead: Path, compiler: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ahead, "digest_of", lambda *_: "other")
+    assert find_built() is None
+    monkeypatch.setenv("PATH", f"{compiler}:/usr/bin:/bin")
+    (only,) = build_ahead(["x86-64-v3"], built_ahead)
+    assert list(built_ahead.glob("*.so")) == [only]
+
+
+def test_the_command_builds_the_levels_that_are_named_and_says_where(
+    compiler: Path, no_kernels_built_ahead: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["build-kernels", "--for", "x86-64-v3,x86-64-v4"]) == 0
+    built = sorted(map(str, no_kernels_built_ahead.glob("*.so")))
+    assert len(built) == 2
+    assert sorted(capsys.readouterr().out.split()) == built
+    assert main(["build-kernels", "--for", "x86-64-v9"]) == 2
+    assert "'x86-64-v9', which is none of x86-64-v3, x86-64-v4, x86-64-v4-bf16" in capsys.readouterr().err
+
+
+def test_without_a_compiler_the_command_says_so(
+    no_kernels_built_ahead: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert main(["build-kernels"]) == 1
+    assert "no C++ compiler" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_every_level_compiles_and_names_its_instructions_rightly(no_kernels_built_ahead: Path) -> None:
+    cpu_kernels()  # skips without a compiler
+    build_ahead([level.name for level in LEVELS], no_kernels_built_ahead)
+    found = find_built()
+    if found is None:
+        pytest.skip("this processor has not the instructions of x86-64-v3")
+    kernels = load_cpu_kernels.__wrapped__()
+    assert built_for(kernels) == found.level.name
+    has_linear = (bool(kernels.tessera_linear_supported(0)), bool(kernels.tessera_linear_supported(1)))
+    assert has_linear == ("avx512f" in found.level.needs, "avx512_bf16" in found.level.needs)

@@ -9,6 +9,7 @@ import torch
 import transformers.activations
 
 from serve.model import linear
+from serve.model.quantized import BITS, quantizing_packer
 from tests.support.kernels import cpu_kernels
 
 CPU = torch.device("cpu")
@@ -112,3 +113,21 @@ def test_rows_need_not_lie_next_to_one_another() -> None:
     product = packer(weight, None)
     torch.testing.assert_close(product(wide[:, :24]), wide[:, :24] @ weight.T, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(product(wide[:, ::2]), wide[:, ::2] @ weight.T, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("route", ["kernel", "without kernels", "odd inputs", "int8", "int4", "int8 without kernels"])
+def test_a_packed_product_holds_nothing_of_the_weight_it_was_made_of(route: str, dtype: torch.dtype) -> None:
+    kernels = None if "without" in route else cpu_kernels()
+    quantization = route.split()[0]
+    if quantization in BITS:
+        packer: linear.Packer | None = quantizing_packer(quantization, 32, dtype, kernels)[1]
+    else:
+        packer = linear.choose_packer(CPU, dtype, kernels)[1]
+    if packer is None:
+        pytest.skip("this processor has no packed route for the type")
+    weight, x = (torch.randn(48, 65 if "odd" in route else 64).to(dtype) for _ in range(2))
+    product = packer(weight, None)
+    before = product(x)
+    weight.fill_(math.nan)
+    assert torch.equal(product(x), before)

@@ -95,6 +95,9 @@ class FakeRanks(Deferred):
     def heartbeat_ages(self) -> tuple[float, ...]:
         return (0.0,)
 
+    def memory(self) -> tuple[tuple[int, int], ...]:
+        return ((1000, 0),)
+
     def dead_rank(self) -> str | None:
         return "rank 0 died: signal SIGKILL" if self._dead else None
 

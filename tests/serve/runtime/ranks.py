@@ -161,6 +161,9 @@ class FakeRanks(Deferred):
     def heartbeat_ages(self) -> tuple[float, ...]:
         return (0.01,) * self._num_ranks
 
+    def memory(self) -> tuple[tuple[int, int], ...]:
+        return tuple((1000 + rank, 2000 + rank) for rank in range(self._num_ranks))
+
     def dead_rank(self) -> str | None:
         self.num_looks += 1
         return self.cause

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import queue
 import resource
 import signal
@@ -22,10 +23,10 @@ from safetensors.torch import save_file
 
 from checkpoint import CheckpointWriter
 from serve import app
-from serve.app import DESCRIPTORS, with_checkpoint_folder
+from serve.app import DESCRIPTORS, ready_line, with_checkpoint_folder
 from serve.errors import ConfigError
 from serve.v1 import inference_pb2, inference_pb2_grpc
-from tests.serve.runtime.ranks import expected_ids, options
+from tests.serve.runtime.ranks import FACTS, expected_ids, options
 
 PATIENCE_SECONDS = 120
 
@@ -97,7 +98,7 @@ def test_a_server_says_where_it_is_and_drains_on_sigterm(tmp_path: Path) -> None
         ready = server.ready_line()
         assert (ready["model"], ready["tp"], ready["dtype"], ready["kv_blocks"]) == ("tiny", "2", "float32", "2000")
         with urllib.request.urlopen(ready["metrics"], timeout=PATIENCE_SECONDS) as response:
-            assert "tessera_engine_up 1.0" in response.read().decode()
+            assert 'tessera_engine_up{model_name="tiny"} 1.0' in response.read().decode()
         with grpc.insecure_channel(ready["grpc"]) as channel:
             stub = inference_pb2_grpc.InferenceStub(channel)
             call = stub.GenerateStream(ask(tokens=40))
@@ -193,6 +194,40 @@ def test_the_checkpoint_that_is_newest_at_the_start_is_served_for_good(tmp_path:
     assert config.model.served_name == "run", "clients see the name they were told"
     written(root, 2)
     assert with_checkpoint_folder(config) == config
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/runs/mine", "mine"),
+        ("/runs/mine/checkpoints", "mine"),
+        ("/runs/mine/checkpoints/", "mine"),
+        ("/runs/mine/checkpoints/step-00000320", "mine"),
+        ("/runs/mine/step-00000320", "mine"),
+        ("/checkpoints", "checkpoints"),
+        ("/models/gpt2-checkpoints", "gpt2-checkpoints"),
+    ],
+)
+def test_a_model_is_served_under_the_name_of_its_run(path: str, name: str) -> None:
+    assert options(model={"path": path}).model.served_name == name
+
+
+def test_a_path_from_where_the_server_starts_has_the_same_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside = tmp_path / "mine" / "checkpoints"
+    inside.mkdir(parents=True)
+    monkeypatch.chdir(inside)
+    assert options(model={"path": "."}).model.served_name == "mine"
+    monkeypatch.chdir(inside.parent)
+    assert options(model={"path": "checkpoints"}).model.served_name == "mine"
+    assert options(model={"path": "checkpoints", "name": "checkpoints"}).model.served_name == "checkpoints"
+
+
+def test_the_ready_line_has_the_step_beside_the_name() -> None:
+    config = options(model={"path": "/runs/mine/checkpoints/step-00000320"})
+    line = ready_line(config, dataclasses.replace(FACTS, checkpoint_step=320), "127.0.0.1:1", "http://127.0.0.1:2/metrics")
+    assert " model=mine " in line
+    assert line.endswith(" step=320")
+    assert "step=" not in ready_line(config, dataclasses.replace(FACTS, checkpoint_step=None), "a", "b")
 
 
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:

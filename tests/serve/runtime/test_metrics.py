@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import socket
 import urllib.request
+from typing import get_args
 
 import pytest
 
-from serve.engine.executor import ModelFacts
-from serve.engine.stats import EngineStats, StepStats
+from serve.engine.executor import LossReason, ModelFacts
+from serve.engine.stats import EngineStats, Recomputed, StepStats
 from serve.errors import (
     ConfigError,
     DeadlineExpired,
@@ -24,6 +25,7 @@ from serve.errors import (
 )
 from serve.metrics import CODES, METHODS, Metrics
 from serve.runtime.ledger import Ledger
+from serve.runtime.state import State
 from serve.types import (
     FinishReason,
     Generation,
@@ -40,7 +42,7 @@ from serve.types import (
 
 FACTS = ModelFacts(
     family="gpt_neox", vocab_size=100, max_model_len=64, eos_ids=(0,), dtype="float32", device="cpu", num_blocks=8,
-    block_tokens=4, num_parameters=1000, checkpoint_step=None, attention="kernel", linear="onednn",
+    block_tokens=4, num_parameters=1000, checkpoint_step=None, attention="kernel", linear="onednn", kernels="native",
     load_seconds=(("weights", 1.5),),
 )  # fmt: skip
 
@@ -50,6 +52,10 @@ END_REASONS = (
 REJECTION_REASONS = ("requests", "tokens", "loading", "draining", "engine_down")
 
 NAMES = {
+    "checkpoint_timestamp_seconds", "engine_failures", "queue_oldest_seconds", "rank_memory_bytes", "reloads",
+    "request_decode_time_seconds", "request_generation_tokens", "request_prefill_time_seconds", "request_prompt_tokens",
+    "request_time_per_output_token_seconds", "request_unstarted_queue_time_seconds", "server_state", "wasted_tokens",
+    "watch_interval_seconds",
     "build_info", "e2e_request_latency_seconds", "engine_restarts", "engine_up", "event_loop_lag_seconds", "generation_tokens",
     "inter_token_latency_seconds", "kv_blocks", "kv_blocks_cached", "kv_blocks_used", "model_info", "model_load_seconds",
     "nonfinite_requests", "num_requests_running", "num_requests_waiting",
@@ -62,13 +68,15 @@ NAMES = {
 
 
 def stats(**changed: object) -> EngineStats:
-    values: dict[str, object] = dict.fromkeys(EngineStats.__slots__, 0) | {"last_step": None}
+    values: dict[str, object] = dict.fromkeys(EngineStats.__slots__, 0) | {
+        "last_step": None, "queued_since_seconds": None, "recomputed": Recomputed()
+    }  # fmt: skip
     return EngineStats(**(values | changed))  # type: ignore[arg-type]
 
 
 @pytest.fixture
 def metrics() -> Metrics:
-    return Metrics(version="1.2.3", num_ranks=2)
+    return Metrics(version="1.2.3", num_ranks=2, model_name="mine", clock=lambda: 100.0)
 
 
 def value(metrics: Metrics, name: str, **labels: str) -> float:
@@ -91,18 +99,42 @@ def test_every_label_set_exists_from_the_start(metrics: Metrics) -> None:
         assert value(metrics, "request_finished_total", reason=reason) == 0
     for reason in REJECTION_REASONS:
         assert value(metrics, "rejections_total", reason=reason) == 0
+    for reason in ("preempted", "restarted", *END_REASONS[4:]):
+        assert value(metrics, "wasted_tokens_total", reason=reason) == 0
+    for reason in get_args(LossReason):
+        assert value(metrics, "engine_failures_total", reason=reason) == 0
+    for state in State:
+        assert value(metrics, "server_state", state=state.value) == (state is State.LOADING)
+    for result in ("weights", "ranks", "taken_back", "refused"):
+        assert value(metrics, "reloads_total", result=result) == 0
     for rank in "01":
+        for where in ("host", "device"):
+            assert value(metrics, "rank_memory_bytes", rank=rank, where=where) == 0
         assert value(metrics, "rank_up", rank=rank) == 0
         assert value(metrics, "rank_heartbeat_age_seconds", rank=rank) == 0
     for phase in ("import", "build", "weights", "cache"):
         assert value(metrics, "model_load_seconds", phase=phase) == 0
 
 
+def test_every_series_bears_the_name_of_the_model(metrics: Metrics) -> None:
+    metrics.engine_started(stats(), FACTS, model="mine")
+    lines = [line for line in metrics.exposition().splitlines() if not line.startswith("#")]
+    assert len(lines) > 500
+    assert [line for line in lines if 'model_name="mine"' not in line] == []
+    endpoint = metrics.listen("127.0.0.1", 0)
+    try:  # what asks for a few series alone gets those, named too
+        with urllib.request.urlopen(f"{endpoint.url}?name[]=tessera_engine_up", timeout=10) as response:
+            shown = [line for line in response.read().decode().splitlines() if not line.startswith("#")]
+    finally:
+        endpoint.close()
+    assert shown == ['tessera_engine_up{model_name="mine"} 1.0']
+
+
 def test_histograms_of_seconds_start_at_one_millisecond(metrics: Metrics) -> None:
     text = metrics.exposition()
     for name in sorted(NAMES):
         if f"# TYPE tessera_{name} histogram" in text and name.endswith("_seconds"):
-            first = re.search(rf'tessera_{name}_bucket{{le="([^"]+)"}}', text)
+            first = re.search(rf'tessera_{name}_bucket{{le="([^"]+)",', text)
             assert first is not None
             assert float(first[1]) == 0.001, name
 
@@ -131,9 +163,11 @@ def test_rejections_are_about_room_and_service_only(metrics: Metrics) -> None:
 
 def test_every_way_to_fail_has_its_name(metrics: Metrics) -> None:
     for error in (RequestAborted(), DeadlineExpired(), SlowReader(), Draining(), EngineDown(), RequestBroke(), ValueError()):
-        metrics.failed(error)
+        metrics.failed(RequestFailed(request_id=ID, error=error, queue_seconds=0.5, computed_tokens=7), total_seconds=2.0)
     counts = [value(metrics, "request_finished_total", reason=r) for r in END_REASONS[4:]]
     assert counts == [1, 1, 1, 1, 1, 2]
+    assert [value(metrics, "wasted_tokens_total", reason=r) for r in END_REASONS[4:]] == [7, 7, 7, 7, 7, 14]
+    assert value(metrics, "request_unstarted_queue_time_seconds_count") == 0, "all had begun"
 
 
 def test_totals_go_on_when_a_new_engine_begins_at_zero(metrics: Metrics) -> None:
@@ -167,7 +201,9 @@ def test_a_step_is_observed_once(metrics: Metrics) -> None:
 def test_the_model_is_described_once_it_is_loaded(metrics: Metrics) -> None:
     metrics.engine_started(stats(), FACTS, model="m")
     assert value(metrics, "model_load_seconds", phase="weights") == 1.5
-    labels = 'attention="kernel",checkpoint_step="",device="cpu",dtype="float32",family="gpt_neox",linear="onednn"'
+    labels = (
+        'attention="kernel",checkpoint_step="",device="cpu",dtype="float32",family="gpt_neox",kernels="native",linear="onednn"'
+    )
     assert f"tessera_model_info{{{labels}" in metrics.exposition()
 
 
@@ -175,7 +211,7 @@ def test_the_endpoint_answers_on_loopback_and_its_port_cannot_be_shared(metrics:
     endpoint = metrics.listen("127.0.0.1", 0)
     try:
         with urllib.request.urlopen(endpoint.url, timeout=10) as response:
-            assert "tessera_engine_up 0.0" in response.read().decode()
+            assert 'tessera_engine_up{model_name="mine"} 0.0' in response.read().decode()
         port = int(endpoint.address.rpartition(":")[2])
         with pytest.raises(ConfigError, match=f"rpc.metrics_port: cannot listen on 127.0.0.1:{port}: Address already in use"):
             metrics.listen("127.0.0.1", port)
@@ -273,3 +309,56 @@ def test_a_failed_request_is_counted_once_and_forgotten(metrics: Metrics) -> Non
     ledger.saw(failed)
     ledger.saw(failed)
     assert value(metrics, "request_finished_total", reason="cancelled") == 1
+    assert value(metrics, "request_unstarted_queue_time_seconds_sum") == 1.0
+    assert value(metrics, "request_prompt_tokens_sum") == 3, "of all that were accepted, however they ended"
+    assert value(metrics, "request_queue_time_seconds_count") == 0
+
+
+def test_the_time_of_a_request_is_divided_at_its_first_token(metrics: Metrics) -> None:
+    times = iter([11.0, 11.5])
+    ledger = Ledger(metrics, lambda: next(times))
+    ledger.accepted(generation())
+    for id_ in (7, 8):
+        ledger.saw(TokensOut(request_id=ID, index=0, text="", token_ids=(id_,)))
+    ledger.saw(finish(0, 3, done=True))
+    assert value(metrics, "request_prefill_time_seconds_sum") == 0.5
+    assert value(metrics, "request_decode_time_seconds_sum") == 1.0
+    assert value(metrics, "request_time_per_output_token_seconds_sum") == 0.5, "two gaps between three tokens"
+    assert value(metrics, "request_generation_tokens_sum") == 3
+
+
+def test_the_oldest_request_in_the_queue_ages_while_nothing_moves(metrics: Metrics) -> None:
+    metrics.engine_started(stats(), FACTS, model="m")
+    assert value(metrics, "queue_oldest_seconds") == 0
+    metrics.engine_advanced(stats(queued_since_seconds=88.0))
+    assert value(metrics, "queue_oldest_seconds") == 12.0, "by the clock of whoever looks"
+    metrics.engine_stopped()
+    assert value(metrics, "queue_oldest_seconds") == 0
+
+
+def test_positions_that_are_computed_twice_are_counted_by_why(metrics: Metrics) -> None:
+    metrics.engine_started(stats(), FACTS, model="m")
+    metrics.engine_advanced(stats(recomputed=Recomputed(preempted=5, restarted=2)))
+    metrics.engine_started(stats(), FACTS, model="m")
+    metrics.engine_advanced(stats(recomputed=Recomputed(preempted=1)))
+    assert value(metrics, "wasted_tokens_total", reason="preempted") == 6
+    assert value(metrics, "wasted_tokens_total", reason="restarted") == 2
+
+
+def test_the_memory_of_ranks_goes_with_them(metrics: Metrics) -> None:
+    metrics.ranks.memory([(10, 20), (30, 40)])
+    assert value(metrics, "rank_memory_bytes", rank="1", where="device") == 40
+    metrics.engine_stopped()
+    assert value(metrics, "rank_memory_bytes", rank="1", where="device") == 0
+
+
+def test_what_is_served_has_an_age_and_the_server_a_state(metrics: Metrics) -> None:
+    metrics.checkpoint_served(1.5e9)
+    metrics.follows(30.0)
+    metrics.server_entered("draining")
+    assert value(metrics, "checkpoint_timestamp_seconds") == 1.5e9
+    assert value(metrics, "watch_interval_seconds") == 30
+    assert [value(metrics, "server_state", state=state.value) for state in State] == [0, 0, 1, 0, 0]
+    metrics.checkpoint_served(None)
+    metrics.follows(None)
+    assert value(metrics, "checkpoint_timestamp_seconds") == value(metrics, "watch_interval_seconds") == 0

@@ -43,6 +43,7 @@ async def test_a_reload_lets_calls_end_and_brings_the_new_model_up() -> None:
         assert b.value("engine_restarts_total") == 0, "nothing has failed"
         await b.gateway.reload()  # and again
         assert len(b.groups) == 3
+        assert b.value("reloads_total", result="ranks") == 2
 
 
 async def test_calls_that_do_not_end_in_time_are_cut() -> None:
@@ -83,6 +84,9 @@ async def test_a_model_that_the_ranks_refuse_is_taken_back(error: ConfigError | 
         assert b.gateway.edition is first
         assert len(b.groups) == 3
         assert (await read(b.gateway.start(request(), first)))[1] is None
+        assert b.value("reloads_total", result="taken_back") == 1
+        assert b.value("reloads_refused_total") == 1, "it could not be served"
+        assert b.value("engine_failures_total", reason="start") == 0, "what is taken back was no failure of what is served"
 
 
 async def test_ranks_that_die_while_calls_end_do_not_keep_the_new_model_away() -> None:

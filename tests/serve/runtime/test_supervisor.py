@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from serve.engine.executor import ExecutorDied
+from serve.engine.executor import ExecutorDied, Loss
 from serve.errors import ConfigError, EngineDown, RankStartError
 from serve.runtime import supervisor
 from serve.runtime.state import State
@@ -63,10 +63,14 @@ async def test_frozen_ranks_are_noticed_in_the_middle_of_a_step() -> None:
         b.ranks.open.clear()
         stream = b.gateway.start(request())
         await b.until(b.ranks.in_step.is_set)
-        b.ranks.kill("rank 0 is frozen: no heartbeat for 6.1 s")
+        b.ranks.kill(Loss("rank 0 is frozen: no heartbeat for 6.1 s", "frozen"))
         assert ids_of((await read(stream))[0]) == expected_ids((5, 6, 7), 4)
         await b.until_state(State.SERVING)
         await serves_exactly(b)
+        assert b.value("engine_failures_total", reason="frozen") == 1
+        assert b.value("server_state", state="serving") == 1
+        assert b.value("rank_memory_bytes", rank="1", where="host") == 1001, "of the new ranks"
+        assert b.value("rank_memory_bytes", rank="1", where="device") == 2001
 
 
 async def test_a_step_that_hangs_ends_the_life(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,6 +75,7 @@ async def test_weights_that_cannot_be_served_change_nothing_and_are_counted(when
         assert ids_of((await read(b.gateway.start(request())))[0]) == expected_ids((5, 6, 7), 4)
         assert b.states == [State.SERVING]
         assert b.value("reloads_refused_total") == 1
+        assert b.value("reloads_total", result="refused") == 1
         assert b.value("weight_swaps_total") == 0
 
 

@@ -151,7 +151,9 @@ def test_weights_that_take_the_old_ones_places_do_so_a_module_at_a_time(
 ) -> None:
     events: list[str] = []
     read, put = SliceReader.read, Filling.put
-    monkeypatch.setattr(SliceReader, "read", lambda self, name: events.append(name.rpartition(".")[0]) or read(self, name))
+    monkeypatch.setattr(
+        SliceReader, "read", lambda self, name, room=None: events.append(name.rpartition(".")[0]) or read(self, name, room)
+    )
     monkeypatch.setattr(Filling, "put", lambda self: events.append("put") or put(self))
     served = Served(folders[0])
     events.clear()

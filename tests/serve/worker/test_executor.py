@@ -24,7 +24,7 @@ import pytest
 import torch
 
 from serve.config import KernelsConfig, ModelConfig, ServerConfig, SupervisorConfig
-from serve.engine.executor import ExecutorDied
+from serve.engine.executor import ExecutorDied, loss_reason
 from serve.engine.plan import Span, Start, StepPlan
 from serve.errors import ConfigError, RankStartError
 from serve.types import BlockId, SamplingParams, SequenceId
@@ -116,6 +116,7 @@ def test_ranks_compute_without_the_kernels_and_leave_nothing_behind(
     assert [s.token_id for s in executor.execute(_plan(2, (3, 4, 5, first.token_id))).sampled] == [second]
     assert executor.dead_rank() is None
     _until(lambda: max(executor.heartbeat_ages()) < 2.0)
+    assert [1 << 26 < host < 1 << 32 and device == 0 for host, device in executor.memory()] == [True, True]
     assert facts.cache_memory.endswith("free)") or "container" in facts.cache_memory
     pids = _pids(executor)
     assert not list(folder.iterdir()), "what is there while ranks live is left when the server is killed"
@@ -141,6 +142,7 @@ def test_a_killed_rank_ends_the_step_and_is_named(started: RankExecutor, victim:
     message = started.dead_rank()
     assert message is not None
     assert f"rank {victim} died" in message
+    assert loss_reason(message) == "died"
     assert "SIGKILL" in message
     with pytest.raises(ExecutorDied):
         started.execute(_plan(1))
@@ -161,6 +163,7 @@ def test_a_frozen_rank_is_noticed_and_close_frees_the_waiting_step(started: Rank
     waiting.start()
     _until(started.dead_rank)
     assert f"rank {victim} is frozen" in str(started.dead_rank())
+    assert loss_reason(started.dead_rank()) == "frozen"
     pids = _pids(started)
     started.close()
     waiting.join(timeout=120)

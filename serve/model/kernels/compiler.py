@@ -1,0 +1,104 @@
+"""Runs the compiler over the sources of the CPU kernels."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+VERSION = 7
+"""What a library of these sources answers when it is asked for its version."""
+SCRATCH = "building-"
+"""How the folder of a build that is going on begins, beside the library that it makes."""
+
+_SOURCES = tuple(
+    Path(__file__).with_name(name) for name in ("attention.cpp", "group.cpp", "linear.cpp", "quantized.cpp", "sampling.cpp")
+)
+_HEADERS = tuple(Path(__file__).with_name(name) for name in ("products.h", "vectors.h"))
+_FLAGS = (
+    "-O3",
+    "-std=c++17",
+    "-fPIC",
+    "-shared",
+    "-fopenmp",
+    # Not -ffast-math: it would assume NaN away and, in a shared library, switch the whole process to flush denormals.
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fno-strict-aliasing",
+    "-Wno-psabi",
+)
+_COMPILERS = ("c++", "g++", "clang++")
+
+
+class KernelUnavailable(Exception):
+    """The kernels cannot be built or loaded here; the message says why. Callers use the torch route instead."""
+
+
+def find_compiler() -> str | None:
+    """The path of the first C++ compiler on the PATH."""
+    return next((path for name in _COMPILERS if (path := shutil.which(name))), None)
+
+
+def missing() -> KernelUnavailable:
+    """What there is to say where no compiler is found."""
+    return KernelUnavailable(f"no C++ compiler ({', '.join(_COMPILERS)}) on the PATH")
+
+
+def digest_of(*decides: str) -> str:
+    """Names a build by everything that decides it: the sources, the flags, and what is given here."""
+    digest = hashlib.sha256()
+    for source in (*_SOURCES, *_HEADERS):
+        digest.update(source.read_bytes())
+    digest.update(" ".join((*_FLAGS, *decides)).encode())
+    return digest.hexdigest()[:16]
+
+
+def compile_kernels(compiler: str, processor: tuple[str, ...], library: Path) -> None:
+    """Build a library, which is there whole or not at all.
+
+    Args:
+        compiler: its path.
+        processor: flags that say which instructions it may use.
+        library: where it goes; the folder exists.
+
+    Raises:
+        KernelUnavailable: the compiler failed.
+        OSError: the folder cannot be written.
+    """
+    with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=library.parent) as scratch, locked(Path(scratch)):
+        built = Path(scratch) / library.name
+        command = [compiler, *_FLAGS, *processor, *map(str, _SOURCES), "-o", str(built)]
+        log.info("building the CPU kernels (a few seconds, once; kept in %s)", library.parent)
+        try:
+            # The compiler's own files go there too: the system may have no folder for temporary ones that can be written.
+            environment = {**os.environ, "TMPDIR": scratch}
+            done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise KernelUnavailable(f"{compiler} could not run: {error}") from error
+        if done.returncode != 0:
+            raise KernelUnavailable(f"{compiler} failed: {done.stderr.strip()[-500:]}")
+        built.replace(library)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold a lock on a folder, which ends with this process.
+
+    Raises:
+        OSError: another process holds it.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,173 @@
+"""Families of Prometheus series that say how requests, ranks and what is served fared; ``serve.metrics`` owns one of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+SECONDS: Final = (
+    0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75,
+    1.0, 1.5, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0, 1280.0, 2560.0,
+)  # fmt: skip
+TOKENS: Final = (*(float(first * 10**exponent) for exponent in range(6) for first in (1, 2, 5)), 1e6)
+"""Bounds of lengths: no model that is served has a longer context."""
+
+RECOMPUTED: Final = ("preempted", "restarted")
+"""Reasons for which positions are computed twice; a request that ends by an error wastes its own under that end's name."""
+LOSS_REASONS: Final = ("died", "memory", "frozen", "hangs", "start", "broke")
+SERVER_STATES: Final = ("loading", "serving", "draining", "down", "stopped")
+RELOAD_RESULTS: Final = ("weights", "ranks", "taken_back", "refused")
+
+
+class Maker:
+    """Makes the series of one registry, all with the same prefix."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def counter(self, name: str, help_: str, *labels: str) -> Counter:
+        return Counter(f"tessera_{name}", help_, labels, registry=self._registry)
+
+    def gauge(self, name: str, help_: str, *labels: str) -> Gauge:
+        return Gauge(f"tessera_{name}", help_, labels, registry=self._registry)
+
+    def histogram(self, name: str, help_: str, buckets: Sequence[float] = SECONDS) -> Histogram:
+        return Histogram(f"tessera_{name}", help_, registry=self._registry, buckets=buckets)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """A request that ended by itself: what was generated and when, in seconds since its arrival."""
+
+    queue_seconds: float
+    first_token_seconds: float | None
+    """``None`` where nothing was generated."""
+    total_seconds: float
+    longest_tokens: int
+    """Tokens of its longest sequence."""
+
+
+class RequestSeries:
+    """How long requests were and where their time went; what was computed for nothing."""
+
+    def __init__(self, make: Maker, end_reasons: Sequence[str]) -> None:
+        """Make the series, at zero.
+
+        Args:
+            end_reasons: names of the ends by error, values of the label ``reason``.
+        """
+        self._prompt = make.histogram("request_prompt_tokens", "Prompt tokens of an accepted request, at its end.", TOKENS)
+        self._output = make.histogram("request_generation_tokens", "Tokens generated for one, all its sequences.", TOKENS)
+        self._prefill = make.histogram("request_prefill_time_seconds", "From the first step to the first token.")
+        self._decode = make.histogram("request_decode_time_seconds", "From the first token to the end.")
+        self._per_token = make.histogram(
+            "request_time_per_output_token_seconds", "Mean time between tokens of a request's longest sequence."
+        )
+        self._unstarted = make.histogram(
+            "request_unstarted_queue_time_seconds", "From arrival to the end by an error, of those that never had a step."
+        )
+        self._wasted = make.counter(
+            "wasted_tokens", "Positions computed twice, or for requests that ended by an error.", "reason"
+        )
+        for reason in (*RECOMPUTED, *end_reasons):
+            self._wasted.labels(reason)
+
+    def measured(self, *, prompt_tokens: int, generation_tokens: int) -> None:
+        """An accepted request ended, in whatever way, and was so long."""
+        self._prompt.observe(prompt_tokens)
+        self._output.observe(generation_tokens)
+
+    def ended(self, course: Course) -> None:
+        """A request ended by itself."""
+        first = course.first_token_seconds
+        if first is None:
+            return
+        decode_seconds = max(0.0, course.total_seconds - first)
+        self._prefill.observe(max(0.0, first - course.queue_seconds))
+        self._decode.observe(decode_seconds)
+        if course.longest_tokens > 1:
+            self._per_token.observe(decode_seconds / (course.longest_tokens - 1))
+
+    def never_started(self, seconds: float) -> None:
+        """A request ended by an error after it had waited so long for a first step that did not come."""
+        self._unstarted.observe(seconds)
+
+    def wasted(self, reason: str, tokens: int) -> None:
+        """So many positions were computed for nothing."""
+        if tokens:
+            self._wasted.labels(reason).inc(tokens)
+
+
+class QueueSeries:
+    """How long the queue makes wait at this moment, also while nothing moves."""
+
+    def __init__(self, make: Maker, clock: Callable[[], float]) -> None:
+        self.since_seconds: float | None = None
+        """When the request that waits longest for its first step arrived, on the clock; ``None`` without one."""
+        self._clock = clock
+        gauge = make.gauge("queue_oldest_seconds", "For how long the oldest request without a first step has waited.")
+        gauge.set_function(self._age)
+
+    def _age(self) -> float:
+        since = self.since_seconds
+        return 0.0 if since is None else max(0.0, self._clock() - since)
+
+
+class RankSeries:
+    """What the ranks have in memory, and why they were lost."""
+
+    def __init__(self, make: Maker, num_ranks: int) -> None:
+        memory = make.gauge(
+            "rank_memory_bytes", "Memory of the rank: resident of the host, taken of the device.", "rank", "where"
+        )
+        self._memory = [(memory.labels(str(rank), "host"), memory.labels(str(rank), "device")) for rank in range(num_ranks)]
+        self._failures = make.counter("engine_failures", "Lives of the engine that ended by a fault.", "reason")
+        for reason in LOSS_REASONS:
+            self._failures.labels(reason)
+
+    def memory(self, ranks: Sequence[tuple[int, int]]) -> None:
+        """Bytes resident on the host and taken of the device, in rank order."""
+        for (host, device), (host_bytes, device_bytes) in zip(self._memory, ranks, strict=False):
+            host.set(host_bytes)
+            device.set(device_bytes)
+
+    def gone(self) -> None:
+        """There are no ranks."""
+        self.memory([(0, 0)] * len(self._memory))
+
+    def lost(self, reason: str) -> None:
+        """A life of the engine ended by a fault of this kind."""
+        self._failures.labels(reason).inc()
+
+
+class ServedSeries:
+    """What the server does with requests now, and how old what it serves is."""
+
+    def __init__(self, make: Maker) -> None:
+        self._state = make.gauge("server_state", "1 for what the server does with new requests at this moment.", "state")
+        self._reloads = make.counter("reloads", "Reloads that ended, by how.", "result")
+        self._written = make.gauge("checkpoint_timestamp_seconds", "When the checkpoint that is served was written.")
+        self._watch = make.gauge("watch_interval_seconds", "Between looks for a newer checkpoint; 0 without --watch.")
+        for result in RELOAD_RESULTS:
+            self._reloads.labels(result)
+        self.entered("loading")
+
+    def entered(self, state: str) -> None:
+        """The server is in another state."""
+        for name in SERVER_STATES:
+            self._state.labels(name).set(name == state)
+
+    def reloaded(self, result: str) -> None:
+        """A reload ended."""
+        self._reloads.labels(result).inc()
+
+    def written(self, seconds: float | None) -> None:
+        """What is served was written then, in Unix time; ``None``: nobody knows."""
+        self._written.set(0.0 if seconds is None else seconds)
+
+    def follows(self, every_seconds: float | None) -> None:
+        """The server looks for newer checkpoints so often; ``None``: never."""
+        self._watch.set(every_seconds or 0.0)

@@ -1,0 +1,1 @@
+"""``tessera-top``: a server seen in a terminal, from its ``/metrics`` alone."""

@@ -1,0 +1,88 @@
+"""A Prometheus of its own: on loopback, with its own folder, ended by its process id."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.support.server import until
+
+READY_SECONDS = 60.0
+
+
+class Prometheus:
+    """A running Prometheus."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        # A proxy in the environment has no business with loopback.
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def get(self, path: str, **words: str) -> Any:
+        """What its API answers."""
+        url = f"http://{self._address}{path}" + (f"?{urllib.parse.urlencode(words)}" if words else "")
+        try:
+            with self._opener.open(url, timeout=30) as answer:
+                return json.load(answer)["data"]
+        except urllib.error.HTTPError as error:
+            raise AssertionError(f"{words.get('query', path)}: {error.read().decode()}") from error
+
+    def is_ready(self) -> bool:
+        try:
+            with self._opener.open(f"http://{self._address}/-/ready", timeout=5):
+                return True
+        except OSError:
+            return False
+
+    def query(self, expression: str) -> list[float]:
+        """The values of an instant query's series, at this moment."""
+        return [float(series["value"][1]) for series in self.get("/api/v1/query", query=expression)["result"]]
+
+    def firing(self) -> set[tuple[str, str]]:
+        """(alert, instance) of what fires."""
+        alerts = self.get("/api/v1/alerts")["alerts"]
+        return {
+            (each["labels"]["alertname"], each["labels"].get("instance", "")) for each in alerts if each["state"] == "firing"
+        }
+
+
+@contextmanager
+def scraping(folder: Path, targets: dict[str, list[str]], rules: Path) -> Iterator[Prometheus]:
+    """Start one that scrapes each job's targets and evaluates rules every second; end it with the block."""
+    config = {
+        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+        "rule_files": [str(rules)],
+        "scrape_configs": [{"job_name": job, "static_configs": [{"targets": hosts}]} for job, hosts in targets.items()],
+    }
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    words = [
+        "prometheus",
+        f"--config.file={folder / 'prometheus.yml'}",
+        f"--storage.tsdb.path={folder / 'data'}",
+        f"--web.listen-address={address}",
+        "--enable-feature=exemplar-storage",
+        "--log.level=warn",
+    ]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(words, stdout=log, stderr=log)
+    try:
+        started = Prometheus(address)
+        until(lambda: started.is_ready() or process.poll() is not None, READY_SECONDS)
+        assert process.poll() is None, (folder / "log").read_text()
+        yield started
+    finally:
+        process.terminate()
+        process.wait(timeout=30)
