@@ -130,6 +130,7 @@ class TesseraEngine:
             max_queued_requests=1024,
             max_queued_tokens=10**6,
             prefix_caching=False,
+            async_scheduling=config.scheduler.async_scheduling,
         )
         self._engine = Engine(
             facts=facts, limits=limits, executor=self._executor, open_text=lambda *_: _NoText(), clock=time.monotonic
@@ -164,11 +165,11 @@ class TesseraServer:
 
     name = "tessera over gRPC"
 
-    def __init__(self, path: Path, dtype: str, device: str) -> None:
+    def __init__(self, path: Path, dtype: str, device: str, *options: str, program: tuple[str, ...] = ("serve",)) -> None:
         command = [
             sys.executable,
             "-m",
-            "serve",
+            *program,
             "--model",
             str(path),
             "--dtype",
@@ -184,6 +185,7 @@ class TesseraServer:
             "--max-step-tokens",
             "2048",
             "--no-prefix-caching",
+            *options,
         ]
         self._process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT, env=os.environ

@@ -169,6 +169,10 @@ class SchedulerConfig:
     max_step_tokens: int = 512
     """Positions computed in one step, all sequences together: the token budget that chunks long prompts."""
 
+    async_scheduling: bool = True
+    """Plan and send a step while the ranks compute the one before it, whose tokens stay there, wherever they would wait for the
+    server for a hundredth of a step or more otherwise. Answers are the same."""
+
     speculative_tokens: int = 0
     """Tokens that are guessed at most in one step, from what texts have said before, and computed beside those that are due:
     what the model chooses too is output, so that texts that repeat themselves take fewer steps. 0 guesses nothing."""

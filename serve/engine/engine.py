@@ -8,18 +8,19 @@ from serve.engine.events import failed_event, finished_event, prompt_event, toke
 from serve.engine.executor import Executor, ModelFacts
 from serve.engine.limits import EngineLimits, check_fits, check_queue, retry_after_seconds
 from serve.engine.opening import Opening
-from serve.engine.plan import PromptLogprobs, Sampled, SequenceFault, Span, StepPlan, StepResult
+from serve.engine.plan import Sampled, Span, StepPlan, StepResult
 from serve.engine.prefix_cache import PrefixCache
 from serve.engine.registry import Registry
 from serve.engine.scheduler import Scheduler
 from serve.engine.sequence import LiveRequest, Sequence, SequenceState
-from serve.engine.stats import EngineStats, StepTotals
-from serve.engine.step_results import answers_of, check_result, judge
+from serve.engine.stats import EngineStats
+from serve.engine.step_results import judge
 from serve.engine.stopping import LENGTH, Stop
 from serve.engine.swap import Swap, Swapped, Weights
 from serve.engine.text import TextFactory
+from serve.engine.under_way import UnderWay
 from serve.errors import DeadlineExpired, DuplicateRequest, InvalidRequest, Loading, NotFinite, RequestBroke, RequestError
-from serve.types import Event, Generation, RequestId
+from serve.types import Event, Generation, RequestId, SequenceId
 
 __all__ = ["Engine", "EngineLimits"]
 
@@ -58,16 +59,15 @@ class Engine:
         """
         self._facts = facts
         self._limits = limits
-        self._executor = executor
         self._opening = Opening(open_text, limits)
         self._clock = clock
+        self._under_way = UnderWay(executor, clock, may_run_ahead=limits.async_scheduling)
         self._cache = PrefixCache(facts.num_blocks, facts.block_tokens)
         self._scheduler = Scheduler(self._cache, limits)
         self._registry = Registry()
         self._events: list[Event] = []
         self._prompt_tokens = 0
         self._generation_tokens = 0
-        self._totals = StepTotals()
         self._weights = Weights(0, facts.checkpoint_step)
         self._swap: Swap | None = None
         self._swapped: Swapped | None = None
@@ -77,7 +77,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether ``step`` has anything to do: something to compute, to forget on the ranks, or to tell."""
-        return bool(self._events) or self._swap is not None or self._scheduler.has_work
+        return bool(self._events or self._under_way) or self._swap is not None or self._scheduler.has_work
 
     @property
     def next_deadline_seconds(self) -> float | None:
@@ -91,7 +91,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """The figures of this moment. Costs the same however many requests there are."""
-        running = self._scheduler.num_running_requests
+        running, totals = self._scheduler.num_running_requests, self._under_way.totals
         caching = self._limits.prefix_caching
         return EngineStats(
             num_running=running,
@@ -110,8 +110,8 @@ class Engine:
             generation_tokens=self._generation_tokens,
             proposed_tokens=self._scheduler.proposed_tokens,
             accepted_tokens=self._scheduler.accepted_tokens,
-            steps=self._totals.steps,
-            last_step=self._totals.last,
+            steps=totals.steps,
+            last_step=totals.last,
         )
 
     # What the caller does.
@@ -127,12 +127,13 @@ class Engine:
         check_fits(generation, self._facts)
         if generation.request_id in self._registry:
             raise DuplicateRequest(f"a request with the id {generation.request_id!r} is still alive")
+        totals = self._under_way.totals
         check_queue(
             generation,
             self._limits,
             requests=self._registry.queued_requests,
             tokens=self._registry.queued_tokens,
-            retry_after_seconds=retry_after_seconds(self._registry.queued_tokens, self._totals.tokens, self._totals.seconds),
+            retry_after_seconds=retry_after_seconds(self._registry.queued_tokens, totals.tokens, totals.seconds),
         )
         request = self._opening.open(generation, self._facts, self._cache)
         self._registry.add(request)
@@ -193,6 +194,7 @@ class Engine:
         """
         running = {id(seq.request): seq.request for seq in self._scheduler.running.values()}
         self._scheduler.lose_ranks()
+        self._under_way.lose()
         self._swap = None
         for request in running.values():
             request.num_deaths += 1
@@ -209,7 +211,8 @@ class Engine:
             same_weights: whether they have the weights of those that were lost; if not, requests end that were told
                 something and asked for the same ones to the end.
         """
-        self._facts, self._executor = facts, executor
+        self._facts = facts
+        self._under_way.go_on_with(executor)
         self._cache = self._cache.like(facts.num_blocks)
         self._scheduler.revive(self._cache)
         if not same_weights:
@@ -223,7 +226,10 @@ class Engine:
                 self._fail(request, error)
 
     def step(self) -> tuple[Event, ...]:
-        """Admit, schedule, execute, apply, emit.
+        """Admit, schedule, launch, settle, emit.
+
+        With ``async_scheduling`` the ranks have two steps, where they would wait otherwise, and the older one is settled: they
+        compute while its events are told. Where it ends a sequence, what the other computes for that is passed over.
 
         Returns:
             Everything there is to tell, in order; empty when nothing happened.
@@ -233,17 +239,17 @@ class Engine:
         """
         began = self._clock()
         self._expire(began)
-        if self._swap is not None and self._is_due(self._swap, began):
-            self._exchange_weights(self._swap)
-            began = self._clock()
-        plan = self._scheduler.schedule()
-        if plan is not None:
-            self._note_starts(plan, began)
-            result = self._executor.execute(plan)
-            check_result(plan, result, self._facts.vocab_size)
-            now = self._clock()
-            self._apply(plan, result, now)
-            self._totals.note(plan, self._clock() - began)
+        if self._swap is not None:
+            while self._under_way:
+                self._settle()
+            if self._is_due(self._swap, began):
+                self._exchange_weights(self._swap)
+        if not self._under_way:
+            self._launch(self._clock())
+        if self._swap is None and self._under_way.pays_ahead:
+            self._launch(self._clock())
+        if self._under_way:
+            self._settle()
         return self.drain_events()
 
     def check(self) -> None:
@@ -274,50 +280,47 @@ class Engine:
         """Have the ranks compute with other weights; what ran is computed again, from the tokens that it has."""
         began, num_running = self._clock(), len(self._scheduler.running)
         plan = self._scheduler.swap(swap.weights.number)
-        result = self._executor.execute(plan)
-        check_result(plan, result, self._facts.vocab_size)
+        result = self._under_way.exchange(plan, self._facts.vocab_size)
         if not result.refused:
             self._weights = swap.weights
         self._scheduler.let_pinned_begin()
         self._swap = None
         self._swapped = Swapped(swap, result.refused, self._clock() - began, num_running)
 
-    def _note_starts(self, plan: StepPlan, now: float) -> None:
-        for start in plan.starts:
-            seq = self._scheduler.running[start.sequence]
-            if seq.request.started_seconds is None:
-                self._registry.start(seq.request, now)
+    def _launch(self, began: float) -> None:
+        plan = self._scheduler.schedule()
+        if plan is not None:
+            for start in plan.starts:
+                self._registry.start(self._scheduler.running[start.sequence].request, began)
+            self._under_way.launch(plan, began)
 
-    def _apply(self, plan: StepPlan, result: StepResult, now: float) -> None:
-        """Bring every sequence of the plan up to date. A request that ends here takes its other sequences with it, so each
-        one is looked up again."""
+    def _settle(self) -> None:
+        """Wait for the oldest step under way, and apply its result."""
+        plan, result, answers = self._under_way.collect(self._facts.vocab_size)
+        self._apply(plan, result, answers, self._clock())
+        self._under_way.end(goes_on=self._scheduler.has_work)
+
+    def _apply(self, plan: StepPlan, result: StepResult, answers: dict[SequenceId, list[Sampled]], now: float) -> None:
+        """Bring every sequence of the plan up to date. One may have left the running batch meanwhile, and a request that
+        ends here takes its other sequences with it, so each is looked up again."""
         self._scheduler.commit(plan)
         for part in result.prompt_logprobs:
-            self._keep_prompt_logprobs(part)
+            if (seq := self._scheduler.running.get(part.sequence)) is not None:
+                seq.keep_prompt_logprobs(part.first, part.logprobs)
         for fault in result.faults:
-            self._apply_fault(fault)
-        answers = answers_of(result)
+            if (seq := self._scheduler.running.get(fault.sequence)) is not None:  # a sibling's fault may have ended it
+                self._fail(seq.request, (NotFinite if fault.not_finite else RequestBroke)(fault.message))
         for span in plan.spans:
             seq = self._scheduler.running.get(span.sequence)
             if seq is None:
                 continue
-            request = seq.request
-            if not request.prompt_ready and seq.num_computed >= request.num_prompt_tokens:
+            request, computed = seq.request, span.start + span.count - len(span.proposed)
+            if not request.prompt_ready and computed >= request.num_prompt_tokens:
                 self._announce_prompt(seq)
             if span.sample:
                 self._apply_answers(seq, span, answers[span.sequence], now)
-            elif seq.debt == 0:
+            elif not seq.samples and computed == len(seq.token_ids):
                 self._end_without_tokens(request, now)
-
-    def _keep_prompt_logprobs(self, part: PromptLogprobs) -> None:
-        seq = self._scheduler.running.get(part.sequence)
-        if seq is not None and seq.wants_prompt_logprobs:
-            seq.request.prompt_logprobs[part.first : part.first + len(part.logprobs)] = part.logprobs
-
-    def _apply_fault(self, fault: SequenceFault) -> None:
-        seq = self._scheduler.running.get(fault.sequence)
-        if seq is not None:  # a sibling's fault may have ended it
-            self._fail(seq.request, (NotFinite if fault.not_finite else RequestBroke)(fault.message))
 
     def _announce_prompt(self, leader: Sequence) -> None:
         """The prompt is computed: say so, and let the other sequences in, which find its blocks in the prefix cache."""
@@ -332,6 +335,7 @@ class Engine:
     def _apply_answers(self, seq: Sequence, span: Span, answers: list[Sampled], now: float) -> None:
         """Take one token after the other, as if each had come by a step of its own, until the sequence ends or starts over."""
         proposed, accepted = span.proposed, 0
+        seq.num_pending -= 1
         for place, answer in enumerate(answers):
             if place and seq.state is not SequenceState.RUNNING:
                 return
@@ -347,14 +351,9 @@ class Engine:
     def _apply_token(self, seq: Sequence, answer: Sampled, now: float) -> None:
         """Append a sampled token, tell of it, and end the sequence if it was the last."""
         request, token_id = seq.request, answer.token_id
-        seq.token_ids.append(token_id)
+        num_generated = seq.append(token_id, self._weights, now)
         request.num_deaths = 0
         self._generation_tokens += 1
-        num_generated = len(seq.token_ids) - request.num_prompt_tokens
-        if num_generated == 1:
-            seq.first_token_seconds = now
-        if not seq.made_by or seq.made_by[-1][1] is not self._weights:
-            seq.made_by.append((num_generated - 1, self._weights))
         try:
             text, stop = judge(seq, token_id, num_generated)
         except Exception as error:
@@ -372,6 +371,7 @@ class Engine:
             self._end(seq, stop, now)
         elif rule is not None and rule.starts_again(len(seq.token_ids)):
             seq.chain = self._opening.chain_of(request, seq.token_ids, self._cache, rule)
+            seq.restart_after = None
             self._scheduler.restart(seq)
 
     # How requests begin and end.

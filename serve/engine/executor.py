@@ -91,12 +91,28 @@ class ExecutorDied(Exception):
 
 
 class Executor(Protocol):
-    """Carries out plans, one at a time, in order. Blocking; called by the engine thread alone."""
+    """Carries out plans, one after the other, in the order in which they came. Called by the engine thread alone."""
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Compute one step.
+    def launch(self, plan: StepPlan) -> None:
+        """Let one step be computed once all before it are; does not wait for that.
 
         Raises:
-            ExecutorDied: the step's results are lost and no further call can succeed.
+            ExecutorDied: the results of all that is under way are lost and no further call can succeed.
+        """
+        ...
+
+    def collect(self) -> StepResult:
+        """Wait for the result of the oldest step that was launched and not collected.
+
+        Raises:
+            ExecutorDied: as above.
+        """
+        ...
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Launch one step while nothing is under way, and collect it.
+
+        Raises:
+            ExecutorDied: as above.
         """
         ...

@@ -26,6 +26,8 @@ class EngineLimits:
     """Prompt tokens of those together. A larger prompt is still taken when nothing else waits."""
     prefix_caching: bool
     """False: blocks are shared only between the sequences of one request."""
+    async_scheduling: bool = True
+    """Whether a step is planned and sent while the ranks compute the one before it."""
     speculative_tokens: int = 0
     """Tokens proposed at most in one step, for all sequences together; 0 proposes none."""
 

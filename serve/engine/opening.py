@@ -54,6 +54,7 @@ class Opening:
                     chain=self.chain_of(request, token_ids, cache, facts.length_rule),
                     tells_text=generation.response.text,
                     samples=request.rule.max_new_tokens > 0,
+                    restart_after=_restart_after(len(token_ids), facts.length_rule),
                     speculation=Speculation(proposes) if proposes else None,
                 )
             )
@@ -65,3 +66,8 @@ class Opening:
     ) -> DigestChain | None:
         """Under what digests a sequence of the request, which has these tokens by now, shares blocks; ``None`` for nobody."""
         return chain_of(request, token_ids, cache, rule, with_all=self._limits.prefix_caching)
+
+
+def _restart_after(num_tokens: int, rule: LengthRule | None) -> int | None:
+    """With how many positions a sequence that begins with so many tokens must be computed again; ``None`` for never."""
+    return rule.plain_tokens if rule is not None and rule.recomputes and num_tokens <= rule.plain_tokens else None

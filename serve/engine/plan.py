@@ -45,6 +45,9 @@ class Span:
     sequence: SequenceId
     start: int
     count: int
+    continues: bool = False
+    """True when the ranks append the token that they sampled in the sequence's last span, which was not known yet when this
+    one was planned. Where that span ended in a fault it may be any token: nothing this span gives is looked at."""
     new_tokens: tuple[int, ...] = ()
     """Ids to append to what the ranks know (the token sampled in the last step), before the span is computed."""
     new_blocks: tuple[BlockId, ...] = ()

@@ -69,9 +69,10 @@ class Registry:
             self._deadlines.push(generation.request_id, (generation.deadline_seconds,))
 
     def start(self, request: LiveRequest, now: float) -> None:
-        """The first step of a queued request begins: it is queued no longer."""
-        self._leave_queue(request)
-        request.started_seconds = now
+        """A step of a request begins: with the first one it is queued no longer."""
+        if request.started_seconds is None:
+            self._leave_queue(request)
+            request.started_seconds = now
 
     def remove(self, request: LiveRequest) -> None:
         """The request has ended."""

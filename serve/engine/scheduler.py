@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import deque
 
+from serve.engine.draft import Draft
 from serve.engine.lazy_heap import LazyHeap
 from serve.engine.limits import EngineLimits
-from serve.engine.plan import Span, Start, StepPlan
+from serve.engine.plan import StepPlan
 from serve.engine.prefix_cache import PrefixCache
 from serve.engine.sequence import Sequence, SequenceState
+from serve.engine.starting import start_of
 from serve.engine.stats import Recomputed
 from serve.types import BlockId, SequenceId
 
 _HEADROOM_FRACTION = 100
 """One block in so many stays free at admission, so that the sequences already running can grow a little before one of
 them must be preempted."""
-
-
-@dataclass(slots=True)
-class _Draft:
-    """A plan in the making."""
-
-    budget: int
-    spare: int = 0
-    """Proposed tokens that may still be computed; below 0 where the debts are larger than the budget."""
-    starts: list[Start] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
-    making: set[bytes] = field(default_factory=set)
-    """Digests of the prompts' blocks that this step fills, which the next can share."""
-    has_preempted: bool = False
 
 
 class Scheduler:
@@ -61,6 +49,8 @@ class Scheduler:
         self._dropped: list[SequenceId] = []
         self._aside: dict[Sequence, None] | None = None
         """Sequences that wait for an exchange of weights, in their order; ``None`` while nothing waits for one."""
+        self._making: deque[set[bytes]] = deque()
+        """What each step under way fills, as ``Draft.making``."""
         self._num_plans = 0
         self._num_admissions = 0
         self.num_running_requests = 0
@@ -96,7 +86,7 @@ class Scheduler:
 
     def restart(self, seq: Sequence) -> None:
         """Nothing that is computed of a running sequence counts any longer; it waits before all that never ran."""
-        seq.num_lost, seq.was_preempted = seq.num_computed, False
+        seq.num_lost, seq.was_preempted = min(seq.num_computed, len(seq.token_ids)), False
         self._leave_running(seq)
         seq.state = SequenceState.WAITING
         self._waiting.push(seq, (0, seq.admitted))
@@ -129,6 +119,7 @@ class Scheduler:
         for seq in tuple(self.running.values()):
             self.restart(seq)
         self._dropped = []
+        self._making.clear()
         self.let_pinned_begin()
 
     def revive(self, cache: PrefixCache) -> None:
@@ -142,14 +133,24 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """Draw up the next step; ``None`` when there is nothing to compute and nothing the ranks should forget.
 
-        The plan counts as given to the ranks: it must be executed, and then committed, before the next call.
+        The plan counts as given to the ranks: it must be executed, and then committed. What it computes counts as computed at
+        once; only the prefix cache waits for ``commit``. While another step is under way, each sequence in it is taken to go
+        on, and the answer is ``None`` as well where that is not enough to go by: where blocks run out, and somebody must give
+        way whose token is not known yet; where tokens are proposed; and where there is only something to forget.
+
+        A block that a sequence gives back may still be written by a step under way. That does no harm: whoever gets it is
+        computed in a later step, and the ranks take one after the other.
         """
-        draft = _Draft(budget=self._limits.max_step_tokens)
+        ahead = bool(self._making)
+        if ahead and not self._can_run_ahead():
+            return None
+        draft = Draft(budget=self._limits.max_step_tokens)
         self._continue_running(draft)
         if not draft.has_preempted:
             self._admit_waiting(draft)
-        if not draft.spans and not self._dropped:
+        if not draft.spans and (ahead or not self._dropped):
             return None
+        self._making.append(draft.making)
         plan = StepPlan(
             step=self._num_plans,
             starts=tuple(draft.starts),
@@ -161,12 +162,15 @@ class Scheduler:
         return plan
 
     def commit(self, plan: StepPlan) -> None:
-        """The plan was computed: advance its sequences, and let the prefix cache find the blocks that are full now.
+        """The plan was computed: let the prefix cache find the blocks that are full now, of the sequences that still run.
 
         What was proposed counts as computed once it is known to come; see ``advance``.
         """
+        self._making.popleft()
         for span in plan.spans:
-            self._set_computed(self.running[span.sequence], span.start + span.count - len(span.proposed))
+            seq = self.running.get(span.sequence)
+            if seq is not None:
+                self._register(seq, span.start + span.count - len(span.proposed))
 
     def accept(self, seq: Sequence) -> None:
         """A token that was proposed for a sequence was sampled too."""
@@ -176,16 +180,17 @@ class Scheduler:
 
     def advance(self, seq: Sequence) -> None:
         """The last token of a running sequence was appended and, having been proposed, is computed already."""
-        self._set_computed(seq, seq.num_computed + 1)
+        seq.num_computed += 1
+        self._register(seq, seq.num_computed)
 
-    def _set_computed(self, seq: Sequence, num_computed: int) -> None:
-        seq.num_computed = num_computed
+    def _register(self, seq: Sequence, end: int) -> None:
+        """So many positions of a running sequence are in the cache."""
         if seq.chain is not None:
-            while (seq.num_registered + 1) * self._cache.block_tokens <= num_computed:
+            while (seq.num_registered + 1) * self._cache.block_tokens <= end:
                 self._cache.register(seq.chain.digest(seq.num_registered), seq.table[seq.num_registered])
                 seq.num_registered += 1
 
-    def _continue_running(self, draft: _Draft) -> None:
+    def _continue_running(self, draft: Draft) -> None:
         """Pay the debts of the running sequences, oldest first, preempting the youngest where blocks run out; compute some of
         what they propose in the budget that no debt takes."""
         if self.running and self._limits.speculative_tokens:
@@ -195,17 +200,35 @@ class Scheduler:
             if seq.id not in self.running:  # preempted a moment ago, and so was every younger one
                 return
             count = min(seq.debt, draft.budget)
+            if count == 0:
+                draft.num_last += 1
+                continue
             if not self._grow(seq, count, draft):
                 return
-            self._add_span(seq, count, draft, self._propose(seq, draft))
+            draft.add_span(seq, count, self._cache.block_tokens, self._propose(seq, draft))
 
-    def _admit_waiting(self, draft: _Draft) -> None:
+    def _can_run_ahead(self) -> bool:
+        """Whether the next step can be planned without the tokens of the one under way: nobody guesses what comes after them,
+        and all running sequences find their blocks without taking them from one of these."""
+        if self._limits.speculative_tokens and any(seq.speculation is not None for seq in self.running.values()):
+            return False
+        num_free, budget = self._cache.pool.num_free, self._limits.max_step_tokens
+        if num_free >= len(self.running) + self._cache.blocks_for(budget):
+            return True
+        missing = 0
+        for seq in self.running.values():
+            count = min(seq.debt, budget)
+            missing += max(0, self._cache.blocks_for(seq.num_computed + count) - len(seq.table))
+            budget -= count
+        return missing <= num_free
+
+    def _admit_waiting(self, draft: Draft) -> None:
         """Start waiting sequences, strictly in their order, while budget, places and blocks last.
 
         While there is budget left here, each running sequence has been paid in full and holds the blocks for all it
         knows; so whatever is free is free indeed.
         """
-        while draft.budget and len(self.running) < self._limits.max_num_seqs:
+        while draft.budget and len(self.running) - draft.num_last < self._limits.max_num_seqs:
             seq = self._waiting.first()
             if seq is not None and self._aside is not None and seq.request.is_pinned and seq.request.started_seconds is None:
                 self._waiting.discard(seq)
@@ -218,20 +241,23 @@ class Scheduler:
             count = min(seq.debt, draft.budget)
             grown = self._grow(seq, count, draft)
             assert grown, f"sequence {seq.id} was admitted without the blocks it needs"
-            draft.starts.append(_start_of(seq))
+            draft.starts.append(start_of(seq))
             seq.num_known = len(seq.token_ids)
-            self._add_span(seq, count, draft)
+            draft.add_span(seq, count, self._cache.block_tokens)
 
-    def _is_being_made(self, seq: Sequence, draft: _Draft) -> bool:
-        """Whether this step computes, for somebody else, the first block that a waiting sequence would have to compute.
+    def _is_being_made(self, seq: Sequence, draft: Draft) -> bool:
+        """Whether this step or one under way computes, for somebody else, the first block that a waiting one would have to.
 
-        It finds the block in the cache one step later: prompts that arrive together and begin alike pay for that once.
+        It finds the block in the cache when that has ended: prompts that arrive together and begin alike pay for that once.
         """
-        if not draft.making or seq.chain is None or seq.wants_prompt_logprobs:
+        if seq.chain is None or seq.wants_prompt_logprobs or not (draft.making or any(self._making)):
             return False
         most = (len(seq.token_ids) - 1) // self._cache.block_tokens
         found = len(self._cache.lookup(seq.chain, most))
-        return found < most and seq.chain.digest(found) in draft.making
+        if found == most:
+            return False
+        digest = seq.chain.digest(found)
+        return digest in draft.making or any(digest in making for making in self._making)
 
     def _take_prefix(self, seq: Sequence) -> bool:
         """Give a waiting sequence its prefix-cache hits; False, and no change, if the rest of what it knows would not fit.
@@ -265,7 +291,7 @@ class Scheduler:
             seq.num_lost = 0
         return True
 
-    def _grow(self, seq: Sequence, count: int, draft: _Draft) -> bool:
+    def _grow(self, seq: Sequence, count: int, draft: Draft) -> bool:
         """Let the table cover ``count`` more positions, preempting the youngest while blocks are short. False if that was
         the sequence itself."""
         covered = len(seq.table) * self._cache.block_tokens
@@ -281,7 +307,7 @@ class Scheduler:
         seq.table += blocks
         return True
 
-    def _propose(self, seq: Sequence, draft: _Draft) -> tuple[int, ...]:
+    def _propose(self, seq: Sequence, draft: Draft) -> tuple[int, ...]:
         """Tokens that may follow what a sequence knows, which it owes one position of and has the block for.
 
         The last token that it may generate is never computed, so it is not proposed either. A guess may take what is left of
@@ -306,33 +332,12 @@ class Scheduler:
         draft.spare -= len(proposed)
         return proposed
 
-    def _preempt(self, seq: Sequence, draft: _Draft) -> None:
+    def _preempt(self, seq: Sequence, draft: Draft) -> None:
         """Take a running sequence's blocks away and put it at the front of the queue, before all that never ran."""
         draft.has_preempted = True
         self.restart(seq)
         seq.was_preempted = True
         self.preemptions += 1
-
-    def _add_span(self, seq: Sequence, count: int, draft: _Draft, proposed: tuple[int, ...] = ()) -> None:
-        """Plan ``count`` positions and those of what is proposed after them, with all the ranks have to learn for them."""
-        num_tokens, num_blocks = len(seq.token_ids), len(seq.table)
-        draft.spans.append(
-            Span(
-                sequence=seq.id,
-                start=seq.num_computed,
-                count=count + len(proposed),
-                new_tokens=tuple(seq.token_ids[seq.num_known :]) if num_tokens > seq.num_known else (),
-                new_blocks=tuple(seq.table[seq.num_sent_blocks :]) if num_blocks > seq.num_sent_blocks else (),
-                sample=seq.num_computed + count == num_tokens and seq.samples,
-                proposed=proposed,
-            )
-        )
-        seq.num_known = num_tokens
-        seq.num_sent_blocks = num_blocks
-        draft.budget -= count + len(proposed)
-        if seq.chain is not None and count > 1:
-            full = (seq.num_computed + count) // self._cache.block_tokens
-            draft.making.update(seq.chain.digest(index) for index in range(seq.num_registered, full))
 
     def _enter_running(self, seq: Sequence) -> None:
         seq.state = SequenceState.RUNNING
@@ -357,16 +362,14 @@ class Scheduler:
         """Assert what must always hold between two steps. Cost grows with everything: for tests."""
         self._cache.check()
         self._waiting.check()
-        assert len(self.running) <= min(self._limits.max_num_seqs, self._limits.max_step_tokens), "more sequences run than may"
+        num_going_on = sum(seq.debt > 0 for seq in self.running.values())
+        assert num_going_on <= min(self._limits.max_num_seqs, self._limits.max_step_tokens), "more sequences run than may"
         held: dict[BlockId, int] = {}
         for seq in self.running.values():
-            assert seq.state is SequenceState.RUNNING, f"sequence {seq.id} runs but is {seq.state.value}"
             assert seq not in self._waiting, f"sequence {seq.id} runs and waits"
             assert seq not in (self._aside or ()), f"sequence {seq.id} runs and was set aside"
             is_youngest = seq.id == next(reversed(self.running))
-            assert seq.debt == 1 or (is_youngest and seq.debt > 1), f"sequence {seq.id} runs and owes {seq.debt}"
-            assert len(seq.table) >= self._cache.blocks_for(seq.num_computed), f"sequence {seq.id} lacks blocks"
-            assert len(set(seq.table)) == len(seq.table), f"sequence {seq.id} has a block twice"
+            seq.check_running(is_youngest=is_youngest, num_under_way=len(self._making), block_tokens=self._cache.block_tokens)
             for block in seq.table:
                 held[block] = held.get(block, 0) + 1
         self._cache.pool.check_references(held)
@@ -374,19 +377,3 @@ class Scheduler:
         assert admitted == sorted(admitted), "the running sequences are not in order of admission"
         requests = {id(seq.request) for seq in self.running.values()}
         assert len(requests) == self.num_running_requests, "the count of running requests is wrong"
-
-
-def _start_of(seq: Sequence) -> Start:
-    """What the ranks must know of a sequence before its first span."""
-    generation = seq.request.generation
-    return Start(
-        sequence=seq.id,
-        index=seq.index,
-        token_ids=tuple(seq.token_ids),
-        num_prompt_tokens=seq.request.num_prompt_tokens,
-        sampling=generation.sampling,
-        min_new_tokens=generation.stopping.min_new_tokens,
-        end_ids=tuple(sorted(seq.request.rule.end_ids)),
-        logprobs=generation.response.logprobs,
-        prompt_logprobs=generation.response.prompt_logprobs if seq.wants_prompt_logprobs else None,
-    )

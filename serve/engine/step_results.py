@@ -9,16 +9,11 @@ from serve.engine.stopping import LENGTH, Stop
 from serve.types import FinishReason, SequenceId
 
 
-def answers_of(result: StepResult) -> dict[SequenceId, list[Sampled]]:
-    """What was chosen for each sequence, in order."""
-    answers: dict[SequenceId, list[Sampled]] = {}
-    for answer in result.sampled:
-        answers.setdefault(answer.sequence, []).append(answer)
-    return answers
-
-
-def check_result(plan: StepPlan, result: StepResult, vocab_size: int) -> None:
+def check_result(plan: StepPlan, result: StepResult, vocab_size: int) -> dict[SequenceId, list[Sampled]]:
     """See that the result answers the plan, before anything is changed.
+
+    Returns:
+        What was chosen for each sequence, in order.
 
     Raises:
         ExecutorDied: it does not; what the ranks hold is unknown from here on.
@@ -27,18 +22,20 @@ def check_result(plan: StepPlan, result: StepResult, vocab_size: int) -> None:
         raise ExecutorDied(f"step {plan.step} was answered by step {result.step}")
     faulty = {fault.sequence for fault in result.faults}
     expected = {span.sequence for span in plan.spans if span.sample} - faulty
-    answers = answers_of(result)
-    proposed = {span.sequence: span.proposed for span in plan.spans}
-    if answers.keys() != expected:
-        raise ExecutorDied(f"step {plan.step}: tokens for {sorted(expected)} were due, and {sorted(answers)} came")
-    for sequence, chosen in answers.items():
-        before_last = tuple(answer.token_id for answer in chosen[:-1])
-        if before_last != proposed[sequence][: len(chosen) - 1]:
-            told = f"{before_last} and one more came for sequence {sequence}, of which {proposed[sequence]} was proposed"
-            raise ExecutorDied(f"step {plan.step}: {told}")
+    answers: dict[SequenceId, list[Sampled]] = {}
     for answer in result.sampled:
+        answers.setdefault(answer.sequence, []).append(answer)
         if not 0 <= answer.token_id < vocab_size:
             raise ExecutorDied(f"step {plan.step}: token {answer.token_id} is outside the vocabulary of {vocab_size}")
+    if answers.keys() != expected:
+        raise ExecutorDied(f"step {plan.step}: tokens for {sorted(expected)} were due, and {sorted(answers)} came")
+    if len(answers) < len(result.sampled):
+        for span in plan.spans:
+            before_last = tuple(answer.token_id for answer in answers.get(span.sequence, ())[:-1])
+            if before_last != span.proposed[: len(before_last)]:
+                told = f"{before_last} and one more came for sequence {span.sequence}, of which {span.proposed} was proposed"
+                raise ExecutorDied(f"step {plan.step}: {told}")
+    return answers
 
 
 def judge(seq: Sequence, token_id: int, num_generated: int) -> tuple[str, Stop | None]:

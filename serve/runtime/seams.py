@@ -25,6 +25,14 @@ class RankGroup(Protocol):
         """
         ...
 
+    def launch(self, plan: StepPlan) -> None:
+        """See ``serve.engine.executor.Executor``."""
+        ...
+
+    def collect(self) -> StepResult:
+        """See ``serve.engine.executor.Executor``."""
+        ...
+
     def execute(self, plan: StepPlan) -> StepResult:
         """See ``serve.engine.executor.Executor``."""
         ...
@@ -65,7 +73,7 @@ class RankGroup(Protocol):
         ...
 
     def close(self) -> None:
-        """Kill what lives, reap it, free everything. Idempotent; any thread; a blocked ``execute`` raises ``ExecutorDied``."""
+        """Kill what lives, reap it, free everything. Idempotent; any thread; a blocked ``collect`` raises ``ExecutorDied``."""
         ...
 
 

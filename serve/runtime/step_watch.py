@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -42,7 +43,9 @@ class StepWatch:
     respect, that much longer in proportion, as the steps of a sequence that grows are. Of the first, and of one more than
     twice as large as any before it, nothing says yet what is long: it may take ``step_timeout_seconds``, if that is more.
 
-    ``execute`` belongs to the engine's thread; everything else may be called from another.
+    A step that was launched while another was under way is in progress once that one is collected.
+
+    ``launch``, ``collect`` and ``execute`` belong to the engine's thread; everything else may be called from another.
     """
 
     def __init__(self, executor: Executor, config: SupervisorConfig, clock: Callable[[], float]) -> None:
@@ -51,25 +54,42 @@ class StepWatch:
         self._clock = clock
         self._scored: set[SequenceId] = set()
         """Live sequences of whose prompt every position's logits are computed."""
+        self._under_way: deque[tuple[StepPlan, _Size]] = deque()
         self._step: tuple[StepPlan, _Size] | None = None
+        """The oldest of them, which is in progress."""
+        self._began = 0.0
         self._largest = _Size()
         self._longest_seconds = 0.0
         self._excused_seconds = 0.0
         self._exchanging = False
 
+    def launch(self, plan: StepPlan) -> None:
+        """See ``serve.engine.executor.Executor``."""
+        self._under_way.append((plan, self._size_of(plan)))
+        if self._step is None:
+            self._begin_next()
+        self._executor.launch(plan)
+
+    def collect(self) -> StepResult:
+        """See ``serve.engine.executor.Executor``."""
+        result = self._executor.collect()
+        _, size = self._under_way.popleft()
+        self._longest_seconds = max(self._longest_seconds, self._clock() - self._began - self._excused_seconds)
+        self._excused_seconds = 0.0
+        self._largest |= size
+        self._begin_next()
+        return result
+
     def execute(self, plan: StepPlan) -> StepResult:
         """See ``serve.engine.executor.Executor``."""
         if plan.swap is not None:
             return self._exchange(plan)
-        size = self._size_of(plan)
-        began = self._clock()
-        self._step = plan, size
-        result = self._executor.execute(plan)
-        self._step = None
-        self._longest_seconds = max(self._longest_seconds, self._clock() - began - self._excused_seconds)
-        self._excused_seconds = 0.0
-        self._largest |= size
-        return result
+        self.launch(plan)
+        return self.collect()
+
+    def _begin_next(self) -> None:
+        self._step = self._under_way[0] if self._under_way else None
+        self._began = self._clock()
 
     def _exchange(self, plan: StepPlan) -> StepResult:
         """Weights may have to be read first: that takes what a start takes, and says nothing about how long steps do."""

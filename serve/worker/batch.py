@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from serve.engine.plan import Span, Start, StepPlan
 from serve.model.attention import StepLayout
-from serve.types import LengthRule
+from serve.types import LengthRule, SequenceId
 from serve.worker.block_tables import BlockTables
 from serve.worker.sampling.seen import Seen
 
@@ -23,6 +24,8 @@ class SequenceState:
     blocks: list[int] = field(default_factory=list)
     table_row: int = 0
     """Where its blocks stand in the rank's ``BlockTables``."""
+    drawn: int = 0
+    """The token that its last span sampled, on rank 0; on the others, what rank 0 told them."""
     _seen: Seen | None = None
 
     @property
@@ -105,6 +108,15 @@ class SequenceTable:
     def __len__(self) -> int:
         return len(self._sequences)
 
+    def drawn(self, sequences: Iterable[SequenceId]) -> list[int]:
+        """What the last span of each of these sequences sampled."""
+        return [self._sequences[sequence].drawn for sequence in sequences]
+
+    def keep_drawn(self, drawn: Iterable[tuple[SequenceId, int]]) -> None:
+        """Remember what spans sampled, for those that continue with it."""
+        for sequence, token_id in drawn:
+            self._sequences[sequence].drawn = token_id
+
     def apply(self, plan: StepPlan) -> Batch | None:
         """Forget, learn and extend what the plan says; the step's tensors, or ``None`` when it computes nothing."""
         for dropped in plan.dropped:
@@ -113,6 +125,8 @@ class SequenceTable:
             self._sequences[start.sequence] = SequenceState(start, list(start.token_ids), table_row=self._tables.open())
         for span in plan.spans:
             state = self._sequences[span.sequence]
+            if span.continues:
+                state.token_ids.append(state.drawn)
             state.token_ids.extend(span.new_tokens)
             if span.new_blocks:
                 self._tables.extend(state.table_row, len(state.blocks), span.new_blocks)
@@ -127,15 +141,18 @@ class SequenceTable:
         starts = [0]
         size = self._block_tokens
         for span, state in zip(spans, states, strict=True):
-            first, end = span.start, span.start + span.count
-            ids.extend(state.token_ids[first:end])
-            ids.extend(span.proposed)
-            positions.extend(range(first, end))
-            if span.count == 1:
+            first, count = span.start, span.count
+            if count == 1:  # most are so, in a step of many
+                ids.append(state.token_ids[first])
+                positions.append(first)
                 slots.append(state.blocks[first // size] * size + first % size)
             else:
+                end = first + count
+                ids.extend(state.token_ids[first:end])
+                ids.extend(span.proposed)
+                positions.extend(range(first, end))
                 slots.extend(state.blocks[p // size] * size + p % size for p in range(first, end))
-            starts.append(starts[-1] + span.count)
+            starts.append(starts[-1] + count)
         # One transfer for all that a step's tokens are.
         staged_3T = torch.tensor((ids, positions, slots), dtype=torch.int64).to(self._device)
         layout = StepLayout(
@@ -147,7 +164,12 @@ class SequenceTable:
             table_rows=tuple(state.table_row for state in states),
             lengths=self._lengths(spans, states),
         )
-        sampling = [row for i, span in enumerate(spans) if span.sample for row in _sample_rows(span, states[i], starts[i + 1])]
+        sampling: list[tuple[int, SequenceState | Supposed]] = []
+        for span, state, end in zip(spans, states, starts[1:], strict=True):
+            if span.proposed:
+                sampling.extend(_sample_rows(span, state, end))
+            elif span.sample:
+                sampling.append((end - 1, state))
         return Batch(
             input_ids=staged_3T[:1],
             position_ids=staged_3T[1:2],

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
@@ -27,6 +28,8 @@ from serve.worker.vitals import Vitals, furthest_behind, stalled
 _REAP_SECONDS: Final = 10.0
 _LOSS_SECONDS: Final = 1.0
 """After a connection is lost: for its rank's death to be seen."""
+_BUFFERED_BYTES: Final = 1 << 16
+"""A plan that an empty socket takes whole, on every Linux, while nobody reads."""
 _LOOK_SECONDS: Final = 0.5
 """How often whoever waits for ranks that load looks whether they were stopped meanwhile."""
 
@@ -50,7 +53,7 @@ class _Rank:
 class RankExecutor:
     """A group of ranks that live and die together.
 
-    ``start`` and ``execute`` belong to one thread; everything else may be called from another.
+    ``start``, ``launch``, ``collect`` and ``execute`` belong to one thread; everything else may be called from another.
     The thread that calls ``start`` must outlive the ranks: the kernel ends them with it.
     """
 
@@ -63,6 +66,10 @@ class RankExecutor:
         self._config = config
         self._starter = starter or ProgramStarter()
         self._ranks: list[_Rank] = []
+        self._under_way: deque[int] = deque()
+        """Numbers of the steps that the ranks were given and have not answered."""
+        self._received: deque[StepResult] = deque()
+        """Results that came before they were asked for."""
         self._closed = False
         self._ready = False
         self._on_device = False
@@ -174,24 +181,52 @@ class RankExecutor:
             rank.process.wait(_LOSS_SECONDS)
         return f"rank {rank.number} ended while it started: {self._how_it_ended(rank)}"
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Send one plan to every rank and wait for rank 0's result.
+    def launch(self, plan: StepPlan) -> None:
+        """Send one plan to every rank.
+
+        Ranks read it when they have computed what they were sent before. A large one waits for that here: it would not fit
+        into the socket, nor would perhaps the result that a rank tries to send meanwhile.
 
         Raises:
             ExecutorDied: a rank is gone, or ``close`` was called meanwhile.
         """
         payload = wire.encode(plan)
+        if self._under_way and len(payload) > _BUFFERED_BYTES:
+            self._received.append(self._receive())
         try:
             for rank in self._ranks:
                 wire.send(rank.steps, payload)
+        except wire.ConnectionLost as error:
+            raise self._died(error) from error
+        self._under_way.append(plan.step)
+
+    def collect(self) -> StepResult:
+        """Wait for rank 0's result of the oldest plan that was sent.
+
+        Raises:
+            ExecutorDied: a rank is gone, or ``close`` was called meanwhile.
+        """
+        return self._received.popleft() if self._received else self._receive()
+
+    def _receive(self) -> StepResult:
+        step = self._under_way.popleft()
+        try:
             result = wire.decode_result(wire.receive(self._ranks[0].steps))
         except (wire.ConnectionLost, IndexError) as error:
-            raise ExecutorDied(self._cause_of_loss() or Loss(f"the ranks' connection was lost: {error}", "died")) from error
+            raise self._died(error) from error
         except wire.Malformed as error:
-            raise ExecutorDied(f"rank 0 answered step {plan.step} with {error}") from None
-        if result.step != plan.step:
-            raise ExecutorDied(f"step {plan.step} was answered by step {result.step}")
+            raise ExecutorDied(f"rank 0 answered step {step} with {error}") from None
+        if result.step != step:
+            raise ExecutorDied(f"step {step} was answered by step {result.step}")
         return result
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """See ``serve.engine.executor.Executor``."""
+        self.launch(plan)
+        return self.collect()
+
+    def _died(self, error: Exception) -> ExecutorDied:
+        return ExecutorDied(self._cause_of_loss() or Loss(f"the ranks' connection was lost: {error}", "died"))
 
     def prepare(self, config: ServerConfig, number: int) -> Prepared | Unlike:
         """Have the ranks make the checkpoint of ``config`` ready to be taken by a plan with ``swap``, while steps go on.
@@ -300,7 +335,7 @@ class RankExecutor:
             if rank.process.poll() is None:
                 rank.process.kill()  # also ends a frozen one
         for rank in ranks:
-            # shutdown, not only close: a thread that waits in ``execute`` must wake up, whatever becomes of the ranks.
+            # shutdown, not only close: a thread that waits in ``collect`` must wake up, whatever becomes of the ranks.
             for end in (rank.steps, rank.orders, rank.pulse):
                 with contextlib.suppress(OSError):
                     end.shutdown(socket.SHUT_RDWR)

@@ -88,6 +88,16 @@ class Ranks:
         dist.gather(padded, parts, dst=0)
         return torch.cat([part[:, :w] for part, w in zip(parts, widths, strict=True)], dim=1) if parts else None
 
+    def numbers_of_first(self, numbers: list[int], device: torch.device) -> list[int]:
+        """Rank 0's numbers, on every rank; of what the others bring, only how many they are counts. Part of a step."""
+        self._progress.mark()
+        if self._shared is not None:
+            return self._shared.numbers_of_first(numbers)
+        tensor = torch.tensor(numbers, dtype=torch.int64, device=device)
+        dist.broadcast(tensor, src=0)
+        told: list[int] = tensor.tolist()
+        return told
+
     def smallest(self, value: int) -> int:
         """The smallest of the ranks' values, on every rank."""
         if self.size == 1:

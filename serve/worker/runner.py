@@ -27,6 +27,7 @@ class Runner:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Compute one step; ``None`` on every rank but 0."""
+        self._share_drawn(plan)
         batch = self._table.apply(plan)
         if batch is None:
             return StepResult(step=plan.step) if self._ranks.rank == 0 else None
@@ -38,6 +39,7 @@ class Runner:
         sampled: list[Sampled] = []
         if batch.sample_rows:
             sampled, unsampled = self._sample(hidden_TE[list(batch.sample_rows)], batch)
+            self._table.keep_drawn((answer.sequence, answer.token_id) for answer in sampled)
             faults.update((fault.sequence, fault) for fault in unsampled)
         if self._ranks.rank != 0:
             return None
@@ -56,6 +58,13 @@ class Runner:
             return ([], []) if parts_RX is None else likeliest(parts_RX, self._model.head_widths, batch.sampled)
         logits_RV = self._logits(hidden_RE)
         return ([], []) if logits_RV is None else sample(logits_RV, batch.sampled, self._model.sampling)
+
+    def _share_drawn(self, plan: StepPlan) -> None:
+        """Let every rank know the tokens that spans continue with, which rank 0 drew."""
+        continued = [span.sequence for span in plan.spans if span.continues] if self._ranks.size > 1 else []
+        if continued:
+            drawn = self._ranks.numbers_of_first(self._table.drawn(continued), self._model.device)
+            self._table.keep_drawn(zip(continued, drawn, strict=True))
 
     def _logits(self, hidden_RE: Tensor) -> Tensor | None:
         """Logits of some rows, [R, V] in fp32, on rank 0."""

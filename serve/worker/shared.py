@@ -1,4 +1,4 @@
-"""Memory that the ranks of one machine share: sums and gathers at the price of a few microseconds, without a socket."""
+"""Memory that the ranks of one machine share: sums, gathers and tokens at the price of a few microseconds, without a socket."""
 
 from __future__ import annotations
 
@@ -37,6 +37,8 @@ class SharedMemory:
         kernels.tessera_group_sum.restype = None
         kernels.tessera_group_gather.argtypes = (place, place, whole, ctypes.POINTER(whole), place)
         kernels.tessera_group_gather.restype = None
+        kernels.tessera_group_tell.argtypes = (place, place, whole)
+        kernels.tessera_group_tell.restype = None
         self._kernels = kernels
         self._sum = kernels.tessera_group_sum
         self._rank = rank
@@ -65,6 +67,12 @@ class SharedMemory:
         each = (ctypes.c_int64 * len(widths))(*widths)
         self._kernels.tessera_group_gather(self._group, own.data_ptr(), rows, each, None if out is None else out.data_ptr())
         return out
+
+    def numbers_of_first(self, numbers: Sequence[int]) -> list[int]:
+        """Rank 0's numbers, of 64 bits, on every rank; all bring as many."""
+        told = (ctypes.c_int64 * len(numbers))(*numbers)
+        self._kernels.tessera_group_tell(self._group, told, ctypes.sizeof(told))
+        return list(told)
 
     def close(self) -> None:
         """Unmap it; no method may be called afterwards."""

@@ -8,8 +8,10 @@ used after it was freed, a budget exceeded. The next token is a function of the 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from serve.engine.executor import ExecutorDied, ModelFacts
 from serve.engine.plan import PromptLogprobs, Sampled, SequenceFault, Span, Start, StepPlan, StepResult
@@ -100,9 +102,46 @@ class _Known:
     blocks: list[BlockId] = field(default_factory=list)
     num_computed: int | None = None
     """``None`` before its first span."""
+    drawn: int | None = None
+    """What its last span sampled."""
 
 
-class FakeExecutor:
+class Deferred:
+    """``launch`` and ``collect`` of an executor, made of its ``execute``: a step is computed when its result is asked for."""
+
+    def launch(self, plan: StepPlan) -> None:
+        """See ``serve.engine.executor.Executor``."""
+        vars(self).setdefault("launched", deque()).append(plan)
+
+    def collect(self) -> StepResult:
+        """See ``serve.engine.executor.Executor``."""
+        return self.execute(vars(self)["launched"].popleft())
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """See ``serve.engine.executor.Executor``."""
+        raise NotImplementedError
+
+
+class Runs(Protocol):
+    """A rank's runner."""
+
+    def execute(self, plan: StepPlan) -> StepResult | None: ...
+
+
+class OnlyRank(Deferred):
+    """An executor of one rank, in this process."""
+
+    def __init__(self, runner: Runs) -> None:
+        self._runner = runner
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """See ``serve.engine.executor.Executor``."""
+        result = self._runner.execute(plan)
+        assert result is not None, "rank 0 answers"
+        return result
+
+
+class FakeExecutor(Deferred):
     """Computes plans by hand and checks each of them.
 
     Args:
@@ -127,7 +166,8 @@ class FakeExecutor:
         self.fault_token = fault_token
         self.dies_at_step = dies_at_step
         self.on_execute = on_execute
-        self.last_plan: StepPlan | None = None
+        self.given: list[StepPlan] = []
+        """The plans that were launched."""
         self.num_tokens = 0
         """Positions computed in all steps."""
         self._max_step_tokens = max_step_tokens
@@ -148,6 +188,11 @@ class FakeExecutor:
         """The block table that plans gave this live sequence."""
         return tuple(self._known[sequence].blocks)
 
+    def launch(self, plan: StepPlan) -> None:
+        """See ``serve.engine.executor.Executor``."""
+        self.given.append(plan)
+        super().launch(plan)
+
     def execute(self, plan: StepPlan) -> StepResult:
         """See ``serve.engine.executor.Executor``."""
         if self.on_execute is not None:
@@ -162,7 +207,6 @@ class FakeExecutor:
         for span in plan.spans:
             self._write(span)
         results = [self._read(span) for span in plan.spans]
-        self.last_plan = plan
         self.num_tokens += plan.num_tokens
         return StepResult(
             step=plan.step,
@@ -204,6 +248,10 @@ class FakeExecutor:
         for span in plan.spans:
             assert span.sequence in self._known, f"sequence {span.sequence} is computed and was not started"
             known = self._known[span.sequence]
+            if span.continues:
+                assert known.drawn is not None, f"sequence {span.sequence} continues and has sampled nothing"
+                known.token_ids.append(known.drawn)
+            known.drawn = None
             known.token_ids.extend(span.new_tokens)
             known.blocks.extend(span.new_blocks)
 
@@ -254,6 +302,7 @@ class FakeExecutor:
         if start.prompt_logprobs is not None:
             first, last = span.start + 1, min(span.start + span.count, start.num_prompt_tokens - 1)
             if first <= last and self.fault_token in known.token_ids[:last]:
+                known.drawn = 0
                 parts.append(SequenceFault(sequence=span.sequence, message="the logits are not finite", not_finite=True))
             elif first <= last:
                 top = start.prompt_logprobs
@@ -278,11 +327,13 @@ class FakeExecutor:
     def _sample(self, known: _Known, digest: int, place: int) -> Sampled | SequenceFault:
         start = known.start
         if self.fault_token is not None and self.fault_token in known.token_ids:
+            known.drawn = 0
             return SequenceFault(sequence=start.sequence, message="the logits are not finite", not_finite=True)
         num_generated = len(known.token_ids) + place - start.num_prompt_tokens
         banned = start.end_ids if num_generated < start.min_new_tokens else ()
         token_id = next_token(
             digest, seed=start.sampling.seed, index=start.index, vocab_size=self.facts.vocab_size, banned=banned
         )
+        known.drawn = token_id
         logprob = fake_logprob(digest, token_id, start.logprobs) if start.logprobs is not None else None
         return Sampled(sequence=start.sequence, token_id=token_id, logprob=logprob)

@@ -1,4 +1,4 @@
-// Sums and gathers over the ranks of one machine, through memory that all of them have mapped.
+// Sums, gathers and what the first rank tells the others of one machine, through memory that all of them have mapped.
 //
 // Each rank has two slots, used in turn, and a counter of the rounds in which it has filled one. In a round every rank fills its
 // slot, says so, waits for the others and reads theirs. Who fills a slot again, two rounds later, has seen all others one round
@@ -204,5 +204,17 @@ void tessera_group_gather(void* opened, const float* own, int64_t R, const int64
         }
     }
     if (group.rank == 0) place(own, 0, R * widths[0], widths[0], out, all);
+}
+
+// The first rank's bytes, on every rank, in place.
+void tessera_group_tell(void* opened, void* data, int64_t bytes) {
+    Group& group = *static_cast<Group*>(opened);
+    char* own = static_cast<char*>(data);
+    for (int64_t done = 0; done < bytes; done += kSlotBytes) {
+        const size_t part = size_t(std::min(kSlotBytes, bytes - done));
+        if (group.rank == 0) std::memcpy(group.slot(0, group.round + 1), own + done, part);
+        meet(group);
+        if (group.rank != 0) std::memcpy(own + done, group.slot(0, group.round), part);
+    }
 }
 }

@@ -13,7 +13,12 @@ from tests.serve.fake_executor import FakeExecutor, fake_facts
 from tests.serve.fake_text import open_letters
 
 LIMITS = EngineLimits(
-    max_num_seqs=8, max_step_tokens=64, max_queued_requests=100, max_queued_tokens=10_000, prefix_caching=True
+    max_num_seqs=8,
+    max_step_tokens=64,
+    max_queued_requests=100,
+    max_queued_tokens=10_000,
+    prefix_caching=True,
+    async_scheduling=False,
 )
 
 

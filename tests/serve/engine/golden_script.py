@@ -2,9 +2,11 @@
 
     pool blocks=4 block_tokens=4              the KV cache; first line of the script that is not a comment. vocabulary=2 makes
                                               texts that repeat themselves
-    limits step_tokens=16 running=4           also: queued=, queued_tokens=, caching=off, speculative=
+    limits step_tokens=16 running=4           also: queued=, queued_tokens=, caching=off, speculative=, ahead=on
+                                              (async_scheduling)
     add a prompt=8 max_new=8                  also: n=, priority=, deadline=, salt=, logprobs=, shared=K: the first K
-                                              prompt tokens are the same for all requests that say so
+                                              prompt tokens are the same for all requests that say so,
+                                              ends=K: the K-th token it generates is a stop id
     step        or    steps 3                 one line of output for each
     clock 5                                   the clock stands at 5 seconds from here on
     abort a     flush     stats NAME NAME
@@ -34,7 +36,7 @@ from serve.types import (
     SequenceId,
     StoppingParams,
 )
-from tests.serve.fake_executor import FakeExecutor, fake_facts
+from tests.serve.fake_executor import FakeExecutor, expected_tokens, fake_facts
 from tests.serve.fake_text import open_letters
 
 
@@ -61,17 +63,15 @@ class _Runner:
     """One script's engine."""
 
     def __init__(self, pool: dict[str, str], limits: dict[str, str]) -> None:
-        facts = fake_facts(
-            num_blocks=int(pool["blocks"]),
-            block_tokens=int(pool["block_tokens"]),
-            vocab_size=int(pool.get("vocabulary", 100_000)),
-        )
+        self._vocabulary = int(pool.get("vocabulary", 100_000))
+        facts = fake_facts(num_blocks=int(pool["blocks"]), block_tokens=int(pool["block_tokens"]), vocab_size=self._vocabulary)
         self._limits = EngineLimits(
             max_num_seqs=int(limits.get("running", 64)),
             max_step_tokens=int(limits["step_tokens"]),
             max_queued_requests=int(limits.get("queued", 100)),
             max_queued_tokens=int(limits.get("queued_tokens", 10_000)),
             prefix_caching=limits.get("caching") != "off",
+            async_scheduling=limits.get("ahead") == "on",
             speculative_tokens=int(limits.get("speculative", 0)),
         )
         self._now = 0.0
@@ -112,14 +112,16 @@ class _Runner:
         self._num_added += 1
         shared = int(options.get("shared", 0))
         own = range(1000 * self._num_added, 1000 * self._num_added + int(options["prompt"]) - shared)
+        prompt = (*range(shared), *own)
+        ends = expected_tokens(prompt, int(options["ends"]), vocab_size=self._vocabulary)[-1:] if "ends" in options else ()
         num_sequences = int(options.get("n", 1))
         first_id = SequenceId(len(self._names))
         logprobs = int(options["logprobs"]) if "logprobs" in options else None
         generation = Generation(
             request_id=RequestId(name),
-            prompt_ids=(*range(shared), *own),
+            prompt_ids=prompt,
             sampling=SamplingParams(),
-            stopping=StoppingParams(max_new_tokens=int(options["max_new"])),
+            stopping=StoppingParams(max_new_tokens=int(options["max_new"]), stop_ids=(*ends,)),
             response=ResponseOptions(prompt_logprobs=logprobs),
             num_sequences=num_sequences,
             priority=int(options.get("priority", 0)),

@@ -15,7 +15,7 @@ from serve.engine.text import TextDelta
 from serve.errors import DeadlineExpired, DuplicateRequest, EngineDown, InvalidRequest, QueueFull, RequestAborted, RequestBroke
 from serve.types import Generation, RequestFailed, RequestId, SequenceFinished
 from tests.serve.engine.engines import Clock, ids_of, make_engine, make_request, run
-from tests.serve.fake_executor import FakeExecutor, expected_tokens, fake_facts
+from tests.serve.fake_executor import Deferred, FakeExecutor, expected_tokens, fake_facts
 from tests.serve.fake_text import LetterStream
 
 
@@ -176,7 +176,7 @@ def test_when_the_executor_dies_every_request_fails_once() -> None:
     engine.check()
 
 
-class Liar:
+class Liar(Deferred):
     """Spoils the answers of an honest executor."""
 
     def __init__(self, facts: ModelFacts, spoil: Callable[[StepResult], StepResult]) -> None:

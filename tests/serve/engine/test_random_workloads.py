@@ -27,7 +27,7 @@ FAULT = VOCABULARY
 class Workload:
     """One engine of random shape, and random things done to it."""
 
-    def __init__(self, seed: int, *, speculative_tokens: int = 0) -> None:
+    def __init__(self, seed: int, *, runs_ahead: bool, speculative_tokens: int = 0) -> None:
         self.random = random.Random(seed)
         self.vocabulary = FEW if speculative_tokens else VOCABULARY
         pick = self.random.randint
@@ -44,6 +44,7 @@ class Workload:
             max_queued_requests=pick(3, 20),
             max_queued_tokens=pick(60, 300),
             prefix_caching=self.random.random() < 0.7,
+            async_scheduling=runs_ahead,
             speculative_tokens=speculative_tokens,
         )
         self.facts = facts
@@ -112,19 +113,19 @@ class Workload:
     def step(self) -> None:
         running = self.engine._scheduler.running
         oldest = next(iter(running.values()), None)
-        has_work, steps, at_start = self.engine.has_work, self.engine.stats().steps, self.executor.num_tokens
+        has_work, num_given, at_start = self.engine.has_work, len(self.executor.given), self.executor.num_tokens
         decodes = {seq.id for seq in running.values() if seq.debt == 1}
         preemptions = self.engine.stats().preemptions
         events = self.engine.step()
         self.witness.saw(events)
         if oldest is not None:
             assert oldest.state in (SequenceState.RUNNING, SequenceState.ENDED), "the oldest sequence was preempted"
-        if self.engine.stats().steps > steps:
-            assert self.executor.last_plan is not None
-            planned = {span.sequence for span in self.executor.last_plan.spans}
+        given = self.executor.given[num_given:]
+        if given:
+            planned = {span.sequence for plan in given for span in plan.spans}
             assert decodes & set(running) <= planned, "a running decode was left out of a step"
             if self.engine.stats().preemptions > preemptions:
-                assert not self.executor.last_plan.starts, "something was admitted in a step that had to preempt"
+                assert not given[0].starts, "something was admitted in a step that had to preempt"
         computed = self.executor.num_tokens > at_start
         assert computed or events or not has_work or not self.engine.has_work, "a step with work to do did nothing"
         self.now += 0.25
@@ -197,7 +198,7 @@ class Workload:
 
 @pytest.mark.parametrize("seed", range(NUM_WORKLOADS))
 def test_a_random_workload_is_served_exactly(seed: int) -> None:
-    workload = Workload(seed)
+    workload = Workload(seed, runs_ahead=seed % 2 == 0)
     for _ in range(OPERATIONS_EACH):
         workload.operate()
     workload.finish()
@@ -206,7 +207,7 @@ def test_a_random_workload_is_served_exactly(seed: int) -> None:
 def test_random_workloads_that_speculate_are_served_exactly() -> None:
     proposed = accepted = preemptions = hits = 0
     for seed in range(NUM_WORKLOADS // 4):
-        workload = Workload(seed, speculative_tokens=1 + seed % 6)
+        workload = Workload(seed, runs_ahead=seed % 2 == 0, speculative_tokens=1 + seed % 6)
         for _ in range(OPERATIONS_EACH):
             workload.operate()
         workload.finish()
@@ -221,11 +222,12 @@ def test_random_workloads_that_speculate_are_served_exactly() -> None:
     assert hits > 1000
 
 
-def test_the_workloads_meet_everything_they_are_meant_to() -> None:
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_the_workloads_meet_everything_they_are_meant_to(*, runs_ahead: bool) -> None:
     finished = preemptions = hits = deaths = 0
     errors: set[type[Exception]] = set()
     for seed in range(NUM_WORKLOADS // 4):
-        workload = Workload(seed)
+        workload = Workload(seed, runs_ahead=runs_ahead)
         for _ in range(OPERATIONS_EACH):
             workload.operate()
         workload.finish()

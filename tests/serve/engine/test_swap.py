@@ -13,6 +13,8 @@ from serve.types import Event, Generation, RequestFailed, SequenceFinished
 from tests.serve.engine.engines import Clock, ids_of, make_engine, make_request, run
 from tests.serve.fake_executor import FakeExecutor, expected_tokens, fake_facts
 
+pytestmark = pytest.mark.usefixtures("either_way")
+
 
 def to(number: int, *, patience_seconds: float = 1_000.0) -> Swap:
     return Swap(Weights(number, 10 * number), patience_seconds)

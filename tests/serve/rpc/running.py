@@ -29,7 +29,7 @@ from serve.text.detokenizer import open_text
 from serve.text.tokenizer import load_tokenizer
 from serve.tracing.seam import Tracing
 from serve.v1 import admin_pb2_grpc, inference_pb2, inference_pb2_grpc, models_pb2_grpc, tokenizer_pb2_grpc
-from tests.serve.fake_executor import FakeExecutor, fake_facts
+from tests.serve.fake_executor import Deferred, FakeExecutor, fake_facts
 from tests.serve.runtime.ranks import PATIENCE_SECONDS
 from tests.support.tokenizers import make_folder
 
@@ -53,7 +53,7 @@ def tokenizer(chat: bool = True) -> Tokenizer:
     return loaded
 
 
-class FakeRanks:
+class FakeRanks(Deferred):
     """The fake executor as a group of ranks that can be held and killed."""
 
     def __init__(self, facts: ModelFacts, executor: FakeExecutor) -> None:

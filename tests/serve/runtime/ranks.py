@@ -32,6 +32,7 @@ from serve.types import (
     StoppingParams,
     TokensOut,
 )
+from tests.serve.fake_executor import Deferred
 
 PATIENCE_SECONDS = 60.0
 """For what other threads do; a test that works never waits so long, however busy the machine is."""
@@ -66,7 +67,7 @@ def expected_ids(prompt_ids: tuple[int, ...], count: int, weights: int = 0) -> t
     return tuple(known[len(prompt_ids) :])
 
 
-class FakeRanks:
+class FakeRanks(Deferred):
     """A RankGroup. Tests reach in from the event loop's thread."""
 
     def __init__(self, num_ranks: int = 2) -> None:
@@ -103,6 +104,7 @@ class FakeRanks:
         self._closed = threading.Event()
         self._num_ranks = num_ranks
         self._known: dict[SequenceId, list[int]] = {}
+        self._drawn: dict[SequenceId, int] = {}
 
     def start(self) -> ModelFacts:
         self.started_on = threading.current_thread()
@@ -138,9 +140,12 @@ class FakeRanks:
         sampled = []
         for span in plan.spans:
             known = self._known[span.sequence]
+            if span.continues:
+                known.append(self._drawn[span.sequence])
             known.extend(span.new_tokens)
             if span.sample:
-                sampled.append(Sampled(sequence=span.sequence, token_id=next_token(known, self._weights)))
+                self._drawn[span.sequence] = next_token(known, self._weights)
+                sampled.append(Sampled(sequence=span.sequence, token_id=self._drawn[span.sequence]))
         if plan.swap is not None and not self.refused:
             self._weights = plan.swap
         return StepResult(step=plan.step, sampled=tuple(sampled), refused=self.refused if plan.swap is not None else "")

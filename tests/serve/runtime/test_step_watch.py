@@ -8,9 +8,10 @@ from serve.config import SupervisorConfig
 from serve.engine.plan import Span, Start, StepPlan, StepResult
 from serve.runtime.step_watch import StepWatch
 from serve.types import SamplingParams, SequenceId
+from tests.serve.fake_executor import Deferred
 
 
-class Slow:
+class Slow(Deferred):
     """An executor that takes as long as it is told, and asks what is said of the step meanwhile."""
 
     def __init__(self) -> None:

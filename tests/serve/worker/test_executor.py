@@ -108,7 +108,12 @@ def test_ranks_compute_without_the_kernels_and_leave_nothing_behind(
     assert facts.attention == "torch"
     assert facts.linear in ("onednn", "torch")
     result = executor.execute(_plan(0))
-    assert [s.sequence for s in result.sampled] == [0]
+    (first,) = result.sampled
+    assert first.sequence == 0
+    # Nor do they need them to tell each other what was drawn: rank 1 goes on with the token that it would have been told.
+    executor.launch(StepPlan(step=1, spans=(Span(sequence=SequenceId(0), start=3, count=1, continues=True, sample=True),)))
+    second = executor.collect().sampled[0].token_id
+    assert [s.token_id for s in executor.execute(_plan(2, (3, 4, 5, first.token_id))).sampled] == [second]
     assert executor.dead_rank() is None
     _until(lambda: max(executor.heartbeat_ages()) < 2.0)
     assert [1 << 26 < host < 1 << 32 and device == 0 for host, device in executor.memory()] == [True, True]

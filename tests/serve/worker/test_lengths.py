@@ -15,6 +15,7 @@ from serve.worker.loader import RankModel, Stopwatch, load_rank
 from serve.worker.parallel import Ranks
 from serve.worker.runner import Runner
 from tests.serve.engine.engines import ids_of, make_engine, make_request, run
+from tests.serve.fake_executor import OnlyRank
 from tests.support import reference
 from tests.support.models import VOCABULARY, save
 
@@ -61,7 +62,7 @@ class Judged:
     def engine(self, **limits: Any) -> Engine:
         num_blocks = limits.pop("num_blocks", self.model.facts.num_blocks)
         facts = dataclasses.replace(self.model.facts, num_blocks=num_blocks)
-        return make_engine(facts, executor=Runner(self.model, Ranks(0, 1)), **limits)  # type: ignore[arg-type]
+        return make_engine(facts, executor=OnlyRank(Runner(self.model, Ranks(0, 1))), **{"async_scheduling": True, **limits})
 
 
 @pytest.fixture(scope="module", params=KINDS)

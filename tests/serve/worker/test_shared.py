@@ -94,6 +94,16 @@ def test_columns_come_side_by_side_to_the_first_rank(kernels: ctypes.CDLL, size:
             assert others == [None] * (size - 1)
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_rank_hears_the_numbers_of_the_first(kernels: ctypes.CDLL, size: int) -> None:
+    draw = random.Random(1)
+    counts = 1, 256, 0, SLOT + 3
+    parts = [[[draw.randrange(-(1 << 63), 1 << 63) for _ in range(count)] for count in counts] for _ in range(size)]
+    with group(kernels, size) as ranks:
+        for got in each(ranks, lambda rank, shared: [shared.numbers_of_first(numbers) for numbers in parts[rank]]):
+            assert got == parts[0]
+
+
 def test_ranks_that_take_turns_at_being_late_never_read_what_is_not_there_yet(kernels: ctypes.CDLL) -> None:
     rounds, size = 3000, 3
     with group(kernels, size) as ranks:
@@ -109,6 +119,8 @@ def test_ranks_that_take_turns_at_being_late_never_read_what_is_not_there_yet(ke
                 told.append(float(numbers[number % 16]))
                 if number % 7 == 0:
                     shared.gather_columns(numbers.view(4, 4), (4,) * size)
+                if number % 5 == 0:
+                    assert shared.numbers_of_first([number, rank]) == [number, 0]
             return told
 
         for got in each(ranks, act):

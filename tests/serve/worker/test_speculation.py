@@ -25,6 +25,7 @@ from serve.worker.loader import RankModel, Stopwatch, load_rank
 from serve.worker.parallel import Ranks
 from serve.worker.runner import Runner
 from tests.serve.engine.engines import make_engine, run
+from tests.serve.fake_executor import OnlyRank
 from tests.support.models import VOCABULARY, save
 
 NUM_REQUESTS = 40
@@ -95,7 +96,7 @@ def answers(
 ) -> tuple[dict[tuple[str, int], Said], dict[str, str], EngineStats]:
     """What each sequence said, who failed and how, and the engine's figures."""
     facts = dataclasses.replace(model.facts, num_blocks=limits.pop("num_blocks", model.facts.num_blocks))
-    engine = make_engine(facts, executor=Runner(model, Ranks(0, 1)), **limits)  # type: ignore[arg-type]  # rank 0 answers
+    engine = make_engine(facts, executor=OnlyRank(Runner(model, Ranks(0, 1))), **limits)
     for generation in generations:
         engine.add(generation)
     said: dict[tuple[str, int], Said] = {}

@@ -53,7 +53,14 @@ starts = st.builds(
     prompt_logprobs=optional_count,
 )
 spans = st.builds(
-    Span, sequence=ids, start=ids, count=ids, new_tokens=tuples_of_ids, new_blocks=tuples_of_ids, sample=st.booleans()
+    Span,
+    sequence=ids,
+    start=ids,
+    count=ids,
+    continues=st.booleans(),
+    new_tokens=tuples_of_ids,
+    new_blocks=tuples_of_ids,
+    sample=st.booleans(),
 )
 plans = st.builds(
     StepPlan,

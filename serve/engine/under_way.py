@@ -1,0 +1,124 @@
+"""Steps that the ranks were given and have not answered."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from serve.engine.executor import Executor
+from serve.engine.plan import Sampled, StepPlan, StepResult
+from serve.engine.stats import StepTotals
+from serve.engine.step_results import check_result
+from serve.types import SequenceId
+
+_WORTH = 0.01
+"""Share of a step for which the ranks may wait for the server. A step that is planned ahead lets a new request wait for one
+step more: where steps are long it would be the one who pays, for next to nothing."""
+_WEIGHT = 0.125
+"""Of the latest step, in what is reckoned of all."""
+
+
+@dataclass(slots=True)
+class _Step:
+    plan: StepPlan
+    began: float
+    """On the engine's clock: when it began to be planned."""
+
+
+class UnderWay:
+    """The steps between their launch and the end of what their results changed, in order, and the figures of those that ended.
+
+    Seconds of steps do not overlap: one that was launched while another was under way counts from the other's end.
+    """
+
+    def __init__(self, executor: Executor, clock: Callable[[], float], *, may_run_ahead: bool) -> None:
+        """Nothing is under way.
+
+        Args:
+            executor: computes the steps.
+            clock: monotonic seconds.
+            may_run_ahead: whether two steps may be under way.
+        """
+        self._executor = executor
+        self._clock = clock
+        self._may_run_ahead = may_run_ahead
+        self._steps: deque[_Step] = deque()
+        self._last_end = 0.0
+        self._collected: float | None = None
+        """When the ranks answered last, and had no more to do unless another step was under way; ``None`` once counted."""
+        self._between = 0.0
+        """Seconds from an answer to the next launch, lately."""
+        self._each = 0.0
+        """Seconds of a step, lately."""
+        self.totals = StepTotals()
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @property
+    def pays_ahead(self) -> bool:
+        """Whether the step after the one under way should be planned now.
+
+        It should where the ranks would wait for a good part of a step if each were planned when the one before it has ended.
+        """
+        return self._may_run_ahead and len(self._steps) == 1 and self._between >= _WORTH * self._each
+
+    def launch(self, plan: StepPlan, began: float) -> None:
+        """Give the ranks a step, which began to be planned at ``began``.
+
+        Raises:
+            ExecutorDied: the ranks are lost.
+        """
+        self._executor.launch(plan)
+        self._steps.append(_Step(plan, began))
+        if self._collected is not None:
+            self._between += _WEIGHT * (self._clock() - self._collected - self._between)
+            self._collected = None
+
+    def collect(self, vocab_size: int) -> tuple[StepPlan, StepResult, dict[SequenceId, list[Sampled]]]:
+        """The oldest step with its result, and what was chosen for each sequence; waits for it. It is under way until ``end``.
+
+        Raises:
+            ExecutorDied: the ranks are lost, or the result does not answer the plan.
+        """
+        plan = self._steps[0].plan
+        result = self._executor.collect()
+        self._collected = self._clock()
+        return plan, result, check_result(plan, result, vocab_size)
+
+    def end(self, *, goes_on: bool) -> None:
+        """The result of the oldest step was applied.
+
+        Args:
+            goes_on: whether more is to be computed; otherwise the time until the next launch is nobody's.
+        """
+        step, now = self._steps.popleft(), self._clock()
+        seconds = now - max(step.began, self._last_end)
+        self.totals.note(step.plan, seconds)
+        self._each += _WEIGHT * (seconds - self._each)
+        self._last_end = now
+        if not goes_on:
+            self._collected = None
+
+    def exchange(self, plan: StepPlan, vocab_size: int) -> StepResult:
+        """Have the ranks carry out a plan with ``swap``, with nothing under way.
+
+        Raises:
+            ExecutorDied: the ranks are lost.
+        """
+        assert not self._steps, "weights are exchanged under a step that is under way"
+        self._collected = None
+        result = self._executor.execute(plan)
+        check_result(plan, result, vocab_size)
+        return result
+
+    def lose(self) -> None:
+        """The ranks are gone, and will answer nothing."""
+        self._steps.clear()
+        self._collected = None
+
+    def go_on_with(self, executor: Executor) -> None:
+        """Others compute from now on."""
+        self.lose()
+        self._executor = executor
