@@ -1,4 +1,4 @@
-"""Rows of a step that are sampled together: what ranks exchange of the likeliest tokens, and the distribution of guessed ones."""
+"""Rows of a step that are sampled together: what ranks exchange of the likeliest tokens, the distribution of guessed ones."""
 
 from __future__ import annotations
 
