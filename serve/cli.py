@@ -34,7 +34,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 done, 2 usage or configuration, 1 anything else.
     """
-    given = _parser().parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    if words and words[0] == "token":
+        from serve.rpc import token_command
+
+        return token_command.main(words[1:])
+    given = _parser().parse_args(words)
     try:
         level = _log_level(given.log_level, os.environ)
         config = resolve(vars(given), os.environ)
@@ -115,7 +120,8 @@ def _log_level(given: str | None, environment: Mapping[str, str]) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tessera-serve",
-        description="Serve a sharded GPT checkpoint over gRPC.",
+        description="Serve a sharded GPT checkpoint over gRPC. "
+        "`tessera-serve token NAME --file FILE` makes a token for --tokens.",
         epilog=f"Every option is also an environment variable ({ENVIRONMENT_PREFIX}PORT for --port) and a key of --config. "
         "An argument goes before the environment, the environment before the file.",
         allow_abbrev=False,

@@ -18,8 +18,10 @@ from serve.metrics import Metrics
 from serve.rpc.admin_service import AdminService
 from serve.rpc.bounds import request_bounds
 from serve.rpc.certificates import Certificates
+from serve.rpc.guard import Guard
 from serve.rpc.hang_up import hang_up
 from serve.rpc.health import HealthService
+from serve.rpc.identity import Identities
 from serve.rpc.methods import Calls, bind
 from serve.rpc.model import Models
 from serve.rpc.model_service import ModelService
@@ -80,13 +82,16 @@ class RpcServer:
             clock: monotonic seconds, the same clock as the engine's.
 
         Raises:
-            ConfigError: the files of ``rpc.tls_*`` cannot be used.
+            ConfigError: the files of ``rpc.tls_*`` or ``rpc.tokens`` cannot be used.
         """
         self._gateway = gateway
         self._metrics = metrics
         self._config = config
         self._clock = clock
         self._certificates = Certificates(config.rpc) if config.rpc.tls_cert else None
+        tokens = config.rpc.tokens
+        self.identities = Identities(tokens, refused=metrics.tokens_refused, clock=clock) if tokens else None
+        """Whose tokens count; ``None`` where everyone may call everything."""
         self._servers: dict[str, grpc.aio.Server] = {}  # by the address that was bound
         self._calls = Calls()
         self._health: HealthService | None = None
@@ -141,7 +146,8 @@ class RpcServer:
 
     async def _listen(self, field: str, address: str, servicers: dict[ServiceDescriptor, object]) -> str:
         assert self._health is not None
-        server = grpc.aio.server(options=server_options(self._config.rpc))
+        guards = [Guard(self.identities, self._metrics.request_ended)] if self.identities is not None else []
+        server = grpc.aio.server(interceptors=guards, options=server_options(self._config.rpc))
         bounds, count = request_bounds(self._config.admission), self._metrics.request_ended
         handlers = [bind(service, servicer, count, bounds=bounds, calls=self._calls) for service, servicer in servicers.items()]
         handlers.append(bind(HEALTH, self._health, None, bounds=bounds, calls=self._calls))

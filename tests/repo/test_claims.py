@@ -20,6 +20,7 @@ import yaml
 import finetune.cli
 import serve.cli
 import serve.client.cli
+import serve.rpc.token_command
 from configuration import keys_of
 from configuration.keys import Key
 from finetune.config import TuneConfig
@@ -89,6 +90,8 @@ def calls_of(page: Path) -> Iterator[tuple[str, list[str]]]:
 def test_a_command_that_is_shown_is_taken_by_its_program(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for program, words in calls_of(page):
         parser = {"serve": serve.cli, "serve.client": serve.client.cli, "finetune": finetune.cli}[program]._parser()
+        if program == "serve" and words[0] == "token":
+            parser, words = serve.rpc.token_command._parser(), words[1:]
         refused, options = 0, argparse.Namespace()
         try:
             options = parser.parse_args(words)
