@@ -40,6 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == [BUILD_KERNELS]:
         return _build_kernels(words[1:])
+    if words and words[0] == "token":
+        from serve.rpc import token_command
+
+        return token_command.main(words[1:])
     given = _parser().parse_args(words)
     try:
         level = _log_level(given.log_level, os.environ)
@@ -156,7 +160,8 @@ def _log_level(given: str | None, environment: Mapping[str, str]) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tessera-serve",
-        description="Serve a sharded GPT checkpoint over gRPC.",
+        description="Serve a sharded GPT checkpoint over gRPC. "
+        "`tessera-serve token NAME --file FILE` makes a token for --tokens.",
         epilog=f"Every option is also an environment variable ({ENVIRONMENT_PREFIX}PORT for --port) and a key of --config. "
         f"`tessera-serve {BUILD_KERNELS} --help` tells how the CPU kernels are compiled ahead. "
         "An argument goes before the environment, the environment before the file.",

@@ -258,7 +258,7 @@ class RpcConfig:
     """``auto`` is on for a loopback host, off elsewhere; or ``on``, ``off``."""
 
     insecure_public: bool = False
-    """Must be set to bind a host that is not loopback: there are no tokens, and metrics are plain."""
+    """Allows a host that is not loopback without TLS: calls, tokens and answers can be read on their way."""
 
     tls_cert: str = ""
     """The server's certificate with its chain, in PEM: the gRPC ports speak TLS, the metrics port does not. Read again when
@@ -269,6 +269,10 @@ class RpcConfig:
 
     tls_client_ca: str = ""
     """Certificates in PEM; only clients that show one signed by these are answered."""
+
+    tokens: str = ""
+    """File of hashed tokens that ``tessera-serve token`` makes: only calls that carry one of them are answered, but for health.
+    Read again when the file changes. Empty: everyone may call everything."""
 
     max_message_bytes: int = 8 * 1024 * 1024
     """Largest request message; larger ones are refused by gRPC before they are decoded, and without a word about the field."""
@@ -320,10 +324,10 @@ class RpcConfig:
             "not be given with a unix: rpc.host, which is guarded by the socket's folder",
         )
         _require(
-            self.is_loopback or self.insecure_public,
+            self.is_loopback or bool(self.tls_cert) or self.insecure_public,
             "rpc.host",
             self.host,
-            "be a loopback address unless rpc.insecure_public is set: there are no tokens, and metrics are plain",
+            "be a loopback address unless rpc.tls_cert and rpc.tls_key are given, or rpc.insecure_public is set",
         )
 
     @property

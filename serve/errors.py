@@ -12,6 +12,7 @@ ServeError
 │   ├── FeatureOff              this model or server cannot do it (no chat template)   FAILED_PRECONDITION
 │   ├── ReloadRefused           the folder holds nothing that can be served            FAILED_PRECONDITION
 │   ├── NotAuthenticated        missing or wrong token                                 UNAUTHENTICATED
+│   ├── NotPermitted            the token lacks the scope of the method                PERMISSION_DENIED
 │   ├── Unavailable             loading, draining or engine down; retry                UNAVAILABLE
 │   │   ├── Loading
 │   │   ├── Draining
@@ -100,6 +101,10 @@ class ReloadRefused(RequestError):
 
 class NotAuthenticated(RequestError):
     """The call carries no valid token."""
+
+
+class NotPermitted(RequestError):
+    """The token does not allow this call."""
 
 
 class Unavailable(RequestError):

@@ -153,6 +153,7 @@ class Metrics:
         self._swaps = self._counter("weight_swaps", "Times newer weights were taken between two steps.")
         self._swap_seconds = self._histogram("weight_swap_seconds", "For how long an exchange of weights kept steps waiting.")
         self._refused_reloads = self._counter("reloads_refused", "Checkpoints that were to be served and could not be.")
+        self._refused_tokens = self._counter("token_reloads_refused", "Changed files of tokens that could not be used.")
         self._loop_lag = self._gauge("event_loop_lag_seconds", "How late the event loop's last wake-up was.")
         self._load_seconds = self._gauge("model_load_seconds", "Duration of each phase of the last model load.", "phase")
         _make_all(self._load_seconds, LOAD_PHASES)
@@ -292,6 +293,10 @@ class Metrics:
     def follows(self, every_seconds: float | None) -> None:
         """The server looks for a newer checkpoint so often, if it does."""
         self._served.follows(every_seconds)
+
+    def tokens_refused(self) -> None:
+        """The file of tokens has changed and could not be used."""
+        self._refused_tokens.inc()
 
     def engine_advanced(self, stats: EngineStats) -> None:
         """Take over the engine's figures after it did something."""

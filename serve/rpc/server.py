@@ -18,8 +18,10 @@ from serve.metrics import Metrics
 from serve.rpc.admin_service import AdminService
 from serve.rpc.bounds import request_bounds
 from serve.rpc.certificates import Certificates
+from serve.rpc.guard import Guard
 from serve.rpc.hang_up import hang_up
 from serve.rpc.health import HealthService
+from serve.rpc.identity import Identities
 from serve.rpc.methods import Calls, bind
 from serve.rpc.model import Models
 from serve.rpc.model_service import ModelService
@@ -83,7 +85,7 @@ class RpcServer:
             tracing: told of every call but health checks and reflection; nobody is without it.
 
         Raises:
-            ConfigError: the files of ``rpc.tls_*`` cannot be used.
+            ConfigError: the files of ``rpc.tls_*`` or ``rpc.tokens`` cannot be used.
         """
         self._gateway = gateway
         self._metrics = metrics
@@ -91,6 +93,9 @@ class RpcServer:
         self._clock = clock
         self._tracing = tracing
         self._certificates = Certificates(config.rpc) if config.rpc.tls_cert else None
+        tokens = config.rpc.tokens
+        self.identities = Identities(tokens, refused=metrics.tokens_refused, clock=clock) if tokens else None
+        """Whose tokens count; ``None`` where everyone may call everything."""
         self._servers: dict[str, grpc.aio.Server] = {}  # by the address that was bound
         self._calls = Calls()
         self._health: HealthService | None = None
@@ -145,7 +150,8 @@ class RpcServer:
 
     async def _listen(self, field: str, address: str, servicers: dict[ServiceDescriptor, object]) -> str:
         assert self._health is not None
-        server = grpc.aio.server(options=server_options(self._config.rpc))
+        guards = [Guard(self.identities, self._metrics.request_ended)] if self.identities is not None else []
+        server = grpc.aio.server(interceptors=guards, options=server_options(self._config.rpc))
         bounds, count = request_bounds(self._config.admission), self._metrics.request_ended
         handlers = [
             bind(service, servicer, count, bounds=bounds, calls=self._calls, tracing=self._tracing)

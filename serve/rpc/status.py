@@ -30,6 +30,7 @@ STATUS_OF: Final[Mapping[type[errors.RequestError], StatusCode]] = {
     errors.FeatureOff: StatusCode.FAILED_PRECONDITION,
     errors.ReloadRefused: StatusCode.FAILED_PRECONDITION,
     errors.NotAuthenticated: StatusCode.UNAUTHENTICATED,
+    errors.NotPermitted: StatusCode.PERMISSION_DENIED,
     errors.Unavailable: StatusCode.UNAVAILABLE,  # clients retry exactly this one by themselves
     errors.Loading: StatusCode.UNAVAILABLE,
     errors.Draining: StatusCode.UNAVAILABLE,

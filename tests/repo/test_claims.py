@@ -20,6 +20,7 @@ import yaml
 import finetune.cli
 import serve.cli
 import serve.client.cli
+import serve.rpc.token_command
 import serve.top.cli
 from configuration import keys_of
 from configuration.keys import Key
@@ -93,6 +94,8 @@ def test_a_command_that_is_shown_is_taken_by_its_program(page: Path, capsys: pyt
         parser = clis[program]._parser()
         if (program, words[:1]) == ("serve", [serve.cli.BUILD_KERNELS]):
             parser, words = serve.cli._kernels_parser(), words[1:]
+        if (program, words[:1]) == ("serve", ["token"]):
+            parser, words = serve.rpc.token_command._parser(), words[1:]
         refused, options = 0, argparse.Namespace()
         try:
             options = parser.parse_args(words)

@@ -56,7 +56,7 @@ def test_the_rank_that_has_done_least_is_the_one_that_the_others_wait_for() -> N
         ours.setblocking(False)
         ahead, behind = Vitals(0, 0, ours, NOW), Vitals(1, 0, ours, NOW)
         for count in (7, 8):
-            theirs.send(PULSE.pack(True, count))
+            theirs.send(PULSE.pack(True, count, 0))
         ahead.listen(NOW + 1.0)
         assert (ahead.count, ahead.waiting, ahead.heard) == (8, True, NOW + 1.0)
         assert furthest_behind([ahead, behind]) == 1

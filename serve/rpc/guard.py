@@ -1,0 +1,121 @@
+"""Who may call what, in one place: a method that is not in the table is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+
+from serve.errors import NotAuthenticated, NotPermitted, RequestError
+from serve.rpc.context import Context
+from serve.rpc.identity import CALLER, Caller, Identities
+from serve.rpc.methods import Count
+from serve.rpc.status import abort, internal_status, rpc_status
+
+_log = logging.getLogger(__name__)
+
+_SOME: Final = frozenset({"generate", "score"})
+_ALL: Final = frozenset({"generate", "score", "admin"})
+
+SCOPES_OF: Final[Mapping[str, frozenset[str] | None]] = {
+    "/grpc.health.v1.Health/Check": None,
+    "/grpc.health.v1.Health/List": None,
+    "/grpc.health.v1.Health/Watch": None,
+    "/serve.v1.Inference/Generate": frozenset({"generate"}),
+    "/serve.v1.Inference/GenerateStream": frozenset({"generate"}),
+    "/serve.v1.Inference/GenerateBatch": frozenset({"generate"}),
+    "/serve.v1.Inference/Score": frozenset({"score"}),
+    "/serve.v1.Tokenizer/Tokenize": _SOME,
+    "/serve.v1.Tokenizer/Detokenize": _SOME,
+    "/serve.v1.Tokenizer/RenderChat": _SOME,
+    "/serve.v1.Models/GetModel": _ALL,
+    "/serve.v1.Models/ListModels": _ALL,
+    "/serve.v1.Admin/Abort": frozenset({"admin"}),
+    "/serve.v1.Admin/Drain": frozenset({"admin"}),
+    "/serve.v1.Admin/Reload": frozenset({"admin"}),
+    "/serve.v1.Admin/FlushPrefixCache": frozenset({"admin"}),
+    "/serve.v1.Admin/GetLoad": frozenset({"admin"}),
+    "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo": _ALL,
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _ALL,
+}
+"""Method -> scopes of which a token must have one; ``None``: open to everyone."""
+
+_READING_SECONDS: Final = 0.1
+"""How long the messages of a refused call are read: gRPC's client may take a refusal that overtakes them for INTERNAL."""
+
+
+class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs alone
+    """Lets a call pass whose token has the scope of its method; ends every other before a service sees it."""
+
+    def __init__(self, identities: Identities, count: Count) -> None:
+        """
+        Args:
+            count: called for each call that is refused.
+        """
+        self._identities = identities
+        self._count = count
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """The method's own handler, or one that refuses."""
+        method: str = handler_call_details.method
+        try:
+            caller = self._allowed(method, handler_call_details.invocation_metadata or ())
+        except RequestError as error:
+            return _refusal(method, error, self._count)
+        except Exception:
+            # gRPC would send the exception's words to the client.
+            _log.exception("a caller could not be told")
+            return _refusal(method, None, self._count)
+        if caller is not None:
+            CALLER.set(caller)
+        return await continuation(handler_call_details)
+
+    def _allowed(self, method: str, metadata: Any) -> Caller | None:
+        """Who calls; ``None`` where everyone may.
+
+        Raises:
+            NotAuthenticated: there is no token, or it is nobody's.
+            NotPermitted: the token has no scope for the method, or the method is in no table.
+        """
+        wanted = SCOPES_OF.get(method, frozenset())
+        if wanted is None:
+            return None
+        caller = self._identities.who(bearer_token([value for key, value in metadata if key == "authorization"]))
+        if caller is None:
+            raise NotAuthenticated("the call carries no valid token: send it as the metadata 'authorization: Bearer TOKEN'")
+        if not wanted & caller.scopes:
+            needed = " or ".join(sorted(wanted)) or "no token has"
+            raise NotPermitted(f"the token of {caller.name} may not call this method; the scope it needs: {needed}")
+        return caller
+
+
+def bearer_token(values: list[str | bytes]) -> str:
+    """The token of the one ``authorization`` header there must be; empty for anything else."""
+    if len(values) != 1 or not isinstance(values[0], str):
+        return ""
+    scheme, _, token = values[0].partition(" ")
+    return token.strip(" ") if scheme.lower() == "bearer" else ""
+
+
+def _refusal(method: str, error: RequestError | None, count: Count) -> grpc.RpcMethodHandler[Any, Any]:
+    """A handler of all four kinds of method: gRPC treats a single message as a stream of one."""
+    status = internal_status() if error is None else rpc_status(error)
+
+    async def refuse(requests: AsyncIterator[bytes], context: Context) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_READING_SECONDS):
+                async for _ in requests:
+                    pass
+        count(method, status.code.name)
+        await abort(context, status)
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
