@@ -113,9 +113,9 @@ wheel: $(STAMP) ## the wheel of the last commit in dist/, the same bytes each ti
 
 # Without Docker and without an image registry; where the tools are missing and we may install them, we do. The tests say if they cannot run.
 image-tools:
-	@{ command -v buildah && command -v debootstrap; } >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
-	    { apt-get update -qq && apt-get install -y -qq buildah debootstrap; } >/dev/null 2>&1; } || \
-	    echo "the image needs buildah and debootstrap (apt-get install buildah debootstrap), and root"
+	@{ command -v buildah && command -v debootstrap && command -v runc; } >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	    { apt-get update -qq && apt-get install -y -qq buildah debootstrap runc; } >/dev/null 2>&1; } || \
+	    echo "the image needs buildah, debootstrap and runc (apt-get install buildah debootstrap runc), and root"
 
 test-image: $(STAMP) image-tools ## build the Dockerfile's image and start it: about ten minutes, as root, with buildah
 	@$(PY) -m pytest -q -rs -m image
@@ -125,6 +125,9 @@ deploy-tools:
 	@command -v promtool >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
 	    { apt-get update -qq && apt-get install -y -qq prometheus; } >/dev/null 2>&1; } || \
 	    echo "the rules and dashboards are tried with Debian's prometheus (apt-get install prometheus)"
+	@[ -x .cache/deploy-tools/bin/checkov ] || { $(PYTHON) -m venv .cache/deploy-tools && .cache/deploy-tools/bin/python -m pip install -q \
+	    --disable-pip-version-check kubernetes-validate==1.37.0 checkov==3.3.30; } >/dev/null 2>&1 || \
+	    echo "the manifests are tried with kubernetes-validate and checkov, which pip could not install"
 
 test-deploy: $(STAMP) deploy-tools ## what deploy/ says, tried with the programs it is said to: rules, alerts, dashboards
 	@$(PY) -m pytest -q -rs -m deploy

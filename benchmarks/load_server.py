@@ -79,7 +79,7 @@ def load_seconds(metrics: str) -> dict[str, float]:
     """Seconds of each phase of the load, of rank 0: ``import``, ``build``, ``weights``, ``cache``."""
     with urllib.request.urlopen(metrics) as answer:
         text = answer.read().decode()
-    found = re.findall(r'^tessera_model_load_seconds\{phase="(\w+)"\} (\S+)', text, re.MULTILINE)
+    found = re.findall(r'^tessera_model_load_seconds\{[^}]*\bphase="(\w+)"[^}]*\} (\S+)', text, re.MULTILINE)
     return {phase: float(value) for phase, value in found}
 
 

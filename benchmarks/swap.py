@@ -159,7 +159,7 @@ def waited(metrics: str) -> tuple[int, float]:
     """How many exchanges there were, and the seconds that steps waited for them."""
     with urllib.request.urlopen(metrics) as answer:
         text = answer.read().decode()
-    found = dict(re.findall(r"^tessera_weight_swap_seconds_(count|sum) (\S+)", text, re.MULTILINE))
+    found = dict(re.findall(r"^tessera_weight_swap_seconds_(count|sum)(?:\{[^}]*\})? (\S+)", text, re.MULTILINE))
     return int(float(found["count"])), float(found["sum"])
 
 

@@ -31,6 +31,7 @@ from serve.runtime.service_manager import ServiceManager
 from serve.runtime.watch import Sight, Watch
 from serve.text.detokenizer import open_text
 from serve.text.tokenizer import load_tokenizer, tokenizer_digest
+from serve.tracing.opening import open_tracing
 from serve.worker.executor import RankExecutor
 from serve.worker.rank_process import ForkStarter
 from serve.worker.rehearsal import rehearse
@@ -128,29 +129,20 @@ async def serve(
     Raises:
         StartError: the server cannot start, or cannot go on.
     """
-
-    async def reopen() -> Edition:
-        again = await asyncio.to_thread(open_edition, config)
-        try:
-            await try_out(again.config)
-        except BaseException:
-            again.release()
-            raise
-        return again
-
     # Build.
-    edition, metrics = open_edition(config), _metrics(config.model, version)
+    edition, metrics, tracing = open_edition(config), _metrics(config.model, version), open_tracing(config, version)
 
     # Wire.
     gateway = Gateway(
         edition=edition,
-        reopen=reopen,
+        reopen=lambda: _reopen(config, try_out),
         make_group=lambda edition: make_group(edition.config),
         make_engine=make_engine,
         metrics=metrics,
         clock=time.monotonic,
+        tracing=tracing,
     )
-    rpc = RpcServer(gateway, metrics, edition.config)
+    rpc = RpcServer(gateway, metrics, edition.config, tracing=tracing)
     told, manager = _Signals(), manager or ServiceManager()
     gateway.on_state_change(manager.state_changed)
     watch = _watch(config, gateway)
@@ -158,6 +150,7 @@ async def serve(
     # Start. The ports come first: one that is taken is known before the model is loaded.
     async with contextlib.AsyncExitStack() as running:
         endpoint = running.enter_context(contextlib.closing(metrics.listen(config.rpc.host, config.rpc.metrics_port)))
+        running.callback(tracing.close)
         running.enter_context(told.handled())
         await running.enter_async_context(manager.kept_informed())
         address = await rpc.start()
@@ -173,6 +166,17 @@ async def serve(
         finally:
             # Stop.
             await asyncio.gather(gateway.stop(), rpc.stop(HURRY_GRACE_SECONDS if told.hurry.is_set() else STOP_GRACE_SECONDS))
+
+
+async def _reopen(config: ServerConfig, try_out: Callable[[ServerConfig], Awaitable[None]]) -> Edition:
+    """What the model's folder holds now, if it can be served."""
+    again = await asyncio.to_thread(open_edition, config)
+    try:
+        await try_out(again.config)
+    except BaseException:
+        again.release()
+        raise
+    return again
 
 
 def _metrics(served: ModelConfig, version: str) -> Metrics:

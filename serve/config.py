@@ -8,6 +8,7 @@ from typing import Final, Literal
 
 from serve.errors import ConfigError
 from serve.naming import own_name
+from serve.tracing.config import TracingConfig
 
 
 def _require(condition: bool, name: str, value: object, rule: str) -> None:
@@ -395,3 +396,4 @@ class ServerConfig:
     rpc: RpcConfig = field(default_factory=RpcConfig)
     supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
+    tracing: TracingConfig = field(default_factory=TracingConfig)

@@ -42,7 +42,7 @@ from serve.errors import (
     SlowReader,
     Unavailable,
 )
-from serve.series import SECONDS, Course, Maker, QueueSeries, RankSeries, RequestSeries, ServedSeries
+from serve.series import SECONDS, Course, Maker, QueueSeries, RankSeries, RequestSeries, ServedSeries, exemplar_of
 from serve.types import FinishReason, RequestFailed
 
 METHODS: Final = (
@@ -198,8 +198,8 @@ class Metrics:
     def tokens_generated(self, count: int) -> None:
         self._generation_tokens.inc(count)
 
-    def first_token(self, seconds: float) -> None:
-        self._first_token.observe(seconds)
+    def first_token(self, seconds: float, trace_id: str = "") -> None:
+        self._first_token.observe(seconds, exemplar_of(trace_id))
 
     def next_token(self, seconds: float) -> None:
         self._inter_token.observe(seconds)
@@ -207,8 +207,9 @@ class Metrics:
     def finished(self, reason: FinishReason, course: Course) -> None:
         """Count a request that ended by itself."""
         self._finished.labels(reason.value).inc()
-        self._queue_time.observe(course.queue_seconds)
-        self._latency.observe(course.total_seconds)
+        exemplar = exemplar_of(course.trace_id)
+        self._queue_time.observe(course.queue_seconds, exemplar)
+        self._latency.observe(course.total_seconds, exemplar)
         self.lengths.ended(course)
 
     def failed(self, event: RequestFailed, *, total_seconds: float) -> None:

@@ -48,6 +48,13 @@ class Course:
     total_seconds: float
     longest_tokens: int
     """Tokens of its longest sequence."""
+    trace_id: str = ""
+    """Of the trace that it is a part of; empty where it is not traced."""
+
+
+def exemplar_of(trace_id: str) -> dict[str, str] | None:
+    """What leads from a value of a histogram to the trace of the request that it is of."""
+    return {"trace_id": trace_id} if trace_id else None
 
 
 class RequestSeries:
@@ -86,10 +93,11 @@ class RequestSeries:
         if first is None:
             return
         decode_seconds = max(0.0, course.total_seconds - first)
-        self._prefill.observe(max(0.0, first - course.queue_seconds))
-        self._decode.observe(decode_seconds)
+        exemplar = exemplar_of(course.trace_id)
+        self._prefill.observe(max(0.0, first - course.queue_seconds), exemplar)
+        self._decode.observe(decode_seconds, exemplar)
         if course.longest_tokens > 1:
-            self._per_token.observe(decode_seconds / (course.longest_tokens - 1))
+            self._per_token.observe(decode_seconds / (course.longest_tokens - 1), exemplar)
 
     def never_started(self, seconds: float) -> None:
         """A request ended by an error after it had waited so long for a first step that did not come."""

@@ -19,9 +19,8 @@ class Registry:
     def __init__(self) -> None:
         self._requests: dict[RequestId, LiveRequest] = {}
         self._deadlines: LazyHeap[RequestId] = LazyHeap()
-        self._queued: OrderedDict[RequestId, float] = (
-            OrderedDict()
-        )  # by arrival; a dict finds its first entry late once many left
+        # Arrivals, the oldest first: a plain dict would look long for its first entry where many have left.
+        self._queued: OrderedDict[RequestId, float] = OrderedDict()
         self.queued_tokens = 0
 
     def __len__(self) -> int:

@@ -127,7 +127,8 @@ class Sequence:
     @property
     def num_spent(self) -> int:
         """Positions that were computed for it and are not known to be computed twice."""
-        return max(0, self.num_computed, self.num_lost) - self.cached_tokens if self.admitted >= 0 else 0
+        # Fewer than it found at first may be computed once it has begun again: the cache has lost them meanwhile.
+        return max(0, max(self.num_computed, self.num_lost) - self.cached_tokens)
 
     @property
     def wants_prompt_logprobs(self) -> bool:

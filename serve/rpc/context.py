@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from google.protobuf.message import Message
@@ -18,6 +18,10 @@ class Context(Protocol):
 
     async def abort(self, code: StatusCode, details: str, trailing_metadata: tuple[tuple[str, str | bytes], ...]) -> None:
         """End the call; gRPC raises through the handler."""
+        ...
+
+    def invocation_metadata(self) -> Sequence[tuple[str, str | bytes]] | None:
+        """What the client sent beside the request."""
         ...
 
     def add_done_callback(self, callback: Callable[[object], None]) -> None:

@@ -18,6 +18,7 @@ from serve.rpc.context import Context
 from serve.rpc.deadlines import is_expired
 from serve.rpc.decoding import Malformed, Reader, Unread
 from serve.rpc.status import RpcStatus, abort, internal_status, rpc_status
+from serve.tracing.seam import CallTrace, NoTracing, Tracing
 
 _log = logging.getLogger(__name__)
 
@@ -70,6 +71,7 @@ def bind(
     bounds: Mapping[str, int],
     calls: Calls,
     name: str = "",
+    tracing: Tracing | None = None,
 ) -> grpc.GenericRpcHandler[Any, Any]:
     """A handler for every method of ``service``, found on ``servicer`` by name.
 
@@ -77,12 +79,13 @@ def bind(
         bounds: what a request may hold, see ``serve.rpc.bounds.request_bounds``.
         calls: told of every call.
         name: what the service is called, if not by its own name.
+        tracing: told of every call that is counted.
         count: called once for every call, however it ends; ``None`` for services that are not counted.
     """
     handlers = {}
     for method in service.methods:
         reader = Reader(message_factory.GetMessageClass(method.input_type), bounds)
-        behaviour = _Behaviour(method, getattr(servicer, method.name), reader, count, calls)
+        behaviour = _Behaviour(method, getattr(servicer, method.name), reader, count, calls, tracing or NoTracing())
         make = _CONSTRUCTORS[(method.client_streaming, method.server_streaming)]
         handlers[method.name] = make(
             behaviour.stream if method.server_streaming else behaviour.unary,
@@ -95,8 +98,18 @@ def bind(
 class _Behaviour:
     """One method as gRPC calls it."""
 
-    def __init__(self, method: MethodDescriptor, handler: Handler, reader: Reader, count: Count | None, calls: Calls) -> None:
+    def __init__(
+        self,
+        method: MethodDescriptor,
+        handler: Handler,
+        reader: Reader,
+        count: Count | None,
+        calls: Calls,
+        tracing: Tracing,
+    ) -> None:
         self._method = method
+        self._tracing = tracing
+        self._name = f"{method.containing_service.full_name}/{method.name}"
         self._handler = handler
         self._reader = reader
         self._calls = calls
@@ -137,6 +150,10 @@ class _Behaviour:
     async def _guarded(self, run: Callable[[], Awaitable[A]], context: Context) -> A:
         """Run the handler; count its call, before the client can know of its end, and end it with the status of its error."""
         self._calls.began(context)
+        with self._tracing.call(self._name, context.invocation_metadata) as trace:
+            return await self._counted(run, context, trace)
+
+    async def _counted(self, run: Callable[[], Awaitable[A]], context: Context, trace: CallTrace) -> A:
         allowed = context.time_remaining()
         try:
             answer = await run()
@@ -144,20 +161,21 @@ class _Behaviour:
             status = rpc_status(error)
         except asyncio.CancelledError:
             # The client has gone, or gRPC found the deadline passed. Not swallowed: gRPC would leak the call.
-            self._ended(_client_code(context, allowed))
+            self._ended(_client_code(context, allowed), trace)
             raise
         except Exception:
             if context.done():  # a write met a call that was already over
-                self._ended(_client_code(context, allowed))
+                self._ended(_client_code(context, allowed), trace)
                 raise
             status = self._bug()
         else:
-            self._ended("OK")
+            self._ended("OK", trace)
             return answer
-        self._ended(status.code.name)
+        self._ended(status.code.name, trace)
         return await abort(context, status)
 
-    def _ended(self, code: str) -> None:
+    def _ended(self, code: str, trace: CallTrace) -> None:
+        trace.ended(code)
         if self._count is not None:
             self._count(self._method.name, code)
 

@@ -27,6 +27,7 @@ from serve.rpc.reflection import reflection_handlers
 from serve.rpc.service import InferenceService
 from serve.rpc.text_service import TokenizerService
 from serve.runtime.gateway import Gateway
+from serve.tracing.seam import Tracing
 from serve.v1 import admin_pb2, inference_pb2, models_pb2, tokenizer_pb2
 
 _log = logging.getLogger(__name__)
@@ -74,10 +75,12 @@ class RpcServer:
         metrics: Metrics,
         config: ServerConfig,
         clock: Callable[[], float] = time.monotonic,
+        tracing: Tracing | None = None,
     ) -> None:
         """
         Args:
             clock: monotonic seconds, the same clock as the engine's.
+            tracing: told of every call but health checks and reflection; nobody is without it.
 
         Raises:
             ConfigError: the files of ``rpc.tls_*`` cannot be used.
@@ -86,6 +89,7 @@ class RpcServer:
         self._metrics = metrics
         self._config = config
         self._clock = clock
+        self._tracing = tracing
         self._certificates = Certificates(config.rpc) if config.rpc.tls_cert else None
         self._servers: dict[str, grpc.aio.Server] = {}  # by the address that was bound
         self._calls = Calls()
@@ -143,7 +147,10 @@ class RpcServer:
         assert self._health is not None
         server = grpc.aio.server(options=server_options(self._config.rpc))
         bounds, count = request_bounds(self._config.admission), self._metrics.request_ended
-        handlers = [bind(service, servicer, count, bounds=bounds, calls=self._calls) for service, servicer in servicers.items()]
+        handlers = [
+            bind(service, servicer, count, bounds=bounds, calls=self._calls, tracing=self._tracing)
+            for service, servicer in servicers.items()
+        ]
         handlers.append(bind(HEALTH, self._health, None, bounds=bounds, calls=self._calls))
         if _has_reflection(self._config.rpc):
             handlers += reflection_handlers(_names([*servicers, HEALTH]), self._calls)

@@ -218,7 +218,7 @@ class EngineThread:
             self._outbox.append((stream, RequestFailed(request_id=request_id, error=broke)))
         else:
             self._routes[request_id] = stream
-            self._ledger.accepted(stream.generation)
+            self._ledger.accepted(stream.generation, stream.trace_id)
 
     def _abort(self, engine: Engine, request_id: RequestId, error: RequestError) -> bool:
         found = engine.abort(request_id, error)

@@ -23,6 +23,7 @@ from serve.runtime.seams import RankGroup
 from serve.runtime.state import ServerState, State
 from serve.runtime.stream import Stream
 from serve.runtime.supervisor import Supervisor
+from serve.tracing.seam import NoTracing, Tracing
 from serve.types import Generation, RequestId
 
 LAG_PROBE_SECONDS = 0.5
@@ -46,6 +47,7 @@ class Gateway:
         make_engine: Callable[[Edition, ModelFacts, Executor], Engine],
         metrics: Metrics,
         clock: Callable[[], float],
+        tracing: Tracing | None = None,
     ) -> None:
         """Wire the threads without starting them.
 
@@ -56,11 +58,13 @@ class Gateway:
             make_engine: makes the engine on ranks that are ready.
             metrics: told of everything.
             clock: monotonic seconds, the same that ``Generation.deadline_seconds`` is on.
+            tracing: told of every request; nobody is without it.
         """
         self.config = edition.config
         """The server's options. A reload changes nothing of them but which checkpoint ``model.path`` is."""
         self._loop = asyncio.get_running_loop()
         self._metrics = metrics
+        self._tracing = tracing or NoTracing()
         self._server = ServerState(edition)
         self._server.on_change(lambda state: metrics.server_entered(state.value))
         self._flight = Flight()
@@ -293,6 +297,7 @@ class Gateway:
             slow_reader_seconds=self.config.rpc.slow_reader_seconds,
             abort=lambda stream, error: self._bridge.send(Drop(stream, error)),
             over=self._flight.remove,
+            trace=self._tracing.request(generation),
         )
         self._flight.add(stream)
         self._bridge.send(Add(stream))

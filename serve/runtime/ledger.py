@@ -19,6 +19,8 @@ class _Tally:
 
     arrival_seconds: float
     prompt_tokens: int
+    trace_id: str = ""
+    """Of the trace that it is a part of, for exemplars; empty where it is not traced."""
     first_token_seconds: float | None = None
     """Since its arrival."""
     num_tokens: dict[int, int] = field(default_factory=dict)
@@ -39,9 +41,9 @@ class Ledger:
         self._clock = clock
         self._tallies: dict[RequestId, _Tally] = {}
 
-    def accepted(self, generation: Generation) -> None:
-        """The engine took the request."""
-        self._tallies[generation.request_id] = _Tally(generation.arrival_seconds, len(generation.prompt_ids))
+    def accepted(self, generation: Generation, trace_id: str = "") -> None:
+        """The engine took the request, which may be a part of a trace."""
+        self._tallies[generation.request_id] = _Tally(generation.arrival_seconds, len(generation.prompt_ids), trace_id)
 
     def saw(self, event: Event) -> None:
         """Count ``event``. Called before the event can reach the client, so that no client is ahead of the counters."""
@@ -69,7 +71,7 @@ class Ledger:
             self._metrics.tokens_generated(count)
         if tally.first_token_seconds is None:
             tally.first_token_seconds = max(0.0, now - tally.arrival_seconds)
-            self._metrics.first_token(tally.first_token_seconds)
+            self._metrics.first_token(tally.first_token_seconds, tally.trace_id)
         last = tally.last_token_seconds.get(event.index)
         if last is not None:
             self._metrics.next_token(now - last)
@@ -83,7 +85,7 @@ class Ledger:
             tally.num_tokens[event.index] = event.usage.completion_tokens
         if event.usage.completion_tokens and tally.first_token_seconds is None:
             tally.first_token_seconds = event.timings.first_token_seconds
-            self._metrics.first_token(tally.first_token_seconds)
+            self._metrics.first_token(tally.first_token_seconds, tally.trace_id)
         if event.request_done:
             self._measure(tally)
             self._metrics.finished(event.reason, _course_of(tally, event))
@@ -104,4 +106,5 @@ def _course_of(tally: _Tally, event: SequenceFinished) -> Course:
         first_token_seconds=tally.first_token_seconds,
         total_seconds=event.timings.total_seconds,
         longest_tokens=max(tally.num_tokens.values(), default=0),
+        trace_id=tally.trace_id,
     )

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Self
 
 from serve.errors import RequestAborted, RequestBroke, RequestError, ServeError, SlowReader
+from serve.tracing.seam import RequestTrace
 from serve.types import Event, Generation, PromptReady, RequestFailed, RequestId, SequenceFinished, TokensOut
 
 StreamEvent = PromptReady | TokensOut | SequenceFinished
@@ -35,6 +36,7 @@ class Stream:
         slow_reader_seconds: float,
         abort: Callable[[Stream, RequestError], None],
         over: Callable[[Stream], None],
+        trace: RequestTrace | None = None,
     ) -> None:
         """Make a stream that waits for its first event.
 
@@ -44,9 +46,13 @@ class Stream:
             slow_reader_seconds: how long it may stay that far behind.
             abort: tells the engine that nobody wants the rest.
             over: called once, when the reader has taken the end, or closed.
+            trace: told of all that comes, where the request is traced.
         """
         self.generation = generation
         self.request_id: RequestId = generation.request_id
+        self.trace_id = "" if trace is None else trace.trace_id
+        """Of the trace that it is a part of; empty where it is not traced."""
+        self._trace = trace
         self.ended = False
         """No further event can enter: the request finished, failed, or was given up."""
         self._buffer_events = buffer_events
@@ -85,6 +91,8 @@ class Stream:
         """Append what the engine produced; ignored once the stream has ended."""
         if self.ended:
             return
+        if self._trace is not None:
+            self._trace.saw(event)
         if isinstance(event, RequestFailed):
             error = event.error
             self.fail(error if isinstance(error, ServeError) else RequestBroke(str(error)))
@@ -105,6 +113,8 @@ class Stream:
         """End the request with ``error``, which the reader meets after the events already held."""
         if self.ended:
             return
+        if self._trace is not None:
+            self._trace.failed(error)
         self._error = error
         self.ended = True
         self._settle()
@@ -177,6 +187,8 @@ class Stream:
     def _finish(self) -> None:
         if not self._is_over:
             self._is_over = True
+            if self._trace is not None:
+                self._trace.over()
             self._over(self)
 
 

@@ -312,7 +312,8 @@ class RankExecutor:
         for rank in self._ranks:
             rank.vitals.look(now)
         living = [rank.vitals for rank in self._ranks if rank.process.poll() is None]
-        return stalled(living, now, self._config.supervisor.load_stall_seconds)
+        sentence = stalled(living, now, self._config.supervisor.load_stall_seconds)
+        return None if sentence is None else Loss(sentence, "start")
 
     def dump_stacks(self) -> None:
         """Ask every rank to print the stacks of its threads on stderr."""

@@ -10,7 +10,7 @@ from serve.types import SequenceId
 from serve.worker.batch import Batch, SequenceTable
 from serve.worker.loader import RankModel
 from serve.worker.parallel import Ranks
-from serve.worker.sampling.sampler import prompt_logprobs, sample
+from serve.worker.sampling.sampler import likeliest, prompt_logprobs, sample, wants_likeliest
 
 _HEAD_ROWS = 64
 """Rows of prompt logits computed at once: bounds what a request for prompt logprobs can take."""
@@ -38,11 +38,9 @@ class Runner:
         prompts, faults = self._prompt_logprobs(hidden_TE, batch)
         sampled: list[Sampled] = []
         if batch.sample_rows:
-            logits_RV = self._logits(hidden_TE[list(batch.sample_rows)])
-            if logits_RV is not None:
-                sampled, unsampled = sample(logits_RV, batch.sampled, self._model.sampling)
-                self._table.keep_drawn((answer.sequence, answer.token_id) for answer in sampled)
-                faults.update((fault.sequence, fault) for fault in unsampled)
+            sampled, unsampled = self._sample(hidden_TE[list(batch.sample_rows)], batch)
+            self._table.keep_drawn((answer.sequence, answer.token_id) for answer in sampled)
+            faults.update((fault.sequence, fault) for fault in unsampled)
         if self._ranks.rank != 0:
             return None
         return StepResult(
@@ -51,6 +49,15 @@ class Runner:
             prompt_logprobs=tuple(prompts),
             faults=tuple(faults.values()),
         )
+
+    def _sample(self, hidden_RE: Tensor, batch: Batch) -> tuple[list[Sampled], list[SequenceFault]]:
+        """The next token of each row, on rank 0. Of rows that want the likeliest one ranks exchange two numbers, not logits."""
+        if self._ranks.size > 1 and wants_likeliest(batch.sampled):
+            peaks_R, places_R = self._model.sampling.peaks(self._model.head(hidden_RE[None])[0].float().contiguous())
+            parts_RX = self._ranks.gather_columns(torch.stack((peaks_R, places_R.float()), dim=1), (2,) * self._ranks.size)
+            return ([], []) if parts_RX is None else likeliest(parts_RX, self._model.head_widths, batch.sampled)
+        logits_RV = self._logits(hidden_RE)
+        return ([], []) if logits_RV is None else sample(logits_RV, batch.sampled, self._model.sampling)
 
     def _share_drawn(self, plan: StepPlan) -> None:
         """Let every rank know the tokens that spans continue with, which rank 0 drew."""

@@ -11,14 +11,14 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from serve.engine.plan import PromptLogprobs, Sampled, SequenceFault, Start
-from serve.types import SamplingParams, SequenceId
+from serve.types import SamplingParams, SequenceId, TokenLogprob
 from serve.worker.sampling.backend import SamplingBackend, TorchSampling
 from serve.worker.sampling.logprobs import logprobs_of
 from serve.worker.sampling.native import NativeSampling
@@ -78,6 +78,48 @@ def sample(
         chosen_W = tokens_R[torch.tensor(wanted, device=tokens_R.device)]
         num_top = [states[row].start.logprobs or 0 for row in wanted]
         logprobs = dict(zip(wanted, logprobs_of(raw_WV, chosen_W, num_top), strict=True))
+    return _answers(states, (tokens_R, raw_peaks_R, peaks_R), logprobs)
+
+
+def wants_likeliest(states: Sequence[SampledSequence]) -> bool:
+    """Whether every row wants the likeliest token and nothing else: then its largest logit is all there is to know of it."""
+    return not any(
+        state.start.logprobs is not None
+        or state.start.sampling.temperature > 0
+        or _penalises(state.start.sampling)
+        or _prefers(state)
+        for state in states
+    )
+
+
+def likeliest(
+    parts_RX: Tensor, widths: Sequence[int], states: Sequence[SampledSequence]
+) -> tuple[list[Sampled], list[SequenceFault]]:
+    """The same as ``sample`` where ``wants_likeliest``, of what each rank has found in its own columns of the logits.
+
+    Args:
+        parts_RX: fp32 [R, 2 * ranks], of each rank its largest logit and the place of it, as ``peaks`` gives them.
+        widths: columns of each rank.
+    """
+    peaks_RS, places_RS = parts_RX.view(-1, len(widths), 2).unbind(dim=2)
+    peaks_R = peaks_RS.amax(dim=1)  # NaN where one is NaN
+    first_R = (peaks_RS == peaks_R[:, None]).int().argmax(dim=1)
+    widths_S = torch.tensor(widths, device=parts_RX.device)
+    begins_S = widths_S.cumsum(dim=0) - widths_S
+    tokens_R = places_RS.gather(1, first_R[:, None])[:, 0].long() + begins_S[first_R]
+    return _answers(states, (tokens_R, peaks_R, peaks_R), {})
+
+
+def _answers(
+    states: Sequence[SampledSequence], chosen: tuple[Tensor, Tensor, Tensor], logprobs: Mapping[int, TokenLogprob]
+) -> tuple[list[Sampled], list[SequenceFault]]:
+    """What is told of each row.
+
+    Args:
+        chosen: each row's token, its largest logit as it came, and after all that was changed.
+        logprobs: by row, where they are wanted.
+    """
+    tokens_R, raw_peaks_R, peaks_R = chosen
     tokens, finite, possible = torch.stack((tokens_R, raw_peaks_R.isfinite(), peaks_R.isfinite())).tolist()
 
     sampled: list[Sampled] = []
@@ -126,6 +168,16 @@ def _penalises(params: SamplingParams) -> bool:
     return bool(params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty)
 
 
+def _must_go_on(state: SampledSequence) -> bool:
+    return bool(state.start.end_ids) and state.num_output_tokens < state.start.min_new_tokens
+
+
+def _prefers(state: SampledSequence) -> bool:
+    """Whether ``adjust`` changes anything in the row."""
+    params = state.start.sampling
+    return bool(params.allowed_ids or params.banned_ids or params.logit_bias) or _must_go_on(state)
+
+
 def adjust(logits_RV: Tensor, states: Sequence[SampledSequence], backend: SamplingBackend) -> Tensor | None:
     """Apply what requests allow, forbid and prefer in their own rows, before penalties and temperature.
 
@@ -139,7 +191,7 @@ def adjust(logits_RV: Tensor, states: Sequence[SampledSequence], backend: Sampli
         start, params = state.start, state.start.sampling
         allowed.extend((row, i) for i in params.allowed_ids)
         banned.extend((row, i) for i in params.banned_ids)
-        if start.end_ids and state.num_output_tokens < start.min_new_tokens:
+        if _must_go_on(state):
             banned.extend((row, i) for i in start.end_ids)
         biased.extend((row, i, value) for i, value in params.logit_bias)
     if not (allowed or banned or biased):

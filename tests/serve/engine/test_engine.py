@@ -145,6 +145,22 @@ def test_text_that_cannot_be_made_ends_its_request_and_no_other() -> None:
     assert ids_of(events, "good") == expected_tokens((1, 2, 3), 4)
 
 
+def test_a_request_that_found_less_when_it_began_again_has_not_cost_less_than_nothing() -> None:
+    engine = make_engine(fake_facts(num_blocks=16, block_tokens=4), max_step_tokens=4)
+    prompt = tuple(range(1, 13))
+    engine.add(make_request("before", prompt, 1))
+    run(engine)
+    engine.add(make_request("a", prompt, 4))
+    engine.step()
+    engine.lose_ranks(RequestAborted("gone"), resume=True)
+    engine.revive(fake_facts(num_blocks=16, block_tokens=4), FakeExecutor(), same_weights=True)
+    engine.step()  # of what it had found, eight positions, four are computed by now
+    assert engine.abort(RequestId("a"), RequestAborted("gone"))
+    failed = engine.drain_events()[-1]
+    assert isinstance(failed, RequestFailed)
+    assert failed.computed_tokens == 0
+
+
 def test_a_request_that_ends_in_the_queue_has_cost_nothing_and_the_oldest_one_is_known() -> None:
     clock = Clock()
     engine = make_engine(clock=clock, max_num_seqs=1)

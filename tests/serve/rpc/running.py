@@ -27,6 +27,7 @@ from serve.runtime.gateway import Gateway
 from serve.runtime.state import State
 from serve.text.detokenizer import open_text
 from serve.text.tokenizer import load_tokenizer
+from serve.tracing.seam import Tracing
 from serve.v1 import admin_pb2_grpc, inference_pb2, inference_pb2_grpc, models_pb2_grpc, tokenizer_pb2_grpc
 from tests.serve.fake_executor import Deferred, FakeExecutor, fake_facts
 from tests.serve.runtime.ranks import PATIENCE_SECONDS
@@ -192,6 +193,7 @@ async def serving(
     prepare: Callable[[FakeRanks], None] = lambda ranks: None,
     wait: bool = True,
     reopen: Callable[[Edition], Edition] = lambda edition: Edition(edition.config, edition.tokenizer),
+    tracing: Tracing | None = None,
     **sections: dict[str, Any],
 ) -> AsyncIterator[RunningServer]:
     """Start a server on a free port, and stop it at the end.
@@ -203,6 +205,7 @@ async def serving(
         prepare: called with the ranks of each life before they start.
         wait: whether to wait until the model is loaded.
         reopen: what a reload finds, given the first edition.
+        tracing: told of calls and requests.
         sections: options by section.
     """
     edition = Edition(config_of(**sections), tokenizer() if isinstance(text, str) else text)
@@ -226,8 +229,9 @@ async def serving(
         make_engine=engine_of,
         metrics=metrics,
         clock=time.monotonic,
+        tracing=tracing,
     )
-    server = RpcServer(gateway, metrics, edition.config)
+    server = RpcServer(gateway, metrics, edition.config, tracing=tracing)
     address = await server.start()
     gateway.launch()
     # Channels to one address share a connection unless told otherwise, also across tests.

@@ -18,6 +18,7 @@ from serve.rpc.decoding import Reader
 from serve.rpc.methods import Calls, _Behaviour
 from serve.rpc.scoring import Scorer
 from serve.runtime.stream import Stream
+from serve.tracing.seam import NoTracing
 from serve.types import Generation, RequestId, SamplingParams, StoppingParams
 from serve.v1 import inference_pb2
 from tests.serve.rpc.running import config_of
@@ -37,6 +38,9 @@ class Context:
 
     def done(self) -> bool:
         return self.is_over
+
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         pass
@@ -58,7 +62,7 @@ async def counted(allowed: float | None, remaining: float | None, *, by_write: b
 
     reader = Reader(inference_pb2.GenerateRequest, request_bounds(config_of().admission))
     chosen = writing if by_write else handler
-    behaviour = _Behaviour(METHOD, chosen, reader, lambda method, code: codes.append(code), Calls())
+    behaviour = _Behaviour(METHOD, chosen, reader, lambda method, code: codes.append(code), Calls(), NoTracing())
     call = asyncio.ensure_future(behaviour.unary(inference_pb2.GenerateRequest(), context))
     if not by_write:
         await begun.wait()

@@ -293,6 +293,7 @@ sys.addaudithook(never_answer)
     with _starting(executor):
         _until(lambda: executor.dead_rank() and executor.heartbeat_ages()[0] < 1.0, seconds=90.0)
         assert "rank 0 hangs while the model is loaded" in str(executor.dead_rank())
+        assert loss_reason(executor.dead_rank()) == "start"
 
 
 def test_a_rank_that_hangs_in_a_step_is_told_from_those_that_wait_for_it(
