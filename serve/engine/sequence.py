@@ -111,12 +111,13 @@ class Sequence:
     @property
     def debt(self) -> int:
         """Positions that can be computed and are not: none after the last token that may be sampled without looking at it."""
-        if not self.num_pending:
-            return len(self.token_ids) - self.num_computed
-        most = self.request.num_prompt_tokens + self.request.rule.max_new_tokens - 1
-        if self.restart_after is not None:
-            most = min(most, self.restart_after)
-        return min(self.num_known_ahead, most) - self.num_computed
+        known = len(self.token_ids) + self.num_pending
+        if self.num_pending:
+            most = self.request.num_prompt_tokens + self.request.rule.max_new_tokens - 1
+            if self.restart_after is not None:
+                most = min(most, self.restart_after)
+            known = min(known, most)
+        return known - self.num_computed
 
     @property
     def num_known_ahead(self) -> int:
