@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -20,10 +21,8 @@ from tests.repo.documents import REPOSITORY
 
 PIP = """\
 #!/bin/bash
-# The image's pip: the package for real, its dependencies on paper.
-[[ " $* " == *" -r "* ]] && exec cp "${{@: -1}}" "{root}/asked"
-[[ " $* " == *" . "* ]] || exit 2
-exec "{python}" -m pip install -q --no-index --no-deps --no-build-isolation --no-compile --upgrade --target "{root}/site" .
+# The image's pip: the wheel for real, without an index.
+exec "{python}" -m pip wheel -q --no-index --no-deps --no-build-isolation --wheel-dir "{root}/wheel" .
 """
 OLD_SECONDS = 1_500_000_000
 """When the sources were last touched: long before the image is built, as in a checkout that is a day old."""
@@ -36,33 +35,44 @@ def instructions() -> list[tuple[str, str]]:
     return [(line.split(maxsplit=1)[0], line.split(maxsplit=1)[1]) for line in text.splitlines() if line.strip()]
 
 
+def stage(name: str) -> list[tuple[str, str]]:
+    """The instructions of one stage of the build."""
+    found: list[tuple[str, str]] = []
+    inside = False
+    for keyword, rest in instructions():
+        if keyword == "FROM":
+            inside = rest.endswith(f" AS {name}")
+        elif inside:
+            found.append((keyword, rest))
+    assert found, f"no stage {name}"
+    return found
+
+
 @pytest.fixture(scope="module")
-def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder where the Dockerfile's COPY and RUN have been carried out: ``app``, ``site`` and ``asked``."""
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder where COPY and RUN of the sources' stages have been carried out: ``app``, and ``site``, the wheel unpacked."""
     root = tmp_path_factory.mktemp("image")
     app, tools = root / "app", root / "tools"
     for folder in (app, tools):
         folder.mkdir()
     (tools / "pip").write_text(PIP.format(python=sys.executable, root=root))
     (tools / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
-    for name in ("apt-get", "useradd"):
-        (tools / name).write_text("#!/bin/sh\n")
     for tool in tools.iterdir():
         tool.chmod(0o755)
-    for keyword, rest in instructions():
+    for keyword, rest in (*stage("tools"), *stage("wheel")):
         if keyword == "COPY":
             *sources, target = rest.split()
             for source in sources:
                 copy(REPOSITORY / source, app / target / source if target == "./" else app / target)
-        elif keyword == "RUN" and "/var/lib" not in rest:
+        elif keyword == "RUN" and "apt-get" not in rest and "-m venv" not in rest:
+            environment = {"PATH": f"{tools}:{os.environ['PATH']}", "PIP_ARGS": "", "SOURCE_DATE_EPOCH": "315532800"}
             done = subprocess.run(
-                ["sh", "-c", rest],
-                cwd=app,
-                env={**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "PIP_ARGS": ""},
-                capture_output=True,
-                text=True,
+                ["sh", "-c", rest], cwd=app, env={**os.environ, **environment}, capture_output=True, text=True
             )
             assert done.returncode == 0, f"RUN {rest}\n{done.stdout}{done.stderr}"
+    (wheel,) = (root / "wheel").glob("*.whl")
+    with zipfile.ZipFile(wheel) as file:
+        file.extractall(root / "site")
     return root
 
 
@@ -76,7 +86,7 @@ def copy(source: Path, target: Path) -> None:
         os.utime(path, (OLD_SECONDS, OLD_SECONDS))
 
 
-def test_the_image_gets_every_file_of_the_packages_as_it_is(image: Path) -> None:
+def test_the_image_gets_every_file_of_the_packages_as_it_is(built: Path) -> None:
     modules = {
         path.relative_to(REPOSITORY)
         for package in find_packages(str(REPOSITORY), include=[*PACKAGES, *(f"{name}.*" for name in PACKAGES)])
@@ -84,7 +94,7 @@ def test_the_image_gets_every_file_of_the_packages_as_it_is(image: Path) -> None
         if path.suffix in (".py", ".pyi", ".cpp", ".h")
     }
     assert {module.parts[0] for module in modules} == set(PACKAGES)
-    differ = [str(m) for m in sorted(modules) if not is_same(REPOSITORY / m, image / "site" / m)]
+    differ = [str(m) for m in sorted(modules) if not is_same(REPOSITORY / m, built / "site" / m)]
     assert not differ, "in the image these are missing or other than the sources"
 
 
@@ -100,8 +110,17 @@ def test_what_git_passes_over_is_not_sent_to_a_build_either() -> None:
     assert copied.isdisjoint(sent)
 
 
-def test_the_image_installs_the_dependencies_of_the_package_and_no_others(image: Path) -> None:
+def test_the_image_installs_the_dependencies_of_the_package_and_no_others(built: Path) -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *extras["serve"], *(line for line in extras["train"] if line != "tessera[serve]")]
-    assert (image / "asked").read_text().split("\n")[:-1] == wanted
+    assert (built / "app/serve.txt").read_text().split("\n")[:-1] == [*project["dependencies"], *extras["serve"]]
+    assert ["tessera[serve]", *(built / "app/train.txt").read_text().split("\n")[:-1]] == extras["train"]
+
+
+def test_what_serves_has_no_compiler_and_one_base() -> None:
+    """The stages that images come from install nothing: all is copied from those that do."""
+    for name in ("runtime", "cpu", "cuda"):
+        assert not any("apt-get" in rest or "pip install" in rest for _, rest in stage(name))
+    bases = {rest.split(" AS ")[0] for keyword, rest in instructions() if keyword == "FROM"}
+    stages = {rest.split(" AS ")[1] for keyword, rest in instructions() if keyword == "FROM"}
+    assert bases - stages == {"${BASE}"}

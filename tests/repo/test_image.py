@@ -1,8 +1,9 @@
-"""The Dockerfile's image, built and started: ``make test-image``.
+"""The Dockerfile's images, built and started: ``make test-image``.
 
-Needs root, buildah and debootstrap, and the package sources of pip and apt; no Docker and no image registry: the base image is
+Needs root, buildah, debootstrap and runc, and the package sources of pip and apt; no Docker and no image registry: the base is
 a Debian with its own Python 3.11, under the name that the Dockerfile asks for, in a storage of its own, removed at the end.
 What pip is configured to use here, folders included, is used in the image too; PIP_ARGS of the environment goes before it.
+TESSERA_IMAGE_STORE names a folder that keeps images and their layers for the next time.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,11 +31,12 @@ from tests.repo.documents import REPOSITORY
 from tests.support import models, reference
 from tests.support.server import Server
 
-TOOLS = ("buildah", "debootstrap", "unshare")
+TOOLS = ("buildah", "debootstrap", "runc")
 DEBIAN = "bookworm"
 """The release whose Python is the one of the Dockerfile's base image."""
 PROMPT = (5, 6, 7, 8)
 START_SECONDS = 300.0
+MOST_BYTES = 2_200_000_000
 
 pytestmark = [
     pytest.mark.image,
@@ -43,7 +45,7 @@ pytestmark = [
     pytest.mark.skipif(
         any(shutil.which(tool) is None for tool in TOOLS),
         reason=f"the image is not tested: {', '.join(tool for tool in TOOLS if shutil.which(tool) is None)} missing "
-        "(apt-get install buildah debootstrap)",
+        "(apt-get install buildah debootstrap runc)",
     ),
 ]
 
@@ -85,21 +87,28 @@ class Pip:
 
 @pytest.fixture(scope="module")
 def storage() -> Iterator[Storage]:
-    made = Storage(Path(tempfile.mkdtemp(prefix="tessera-image-")))
+    kept = os.environ.get("TESSERA_IMAGE_STORE")
+    made = Storage(Path(kept or tempfile.mkdtemp(prefix="tessera-image-")))
+    made.root.mkdir(exist_ok=True)
     made.root.chmod(0o755)  # what is mounted from it is read by the image's user
     yield made
     made.buildah("umount", "--all")
     made.buildah("rm", "--all")
-    shutil.rmtree(made.root)
+    subprocess.run(["umount", made.root / "store/overlay"], capture_output=True)  # where the driver has bound it to itself
+    if not kept:
+        shutil.rmtree(made.root)
 
 
 @pytest.fixture(scope="module")
 def base(storage: Storage) -> str:
     """A Debian under the name of the Dockerfile's base image."""
-    name = re.search(r"^FROM (\S+)$", (REPOSITORY / "Dockerfile").read_text(), re.MULTILINE)
+    name = re.search(r"^ARG BASE=docker.io/library/(\S+)$", (REPOSITORY / "Dockerfile").read_text(), re.MULTILINE)
     assert name is not None
+    full = f"docker.io/library/{name[1]}"
+    if full in storage.buildah("images", "--format", "{{.Name}}:{{.Tag}}").split():
+        return full
     root = storage.root / "debian"
-    packages = "python3,python3-pip,python3-dev,ca-certificates"
+    packages = "python3,python3-pip,python3-venv,python3-dev,ca-certificates"
     command = ["debootstrap", "--variant=minbase", f"--include={packages}", DEBIAN, str(root)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, f"debootstrap failed:\n{done.stdout[-4000:]}{done.stderr[-4000:]}"
@@ -110,25 +119,36 @@ def base(storage: Storage) -> str:
     (python / "EXTERNALLY-MANAGED").unlink()
     container = storage.buildah("from", "scratch")
     storage.buildah("add", "-q", container, root, "/")
-    full = f"docker.io/library/{name[1]}"
     storage.buildah("commit", "-q", "--rm", container, full)
     shutil.rmtree(root)
     return full
 
 
-@pytest.fixture(scope="module")
-def image(storage: Storage, base: str) -> dict[str, Any]:
-    """The built image's configuration, as ``buildah inspect`` gives it."""
+def build(storage: Storage, target: str) -> dict[str, Any]:
+    """Build one target; its configuration, as ``buildah inspect`` gives it."""
     pip = Pip().read()
     volumes = [word for mount in sorted(pip.mounts) for word in ("--volume", f"{mount}:{mount}:ro")]
-    arguments = ["--build-arg", f"PIP_ARGS={' '.join(pip.arguments)}"]
-    storage.buildah("bud", "--isolation", "chroot", "--pull-never", "-t", "tessera", *volumes, *arguments, REPOSITORY)
-    return dict(json.loads(storage.buildah("inspect", "--type", "image", "tessera"))["OCIv1"]["config"])
+    arguments = ["--build-arg", f"PIP_ARGS={' '.join(pip.arguments)}", "--build-arg", "CPU_INDEX="]
+    options = ["--isolation", "chroot", "--pull-never", "--layers", "--format", "docker", "--target", target]
+    storage.buildah("bud", *options, "-t", f"tessera:{target}", *volumes, *arguments, REPOSITORY)
+    return dict(json.loads(storage.buildah("inspect", "--type", "image", f"tessera:{target}"))["Docker"]["config"])
+
+
+@pytest.fixture(scope="module")
+def image(storage: Storage, base: str) -> dict[str, Any]:
+    """The configuration of the image that serves on the CPU."""
+    return build(storage, "cpu")
 
 
 @pytest.fixture(scope="module")
 def container(storage: Storage, image: dict[str, Any]) -> str:
-    return storage.buildah("from", "--pull-never", "tessera")
+    return storage.buildah("from", "--pull-never", "tessera:cpu")
+
+
+@pytest.fixture(scope="module")
+def root(storage: Storage, container: str) -> Path:
+    """The image's files."""
+    return Path(storage.buildah("mount", container))
 
 
 @pytest.fixture(scope="module")
@@ -139,83 +159,121 @@ def model(storage: Storage) -> Path:
     return folder
 
 
-@contextmanager
-def serving(command: list[str]) -> Iterator[Server]:
-    """A server behind a command that starts it elsewhere; the command must end with 0."""
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stderr is not None
-    log: list[str] = []
-    reader = threading.Thread(target=log.extend, args=(process.stderr,), daemon=True)
-    reader.start()
-    watchdog = threading.Timer(START_SECONDS, kill, (process,))
-    watchdog.start()
-    try:
-        line = process.stdout.readline()
-        assert line.startswith("tessera ready "), f"no ready line but {line!r}; its log:\n{''.join(log)}"
-        server = Server(process, dict(word.split("=", 1) for word in line.split()[2:]), log)
-        yield server
-        server.channel.close()
-        inside(process).send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0, f"the server ended badly; its log:\n{''.join(log)}"
-    finally:
-        watchdog.cancel()
-        kill(process)
-        process.wait()
-        reader.join()
-        process.stdout.close()
-        process.stderr.close()
-
-
-def inside(process: subprocess.Popen[str]) -> psutil.Process:
-    """The server itself, which is what was started or stands behind it."""
-    started = psutil.Process(process.pid)
-    everything = (started, *started.children(recursive=True))
-    return next(one for one in everything if "python" in (words := one.cmdline())[0] and words[1].endswith("/tessera-serve"))
-
-
 def kill(process: subprocess.Popen[str]) -> None:
     if process.poll() is None:
         for child in (*psutil.Process(process.pid).children(recursive=True), process):
             child.kill()
 
 
-def generated(server: Server, count: int) -> list[int]:
-    request = inference_pb2.GenerateRequest(
+@dataclass
+class Bundle:
+    """What runc starts: the image's files, only to be read, as the image's user, without a right and without a home."""
+
+    folder: Path
+    name: str
+
+    @classmethod
+    def of(cls, storage: Storage, root: Path, image: dict[str, Any], model: Path, words: Sequence[str]) -> Bundle:
+        made = cls(Path(tempfile.mkdtemp(dir=storage.root)), f"tessera-{os.getpid()}-{secrets.token_hex(4)}")
+        made.runc("spec", "--bundle", made.folder)
+        spec = json.loads((made.folder / "config.json").read_text())
+        user = [int(number) for number in image["User"].split(":")]
+        spec["process"] |= {
+            "terminal": False, "args": [*image["Entrypoint"], *words], "env": image["Env"], "cwd": "/",
+            "user": {"uid": user[0], "gid": user[1]}, "noNewPrivileges": True, "rlimits": [],
+            "capabilities": {kind: [] for kind in ("bounding", "effective", "permitted", "ambient")},
+        }  # fmt: skip
+        spec["root"] = {"path": str(root), "readonly": True}
+        memory = next(mount for mount in spec["mounts"] if mount["destination"] == "/dev/shm")
+        memory["options"] = ["nosuid", "noexec", "nodev", "mode=1777", "size=1g"]
+        spec["mounts"].append({"destination": "/model", "type": "bind", "source": str(model), "options": ["rbind", "ro"]})
+        # The test asks on this machine's loopback.
+        spec["linux"]["namespaces"] = [one for one in spec["linux"]["namespaces"] if one["type"] not in ("network", "cgroup")]
+        (made.folder / "config.json").write_text(json.dumps(spec))
+        return made
+
+    def runc(self, *words: str | Path, code: int = 0) -> str:
+        done = subprocess.run(["runc", *map(str, words)], capture_output=True, text=True)
+        assert done.returncode == code, f"runc {words}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    @contextmanager
+    def serving(self) -> Iterator[Server]:
+        """A server in the container; whoever uses it ends it."""
+        process = subprocess.Popen(
+            ["runc", "run", "--bundle", str(self.folder), self.name], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        assert process.stderr is not None
+        log: list[str] = []
+        reader = threading.Thread(target=log.extend, args=(process.stderr,), daemon=True)
+        reader.start()
+        watchdog = threading.Timer(START_SECONDS, kill, (process,))
+        watchdog.start()
+        try:
+            line = process.stdout.readline()
+            assert line.startswith("tessera ready "), f"no ready line but {line!r}; its log:\n{''.join(log)}"
+            server = Server(process, dict(word.split("=", 1) for word in line.split()[2:]), log)
+            yield server
+            server.channel.close()
+        finally:
+            watchdog.cancel()
+            kill(process)
+            process.wait()
+            reader.join()
+            subprocess.run(["runc", "delete", "--force", self.name], capture_output=True)
+            process.stdout.close()
+            process.stderr.close()
+
+
+def request(count: int) -> inference_pb2.GenerateRequest:
+    return inference_pb2.GenerateRequest(
         token_ids={"ids": PROMPT}, stopping={"max_new_tokens": count, "ignore_eos": True}, sampling={"temperature": 0.0}
     )
-    return list(server.inference.Generate(request, timeout=240).completions[0].token_ids)
 
 
 LOOPBACK = ("--host", "127.0.0.1", "--port", "0", "--metrics-port", "0")
 
 
-def test_the_image_serves_on_two_ranks(storage: Storage, container: str, image: dict[str, Any], model: Path) -> None:
-    words = [*image["Entrypoint"], "--model", "/model", "--tensor-parallel-size", "2", *LOOPBACK]
-    run = storage.command("run", "--isolation", "chroot", "--volume", f"{model}:/model:ro", container, "--", *words)
-    with serving(run) as server:
-        assert inside(server.process).uids().real == 10001, "not as root"
-        assert generated(server, 24) == reference.greedy(reference.load(model), PROMPT, 24)
-        assert any('attention="kernel"' in name for name in server.metrics()), server.log
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_image_starts_read_only_streams_drains_and_ends_well(
+    storage: Storage, root: Path, image: dict[str, Any], model: Path, ranks: int
+) -> None:
+    words = ("--model", "/model", "--tensor-parallel-size", str(ranks), "--kv-cache-gib", "0.05", *LOOPBACK)
+    bundle = Bundle.of(storage, root, image, model, words)
+    expected = reference.greedy(reference.load(model), PROMPT, 24)
+    with bundle.serving() as server:
+        address = ("--address", server.address)
+        assert bundle.runc("exec", bundle.name, *image["Healthcheck"]["Test"][1:], *address) == "SERVING\n"
+        events = server.inference.GenerateStream(request(24), timeout=240)
+        first = next(events)
+        bundle.runc("kill", bundle.name, "TERM")  # with a stream in flight
+        tokens = [token for event in (first, *events) for token in event.delta.token_ids]
+        assert tokens == expected
+        assert server.process.wait(60) == 0, server.log
+    log = "".join(server.log)
+    assert "attention=kernel linear=kernel kernels=x86-64-v" in log, log
+    assert "building the CPU kernels" not in log
+    assert not [line for line in server.log if "WARN" in line and "real_accelerator" not in line], log
 
 
-def test_the_image_serves_on_a_read_only_root(storage: Storage, container: str, model: Path) -> None:
-    """As Kubernetes does with readOnlyRootFilesystem: /tmp and the folder for kernels can be written, nothing else."""
-    root = storage.buildah("mount", container)
-    steps = [
-        f"mount --bind {root} {root} && cd {root} && mkdir -p model && mount --bind {model} model",
-        "mount -t tmpfs -o mode=1777 none tmp && mkdir tmp/kernels && chown 10001 tmp/kernels",
-        f"mount --rbind /dev dev && mount -t proc none proc && mount -o remount,bind,ro {root}",
-        "exec chroot --userspec=10001:10001 --groups= . env -i PATH=/usr/local/bin:/usr/bin:/bin $0 "
-        f"tessera-serve --model /model {' '.join(LOOPBACK)}",
-    ]
-    script = " && ".join(steps)
-    for setting, back_end in (("TESSERA_CACHE_DIR=/tmp/kernels", "kernel"), ("HOME=/nowhere", "torch")):
-        with serving(["unshare", "--mount", "sh", "-c", script, setting]) as server:
-            assert generated(server, 8) == reference.greedy(reference.load(model), PROMPT, 8)
-            assert any(f'attention="{back_end}"' in name for name in server.metrics()), server.log
-        warnings = [line for line in server.log if "TESSERA_CACHE_DIR" in line]
-        assert len(warnings) == (back_end == "torch"), server.log
+def test_the_image_has_no_compiler_and_is_not_large(root: Path) -> None:
+    found = [path.name for place in ("usr/bin", "usr/local/bin", "opt/tessera/bin") for path in (root / place).glob("*")]
+    assert not {"cc", "c++", "gcc", "g++", "clang", "ld"} & set(found)
+    files = [path.lstat() for path in root.rglob("*") if path.is_file() and not path.is_symlink()]
+    size = sum({(one.st_dev, one.st_ino): one.st_size for one in files}.values())
+    print(f"image: {size / 1e9:.2f} GB")
+    assert size <= MOST_BYTES
+
+
+def test_the_image_lists_its_parts_and_tells_how_it_is(root: Path, image: dict[str, Any]) -> None:
+    parts = json.loads((root / "opt/tessera/sbom.cdx.json").read_text())
+    assert parts["bomFormat"] == "CycloneDX"
+    assert {"tessera", "torch", "grpcio", "deepspeed"} <= {part["name"] for part in parts["components"]}
+    assert "libc6" in (root / "usr/share/sbom/debian.txt").read_text()
+    assert image["Healthcheck"]["Test"] == ["CMD", "tessera-health"]
+    assert image["User"] == "10001:10001"
+    assert not any(line.startswith("HOME=") for line in image["Env"])
 
 
 def test_the_default_command_is_one_that_the_server_understands(
@@ -225,6 +283,8 @@ def test_the_default_command_is_one_that_the_server_understands(
     assert "path: /model" in storage.buildah("run", "--isolation", "chroot", container, "--", *words)
 
 
-def test_the_image_can_train(storage: Storage, container: str) -> None:
+def test_the_image_for_training_can_train(storage: Storage, image: dict[str, Any]) -> None:
+    build(storage, "train")
+    container = storage.buildah("from", "--pull-never", "tessera:train")
     doctor = storage.buildah("run", "--isolation", "chroot", container, "--", "tessera-finetune", "doctor")
     assert "c++ compiler" in doctor
