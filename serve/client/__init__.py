@@ -13,6 +13,7 @@
 """
 
 from serve.client.aio import AsyncClient, AsyncEventStream
+from serve.client.connection import Connecting, Tls
 from serve.client.errors import FieldViolation, TesseraError
 from serve.client.request import ChatMessage, Options, Prompt, Request, ScoreItem
 from serve.client.results import (
@@ -42,6 +43,7 @@ __all__ = [
     "ChatMessage",
     "Client",
     "Completion",
+    "Connecting",
     "Delta",
     "Event",
     "EventStream",
@@ -61,6 +63,7 @@ __all__ = [
     "ScoreItem",
     "TesseraError",
     "Timings",
+    "Tls",
     "TokenLogprob",
     "Usage",
 ]

@@ -10,7 +10,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TextIO
 
-from serve.client.calls import DEFAULT_ADDRESS, DEFAULT_TIMEOUT_SECONDS
+from serve.client.calls import DEFAULT_TIMEOUT_SECONDS
+from serve.client.connection import add_arguments, connecting_of
 from serve.client.errors import TesseraError
 from serve.client.request import ChatMessage, Options, Prompt
 from serve.client.results import Delta, Finish, Generated, PromptInfo
@@ -39,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
     try:
-        with Client(arguments.address, timeout=arguments.timeout, retries=arguments.retries) as client:
+        reached = connecting_of(arguments)
+        with Client(arguments.address, timeout=arguments.timeout, retries=arguments.retries, **reached) as client:
             return _run(client, prompt, _options(arguments), arguments)
     except TesseraError as error:
         return _fail(str(error), USAGE if error.code in USAGE_CODES else FAILED)
@@ -217,7 +219,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--system", metavar="TEXT", help="what a system message says before it; implies --chat")
     parser.add_argument("--no-special-tokens", action="store_true", help="do not add the tokenizer's special tokens")
-    parser.add_argument("--address", default=DEFAULT_ADDRESS, help="host:port or unix:/path of the server (%(default)s)")
     parser.add_argument(
         "--timeout", type=_seconds, default=DEFAULT_TIMEOUT_SECONDS, help="seconds for the whole call (%(default)g)"
     )
@@ -236,6 +237,7 @@ def _parser() -> argparse.ArgumentParser:
         sampling.add_argument("--" + name.replace("_", "-"), dest=name, action="store_true", help=help_)
     bias_help = "add VALUE to the logit of token ID; may be repeated"
     sampling.add_argument("--logit-bias", type=_bias, action="append", default=[], metavar="ID=VALUE", help=bias_help)
+    add_arguments(parser)
     return parser
 
 

@@ -12,8 +12,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from serve.client import results
 from serve.client.calls import (
-    CHANNEL_OPTIONS,
-    DEFAULT_ADDRESS,
     DEFAULT_TIMEOUT_SECONDS,
     SERVING,
     Attempts,
@@ -21,6 +19,7 @@ from serve.client.calls import (
     RetryPolicy,
     not_serving_in_time,
 )
+from serve.client.connection import Connecting, Connection
 from serve.client.errors import TesseraError, from_rpc_error
 from serve.client.gathering import gatherer_for
 from serve.client.request import (
@@ -118,24 +117,32 @@ class Client:
 
     def __init__(
         self,
-        address: str = DEFAULT_ADDRESS,
+        address: str | None = None,
         *,
         timeout: float | None = DEFAULT_TIMEOUT_SECONDS,
         retries: int = 3,
         retry_when_full: bool = False,
+        **connecting: Unpack[Connecting],
     ) -> None:
         """Connect lazily: nothing is sent before the first call.
 
         Args:
-            address: ``host:port`` or ``unix:/path``.
+            address: ``host:port``, ``unix:/path``, ``dns:///host:port`` or ``ipv4:a:port,b:port``; without it that of the
+                environment (``TESSERA_ADDRESS``), else 127.0.0.1:50051.
             timeout: for calls that are given none; ``None`` waits for ever.
             retries: further attempts after UNAVAILABLE, while nothing of an answer has come.
             retry_when_full: wait and try again also when the server's queue is full.
+            connecting: TLS, token, metadata, balancing; see ``Connecting``.
+
+        Raises:
+            ValueError: a file for TLS is not what it must be, or a token would leave this machine without TLS.
         """
-        self.address = address
+        connection = Connection.of(address, connecting)
+        self.address = connection.address
+        self._metadata = connection.metadata
         self._timeout = timeout
         self._policy = RetryPolicy(retries=retries, when_full=retry_when_full)
-        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._channel = connection.channel()
         self._inference = inference_pb2_grpc.InferenceStub(self._channel)
         self._tokenizer = tokenizer_pb2_grpc.TokenizerStub(self._channel)
         self._models = models_pb2_grpc.ModelsStub(self._channel)
@@ -174,7 +181,7 @@ class Client:
         message, deadline = generate_message(prompt, options), self._deadline(timeout)
 
         def start() -> Any:
-            return self._inference.GenerateStream(message, timeout=deadline.remaining_seconds)
+            return self._inference.GenerateStream(message, timeout=deadline.remaining_seconds, metadata=self._metadata)
 
         return EventStream(start, Attempts(self._policy, deadline), self.address)
 
@@ -196,7 +203,8 @@ class Client:
         return self._batch_events(named_messages(requests), timeout)
 
     def _batch_events(self, messages: list[inference_pb2.GenerateRequest], timeout: float | None) -> Iterator[BatchEvent]:
-        call = self._inference.GenerateBatch(iter(messages), timeout=self._deadline(timeout).remaining_seconds)
+        left = self._deadline(timeout).remaining_seconds
+        call = self._inference.GenerateBatch(iter(messages), timeout=left, metadata=self._metadata)
         try:
             for message in call:
                 event = results.event(message)
@@ -286,7 +294,7 @@ class Client:
     def is_serving(self, *, timeout: float = 5.0) -> bool:
         """Whether the server would take a request now; False also when there is none."""
         try:
-            answer = self._health.Check(health_pb2.HealthCheckRequest(), timeout=timeout)
+            answer = self._health.Check(health_pb2.HealthCheckRequest(), timeout=timeout, metadata=self._metadata)
         except grpc.RpcError:
             return False
         return bool(answer.status == SERVING)
@@ -311,6 +319,6 @@ class Client:
         attempts = Attempts(self._policy, deadline)
         while True:
             try:
-                return method(message, timeout=deadline.remaining_seconds)
+                return method(message, timeout=deadline.remaining_seconds, metadata=self._metadata)
             except grpc.RpcError as error:
                 time.sleep(attempts.wait_or_raise(from_rpc_error(error, self.address)))

@@ -23,8 +23,8 @@ from serve.rpc.certificates import Certificates
 from serve.rpc.server import _bind
 
 
-def make_pair(folder: Path, name: str) -> tuple[Path, Path]:
-    """A certificate for localhost that signed itself, and its key."""
+def make_pair(folder: Path, name: str, days: int = 2) -> tuple[Path, Path]:
+    """A certificate for localhost that signed itself, with so many days to live, and its key."""
     certificate, key = folder / f"{name}.pem", folder / f"{name}.key"
     secret = ec.generate_private_key(ec.SECP256R1())
     named = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
@@ -35,8 +35,8 @@ def make_pair(folder: Path, name: str) -> tuple[Path, Path]:
         .issuer_name(named)
         .public_key(secret.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=2))
+        .not_valid_before(now - datetime.timedelta(days=9))
+        .not_valid_after(now + datetime.timedelta(days=days))
         .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
         .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
         .sign(secret, hashes.SHA256())
