@@ -6,18 +6,10 @@ import math
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from serve.errors import ConfigError
+from serve.listening import RpcConfig as RpcConfig  # part of this module, too: users configure by it
 from serve.naming import own_name
+from serve.rules import require, require_positive
 from serve.tracing.config import TracingConfig
-
-
-def _require(condition: bool, name: str, value: object, rule: str) -> None:
-    if not condition:
-        raise ConfigError(f"{name} is {value!r}; it must {rule}")
-
-
-def _require_positive(name: str, value: float) -> None:
-    _require(math.isfinite(value) and value > 0, name, value, "be greater than 0")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,26 +83,26 @@ class ModelConfig:
     """Positions (prompt and output) a sequence may have; ``None`` is the model's own limit."""
 
     def __post_init__(self) -> None:
-        _require(bool(self.path), "model.path", self.path, "name a checkpoint folder")
-        _require(self.tensor_parallel_size >= 1, "model.tensor_parallel_size", self.tensor_parallel_size, "be at least 1")
-        _require(
+        require(bool(self.path), "model.path", self.path, "name a checkpoint folder")
+        require(self.tensor_parallel_size >= 1, "model.tensor_parallel_size", self.tensor_parallel_size, "be at least 1")
+        require(
             self.quantization_group in (32, 64, 128), "model.quantization_group", self.quantization_group, "be 32, 64 or 128"
         )
-        _require(
+        require(
             self.quantization == "none" or not self.verify_logits,
             "model.quantization",
             self.quantization,
             "be none with model.verify_logits: each rank rounds its own part of a weight, so ranks differ from the whole model",
         )
         if self.watch is not None:
-            _require_positive("model.watch", self.watch)
-        _require(
+            require_positive("model.watch", self.watch)
+        require(
             self.swap_memory_gib is None or (math.isfinite(self.swap_memory_gib) and self.swap_memory_gib >= 0),
             "model.swap_memory_gib",
             self.swap_memory_gib,
             "be 0 or more",
         )
-        _require(
+        require(
             self.max_model_len is None or self.max_model_len >= 2,
             "model.max_model_len",
             self.max_model_len,
@@ -140,14 +132,14 @@ class CacheConfig:
     """Whether requests may reuse the KV blocks of an equal prompt prefix with the same ``cache_salt``."""
 
     def __post_init__(self) -> None:
-        _require(1 <= self.block_tokens <= 1024, "cache.block_tokens", self.block_tokens, "lie between 1 and 1024")
-        _require(
+        require(1 <= self.block_tokens <= 1024, "cache.block_tokens", self.block_tokens, "lie between 1 and 1024")
+        require(
             self.kv_cache_gib is None or (math.isfinite(self.kv_cache_gib) and self.kv_cache_gib > 0),
             "cache.kv_cache_gib",
             self.kv_cache_gib,
             "be greater than 0",
         )
-        _require(
+        require(
             0.0 < self.memory_fraction < 1.0,
             "cache.memory_fraction",
             self.memory_fraction,
@@ -178,9 +170,9 @@ class SchedulerConfig:
     what the model chooses too is output, so that texts that repeat themselves take fewer steps. 0 guesses nothing."""
 
     def __post_init__(self) -> None:
-        _require(self.max_num_seqs >= 1, "scheduler.max_num_seqs", self.max_num_seqs, "be at least 1")
-        _require(self.max_step_tokens >= 1, "scheduler.max_step_tokens", self.max_step_tokens, "be at least 1")
-        _require(
+        require(self.max_num_seqs >= 1, "scheduler.max_num_seqs", self.max_num_seqs, "be at least 1")
+        require(self.max_step_tokens >= 1, "scheduler.max_step_tokens", self.max_step_tokens, "be at least 1")
+        require(
             0 <= self.speculative_tokens <= MAX_SPECULATIVE_TOKENS,
             "scheduler.speculative_tokens",
             self.speculative_tokens,
@@ -234,105 +226,7 @@ class AdmissionConfig:
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
-            _require(getattr(self, name) >= 1, f"admission.{name}", getattr(self, name), "be at least 1")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RpcConfig:
-    """Where the server listens, and what it accepts."""
-
-    host: str = "127.0.0.1"
-    """Loopback unless asked otherwise."""
-
-    port: int = 50051
-    """0 picks a free port; the start-up line says which."""
-
-    metrics_port: int = 9400
-    """Prometheus, on the same host; 0 picks a free port."""
-
-    admin_address: str = "auto"
-    """``auto``: the Admin service shares the port on a loopback host and is off elsewhere. ``off``, ``host:port`` or
-    ``unix:/path`` say otherwise."""
-
-    reflection: Literal["auto", "on", "off"] = "auto"
-    """``auto`` is on for a loopback host, off elsewhere; or ``on``, ``off``."""
-
-    insecure_public: bool = False
-    """Allows a host that is not loopback without TLS: calls, tokens and answers can be read on their way."""
-
-    tls_cert: str = ""
-    """The server's certificate with its chain, in PEM: the gRPC ports speak TLS, the metrics port does not. Read again when
-    the file changes."""
-
-    tls_key: str = ""
-    """The key of ``tls_cert``, in PEM, without a password."""
-
-    tls_client_ca: str = ""
-    """Certificates in PEM; only clients that show one signed by these are answered."""
-
-    tokens: str = ""
-    """File of hashed tokens that ``tessera-serve token`` makes: only calls that carry one of them are answered, but for health.
-    Read again when the file changes. Empty: everyone may call everything."""
-
-    max_message_bytes: int = 8 * 1024 * 1024
-    """Largest request message; larger ones are refused by gRPC before they are decoded, and without a word about the field."""
-
-    max_connections: int = 4096
-    """Connections to the gRPC port at once; one more is closed unanswered. Each takes a file descriptor."""
-
-    connection_idle_seconds: float = 300.0
-    """A connection without a call for this long is closed; clients open a new one when they need it."""
-
-    connection_age_seconds: float = 3600.0
-    """A connection this old takes no new calls; those on it go on, and clients open a new one for the next."""
-
-    drain_seconds: float = 30.0
-    """After SIGTERM, time for calls in flight to finish."""
-
-    stream_buffer_events: int = 1024
-    """Events held for a client that reads slowly; when the buffer stays full the call ends with RESOURCE_EXHAUSTED."""
-
-    slow_reader_seconds: float = 10.0
-    """How long a stream's buffer may stay full."""
-
-    def __post_init__(self) -> None:
-        for name in ("port", "metrics_port"):
-            _require(0 <= getattr(self, name) <= 65535, f"rpc.{name}", getattr(self, name), "lie between 0 and 65535")
-        _require(self.max_message_bytes >= 1024, "rpc.max_message_bytes", self.max_message_bytes, "be at least 1024")
-        _require(self.stream_buffer_events >= 16, "rpc.stream_buffer_events", self.stream_buffer_events, "be at least 16")
-        _require(
-            math.isfinite(self.drain_seconds) and self.drain_seconds >= 0,
-            "rpc.drain_seconds",
-            self.drain_seconds,
-            "be 0 or more",
-        )
-        _require(
-            1 <= self.max_connections <= 1_000_000, "rpc.max_connections", self.max_connections, "lie between 1 and 1000000"
-        )
-        for name in ("connection_idle_seconds", "connection_age_seconds"):
-            # gRPC counts in milliseconds of 31 bits.
-            _require(1 <= getattr(self, name) <= 2_000_000, f"rpc.{name}", getattr(self, name), "lie between 1 and 2000000")
-        _require_positive("rpc.slow_reader_seconds", self.slow_reader_seconds)
-        _require(bool(self.tls_cert) == bool(self.tls_key), "rpc.tls_cert", self.tls_cert, "be given together with rpc.tls_key")
-        _require(
-            not self.tls_client_ca or bool(self.tls_cert), "rpc.tls_client_ca", self.tls_client_ca, "be given with rpc.tls_cert"
-        )
-        _require(
-            not self.tls_cert or not self.host.startswith("unix:"),
-            "rpc.tls_cert",
-            self.tls_cert,
-            "not be given with a unix: rpc.host, which is guarded by the socket's folder",
-        )
-        _require(
-            self.is_loopback or bool(self.tls_cert) or self.insecure_public,
-            "rpc.host",
-            self.host,
-            "be a loopback address unless rpc.tls_cert and rpc.tls_key are given, or rpc.insecure_public is set",
-        )
-
-    @property
-    def is_loopback(self) -> bool:
-        return self.host in ("localhost", "::1", "[::1]") or self.host.startswith("127.") or self.host.startswith("unix:")
+            require(getattr(self, name) >= 1, f"admission.{name}", getattr(self, name), "be at least 1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -371,14 +265,12 @@ class SupervisorConfig:
     """Restarts without a successful step in between; after that the server exits 1."""
 
     def __post_init__(self) -> None:
-        _require_positive("supervisor.start_timeout_seconds", self.start_timeout_seconds)
-        _require_positive("supervisor.heartbeat_timeout_seconds", self.heartbeat_timeout_seconds)
-        _require_positive("supervisor.load_stall_seconds", self.load_stall_seconds)
-        _require_positive("supervisor.step_timeout_seconds", self.step_timeout_seconds)
-        _require_positive("supervisor.step_margin_seconds", self.step_margin_seconds)
-        _require(
-            self.max_restarts_in_a_row >= 0, "supervisor.max_restarts_in_a_row", self.max_restarts_in_a_row, "be 0 or more"
-        )
+        require_positive("supervisor.start_timeout_seconds", self.start_timeout_seconds)
+        require_positive("supervisor.heartbeat_timeout_seconds", self.heartbeat_timeout_seconds)
+        require_positive("supervisor.load_stall_seconds", self.load_stall_seconds)
+        require_positive("supervisor.step_timeout_seconds", self.step_timeout_seconds)
+        require_positive("supervisor.step_margin_seconds", self.step_margin_seconds)
+        require(self.max_restarts_in_a_row >= 0, "supervisor.max_restarts_in_a_row", self.max_restarts_in_a_row, "be 0 or more")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import grpc
 
-from serve.config import RpcConfig
 from serve.errors import ConfigError
+from serve.listening import RpcConfig
 
 _Mark = tuple[tuple[int, int, int], ...]
 

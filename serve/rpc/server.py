@@ -12,8 +12,9 @@ import grpc
 from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health_pb2
 
-from serve.config import RpcConfig, ServerConfig
+from serve.config import ServerConfig
 from serve.errors import ConfigError
+from serve.listening import RpcConfig
 from serve.metrics import Metrics
 from serve.rpc.admin_service import AdminService
 from serve.rpc.bounds import request_bounds
