@@ -17,6 +17,7 @@ from serve.client import AsyncClient, Client, TesseraError, Tls
 from serve.client import health as probe
 from serve.client.cli import main as generate
 from serve.client.connection import Connecting, Connection
+from serve.rpc.tokens import add_token
 from tests.serve.rpc.running import serving
 from tests.serve.rpc.test_certificates import make_pair
 
@@ -80,6 +81,20 @@ async def test_an_expired_certificate_is_refused(tmp_path: Path) -> None:
     async with serving(rpc={"tls_cert": str(cert), "tls_key": str(key)}) as server:
         with pytest.raises(TesseraError, match=r"(?i)certificate"):
             await asyncio.to_thread(ask, named(server.address), credentials=Tls(ca=cert))
+
+
+async def test_a_server_with_tls_and_tokens_answers_both_clients_that_have_one(tmp_path: Path) -> None:
+    cert, key = make_pair(tmp_path, "server")
+    file, tls = tmp_path / "tokens.json", Tls(ca=cert)
+    token = add_token(file, "alice", scopes=("generate",), expires=None, given={})
+    async with serving(rpc={"tls_cert": str(cert), "tls_key": str(key), "tokens": str(file)}) as server:
+        address = named(server.address)
+        assert await asyncio.to_thread(ask, address, credentials=tls, token=token) == 3
+        async with AsyncClient(address, credentials=tls, token=token, timeout=20, options=ALONE) as client:
+            assert len((await client.generate([5, 6], max_new_tokens=3, ignore_eos=True)).token_ids) == 3
+        for wrong in ("", token[:-1]):
+            with pytest.raises(TesseraError, match="UNAUTHENTICATED"):
+                await asyncio.to_thread(ask, address, credentials=tls, token=wrong)
 
 
 async def test_the_commands_speak_tls_by_option_and_by_environment(
