@@ -237,6 +237,7 @@ def _generation(
         response=ResponseOptions(text=False, token_ids=False, prompt_logprobs=request.top_logprobs),
         priority=request.priority,
         cache_salt=request.cache_salt,
+        tenant=call.tenant,
         arrival_seconds=call.arrival_seconds,
         deadline_seconds=call.deadline_seconds,
     )

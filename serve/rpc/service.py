@@ -67,7 +67,7 @@ class InferenceService:
         call = self._call(context)
 
         async def start(request: inference_pb2.GenerateRequest) -> tuple[Generation, Stream]:
-            now = Call(self._clock(), call.deadline_seconds)
+            now = Call(self._clock(), call.deadline_seconds, call.tenant)
             model = self._model()
             generation = await convert.to_generation(request, model, now)
             return generation, await self._start(generation, model)
@@ -118,10 +118,10 @@ class InferenceService:
         now = self._clock()
         remaining = context.time_remaining()
         if remaining is None:
-            return Call(now, None)
+            return Call(now, None, CALLER.get().name)
         if remaining < LEAST_SECONDS:
             raise DeadlineExpired("the deadline passed before anything could be computed")
-        return Call(now, now + remaining)
+        return Call(now, now + remaining, CALLER.get().name)
 
 
 def _nothing() -> None:

@@ -84,3 +84,19 @@ async def test_limits_hold_on_the_wire_and_places_come_back(tmp_path: Path) -> N
             pass
         batch = running.inference.GenerateBatch(iter([request()]), **bearer(token))
         assert await code_of(batch) is grpc.StatusCode.OK
+
+
+async def test_a_tenant_shares_cached_prefixes_with_itself_alone(tmp_path: Path) -> None:
+    file = tmp_path / "tokens.json"
+    one, other = make(file, "one"), make(file, "other")
+    ids = tuple(range(5, 45))
+
+    async with guarded(file) as running:
+
+        async def cached(token: str, salt: str) -> int:
+            answer = await running.inference.Generate(request(ids, cache_salt=salt), **bearer(token))
+            return int(answer.completions[0].finish.usage.cached_tokens)
+
+        assert [await cached(one, "s"), await cached(other, "s"), await cached(one, "t")] == [0, 0, 0]
+        assert await cached(one, "s") > 0
+        assert await cached(other, "s") > 0
