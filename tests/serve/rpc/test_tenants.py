@@ -12,7 +12,7 @@ from serve.errors import InvalidRequest, TenantLimited
 from serve.rpc.identity import Caller
 from serve.rpc.tenants import Tenants
 from serve.rpc.tokens import Limits
-from tests.serve.rpc.running import request
+from tests.serve.rpc.running import request, serving
 from tests.serve.rpc.test_tokens import bearer, code_of, guarded, make
 
 
@@ -100,3 +100,23 @@ async def test_a_tenant_shares_cached_prefixes_with_itself_alone(tmp_path: Path)
         assert [await cached(one, "s"), await cached(other, "s"), await cached(one, "t")] == [0, 0, 0]
         assert await cached(one, "s") > 0
         assert await cached(other, "s") > 0
+
+
+async def test_another_tenants_request_passes_those_of_a_flood(tmp_path: Path) -> None:
+    file = tmp_path / "tokens.json"
+    flood, other = make(file, "flood"), make(file, "other")
+    async with serving(rpc={"tokens": str(file)}, scheduler={"max_num_seqs": 1}) as running:
+        running.ranks.last_step = 1
+        ended: list[str] = []
+
+        async def generate(name: str, token: str) -> None:
+            await running.inference.Generate(request(tokens=2), **bearer(token))
+            ended.append(name)
+
+        calls = [asyncio.ensure_future(generate("flood", flood)) for _ in range(6)]
+        await running.until(lambda: running.gateway.num_in_flight == 6)
+        calls.append(asyncio.ensure_future(generate("other", other)))
+        await running.until(lambda: running.gateway.num_in_flight == 7)
+        running.ranks.last_step = None
+        await asyncio.gather(*calls)
+        assert ended.index("other") <= 2
