@@ -6,6 +6,7 @@ ServeError
 │   ├── NotFound                no such model or request                               NOT_FOUND
 │   ├── DuplicateRequest        a live request has this id                             ALREADY_EXISTS
 │   ├── QueueFull               queue limits reached; retry later                      RESOURCE_EXHAUSTED
+│   │   └── TenantLimited       the caller's own limits are reached; retry later        RESOURCE_EXHAUSTED
 │   ├── SlowReader              the client did not read its stream in time             RESOURCE_EXHAUSTED
 │   ├── DeadlineExpired         the call's deadline passed, queued or running          DEADLINE_EXCEEDED
 │   ├── RequestAborted          cancelled by the client or by Admin.Abort              CANCELLED
@@ -77,6 +78,10 @@ class QueueFull(RequestError):
         self.reason = reason
         """``requests`` or ``tokens``: the limit that was met; a label value of ``tessera_rejections_total``."""
         self.retry_after_seconds = retry_after_seconds
+
+
+class TenantLimited(QueueFull):
+    """The caller has taken what its tokens allow; ``reason`` is the name of the limit."""
 
 
 class SlowReader(RequestError):

@@ -124,6 +124,9 @@ class Metrics:
         )
         self._rejections = self._counter("rejections", "Generation requests refused for want of room or service.", "reason")
         self._not_finite = self._counter("nonfinite_requests", "Requests ended because the model's logits were not finite.")
+        self._tenant_refusals = self._counter(
+            "tenant_refusals", "Requests refused by the limits of their tenant's tokens.", "tenant", "limit"
+        )
         _make_all(self._finished, END_REASONS)
         _make_all(self._rejections, REJECTION_REASONS)
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests whose prompt became ready.")
@@ -192,6 +195,10 @@ class Metrics:
         elif isinstance(error, Unavailable):
             reason = "loading" if isinstance(error, Loading) else "draining" if isinstance(error, Draining) else "engine_down"
             self._rejections.labels(reason).inc()
+
+    def tenant_refused(self, tenant: str, limit: str) -> None:
+        """Count a request that its tenant's limits refused; tenants are those that the file of tokens names."""
+        self._tenant_refusals.labels(tenant, limit).inc()
 
     def prompt_computed(self, tokens: int) -> None:
         self._prompt_tokens.inc(tokens)

@@ -137,6 +137,8 @@ class Generation:
     """Tokens proposed at most for one step of a sequence; ``None``, and more than the server's own limit, mean that limit."""
     cache_salt: str = ""
     """Only requests with the same salt share prefix-cache blocks."""
+    tenant: str = ""
+    """Who asks; only requests of the same tenant share prefix-cache blocks. Empty where callers are not told apart."""
     arrival_seconds: float = 0.0
     """Monotonic clock."""
     deadline_seconds: float | None = None

@@ -65,9 +65,10 @@ class PrefixCache:
         """Blocks that ``num_positions`` positions of one sequence need."""
         return -(-num_positions // self.block_tokens)
 
-    def shared_root(self, salt: str) -> bytes:
-        """Root for all requests with this salt."""
-        return sha256(self._key + b"salt:" + salt.encode("utf-8", "surrogatepass")).digest()
+    def shared_root(self, salt: str, tenant: str = "") -> bytes:
+        """Root for all requests of this tenant with this salt."""
+        whose = sha256(tenant.encode()).digest() if tenant else b""
+        return sha256(self._key + (b"tenant:" + whose if tenant else b"salt:") + salt.encode("utf-8", "surrogatepass")).digest()
 
     def private_root(self, serial: int) -> bytes:
         """Root for the sequences of one request alone."""

@@ -10,6 +10,7 @@ from serve.engine.limits import EngineLimits
 from serve.engine.plan import StepPlan
 from serve.engine.prefix_cache import PrefixCache
 from serve.engine.sequence import Sequence, SequenceState
+from serve.engine.shares import Shares
 from serve.engine.starting import start_of
 from serve.engine.stats import Recomputed
 from serve.types import BlockId, SequenceId
@@ -44,6 +45,7 @@ class Scheduler:
         self._limits = limits
         self._headroom = cache.pool.num_blocks // _HEADROOM_FRACTION
         self._waiting: LazyHeap[Sequence] = LazyHeap()
+        self._shares = Shares()
         self.running: dict[SequenceId, Sequence] = {}
         """The running batch in order of admission, the oldest first. For others to read."""
         self._dropped: list[SequenceId] = []
@@ -67,14 +69,16 @@ class Scheduler:
         return bool(self.running or self._waiting or self._dropped or self._aside)
 
     def enqueue(self, seq: Sequence) -> None:
-        """Let a new sequence wait: larger priority first, then earlier arrival, then index."""
+        """Let a new sequence wait: larger priority first, then tenants in turn, then earlier arrival, then index."""
         assert seq.state is SequenceState.HELD, f"sequence {seq.id} is {seq.state.value}; it cannot be enqueued"
         seq.state = SequenceState.WAITING
         self._push_new(seq)
 
     def _push_new(self, seq: Sequence) -> None:
         request = seq.request
-        self._waiting.push(seq, (1, -request.generation.priority, request.arrival, seq.index))
+        if request.turn is None:
+            request.turn = self._shares.turn(request.generation)
+        self._waiting.push(seq, (1, -request.generation.priority, request.turn, request.arrival, seq.index))
 
     def remove(self, seq: Sequence) -> None:
         """End a sequence, wherever it is: its blocks are free at once, and the ranks hear of it in the next plan."""
@@ -343,6 +347,7 @@ class Scheduler:
         seq.state = SequenceState.RUNNING
         seq.admitted = self._num_admissions
         self._num_admissions += 1
+        self._shares.began(seq.request.generation.priority, seq.request.turn or 0)
         self.running[seq.id] = seq
         seq.request.num_running += 1
         if seq.request.num_running == 1:

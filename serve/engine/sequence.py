@@ -32,6 +32,8 @@ class LiveRequest:
     arrival: int
     """Serial number in order of arrival."""
     rule: StopRule
+    turn: int | None = None
+    """Its place among tenants of its priority, once it waits."""
     sequences: list[Sequence] = field(default_factory=list)
     """The live ones, by index."""
     num_running: int = 0

@@ -20,7 +20,7 @@ def chain_of(
         ``None`` if there is nobody to share with.
     """
     if with_all:
-        root = cache.shared_root(request.generation.cache_salt)
+        root = cache.shared_root(request.generation.cache_salt, request.generation.tenant)
     elif request.generation.num_sequences > 1:
         root = cache.private_root(request.arrival)
     else:

@@ -11,7 +11,7 @@ from serve.errors import EngineDown, RequestError
 from serve.rpc import messages
 from serve.rpc.decoding import Malformed
 from serve.runtime.stream import Stream
-from serve.types import Generation
+from serve.types import Event, Generation
 from serve.v1 import inference_pb2
 
 Start = Callable[[inference_pb2.GenerateRequest], Awaitable[tuple[Generation, Stream]]]
@@ -23,6 +23,7 @@ EVENTS_AHEAD: Final = 256
 async def run_batch(
     requests: AsyncIterator[inference_pb2.GenerateRequest | Malformed],
     start: Start,
+    heard: Callable[[Event], None],
     leave: Callable[[Stream], None],
     config: ServerConfig,
 ) -> AsyncIterator[inference_pb2.GenerateEvent]:
@@ -32,12 +33,13 @@ async def run_batch(
     that fails ends with an error event.
 
     Args:
+        heard: told of every event.
         leave: ends a stream that nobody reads any more.
 
     Raises:
         EngineDown: the engine died; the requests it took along have had their error events.
     """
-    batch = _Batch(start, leave, room=min(2 * config.scheduler.max_num_seqs, config.admission.max_queued_requests))
+    batch = _Batch(start, heard, leave, room=min(2 * config.scheduler.max_num_seqs, config.admission.max_queued_requests))
     reading = asyncio.create_task(batch.read(requests))
     try:
         while (message := await batch.events.get()) is not None:
@@ -53,11 +55,12 @@ async def run_batch(
 class _Batch:
     """The requests of one call that are running."""
 
-    def __init__(self, start: Start, leave: Callable[[Stream], None], *, room: int) -> None:
+    def __init__(self, start: Start, heard: Callable[[Event], None], leave: Callable[[Stream], None], *, room: int) -> None:
         self.events: asyncio.Queue[inference_pb2.GenerateEvent | None] = asyncio.Queue(EVENTS_AHEAD)
         """``None`` is the end: every request was read, and has ended."""
         self.engine_down: EngineDown | None = None
         self._start = start
+        self._heard = heard
         self._leave = leave
         self._room = asyncio.Semaphore(room)
         self._running: set[asyncio.Task[None]] = set()
@@ -94,6 +97,7 @@ class _Batch:
             generation, stream = await self._start(request)
             try:
                 async for event in stream:
+                    self._heard(event)
                     if messages.says_something(event, generation):
                         await self.events.put(await messages.event_message(event, generation))
             finally:

@@ -22,6 +22,8 @@ class Call:
 
     arrival_seconds: float
     deadline_seconds: float | None
+    tenant: str = ""
+    """The caller's."""
 
 
 async def to_generation(request: inference_pb2.GenerateRequest, model: ServedModel, call: Call) -> Generation:
@@ -55,6 +57,7 @@ def _generation(request: inference_pb2.GenerateRequest, prompt: prompts.Prompt, 
         num_sequences=request.sampling.num_sequences if request.sampling.HasField("num_sequences") else 1,
         priority=request.priority,
         cache_salt=request.cache_salt,
+        tenant=call.tenant,
         pin_weights=request.pin_weights,
         speculative_tokens=request.speculative_tokens if request.HasField("speculative_tokens") else None,
         arrival_seconds=call.arrival_seconds,

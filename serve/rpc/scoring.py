@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from array import array
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -50,12 +50,16 @@ class _Sequence:
 class Scorer:
     """Owns the streams of scoring calls while they last, so that one name aborts all items of a call."""
 
-    def __init__(self, gateway: Gateway, leave: Callable[[Stream], None]) -> None:
+    def __init__(
+        self, gateway: Gateway, admit: Callable[[int, int], Awaitable[Callable[[], None]]], leave: Callable[[Stream], None]
+    ) -> None:
         """
         Args:
+            admit: waits until a call of (tokens, priority) may begin; what it returns is called at the call's end.
             leave: ends a stream that nobody reads any more.
         """
         self._gateway = gateway
+        self._admit = admit
         self._leave = leave
         self._live: dict[RequestId, set[Stream]] = {}
 
@@ -69,6 +73,15 @@ class Scorer:
         """
         model.require_name(request.model)
         sequences = await off_loop(request, lambda: _sequences(request, model))
+        end = await self._admit(sum(len(sequence.ids) for sequence in sequences), request.priority)
+        try:
+            return await self._score(request, model, call, sequences)
+        finally:
+            end()
+
+    async def _score(
+        self, request: inference_pb2.ScoreRequest, model: ServedModel, call: Call, sequences: list[_Sequence]
+    ) -> inference_pb2.ScoreResponse:
         answer = inference_pb2.ScoreResponse(results=[inference_pb2.ScoreResult() for _ in sequences])
         request_id = new_request_id(request.request_id)
         room = asyncio.Semaphore(ITEMS_AT_ONCE)
@@ -224,6 +237,7 @@ def _generation(
         response=ResponseOptions(text=False, token_ids=False, prompt_logprobs=request.top_logprobs),
         priority=request.priority,
         cache_salt=request.cache_salt,
+        tenant=call.tenant,
         arrival_seconds=call.arrival_seconds,
         deadline_seconds=call.deadline_seconds,
     )

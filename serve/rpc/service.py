@@ -12,11 +12,13 @@ from serve.rpc.context import Context
 from serve.rpc.convert import Call
 from serve.rpc.deadlines import LEAST_SECONDS, leave
 from serve.rpc.decoding import Malformed
+from serve.rpc.identity import CALLER
 from serve.rpc.model import Models, ServedModel
 from serve.rpc.scoring import Scorer
+from serve.rpc.tenants import Tenants
 from serve.runtime.gateway import Gateway
 from serve.runtime.stream import Stream
-from serve.types import Generation
+from serve.types import Event, Generation, TokensOut
 from serve.v1 import inference_pb2
 
 
@@ -32,14 +34,18 @@ class InferenceService:
         self._models = models
         self._metrics = metrics
         self._clock = clock
-        self.scorer = Scorer(gateway, self._leave)
+        self._tenants = Tenants(clock, metrics.tenant_refused)
+        self._ends: dict[Stream, Callable[[], None]] = {}
+        """What is told of the end of each request."""
+        self.scorer = Scorer(gateway, self._admit, self._leave)
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> inference_pb2.GenerateResponse:
         """Generate and answer once."""
         model = self._model()
         generation = await convert.to_generation(request, model, self._call(context))
         answer = messages.ResponseBuilder(generation)
-        async for event in self._start(generation, model, context):
+        async for event in await self._stream(generation, model, context):
+            self._heard(event)
             await answer.add(event)
         return answer.build()
 
@@ -49,7 +55,8 @@ class InferenceService:
         """Generate and answer piece by piece. However the call ends, its KV blocks are freed."""
         model = self._model()
         generation = await convert.to_generation(request, model, self._call(context))
-        async for event in self._start(generation, model, context):
+        async for event in await self._stream(generation, model, context):
+            self._heard(event)
             if messages.says_something(event, generation):
                 yield await messages.event_message(event, generation)
 
@@ -60,26 +67,45 @@ class InferenceService:
         call = self._call(context)
 
         async def start(request: inference_pb2.GenerateRequest) -> tuple[Generation, Stream]:
-            now = Call(self._clock(), call.deadline_seconds)
+            now = Call(self._clock(), call.deadline_seconds, call.tenant)
             model = self._model()
             generation = await convert.to_generation(request, model, now)
-            return generation, self._gateway.start(generation, model.edition)
+            return generation, await self._start(generation, model)
 
-        async for message in run_batch(requests, start, self._leave, self._gateway.config):
+        async for message in run_batch(requests, start, self._heard, self._leave, self._gateway.config):
             yield message
 
     async def Score(self, request: inference_pb2.ScoreRequest, context: Context) -> inference_pb2.ScoreResponse:
         """Measure how likely given texts are."""
         return await self.scorer.score(request, self._model(), self._call(context))
 
-    def _start(self, generation: Generation, model: ServedModel, context: Context) -> Stream:
-        stream = self._gateway.start(generation, model.edition)
+    async def _stream(self, generation: Generation, model: ServedModel, context: Context) -> Stream:
+        stream = await self._start(generation, model)
         # Runs however the call ends, also where no exception can reach the handler.
         context.add_done_callback(lambda _: self._leave(stream))
         return stream
 
+    async def _start(self, generation: Generation, model: ServedModel) -> Stream:
+        """Once the caller's limits allow it."""
+        end = await self._admit(len(generation.prompt_ids), generation.priority)
+        try:
+            stream = self._gateway.start(generation, model.edition)
+        except BaseException:
+            end()
+            raise
+        self._ends[stream] = end
+        return stream
+
+    async def _admit(self, prompt_tokens: int, priority: int) -> Callable[[], None]:
+        return await self._tenants.admit(CALLER.get(), prompt_tokens=prompt_tokens, priority=priority)
+
+    def _heard(self, event: Event) -> None:
+        if isinstance(event, TokensOut):
+            self._tenants.generated(CALLER.get(), len(event.token_ids))
+
     def _leave(self, stream: Stream) -> None:
         leave(stream, self._clock())
+        self._ends.pop(stream, _nothing)()
 
     def _model(self) -> ServedModel:
         try:
@@ -92,7 +118,11 @@ class InferenceService:
         now = self._clock()
         remaining = context.time_remaining()
         if remaining is None:
-            return Call(now, None)
+            return Call(now, None, CALLER.get().name)
         if remaining < LEAST_SECONDS:
             raise DeadlineExpired("the deadline passed before anything could be computed")
-        return Call(now, now + remaining)
+        return Call(now, now + remaining, CALLER.get().name)
+
+
+def _nothing() -> None:
+    """Items of a Score call end with it."""

@@ -31,8 +31,6 @@ def main(arguments: Sequence[str]) -> int:
     """
     given = _parser().parse_args(arguments)
     limits = {name: value for name in _LIMITS if (value := getattr(given, name)) is not None}
-    if given.share_cache:
-        limits["share_cache"] = True
     expires = None
     if given.expires_days is not None:
         expires = datetime.datetime.now(datetime.UTC).replace(microsecond=0) + datetime.timedelta(days=given.expires_days)
@@ -62,9 +60,6 @@ def _parser() -> argparse.ArgumentParser:
     for name, meaning in _LIMITS.items():
         help_ = f"Of all tokens of this name together: {meaning}. (default: no limit)"
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=help_)
-    parser.add_argument(
-        "--share-cache", action="store_true", help="Share cached prefixes with other tenants that do, not with its own alone."
-    )
     parser.add_argument("--expires-days", type=_days, metavar="N", help="Days until it stops counting. (default: never)")
     return parser
 

@@ -51,8 +51,6 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Requests that wait for one of ``max_running`` to end; needs that."""
     max_priority: _Priority | None = None
     """Largest ``priority`` of a request."""
-    share_cache: bool = False
-    """Whether its requests share cached prefixes with other tenants that do; otherwise with its own alone."""
 
 
 class Entry(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

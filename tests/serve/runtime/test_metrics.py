@@ -60,7 +60,7 @@ NAMES = {
     "inter_token_latency_seconds", "kv_blocks", "kv_blocks_cached", "kv_blocks_used", "model_info", "model_load_seconds",
     "nonfinite_requests", "num_requests_running", "num_requests_waiting",
     "preemptions", "prefix_cache_hits", "prefix_cache_queries", "prompt_tokens",
-    "token_reloads_refused", "weight_swap_seconds", "weight_swaps", "reloads_refused",
+    "tenant_refusals", "token_reloads_refused", "weight_swap_seconds", "weight_swaps", "reloads_refused",
     "queued_prompt_tokens", "rank_heartbeat_age_seconds", "rank_up", "rejections", "request_finished",
     "speculative_accepted_tokens", "speculative_proposed_tokens",
     "request_queue_time_seconds", "requests", "requests_kept", "step_seconds", "step_tokens", "time_to_first_token_seconds",
