@@ -1,8 +1,8 @@
 """The C library's heap, as far as it decides how much memory tensors on a CPU hold: glibc's malloc, in numbers alone.
 
-A tensor at or above a threshold, which ranks set (``host.heap``), is mapped by itself, and its pages go back when it is freed.
-A smaller one lies in the heap, which grows at its end alone: what is freed inside it is used again, by best fit, and stays
-resident until then.
+A tensor lies in the heap, which grows at its end alone: what is freed inside it is used again, by best fit, and stays resident
+until then. One at or above a threshold, which ranks set (``host.heap``), does not make the heap grow: where no gap is large
+enough for it, it is mapped by itself, and its pages go back when it is freed.
 
 torch's tensors are aligned, for which malloc takes more than is needed and frees what is too much in front and behind. So a gap
 as large as a tensor is too small for another one of its size, unless it grows together with the gaps beside it.
@@ -28,7 +28,13 @@ _ALIGNED: Final = 64
 class Heap:
     """Where pieces of memory lie, and what that keeps resident. Pieces are numbered by the caller."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_end: bool = False) -> None:
+        """An empty heap.
+
+        Args:
+            keeps_end: whether something small always lies at its end, so that it never shrinks.
+        """
+        self._keeps_end = keeps_end
         self.mapped_bytes = 0
         """In pieces mapped by themselves."""
         self.used_bytes = 0
@@ -59,14 +65,14 @@ class Heap:
         Args:
             followed: whether something small that stays comes to lie in what alignment leaves in front of it.
         """
-        if size + _ALIGNED >= TENSOR_BYTES:
+        whole = -(-(size + _HEADER) // _HEADER) * _HEADER
+        asked = whole + _ALIGNED + _SMALLEST
+        found = self._place(asked)
+        if found is None:
             whole = -(-(size + _ALIGNED) // _PAGE) * _PAGE
             self._pieces[number] = (-1, whole)
             self.mapped_bytes += whole
             return
-        whole = -(-(size + _HEADER) // _HEADER) * _HEADER
-        asked = whole + _ALIGNED + _SMALLEST
-        found = self._place(asked)
         begin = -(-(found + _HEADER) // _ALIGNED) * _ALIGNED - _HEADER
         if 0 < begin - found < _SMALLEST:
             begin += _ALIGNED
@@ -98,11 +104,12 @@ class Heap:
             self._add_gap(begin, end)
             return
         self._top = begin
-        if self._end - self._top > TENSOR_BYTES:
+        if not self._keeps_end and self._end - self._top > TENSOR_BYTES:
             self._end = self._top + _PADDING
             self._touched = min(self._touched, self._end)
 
-    def _place(self, size: int) -> int:
+    def _place(self, size: int) -> int | None:
+        """Where ``size`` bytes of the heap begin; ``None`` for what is mapped by itself."""
         index = bisect_left(self._free, (size, 0))
         if index < len(self._free):
             _, begin = self._free[index]
@@ -112,6 +119,8 @@ class Heap:
                 self._add_gap(begin + size, end)
             return begin
         begin = self._top
+        if size >= TENSOR_BYTES and begin + size > self._end:
+            return None
         self._top += size
         if self._top > self._end:
             self._end = self._top + _PADDING

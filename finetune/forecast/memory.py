@@ -255,8 +255,10 @@ def _passing(facts: ModelFacts, layout: Layout) -> tuple[Phase, Phase, Phase]:
     if layout.staged:
         reduction = _merge(reduction, {"gradients": -reduction["gradients"]}, _reduction(facts, layout))
         if not layout.sums_in_fp32:
+            # ZeRO-1 moves gradients to a bucket one by one, reduces them where they lie (``finetune.engines.buckets``), and
+            # copies this rank's part out of it; without ZeRO a copy is sent.
             own = share if layout.stage == 1 else 0
-            copied = in_bucket if own or layout.shares > 1 else 0
+            copied = in_bucket if not own and layout.shares > 1 else 0
             reduction = _merge(reduction, {"gradients": w * (trained + own), "reduced copy": copied})
     elif layout.stage == 3:
         reduction["reduced copy"] = 2 * in_bucket

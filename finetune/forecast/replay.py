@@ -6,10 +6,10 @@ Only what comes and goes is replayed. State that lies there during all of traini
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, zip_longest
 from typing import Final
 
-from finetune.forecast.follow import Trace, What
+from finetune.forecast.follow import Event, Trace, What
 from finetune.forecast.heap import Heap
 from finetune.forecast.layout import Layout
 
@@ -73,11 +73,16 @@ class _Rank:
 
     In its first pass a process makes much that is small and stays: hooks, places in the graph, what kernels remember. It lies
     between the tensors that wait for the backward pass, so that their gaps do not grow together.
+
+    Whole gradients that wait for the next micro-batch have small parts, too, wherever room was when they were made. While large
+    pieces are freed below them the heap cannot shrink, and when they go, into the thread's own store of small pieces, the C
+    library does not look whether it could. So its end stays where it was, and all of it is filled in the next pass: from the
+    second step on most of the gradients lie in it.
     """
 
     def __init__(self, trace: Trace, layout: Layout) -> None:
         self._trace, self._layout = trace, layout
-        self._heap = Heap()
+        self._heap = Heap(keeps_end=layout.adds_whole)
         self._new = count(1)
         trained = {event.number for event in trace if event.what is What.GRADIENT}
         self._sizes = {event.number: event.size for event in trace if event.what is What.USED}
@@ -144,29 +149,29 @@ class _Rank:
         ahead = self._gathers and self._passes > 0  # the order of the modules is known from the first pass
         if ahead:
             self._gather(list(self._sizes))
-        for what, number, size in self._trace:
+        for (what, number, size), following in zip_longest(self._trace, self._trace[1:]):
             if what is What.MADE:
                 self._activations[number] = self._take(size, followed=self._passes == 0 and number in self._saved), size
                 self._live["activations"] += size
             elif what is What.FREED:
                 piece, bytes_ = self._activations.pop(number)
-                self._heap.give(piece)
                 self._live["activations"] -= bytes_
+                self._heap.give(piece)
             elif what is What.USED and self._gathers:
                 self._gather([number])
             elif what is What.GRADIENT:
-                self._gradient(number, size, last=last)
+                self._gradient(number, size, last=last, following=following)
             self._look()
         self._passes += 1
         for number in [*self._gathered]:
             self._release(number)
         self._end = {**self._live, "bucket": self._bucket, "gaps": self._heap.gap_bytes}
 
-    def _gradient(self, number: int, size: int, *, last: bool) -> None:
+    def _gradient(self, number: int, size: int, *, last: bool, following: Event | None) -> None:
         layout = self._layout
         w = layout.weight_bytes
         if layout.adds_whole and number not in self._gradients:
-            self._gradients[number] = self._take(w * size, followed=True)
+            self._gradients[number] = self._made_as(following, w * size)
             self._live["gradients"] += w * size
         if layout.fills_bucket and (last or not layout.adds_whole):
             self._bucket = min(self._bucket + w * size, w * max(layout.bucket, size))
@@ -174,6 +179,15 @@ class _Rank:
                 self._drop_gradient(number)
         if self._gathers:
             self._release(number)
+
+    def _made_as(self, following: Event | None, size: int) -> int:
+        """The piece of a gradient that waits: the storage it was made in, which is then not freed, or a copy of a part."""
+        own = following.number if following is not None and following.what is What.FREED else None
+        if own is None or self._activations[own][1] != size:
+            return self._take(size, followed=True)
+        piece, _ = self._activations[own]
+        self._activations[own] = self._take(0), size
+        return piece
 
     def _release(self, number: int) -> None:
         if number in self._gathered:

@@ -37,3 +37,26 @@ def test_a_gap_is_too_small_for_a_tensor_of_its_own_size() -> None:
     before = heap.resident_bytes
     heap.take(3, 1 << 19)
     assert heap.resident_bytes > before + (1 << 18), "alignment asks for more than the gap has"
+
+
+def test_a_large_tensor_lies_in_a_gap_that_is_large_enough() -> None:
+    heap = Heap()
+    for number in range(8):
+        heap.take(number, TENSOR_BYTES // 2)
+    for number in range(6):
+        heap.give(number)
+    before = heap.resident_bytes
+    heap.take(8, 2 * TENSOR_BYTES)
+    assert (heap.mapped_bytes, heap.resident_bytes) == (0, before), "malloc looks among gaps before it asks the system"
+    heap.take(9, 2 * TENSOR_BYTES)
+    assert heap.mapped_bytes >= 2 * TENSOR_BYTES
+
+
+def test_a_heap_shrinks_unless_something_lies_at_its_end() -> None:
+    for keeps_end in (False, True):
+        heap = Heap(keeps_end=keeps_end)
+        for number in range(8):
+            heap.take(number, TENSOR_BYTES // 2)
+        for number in range(8):
+            heap.give(number)
+        assert (heap.resident_bytes > 3 * TENSOR_BYTES) == keeps_end

@@ -144,3 +144,13 @@ def test_offload_moves_the_state_to_the_host() -> None:
     )
     assert moved.device_bytes < stays.device_bytes
     assert moved.host_bytes - stays.host_bytes > 14 * moved.facts.total
+
+
+def test_a_pipeline_with_zero_reduces_its_bucket_where_it_lies() -> None:
+    """Without ZeRO a copy of the gradients is sent to the other ranks."""
+    for stage in (0, 1):
+        config = config_of(zero=ZeroConfig(stage=stage))  # type: ignore[arg-type]
+        facts = facts_of(config, model_config_of(config), "fp32", on_gpu=False)
+        layout = layout_of(config, device="cpu", precision="fp32", command="pretrain")
+        reduction, _ = _phases(facts, layout)["reduction"]
+        assert ("reduced copy" in reduction) == (stage == 0)

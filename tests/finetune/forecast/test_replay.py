@@ -34,8 +34,8 @@ class Witness(Heap):
 
     made: list[Witness]
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *, keeps_end: bool = False) -> None:
+        super().__init__(keeps_end=keeps_end)
         self.live: dict[int, int] = {}
         self.taken = 0
         type(self).made.append(self)
@@ -142,6 +142,18 @@ def test_the_busiest_moment_is_told_item_by_item() -> None:
     assert (staged.bucket, staged.bucket_at_end, staged.gradients_at_end) == (0, 0, 4 * 1500)
     gathered = replay(trace, replace(USUAL, ranks=2))
     assert gathered.gathered == 4 * 1000, "both are gathered ahead, and the one whose gradient is whole is given back"
+
+
+def test_gradients_that_wait_lie_where_they_were_made_and_hold_the_heap(heaps: list[Witness]) -> None:
+    half = MIB // 2
+    made = tuple(Event(MADE, number, half) for number in range(1, 9))
+    freed = tuple(Event(FREED, number, 0) for number in range(1, 9))
+    weight = Event(USED, 0, half // 4)
+    trace = (weight, *made, Event(MADE, 0, half), *freed, Event(GRADIENT, 0, half // 4), Event(FREED, 0, 0))
+    waiting, reduced = (replay(trace, replace(USUAL, stage=1, accumulation=count)) for count in (2, 1))
+    assert waiting.gaps_at_end > reduced.gaps_at_end + half
+    assert [heap._keeps_end for heap in heaps] == [True, False]
+    assert heaps[0].taken - 2 * 2 * 9 == heaps[1].taken - 2 * 9 + 2, "nothing but an empty place is taken for a gradient"
 
 
 @pytest.mark.parametrize(("bucket", "written"), [(750, 750), (800, 800), (1 << 20, 800)])
