@@ -149,7 +149,7 @@ async def serve(
 
     # Start. The ports come first: one that is taken is known before the model is loaded.
     async with contextlib.AsyncExitStack() as running:
-        endpoint = running.enter_context(contextlib.closing(metrics.listen(config.rpc.host, config.rpc.metrics_port)))
+        endpoint = running.enter_context(contextlib.closing(metrics.listen(config.rpc.metrics_host, config.rpc.metrics_port)))
         running.callback(tracing.close)
         running.enter_context(told.handled())
         await running.enter_async_context(manager.kept_informed())

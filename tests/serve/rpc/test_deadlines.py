@@ -131,11 +131,12 @@ async def test_the_requests_of_a_call_end_for_the_same_reason_as_the_call(
 
     async with asyncio.timeout(30):
         if method == "Score":
-            scorer, sequence = Scorer(None, left), scoring._Sequence(array("I", (5, 6)), 1, 2)  # type: ignore[arg-type]
+            scorer, sequence = Scorer(None, None, left), scoring._Sequence(array("I", (5, 6)), 1, 2)  # type: ignore[arg-type]
             work = scorer._one(inference_pb2.ScoreResult(), sequence, lambda: generation, start, asyncio.Semaphore(1), set())
             call = asyncio.ensure_future(work)
         else:
-            call = asyncio.ensure_future(anext(run_batch(one_request(), lambda _: begin(start, generation), left, config_of())))
+            events = run_batch(one_request(), lambda _: begin(start, generation), lambda _: None, left, config_of())
+            call = asyncio.ensure_future(anext(events))
         await begun.wait()
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)
