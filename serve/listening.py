@@ -20,8 +20,8 @@ class RpcConfig:
     """0 picks a free port; the start-up line says which."""
 
     metrics_port: int = 9400
-    """Prometheus, in plain HTTP, on the same host, or on 127.0.0.1 where that host is public and ``insecure_public`` is not set;
-    0 picks a free port."""
+    """Prometheus, in plain HTTP, on the same host, or on 127.0.0.1 where that one is public and ``insecure_public`` is not
+    set; 0 picks a free port."""
 
     admin_address: str = "auto"
     """``auto``: the Admin service shares the port on a loopback host and is off elsewhere. ``off``, ``host:port`` or
