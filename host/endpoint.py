@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import ssl
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from socketserver import ThreadingMixIn
 from typing import Any, Final
@@ -27,18 +29,24 @@ _MAX_JOIN_SECONDS: Final = 1.0
 """For a thread that has lost its connection to end; no step of it takes that long."""
 
 
+Wrap = Callable[[socket.socket], ssl.SSLSocket]
+"""The server's end of TLS over a connection, before its handshake. Called in the connection's own thread."""
+
+
 @dataclass(frozen=True, slots=True)
 class MetricsEndpoint:
     """A running HTTP endpoint that serves ``/metrics``."""
 
     address: str
     """``host:port`` as bound."""
+    scheme: str
+    """``http``, or ``https`` over TLS."""
     _server: WSGIServer
     _thread: threading.Thread
 
     @property
     def url(self) -> str:
-        return f"http://{self.address}/metrics"
+        return f"{self.scheme}://{self.address}/metrics"
 
     def close(self) -> None:
         """Stop listening and wait for the endpoint's thread."""
@@ -47,7 +55,9 @@ class MetricsEndpoint:
         self._thread.join()
 
 
-def listen(app: WSGIApplication, host: str, port: int, *, max_seconds: float = MAX_SECONDS) -> MetricsEndpoint:
+def listen(
+    app: WSGIApplication, host: str, port: int, *, max_seconds: float = MAX_SECONDS, wrap: Wrap | None = None
+) -> MetricsEndpoint:
     """Serve ``app`` over HTTP on a thread of its own.
 
     Args:
@@ -55,6 +65,7 @@ def listen(app: WSGIApplication, host: str, port: int, *, max_seconds: float = M
         host: a name or address without brackets.
         port: 0 picks a free one.
         max_seconds: how long one connection may last.
+        wrap: makes TLS of each connection; plain without it.
 
     Raises:
         OSError: the address cannot be bound.
@@ -65,11 +76,11 @@ def listen(app: WSGIApplication, host: str, port: int, *, max_seconds: float = M
         address_family = family
 
     server: Any = make_server(str(bare_host), port, app, Server, _SilentHandler)
-    server.max_seconds = max_seconds
+    server.max_seconds, server.wrap = max_seconds, wrap
     thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
     thread.start()
     shown = f"[{host}]" if ":" in host else host
-    return MetricsEndpoint(f"{shown}:{server.server_port}", server, thread)
+    return MetricsEndpoint(f"{shown}:{server.server_port}", "http" if wrap is None else "https", server, thread)
 
 
 class _SilentHandler(WSGIRequestHandler):
@@ -102,8 +113,9 @@ class _LimitedServer(ThreadingMixIn, WSGIServer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.max_seconds = MAX_SECONDS
+        self.wrap: Wrap | None = None
         self._lock = threading.Lock()
-        self._open: dict[Any, _Connection] = {}  # by socket, oldest first
+        self._open: dict[Any, _Connection] = {}  # by socket
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
         """Take a connection in, if there is room or can be made."""
@@ -122,6 +134,24 @@ class _LimitedServer(ThreadingMixIn, WSGIServer):
         self._open[request].thread = thread
         thread.start()
 
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer a connection, in its thread: a client that is slow to shake hands keeps nobody else waiting."""
+        if self.wrap is not None:
+            try:
+                secured = self.wrap(request)
+            except OSError:
+                self.shutdown_request(request)
+                return
+            with self._lock:
+                self._open[secured] = self._open.pop(request)
+            request = secured
+            try:
+                secured.do_handshake()
+            except OSError:  # no TLS, an unknown certificate, or out of time
+                self.shutdown_request(secured)
+                return
+        super().process_request_thread(request, client_address)
+
     def asked(self, request: Any) -> None:
         """The connection's request was read."""
         with self._lock:
@@ -130,12 +160,15 @@ class _LimitedServer(ThreadingMixIn, WSGIServer):
     def _end_most_silent(self) -> bool:
         """End the oldest connection that has not asked yet, its thread included; whether there was one, and it did end."""
         with self._lock:
-            silent = next(((request, one.thread) for request, one in self._open.items() if not one.has_asked), None)
-        if silent is None or silent[1] is None:
+            silent = [(one.began_seconds, one.thread, request) for request, one in self._open.items() if not one.has_asked]
+        if not silent:
             return False
-        _hang_up(silent[0])
-        silent[1].join(_MAX_JOIN_SECONDS)
-        return not silent[1].is_alive()
+        _, thread, request = min(silent, key=lambda one: one[0])
+        if thread is None:
+            return False
+        _hang_up(request)
+        thread.join(_MAX_JOIN_SECONDS)
+        return not thread.is_alive()
 
     def service_actions(self) -> None:
         """Called twice a second, and after each connection that comes: end those that have had their time."""

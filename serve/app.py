@@ -17,7 +17,8 @@ from checkpoint import CheckpointError, hold, locate, open_structure, pinned
 from checkpoint.disk.manifest import MANIFEST
 from checkpoint.text.tokenizer import Tokenizer
 from host import heap
-from serve.config import ModelConfig, ServerConfig
+from host.endpoint import MetricsEndpoint
+from serve.config import ModelConfig, RpcConfig, ServerConfig
 from serve.engine.engine import Engine, EngineLimits
 from serve.engine.executor import Executor, ModelFacts
 from serve.errors import ConfigError, StartError
@@ -149,7 +150,7 @@ async def serve(
 
     # Start. The ports come first: one that is taken is known before the model is loaded.
     async with contextlib.AsyncExitStack() as running:
-        endpoint = running.enter_context(contextlib.closing(metrics.listen(config.rpc.metrics_host, config.rpc.metrics_port)))
+        endpoint = running.enter_context(contextlib.closing(_listen(metrics, rpc, config.rpc)))
         running.callback(tracing.close)
         running.enter_context(told.handled())
         await running.enter_async_context(manager.kept_informed())
@@ -183,6 +184,11 @@ def _metrics(served: ModelConfig, version: str) -> Metrics:
     metrics = Metrics(version=version, num_ranks=served.tensor_parallel_size, model_name=served.served_name)
     metrics.follows(served.watch)
     return metrics
+
+
+def _listen(metrics: Metrics, rpc: RpcServer, config: RpcConfig) -> MetricsEndpoint:
+    """The metrics port, guarded as the gRPC port is."""
+    return metrics.listen(config.host, config.metrics_port, wrap=rpc.wrap, guard=rpc.guard_of_metrics)
 
 
 def _watch(config: ServerConfig, gateway: Gateway) -> Watch | None:

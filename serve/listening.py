@@ -20,8 +20,8 @@ class RpcConfig:
     """0 picks a free port; the start-up line says which."""
 
     metrics_port: int = 9400
-    """Prometheus, in plain HTTP, on the same host, or on 127.0.0.1 where that one is public and ``insecure_public`` is not
-    set; 0 picks a free port."""
+    """Prometheus, on the same host; 0 picks a free port. It speaks TLS where the gRPC port does, and asks for a token with the
+    scope ``metrics`` where there are tokens."""
 
     admin_address: str = "auto"
     """``auto``: the Admin service shares the port on a loopback host and is off elsewhere. ``off``, ``host:port`` or
@@ -34,7 +34,7 @@ class RpcConfig:
     """Allows a host that is not loopback without TLS: calls, tokens and answers can be read on their way."""
 
     tls_cert: str = ""
-    """The server's certificate with its chain, in PEM: the gRPC ports speak TLS, the metrics port does not. Read again when
+    """The server's certificate with its chain, in PEM: the gRPC ports and the metrics port speak TLS. Read again when
     the file changes."""
 
     tls_key: str = ""
@@ -102,11 +102,6 @@ class RpcConfig:
             self.host,
             "be a loopback address unless rpc.tls_cert and rpc.tls_key are given, or rpc.insecure_public is set",
         )
-
-    @property
-    def metrics_host(self) -> str:
-        """Where the metrics port listens: it has neither TLS nor tokens, so a public host alone does not make it public."""
-        return self.host if self.insecure_public or self.is_loopback else "127.0.0.1"
 
     @property
     def is_loopback(self) -> bool:

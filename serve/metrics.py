@@ -10,6 +10,7 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
+from wsgiref.types import WSGIApplication
 
 from prometheus_client import (
     CollectorRegistry,
@@ -24,7 +25,7 @@ from prometheus_client import (
 )
 
 from host import endpoint
-from host.endpoint import MetricsEndpoint
+from host.endpoint import MetricsEndpoint, Wrap
 from host.exposition import NamedRegistry
 from serve.engine.executor import ModelFacts
 from serve.engine.stats import EngineStats
@@ -75,6 +76,10 @@ REJECTION_REASONS: Final = ("requests", "tokens", "loading", "draining", "engine
 LOAD_PHASES: Final = ("import", "build", "weights", "cache")
 
 STEP_TOKENS: Final = tuple(float(2**exponent) for exponent in range(15))
+
+
+Guard = Callable[[WSGIApplication], WSGIApplication]
+"""Makes of what answers every request what answers some."""
 
 
 class Metrics:
@@ -157,6 +162,12 @@ class Metrics:
         self._swap_seconds = self._histogram("weight_swap_seconds", "For how long an exchange of weights kept steps waiting.")
         self._refused_reloads = self._counter("reloads_refused", "Checkpoints that were to be served and could not be.")
         self._refused_tokens = self._counter("token_reloads_refused", "Changed files of tokens that could not be used.")
+        self._certificate_expiry = self._gauge(
+            "certificate_expiry_timestamp_seconds", "When the certificate that is served ends, in Unix time; 0 without TLS."
+        )
+        self._refused_certificates = self._counter(
+            "certificate_reloads_refused", "Changed files of certificates that could not be served."
+        )
         self._loop_lag = self._gauge("event_loop_lag_seconds", "How late the event loop's last wake-up was.")
         self._load_seconds = self._gauge("model_load_seconds", "Duration of each phase of the last model load.", "phase")
         _make_all(self._load_seconds, LOAD_PHASES)
@@ -345,15 +356,28 @@ class Metrics:
         """Everything in Prometheus' text format."""
         return generate_latest(self._shown).decode()
 
-    def listen(self, host: str, port: int) -> MetricsEndpoint:
+    def certificate_served(self, expires_seconds: float) -> None:
+        """The ports that speak TLS show a certificate from now on that ends then, in Unix time."""
+        self._certificate_expiry.set(expires_seconds)
+
+    def certificate_refused(self) -> None:
+        """The files of certificates have changed and could not be served."""
+        self._refused_certificates.inc()
+
+    def listen(self, host: str, port: int, *, wrap: Wrap | None = None, guard: Guard | None = None) -> MetricsEndpoint:
         """Serve the registry over HTTP on a thread of its own.
+
+        Args:
+            wrap: makes TLS of each connection; plain without it.
+            guard: makes of what answers everyone what answers some.
 
         Raises:
             ConfigError: the address cannot be bound.
         """
+        app = make_wsgi_app(self._shown)
         bare_host = "127.0.0.1" if host.startswith("unix:") else host.strip("[]")
         try:
-            return endpoint.listen(make_wsgi_app(self._shown), bare_host, port)
+            return endpoint.listen(guard(app) if guard else app, bare_host, port, wrap=wrap)
         except OSError as error:
             raise ConfigError(f"rpc.metrics_port: cannot listen on {bare_host}:{port}: {error.strerror or error}") from error
 

@@ -1,10 +1,13 @@
-"""The certificates of the gRPC ports, as their files hold them now."""
+"""The certificates of the gRPC ports and the metrics port, as their files hold them now."""
 
 from __future__ import annotations
 
 import logging
+import socket
 import ssl
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
@@ -17,49 +20,89 @@ _Mark = tuple[tuple[int, int, int], ...]
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """A certificate with its key, in the forms of those who serve it."""
+
+    grpc: grpc.ServerCertificateConfiguration
+    context: ssl.SSLContext
+    expires_seconds: float
+
+
 class Certificates:
     """Reads the files of ``rpc.tls_*`` at the start, and again before a handshake that finds them changed.
 
     Files that cannot be read or do not fit each other change nothing: the pair before them goes on being served, and each
-    such state of the files is logged once. Connections that exist are left alone. gRPC asks from threads of its own.
+    such state of the files is logged and counted once. Connections that exist are left alone. Any thread may ask.
     """
 
-    def __init__(self, rpc: RpcConfig) -> None:
+    def __init__(
+        self,
+        rpc: RpcConfig,
+        *,
+        served: Callable[[float], None] = lambda _: None,
+        refused: Callable[[], None] = lambda: None,
+    ) -> None:
         """
+        Args:
+            served: told of each certificate that is served from now on when it ends, in Unix time.
+            refused: called when changed files cannot be served.
+
         Raises:
             ConfigError: the files cannot be read, or are no certificate with its key.
         """
         self._certificate, self._key = Path(rpc.tls_cert), Path(rpc.tls_key)
         self._client_ca = Path(rpc.tls_client_ca) if rpc.tls_client_ca else None
+        self._told_served, self._told_refused = served, refused
         self._lock = threading.Lock()
         self._seen: _Mark | str | None = None  # the files as last looked at, or why they could not be
         try:
             self._seen = self._mark()
-            first = self._read()
+            self._current = self._of_grpc = self._read()
         except (OSError, ValueError) as error:
             raise ConfigError(f"rpc.tls_cert, rpc.tls_key, rpc.tls_client_ca: {error}") from error
+        served(self._current.expires_seconds)
         self.credentials: grpc.ServerCredentials = grpc.dynamic_ssl_server_credentials(
-            first,
+            self._current.grpc,
             self._changed,  # type: ignore[arg-type]  # the stubs leave out that None keeps what is served
             require_client_authentication=self._client_ca is not None,
         )
 
-    def _changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """What new files hold; ``None`` to go on with what is served."""
+    def wrap(self, connection: socket.socket) -> ssl.SSLSocket:
+        """The server's end of TLS over a connection, which it takes over; the handshake is still to be done.
+
+        Raises:
+            OSError: the connection is over.
+        """
         with self._lock:
-            try:
-                mark = self._mark()
-                if mark == self._seen:
-                    return None
-                found = self._read()
-                if self._mark() != mark:
-                    return None  # being written: the next handshake looks again
-            except (OSError, ValueError) as error:
-                self._refused(str(error))
+            self._look()
+            context = self._current.context
+        return context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+
+    def _changed(self) -> grpc.ServerCertificateConfiguration | None:
+        """What gRPC does not serve yet; ``None`` to go on with what it does."""
+        with self._lock:
+            self._look()
+            if self._current is self._of_grpc:
                 return None
-            self._seen = mark
-            _log.info("new certificates are served from %s", self._certificate)
-            return found
+            self._of_grpc = self._current
+            return self._current.grpc
+
+    def _look(self) -> None:
+        """Take over what the files hold, if that is new and can be served."""
+        try:
+            mark = self._mark()
+            if mark == self._seen:
+                return
+            found = self._read()
+            if self._mark() != mark:
+                return  # being written: the next handshake looks again
+        except (OSError, ValueError) as error:
+            self._refused(str(error))
+            return
+        self._seen, self._current = mark, found
+        self._told_served(found.expires_seconds)
+        _log.info("new certificates are served from %s", self._certificate)
 
     def _refused(self, why: str) -> None:
         try:
@@ -68,6 +111,7 @@ class Certificates:
             state = why
         if state != self._seen:
             self._seen = state
+            self._told_refused()
             _log.error("the certificates before go on being served: %s", why)
 
     def _files(self) -> list[Path]:
@@ -76,7 +120,9 @@ class Certificates:
     def _mark(self) -> _Mark:
         return tuple((stat.st_mtime_ns, stat.st_size, stat.st_ino) for stat in (file.stat() for file in self._files()))
 
-    def _read(self) -> grpc.ServerCertificateConfiguration:
+    def _read(self) -> _Pair:
+        from cryptography import x509  # here: servers without TLS need not have it
+
         certificate, key = self._certificate.read_bytes(), self._key.read_bytes()
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
@@ -92,4 +138,7 @@ class Certificates:
                 context.load_verify_locations(cadata=roots.decode("ascii"))
             except (ssl.SSLError, ValueError) as error:
                 raise ValueError(f"{self._client_ca} must hold certificates in PEM: {error}") from error
-        return grpc.ssl_server_certificate_configuration([(key, certificate)], root_certificates=roots)
+            context.verify_mode = ssl.CERT_REQUIRED
+        ends = x509.load_pem_x509_certificates(certificate)[0].not_valid_after_utc
+        served = grpc.ssl_server_certificate_configuration([(key, certificate)], root_certificates=roots)
+        return _Pair(served, context, ends.timestamp())

@@ -7,11 +7,13 @@ import socket
 import time
 from collections.abc import Callable, Iterable
 from typing import Final
+from wsgiref.types import WSGIApplication
 
 import grpc
 from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health_pb2
 
+from host.endpoint import Wrap
 from serve.config import ServerConfig
 from serve.errors import ConfigError
 from serve.listening import RpcConfig
@@ -27,6 +29,7 @@ from serve.rpc.methods import Calls, bind
 from serve.rpc.model import Models
 from serve.rpc.model_service import ModelService
 from serve.rpc.reflection import reflection_handlers
+from serve.rpc.scraping import guarded
 from serve.rpc.service import InferenceService
 from serve.rpc.text_service import TokenizerService
 from serve.runtime.gateway import Gateway
@@ -93,13 +96,28 @@ class RpcServer:
         self._config = config
         self._clock = clock
         self._tracing = tracing
-        self._certificates = Certificates(config.rpc) if config.rpc.tls_cert else None
+        self._certificates = self._read_certificates()
         tokens = config.rpc.tokens
         self.identities = Identities(tokens, refused=metrics.tokens_refused, clock=clock) if tokens else None
         """Whose tokens count; ``None`` where everyone may call everything."""
         self._servers: dict[str, grpc.aio.Server] = {}  # by the address that was bound
         self._calls = Calls()
         self._health: HealthService | None = None
+
+    def _read_certificates(self) -> Certificates | None:
+        metrics, rpc = self._metrics, self._config.rpc
+        if not rpc.tls_cert:
+            return None
+        return Certificates(rpc, served=metrics.certificate_served, refused=metrics.certificate_refused)
+
+    @property
+    def wrap(self) -> Wrap | None:
+        """Makes TLS of the metrics port's connections; ``None`` where the gRPC port speaks none either."""
+        return None if self._certificates is None else self._certificates.wrap
+
+    def guard_of_metrics(self, app: WSGIApplication) -> WSGIApplication:
+        """What answers the metrics port, for those alone who may read them."""
+        return app if self.identities is None else guarded(app, self.identities)
 
     async def start(self) -> str:
         """Listen, whatever state the gateway is in.

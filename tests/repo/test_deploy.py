@@ -34,7 +34,6 @@ def exposed_names() -> tuple[set[str], set[str]]:
             series.add(re.split(r"[{ ]", line, maxsplit=1)[0])
     # Present once a model is loaded; a histogram's other series once it exists.
     families.add("tessera_model_info")
-    series.add("tessera_certificate_expiry_timestamp_seconds")  # where the server speaks TLS
     return families, series | families
 
 

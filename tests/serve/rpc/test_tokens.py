@@ -242,11 +242,3 @@ def test_a_public_host_needs_tls_or_the_word_for_none(tmp_path: Path) -> None:
         RpcConfig(host="0.0.0.0", tokens="t.json")
     assert RpcConfig(host="0.0.0.0", tls_cert="a", tls_key="b").host == "0.0.0.0"
     assert RpcConfig(host="0.0.0.0", tokens="t.json", insecure_public=True).tokens == "t.json"
-
-
-def test_the_metrics_port_which_has_no_tls_is_not_public_with_a_host_that_has() -> None:
-    for meant, host in ((False, "127.0.0.1"), (True, "0.0.0.0")):
-        config = RpcConfig(host="0.0.0.0", tls_cert="c.pem", tls_key="k.pem", insecure_public=meant)
-        assert config.metrics_host == host
-    for host in ("localhost", "::1", "127.0.0.2", "unix:/run/tessera.sock"):
-        assert RpcConfig(host=host).metrics_host == host
