@@ -32,6 +32,9 @@ if TYPE_CHECKING:
         Completion as Completion,
     )
     from serve.client import (
+        Connecting as Connecting,
+    )
+    from serve.client import (
         Delta as Delta,
     )
     from serve.client import (
@@ -89,6 +92,9 @@ if TYPE_CHECKING:
         Timings as Timings,
     )
     from serve.client import (
+        Tls as Tls,
+    )
+    from serve.client import (
         TokenLogprob as TokenLogprob,
     )
     from serve.client import (
@@ -102,6 +108,7 @@ __all__ = [
     "ChatMessage",
     "Client",
     "Completion",
+    "Connecting",
     "Delta",
     "Event",
     "EventStream",
@@ -121,6 +128,7 @@ __all__ = [
     "ScoreItem",
     "TesseraError",
     "Timings",
+    "Tls",
     "TokenLogprob",
     "Usage",
 ]
