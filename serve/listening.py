@@ -47,6 +47,16 @@ class RpcConfig:
     """File of hashed tokens that ``tessera-serve token`` makes: only calls that carry one of them are answered, but for health.
     Read again when the file changes. Empty: everyone may call everything."""
 
+    audit_log: str = ""
+    """File to which a line is written of every call but health checks: who, what, how much, status, never what was said. It may
+    be rotated at any time. Empty: none."""
+
+    audit_format: Literal["json", "text"] = "json"
+    """Of the lines of ``audit_log``."""
+
+    access_log_sample: float = 0.0
+    """Share of the calls, from 0 to 1, of which the same line goes to the server's log."""
+
     max_message_bytes: int = 8 * 1024 * 1024
     """Largest request message; larger ones are refused by gRPC before they are decoded, and without a word about the field."""
 
@@ -85,6 +95,7 @@ class RpcConfig:
         for name in ("connection_idle_seconds", "connection_age_seconds"):
             # gRPC counts in milliseconds of 31 bits.
             require(1 <= getattr(self, name) <= 2_000_000, f"rpc.{name}", getattr(self, name), "lie between 1 and 2000000")
+        require(0 <= self.access_log_sample <= 1, "rpc.access_log_sample", self.access_log_sample, "lie between 0 and 1")
         require_positive("rpc.slow_reader_seconds", self.slow_reader_seconds)
         require(bool(self.tls_cert) == bool(self.tls_key), "rpc.tls_cert", self.tls_cert, "be given together with rpc.tls_key")
         require(

@@ -32,6 +32,10 @@ class Context(Protocol):
         """Seconds until the deadline; ``None`` without one."""
         ...
 
+    def peer(self) -> str:
+        """The client's address, as gRPC writes it."""
+        ...
+
     def done(self) -> bool:
         """Whether the call is over."""
         ...

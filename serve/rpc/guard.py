@@ -12,6 +12,7 @@ import grpc
 import grpc.aio
 
 from serve.errors import NotAuthenticated, NotPermitted, RequestError
+from serve.rpc.audit import Books, NoBooks
 from serve.rpc.context import Context
 from serve.rpc.identity import CALLER, Caller, Identities
 from serve.rpc.methods import Count
@@ -52,13 +53,15 @@ _READING_SECONDS: Final = 0.1
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs alone
     """Lets a call pass whose token has the scope of its method; ends every other before a service sees it."""
 
-    def __init__(self, identities: Identities, count: Count) -> None:
+    def __init__(self, identities: Identities, count: Count, books: Books | None = None) -> None:
         """
         Args:
             count: called for each call that is refused.
+            books: kept of these calls, too.
         """
         self._identities = identities
         self._count = count
+        self._books = books or NoBooks()
 
     async def intercept_service(
         self,
@@ -70,11 +73,11 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
         try:
             caller = self._allowed(method, handler_call_details.invocation_metadata or ())
         except RequestError as error:
-            return _refusal(method, error, self._count)
+            return _refusal(method, error, self._count, self._books)
         except Exception:
             # gRPC would send the exception's words to the client.
             _log.exception("a caller could not be told")
-            return _refusal(method, None, self._count)
+            return _refusal(method, None, self._count, self._books)
         if caller is not None:
             CALLER.set(caller)
         return await continuation(handler_call_details)
@@ -106,16 +109,18 @@ def bearer_token(values: list[str | bytes]) -> str:
     return token.strip(" ") if scheme.lower() == "bearer" else ""
 
 
-def _refusal(method: str, error: RequestError | None, count: Count) -> grpc.RpcMethodHandler[Any, Any]:
+def _refusal(method: str, error: RequestError | None, count: Count, books: Books) -> grpc.RpcMethodHandler[Any, Any]:
     """A handler of all four kinds of method: gRPC treats a single message as a stream of one."""
     status = internal_status() if error is None else rpc_status(error)
 
     async def refuse(requests: AsyncIterator[bytes], context: Context) -> None:
+        entry = books.entry(method.removeprefix("/"), context)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_READING_SECONDS):
                 async for _ in requests:
                     pass
         count(method, status.code.name)
+        entry.ended(status.code.name)
         await abort(context, status)
 
     return grpc.stream_stream_rpc_method_handler(refuse)

@@ -14,6 +14,7 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import Message
 
 from serve.errors import RequestError
+from serve.rpc.audit import Books, Entry, NoBooks
 from serve.rpc.context import Context
 from serve.rpc.deadlines import is_expired
 from serve.rpc.decoding import Malformed, Reader, Unread
@@ -72,6 +73,7 @@ def bind(
     calls: Calls,
     name: str = "",
     tracing: Tracing | None = None,
+    books: Books | None = None,
 ) -> grpc.GenericRpcHandler[Any, Any]:
     """A handler for every method of ``service``, found on ``servicer`` by name.
 
@@ -80,12 +82,15 @@ def bind(
         calls: told of every call.
         name: what the service is called, if not by its own name.
         tracing: told of every call that is counted.
+        books: kept of every call; none are without it.
         count: called once for every call, however it ends; ``None`` for services that are not counted.
     """
     handlers = {}
     for method in service.methods:
         reader = Reader(message_factory.GetMessageClass(method.input_type), bounds)
-        behaviour = _Behaviour(method, getattr(servicer, method.name), reader, count, calls, tracing or NoTracing())
+        behaviour = _Behaviour(
+            method, getattr(servicer, method.name), reader, count, calls, tracing or NoTracing(), books or NoBooks()
+        )
         make = _CONSTRUCTORS[(method.client_streaming, method.server_streaming)]
         handlers[method.name] = make(
             behaviour.stream if method.server_streaming else behaviour.unary,
@@ -106,8 +111,10 @@ class _Behaviour:
         count: Count | None,
         calls: Calls,
         tracing: Tracing,
+        books: Books,
     ) -> None:
         self._method = method
+        self._books = books
         self._tracing = tracing
         self._name = f"{method.containing_service.full_name}/{method.name}"
         self._handler = handler
@@ -150,10 +157,11 @@ class _Behaviour:
     async def _guarded(self, run: Callable[[], Awaitable[A]], context: Context) -> A:
         """Run the handler; count its call, before the client can know of its end, and end it with the status of its error."""
         self._calls.began(context)
+        entry = self._books.entry(self._name, context)
         with self._tracing.call(self._name, context.invocation_metadata) as trace:
-            return await self._counted(run, context, trace)
+            return await self._counted(run, context, (trace, entry))
 
-    async def _counted(self, run: Callable[[], Awaitable[A]], context: Context, trace: CallTrace) -> A:
+    async def _counted(self, run: Callable[[], Awaitable[A]], context: Context, told: tuple[CallTrace, Entry]) -> A:
         allowed = context.time_remaining()
         try:
             answer = await run()
@@ -161,21 +169,22 @@ class _Behaviour:
             status = rpc_status(error)
         except asyncio.CancelledError:
             # The client has gone, or gRPC found the deadline passed. Not swallowed: gRPC would leak the call.
-            self._ended(_client_code(context, allowed), trace)
+            self._ended(_client_code(context, allowed), told)
             raise
         except Exception:
             if context.done():  # a write met a call that was already over
-                self._ended(_client_code(context, allowed), trace)
+                self._ended(_client_code(context, allowed), told)
                 raise
             status = self._bug()
         else:
-            self._ended("OK", trace)
+            self._ended("OK", told)
             return answer
-        self._ended(status.code.name, trace)
+        self._ended(status.code.name, told)
         return await abort(context, status)
 
-    def _ended(self, code: str, trace: CallTrace) -> None:
-        trace.ended(code)
+    def _ended(self, code: str, told: tuple[CallTrace, Entry]) -> None:
+        for each in told:
+            each.ended(code)
         if self._count is not None:
             self._count(self._method.name, code)
 

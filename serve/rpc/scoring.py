@@ -11,6 +11,7 @@ from typing import Final
 
 from serve.errors import InvalidRequest, RequestAborted
 from serve.rpc import messages
+from serve.rpc.audit import note
 from serve.rpc.checks import Checks
 from serve.rpc.convert import Call, check_common, new_request_id
 from serve.rpc.model import ServedModel, encode_now
@@ -84,6 +85,7 @@ class Scorer:
     ) -> inference_pb2.ScoreResponse:
         answer = inference_pb2.ScoreResponse(results=[inference_pb2.ScoreResult() for _ in sequences])
         request_id = new_request_id(request.request_id)
+        note(request_id)
         room = asyncio.Semaphore(ITEMS_AT_ONCE)
         streams = self._live.setdefault(request_id, set())
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 import time
@@ -19,6 +20,7 @@ from serve.errors import ConfigError
 from serve.listening import RpcConfig
 from serve.metrics import Metrics
 from serve.rpc.admin_service import AdminService
+from serve.rpc.audit import Audit
 from serve.rpc.bounds import request_bounds
 from serve.rpc.certificates import Certificates
 from serve.rpc.guard import Guard
@@ -100,6 +102,7 @@ class RpcServer:
         tokens = config.rpc.tokens
         self.identities = Identities(tokens, refused=metrics.tokens_refused, clock=clock) if tokens else None
         """Whose tokens count; ``None`` where everyone may call everything."""
+        self._audit = self._open_audit()
         self._servers: dict[str, grpc.aio.Server] = {}  # by the address that was bound
         self._calls = Calls()
         self._health: HealthService | None = None
@@ -109,6 +112,13 @@ class RpcServer:
         if not rpc.tls_cert:
             return None
         return Certificates(rpc, served=metrics.certificate_served, refused=metrics.certificate_refused)
+
+    def _open_audit(self) -> Audit | None:
+        rpc = self._config.rpc
+        if not rpc.audit_log and not rpc.access_log_sample:
+            return None
+        as_text = rpc.audit_format == "text"
+        return Audit(file=rpc.audit_log, as_text=as_text, sample=rpc.access_log_sample, clock=self._clock)
 
     @property
     def wrap(self) -> Wrap | None:
@@ -166,14 +176,16 @@ class RpcServer:
             except OSError as error:
                 _log.warning("connections at %s are left to gRPC to close: %s", address, error)
             await server.stop(0)  # begins before anything else can run here
+        if self._audit is not None:
+            await asyncio.to_thread(self._audit.close)
 
     async def _listen(self, field: str, address: str, servicers: dict[ServiceDescriptor, object]) -> str:
         assert self._health is not None
-        guards = [Guard(self.identities, self._metrics.request_ended)] if self.identities is not None else []
+        guards = [Guard(self.identities, self._metrics.request_ended, self._audit)] if self.identities is not None else []
         server = grpc.aio.server(interceptors=guards, options=server_options(self._config.rpc))
         bounds, count = request_bounds(self._config.admission), self._metrics.request_ended
         handlers = [
-            bind(service, servicer, count, bounds=bounds, calls=self._calls, tracing=self._tracing)
+            bind(service, servicer, count, bounds=bounds, calls=self._calls, tracing=self._tracing, books=self._audit)
             for service, servicer in servicers.items()
         ]
         handlers.append(bind(HEALTH, self._health, None, bounds=bounds, calls=self._calls))

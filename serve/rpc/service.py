@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from serve.errors import DeadlineExpired, Loading
 from serve.metrics import Metrics
 from serve.rpc import convert, messages
+from serve.rpc.audit import note
 from serve.rpc.batch import run_batch
 from serve.rpc.context import Context
 from serve.rpc.convert import Call
@@ -87,6 +88,7 @@ class InferenceService:
 
     async def _start(self, generation: Generation, model: ServedModel) -> Stream:
         """Once the caller's limits allow it."""
+        note(generation.request_id)
         end = await self._admit(len(generation.prompt_ids), generation.priority)
         try:
             stream = self._gateway.start(generation, model.edition)
@@ -97,11 +99,14 @@ class InferenceService:
         return stream
 
     async def _admit(self, prompt_tokens: int, priority: int) -> Callable[[], None]:
-        return await self._tenants.admit(CALLER.get(), prompt_tokens=prompt_tokens, priority=priority)
+        end = await self._tenants.admit(CALLER.get(), prompt_tokens=prompt_tokens, priority=priority)
+        note(requests=1, prompt_tokens=prompt_tokens)
+        return end
 
     def _heard(self, event: Event) -> None:
         if isinstance(event, TokensOut):
             self._tenants.generated(CALLER.get(), len(event.token_ids))
+            note(generated_tokens=len(event.token_ids))
 
     def _leave(self, stream: Stream) -> None:
         leave(stream, self._clock())

@@ -1,0 +1,224 @@
+"""Who called what, how much there was of it, and how it ended: a line for each call, and never a word of what was said."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import os
+import queue
+import random
+import time
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass
+from logging.handlers import QueueHandler, QueueListener, WatchedFileHandler
+from typing import Final, Protocol
+
+from serve.errors import ConfigError
+from serve.rpc.identity import CALLER
+
+_access = logging.getLogger("serve.access")
+_log = logging.getLogger(__name__)
+
+
+class Called(Protocol):
+    """What is asked of a call."""
+
+    def peer(self) -> str:
+        """The client's address, as gRPC writes it."""
+        ...
+
+
+@dataclass(slots=True)
+class Used:
+    """What a call has used so far. Its handler adds to it, in whatever task that runs."""
+
+    request_id: str = ""
+    """Of its first request."""
+    requests: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+
+
+USED: Final[ContextVar[Used | None]] = ContextVar("used", default=None)
+"""Of the call that is being answered; ``None`` where nobody keeps books."""
+
+
+def note(request_id: str = "", *, requests: int = 0, prompt_tokens: int = 0, generated_tokens: int = 0) -> None:
+    """Add to what the call that is being answered has used."""
+    used = USED.get()
+    if used is not None:
+        used.request_id = used.request_id or request_id
+        used.requests += requests
+        used.prompt_tokens += prompt_tokens
+        used.generated_tokens += generated_tokens
+
+
+class Entry(Protocol):
+    """A call that goes on."""
+
+    def ended(self, code: str) -> None:
+        """It ends with this status; called once."""
+        ...
+
+
+class Books(Protocol):
+    """Keeps books of calls."""
+
+    def entry(self, method: str, call: Called) -> Entry:
+        """A call begins, in the task that answers it."""
+        ...
+
+
+class NoBooks:
+    """Keeps none."""
+
+    def entry(self, method: str, call: Called) -> Entry:
+        return self
+
+    def ended(self, code: str) -> None:
+        """Nothing is written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What is written of one call."""
+
+    time: str
+    """Its end, in UTC."""
+    tenant: str
+    """By its token; empty where the server has no tokens, or the call none."""
+    peer: str
+    method: str
+    code: str
+    seconds: float
+    request_id: str
+    requests: int
+    prompt_tokens: int
+    generated_tokens: int
+
+    def as_json(self) -> str:
+        """One object; keys are the fields."""
+        return json.dumps(asdict(self))
+
+    def as_text(self) -> str:
+        """``key=value``, words of clients in quotes."""
+        return " ".join(
+            f"{key}={json.dumps(value) if isinstance(value, str) and key != 'time' else value}"
+            for key, value in asdict(self).items()
+        )
+
+
+class Audit:
+    """Writes a line for every call to a file, and some of them to the server's log.
+
+    The file may be moved or removed while it is written: lines go to the one that has its name, so that log rotation needs no
+    signal. A thread writes; calls do not wait for the disk.
+    """
+
+    def __init__(
+        self,
+        *,
+        file: str = "",
+        as_text: bool = False,
+        sample: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] = time.time,
+        chance: Callable[[], float] = random.random,
+    ) -> None:
+        """
+        Args:
+            file: empty for none. It is made for its owner alone to read.
+            as_text: ``key=value`` in it instead of JSON.
+            sample: share of the calls that are told in the server's log.
+            clock: monotonic seconds.
+            now: Unix time.
+            chance: a number from 0 to 1, of which ``sample`` decides.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
+        self._as_text, self._sample = as_text, sample
+        self._clock, self._now, self._chance = clock, now, chance
+        self._lines: queue.Queue[logging.LogRecord] = queue.Queue()
+        self._listener: QueueListener | None = None
+        if file:
+            try:
+                os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
+                handler = _File(file, encoding="utf-8")
+            except OSError as error:
+                raise ConfigError(f"rpc.audit_log is {file!r}; it cannot be written: {error.strerror}") from error
+            self._handler = QueueHandler(self._lines)
+            self._listener = QueueListener(self._lines, handler)
+            self._listener.start()
+
+    def entry(self, method: str, call: Called) -> Entry:
+        """See ``Books``."""
+        used = Used()
+        USED.set(used)
+        return _Call(self, method, call.peer(), used, self._clock())
+
+    def write(self, method: str, peer: str, used: Used, code: str, began_seconds: float) -> None:
+        """Write the line of a call that has ended."""
+        moment = datetime.datetime.fromtimestamp(self._now(), datetime.UTC)
+        line = Line(
+            time=moment.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            tenant=CALLER.get().name,
+            peer=peer,
+            method=method,
+            code=code,
+            seconds=round(self._clock() - began_seconds, 6),
+            **asdict(used),
+        )
+        if self._listener is not None:
+            text = line.as_text() if self._as_text else line.as_json()
+            self._handler.emit(logging.makeLogRecord({"msg": text, "levelno": logging.INFO}))
+        if self._sample > 0 and self._chance() < self._sample:
+            _access.info("%s", line.as_text())
+
+    def flush(self) -> None:
+        """Wait until all lines so far are written."""
+        self._lines.join()
+
+    def close(self) -> None:
+        """Write what is still to be written."""
+        if self._listener is not None:
+            self._listener.stop()
+            for handler in self._listener.handlers:
+                handler.close()
+            self._listener = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    audit: Audit
+    method: str
+    peer: str
+    used: Used
+    began_seconds: float
+
+    def ended(self, code: str) -> None:
+        self.audit.write(self.method, self.peer, self.used, code, self.began_seconds)
+
+
+class _File(WatchedFileHandler):
+    """Says once that it cannot be written, and once that it can again."""
+
+    def __init__(self, filename: str, *, encoding: str) -> None:
+        super().__init__(filename, encoding=encoding)
+        self._fails = self._failed = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._failed, self._fails = self._fails, False
+        try:
+            super().emit(record)
+        except OSError:  # of opening it again, which the handler leaves to its caller
+            self.handleError(record)
+        if self._failed and not self._fails:
+            _log.warning("the audit log is written again")
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        self._fails = True
+        if not self._failed:
+            _log.exception("the audit log cannot be written; calls go on, and their lines are lost")

@@ -1,0 +1,172 @@
+"""A line for every call, in a file that may be rotated, and no word of what was said in any log."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from serve.config import RpcConfig
+from serve.errors import ConfigError
+from serve.rpc.audit import Audit, note
+from serve.rpc.identity import CALLER, Caller
+from serve.rpc.tokens import Limits
+from serve.v1 import inference_pb2
+from tests.serve.rpc.running import request
+from tests.serve.rpc.test_tokens import bearer, code_of, guarded, make
+
+PLANTED = "the-king-of-france-is-bald"
+
+
+class Call:
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:9"
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+async def test_every_call_has_a_line_with_its_tenant_and_what_it_used(tmp_path: Path) -> None:
+    file, log = tmp_path / "tokens.json", tmp_path / "audit.log"
+    token = make(file, "team")
+    async with guarded(file, audit_log=str(log)) as running:
+        await running.inference.Generate(request(tokens=4, request_id="mine"), **bearer(token))
+        stream = running.inference.GenerateStream(request(ids=(5, 6), tokens=3), **bearer(token))
+        assert await code_of(stream) is grpc.StatusCode.OK
+
+        async def two() -> Any:
+            yield request(tokens=2, request_id="first")
+            yield request(tokens=3)
+
+        assert await code_of(running.inference.GenerateBatch(two(), **bearer(token))) is grpc.StatusCode.OK
+        scored = inference_pb2.ScoreRequest(request_id="score", items=[{"token_ids": {"ids": (5, 6, 7)}}] * 2)
+        await running.inference.Score(scored, **bearer(token))
+        refused = running.inference.Generate(request(text=PLANTED), **bearer("nobody's"))
+        assert await code_of(refused) is grpc.StatusCode.UNAUTHENTICATED
+        wrong = running.inference.Generate(request(tokens=4, sampling={"top_p": 7.0}), **bearer(token))
+        assert await code_of(wrong) is grpc.StatusCode.INVALID_ARGUMENT
+        running.ranks.last_step = running.ranks.num_steps + 1
+        left = running.inference.Generate(request(tokens=9, request_id="left"), **bearer(token))
+        await running.until(lambda: running.ranks.num_steps == running.ranks.last_step)
+        left.cancel()
+        await asyncio.gather(left, return_exceptions=True)
+        await running.until(lambda: running.count("Generate", "CANCELLED") == 1)
+        running.ranks.last_step = None
+    written = lines(log)
+    assert log.stat().st_mode & 0o777 == 0o600
+    told = [
+        (line["method"].rpartition("/")[2], line["tenant"], line["code"], line["requests"], line["prompt_tokens"])
+        for line in written
+    ]
+    assert told == [
+        ("Generate", "team", "OK", 1, 3),
+        ("GenerateStream", "team", "OK", 1, 2),
+        ("GenerateBatch", "team", "OK", 2, 6),
+        ("Score", "team", "OK", 1, 6),
+        ("Generate", "", "UNAUTHENTICATED", 0, 0),
+        ("Generate", "team", "INVALID_ARGUMENT", 0, 0),
+        ("Generate", "team", "CANCELLED", 1, 3),
+    ]
+    assert [line["generated_tokens"] for line in written[:4]] == [4, 3, 5, 0]
+    assert [written[place]["request_id"] for place in (0, 2, 3, 6)] == ["mine", "first", "score", "left"]
+    for line in written:
+        assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line["time"])
+        assert re.fullmatch(r"ipv[46]:.*:\d+", line["peer"])
+        assert 0 <= line["seconds"] < 600
+
+
+async def test_no_log_has_a_word_of_prompts_answers_or_tokens(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file, log = tmp_path / "tokens.json", tmp_path / "audit.log"
+    token = make(file, "team")
+    caplog.set_level(logging.DEBUG)
+    async with guarded(file, audit_log=str(log), access_log_sample=1.0) as running:
+        answer = await running.inference.Generate(request(text=PLANTED, tokens=8), **bearer(token))
+        for fields in ({"chat": {"messages": [{"role": PLANTED, "content": PLANTED}]}}, {"text": PLANTED * 900}):
+            await code_of(running.inference.Generate(request(**fields), **bearer(token)))
+        await code_of(running.inference.Generate(request(text=PLANTED), **bearer(token[:-1])))
+    said = log.read_text() + caplog.text
+    assert said.count("/Generate") == 8, "each call is in both"
+    generated = answer.completions[0].text
+    assert len(generated) >= 3
+    for secret in (PLANTED, token, token[:-1], generated):
+        assert secret not in said
+        assert json.dumps(secret)[1:-1] not in said
+
+
+def test_lines_go_to_the_file_of_that_name_wherever_the_one_before_went(tmp_path: Path) -> None:
+    file = tmp_path / "audit.log"
+    audit = Audit(file=str(file), clock=lambda: 7.0, now=lambda: 0.0)
+    audit.entry("a/B", Call()).ended("OK")
+    audit.close()
+    audit = Audit(file=str(file), clock=lambda: 7.0, now=lambda: 0.0)
+    audit.entry("a/B", Call()).ended("OK")
+    audit.flush()
+    file.rename(tmp_path / "audit.log.1")
+    audit.entry("a/C", Call()).ended("INTERNAL")
+    audit.close()
+    assert [line["method"] for line in lines(tmp_path / "audit.log.1")] == ["a/B", "a/B"]
+    assert [(line["method"], line["code"], line["time"]) for line in lines(file)] == [
+        ("a/C", "INTERNAL", "1970-01-01T00:00:00.000Z")
+    ]
+
+
+def test_text_keeps_the_words_of_clients_on_their_line(tmp_path: Path) -> None:
+    file, seconds = tmp_path / "audit.log", [1.0]
+    audit = Audit(file=str(file), as_text=True, clock=lambda: seconds[0], now=lambda: 0.0)
+    held = CALLER.set(Caller("team", frozenset(), Limits()))
+    try:
+        entry = audit.entry("serve.v1.Inference/Generate", Call())
+        note('x"\ncode="OK', requests=1, prompt_tokens=2, generated_tokens=3)
+        seconds[0] = 1.25
+        entry.ended("CANCELLED")
+    finally:
+        CALLER.reset(held)
+    audit.close()
+    assert file.read_text() == (
+        'time=1970-01-01T00:00:00.000Z tenant="team" peer="ipv4:127.0.0.1:9" method="serve.v1.Inference/Generate" '
+        'code="CANCELLED" seconds=0.25 request_id="x\\"\\ncode=\\"OK" requests=1 prompt_tokens=2 generated_tokens=3\n'
+    )
+
+
+def test_the_access_log_has_the_share_of_calls_that_was_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    draws = iter((0.1, 0.9, 0.24, 0.25))
+    audit = Audit(sample=0.25, chance=lambda: next(draws))
+    with caplog.at_level(logging.INFO, "serve.access"):
+        for number in range(4):
+            audit.entry(f"call-{number}", Call()).ended("OK")
+    assert [re.findall(r"call-\d", record.getMessage()) for record in caplog.records] == [["call-0"], ["call-2"]]
+
+
+def test_a_file_that_cannot_be_written_is_told_at_the_start_and_once_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ConfigError, match=r"rpc\.audit_log is '.*nowhere.*'; it cannot be written: No such file"):
+        Audit(file=str(tmp_path / "nowhere" / "audit.log"))
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    file = folder / "audit.log"
+    audit = Audit(file=str(file))
+    file.unlink()
+    folder.rename(tmp_path / "away")
+    for _ in range(3):
+        audit.entry("a/B", Call()).ended("OK")
+    audit.flush()
+    (tmp_path / "away").rename(folder)
+    audit.entry("a/C", Call()).ended("OK")
+    audit.close()
+    assert [line["method"] for line in lines(file)] == ["a/C"]
+    assert [record.message.partition(";")[0] for record in caplog.records] == [
+        "the audit log cannot be written", "the audit log is written again",
+    ]  # fmt: skip
+
+
+def test_the_share_lies_between_none_and_all() -> None:
+    with pytest.raises(ConfigError, match=r"rpc\.access_log_sample is 1\.5"):
+        RpcConfig(access_log_sample=1.5)
