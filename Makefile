@@ -15,7 +15,7 @@ export HF_HUB_OFFLINE := 1
 MAKEFLAGS += --no-print-directory
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help setup libaio demo demo-pictures pictures test test-slow check lint types imports proto proto-check bench bench-sampling bench-load bench-tensor-parallel bench-training test-gpu bench-gpu wheel test-image image-tools test-deploy deploy-tools chaos clean distclean
+.PHONY: help setup libaio demo demo-pictures pictures test test-slow check lint types imports proto proto-check bench bench-sampling bench-load bench-tensor-parallel bench-training test-gpu bench-gpu wheel test-image image-tools test-deploy deploy-tools chaos fuzz clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -134,6 +134,9 @@ test-deploy: $(STAMP) deploy-tools ## what deploy/ says, tried with the programs
 
 chaos: $(STAMP) ## ranks killed and frozen under load, twenty times each, and the history of every call; CASE=kill for one
 	@$(PY) -m tests.chaos $(CASE)
+
+fuzz: $(STAMP) ## mutated requests, plans, settings, tokens and checkpoints, half a minute each; TARGET=pickles for one
+	@$(PY) -m tests.fuzz $(TARGET)
 
 clean: ## remove caches, build output and the demo's run folder
 	@rm -rf build dist demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -69,11 +69,11 @@ class Archive:
         if not 0 <= begin <= self._end <= size:
             raise CheckpointError(file, f"is cut short: an archive is to lie at bytes {begin} to {self._end} of {size}")
         self._entries, directory = _entries(_Stretch(fd, begin, self._end - begin), file)
-        offsets = sorted(info.header_offset for info in self._entries.values())
-        self._next = dict(zip(offsets, [*offsets[1:], directory], strict=True))
         tables = [name for name in self._entries if name.endswith("/data.pkl") and name.count("/") == 1]
         if len(tables) != 1:
             raise CheckpointError(file, f"must hold one data.pkl; it holds {len(tables)}")
+        offsets = sorted(info.header_offset for info in self._entries.values())
+        self._next = dict(zip(offsets, [*offsets[1:], directory], strict=True))
         self._prefix = tables[0].removesuffix("data.pkl")
         order = self._entries.get(self._prefix + "byteorder")
         if order is not None and self._content(order, limit=16) != b"little":

@@ -284,3 +284,10 @@ def test_a_refused_folder_leaves_no_file_open(tmp_path: Path) -> None:
     before = sorted(os.listdir("/proc/self/fd"))
     refusal(tmp_path)
     assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+def test_an_archive_without_entries_is_refused(tmp_path: Path) -> None:
+    directory = b"PK\x05\x06" + bytes(12) + (64).to_bytes(4, "little") + bytes(2)
+    (write_config(tmp_path) / "pytorch_model.bin").write_bytes(bytes(64) + directory)
+    with pytest.raises(CheckpointError, match=r"^pytorch_model\.bin: .*it holds 0$"):
+        open_checkpoint(tmp_path)
