@@ -19,9 +19,9 @@ class Given:
     tokenizer: str | None = None
     """A folder with the tokenizer's files, or one such file, where they do not lie with the checkpoint."""
     master_weights: bool = False
-    """Of a folder of ZeRO-0, 1 or 2, the optimizer's fp32 master weights in place of the module in the type of training."""
+    """From a folder of ZeRO-0, 1 or 2, the optimizer's fp32 master weights in place of the module in the type of training."""
     layer_map: str | None = None
-    """Of a pipeline's layer files, a YAML or JSON file that says which names of the model each layer's tensors have."""
+    """For a pipeline's layer files, a YAML or JSON file that says which names of the model each layer's tensors have."""
     neox_qkv_layout: QkvLayout = "blocks"
     """How GPT-NeoX packed queries, keys and values of heads that share keys."""
     prefix: str | None = None

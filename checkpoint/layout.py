@@ -31,7 +31,7 @@ DTYPE_BYTES: dict[str, int] = {
 """Bytes of one element, by the safetensors format's names of the dtypes that Tessera keeps."""
 
 MAX_DIMENSIONS = 16
-"""Of a tensor; models have up to five."""
+"""A tensor has at most so many; models have up to five."""
 
 
 @dataclass(frozen=True, slots=True)

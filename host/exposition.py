@@ -27,5 +27,5 @@ class NamedRegistry(CollectorRegistry):
             yield family
 
     def restricted_registry(self, names: Iterable[str]) -> Any:
-        """Of the other registry, the series of these names alone."""
+        """The series of these names alone, of the other registry."""
         return NamedRegistry(self._registry.restricted_registry(names), self._model_name)

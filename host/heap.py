@@ -11,7 +11,7 @@ _M_MMAP_THRESHOLD: Final = -3
 """Parameters of mallopt(3)."""
 
 TENSOR_BYTES: Final = 1 << 20
-"""Of training's ranks: a tensor this large or larger is mapped by itself, so that gaps between smaller ones are all that a heap
+"""In training's ranks a tensor this large or larger is mapped by itself, so that gaps between smaller ones are all that a heap
 keeps. A smaller number would have pages asked for anew in every step, for less and less memory."""
 
 

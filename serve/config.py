@@ -44,10 +44,10 @@ class ModelConfig:
     """The ``adapter_config.json`` of a DeepSpeed save with a LoRA adapter in the model, where it is not beside or above it."""
 
     master_weights: bool = False
-    """Of a DeepSpeed folder of ZeRO-0, 1 or 2: serve the optimizer's fp32 master weights, not the module as it was trained."""
+    """In a DeepSpeed folder of ZeRO-0, 1 or 2: serve the optimizer's fp32 master weights, not the module as it was trained."""
 
     layer_map: str = ""
-    """Of a DeepSpeed pipeline of no known family: a YAML or JSON file that says which names of the model each layer has."""
+    """For a DeepSpeed pipeline of no known family: a YAML or JSON file that says which names of the model each layer has."""
 
     tensor_parallel_size: int = 1
     """Ranks that share every layer. Each takes whole heads: at most as many ranks as query heads."""

@@ -52,7 +52,7 @@ class RpcConfig:
     be rotated at any time. Empty: none."""
 
     audit_format: Literal["json", "text"] = "json"
-    """Of the lines of ``audit_log``."""
+    """How the lines of ``audit_log`` are written."""
 
     access_log_sample: float = 0.0
     """Share of the calls, from 0 to 1, of which the same line goes to the server's log."""

@@ -49,7 +49,7 @@ class Course:
     longest_tokens: int
     """Tokens of its longest sequence."""
     trace_id: str = ""
-    """Of the trace that it is a part of; empty where it is not traced."""
+    """The trace that the request is a part of; empty where it is not traced."""
 
 
 def exemplar_of(trace_id: str) -> dict[str, str] | None:

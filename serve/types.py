@@ -228,7 +228,7 @@ class SequenceFinished:
     proposed_tokens: int = 0
     """Tokens that were guessed ahead and verified by the model."""
     accepted_tokens: int = 0
-    """Those of them that became output."""
+    """Guessed tokens that became output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

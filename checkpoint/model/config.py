@@ -91,7 +91,7 @@ _ROPE_NUMBERS: Mapping[str, tuple[float, float]] = {
     "mscale": (0.0, 1e6),
     "mscale_all_dim": (0.0, 1e6),
 }
-"""Of ``rope_parameters`` and ``rope_scaling``: more than the first, at most the second."""
+"""Bounds of numbers in ``rope_parameters`` and ``rope_scaling``: more than the first, at most the second."""
 
 _MULTI_QUERY = frozenset(("gpt_bigcode", "falcon"))
 """Families with one key/value head, unless ``multi_query`` is false or Falcon's ``new_decoder_architecture`` true."""
@@ -236,7 +236,7 @@ def _is_number(value: object) -> bool:
 
 
 def _foreign(key: str, value: Any) -> None:
-    """Of another family's key only this is known: where it is one number, it is a possible one."""
+    """Refuse an impossible number under another family's key; nothing else is known of such keys."""
     highest = _COUNTS.get(key, math.inf)
     if isinstance(value, int | float) and not (isinstance(value, bool) or (_is_number(value) and 0 <= value <= highest)):
         _refuse(key, value, f"a finite number, 0 or more{f' and at most {highest}' if key in _COUNTS else ''}")

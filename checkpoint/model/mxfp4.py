@@ -15,7 +15,7 @@ from checkpoint.model.quantised import method_said
 _FAMILY: Final = "gpt_oss"
 _CODES, _SCALES = "_blocks", "_scales"
 _BYTES: Final = 16
-"""Of one group of thirty-two numbers."""
+"""Bytes of one group of thirty-two numbers."""
 
 
 def without_mxfp4(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from checkpoint.errors import CheckpointError
 from checkpoint.layout import Coded, LowRank, Piece, Stored
 
 CHUNK_BYTES = 16 << 20
-"""Of a tensor that is computed, at most so much at once. The scratch of it is at most four times this."""
+"""A tensor that is computed is computed in pieces of this size. The scratch of one is at most four times this."""
 
 CAST_BYTES = 1 << 20
 """Size of the buffer for casts, copies to a device and changes of order: so little stays in a core's cache until it is cast."""

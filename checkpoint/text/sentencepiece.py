@@ -77,7 +77,7 @@ def _unigram(model: Any) -> models.Unigram:
 
 
 def _bpe(model: Any) -> models.BPE:
-    """Of pieces that can be joined from two, the one with the highest score is joined first. A CHAR model joins none."""
+    """Merges of pieces that can be joined from two, the highest score first. A CHAR model joins none."""
     vocab = {piece.piece: index for index, piece in enumerate(model.pieces)}
     joinable = {piece.piece for piece in model.pieces if piece.type in (NORMAL, USER_DEFINED)}
     order = sorted(

@@ -43,7 +43,7 @@ _FIELDS: Final = {
         ("denormalizer_spec", 5, "Normalizer", ""),
     ),
 }
-"""Of each message the fields that are read: name, number, type, default. ``None`` for one that is repeated."""
+"""By message, the fields that are read: name, number, type, default. ``None`` for one that is repeated."""
 
 
 def read_pieces(folder: Folder, file: str) -> list[str]:

@@ -16,7 +16,7 @@ from checkpoint.errors import CheckpointError
 from checkpoint.model.config import shown
 
 LLAMA_3_TOKENS = 128_000
-"""Of Llama 3's vocabulary, without the special ones."""
+"""Tokens of Llama 3's vocabulary, without the special ones."""
 NAMED = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>", "add_bos_token": True}
 """What the code beside Llama 3's file says of it, by the keys of ``tokenizer_config.json``."""
 

@@ -28,7 +28,7 @@ TOKENIZER_FORMS = (TOKENIZER_JSON, f"{VOCABULARY} with {MERGES}", SENTENCE_PIECE
 MAX_IDS = 1 << 32
 MAX_TEMPLATE_BYTES = 1 << 20
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-"""Of a token that ``added_tokens_decoder`` declares."""
+"""Switches of a token that ``added_tokens_decoder`` declares."""
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _OBJECTS = ("tokenizer.json", "vocab.json", "added_tokens.json")

@@ -30,7 +30,7 @@ from finetune.output.folder import CHECKPOINTS, RESUME, checkpoint_folder, step_
 from finetune.output.saves import newest_manifest, newest_whole
 
 KEY = "base"
-"""Of a manifest's ``extra``."""
+"""Where a manifest's ``extra`` has the base."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,10 +24,10 @@ class ModelConfig:
     """How GPT-NeoX packed heads that share keys: ``blocks`` since November 2024, ``per-head`` before; no checkpoint says."""
 
     master_weights: bool = False
-    """Of a DeepSpeed folder of ZeRO-0, 1 or 2: begin with the optimizer's fp32 master weights, not the trained module."""
+    """In a DeepSpeed folder of ZeRO-0, 1 or 2: begin with the optimizer's fp32 master weights, not the trained module."""
 
     layer_map: str | None = None
-    """Of a DeepSpeed pipeline of no known family: a YAML or JSON file that says which names of the model each layer has."""
+    """For a DeepSpeed pipeline of no known family: a YAML or JSON file that says which names of the model each layer has."""
 
     adapter_config: str | None = None
     """The ``adapter_config.json`` of a DeepSpeed save with a LoRA adapter in the model, where it is not beside or above it."""

@@ -17,7 +17,7 @@ from finetune.errors import ConfigError
 _BEGIN, _END = "\ufdd0", "\ufdd1"  # no characters of any text: the ends of what {% generation %} encloses
 _PLACE = "\ufdd2"  # nor this: stands for the content of a turn
 _MOST_BYTES = 256 << 20
-"""Of one conversation's text: a template that writes more writes without end."""
+"""One conversation's text may have so many: a template that writes more writes without end."""
 _NO_SPANS = (
     "the chat template writes turn {turn} differently once more turns follow, so its tokens cannot be told apart; "
     "enclose the assistant's words in {{% generation %}} … {{% endgeneration %}} in the template (data.chat_template)"

@@ -51,7 +51,7 @@ class DataReport:
     faults: tuple[str, ...]
     """The first of them, each with its place and what to do about it."""
     num_skipped: int
-    """Those of the faults that are left out, since ``data.invalid`` is ``skip``."""
+    """Faults that are left out, since ``data.invalid`` is ``skip``."""
     num_warnings: int
     warnings: tuple[str, ...]
     """The first of what can be trained on and is likely not meant, each with its place."""

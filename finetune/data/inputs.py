@@ -17,7 +17,7 @@ from finetune.data.sources import Source, source_of
 from finetune.errors import DataError
 
 _FORMAT_VERSION = 2
-"""Of what is kept on disk: another one finds nothing of the others."""
+"""Version of what is kept on disk: another one finds nothing of the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,7 +32,7 @@ class Prepared:
     """How many of them, from the first on, are of the training sources."""
     dtype: str
     fingerprint: str
-    """Of all the rows depend on: files, formats, tokenizer, template, split, packing. A resumed run must meet the same."""
+    """A hash of what the rows depend on: files, formats, tokenizer, template, split, packing. A resumed run needs the same."""
     num_ids: int
     end_of_text_id: int
     stop_ids: tuple[int, ...]
@@ -49,7 +49,7 @@ class Prepared:
     tokens: int
     """Tokens of these documents."""
     targets: int
-    """Those of the tokens that are targets."""
+    """Tokens that are targets."""
     dropped: int
     """Samples left out because they were too long."""
     text_bytes: int

@@ -165,7 +165,7 @@ def model_type_of(config: TuneConfig) -> str:
 
 
 def _model_types(config: TuneConfig) -> tuple[str, str]:
-    """Of the model that is trained, and of the one that ``tokenizer.path`` belongs to; each empty where nothing tells."""
+    """The types of the model that is trained and of the one that ``tokenizer.path`` belongs to; empty where nothing tells."""
     other = ""
     if config.tokenizer.path is not None:
         folder = Folder(Path(config.tokenizer.path).expanduser())

@@ -193,7 +193,7 @@ def make_shards(
 
 
 _stop: Event | None = None
-"""Of a worker process: set once its work is no longer wanted."""
+"""In a worker process: set once its work is no longer wanted."""
 
 
 def _start_worker(parent: int, environment: Mapping[str, str], stop: Event) -> None:

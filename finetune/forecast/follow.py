@@ -45,7 +45,7 @@ class Event(NamedTuple):
 
     what: What
     number: int
-    """Of the storage or parameter, counted from 0."""
+    """Which storage or parameter, counted from 0."""
     size: int
     """Bytes of a storage; elements of a parameter."""
 

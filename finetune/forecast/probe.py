@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from finetune.forecast.work import Tally, Work
 
 _BUDGET_SECONDS: Final = 0.08
-"""Of each measurement in a round."""
+"""How long each measurement of a round may take."""
 _ROUNDS: Final = 5
 _SIZES: Final = (32, 128, 384, 1024)
 

@@ -15,7 +15,7 @@ from finetune.forecast.layout import Layout
 
 _STEPS: Final = 2
 _MOST_MICRO_BATCHES: Final = 3
-"""Of a step, replayed: after the second nothing changes."""
+"""Micro-batches of a step that are replayed: after the second nothing changes."""
 _SMALL: Final = 256
 """Bytes of what is made beside a parameter and stays: its tensor object, its place in the graph."""
 

@@ -52,7 +52,7 @@ class Piece:
         return flat.view(-1).narrow(0, self.offset, self.rows * self.columns).view(self.rows, self.columns)
 
     def of_rows(self, by_row: torch.Tensor) -> torch.Tensor:
-        """Of ``by_row``, which has a number for each row of the matrix, those of the rows of this piece, as a view."""
+        """The numbers of this piece's rows, as a view of ``by_row``, which has one for each row of the matrix."""
         return by_row.narrow(0, self.first, self.rows)
 
 

@@ -16,7 +16,7 @@ from finetune.optimizers.fragments import Fragment, Fragments
 from finetune.optimizers.kind import Groups, OptimizerKind, UpdateSizes, betas_of, rate_of
 
 COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
-"""Of x, x^3 and x^5 in one iteration on a singular value x."""
+"""Factors of x, x^3 and x^5 in one iteration on a singular value x."""
 ITERATIONS: Final = 5
 BUFFERS: Final = 6
 """Copies of one matrix, in fp32, that are held while it is made orthogonal."""

@@ -48,7 +48,7 @@ class Evaluation:
     """Mean negative log-likelihood of a target, in nats."""
     perplexity: float
     bits_per_byte: float | None
-    """Of the text's UTF-8 bytes: comparable between tokenizers. ``None`` for prompts, chats and token ids."""
+    """The loss in bits for each UTF-8 byte: comparable between tokenizers. ``None`` for prompts, chats and token ids."""
     tokens: int
     """Targets. Of text that is every token but the first; of prompts and chats what ``train_on`` and ``train_roles`` say."""
     text_bytes: int

@@ -19,7 +19,7 @@ from finetune.machine.quiet import quiet
 from finetune.trained.open import open_trained
 
 _MOST_PROMPT_BYTES = 4 << 20
-"""Of a rendered chat, as a server takes unless it is told otherwise."""
+"""A rendered chat may have so many bytes, as with a server unless it is told otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -145,7 +145,7 @@ class ScoreItem:
 
     target: str | Sequence[int]
     context: str | Sequence[int] | None = None
-    """Of the same kind as the target."""
+    """What goes before the target and is not scored; text or ids, as the target is."""
 
 
 def generate_message(prompt: Prompt, options: Options) -> inference_pb2.GenerateRequest:

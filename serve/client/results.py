@@ -51,7 +51,7 @@ class PromptInfo:
     prompt_tokens: int
     """Special tokens included."""
     cached_tokens: int
-    """Of these, tokens whose keys and values came from the prefix cache."""
+    """Tokens of the prompt whose keys and values came from the prefix cache."""
     logprobs: tuple[TokenLogprob, ...]
     """One for each token of the prompt; empty without ``prompt_logprobs``."""
     text: str
@@ -104,7 +104,7 @@ class Finish:
     proposed_tokens: int = 0
     """Tokens that the server guessed and the model verified."""
     accepted_tokens: int = 0
-    """Those of them that became output: so many steps were saved."""
+    """Guessed tokens that became output: so many steps were saved."""
 
 
 Event = PromptInfo | Delta | Finish
@@ -163,7 +163,7 @@ class Score:
     is_greedy: bool
     """Whether every scored token was the likeliest at its place."""
     usage: Usage
-    """Of context and target together."""
+    """Tokens of context and target together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +180,7 @@ class RequestLimits:
 
     num_sequences: int
     logprobs: int
-    """Of ``logprobs`` and ``prompt_logprobs`` each."""
+    """The largest value of ``logprobs``, and of ``prompt_logprobs``."""
     stop_strings: int
     stop_string_bytes: int
     """UTF-8 bytes of one stop string."""
@@ -190,7 +190,7 @@ class RequestLimits:
     prompt_bytes: int
     """UTF-8 bytes of a text prompt."""
     score_items: int
-    """Of one ``score`` call."""
+    """Items that one ``score`` call may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +208,7 @@ class Model:
     max_model_len: int
     """Positions a sequence may have, prompt and output together."""
     dtype: str
-    """Of weights, activations and cache, for example ``bfloat16``."""
+    """The type of weights, activations and cache, for example ``bfloat16``."""
     device: str
     """``cpu`` or ``cuda``."""
     tensor_parallel_size: int

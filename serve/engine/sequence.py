@@ -148,7 +148,7 @@ class Sequence:
         return num_generated
 
     def keep_prompt_logprobs(self, first: int, logprobs: tuple[TokenLogprob, ...]) -> None:
-        """Those of the prompt's tokens from ``first`` on were computed."""
+        """Keep the logprobs of the prompt's tokens from ``first`` on, which were computed."""
         if self.wants_prompt_logprobs:
             self.request.prompt_logprobs[first : first + len(logprobs)] = logprobs
 

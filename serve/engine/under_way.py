@@ -16,7 +16,7 @@ _WORTH = 0.01
 """Share of a step for which the ranks may wait for the server. A step that is planned ahead lets a new request wait for one
 step more: where steps are long it would be the one who pays, for next to nothing."""
 _WEIGHT = 0.125
-"""Of the latest step, in what is reckoned of all."""
+"""How much the latest step counts in the running means."""
 
 
 @dataclass(slots=True)

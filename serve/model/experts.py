@@ -20,7 +20,7 @@ class Stack:
     """A parameter [E, O, I] that is stored as several tensors for each expert."""
 
     names: tuple[tuple[str, ...], ...]
-    """Of each expert its tensors, whose rows lie one after the other."""
+    """The tensors of each expert, whose rows lie one after the other."""
     shape: tuple[int, ...]
 
     def stored(self) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -74,7 +74,7 @@ class Family:
     expert_biases: tuple[str, ...] = ()
     """Stacks that are added after the ranks' shares are summed: one rank's alone."""
     expert_tensors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Of a stack the stored tensors of each expert, whose rows lie one after the other in it; others are stored stacked."""
+    """By stack, the stored tensors of each expert, whose rows lie one after the other in it; others are stored stacked."""
     stored_as: tuple[str, str] = ("", "")
     """A part of parameters' names, and what checkpoints have instead of it."""
     scaled_embedding: bool = False

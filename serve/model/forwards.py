@@ -25,23 +25,23 @@ def _bloom(module: nn.Module, attention: PagedAttention, scale: float) -> Forwar
     """BLOOM: [head, (q, k, v)] in one projection; adds the residual itself."""
 
     def forward(hidden_states: Tensor, residual: Tensor, **_: object) -> tuple[Tensor, None]:
-        query_1HTD, key_1HTD, value_1HTD = module._reshape(module.query_key_value(hidden_states))  # type: ignore[operator]
+        query_1HTD, key_1HTD, value_1HTD = module._reshape(module.query_key_value(hidden_states))  # type: ignore[operator]  # a layer of this family
         out_1THD = attention(query_1HTD, key_1HTD, value_1HTD, scale, 0)
-        return module.dense(out_1THD.flatten(2)) + residual, None  # type: ignore[operator]
+        return module.dense(out_1THD.flatten(2)) + residual, None  # type: ignore[operator]  # a layer of this family
 
     return forward
 
 
 def _falcon(module: nn.Module, attention: PagedAttention, scale: float) -> Forward:
     """Falcon, all three layouts of its projection; positions by angles or by a bias."""
-    width = int(module.head_dim)  # type: ignore[arg-type]
-    per_group = int(module.num_heads) // int(module.num_kv_heads)  # type: ignore[arg-type]
+    width = int(module.head_dim)  # type: ignore[arg-type]  # a number in this family
+    per_group = int(module.num_heads) // int(module.num_kv_heads)  # type: ignore[arg-type]  # a number in this family
     joined = bool(module.multi_query) and not module.new_decoder_architecture
 
     def forward(
         hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None = None, **_: object
     ) -> tuple[Tensor, None]:
-        fused_1TX: Tensor = module.query_key_value(hidden_states)  # type: ignore[operator]
+        fused_1TX: Tensor = module.query_key_value(hidden_states)  # type: ignore[operator]  # a layer of this family
         groups = 1 if joined else fused_1TX.shape[2] // ((per_group + 2) * width)
         fused_1TGND = fused_1TX.view(1, fused_1TX.shape[1], groups, per_group + 2, width)
         query_1HTD = fused_1TGND[..., :-2, :].flatten(2, 3).transpose(1, 2)
@@ -51,7 +51,7 @@ def _falcon(module: nn.Module, attention: PagedAttention, scale: float) -> Forwa
             turn = attention.state.postpone_rotary if attention.backend.rotates else modeling_falcon.apply_rotary_pos_emb
             query_1HTD, key_1GTD = turn(query_1HTD, key_1GTD, *position_embeddings)
         out_1THD = attention(query_1HTD, key_1GTD, value_1GTD, scale, 0)
-        return module.dense(out_1THD.flatten(2)), None  # type: ignore[operator]
+        return module.dense(out_1THD.flatten(2)), None  # type: ignore[operator]  # a layer of this family
 
     return forward
 

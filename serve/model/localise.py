@@ -68,14 +68,14 @@ def _set_numbers(module: nn.Module, family: Family, heads: HeadCut, rank: int) -
             setattr(module, name, shared)
     for name in ("embed_dim", "split_size"):
         if hasattr(module, name):
-            setattr(module, name, query * int(module.head_dim))  # type: ignore[arg-type]
+            setattr(module, name, query * int(module.head_dim))  # type: ignore[arg-type]  # the family says that it is a number
     if family.local_config:
         module.config = copy.copy(module.config)
-        module.config.num_attention_heads = query  # type: ignore[union-attr]
+        module.config.num_attention_heads = query  # type: ignore[union-attr]  # every model has a configuration
 
 
 def _keep_own_norms(module: nn.Module, family: Family, heads: HeadCut, rank: int) -> None:
-    """Of a norm for each head those of this rank's heads, under the numbers that the checkpoint has them by."""
+    """Keep the norms of this rank's heads where each head has its own, under the numbers that the checkpoint has them by."""
     for name in family.norms_by_head:
         norms = getattr(getattr(module, name, None), "norms", None)
         if norms is None:

@@ -35,14 +35,14 @@ class Used:
     """What a call has used so far. Its handler adds to it, in whatever task that runs."""
 
     request_id: str = ""
-    """Of its first request."""
+    """The name of the call's first request."""
     requests: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
 
 
 USED: Final[ContextVar[Used | None]] = ContextVar("used", default=None)
-"""Of the call that is being answered; ``None`` where nobody keeps books."""
+"""What the call that is being answered has used; ``None`` where nobody keeps books."""
 
 
 def note(request_id: str = "", *, requests: int = 0, prompt_tokens: int = 0, generated_tokens: int = 0) -> None:

@@ -59,14 +59,14 @@ class Entry(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_
     name: Name
     """The tenant: a label of metrics, and what logs call the caller."""
     sha256: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
-    """Of the token, in hexadecimal."""
+    """The SHA-256 of the token, in hexadecimal."""
     scopes: tuple[Scope, ...] = ("generate", "score")
     expires: Annotated[datetime.datetime, msgspec.Meta(tz=True)] | None = None
     """When it stops counting, with its time zone."""
 
     @property
     def limits(self) -> Limits:
-        """Those of the tenant."""
+        """The limits of the tenant whose token this is."""
         return Limits(**{name: getattr(self, name) for name in Limits.__struct_fields__})
 
 

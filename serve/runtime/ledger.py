@@ -20,7 +20,7 @@ class _Tally:
     arrival_seconds: float
     prompt_tokens: int
     trace_id: str = ""
-    """Of the trace that it is a part of, for exemplars; empty where it is not traced."""
+    """The trace that the request is a part of, for exemplars; empty where it is not traced."""
     first_token_seconds: float | None = None
     """Since its arrival."""
     num_tokens: dict[int, int] = field(default_factory=dict)

@@ -51,7 +51,7 @@ class Stream:
         self.generation = generation
         self.request_id: RequestId = generation.request_id
         self.trace_id = "" if trace is None else trace.trace_id
-        """Of the trace that it is a part of; empty where it is not traced."""
+        """The trace that the request is a part of; empty where it is not traced."""
         self._trace = trace
         self.ended = False
         """No further event can enter: the request finished, failed, or was given up."""

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 PREFIX: Final = "tessera_"
 MOST_BYTES: Final = 16 * 1024 * 1024
-"""Of an answer: no server has so many series."""
+"""An answer of the metrics port is read up to this size: no server has so many series."""
 
 Labels = dict[str, str]
 

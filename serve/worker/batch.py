@@ -90,7 +90,7 @@ class Batch:
     sample_rows: tuple[int, ...]
     """Rows of [0, T) whose next token is wanted, in the order of ``sampled``."""
     sampled: tuple[SequenceState | Supposed, ...]
-    """Those of one sequence stand together, each with one proposed token more than the one before it."""
+    """What each of these rows is of; rows of one sequence stand together, each with one proposed token more."""
     prompt_rows: tuple[tuple[SequenceState, int, int, int], ...]
     """(sequence, first row, first position, rows): prompt positions whose successor's logprob is wanted."""
 

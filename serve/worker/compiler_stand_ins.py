@@ -15,7 +15,7 @@ _COMPILER: Final = "torch._dynamo"
 _OPERATOR: Final = f"{_COMPILER}._trace_wrapped_higher_order_op"
 _MODE: Final = "TransformGetItemToIndex"
 _DECORATORS: Final = ("allow_in_graph", "assume_constant_result", "disable")
-"""Of functions that are to be compiled in a way of their own, or not at all. Uncompiled, they are what they are."""
+"""Decorators of functions that are to be compiled in a way of their own, or not at all. Uncompiled, they are what they are."""
 
 
 def _unchanged(function: Callable[..., Any] | None = None, *_: object, **__: object) -> Callable[..., Any]:

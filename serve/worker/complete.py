@@ -64,7 +64,7 @@ def _heads_of(heads: HeadCut, rank: int, is_query: bool) -> int:
 
 def _summed_norm(norm: nn.Module, features: int, ranks: Ranks) -> Callable[[Tensor], Tensor]:
     """RMSNorm (Zhang and Sennrich 2019) whose mean is over ``features``, those of all ranks; repeated heads count each time."""
-    epsilon = float(norm.variance_epsilon)  # type: ignore[arg-type]
+    epsilon = float(norm.variance_epsilon)  # type: ignore[arg-type]  # a number in every norm of this kind
 
     def forward(x: Tensor) -> Tensor:
         wide = x.float()

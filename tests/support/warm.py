@@ -143,7 +143,7 @@ def run_module(words: list[str]) -> int:
     if module == "finetune":
         from finetune.launch import local
 
-        local.subprocess = _with_forked_ranks(ForkServer([*_TRAINING, __name__], os.environ))  # type: ignore[assignment, attr-defined]
+        local.subprocess = _with_forked_ranks(ForkServer([*_TRAINING, __name__], os.environ))  # type: ignore[assignment, attr-defined]  # its place in that module
     return _run(module, arguments)
 
 

@@ -33,9 +33,9 @@ _MAX_TABLE_BYTES = 512 << 20
 """A box takes about 240 bytes of ``.metadata``; that of a model of 70 billion parameters on 64 ranks is 11 MB."""
 
 _MAX_OPERATIONS = 1 << 24
-"""Of the pickle machine, of which a box takes about 45."""
+"""Operations of the pickle machine at most; a box takes about 45."""
 _MOST_BOXES = 1 << 16
-"""Of one tensor; ranks have a box each."""
+"""Boxes of one tensor at most; ranks have a box each."""
 
 _RANK_TABLE = re.compile(r"__(\d+)\.metadata")
 _DATA = re.compile(r"__(\d+)_\d+\.distcp")

@@ -103,7 +103,7 @@ _TITAN_ENDS: Mapping[str, str] = {
 
 
 _TITAN_MODELS = {"llama": "Llama 3", "qwen3": "Qwen 3"}
-"""Of transformers, those whose tensors torchtitan has by other names and no other form."""
+"""Families of transformers whose tensors torchtitan has by other names and in no other form."""
 _QWEN_PARTS: Mapping[str, str] = {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}
 _TITAN_UNREAD = (
     (".moe.", "a mixture of experts (Llama 4, Qwen 3 MoE, DeepSeek V3, GPT-OSS)"),

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _LOCAL_HEADER_BYTES = 30
 _MAX_DIRECTORY_BYTES = 8 << 20
-"""Of the list of an archive's entries, each of which takes about 70 bytes."""
+"""The list of an archive's entries is read up to this size; each takes about 70 bytes."""
 NUMBERS = {"F64": "<d", "F32": "<f", "I64": "<q", "I32": "<i"}
 """Types that counts are kept in, and how ``struct`` reads them."""
 _DESCRIBED = b"PK\x07\x08"

@@ -27,7 +27,7 @@ _UNEVEN = (
     "standalone_embedding_stage",
 )  # fmt: skip
 _UNEVEN_ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
-"""Of stages that themselves are several, which then do not follow one another."""
+"""Settings that make the first or last stage another size."""
 _CHUNK = re.compile(r"model(\d+)")
 
 

@@ -17,7 +17,7 @@ from checkpoint.text.vocabulary import id_of, tokenizer_vocab_size
 
 Table = Mapping[str, Part]
 MIN_VERSION = 2.0
-"""Of what Megatron calls a checkpoint's version: since then the rows of queries, keys and values alternate by group."""
+"""The least version of a checkpoint: since then the rows of queries, keys and values alternate by group."""
 
 _LAYER = re.compile(r"(?:encoder|transformer|decoder)\.layers\.(\d{1,6})\.(.+)")
 _FINAL = re.compile(r"(?:encoder|transformer|decoder)\.final_(?:layer)?norm\.(.+)")

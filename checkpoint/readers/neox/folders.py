@@ -171,7 +171,7 @@ def _tables(folder: Folder, files: OpenFiles) -> tuple[Tables, str]:
 
 
 def _unpiped(folder: Folder, files: OpenFiles) -> tuple[Tables, str]:
-    """Of a run without a pipeline: the names in a rank's file begin with ``sequential`` and the layer's number."""
+    """The tables of a run without a pipeline: the names in a rank's file begin with ``sequential`` and the layer's number."""
     names = folder.names()
     found = {int(match[1]): match[0] for match in map(_RANK_FILE.fullmatch, names) if match}
     partitioned = next((name for name in names if _PARTITIONED.fullmatch(name)), None)

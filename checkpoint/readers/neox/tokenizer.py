@@ -31,7 +31,7 @@ _FILES: Final[Mapping[str, Mapping[str, str]]] = {
     "gpt2bpetokenizer": {VOCABULARY: "vocab_file", MERGES: "merge_file"},
     _SENTENCE_PIECE: {SENTENCE_PIECE: "vocab_file"},
 }
-"""Of each kind, the settings that name its files, by the names that a folder of transformers has for them."""
+"""By kind, the settings that name its files, by the names that a folder of transformers has for them."""
 
 
 def tokenizer_of(folder: Folder, given: Given, settings: Settings | None) -> Folder:

@@ -22,7 +22,7 @@ from finetune.errors import ConfigError
 PROFILE: Final = "profile.json"
 """In the run's folder: what the layers were measured to cost."""
 _MOST_PIECES: Final = 16
-"""Of a head: beyond, each is too small to be computed well."""
+"""Pieces that a head is cut into at most: beyond, each is too small to be computed well."""
 
 Split = Callable[[int], list[Layer]]
 """Makes a model's layers, its head in so many pieces."""

@@ -16,13 +16,13 @@ class Wrapper(Protocol):
     fp32_groups_flat_partition: Sequence[torch.Tensor]
     fp32_groups_gradient_flat_partition: Sequence[torch.Tensor]
     bf16_groups: Sequence[Sequence[nn.Parameter]]
-    """Of ``BF16_Optimizer``, as are the two above."""
+    """Attribute of ``BF16_Optimizer``, as are the two above."""
 
     bit16_groups: Sequence[Sequence[nn.Parameter]]
     single_partition_of_fp32_groups: Sequence[torch.Tensor]
     averaged_gradients: Mapping[int, Sequence[torch.Tensor] | None]
     allreduce_bucket: Callable[..., torch.Tensor]
-    """Of ``DeepSpeedZeroOptimizer``, as are the three above."""
+    """Attribute of ``DeepSpeedZeroOptimizer``, as are the three above."""
 
     def update_hp_grads(self) -> None: ...
 

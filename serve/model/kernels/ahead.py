@@ -23,7 +23,7 @@ class Level:
 
     name: str
     flags: tuple[str, ...]
-    """Of the compiler."""
+    """What the compiler is told for it."""
     needs: frozenset[str]
     """Words of ``flags`` in /proc/cpuinfo."""
 

@@ -20,7 +20,7 @@ class SamplingBackend(Protocol):
     """What computes. Among equal logits the smaller id counts as the likelier, on every back end."""
 
     def peaks(self, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
-        """Of each row the largest logit, NaN where it holds one, and the first id that has it: fp32 [R], int64 [R]."""
+        """The largest logit of each row, NaN where it holds one, and the first id that has it: fp32 [R], int64 [R]."""
         ...
 
     def choose(
