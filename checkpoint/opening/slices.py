@@ -211,7 +211,8 @@ def _read_piece(files: Mapping[str, int], piece: Piece, starts: tuple[int, ...],
     region = _Region(tuple(shape[d] for d in order), tuple(extent.strides[d] for d in order), offset, extent.item_bytes)
     target, kept = target.permute(order), TORCH_DTYPES[extent.dtype]
     if out.dtype == kept and out.device.type == "cpu" and target.is_contiguous():
-        _read_region(files[piece.file], piece.file, region, target.view(-1))
+        # Of a dimension of one element any stride counts as contiguous, and a view of bytes takes none but 1.
+        _read_region(files[piece.file], piece.file, region, target.as_strided((target.numel(),), (1,)))
     else:
         buffer = torch.empty(min(CAST_BYTES, region.num_bytes) // extent.item_bytes, dtype=kept)
         _fill(files[piece.file], piece.file, region, target, buffer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import threading
@@ -107,6 +108,16 @@ def test_a_tensor_of_any_strides_is_filled_and_nothing_around_it(
             checkpoint.read("w", index, out=torch.empty([size + 1 for size in expected.shape] or [1], dtype=dtype))
     out.fill_(77.0)
     assert torch.equal(room, torch.full_like(room, 77.0))
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 1), (3, 1), (1, 3)], ids=str)
+def test_a_dimension_of_one_element_is_filled_whatever_its_stride(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    tensor = torch.arange(3.0, dtype=torch.float64)[: math.prod(shape)].reshape(shape)
+    out = torch.empty(64, dtype=torch.float64).as_strided(shape, [7 if size == 1 else 1 for size in shape])
+    assert out.is_contiguous()
+    with open_checkpoint(plain_folder(tmp_path, {"w": tensor})) as checkpoint:
+        checkpoint.read("w", out=out)
+    assert torch.equal(out, tensor)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 
 from serve.errors import DeadlineExpired, RequestAborted, RequestError
 from serve.rpc import scoring
+from serve.rpc.audit import NoBooks
 from serve.rpc.batch import run_batch
 from serve.rpc.bounds import request_bounds
 from serve.rpc.deadlines import is_expired, leave, rounding_seconds
@@ -62,7 +63,7 @@ async def counted(allowed: float | None, remaining: float | None, *, by_write: b
 
     reader = Reader(inference_pb2.GenerateRequest, request_bounds(config_of().admission))
     chosen = writing if by_write else handler
-    behaviour = _Behaviour(METHOD, chosen, reader, lambda method, code: codes.append(code), Calls(), NoTracing())
+    behaviour = _Behaviour(METHOD, chosen, reader, lambda method, code: codes.append(code), Calls(), NoTracing(), NoBooks())
     call = asyncio.ensure_future(behaviour.unary(inference_pb2.GenerateRequest(), context))
     if not by_write:
         await begun.wait()
