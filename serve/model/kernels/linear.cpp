@@ -21,21 +21,66 @@ void ask_for_huge_pages(void* begin, int64_t bytes) {
     if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
 }
 
-// Where weight [o, i] lies in the packed form, in elements.
-inline int64_t place_fp32(int64_t o, int64_t i, int64_t I) { return (o / kPanel * I + i) * kPanel + o % kPanel; }
-inline int64_t place_bf16(int64_t o, int64_t i, int64_t I) {
-    return ((o / kPanel * (I / 2) + i / 2) * kPanel + o % kPanel) * 2 + i % 2;
+constexpr int64_t kWord = 4;
+
+// Words [from, to) of the rows of one panel, wherever they lie.
+void pack_words(const char* plain, char* panel, int64_t rows, int64_t W, int64_t from, int64_t to) {
+    for (int64_t o = 0; o < rows; ++o)
+        for (int64_t w = from; w < to; ++w) std::memcpy(panel + (w * kPanel + o) * kWord, plain + (o * W + w) * kWord, kWord);
 }
 
-template <typename number, int64_t (*place)(int64_t, int64_t, int64_t)>
-void pack(const number* plain, number* packed, int64_t O, int64_t I, int threads) {
+#ifdef __AVX512F__
+
+// 16 words of 16 rows that are W words apart, transposed in registers: each line of memory is written once, whole.
+void pack_square(const char* plain, char* panel, int64_t W) {
+    __m512i r[16], t[16];
+    for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_si512(plain + i * W * kWord);
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4) {
+        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+        r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+        r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+    for (int i = 0; i < 4; ++i) {  // r[4 g + i] holds word i of each quarter, of rows 4 g to 4 g + 3
+        t[i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88);
+        t[4 + i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xdd);
+        t[8 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88);
+        t[12 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xdd);
+    }
+    for (int i = 0; i < 4; ++i) {
+        r[i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0x88);
+        r[8 + i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0xdd);
+        r[4 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0x88);
+        r[12 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0xdd);
+    }
+    for (int w = 0; w < 16; ++w) _mm512_storeu_si512(panel + w * kPanel * kWord, r[w]);
+}
+
+#endif
+
+// Packs a weight of O rows of W words: a word is one number of fp32, or two neighbouring ones of bf16. Word [o, w] comes to
+// [o / 32, w, o % 32].
+void pack(const char* plain, char* packed, int64_t O, int64_t W, int threads) {
     const int64_t panels = panels_of(O);
-    ask_for_huge_pages(packed, panels * kPanel * I * int64_t(sizeof(number)));
+    ask_for_huge_pages(packed, panels * kPanel * W * kWord);
 #pragma omp parallel for num_threads(threads)
     for (int64_t p = 0; p < panels; ++p) {
-        std::memset(packed + p * kPanel * I, 0, size_t(kPanel * I) * sizeof(number));
-        for (int64_t o = p * kPanel; o < O && o < (p + 1) * kPanel; ++o)
-            for (int64_t i = 0; i < I; ++i) packed[place(o, i, I)] = plain[o * I + i];
+        char* panel = packed + p * kPanel * W * kWord;
+        const char* first = plain + p * kPanel * W * kWord;
+        const int64_t rows = O - p * kPanel < kPanel ? O - p * kPanel : kPanel;
+        int64_t w = 0;
+        if (rows < kPanel) std::memset(panel, 0, size_t(kPanel * W * kWord));
+#ifdef __AVX512F__
+        else
+            for (; w + 16 <= W; w += 16)
+                for (int64_t o = 0; o < kPanel; o += 16)
+                    pack_square(first + (o * W + w) * kWord, panel + (w * kPanel + o) * kWord, W);
+#endif
+        pack_words(first, panel, rows, W, w, W);
     }
 }
 
@@ -128,10 +173,7 @@ int tessera_linear_supported([[maybe_unused]] int is_bf16) {
 int64_t tessera_linear_packed_numbers(int64_t O, int64_t I) { return panels_of(O) * kPanel * I; }
 
 void tessera_linear_pack(int is_bf16, int threads, const void* plain, void* packed, int64_t O, int64_t I) {
-    if (is_bf16)
-        pack<uint16_t, place_bf16>(static_cast<const uint16_t*>(plain), static_cast<uint16_t*>(packed), O, I, threads);
-    else
-        pack<float, place_fp32>(static_cast<const float*>(plain), static_cast<float*>(packed), O, I, threads);
+    pack(static_cast<const char*>(plain), static_cast<char*>(packed), O, is_bf16 ? I / 2 : I, threads);
 }
 
 // x is [M, I] with rows ``stride`` apart; in bf16 I must be even. y is [M, O], contiguous.
