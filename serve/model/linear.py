@@ -14,6 +14,8 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor, nn
 
+from serve.model.weight_memory import WeightMemory
+
 # Shapes.  M rows, over all leading dimensions   I input features   O output features
 
 Matmul = Callable[[Tensor], Tensor]
@@ -122,6 +124,7 @@ class _Own:
 
     def __init__(self, kernels: ctypes.CDLL) -> None:
         self._kernels = kernels
+        self._memory = WeightMemory()
         flag, whole, place = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
         kernels.tessera_linear_packed_numbers.argtypes = (whole, whole)
         kernels.tessera_linear_packed_numbers.restype = whole
@@ -138,7 +141,7 @@ class _Own:
         if is_bf16 and inputs % 2:
             return _pack_onednn(weight_OI, bias_O, activation)
         plain_OI = weight_OI.contiguous()
-        packed = torch.empty(self._kernels.tessera_linear_packed_numbers(outputs, inputs), dtype=dtype)
+        packed = self._memory.empty((self._kernels.tessera_linear_packed_numbers(outputs, inputs),), dtype)
         self._kernels.tessera_linear_pack(
             is_bf16, torch.get_num_threads(), plain_OI.data_ptr(), packed.data_ptr(), outputs, inputs
         )

@@ -23,6 +23,7 @@ from serve.model.families import Family, as_configured, family_of
 from serve.model.linear import Matmul, Product
 from serve.model.pretrained import initialise, new_model_on_meta, vocabulary_rows
 from serve.model.shards import ShardOf
+from serve.model.weight_memory import WeightMemory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +190,7 @@ class SliceReader:
         self._blueprint = blueprint
         self._shards = shards
         self._device = device
+        self._memory = WeightMemory()
 
     def read(self, name: str, room: Room | None = None) -> Tensor:
         """The tensor as the model wants it; [out, in] for weights that are stored transposed.
@@ -217,7 +219,8 @@ class SliceReader:
         return out
 
     def _new(self, shape: tuple[int, ...]) -> Tensor:
-        return torch.empty(shape, dtype=self._blueprint.dtype, device=self._device)
+        on_cpu, dtype = self._device.type == "cpu", self._blueprint.dtype
+        return self._memory.empty(shape, dtype) if on_cpu else torch.empty(shape, dtype=dtype, device=self._device)
 
     def _stored(self, name: str) -> str:
         """The checkpoint's name of a parameter."""
