@@ -1,15 +1,22 @@
 """Memory for weights on the CPU, in pages of 2 MiB where the kernel gives them.
 
-A page of 4 KiB costs a fault when it is first written, and a place among the processor's address translations at every step
-that streams through it. An allocator gives each tensor memory of its own, in which the first and last pages stay small: all of
-them, for a weight of 2 MiB. Here weights lie one behind the other in areas that begin at a multiple of 2 MiB.
+A page of 4 KiB costs a place among the processor's address translations at every step that streams through it. An allocator
+gives each tensor memory of its own, in which the first and last pages stay small: all of them, for a weight of 2 MiB. Here
+weights lie one behind the other in areas that begin at a multiple of 2 MiB.
+
+A page of 2 MiB is dear to get in one piece while the model loads: on virtual machines whose host takes back what is free, up to
+six times what small ones cost. So areas begin with small pages, and ``gather_pages`` makes large ones of them when the model
+serves (Linux 6.1; on older kernels they are large from the beginning).
 """
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import math
 import mmap
+import threading
+import weakref
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -19,6 +26,10 @@ HUGE_PAGE_BYTES: Final = 2 << 20
 AREA_BYTES: Final = 32 << 20
 """What one area takes of addresses, and of memory only as far as it is written to."""
 ALIGNMENT_BYTES: Final = 64
+
+_COLLAPSE: Final = 25
+"""MADV_COLLAPSE of <linux/mman.h>: make one large page of what lies there, now."""
+_SETTING: Final = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 class WeightMemory:
@@ -44,12 +55,65 @@ class WeightMemory:
         return part.view(dtype).view(shape)
 
 
+class _Mapping(mmap.mmap):
+    """Private memory of the process, and where its huge pages begin; can be referred to weakly."""
+
+    first: int = 0
+    """Address of the first whole huge page."""
+    num_pages: int = 0
+    """Whole huge pages from there."""
+
+
+_small: list[weakref.ref[_Mapping]] = []
+"""Areas that nobody has made large pages of yet."""
+
+
 def _new_area(num_bytes: int) -> Tensor:
     """Untouched private memory of whole huge pages, at least ``num_bytes``."""
     size = -(-num_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-    memory = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
-        memory.madvise(mmap.MADV_HUGEPAGE)
+    memory = _Mapping(-1, size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
-    first = -whole.data_ptr() % HUGE_PAGE_BYTES
-    return whole[first : first + size]
+    begin = -whole.data_ptr() % HUGE_PAGE_BYTES
+    memory.first, memory.num_pages = whole.data_ptr() + begin, size // HUGE_PAGE_BYTES
+    if not _advise(memory.first, 0, _COLLAPSE):
+        _advise(memory.first, size, mmap.MADV_HUGEPAGE)
+    elif _wanted():
+        _small.append(weakref.ref(memory))
+    return whole[begin : begin + size]
+
+
+def gather_pages() -> None:
+    """Make large pages of the small ones that weights have been written to.
+
+    In a thread of its own, page after page, so that steps go on meanwhile: a page can be read all the time but for the
+    moment in which it is copied. What cannot be had, for want of memory, stays as it is.
+    """
+    areas = _small.copy()
+    _small.clear()
+    threading.Thread(target=_gather, args=(areas,), name="gather-pages", daemon=True).start()
+
+
+def _gather(areas: list[weakref.ref[_Mapping]]) -> None:
+    for area in areas:
+        memory = area()
+        if memory is not None:
+            for number in range(memory.num_pages):
+                _advise(memory.first + number * HUGE_PAGE_BYTES, HUGE_PAGE_BYTES, _COLLAPSE)
+        del memory  # its last tensor may be gone
+
+
+def _wanted() -> bool:
+    """Whether the machine's operator lets processes have huge pages."""
+    try:
+        return "[never]" not in _SETTING.read_text()
+    except OSError:
+        return False
+
+
+def _advise(address: int, num_bytes: int, advice: int) -> bool:
+    """``madvise``; whether the kernel took it. Other threads run meanwhile, which they would not with ``mmap.madvise``."""
+    return bool(_madvise(address, num_bytes, advice) == 0)
+
+
+_madvise: Final = ctypes.CDLL(None, use_errno=True).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)

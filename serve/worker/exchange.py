@@ -20,6 +20,7 @@ from serve.config import ServerConfig
 from serve.engine.plan import StepPlan, StepResult
 from serve.errors import ConfigError, StartError
 from serve.model.load import Filling
+from serve.model.weight_memory import gather_pages
 from serve.worker import wire
 from serve.worker.canary import forward_fault
 from serve.worker.loader import RankModel, Survey, opened, survey
@@ -144,6 +145,7 @@ class Exchange:
             self._put_back(candidate)
         else:
             self._config = candidate.config
+            gather_pages()
         return StepResult(step=plan.step, refused=refused) if self._ranks.rank == 0 else None
 
     def _put(self, candidate: _Candidate) -> str:

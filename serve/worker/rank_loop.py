@@ -88,6 +88,7 @@ def _load(
         import torch
 
         import serve.worker.lean_imports  # noqa: F401  # before what it imports for the others
+        from serve.model.weight_memory import gather_pages
         from serve.worker.canary import check_forward
         from serve.worker.exchange import Exchange
         from serve.worker.loader import Stopwatch, load_rank
@@ -121,6 +122,7 @@ def _load(
         return None
     progress.waiting = True  # from here on it has nothing to do but what it is told
     wire.send(steps, wire.encode(wire.Ready(model.facts)))
+    gather_pages()
     return runner, Exchange(config, model, ranks, runner)
 
 

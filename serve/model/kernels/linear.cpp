@@ -5,21 +5,12 @@
 // Packed weights: panels of 32 outputs, [O / 32, I, 32] in fp32 and [O / 32, I / 2, 32, 2] in bf16 (two neighbouring inputs
 // side by side, as the processor's bf16 dot product wants them; I is even there), outputs padded with zeros. One panel is one
 // stream of memory; groups of up to eight rows share what was read of it.
-#include <sys/mman.h>
-
 #include <cstdint>
 #include <cstring>
 
 #include "products.h"
 
 namespace {
-
-// Two-mebibyte pages where the buffer holds whole ones: a stream through small pages misses the translation cache all the time.
-void ask_for_huge_pages(void* begin, int64_t bytes) {
-    const uintptr_t huge = uintptr_t(1) << 21;
-    const uintptr_t first = (uintptr_t(begin) + huge - 1) / huge * huge, last = (uintptr_t(begin) + uintptr_t(bytes)) / huge * huge;
-    if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
-}
 
 constexpr int64_t kWord = 4;
 
@@ -66,7 +57,6 @@ void pack_square(const char* plain, char* panel, int64_t W) {
 // [o / 32, w, o % 32].
 void pack(const char* plain, char* packed, int64_t O, int64_t W, int threads) {
     const int64_t panels = panels_of(O);
-    ask_for_huge_pages(packed, panels * kPanel * W * kWord);
 #pragma omp parallel for num_threads(threads)
     for (int64_t p = 0; p < panels; ++p) {
         char* panel = packed + p * kPanel * W * kWord;

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
-from serve.model.weight_memory import AREA_BYTES, HUGE_PAGE_BYTES, WeightMemory
+from serve.model import weight_memory
+from serve.model.weight_memory import AREA_BYTES, HUGE_PAGE_BYTES, WeightMemory, gather_pages
 
 SIZES = [1, 63, 64, 65, 4096, HUGE_PAGE_BYTES, AREA_BYTES // 2, AREA_BYTES // 2 + 1, AREA_BYTES + 1, 3, 0]
 
@@ -47,3 +49,47 @@ def test_what_was_never_written_takes_no_memory_and_what_is_dropped_gives_it_bac
     del tensor
     tensors.clear()
     assert resident_bytes() - before < 2 * AREA_BYTES
+
+
+def huge_bytes() -> int:
+    [line] = [line for line in Path("/proc/self/smaps_rollup").read_text().splitlines() if line.startswith("AnonHugePages:")]
+    return int(line.split()[1]) << 10
+
+
+def gather_and_wait() -> None:
+    gather_pages()
+    for thread in threading.enumerate():
+        if thread.name == "gather-pages":
+            thread.join()
+
+
+def test_large_pages_are_made_of_what_was_written_and_of_nothing_else() -> None:
+    if not weight_memory._wanted() or not weight_memory._advise(0, 0, weight_memory._COLLAPSE):
+        pytest.skip("this kernel makes no huge page of small ones")
+    gather_and_wait()
+    memory = WeightMemory()
+    tensors = [memory.empty((AREA_BYTES // 8,), torch.uint8).fill_(number) for number in range(4)]
+    before, resident = huge_bytes(), resident_bytes()
+    gather_and_wait()
+    assert huge_bytes() - before >= AREA_BYTES // 2
+    assert resident_bytes() - resident < HUGE_PAGE_BYTES
+    for number, tensor in enumerate(tensors):
+        assert torch.equal(tensor, torch.full_like(tensor, number))
+
+
+def test_an_area_that_is_gone_is_left_alone() -> None:
+    WeightMemory().empty((AREA_BYTES,), torch.uint8).fill_(1)
+    gather_and_wait()
+    assert not weight_memory._small
+
+
+def test_where_the_kernel_cannot_pages_are_large_from_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = list[int]()
+
+    def old_kernel(address: int, num_bytes: int, advice: int) -> int:
+        calls.append(advice)
+        return -1
+
+    monkeypatch.setattr(weight_memory, "_madvise", old_kernel)
+    assert torch.equal(WeightMemory().empty((3,), torch.uint8).fill_(7), torch.full((3,), 7, dtype=torch.uint8))
+    assert calls == [weight_memory._COLLAPSE, weight_memory.mmap.MADV_HUGEPAGE]
