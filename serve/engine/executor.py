@@ -27,7 +27,7 @@ class ModelFacts:
     num_parameters: int
     checkpoint_step: int | None
     attention: str = ""
-    """What computes attention: ``kernel`` is Tessera's own compiled one, ``torch`` plain torch."""
+    """What computes attention: ``kernel`` is Tessera's own for CPUs, ``triton`` for CUDA devices, ``torch`` plain torch."""
     linear: str = ""
     """What computes linear layers: ``kernel``, ``onednn`` or ``torch``."""
     kernels: str = ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import importlib.util
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -20,7 +21,7 @@ from serve.config import ModelConfig, ServerConfig
 from serve.engine.executor import ModelFacts
 from serve.errors import ConfigError
 from serve.model.angles import turn_by_own_lengths
-from serve.model.attention import StepState, TorchBackend
+from serve.model.attention import Backend, StepState, TorchBackend
 from serve.model.checks import check_dtype, check_max_model_len, check_quantization, extended_positions, length_rule
 from serve.model.families import Family, head_cut, head_dim
 from serve.model.fit import given_of
@@ -118,7 +119,7 @@ def load_rank(
         device=device,
     )
     ranks.share(kernels)
-    backend = TorchBackend() if kernels is None else CpuKernelBackend(kernels)
+    attention, backend = _choose_attention(device, kernels)
     state = page_attention(model, plan.family, caches, backend, plan.heads, ranks.rank, plan.max_model_len)
     if plan.length_rule is not None:
         turn_by_own_lengths(model, plan.length_rule, state)
@@ -131,7 +132,7 @@ def load_rank(
     facts = dataclasses.replace(
         _facts(plan, blocks, config.cache.block_tokens, device),
         checkpoint_step=step,
-        attention="torch" if kernels is None else "kernel", linear=linear, kernels=built_for(kernels),
+        attention=attention, linear=linear, kernels=built_for(kernels),
         load_seconds=tuple(watch.phases),
     )  # fmt: skip
     call_leaves_directly(model)
@@ -333,6 +334,17 @@ def _choose_linear(
     if model.quantization == "none":
         return choose_packer(device, dtype, kernels)
     return quantizing_packer(model.quantization, model.quantization_group, dtype, kernels)
+
+
+def _choose_attention(device: torch.device, kernels: ctypes.CDLL | None) -> tuple[str, Backend]:
+    """What computes attention on this device, and its name in ``ModelFacts.attention``."""
+    if kernels is not None:
+        return "kernel", CpuKernelBackend(kernels)
+    if device.type == "cuda" and importlib.util.find_spec("triton"):
+        from serve.model.cuda.backend import TritonBackend  # not on the CPU: torch for CUDA brings Triton
+
+        return "triton", TritonBackend(torch.cuda.get_device_properties(device).multi_processor_count)
+    return "torch", TorchBackend()
 
 
 def _load_kernels(cache_dir: str, rank: int, device: torch.device, dtype: torch.dtype) -> ctypes.CDLL | None:

@@ -1,0 +1,1 @@
+"""Attention over KV blocks on CUDA devices."""

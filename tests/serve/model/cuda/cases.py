@@ -1,0 +1,66 @@
+"""What the Triton kernels are tried with. Needs no Triton."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+SPANS: Final = ((1, 1), (70, 1), (37, 20), (33, 3))
+"""(positions after the step, tokens in it) of each sequence."""
+
+
+@dataclass(frozen=True)
+class Case:
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    dtype: torch.dtype = torch.float32
+    window: int = 0
+    splits: int = 1
+    softcap: float = 0.0
+    bias: bool = False
+    sinks: bool = False
+    strided: bool = False
+    """Whether queries, keys and values are views of one fused tensor, heads outside."""
+    padded: int = 0
+    """Tokens behind the step's own that have no sequence."""
+    spans: tuple[tuple[int, int], ...] = SPANS
+    block_tokens: int = 16
+
+
+CASES: Final = {
+    "plain": Case(),
+    "one key/value head for all": Case(heads=8, kv_heads=1),
+    "a group that is no power of two": Case(heads=6, kv_heads=2),
+    "as many key/value heads as heads": Case(heads=3, kv_heads=3),
+    "a group larger than a tile": Case(heads=20, kv_heads=1, head_dim=16),
+    "head size 80": Case(head_dim=80, heads=2),
+    "head size 96": Case(head_dim=96, heads=2),
+    "head size 128": Case(head_dim=128, heads=2),
+    "head size 256": Case(head_dim=256, heads=2, kv_heads=1),
+    "head size 20": Case(head_dim=20),
+    "fp16": Case(dtype=torch.float16),
+    "bf16": Case(dtype=torch.bfloat16),
+    "bf16 in splits": Case(dtype=torch.bfloat16, splits=4, head_dim=80),
+    "two splits": Case(splits=2),
+    "more splits than positions": Case(splits=16, spans=((3, 1), (18, 1))),
+    "window": Case(window=20),
+    "window in splits": Case(window=20, splits=4),
+    "window longer than all": Case(window=100),
+    "window of one": Case(window=1, heads=2),
+    "soft-cap": Case(softcap=5.0),
+    "soft-cap in splits, fp16": Case(softcap=5.0, splits=2, dtype=torch.float16),
+    "ALiBi": Case(bias=True),
+    "ALiBi in splits": Case(bias=True, splits=4),
+    "sinks": Case(sinks=True),
+    "sinks in splits": Case(sinks=True, splits=4),
+    "all rules at once": Case(softcap=5.0, bias=True, sinks=True, window=20, splits=2),
+    "a fused projection": Case(strided=True),
+    "padded rows": Case(padded=3, splits=2),
+    "blocks of 8": Case(block_tokens=8),
+    "blocks of 32": Case(block_tokens=32),
+    "prefill longer than a tile": Case(spans=((150, 150), (40, 40)), dtype=torch.float16, heads=2, kv_heads=1),
+    "prefill behind a cached prefix": Case(spans=((90, 50),), dtype=torch.float16, window=30),
+}
