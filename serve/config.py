@@ -125,6 +125,10 @@ class CacheConfig:
     kv_cache_gib: float | None = None
     """GiB of KV cache per rank; ``None`` lets the rank choose from its free memory."""
 
+    kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
+    """What keys and values are kept in: ``auto`` is the model's ``dtype``, ``int8`` whole numbers with a scale for each
+    position and head, on the CPU; ``fp8`` is for GPUs."""
+
     memory_fraction: float = 0.90
     """On a GPU without ``kv_cache_gib``: share of its memory this rank may use in all, weights included."""
 

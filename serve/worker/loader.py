@@ -45,7 +45,7 @@ from serve.worker.complete import (
     whole_head,
 )
 from serve.worker.finite import check_weights
-from serve.worker.kv_cache import GIB, allocate, block_bytes, choose_memory, choose_num_blocks
+from serve.worker.kv_cache import GIB, allocate, block_bytes, cache_dtype, choose_memory, choose_num_blocks
 from serve.worker.parallel import Ranks, shard, vocabulary_widths
 from serve.worker.products import ProductMaker, activations
 from serve.worker.sampling.backend import SamplingBackend
@@ -114,7 +114,7 @@ def load_rank(
         kv_heads=blocks.kv_heads,
         head_dim=head_dim(plan.model_config),
         block_tokens=config.cache.block_tokens,
-        dtype=plan.blueprint.dtype,
+        dtype=plan.cache_dtype,
         device=device,
     )
     ranks.share(kernels)
@@ -175,6 +175,8 @@ class Survey:
     family: Family
     model_config: PretrainedConfig
     blueprint: Blueprint
+    cache_dtype: torch.dtype
+    """What keys and values are kept in."""
     heads: HeadCut
     max_model_len: int
     length_rule: LengthRule | None
@@ -201,6 +203,7 @@ def survey(checkpoint: Checkpoint, config: ServerConfig, device: torch.device) -
     dtype = choose_dtype(checkpoint, config.model.dtype)
     check_dtype(dtype_name(dtype), device.type)
     check_quantization(config.model.quantization, device.type, family)
+    kept_in = cache_dtype(config.cache.kv_cache_dtype, device.type, dtype)
     limit = getattr(model_config, "max_position_embeddings", None)
     most = extended_positions(limit, {"rope_parameters": getattr(model_config, "rope_parameters", None)})
     max_model_len = check_max_model_len(config.model.max_model_len, limit, most)
@@ -212,6 +215,7 @@ def survey(checkpoint: Checkpoint, config: ServerConfig, device: torch.device) -
         family=family,
         model_config=model_config,
         blueprint=blueprint,
+        cache_dtype=kept_in,
         heads=heads,
         max_model_len=max_model_len,
         length_rule=length_rule(model_config),
@@ -262,7 +266,7 @@ def _choose_blocks(plan: Survey, config: ServerConfig, ranks: Ranks, device: tor
         kv_heads=kv_heads,
         head_dim=head_dim(plan.model_config),
         block_tokens=config.cache.block_tokens,
-        dtype=plan.blueprint.dtype,
+        dtype=plan.cache_dtype,
     )
     memory = choose_memory(config.cache, device, size)
     mine = choose_num_blocks(
@@ -273,7 +277,10 @@ def _choose_blocks(plan: Survey, config: ServerConfig, ranks: Ranks, device: tor
         bytes_per_block=bytes_per_block,
     )
     count = ranks.smallest(mine)
-    return _Blocks(count=count, kv_heads=kv_heads, memory=f"{count * bytes_per_block / GIB:.2f} of {memory}")
+    told = f"{count * bytes_per_block / GIB:.2f} of {memory}"
+    if plan.cache_dtype != plan.blueprint.dtype:
+        told += f", in {str(plan.cache_dtype).removeprefix('torch.')}"
+    return _Blocks(count=count, kv_heads=kv_heads, memory=told)
 
 
 def rehearse(config: ServerConfig, device: torch.device) -> None:
