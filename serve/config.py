@@ -62,6 +62,10 @@ class ModelConfig:
     quantization_group: int = 32
     """Inputs that share a scale with ``int4``: 32, 64 or 128. Smaller groups round less and take more room."""
 
+    draft_model: str = ""
+    """Folder of a smaller checkpoint with the same tokenizer, which guesses the tokens of ``speculative_tokens``; rank 0 has
+    all of it. Empty: they are looked up in what texts have said before."""
+
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """``auto`` is cuda where there is one, else cpu."""
 
@@ -297,3 +301,11 @@ class ServerConfig:
     supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
     tracing: TracingConfig = field(default_factory=TracingConfig)
+
+    def __post_init__(self) -> None:
+        require(
+            not self.model.draft_model or self.scheduler.speculative_tokens > 0,
+            "scheduler.speculative_tokens",
+            self.scheduler.speculative_tokens,
+            "be at least 1 with model.draft_model, which guesses so many",
+        )

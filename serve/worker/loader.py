@@ -90,12 +90,23 @@ class Stopwatch:
 
 
 def load_rank(
-    config: ServerConfig, rank: int, device: torch.device, join: Callable[[], Ranks], watch: Stopwatch
+    config: ServerConfig,
+    rank: int,
+    device: torch.device,
+    join: Callable[[], Ranks],
+    watch: Stopwatch,
+    *,
+    beside: int = 0,
+    num_blocks: int | None = None,
 ) -> tuple[RankModel, Ranks]:
     """Load this rank's part of the configured checkpoint.
 
     ``join`` is called after everything that one rank can find wrong by itself has been checked, so that a bad checkpoint is
     refused without waiting for the others. Rank 0 alone reads every byte for the hashes; the others wait for it there.
+
+    Args:
+        beside: bytes that another model's keys and values of one block take on this rank.
+        num_blocks: how many blocks there are, where that was chosen for another model.
 
     Raises:
         ConfigError: the checkpoint, the family or the tensor-parallel size is at fault.
@@ -107,26 +118,9 @@ def load_rank(
         step = checkpoint.step
 
     model = plan.blueprint.model
-    blocks = _choose_blocks(plan, config, ranks, device)
-    caches = allocate(
-        layers=int(plan.model_config.num_hidden_layers),
-        num_blocks=blocks.count,
-        kv_heads=blocks.kv_heads,
-        head_dim=head_dim(plan.model_config),
-        block_tokens=config.cache.block_tokens,
-        dtype=plan.cache_dtype,
-        device=device,
-    )
+    blocks = _choose_blocks(plan, config, ranks, device, beside, num_blocks)
     ranks.share(kernels)
-    backend = TorchBackend() if kernels is None else CpuKernelBackend(kernels)
-    state = page_attention(model, plan.family, caches, backend, plan.heads, ranks.rank, plan.max_model_len)
-    if plan.length_rule is not None:
-        turn_by_own_lengths(model, plan.length_rule, state)
-    sum_norms(model, plan.family, plan.heads, ranks)
-    sum_embedding(model, ranks)
-    sum_experts(model, plan.family, ranks)
-    if plan.family.scaled_embedding:
-        scale_embedding(model)
+    state = _with_cache(plan, blocks, config, ranks, device, kernels)
     watch.lap("cache")
     facts = dataclasses.replace(
         _facts(plan, blocks, config.cache.block_tokens, device),
@@ -148,6 +142,32 @@ def load_rank(
         survey=plan,
     )
     return rank_model, ranks
+
+
+def _with_cache(
+    plan: Survey, blocks: _Blocks, config: ServerConfig, ranks: Ranks, device: torch.device, kernels: ctypes.CDLL | None
+) -> StepState:
+    """Put the cache and all that ranks exchange into a model whose weights are there."""
+    model = plan.blueprint.model
+    caches = allocate(
+        layers=int(plan.model_config.num_hidden_layers),
+        num_blocks=blocks.count,
+        kv_heads=blocks.kv_heads,
+        head_dim=head_dim(plan.model_config),
+        block_tokens=config.cache.block_tokens,
+        dtype=plan.cache_dtype,
+        device=device,
+    )
+    backend = TorchBackend() if kernels is None else CpuKernelBackend(kernels)
+    state = page_attention(model, plan.family, caches, backend, plan.heads, ranks.rank, plan.max_model_len)
+    if plan.length_rule is not None:
+        turn_by_own_lengths(model, plan.length_rule, state)
+    sum_norms(model, plan.family, plan.heads, ranks)
+    sum_embedding(model, ranks)
+    sum_experts(model, plan.family, ranks)
+    if plan.family.scaled_embedding:
+        scale_embedding(model)
+    return state
 
 
 def _facts(plan: Survey, blocks: _Blocks, block_tokens: int, device: torch.device) -> ModelFacts:
@@ -257,27 +277,36 @@ class _Blocks:
     """What they take of what, in words."""
 
 
-def _choose_blocks(plan: Survey, config: ServerConfig, ranks: Ranks, device: torch.device) -> _Blocks:
-    """Agree with the other ranks on how many blocks each of them has memory for."""
-    size = config.model.tensor_parallel_size
-    kv_heads = plan.heads.shared_heads(ranks.rank).width
-    bytes_per_block = block_bytes(
+def bytes_per_block(plan: Survey, config: ServerConfig, kv_heads: int) -> int:
+    """Bytes of one block of a rank that has so many key/value heads."""
+    return block_bytes(
         layers=int(plan.model_config.num_hidden_layers),
         kv_heads=kv_heads,
         head_dim=head_dim(plan.model_config),
         block_tokens=config.cache.block_tokens,
         dtype=plan.cache_dtype,
     )
+
+
+def _choose_blocks(
+    plan: Survey, config: ServerConfig, ranks: Ranks, device: torch.device, beside: int, num_blocks: int | None
+) -> _Blocks:
+    """Agree with the other ranks on how many blocks each of them has memory for."""
+    size = config.model.tensor_parallel_size
+    kv_heads = plan.heads.shared_heads(ranks.rank).width
+    each = bytes_per_block(plan, config, kv_heads) + beside
+    if num_blocks is not None:
+        return _Blocks(count=num_blocks, kv_heads=kv_heads, memory="")
     memory = choose_memory(config.cache, device, size)
     mine = choose_num_blocks(
         memory,
         cache=config.cache,
         scheduler=config.scheduler,
         max_model_len=plan.max_model_len,
-        bytes_per_block=bytes_per_block,
+        bytes_per_block=each,
     )
     count = ranks.smallest(mine)
-    told = f"{count * bytes_per_block / GIB:.2f} of {memory}"
+    told = f"{count * each / GIB:.2f} of {memory}"
     if plan.cache_dtype != plan.blueprint.dtype:
         told += f", in {str(plan.cache_dtype).removeprefix('torch.')}"
     return _Blocks(count=count, kv_heads=kv_heads, memory=told)
