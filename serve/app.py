@@ -316,6 +316,7 @@ def engine_limits(config: ServerConfig) -> EngineLimits:
         max_queued_tokens=config.admission.max_queued_tokens,
         prefix_caching=config.cache.prefix_caching,
         speculative_tokens=config.scheduler.speculative_tokens,
+        drafts=bool(config.model.draft_model),
         async_scheduling=config.scheduler.async_scheduling,
     )
 

@@ -62,6 +62,10 @@ class ModelConfig:
     quantization_group: int = 32
     """Inputs that share a scale with ``int4``: 32, 64 or 128. Smaller groups round less and take more room."""
 
+    draft_model: str = ""
+    """Folder of a smaller checkpoint with the same tokenizer, which guesses the tokens of ``speculative_tokens``; rank 0 has
+    all of it. Empty: they are looked up in what texts have said before."""
+
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """``auto`` is cuda where there is one, else cpu."""
 
@@ -124,6 +128,10 @@ class CacheConfig:
 
     kv_cache_gib: float | None = None
     """GiB of KV cache per rank; ``None`` lets the rank choose from its free memory."""
+
+    kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
+    """What keys and values are kept in: ``auto`` is the model's ``dtype``, ``int8`` whole numbers with a scale for each
+    position and head, on the CPU; ``fp8`` is for GPUs."""
 
     memory_fraction: float = 0.90
     """On a GPU without ``kv_cache_gib``: share of its memory this rank may use in all, weights included."""
@@ -293,3 +301,11 @@ class ServerConfig:
     supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
     tracing: TracingConfig = field(default_factory=TracingConfig)
+
+    def __post_init__(self) -> None:
+        require(
+            not self.model.draft_model or self.scheduler.speculative_tokens > 0,
+            "scheduler.speculative_tokens",
+            self.scheduler.speculative_tokens,
+            "be at least 1 with model.draft_model, which guesses so many",
+        )

@@ -341,7 +341,7 @@ class Engine:
                 return
             if place:
                 self._scheduler.advance(seq)
-            if answer.token_id in proposed[place : place + 1]:
+            if proposed[place : place + 1] == (answer.token_id,) or place + 1 < len(answers):
                 self._scheduler.accept(seq)
                 accepted += 1
             self._apply_token(seq, answer, now)

@@ -30,6 +30,8 @@ class EngineLimits:
     """Whether a step is planned and sent while the ranks compute the one before it."""
     speculative_tokens: int = 0
     """Tokens proposed at most in one step, for all sequences together; 0 proposes none."""
+    drafts: bool = False
+    """Whether the ranks have a draft model, which says what is proposed; else it is what texts have said before."""
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_step_tokens", "max_queued_requests", "max_queued_tokens"):

@@ -55,7 +55,7 @@ class Opening:
                     tells_text=generation.response.text,
                     samples=request.rule.max_new_tokens > 0,
                     restart_after=_restart_after(len(token_ids), facts.length_rule),
-                    speculation=Speculation(proposes) if proposes else None,
+                    speculation=Speculation(proposes, drafts=self._limits.drafts) if proposes else None,
                 )
             )
             self._num_sequences += 1

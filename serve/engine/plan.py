@@ -8,8 +8,12 @@ preempted). ``dropped`` is applied before ``starts``. A preempted sequence that 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from serve.types import BlockId, SamplingParams, SequenceId, TokenLogprob
+
+DRAFTED: Final = -1
+"""In ``Span.proposed``: whatever the ranks' draft model says there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +59,8 @@ class Span:
     sample: bool = False
     """True when the span ends at the last known token, so that its last row gives the next one."""
     proposed: tuple[int, ...] = ()
-    """With ``sample``: ids that may follow the last known token. The row of each gives the one after it."""
+    """With ``sample``: ids that may follow the last known token, all or none of them ``DRAFTED``. The row of each gives the one
+    after it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from serve.engine.lookup import Lookup
+from serve.engine.plan import DRAFTED
 
 _FIRST_COUNT = 2
 _LONGEST_PAUSE = 32
@@ -18,12 +19,18 @@ class Speculation:
     four, and so on, until something is accepted: where the text does not repeat itself, guessing costs next to nothing.
     """
 
-    __slots__ = ("_count", "_lookup", "_most", "_pause", "_resumes", "accepted", "proposed")
+    __slots__ = ("_count", "_drafts", "_lookup", "_most", "_pause", "_resumes", "accepted", "proposed")
 
-    def __init__(self, most: int) -> None:
-        """``most``: tokens for one step, at least 1."""
+    def __init__(self, most: int, *, drafts: bool = False) -> None:
+        """Nothing was proposed yet.
+
+        Args:
+            most: tokens for one step, at least 1.
+            drafts: whether the ranks' draft model says which; else they are looked up in the text.
+        """
         assert most >= 1, "a sequence that may propose nothing has no speculation"
         self._most = most
+        self._drafts = drafts
         self._count = min(most, _FIRST_COUNT)
         self._lookup = Lookup()
         self._pause = 1
@@ -37,6 +44,8 @@ class Speculation:
         """Tokens that may follow, at most ``room``; does not count them as proposed."""
         if room <= 0 or len(token_ids) < self._resumes:
             return ()
+        if self._drafts:
+            return (DRAFTED,) * min(self._count, room)
         return self._lookup.find(token_ids, min(self._count, room))
 
     def adapt(self, proposed: int, accepted: int, num_tokens: int) -> None:

@@ -91,6 +91,38 @@ class LayerCache:
 
     keys: Tensor
     values: Tensor
+    key_scales: Tensor | None = None
+    """bf16 [B, G, S] where ``keys`` and ``values`` are int8: what a position's whole numbers are multiplied by."""
+    value_scales: Tensor | None = None
+
+    def write(self, block_T: Tensor, offset_T: Tensor, key_TGD: Tensor, value_TGD: Tensor) -> None:
+        """Keep the keys and values of some tokens, each at its own offset of its own block."""
+        if self.key_scales is not None and self.value_scales is not None:
+            key_TGD, self.key_scales[block_T, :, offset_T] = whole_numbers(key_TGD)
+            value_TGD, self.value_scales[block_T, :, offset_T] = whole_numbers(value_TGD)
+        self.keys[block_T, :, :, offset_T] = key_TGD
+        self.values[block_T, :, offset_T] = value_TGD
+
+    def read(self, table: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values [G, L, D] of the blocks of a table, in their order."""
+        key_WGSD, value_WGSD = self.keys[table].transpose(2, 3), self.values[table]
+        if self.key_scales is not None and self.value_scales is not None:
+            key_WGSD = (key_WGSD * self.key_scales[table].float()[..., None]).to(dtype)
+            value_WGSD = (value_WGSD * self.value_scales[table].float()[..., None]).to(dtype)
+        return key_WGSD.transpose(0, 1).flatten(1, 2), value_WGSD.transpose(0, 1).flatten(1, 2)
+
+
+def whole_numbers(x_TGD: Tensor) -> tuple[Tensor, Tensor]:
+    """Each token's and head's features as int8 between -127 and 127, and what they are multiplied by, bf16 [T, G].
+
+    The scale is rounded before anything is divided by it, so a feature is off by half of it at most. NaN or infinity makes the
+    scale NaN, and with it whatever reads the position.
+    """
+    wide_TGD = x_TGD.float()
+    scale_TG = (wide_TGD.abs().amax(dim=2) / 127).to(torch.bfloat16)
+    scale_TG = torch.where(wide_TGD.isfinite().all(dim=2), scale_TG, torch.nan)
+    numbers_TGD = (wide_TGD / scale_TG.float()[..., None]).round().clamp(-127, 127)
+    return numbers_TGD.nan_to_num(0.0).to(torch.int8), scale_TG
 
 
 class StepState:
@@ -166,8 +198,7 @@ class TorchBackend:
         assert rotary is None, "queries and keys come turned already"
         block_tokens = layer.values.shape[2]
         block, offset = layout.slots // block_tokens, layout.slots % block_tokens
-        layer.keys[block, :, :, offset] = key_TGD
-        layer.values[block, :, offset] = value_TGD
+        layer.write(block, offset, key_TGD, value_TGD)
         out_THD = torch.empty(query_THD.shape, dtype=query_THD.dtype, device=query_THD.device)
         for i, length in enumerate(layout.context_lengths):
             begin, end = layout.query_starts[i], layout.query_starts[i + 1]
@@ -175,8 +206,7 @@ class TorchBackend:
             table = layout.block_tables[layout.table_rows[i], first : -(-length // block_tokens)].long()
             low = first * block_tokens
             # Slots past the sequence's end may hold anything, NaN included: they are cut off, not masked.
-            key_GLD = layer.keys[table].permute(1, 0, 3, 2).flatten(1, 2)[:, : length - low]
-            value_GLD = layer.values[table].permute(1, 0, 2, 3).flatten(1, 2)[:, : length - low]
+            key_GLD, value_GLD = (part_GLD[:, : length - low] for part_GLD in layer.read(table, query_THD.dtype))
             row = layout.positions[begin:end, None]
             column = torch.arange(low, length, device=row.device)[None, :]
             seen = column <= row

@@ -28,6 +28,8 @@ class _Step(ctypes.Structure):
         ("slots", ctypes.c_void_p),
         ("key_cache", ctypes.c_void_p),
         ("value_cache", ctypes.c_void_p),
+        ("key_scales", ctypes.c_void_p),
+        ("value_scales", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
         ("sinks", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
@@ -79,12 +81,12 @@ class CpuKernelBackend:
         """See ``Backend``."""
         query_THD, key_TGD, value_TGD = _rows(query_THD), _rows(key_TGD), _rows(value_TGD)
         # The kernel sees addresses alone.
-        assert {key_TGD.dtype, value_TGD.dtype, layer.keys.dtype} == {query_THD.dtype}
+        assert {key_TGD.dtype, value_TGD.dtype} == {query_THD.dtype}
+        assert layer.keys.dtype == (query_THD.dtype if layer.key_scales is None else torch.int8)
         assert rotary is None or {part.dtype for part in rotary} == {query_THD.dtype}
         tokens, heads, width = query_THD.shape
         kv_heads, block_tokens = layer.values.shape[1:3]
         _check_rules(rules, heads, max(layout.context_lengths), block_tokens)
-        sinks_H, bias_HL = rules.sinks_H, rules.bias_HL
         out_THD = torch.empty(tokens, heads, width, dtype=query_THD.dtype)
         tiles = self._tiles_of(layout, max(1, min(self._TILE_TOKENS, self._max_rows // (heads // kv_heads))))
         cosines, sines, turned = (rotary[0].data_ptr(), rotary[1].data_ptr(), rotary[0].shape[1]) if rotary else (None, None, 0)
@@ -100,9 +102,11 @@ class CpuKernelBackend:
             layout.slots.data_ptr(),
             layer.keys.data_ptr(),
             layer.values.data_ptr(),
+            _place(layer.key_scales),
+            _place(layer.value_scales),
             out_THD.data_ptr(),
-            None if sinks_H is None else sinks_H.data_ptr(),
-            None if bias_HL is None else bias_HL.data_ptr(),
+            _place(rules.sinks_H),
+            _place(rules.bias_HL),
             tiles.data_ptr(),
             layout.positions.data_ptr(),
             layout.block_tables.data_ptr(),
@@ -115,7 +119,7 @@ class CpuKernelBackend:
             block_tokens,
             turned,
             window,
-            0 if bias_HL is None else bias_HL.shape[1],
+            0 if rules.bias_HL is None else rules.bias_HL.shape[1],
             scale,
             rules.softcap,
         )
@@ -133,6 +137,10 @@ class CpuKernelBackend:
             ]
             self._tiles = (layout, tile_tokens, torch.tensor(tiles, dtype=torch.int32))
         return self._tiles[2]
+
+
+def _place(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def _rows(tensor: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -26,6 +26,8 @@ class SequenceState:
     """Where its blocks stand in the rank's ``BlockTables``."""
     drawn: int = 0
     """The token that its last span sampled, on rank 0; on the others, what rank 0 told them."""
+    drafted: tuple[int, tuple[int, ...]] = (0, ())
+    """Positions that the draft model has computed of known tokens, and what it was given after them as if it were known."""
     _seen: Seen | None = None
 
     @property
@@ -119,6 +121,15 @@ class SequenceTable:
 
     def apply(self, plan: StepPlan) -> Batch | None:
         """Forget, learn and extend what the plan says; the step's tensors, or ``None`` when it computes nothing."""
+        self.learn(plan)
+        return self.batch(plan.spans) if plan.spans else None
+
+    def state(self, sequence: SequenceId) -> SequenceState:
+        """A live sequence."""
+        return self._sequences[sequence]
+
+    def learn(self, plan: StepPlan) -> None:
+        """Forget, learn and extend what the plan says."""
         for dropped in plan.dropped:
             self._tables.close(self._sequences.pop(dropped).table_row)
         for start in plan.starts:
@@ -131,39 +142,16 @@ class SequenceTable:
             if span.new_blocks:
                 self._tables.extend(state.table_row, len(state.blocks), span.new_blocks)
                 state.blocks.extend(span.new_blocks)
-        return self._batch(plan.spans) if plan.spans else None
 
-    def _batch(self, spans: tuple[Span, ...]) -> Batch:
+    def batch(self, spans: tuple[Span, ...]) -> Batch:
+        """The tensors of a step that computes these spans, of a plan that was learnt."""
         states = [self._sequences[span.sequence] for span in spans]
-        ids: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        starts = [0]
-        size = self._block_tokens
-        for span, state in zip(spans, states, strict=True):
-            first, count = span.start, span.count
-            if count == 1:  # most are so, in a step of many
-                ids.append(state.token_ids[first])
-                positions.append(first)
-                slots.append(state.blocks[first // size] * size + first % size)
-            else:
-                end = first + count
-                ids.extend(state.token_ids[first:end])
-                ids.extend(span.proposed)
-                positions.extend(range(first, end))
-                slots.extend(state.blocks[p // size] * size + p % size for p in range(first, end))
-            starts.append(starts[-1] + count)
-        # One transfer for all that a step's tokens are.
-        staged_3T = torch.tensor((ids, positions, slots), dtype=torch.int64).to(self._device)
-        layout = StepLayout(
-            slots=staged_3T[2],
-            positions=staged_3T[1].int(),
-            query_starts=tuple(starts),
-            context_lengths=tuple(span.start + span.count for span in spans),
-            block_tables=self._tables.written(),
-            table_rows=tuple(state.table_row for state in states),
-            lengths=self._lengths(spans, states),
-        )
+        parts = [
+            (state, span.start, [*state.token_ids[span.start : span.start + span.count], *span.proposed])
+            for span, state in zip(spans, states, strict=True)
+        ]
+        staged_3T, layout = self.staged(parts, self._lengths(spans, states))
+        starts = layout.query_starts
         sampling: list[tuple[int, SequenceState | Supposed]] = []
         for span, state, end in zip(spans, states, starts[1:], strict=True):
             if span.proposed:
@@ -177,6 +165,42 @@ class SequenceTable:
             sample_rows=tuple(row for row, _ in sampling),
             sampled=tuple(state for _, state in sampling),
             prompt_rows=tuple(_prompt_rows(spans, states, starts)),
+        )
+
+    def staged(
+        self, parts: Sequence[tuple[SequenceState, int, list[int]]], lengths: Tensor | None = None
+    ) -> tuple[Tensor, StepLayout]:
+        """Ids, positions and slots, int64 [3, T], and the layout of a step over parts of some sequences.
+
+        Args:
+            parts: of each sequence its first position and the tokens from there on, for which it has blocks.
+            lengths: see ``StepLayout``.
+        """
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        starts = [0]
+        size = self._block_tokens
+        for state, first, tokens in parts:
+            if len(tokens) == 1:  # most are so, in a step of many
+                positions.append(first)
+                slots.append(state.blocks[first // size] * size + first % size)
+            else:
+                end = first + len(tokens)
+                positions.extend(range(first, end))
+                slots.extend(state.blocks[p // size] * size + p % size for p in range(first, end))
+            ids.extend(tokens)
+            starts.append(len(ids))
+        # One transfer for all that a step's tokens are.
+        staged_3T = torch.tensor((ids, positions, slots), dtype=torch.int64).to(self._device)
+        return staged_3T, StepLayout(
+            slots=staged_3T[2],
+            positions=staged_3T[1].int(),
+            query_starts=tuple(starts),
+            context_lengths=tuple(first + len(tokens) for _, first, tokens in parts),
+            block_tables=self._tables.written(),
+            table_rows=tuple(state.table_row for state, _, _ in parts),
+            lengths=lengths,
         )
 
     def _lengths(self, spans: tuple[Span, ...], states: list[SequenceState]) -> Tensor | None:
@@ -200,7 +224,7 @@ def _sample_rows(span: Span, state: SequenceState, end: int) -> list[tuple[int, 
 
 
 def _prompt_rows(
-    spans: tuple[Span, ...], states: list[SequenceState], starts: list[int]
+    spans: tuple[Span, ...], states: list[SequenceState], starts: tuple[int, ...]
 ) -> list[tuple[SequenceState, int, int, int]]:
     rows = []
     for i, (span, state) in enumerate(zip(spans, states, strict=True)):

@@ -18,11 +18,28 @@ _LOG = logging.getLogger(__name__)
 GIB = 1 << 30
 _CPU_SHARE = 0.25
 _CPU_MOST_BYTES = 4 * GIB
+_SCALES = torch.bfloat16
+
+
+def cache_dtype(wanted: str, device: str, dtype: torch.dtype) -> torch.dtype:
+    """What keys and values are kept in, by ``cache.kv_cache_dtype``; ``dtype`` is the model's.
+
+    Raises:
+        ConfigError: nothing computes with them on this device.
+    """
+    if wanted == "fp8" and device == "cpu":
+        raise ConfigError("cache.kv_cache_dtype is fp8; it is for GPUs, and model.device is cpu: choose auto, or int8")
+    if wanted == "fp8":
+        raise ConfigError("cache.kv_cache_dtype is fp8; no kernel computes with it yet: choose auto")
+    if wanted == "int8" and device != "cpu":
+        raise ConfigError(f"cache.kv_cache_dtype is int8; it is for the CPU, and model.device is {device}: choose auto")
+    return torch.int8 if wanted == "int8" else dtype
 
 
 def block_bytes(*, layers: int, kv_heads: int, head_dim: int, block_tokens: int, dtype: torch.dtype) -> int:
-    """Bytes of one block in all layers of this rank, keys and values."""
-    return 2 * layers * kv_heads * head_dim * block_tokens * dtype.itemsize
+    """Bytes of one block in all layers of this rank, keys and values; of int8 with their scales."""
+    scale = _SCALES.itemsize if dtype == torch.int8 else 0
+    return 2 * layers * kv_heads * block_tokens * (head_dim * dtype.itemsize + scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +107,21 @@ def allocate(
 ) -> list[LayerCache]:
     """Each layer's cache, all zeros; on the CPU pages are taken from the system only as blocks are first used."""
 
-    def zeros(*shape: int) -> torch.Tensor:
+    def zeros(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         if device.type == "cpu":
             count = int(np.prod(shape)) * dtype.itemsize
             return torch.from_numpy(np.zeros(count, dtype=np.uint8)).view(dtype).view(shape)
         return torch.zeros(shape, dtype=dtype, device=device)
 
+    def scales() -> torch.Tensor | None:
+        return zeros(num_blocks, kv_heads, block_tokens, dtype=_SCALES) if dtype == torch.int8 else None
+
     return [
         LayerCache(
-            keys=zeros(num_blocks, kv_heads, head_dim, block_tokens), values=zeros(num_blocks, kv_heads, block_tokens, head_dim)
+            keys=zeros(num_blocks, kv_heads, head_dim, block_tokens),
+            values=zeros(num_blocks, kv_heads, block_tokens, head_dim),
+            key_scales=scales(),
+            value_scales=scales(),
         )
         for _ in range(layers)
     ]

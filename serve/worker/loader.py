@@ -46,7 +46,7 @@ from serve.worker.complete import (
     whole_head,
 )
 from serve.worker.finite import check_weights
-from serve.worker.kv_cache import GIB, allocate, block_bytes, choose_memory, choose_num_blocks
+from serve.worker.kv_cache import GIB, allocate, block_bytes, cache_dtype, choose_memory, choose_num_blocks
 from serve.worker.parallel import Ranks, shard, vocabulary_widths
 from serve.worker.products import ProductMaker, activations
 from serve.worker.sampling.backend import SamplingBackend
@@ -91,12 +91,23 @@ class Stopwatch:
 
 
 def load_rank(
-    config: ServerConfig, rank: int, device: torch.device, join: Callable[[], Ranks], watch: Stopwatch
+    config: ServerConfig,
+    rank: int,
+    device: torch.device,
+    join: Callable[[], Ranks],
+    watch: Stopwatch,
+    *,
+    beside: int = 0,
+    num_blocks: int | None = None,
 ) -> tuple[RankModel, Ranks]:
     """Load this rank's part of the configured checkpoint.
 
     ``join`` is called after everything that one rank can find wrong by itself has been checked, so that a bad checkpoint is
     refused without waiting for the others. Rank 0 alone reads every byte for the hashes; the others wait for it there.
+
+    Args:
+        beside: bytes that another model's keys and values of one block take on this rank.
+        num_blocks: how many blocks there are, where that was chosen for another model.
 
     Raises:
         ConfigError: the checkpoint, the family or the tensor-parallel size is at fault.
@@ -108,26 +119,10 @@ def load_rank(
         step = checkpoint.step
 
     model = plan.blueprint.model
-    blocks = _choose_blocks(plan, config, ranks, device)
-    caches = allocate(
-        layers=int(plan.model_config.num_hidden_layers),
-        num_blocks=blocks.count,
-        kv_heads=blocks.kv_heads,
-        head_dim=head_dim(plan.model_config),
-        block_tokens=config.cache.block_tokens,
-        dtype=plan.blueprint.dtype,
-        device=device,
-    )
+    blocks = _choose_blocks(plan, config, ranks, device, beside, num_blocks)
     ranks.share(kernels)
     attention, backend = _choose_attention(device, kernels)
-    state = page_attention(model, plan.family, caches, backend, plan.heads, ranks.rank, plan.max_model_len)
-    if plan.length_rule is not None:
-        turn_by_own_lengths(model, plan.length_rule, state)
-    sum_norms(model, plan.family, plan.heads, ranks)
-    sum_embedding(model, ranks)
-    sum_experts(model, plan.family, ranks)
-    if plan.family.scaled_embedding:
-        scale_embedding(model)
+    state = _with_cache(plan, blocks, config, ranks, device, backend)
     watch.lap("cache")
     facts = dataclasses.replace(
         _facts(plan, blocks, config.cache.block_tokens, device),
@@ -149,6 +144,31 @@ def load_rank(
         survey=plan,
     )
     return rank_model, ranks
+
+
+def _with_cache(
+    plan: Survey, blocks: _Blocks, config: ServerConfig, ranks: Ranks, device: torch.device, backend: Backend
+) -> StepState:
+    """Put the cache and all that ranks exchange into a model whose weights are there."""
+    model = plan.blueprint.model
+    caches = allocate(
+        layers=int(plan.model_config.num_hidden_layers),
+        num_blocks=blocks.count,
+        kv_heads=blocks.kv_heads,
+        head_dim=head_dim(plan.model_config),
+        block_tokens=config.cache.block_tokens,
+        dtype=plan.cache_dtype,
+        device=device,
+    )
+    state = page_attention(model, plan.family, caches, backend, plan.heads, ranks.rank, plan.max_model_len)
+    if plan.length_rule is not None:
+        turn_by_own_lengths(model, plan.length_rule, state)
+    sum_norms(model, plan.family, plan.heads, ranks)
+    sum_embedding(model, ranks)
+    sum_experts(model, plan.family, ranks)
+    if plan.family.scaled_embedding:
+        scale_embedding(model)
+    return state
 
 
 def _facts(plan: Survey, blocks: _Blocks, block_tokens: int, device: torch.device) -> ModelFacts:
@@ -176,6 +196,8 @@ class Survey:
     family: Family
     model_config: PretrainedConfig
     blueprint: Blueprint
+    cache_dtype: torch.dtype
+    """What keys and values are kept in."""
     heads: HeadCut
     max_model_len: int
     length_rule: LengthRule | None
@@ -202,6 +224,7 @@ def survey(checkpoint: Checkpoint, config: ServerConfig, device: torch.device) -
     dtype = choose_dtype(checkpoint, config.model.dtype)
     check_dtype(dtype_name(dtype), device.type)
     check_quantization(config.model.quantization, device.type, family)
+    kept_in = cache_dtype(config.cache.kv_cache_dtype, device.type, dtype)
     limit = getattr(model_config, "max_position_embeddings", None)
     most = extended_positions(limit, {"rope_parameters": getattr(model_config, "rope_parameters", None)})
     max_model_len = check_max_model_len(config.model.max_model_len, limit, most)
@@ -213,6 +236,7 @@ def survey(checkpoint: Checkpoint, config: ServerConfig, device: torch.device) -
         family=family,
         model_config=model_config,
         blueprint=blueprint,
+        cache_dtype=kept_in,
         heads=heads,
         max_model_len=max_model_len,
         length_rule=length_rule(model_config),
@@ -254,27 +278,39 @@ class _Blocks:
     """What they take of what, in words."""
 
 
-def _choose_blocks(plan: Survey, config: ServerConfig, ranks: Ranks, device: torch.device) -> _Blocks:
-    """Agree with the other ranks on how many blocks each of them has memory for."""
-    size = config.model.tensor_parallel_size
-    kv_heads = plan.heads.shared_heads(ranks.rank).width
-    bytes_per_block = block_bytes(
+def bytes_per_block(plan: Survey, config: ServerConfig, kv_heads: int) -> int:
+    """Bytes of one block of a rank that has so many key/value heads."""
+    return block_bytes(
         layers=int(plan.model_config.num_hidden_layers),
         kv_heads=kv_heads,
         head_dim=head_dim(plan.model_config),
         block_tokens=config.cache.block_tokens,
-        dtype=plan.blueprint.dtype,
+        dtype=plan.cache_dtype,
     )
+
+
+def _choose_blocks(
+    plan: Survey, config: ServerConfig, ranks: Ranks, device: torch.device, beside: int, num_blocks: int | None
+) -> _Blocks:
+    """Agree with the other ranks on how many blocks each of them has memory for."""
+    size = config.model.tensor_parallel_size
+    kv_heads = plan.heads.shared_heads(ranks.rank).width
+    each = bytes_per_block(plan, config, kv_heads) + beside
+    if num_blocks is not None:
+        return _Blocks(count=num_blocks, kv_heads=kv_heads, memory="")
     memory = choose_memory(config.cache, device, size)
     mine = choose_num_blocks(
         memory,
         cache=config.cache,
         scheduler=config.scheduler,
         max_model_len=plan.max_model_len,
-        bytes_per_block=bytes_per_block,
+        bytes_per_block=each,
     )
     count = ranks.smallest(mine)
-    return _Blocks(count=count, kv_heads=kv_heads, memory=f"{count * bytes_per_block / GIB:.2f} of {memory}")
+    told = f"{count * each / GIB:.2f} of {memory}"
+    if plan.cache_dtype != plan.blueprint.dtype:
+        told += f", in {str(plan.cache_dtype).removeprefix('torch.')}"
+    return _Blocks(count=count, kv_heads=kv_heads, memory=told)
 
 
 def rehearse(config: ServerConfig, device: torch.device) -> None:

@@ -90,6 +90,7 @@ def _load(
         import serve.worker.lean_imports  # noqa: F401  # before what it imports for the others
         from serve.model.weight_memory import gather_pages
         from serve.worker.canary import check_forward
+        from serve.worker.drafting import draft_bytes_per_block, load_draft
         from serve.worker.exchange import Exchange
         from serve.worker.loader import Stopwatch, load_rank
         from serve.worker.parallel import join_ranks
@@ -107,8 +108,9 @@ def _load(
             device,
             lambda: join_ranks(rank, size, device, rendezvous, shared_fd, config.supervisor.start_timeout_seconds, progress),
             Stopwatch((("import", time.monotonic() - began),)),
+            beside=draft_bytes_per_block(config, rank, device),
         )
-        runner = Runner(model, ranks)
+        runner = Runner(model, ranks, load_draft(config, model, rank))
         with progress.with_others():
             check_forward(config.model, model, ranks, runner)
             if config.model.verify_logits:

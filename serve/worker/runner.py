@@ -8,6 +8,7 @@ from torch import Tensor
 from serve.engine.plan import PromptLogprobs, Sampled, SequenceFault, StepPlan, StepResult
 from serve.types import SequenceId
 from serve.worker.batch import Batch, SequenceTable
+from serve.worker.drafting import Drafting
 from serve.worker.loader import RankModel
 from serve.worker.parallel import Ranks
 from serve.worker.sampling.sampler import likeliest, prompt_logprobs, sample, wants_likeliest
@@ -19,18 +20,21 @@ _HEAD_ROWS = 64
 class Runner:
     """One rank's side of every step. Every rank runs the same plan; rank 0 samples and has the result."""
 
-    def __init__(self, model: RankModel, ranks: Ranks) -> None:
+    def __init__(self, model: RankModel, ranks: Ranks, draft: RankModel | None = None) -> None:
+        """``draft``: the draft model, where there is one, on rank 0."""
         self._model = model
         self._ranks = ranks
         self._table = SequenceTable(model.facts.block_tokens, model.device, model.facts.length_rule)
+        self._drafting = Drafting(draft, self._table, model, ranks)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Compute one step; ``None`` on every rank but 0."""
         self._share_drawn(plan)
-        batch = self._table.apply(plan)
-        if batch is None:
+        self._table.learn(plan)
+        if not plan.spans:
             return StepResult(step=plan.step) if self._ranks.rank == 0 else None
+        batch = self._table.batch(self._drafting.guess(plan.spans))
         self._model.state.layout = batch.layout
         hidden_TE = self._model.body(
             input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, return_dict=True

@@ -18,11 +18,15 @@ inline float to_float(bf16 x) {
     std::memcpy(&out, &wide, 4);
     return out;
 }
-// A block's numbers as fp32: in place for fp32, widened into scratch for bf16. A loop of its own, so that it becomes vector code.
+// A block's numbers as fp32: in place for fp32, widened into scratch for others. A loop of its own, so that it becomes vector code.
 inline const float* widen(const float* source, float*, int64_t) { return source; }
 inline const float* widen(const bf16* source, float* scratch, int64_t count) {
     uint32_t* wide = reinterpret_cast<uint32_t*>(scratch);
     for (int64_t i = 0; i < count; ++i) wide[i] = uint32_t(source[i].bits) << 16;
+    return scratch;
+}
+inline const float* widen(const int8_t* source, float* scratch, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) scratch[i] = float(source[i]);
     return scratch;
 }
 inline void from_float(float x, float& out) { out = x; }

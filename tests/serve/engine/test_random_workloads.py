@@ -27,7 +27,7 @@ FAULT = VOCABULARY
 class Workload:
     """One engine of random shape, and random things done to it."""
 
-    def __init__(self, seed: int, *, runs_ahead: bool, speculative_tokens: int = 0) -> None:
+    def __init__(self, seed: int, *, runs_ahead: bool, speculative_tokens: int = 0, drafts: bool = False) -> None:
         self.random = random.Random(seed)
         self.vocabulary = FEW if speculative_tokens else VOCABULARY
         pick = self.random.randint
@@ -46,6 +46,7 @@ class Workload:
             prefix_caching=self.random.random() < 0.7,
             async_scheduling=runs_ahead,
             speculative_tokens=speculative_tokens,
+            drafts=drafts,
         )
         self.facts = facts
         self.executor = self.ranks()
@@ -207,7 +208,7 @@ def test_a_random_workload_is_served_exactly(seed: int) -> None:
 def test_random_workloads_that_speculate_are_served_exactly() -> None:
     proposed = accepted = preemptions = hits = 0
     for seed in range(NUM_WORKLOADS // 4):
-        workload = Workload(seed, runs_ahead=seed % 2 == 0, speculative_tokens=1 + seed % 6)
+        workload = Workload(seed, runs_ahead=seed % 2 == 0, speculative_tokens=1 + seed % 6, drafts=seed % 4 > 1)
         for _ in range(OPERATIONS_EACH):
             workload.operate()
         workload.finish()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 
@@ -92,10 +93,11 @@ def test_a_request_can_have_fewer_proposed_or_none() -> None:
         assert finished.usage.completion_tokens == 200
 
 
-def test_steps_are_saved_and_tokens_are_the_same() -> None:
+@pytest.mark.parametrize("drafts", [False, True])
+def test_steps_are_saved_and_tokens_are_the_same(drafts: bool) -> None:
     said, steps = [], []
     for most in (0, 4):
-        engine = make_engine(FEW, speculative_tokens=most)
+        engine = make_engine(FEW, speculative_tokens=most, drafts=drafts)
         engine.add(make_request(prompt=(1, 0) * 8, max_new=300))
         said.append(ids_of(run(engine)))
         steps.append(engine.stats().steps)
@@ -103,6 +105,20 @@ def test_steps_are_saved_and_tokens_are_the_same() -> None:
     stats = engine.stats()
     assert steps[1] == steps[0] - stats.accepted_tokens
     assert stats.accepted_tokens > 20
+
+
+def test_more_answers_than_a_draft_model_was_asked_for_are_the_executors_death() -> None:
+    class Liar(FakeExecutor):
+        def execute(self, plan: StepPlan) -> StepResult:
+            result = super().execute(plan)
+            asked = sum(len(span.proposed) for span in plan.spans)
+            return dataclasses.replace(result, sampled=result.sampled[:1] * (asked + 2)) if asked else result
+
+    engine = make_engine(FEW, executor=Liar(FEW), speculative_tokens=2, drafts=True)
+    engine.add(make_request(prompt=(1, 0, 1), max_new=20))
+    engine.step()
+    with pytest.raises(ExecutorDied, match=r"one more came for sequence 0, of which \(-1, -1\) was proposed"):
+        engine.step()
 
 
 @pytest.mark.parametrize("tokens", [(1, 1, 1), (0, 1), (1, 0, 1, 0)])

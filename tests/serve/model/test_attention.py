@@ -83,15 +83,15 @@ def _lay_out(sequences: list[_Sequence], block_tokens: int, num_blocks: int) -> 
 
 def _poison(cache: LayerCache) -> None:
     """What a freed block may hold: values that would show in any sum they enter."""
-    cache.keys.fill_(math.nan)
-    cache.values.fill_(math.nan)
+    scales = [part for part in (cache.key_scales, cache.value_scales) if part is not None]
+    for part in scales or (cache.keys, cache.values):
+        part.fill_(math.nan)
 
 
 def _fill_history(sequence: _Sequence, cache: LayerCache, block_tokens: int) -> None:
-    for position in range(sequence.length - sequence.new):
-        block, offset = sequence.blocks[position // block_tokens], position % block_tokens
-        cache.keys[block, :, :, offset] = sequence.key[position]
-        cache.values[block, :, offset] = sequence.value[position]
+    old = torch.arange(sequence.length - sequence.new)
+    block = torch.tensor(sequence.blocks)[old // block_tokens]
+    cache.write(block, old % block_tokens, sequence.key[: len(old)], sequence.value[: len(old)])
 
 
 @pytest.mark.parametrize(
@@ -226,3 +226,61 @@ def test_what_attention_is_asked_for_and_does_not_know_is_refused_by_name(asked:
     heads = torch.zeros(1, 2, 3, 4)
     with pytest.raises(ConfigError, match=f"Linear asks attention for {next(iter(asked))}"):
         attend(nn.Linear(1, 1), heads, heads, heads, None, scaling=1.0, dropout=0.0, **asked)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block_tokens"), [(8, 2, 64, 16), (3, 3, 96, 16), (4, 1, 20, 8)])
+@pytest.mark.parametrize("window", [0, 21])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cache_of_whole_numbers_is_written_alike_by_both_and_off_by_half_a_scale(
+    heads: int, kv_heads: int, head_dim: int, block_tokens: int, window: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(head_dim)
+    random.seed(5)
+    sequences = [_Sequence(*lengths, heads, kv_heads, head_dim, dtype) for lengths in [(1, 1), (70, 33), (40, 1), (17, 17)]]
+    size = {"layers": 1, "num_blocks": 40, "kv_heads": kv_heads, "head_dim": head_dim, "block_tokens": block_tokens}
+    [by_torch], [by_kernel] = (allocate(**size, dtype=torch.int8, device=torch.device("cpu")) for _ in range(2))  # type: ignore[arg-type]
+    layout = _lay_out(sequences, block_tokens, 40)
+    for cache in (by_torch, by_kernel):
+        _poison(cache)
+        for sequence in sequences:
+            _fill_history(sequence, cache, block_tokens)
+    new = [torch.cat([getattr(s, name)[s.length - s.new :] for s in sequences]) for name in ("query", "key", "value")]
+    scale = head_dim**-0.5
+    rules = ScoreRules(softcap=2.5, sinks_H=torch.randn(heads), bias_HL=torch.randn(heads, 80))
+
+    kernel = CpuKernelBackend(cpu_kernels())
+    for given in (ScoreRules(), rules):
+        expected = TorchBackend().attend(*new, by_torch, layout, scale=scale, window=window, rules=given)
+        out = kernel.attend(*new, by_kernel, layout, scale=scale, window=window, rules=given)
+        for name in ("keys", "values", "key_scales", "value_scales"):
+            ours, theirs = getattr(by_kernel, name), getattr(by_torch, name)
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+        tolerance = 3e-6 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
+
+    for sequence in sequences:
+        kept = by_kernel.read(torch.tensor(sequence.blocks), torch.float32)
+        for whole, plain in zip(kept, (sequence.key, sequence.value), strict=True):
+            wide = plain.float()
+            off = (whole[:, : sequence.length].transpose(0, 1) - wide).abs().amax(dim=2)
+            assert bool((off <= wide.abs().amax(dim=2) / 127 * 0.51).all())
+    exact = torch.cat([s.expected(scale, window, rules) for s in sequences])
+    # A score is off by |q| times what a key is off by, an output by what scores and values are off by: hundredths here.
+    torch.testing.assert_close(out.double(), exact, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("fault", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_none_shows_in_whatever_reads_a_cache_of_whole_numbers(backend: Backend, fault: float) -> None:
+    torch.manual_seed(2)
+    random.seed(2)
+    sequences = [_Sequence(5, 5, 2, 2, 16, torch.float32), _Sequence(3, 3, 2, 2, 16, torch.float32)]
+    sequences[0].value[3, 1, 7] = fault
+    [cache] = allocate(
+        layers=1, num_blocks=4, kv_heads=2, head_dim=16, block_tokens=16, dtype=torch.int8, device=torch.device("cpu")
+    )
+    layout = _lay_out(sequences, 16, 4)
+    new = [torch.cat([getattr(s, name) for s in sequences]) for name in ("query", "key", "value")]
+    out = backend.attend(*new, cache, layout, scale=0.25, window=0)
+    assert out[3:5, 1].isnan().all()
+    assert out[:, 0].isfinite().all()
+    assert out[5:].isfinite().all()

@@ -33,13 +33,17 @@ NEW_TOKENS = 16
 CHUNK = 32
 """Longer prompts are computed in several steps, beside one another's tokens."""
 BLOCK_TOKENS = 16
+IN_INT8 = "int8-cache"
+"""A folder of this name is served with a KV cache of whole numbers."""
 VERIFIED, VERDICTS = "phi3", "verdicts"
 
 
 def settings(folder: Path, size: int, dtype: str) -> ServerConfig:
     return ServerConfig(
         model=ModelConfig(path=str(folder), dtype=dtype, device="cpu", tensor_parallel_size=size, max_model_len=512),
-        cache=CacheConfig(kv_cache_gib=0.004, block_tokens=BLOCK_TOKENS),
+        cache=CacheConfig(
+            kv_cache_gib=0.004, block_tokens=BLOCK_TOKENS, kv_cache_dtype="int8" if folder.name == IN_INT8 else "auto"
+        ),
         scheduler=SchedulerConfig(max_num_seqs=4),
     )
 

@@ -92,11 +92,11 @@ Said = tuple[list[int], str, list[TokenLogprob], SequenceFinished | None]
 
 
 def answers(
-    model: RankModel, generations: list[Generation], **limits: int
+    model: RankModel, generations: list[Generation], draft: RankModel | None = None, **limits: int
 ) -> tuple[dict[tuple[str, int], Said], dict[str, str], EngineStats]:
     """What each sequence said, who failed and how, and the engine's figures."""
     facts = dataclasses.replace(model.facts, num_blocks=limits.pop("num_blocks", model.facts.num_blocks))
-    engine = make_engine(facts, executor=OnlyRank(Runner(model, Ranks(0, 1))), **limits)
+    engine = make_engine(facts, executor=OnlyRank(Runner(model, Ranks(0, 1), draft)), drafts=draft is not None, **limits)
     for generation in generations:
         engine.add(generation)
     said: dict[tuple[str, int], Said] = {}
