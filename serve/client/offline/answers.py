@@ -85,14 +85,14 @@ class Answers:
             )
         return "error" in found
 
-    def write(self, line: Line, outcome: Generated | TesseraError) -> None:
-        """Append one answer, and hand it to the system.
+    def write(self, line: Line, told: dict[str, Any]) -> None:
+        """Append one answer, as ``told`` has it, and hand it to the system.
 
         Raises:
             OSError: it cannot be written; the file may end in half a line.
         """
-        told = json.dumps(_told(outcome), ensure_ascii=False).removeprefix("{")
-        self._file.write(f"{line.head}, {told}\n".encode())
+        rest = json.dumps(told, ensure_ascii=False).removeprefix("{")
+        self._file.write(f"{line.head}, {rest}\n".encode())
         self._file.flush()
 
     def sync(self) -> None:
@@ -100,7 +100,8 @@ class Answers:
         os.fsync(self._file.fileno())
 
 
-def _told(outcome: Generated | TesseraError) -> dict[str, Any]:
+def told(outcome: Generated | TesseraError) -> dict[str, Any]:
+    """What a line says of how its request ended."""
     if isinstance(outcome, Generated):
         return {"answer": dataclasses.asdict(outcome)}
     violations = [dataclasses.asdict(violation) for violation in outcome.violations]

@@ -59,13 +59,33 @@ def read_lines(path: Path, defaults: Options) -> Iterator[Line]:
     with path.open("rb") as file:
         for number, raw in enumerate(file, 1):
             try:
-                yield _line(number, raw, defaults)
+                yield parse_line(number, raw, defaults)
             except (TypeError, ValueError, TesseraError) as error:
                 what = error.message if isinstance(error, TesseraError) else str(error)
                 raise BadLine(path, number, what) from error
 
 
-def _line(number: int, raw: bytes, defaults: Options) -> Line:
+def check_lines(source: Path, defaults: Options) -> int:
+    """How many requests a file holds.
+
+    Raises:
+        BadLine: one is none, or has an id that another has.
+    """
+    seen: dict[str | int, int] = {}
+    number = 0
+    for line in read_lines(source, defaults):
+        number = line.number
+        if line.id is not None and (first := seen.setdefault(line.id, number)) != number:
+            raise BadLine(source, number, f"line {first} has the id {line.id!r} too")
+    return number
+
+
+def parse_line(number: int, raw: bytes, defaults: Options) -> Line:
+    """The request that one line holds.
+
+    Raises:
+        TypeError, ValueError, TesseraError: it is none.
+    """
     given = _object(raw)
     if unknown := [name for name in given if name not in _FIELDS]:
         near = difflib.get_close_matches(unknown[0], _FIELDS, 1)

@@ -14,8 +14,8 @@ from typing import Final, Unpack
 from serve.client.calls import DEFAULT_TIMEOUT_SECONDS
 from serve.client.connection import Connecting
 from serve.client.errors import TesseraError
-from serve.client.offline.answers import Answers
-from serve.client.offline.lines import BadLine, Line, read_lines
+from serve.client.offline.answers import Answers, told
+from serve.client.offline.lines import Line, check_lines, read_lines
 from serve.client.pool import NO_SERVER, AsyncPool
 from serve.client.request import Options
 from serve.client.results import Generated
@@ -89,7 +89,7 @@ def generate_file(
     if write.exists() and read.exists() and write.samefile(read):
         raise ValueError(f"{source} and {target} are the same file")
     options = defaults or Options()
-    num_lines = _check(read, options)
+    num_lines = check_lines(read, options)
 
     async def run() -> FileReport:
         with Answers(write) as answers:
@@ -101,21 +101,6 @@ def generate_file(
                 return await work.through(left, on_progress, progress_seconds)
 
     return asyncio.run(run())
-
-
-def _check(source: Path, defaults: Options) -> int:
-    """How many requests there are.
-
-    Raises:
-        BadLine: one is none, or has an id that another has.
-    """
-    seen: dict[str | int, int] = {}
-    number = 0
-    for line in read_lines(source, defaults):
-        number = line.number
-        if line.id is not None and (first := seen.setdefault(line.id, number)) != number:
-            raise BadLine(source, number, f"line {first} has the id {line.id!r} too")
-    return number
 
 
 class _Run:
@@ -163,7 +148,7 @@ class _Run:
         line, task = self._begun[0]
         outcome = await task
         self._begun.popleft()
-        self._answers.write(line, outcome)
+        self._answers.write(line, told(outcome))
         self._num_written += 1
         self._num_failed += isinstance(outcome, TesseraError)
 
