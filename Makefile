@@ -15,7 +15,7 @@ export HF_HUB_OFFLINE := 1
 MAKEFLAGS += --no-print-directory
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help setup libaio demo demo-pictures pictures test test-slow check lint types imports proto proto-check bench bench-sampling bench-load bench-tensor-parallel bench-training test-gpu bench-gpu wheel test-image image-tools test-deploy deploy-tools chaos fuzz clean distclean
+.PHONY: help setup libaio demo demo-pictures pictures test test-slow check lint types imports proto proto-check bench bench-sampling bench-load bench-tensor-parallel bench-training test-gpu bench-gpu wheel test-image image-tools test-deploy deploy-tools test-ray chaos fuzz clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -131,6 +131,11 @@ deploy-tools:
 
 test-deploy: $(STAMP) deploy-tools ## what deploy/ says, tried with the programs it is said to: rules, alerts, dashboards
 	@$(PY) -m pytest -q -rs -m deploy
+
+# Ray comes beside what is there and changes none of it; from then on `make test-slow` has the test too.
+test-ray: $(STAMP) ## the example for Ray Data on a Ray of two workers, which is installed first (80 MB)
+	@$(PY) -m pip install -q --disable-pip-version-check -c constraints.txt 'ray[data]==2.60.0'
+	@$(PY) -m pytest -q -rs tests/serve/client/offline/test_ray.py
 
 chaos: $(STAMP) ## ranks killed and frozen under load, twenty times each, and the history of every call; CASE=kill for one
 	@$(PY) -m tests.chaos $(CASE)

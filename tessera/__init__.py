@@ -20,6 +20,12 @@ if TYPE_CHECKING:
         AsyncEventStream as AsyncEventStream,
     )
     from serve.client import (
+        AsyncPool as AsyncPool,
+    )
+    from serve.client import (
+        BadLine as BadLine,
+    )
+    from serve.client import (
         BatchEvent as BatchEvent,
     )
     from serve.client import (
@@ -45,6 +51,9 @@ if TYPE_CHECKING:
     )
     from serve.client import (
         FieldViolation as FieldViolation,
+    )
+    from serve.client import (
+        FileReport as FileReport,
     )
     from serve.client import (
         Finish as Finish,
@@ -100,10 +109,15 @@ if TYPE_CHECKING:
     from serve.client import (
         Usage as Usage,
     )
+    from serve.client import (
+        generate_file as generate_file,
+    )
 
 __all__ = [
     "AsyncClient",
     "AsyncEventStream",
+    "AsyncPool",
+    "BadLine",
     "BatchEvent",
     "ChatMessage",
     "Client",
@@ -113,6 +127,7 @@ __all__ = [
     "Event",
     "EventStream",
     "FieldViolation",
+    "FileReport",
     "Finish",
     "Generated",
     "Load",
@@ -131,6 +146,7 @@ __all__ = [
     "Tls",
     "TokenLogprob",
     "Usage",
+    "generate_file",
 ]
 
 

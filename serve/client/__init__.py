@@ -9,12 +9,15 @@
             if isinstance(event, Delta):
                 print(event.text, end="", flush=True)
 
-``AsyncClient`` has the same methods for asyncio. Everything that can go wrong raises ``TesseraError``.
+``AsyncClient`` has the same methods for asyncio; ``AsyncPool`` generates at several servers, ``generate_file`` answers a file
+of requests. Everything that can go wrong in a call raises ``TesseraError``.
 """
 
 from serve.client.aio import AsyncClient, AsyncEventStream
 from serve.client.connection import Connecting, Tls
 from serve.client.errors import FieldViolation, TesseraError
+from serve.client.offline import BadLine, FileReport, generate_file
+from serve.client.pool import AsyncPool
 from serve.client.request import ChatMessage, Options, Prompt, Request, ScoreItem
 from serve.client.results import (
     BatchEvent,
@@ -39,6 +42,8 @@ from serve.client.sync import Client, EventStream
 __all__ = [
     "AsyncClient",
     "AsyncEventStream",
+    "AsyncPool",
+    "BadLine",
     "BatchEvent",
     "ChatMessage",
     "Client",
@@ -48,6 +53,7 @@ __all__ = [
     "Event",
     "EventStream",
     "FieldViolation",
+    "FileReport",
     "Finish",
     "Generated",
     "Load",
@@ -66,4 +72,5 @@ __all__ = [
     "Tls",
     "TokenLogprob",
     "Usage",
+    "generate_file",
 ]

@@ -13,6 +13,7 @@ from typing import Any, Final, TextIO
 from serve.client.calls import DEFAULT_TIMEOUT_SECONDS
 from serve.client.connection import add_arguments, connecting_of
 from serve.client.errors import TesseraError
+from serve.client.offline.command import add_batch_arguments, run_batch
 from serve.client.request import ChatMessage, Options, Prompt
 from serve.client.results import Delta, Finish, Generated, PromptInfo
 from serve.client.sync import Client
@@ -26,12 +27,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
     Returns:
-        0 when everything was generated, 2 for usage or a request that the server refuses as wrong, 1 for anything else.
+        0 when everything was generated, 2 for usage or a request that the server refuses as wrong, 1 for anything else, a line
+        of a batch that failed among them.
     """
     parser = _parser()
     try:
         arguments = parser.parse_args(argv)
-        prompt = _prompt(arguments)
+        is_batch = arguments.batch is not None or arguments.out is not None
+        prompt = "" if is_batch else _prompt(arguments)
     except SystemExit as end:  # argparse has said what is wrong
         return int(end.code or 0)
     except ValueError as error:
@@ -40,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
     try:
+        if is_batch:
+            return OK if run_batch(arguments, _options(arguments)) else FAILED
         reached = connecting_of(arguments)
         with Client(arguments.address, timeout=arguments.timeout, retries=arguments.retries, **reached) as client:
             return _run(client, prompt, _options(arguments), arguments)
@@ -48,11 +53,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (TypeError, ValueError) as error:
         return _fail(str(error), USAGE)
     except KeyboardInterrupt:
-        return _fail("interrupted; the request was cancelled", FAILED)
+        kept = "; the same command goes on from here" if is_batch else "; the request was cancelled"
+        return _fail("interrupted" + kept, FAILED)
     except BrokenPipeError:
         # Whoever read the output has gone; leave nothing that Python would try to flush into the void.
         sys.stdout = None
         return FAILED
+    except OSError as error:
+        return _fail(str(error), FAILED)
 
 
 def _run(client: Client, prompt: Prompt, options: Options, arguments: argparse.Namespace) -> int:
@@ -237,6 +245,7 @@ def _parser() -> argparse.ArgumentParser:
         sampling.add_argument("--" + name.replace("_", "-"), dest=name, action="store_true", help=help_)
     bias_help = "add VALUE to the logit of token ID; may be repeated"
     sampling.add_argument("--logit-bias", type=_bias, action="append", default=[], metavar="ID=VALUE", help=bias_help)
+    add_batch_arguments(parser)
     add_arguments(parser)
     return parser
 

@@ -51,6 +51,11 @@ class MessageServer:
         self._process.stdin.flush()
         return Cost(*json.loads(self._process.stdout.readline()))
 
+    def kill(self) -> None:
+        """End it by SIGKILL: its calls are answered no more, its port by nobody."""
+        self._process.kill()
+        self._process.wait(PATIENCE_SECONDS)
+
 
 @contextlib.contextmanager
 def message_server() -> Iterator[MessageServer]:
