@@ -13,12 +13,17 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
+from typing import TYPE_CHECKING
 
 from serve.config import ServerConfig
 from serve.errors import ConfigError
 from serve.model.kernels import ahead
 from serve.model.kernels.compiler import KernelUnavailable
 from serve.options import ENVIRONMENT_PREFIX, Option, all_options, build_config, to_yaml
+
+if TYPE_CHECKING:
+    from serve.runtime.service_manager import ServiceManager
+    from serve.worker.rank_process import ForkStarter
 
 BUILD_KERNELS = "build-kernels"
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -44,6 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from serve.rpc import token_command
 
         return token_command.main(words[1:])
+    if words[:1] == ["agent"]:
+        from serve.worker import agent
+
+        return agent.main(words[1:])
     given = _parser().parse_args(words)
     try:
         level = _log_level(given.log_level, os.environ)
@@ -66,7 +75,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with rank_starter(config) as starter:
         from serve import app
 
-        return app.run(config, version=package_version(), starter=starter, manager=manager)
+        if config.nodes.count == 1:
+            return app.run(config, version=package_version(), starter=starter, manager=manager)
+        return _serve_on_nodes(config, starter, manager)
+
+
+def _serve_on_nodes(config: ServerConfig, starter: ForkStarter | None, manager: ServiceManager) -> int:
+    from serve import app
+    from serve.worker.executor import RankExecutor
+    from serve.worker.nodes import NodeStarter
+
+    try:
+        with NodeStarter(config, starter) as nodes:
+            return app.run(
+                config,
+                version=package_version(),
+                starter=starter,
+                manager=manager,
+                make_group=lambda served: RankExecutor(served, nodes),
+            )
+    except ConfigError as error:
+        print(f"tessera-serve: {error}", file=sys.stderr)
+        return error.exit_code
 
 
 def resolve(arguments: Mapping[str, object], environment: Mapping[str, str]) -> ServerConfig:
@@ -161,7 +191,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tessera-serve",
         description="Serve a sharded GPT checkpoint over gRPC. "
-        "`tessera-serve token NAME --file FILE` makes a token for --tokens.",
+        "`tessera-serve token NAME --file FILE` makes a token for --tokens, "
+        "`tessera-serve agent --join HOST:PORT --key-file FILE` has a further machine's ranks for --nodes.",
         epilog=f"Every option is also an environment variable ({ENVIRONMENT_PREFIX}PORT for --port) and a key of --config. "
         f"`tessera-serve {BUILD_KERNELS} --help` tells how the CPU kernels are compiled ahead. "
         "An argument goes before the environment, the environment before the file.",

@@ -282,6 +282,37 @@ class SupervisorConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class NodesConfig:
+    """Ranks on several machines."""
+
+    count: int = 1
+    """Machines that share the ranks evenly, this one first; on each of the others ``tessera-serve agent`` runs."""
+
+    agents_listen: str = ""
+    """``HOST:PORT`` at which agents join, by TLS and a key; ranks of all nodes meet and exchange activations at that address,
+    without either: the network between nodes must be private."""
+
+    agents_key_file: str = ""
+    """File of a key of at least 32 bytes that the agents have too."""
+
+    agents_tls_cert: str = ""
+    """PEM certificate that agents are shown; empty: one made at the start, which the key vouches for."""
+
+    agents_tls_key: str = ""
+    """PEM private key of ``agents_tls_cert``."""
+
+    def __post_init__(self) -> None:
+        require(self.count >= 1, "nodes.count", self.count, "be at least 1")
+        if self.count > 1:
+            host, _, port = self.agents_listen.rpartition(":")
+            given = bool(host) and port.isdecimal() and int(port) < 1 << 16
+            require(given, "nodes.agents_listen", self.agents_listen, "be HOST:PORT with several nodes")
+            require(bool(self.agents_key_file), "nodes.agents_key_file", self.agents_key_file, "name a file with several nodes")
+        both = bool(self.agents_tls_cert) == bool(self.agents_tls_key)
+        require(both, "nodes.agents_tls_key", self.agents_tls_key, "be given with nodes.agents_tls_cert, and only then")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class KernelsConfig:
     """Where the compiled CPU kernels are."""
 
@@ -301,8 +332,15 @@ class ServerConfig:
     supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
     tracing: TracingConfig = field(default_factory=TracingConfig)
+    nodes: NodesConfig = field(default_factory=NodesConfig)
 
     def __post_init__(self) -> None:
+        require(
+            self.model.tensor_parallel_size % self.nodes.count == 0,
+            "model.tensor_parallel_size",
+            self.model.tensor_parallel_size,
+            f"be a multiple of nodes.count, which is {self.nodes.count}",
+        )
         require(
             not self.model.draft_model or self.scheduler.speculative_tokens > 0,
             "scheduler.speculative_tokens",

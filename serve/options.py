@@ -18,7 +18,7 @@ from serve.config import ServerConfig
 from serve.errors import ConfigError
 
 ENVIRONMENT_PREFIX: Final = "TESSERA_"
-FLAG_NAMES: Final = {"model.path": "model", "model.name": "model-name", "model.config": "model-config"}
+FLAG_NAMES: Final = {"model.path": "model", "model.name": "model-name", "model.config": "model-config", "nodes.count": "nodes"}
 """Fields whose last part alone would not say enough; every other flag is that last part."""
 READER: Final = Reader(ConfigError)
 """Reads for ``tessera-serve``."""

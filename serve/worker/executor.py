@@ -22,7 +22,7 @@ from serve.engine.plan import StepPlan, StepResult
 from serve.errors import RankStartError
 from serve.worker import wire
 from serve.worker.preparation import Preparation
-from serve.worker.rank_process import NewRank, ProgramStarter, RankProcess, RankStarter, rank_environment
+from serve.worker.rank_process import NewRank, ProgramStarter, RankProcess, RankStarter, RemoteProcess, rank_environment
 from serve.worker.vitals import Vitals, furthest_behind, stalled
 
 _REAP_SECONDS: Final = 10.0
@@ -360,10 +360,14 @@ class RankExecutor:
         code = rank.process.poll()
         if code is None:
             return "it closed its connection"
+        if isinstance(rank.process, RemoteProcess) and rank.process.how:
+            return rank.process.how
         if code >= 0:
             return f"exit code {code}"
         return self._killed_for_memory(rank) or f"signal {signal.Signals(-code).name}"
 
     def _killed_for_memory(self, rank: _Rank) -> str | None:
         """How the kernel took a rank's memory back, in words, where it did."""
-        return limits.killed_for_memory(self._kills_before) if rank.process.poll() == -signal.SIGKILL else None
+        if isinstance(rank.process, RemoteProcess) or rank.process.poll() != -signal.SIGKILL:
+            return None
+        return limits.killed_for_memory(self._kills_before)

@@ -135,13 +135,14 @@ def join_ranks(
     rank: int,
     size: int,
     device: torch.device,
-    rendezvous: Path,
+    rendezvous: Path | str,
     memory: int | None,
     timeout_seconds: float,
     progress: Progress,
 ) -> Ranks:
     """Meet the other ranks through a file that they all have open: no port is opened for it. ``memory`` is that of ``Ranks``.
 
+    Ranks of several nodes meet at ``tcp://HOST:PORT``, with ``/N`` behind it for rank 0, whose descriptor N listens there.
     The environment must hold LOCAL_RANK and DS_ACCELERATOR, which DeepSpeed reads.
     """
     if size == 1:
@@ -149,13 +150,24 @@ def join_ranks(
     with progress.with_others():
         dist.init_process_group(
             "gloo" if device.type == "cpu" else "nccl",
-            init_method=f"file://{rendezvous}",
+            store=_store(str(rendezvous), rank, size, timedelta(seconds=timeout_seconds)),
             rank=rank,
             world_size=size,
             timeout=timedelta(seconds=timeout_seconds),
         )
         _start_deepspeed_communication()
     return Ranks(rank, size, progress, memory)
+
+
+def _store(rendezvous: str, rank: int, size: int, timeout: timedelta) -> dist.Store:
+    if not rendezvous.startswith("tcp://"):
+        return dist.FileStore(rendezvous, size)
+    place, _, listening = rendezvous.removeprefix("tcp://").partition("/")
+    host, _, port = place.rpartition(":")
+    descriptor = int(listening) if listening else None
+    return dist.TCPStore(
+        host, int(port), size, rank == 0, timeout, wait_for_workers=False, master_listen_fd=descriptor, use_libuv=True
+    )
 
 
 def _start_deepspeed_communication() -> None:

@@ -19,7 +19,6 @@ import sys
 import threading
 import time
 import traceback
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from host.process import name_process
@@ -47,7 +46,7 @@ def main(arguments: list[str]) -> int:
     """Run one rank; returns when the server closes its end."""
     began = time.monotonic()
     rank, step_fd, order_fd, pulse_fd, shared_fd = (int(argument) for argument in arguments[:5])
-    rendezvous = Path(arguments[5])
+    rendezvous = arguments[5]
     die_with_parent()
     name_process(f"{RANK_NAME}{rank}")
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
@@ -81,7 +80,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _load(
-    config: ServerConfig, rank: int, rendezvous: Path, shared_fd: int, steps: socket.socket, began: float, progress: Progress
+    config: ServerConfig, rank: int, rendezvous: str, shared_fd: int, steps: socket.socket, began: float, progress: Progress
 ) -> tuple[Runner, Exchange] | None:
     """Load the model and report; ``None`` when that failed and was reported."""
     try:
@@ -97,16 +96,16 @@ def _load(
         from serve.worker.runner import Runner
         from serve.worker.verify import verify_logits
 
-        device = choose_device(config.model.device, rank)
+        device = choose_device(config.model.device, int(os.environ["LOCAL_RANK"]))
         os.environ["DS_ACCELERATOR"] = device.type  # DeepSpeed guesses otherwise, and warns that it does
-        size = config.model.tensor_parallel_size
+        size, memory = config.model.tensor_parallel_size, None if shared_fd < 0 else shared_fd
         torch.set_grad_enabled(False)
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # read when torch is loaded, perhaps for other ranks
         model, ranks = load_rank(
             config,
             rank,
             device,
-            lambda: join_ranks(rank, size, device, rendezvous, shared_fd, config.supervisor.start_timeout_seconds, progress),
+            lambda: join_ranks(rank, size, device, rendezvous, memory, config.supervisor.start_timeout_seconds, progress),
             Stopwatch((("import", time.monotonic() - began),)),
             beside=draft_bytes_per_block(config, rank, device),
         )

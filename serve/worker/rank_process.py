@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import socket
 import subprocess
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +30,42 @@ _NVIDIA: Final = Path("/dev/nvidiactl")
 
 _log = logging.getLogger(__name__)
 
-RankProcess = subprocess.Popen[bytes] | ForkedProcess
+
+class RemoteProcess(ABC):
+    """A rank's process on another node, as ``subprocess.Popen`` shows one of this: those of its methods that ranks need."""
+
+    pid: Final = 0
+    """No process of this machine."""
+
+    def __init__(self, node: int) -> None:
+        self.node = node
+        self.remote_pid = 0
+        """Its number there."""
+        self.how: str | None = None
+        """How it ended, where its return code does not tell."""
+
+    @abstractmethod
+    def poll(self) -> int | None:
+        """The return code if it has ended, or its node is lost."""
+
+    @abstractmethod
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until it has ended; its return code.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not, ``timeout`` seconds later.
+        """
+
+    @abstractmethod
+    def send_signal(self, number: int) -> None:
+        """Send a signal, at some time."""
+
+    def kill(self) -> None:
+        """End it, at some time."""
+        self.send_signal(signal.SIGKILL)
+
+
+RankProcess = subprocess.Popen[bytes] | ForkedProcess | RemoteProcess
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +81,8 @@ class NewRank:
     shared: int
     """Descriptor of a file of memory through which ranks on CPUs exchange activations."""
     log_level: str
+    meeting: str = ""
+    """``HOST:PORT`` where ranks of several nodes meet; rank 0's ``rendezvous`` is then the socket that listens there."""
 
     @property
     def descriptors(self) -> tuple[int, int, int, int, int]:
@@ -52,8 +91,11 @@ class NewRank:
 
     def words(self, steps: int, orders: int, pulse: int, rendezvous: int, shared: int) -> list[str]:
         """The arguments of ``serve.worker.rank_loop``, with the numbers that the descriptors have there."""
-        numbers = (self.number, steps, orders, pulse, shared)
-        return [*map(str, numbers), f"/proc/self/fd/{rendezvous}", self.log_level]
+        numbers = (self.number, steps, orders, pulse, -1 if self.meeting else shared)
+        place = f"/proc/self/fd/{rendezvous}"
+        if self.meeting:
+            place = f"tcp://{self.meeting}" + (f"/{rendezvous}" if self.number == 0 else "")
+        return [*map(str, numbers), place, self.log_level]
 
 
 class RankStarter(Protocol):
@@ -205,7 +247,7 @@ class ForkStarter:
 def rank_starter(config: ServerConfig) -> Iterator[ForkStarter | None]:
     """What ranks are forked from while this lasts, if they are. Its imports begin here, beside all else that a start does."""
     size, device, stall_seconds = config.model.tensor_parallel_size, config.model.device, config.supervisor.load_stall_seconds
-    if not (config.supervisor.fork_ranks and _can_fork(device)):
+    if not (config.supervisor.fork_ranks and can_fork(device)):
         yield None
         return
     with contextlib.closing(ForkStarter(size, device, stall_seconds=stall_seconds)) as starter:
@@ -235,6 +277,6 @@ def rank_environment(number: int, size: int, device: str) -> dict[str, str]:
     }
 
 
-def _can_fork(device: str) -> bool:
+def can_fork(device: str) -> bool:
     """Whether ranks may be forked: CUDA, once looked at, is of no use in a fork; and looking is what an import may do."""
     return device == "cpu" or not _NVIDIA.exists()
