@@ -51,6 +51,7 @@ def test_inline_examples_of_our_commands_name_real_options() -> None:
     for subcommand in ("merge", "tune", "plan", "export", "inspect", "evaluate", "predict", "doctor"):
         known |= options_in(help_of("finetune", subcommand))
     known |= options_in(help_of("serve", "build-kernels"))
+    known |= options_in(help_of("serve", "agent"))
     for page in PAGES:
         used = set(re.findall(r"`(--[a-z][\w-]*)[ =`]", page.read_text()))
         assert used <= known, f"{page.relative_to(REPOSITORY)} names {used - known}"
