@@ -102,8 +102,8 @@ bench-load: $(STAMP) ## other trainers' checkpoints to a first token, beside mer
 test-gpu: $(STAMP) ## the tests that need a CUDA device
 	@$(PY) -m pytest -q -m gpu
 
-bench-gpu: $(STAMP) ## the same benchmark on a CUDA device
-	@$(PY) -m benchmarks.serving --device cuda
+bench-gpu: $(STAMP) ## decoding on a CUDA device by shape, batch and context, beside transformers; REHEARSE=1: tiny, on the CPU
+	@$(PY) -m benchmarks.gpu $(if $(REHEARSE),--rehearse)
 
 # Of the commit, not of what lies around: setuptools takes over what an earlier build left, and the time of the commit is that of all files.
 wheel: $(STAMP) ## the wheel of the last commit in dist/, the same bytes each time
