@@ -125,6 +125,9 @@ deploy-tools:
 	@command -v promtool >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
 	    { apt-get update -qq && apt-get install -y -qq prometheus; } >/dev/null 2>&1; } || \
 	    echo "the rules and dashboards are tried with Debian's prometheus (apt-get install prometheus)"
+	@command -v haproxy >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	    { apt-get update -qq && apt-get install -y -qq haproxy; } >/dev/null 2>&1; } || \
+	    echo "several servers are tried behind Debian's haproxy (apt-get install haproxy)"
 	@[ -x .cache/deploy-tools/bin/checkov ] || { $(PYTHON) -m venv .cache/deploy-tools && .cache/deploy-tools/bin/python -m pip install -q \
 	    --disable-pip-version-check kubernetes-validate==1.37.0 checkov==3.3.30; } >/dev/null 2>&1 || \
 	    echo "the manifests are tried with kubernetes-validate and checkov, which pip could not install"
