@@ -33,6 +33,7 @@ from serve.worker import wire
 from serve.worker.executor import RankExecutor
 from serve.worker.loader import Stopwatch, load_rank
 from serve.worker.parallel import Ranks
+from serve.worker.rank_output import RankOutput
 from serve.worker.rank_process import ForkStarter
 from serve.worker.vitals import Vitals
 from tests.support.kernels import cpu_kernels
@@ -192,7 +193,9 @@ def test_a_rank_that_cannot_be_killed_keeps_neither_the_step_nor_the_server(
     executor = RankExecutor(_config(model))
     pairs = [(socket.socketpair(), socket.socketpair(), socket.socketpair()) for _ in range(2)]
     for number, ((steps, _), (orders, _), (pulse, _)) in enumerate(pairs):
-        executor._ranks.append(executors._Rank(number, Undying(), steps, orders, pulse, 0.0, Vitals(number, 0, pulse, 0.0)))
+        vitals, output = Vitals(number, 0, pulse, 0.0), RankOutput("serve.rank", number)
+        output.handed_over()  # to nobody: its thread ends
+        executor._ranks.append(executors._Rank(number, Undying(), steps, orders, pulse, 0.0, vitals, output))
     outcome: list[BaseException] = []
 
     def wait_for_ever() -> None:
