@@ -15,7 +15,7 @@ export HF_HUB_OFFLINE := 1
 MAKEFLAGS += --no-print-directory
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help setup libaio demo demo-pictures pictures test test-slow check lint types imports proto proto-check bench bench-sampling bench-load bench-tensor-parallel bench-training test-gpu bench-gpu wheel test-image image-tools test-deploy deploy-tools test-ray chaos fuzz clean distclean
+.PHONY: help setup libaio demo demo-pictures pictures test test-slow check lint types imports proto proto-check bench bench-sampling bench-load bench-tensor-parallel bench-training test-gpu bench-gpu wheel test-image image-tools test-deploy deploy-tools test-ray chaos fuzz clean distclean bench-speculation bench-quantization
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -89,6 +89,12 @@ bench: $(STAMP) ## tokens per second beside transformers, on this machine's CPU
 
 bench-sampling: $(STAMP) ## what choosing tokens costs, beside the sampler that sorted row by row, and over gRPC beside greedy
 	@$(PY) -m benchmarks.sampling
+
+bench-speculation: $(STAMP) ## what guessed tokens are worth at one sequence, beside plain decoding in turns of one run
+	@$(PY) -m benchmarks.speculation
+
+bench-quantization: $(STAMP) ## what rounding weights and the KV cache costs in perplexity, of a model that is trained for it first
+	@$(PY) -m benchmarks.quantization
 
 bench-tensor-parallel: $(STAMP) ## several ranks on this machine's cores beside one rank on all of them
 	@$(PY) -m benchmarks.tensor_parallel
