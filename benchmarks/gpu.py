@@ -156,7 +156,7 @@ def bytes_of_step(model: RankModel, sizes: dict[str, int], batch: int, context: 
 
 
 def by_transformers(model: Any, prompts: list[list[int]], steps: int, device: str) -> dict[str, Any]:
-    """Tokens a second of ``generate`` and of continuous batching, prompts included in neither: each is run once with one token."""
+    """Tokens a second of ``generate`` and of continuous batching, without the prompts: each is also run for one token."""
     ids = torch.tensor(prompts, device=device)
     found: dict[str, Any] = {}
 
