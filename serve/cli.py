@@ -15,6 +15,7 @@ from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
 from typing import TYPE_CHECKING
 
+from serve import logs
 from serve.config import ServerConfig
 from serve.errors import ConfigError
 from serve.model.kernels import ahead
@@ -29,6 +30,10 @@ BUILD_KERNELS = "build-kernels"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 CONFIG_VARIABLE = f"{ENVIRONMENT_PREFIX}CONFIG"
 LOG_LEVEL_VARIABLE = f"{ENVIRONMENT_PREFIX}LOG_LEVEL"
+LOG_FORMAT_VARIABLE = f"{ENVIRONMENT_PREFIX}LOG_FORMAT"
+LOG_FILE_VARIABLE = f"{ENVIRONMENT_PREFIX}LOG_FILE"
+_LOG_DEFAULTS = {LOG_LEVEL_VARIABLE: "info", LOG_FORMAT_VARIABLE: "text"}
+_LOG_VARIABLES = {LOG_LEVEL_VARIABLE, LOG_FORMAT_VARIABLE, LOG_FILE_VARIABLE}
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return agent.main(words[1:])
     given = _parser().parse_args(words)
     try:
-        level = _log_level(given.log_level, os.environ)
+        level = _one_of(LOG_LEVELS, given.log_level, LOG_LEVEL_VARIABLE, os.environ)
+        form = _one_of(logs.FORMATS, given.log_format, LOG_FORMAT_VARIABLE, os.environ)
+        file = given.log_file or os.environ.get(LOG_FILE_VARIABLE)
         config = resolve(vars(given), os.environ)
     except ConfigError as error:
         print(f"tessera-serve: {error}", file=sys.stderr)
@@ -63,9 +70,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.print_config:
         sys.stdout.write(to_yaml(config))
         return 0
-    logging.basicConfig(
-        level=level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s", force=True
-    )
+    try:
+        logs.set_up(level, form=form, file=file)
+    except OSError as error:
+        print(f"tessera-serve: --log-file is {file!r}; it cannot be written: {error.strerror}", file=sys.stderr)
+        return ConfigError.exit_code
     _warn_of_strange_variables(os.environ)
     from serve.runtime.service_manager import ServiceManager
 
@@ -174,17 +183,18 @@ def _is_kubernetes_link(value: str) -> bool:
 
 
 def _warn_of_strange_variables(environment: Mapping[str, str]) -> None:
-    known = {option.variable for option in all_options()} | {CONFIG_VARIABLE, LOG_LEVEL_VARIABLE}
+    known = {option.variable for option in all_options()} | {CONFIG_VARIABLE, *_LOG_VARIABLES}
     for name, value in environment.items():
         if name.startswith(ENVIRONMENT_PREFIX) and name not in known and not _is_kubernetes_link(value):
             _log.warning("the environment variable %s is no option of tessera-serve; it is ignored", name)
 
 
-def _log_level(given: str | None, environment: Mapping[str, str]) -> str:
-    level = given or environment.get(LOG_LEVEL_VARIABLE, "info").lower()
-    if level not in LOG_LEVELS:
-        raise ConfigError(f"{LOG_LEVEL_VARIABLE} is {level!r}; it must be one of {', '.join(LOG_LEVELS)}")
-    return level
+def _one_of(words: Sequence[str], given: str | None, variable: str, environment: Mapping[str, str]) -> str:
+    """What an option of the log was given, or its variable, or its default."""
+    word = given or environment.get(variable, _LOG_DEFAULTS[variable]).lower()
+    if word not in words:
+        raise ConfigError(f"{variable} is {word!r}; it must be one of {', '.join(words)}")
+    return word
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -201,6 +211,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", metavar="FILE", help="YAML file laid out as --print-config writes it.")
     parser.add_argument("--print-config", action="store_true", help="Print the whole configuration as YAML, and exit.")
     parser.add_argument("--log-level", choices=LOG_LEVELS, help="How much goes to standard error. (default: info)")
+    parser.add_argument("--log-format", choices=logs.FORMATS, help="How lines of the log are written. (default: text)")
+    parser.add_argument(
+        "--log-file", metavar="FILE", help="Where the log goes instead of standard error; may be moved away at any time."
+    )
     parser.add_argument("--version", action="version", version=f"tessera {package_version()}")
     groups: dict[str, argparse._ArgumentGroup] = {}
     for option in all_options():

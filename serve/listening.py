@@ -30,6 +30,10 @@ class RpcConfig:
     reflection: Literal["auto", "on", "off"] = "auto"
     """``auto`` is on for a loopback host, off elsewhere; or ``on``, ``off``."""
 
+    orca: Literal["auto", "on", "off"] = "auto"
+    """ORCA load reports for clients that balance by ``weighted_round_robin``, as a stream and at the end of calls. Whoever may
+    connect may read the stream, since gRPC sends no token with it, so ``auto`` is on exactly where no tokens are asked for."""
+
     insecure_public: bool = False
     """Allows a host that is not loopback without TLS: calls, tokens and answers can be read on their way."""
 

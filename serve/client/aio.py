@@ -12,6 +12,7 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from serve.client import results
+from serve.client.affinity import affinity_of
 from serve.client.calls import (
     DEFAULT_TIMEOUT_SECONDS,
     SERVING,
@@ -20,7 +21,7 @@ from serve.client.calls import (
     RetryPolicy,
     not_serving_in_time,
 )
-from serve.client.connection import Connecting, Connection
+from serve.client.connection import Connecting, Connection, Metadata
 from serve.client.errors import TesseraError, from_rpc_error
 from serve.client.gathering import gatherer_for
 from serve.client.request import (
@@ -148,6 +149,7 @@ class AsyncClient:
         connection = Connection.of(address, connecting)
         self.address = connection.address
         self._metadata = connection.metadata
+        self._affinity = connection.affinity
         self._timeout = timeout
         self._policy = RetryPolicy(retries=retries, when_full=retry_when_full)
         self._channel = connection.aio_channel()
@@ -167,29 +169,37 @@ class AsyncClient:
         """Close the connection; calls in flight are cancelled."""
         await self._channel.close(None)
 
-    async def generate(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Generated:
+    async def generate(
+        self, prompt: Prompt, *, timeout: float | None = None, session: str = "", **options: Unpack[Options]
+    ) -> Generated:
         """Generate, and return everything at the end.
 
         Args:
             prompt: text, token ids, or a conversation.
             timeout: seconds for the whole call, all attempts together.
+            session: a name that calls share which a balancer should send to one server, for its prefix cache.
             options: see ``Options``; greedy until the model ends the text or its length is reached, if none is given.
 
         Raises:
             TesseraError: the request was refused or failed; ``code`` says how.
             TypeError: there is no such option, or the prompt is none.
         """
-        return results.generated(await self._call(self._inference.Generate, generate_message(prompt, options), timeout))
+        message = generate_message(prompt, options)
+        metadata = self._with_affinity(message, session)
+        return results.generated(await self._call(self._inference.Generate, message, timeout, metadata))
 
-    def stream(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> AsyncEventStream:
+    def stream(
+        self, prompt: Prompt, *, timeout: float | None = None, session: str = "", **options: Unpack[Options]
+    ) -> AsyncEventStream:
         """Generate, and yield events as they come: one ``PromptInfo``, then ``Delta``s, then a ``Finish`` for each sequence.
 
         Arguments and errors are those of ``generate``; errors of the server are raised where the stream is read.
         """
         message, deadline = generate_message(prompt, options), self._deadline(timeout)
+        metadata = self._with_affinity(message, session)
 
         def start() -> Any:
-            return self._inference.GenerateStream(message, timeout=deadline.remaining_seconds, metadata=self._metadata)
+            return self._inference.GenerateStream(message, timeout=deadline.remaining_seconds, metadata=metadata)
 
         return AsyncEventStream(start, Attempts(self._policy, deadline), self.address)
 
@@ -328,11 +338,14 @@ class AsyncClient:
     def _deadline(self, timeout: float | None) -> Deadline:
         return Deadline(self._timeout if timeout is None else timeout)
 
-    async def _call(self, method: Any, message: Message, timeout: float | None) -> Any:
+    def _with_affinity(self, message: inference_pb2.GenerateRequest, session: str) -> Metadata | None:
+        return (*(self._metadata or ()), *affinity_of(message, session, by_prompt=self._affinity)) or None
+
+    async def _call(self, method: Any, message: Message, timeout: float | None, metadata: Metadata | None = None) -> Any:
         deadline = self._deadline(timeout)
         attempts = Attempts(self._policy, deadline)
         while True:
             try:
-                return await method(message, timeout=deadline.remaining_seconds, metadata=self._metadata)
+                return await method(message, timeout=deadline.remaining_seconds, metadata=metadata or self._metadata)
             except grpc.RpcError as error:
                 await asyncio.sleep(attempts.wait_or_raise(from_rpc_error(error, self.address)))

@@ -25,7 +25,17 @@ SYSTEM: Final = "system"
 _AUTHORIZATION: Final = "authorization"
 _PROXY: Final = "grpc.enable_http_proxy"
 _SERVICE_CONFIG: Final = "grpc.service_config"
-_ROUND_ROBIN: Final = '{"loadBalancingConfig":[{"round_robin":{}}]}'
+Policy = Literal["pick_first", "round_robin", "weighted_round_robin"]
+POLICIES: Final[tuple[Policy, ...]] = ("pick_first", "round_robin", "weighted_round_robin")
+_SERVICE_CONFIGS: Final[Mapping[str, str]] = {
+    "round_robin": '{"loadBalancingConfig":[{"round_robin":{}}]}',
+    # By the stream of reports: what the end of calls tells comes late where answers are long. A server that drains says so in
+    # its health, and is left alone from then on.
+    "weighted_round_robin": (
+        '{"loadBalancingConfig":[{"weighted_round_robin":{"enableOobLoadReport":true,"oobReportingPeriod":"1s",'
+        '"blackoutPeriod":"2s","weightUpdatePeriod":"1s"}}],"healthCheckConfig":{"serviceName":"serve.v1.Inference"}}'
+    ),
+}
 _TOKEN: Final = re.compile(r"[\x21-\x7e]+")
 
 
@@ -79,7 +89,13 @@ class Connecting(TypedDict, total=False):
     options: Sequence[tuple[str, Any]]
     """gRPC's own options of the channel; they win over the client's."""
     round_robin: bool
-    """Spread the calls over all addresses that the name resolves to, instead of taking the first that answers."""
+    """``policy="round_robin"``."""
+    policy: Policy
+    """How calls choose among the addresses that the name resolves to: the first that answers, one after the other, or by the
+    load that servers report, those left out whose health is bad."""
+    affinity: bool
+    """Whether calls that generate carry a hash of their prompt's beginning, as ``x-tessera-affinity``, by which a balancer
+    before the servers sends those that begin alike to the same one. A ``session`` of a call goes before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +107,7 @@ class Connection:
     credentials: grpc.ChannelCredentials | None
     """``None``: without TLS."""
     metadata: Metadata | None
+    affinity: bool
 
     @classmethod
     def of(cls, address: str | None, given: Connecting, environment: Mapping[str, str] | None = None) -> Self:
@@ -118,10 +135,11 @@ class Connection:
         options: dict[str, Any] = dict(CHANNEL_OPTIONS)
         if is_local:
             options[_PROXY] = 0  # no proxy is of use for this machine, and a token would be told to it
-        if given.get("round_robin"):
+        policy = _policy(given)
+        if policy in _SERVICE_CONFIGS:
             if _SERVICE_CONFIG in extra:
-                raise ValueError(f"round_robin and the option {_SERVICE_CONFIG} exclude each other: the latter can ask for it")
-            options[_SERVICE_CONFIG] = _ROUND_ROBIN
+                raise ValueError(f"{policy} and the option {_SERVICE_CONFIG} exclude each other: the latter can ask for it")
+            options[_SERVICE_CONFIG] = _SERVICE_CONFIGS[policy]
         if isinstance(wanted, Tls) and wanted.server_name:
             options["grpc.ssl_target_name_override"] = wanted.server_name
         options |= extra
@@ -137,7 +155,7 @@ class Connection:
             credentials: grpc.ChannelCredentials | None = wanted.credentials()
         else:
             credentials = wanted if isinstance(wanted, grpc.ChannelCredentials) else None
-        return cls(address, tuple(options.items()), credentials, metadata or None)
+        return cls(address, tuple(options.items()), credentials, metadata or None, given.get("affinity", False))
 
     def channel(self) -> grpc.Channel:
         """For calls that block."""
@@ -167,7 +185,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--plain", action="store_true", help="no TLS, also where the environment names files for it")
     group.add_argument("--token-file", metavar="FILE", help="file that holds the token (TESSERA_TOKEN is the token itself)")
     group.add_argument("--plain-token", action="store_true", help="let the token leave this machine without TLS")
-    group.add_argument("--round-robin", action="store_true", help="spread calls over all addresses of the name")
+    group.add_argument("--round-robin", action="store_true", help="as --policy round_robin")
+    group.add_argument("--affinity", action="store_true", help="tell balancers by a hash which prompts begin alike")
+    group.add_argument("--policy", choices=POLICIES, help=f"how calls choose among the addresses of the name ({POLICIES[0]})")
 
 
 def connecting_of(arguments: argparse.Namespace) -> Connecting:
@@ -177,6 +197,9 @@ def connecting_of(arguments: argparse.Namespace) -> Connecting:
         ValueError: a file cannot be read, or options exclude each other.
     """
     given = Connecting(round_robin=arguments.round_robin, plain_token=arguments.plain_token)
+    given["affinity"] = arguments.affinity
+    if arguments.policy is not None:
+        given["policy"] = arguments.policy
     named = {
         "TESSERA_CA": arguments.ca,
         "TESSERA_CLIENT_CERT": arguments.cert,
@@ -212,6 +235,17 @@ def _tls_of(variables: Mapping[str, str]) -> Tls | Literal["plain"]:
             )
         return "plain"
     return Tls(ca=None if ca == SYSTEM else ca, cert=cert or None, key=key or None, server_name=name)
+
+
+def _policy(given: Connecting) -> str:
+    policy = given.get("policy")
+    if policy is not None and policy not in POLICIES:
+        raise ValueError(f"policy is {policy!r}; it must be one of {', '.join(POLICIES)}")
+    if not given.get("round_robin"):
+        return policy or POLICIES[0]
+    if policy not in (None, "round_robin"):
+        raise ValueError(f"round_robin and the policy {policy} exclude each other")
+    return "round_robin"
 
 
 def _metadata(token: str, given: Mapping[str, str | bytes]) -> Metadata:

@@ -11,6 +11,7 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from serve.client import results
+from serve.client.affinity import affinity_of
 from serve.client.calls import (
     DEFAULT_TIMEOUT_SECONDS,
     SERVING,
@@ -19,7 +20,7 @@ from serve.client.calls import (
     RetryPolicy,
     not_serving_in_time,
 )
-from serve.client.connection import Connecting, Connection
+from serve.client.connection import Connecting, Connection, Metadata
 from serve.client.errors import TesseraError, from_rpc_error
 from serve.client.gathering import gatherer_for
 from serve.client.request import (
@@ -140,6 +141,7 @@ class Client:
         connection = Connection.of(address, connecting)
         self.address = connection.address
         self._metadata = connection.metadata
+        self._affinity = connection.affinity
         self._timeout = timeout
         self._policy = RetryPolicy(retries=retries, when_full=retry_when_full)
         self._channel = connection.channel()
@@ -159,29 +161,37 @@ class Client:
         """Close the connection; calls in flight are cancelled."""
         self._channel.close()
 
-    def generate(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Generated:
+    def generate(
+        self, prompt: Prompt, *, timeout: float | None = None, session: str = "", **options: Unpack[Options]
+    ) -> Generated:
         """Generate, and return everything at the end.
 
         Args:
             prompt: text, token ids, or a conversation.
             timeout: seconds for the whole call, all attempts together.
+            session: a name that calls share which a balancer should send to one server, for its prefix cache.
             options: see ``Options``; greedy until the model ends the text or its length is reached, if none is given.
 
         Raises:
             TesseraError: the request was refused or failed; ``code`` says how.
             TypeError: there is no such option, or the prompt is none.
         """
-        return results.generated(self._call(self._inference.Generate, generate_message(prompt, options), timeout))
+        message = generate_message(prompt, options)
+        metadata = self._with_affinity(message, session)
+        return results.generated(self._call(self._inference.Generate, message, timeout, metadata))
 
-    def stream(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> EventStream:
+    def stream(
+        self, prompt: Prompt, *, timeout: float | None = None, session: str = "", **options: Unpack[Options]
+    ) -> EventStream:
         """Generate, and yield events as they come: one ``PromptInfo``, then ``Delta``s, then a ``Finish`` for each sequence.
 
         Arguments and errors are those of ``generate``; errors of the server are raised where the stream is read.
         """
         message, deadline = generate_message(prompt, options), self._deadline(timeout)
+        metadata = self._with_affinity(message, session)
 
         def start() -> Any:
-            return self._inference.GenerateStream(message, timeout=deadline.remaining_seconds, metadata=self._metadata)
+            return self._inference.GenerateStream(message, timeout=deadline.remaining_seconds, metadata=metadata)
 
         return EventStream(start, Attempts(self._policy, deadline), self.address)
 
@@ -314,11 +324,14 @@ class Client:
     def _deadline(self, timeout: float | None) -> Deadline:
         return Deadline(self._timeout if timeout is None else timeout)
 
-    def _call(self, method: Any, message: Message, timeout: float | None) -> Any:
+    def _with_affinity(self, message: inference_pb2.GenerateRequest, session: str) -> Metadata | None:
+        return (*(self._metadata or ()), *affinity_of(message, session, by_prompt=self._affinity)) or None
+
+    def _call(self, method: Any, message: Message, timeout: float | None, metadata: Metadata | None = None) -> Any:
         deadline = self._deadline(timeout)
         attempts = Attempts(self._policy, deadline)
         while True:
             try:
-                return method(message, timeout=deadline.remaining_seconds, metadata=self._metadata)
+                return method(message, timeout=deadline.remaining_seconds, metadata=metadata or self._metadata)
             except grpc.RpcError as error:
                 time.sleep(attempts.wait_or_raise(from_rpc_error(error, self.address)))

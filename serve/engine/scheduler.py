@@ -140,7 +140,7 @@ class Scheduler:
         The plan counts as given to the ranks: it must be executed, and then committed. What it computes counts as computed at
         once; only the prefix cache waits for ``commit``. While another step is under way, each sequence in it is taken to go
         on, and the answer is ``None`` as well where that is not enough to go by: where blocks run out, and somebody must give
-        way whose token is not known yet; where tokens are proposed; and where there is only something to forget.
+        way whose token is not known yet; where tokens may be proposed; and where there is only something to forget.
 
         A block that a sequence gives back may still be written by a step under way. That does no harm: whoever gets it is
         computed in a later step, and the ranks take one after the other.
@@ -214,7 +214,9 @@ class Scheduler:
     def _can_run_ahead(self) -> bool:
         """Whether the next step can be planned without the tokens of the one under way: nobody guesses what comes after them,
         and all running sequences find their blocks without taking them from one of these."""
-        if self._limits.speculative_tokens and any(seq.speculation is not None for seq in self.running.values()):
+        if self._limits.speculative_tokens and any(
+            seq.speculation is not None and not seq.speculation.rests(seq.num_known_ahead) for seq in self.running.values()
+        ):
             return False
         num_free, budget = self._cache.pool.num_free, self._limits.max_step_tokens
         if num_free >= len(self.running) + self._cache.blocks_for(budget):

@@ -40,9 +40,13 @@ class Speculation:
         self.accepted = 0
         """Tokens of those that became output."""
 
+    def rests(self, num_tokens: int) -> bool:
+        """Whether a sequence of so many tokens is left alone, whatever they are."""
+        return num_tokens < self._resumes
+
     def propose(self, token_ids: Sequence[int], room: int) -> tuple[int, ...]:
         """Tokens that may follow, at most ``room``; does not count them as proposed."""
-        if room <= 0 or len(token_ids) < self._resumes:
+        if room <= 0 or self.rests(len(token_ids)):
             return ()
         if self._drafts:
             return (DRAFTED,) * min(self._count, room)

@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
-from logging.handlers import QueueHandler, QueueListener, WatchedFileHandler
+from logging.handlers import QueueHandler, QueueListener
 from typing import Final, Protocol
 
 from serve.errors import ConfigError
+from serve.logs import RotatedFile
 from serve.rpc.identity import CALLER
 
 _access = logging.getLogger("serve.access")
@@ -146,7 +147,7 @@ class Audit:
         if file:
             try:
                 os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
-                handler = _File(file, encoding="utf-8")
+                handler = RotatedFile(file, what="the audit log", tell=_log.warning)
             except OSError as error:
                 raise ConfigError(f"rpc.audit_log is {file!r}; it cannot be written: {error.strerror}") from error
             self._handler = QueueHandler(self._lines)
@@ -175,7 +176,7 @@ class Audit:
             text = line.as_text() if self._as_text else line.as_json()
             self._handler.emit(logging.makeLogRecord({"msg": text, "levelno": logging.INFO}))
         if self._sample > 0 and self._chance() < self._sample:
-            _access.info("%s", line.as_text())
+            _access.info("%s", line.as_text(), extra={"request_id": line.request_id or None})
 
     def flush(self) -> None:
         """Wait until all lines so far are written."""
@@ -200,25 +201,3 @@ class _Call:
 
     def ended(self, code: str) -> None:
         self.audit.write(self.method, self.peer, self.used, code, self.began_seconds)
-
-
-class _File(WatchedFileHandler):
-    """Says once that it cannot be written, and once that it can again."""
-
-    def __init__(self, filename: str, *, encoding: str) -> None:
-        super().__init__(filename, encoding=encoding)
-        self._fails = self._failed = False
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._failed, self._fails = self._fails, False
-        try:
-            super().emit(record)
-        except OSError:  # of opening it again, which the handler leaves to its caller
-            self.handleError(record)
-        if self._failed and not self._fails:
-            _log.warning("the audit log is written again")
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        self._fails = True
-        if not self._failed:
-            _log.exception("the audit log cannot be written; calls go on, and their lines are lost")

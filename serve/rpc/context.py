@@ -20,6 +20,10 @@ class Context(Protocol):
         """End the call; gRPC raises through the handler."""
         ...
 
+    def set_trailing_metadata(self, trailing_metadata: tuple[tuple[str, str | bytes], ...]) -> None:
+        """Send this beside the call's status."""
+        ...
+
     def invocation_metadata(self) -> Sequence[tuple[str, str | bytes]] | None:
         """What the client sent beside the request."""
         ...

@@ -27,6 +27,8 @@ SCOPES_OF: Final[Mapping[str, frozenset[str] | None]] = {
     "/grpc.health.v1.Health/Check": None,
     "/grpc.health.v1.Health/List": None,
     "/grpc.health.v1.Health/Watch": None,
+    # gRPC's own balancing asks for reports without a token, as it asks for health. With tokens they are off unless asked for.
+    "/xds.service.orca.v3.OpenRcaService/StreamCoreMetrics": None,
     "/serve.v1.Inference/Generate": frozenset({"generate"}),
     "/serve.v1.Inference/GenerateStream": frozenset({"generate"}),
     "/serve.v1.Inference/GenerateBatch": frozenset({"generate"}),

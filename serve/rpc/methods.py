@@ -26,6 +26,9 @@ _log = logging.getLogger(__name__)
 Count = Callable[[str, str], None]
 """(method, status code) of a call that has ended."""
 
+Trailers = Callable[[], tuple[tuple[str, str | bytes], ...]]
+"""What the end of a call carries beside its status."""
+
 Handler = Callable[[Any, Context], Any]
 """A servicer's method: (request or iterator of requests, context) -> awaitable answer, or asynchronous generator of answers."""
 
@@ -74,6 +77,7 @@ def bind(
     name: str = "",
     tracing: Tracing | None = None,
     books: Books | None = None,
+    trailers: Trailers | None = None,
 ) -> grpc.GenericRpcHandler[Any, Any]:
     """A handler for every method of ``service``, found on ``servicer`` by name.
 
@@ -83,13 +87,14 @@ def bind(
         name: what the service is called, if not by its own name.
         tracing: told of every call that is counted.
         books: kept of every call; none are without it.
+        trailers: asked at the end of every call that is served.
         count: called once for every call, however it ends; ``None`` for services that are not counted.
     """
     handlers = {}
     for method in service.methods:
         reader = Reader(message_factory.GetMessageClass(method.input_type), bounds)
         behaviour = _Behaviour(
-            method, getattr(servicer, method.name), reader, count, calls, tracing or NoTracing(), books or NoBooks()
+            method, getattr(servicer, method.name), reader, count, calls, tracing or NoTracing(), books or NoBooks(), trailers
         )
         make = _CONSTRUCTORS[(method.client_streaming, method.server_streaming)]
         handlers[method.name] = make(
@@ -112,7 +117,9 @@ class _Behaviour:
         calls: Calls,
         tracing: Tracing,
         books: Books,
+        trailers: Trailers | None,
     ) -> None:
+        self._trailers = trailers
         self._method = method
         self._books = books
         self._tracing = tracing
@@ -178,6 +185,8 @@ class _Behaviour:
             status = self._bug()
         else:
             self._ended("OK", told)
+            if self._trailers is not None:
+                context.set_trailing_metadata(self._trailers())
             return answer
         self._ended(status.code.name, told)
         return await abort(context, status)

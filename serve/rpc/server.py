@@ -27,16 +27,17 @@ from serve.rpc.guard import Guard
 from serve.rpc.hang_up import hang_up
 from serve.rpc.health import HealthService
 from serve.rpc.identity import Identities
-from serve.rpc.methods import Calls, bind
+from serve.rpc.methods import Calls, Count, bind
 from serve.rpc.model import Models
 from serve.rpc.model_service import ModelService
+from serve.rpc.orca import SERVICE, LoadReports
 from serve.rpc.reflection import reflection_handlers
 from serve.rpc.scraping import guarded
 from serve.rpc.service import InferenceService
 from serve.rpc.text_service import TokenizerService
 from serve.runtime.gateway import Gateway
 from serve.tracing.seam import Tracing
-from serve.v1 import admin_pb2, inference_pb2, models_pb2, tokenizer_pb2
+from serve.v1 import admin_pb2, inference_pb2, models_pb2, orca_pb2, tokenizer_pb2
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ INFERENCE: Final = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
 TOKENIZER: Final = tokenizer_pb2.DESCRIPTOR.services_by_name["Tokenizer"]
 MODELS: Final = models_pb2.DESCRIPTOR.services_by_name["Models"]
 ADMIN: Final = admin_pb2.DESCRIPTOR.services_by_name["Admin"]
+ORCA: Final = orca_pb2.DESCRIPTOR.services_by_name["OpenRca"]
 HEALTH: Final = health_pb2.DESCRIPTOR.services_by_name["Health"]
 
 
@@ -106,6 +108,7 @@ class RpcServer:
         self._servers: dict[str, grpc.aio.Server] = {}  # by the address that was bound
         self._calls = Calls()
         self._health: HealthService | None = None
+        self._reports: LoadReports | None = None
 
     def _read_certificates(self) -> Certificates | None:
         metrics, rpc = self._metrics, self._config.rpc
@@ -143,6 +146,7 @@ class RpcServer:
         public = {INFERENCE: None, TOKENIZER: None, MODELS: None}
         names = [service.full_name for service in public]
         self._health = HealthService(self._gateway, [*names, ADMIN.full_name] if shares_port else names)
+        self._reports = LoadReports(self._gateway, self._clock) if _reports_load(rpc) else None
         models = Models(self._gateway)
         inference = InferenceService(self._gateway, models, self._metrics, self._clock)
         servicers: dict[ServiceDescriptor, object] = {
@@ -168,6 +172,8 @@ class RpcServer:
         """
         if self._health is not None:
             self._health.close()
+        if self._reports is not None:
+            self._reports.close()
         await self._calls.until_over(grace)
         while self._servers:
             address, server = self._servers.popitem()
@@ -183,11 +189,22 @@ class RpcServer:
         assert self._health is not None
         guards = [Guard(self.identities, self._metrics.request_ended, self._audit)] if self.identities is not None else []
         server = grpc.aio.server(interceptors=guards, options=server_options(self._config.rpc))
-        bounds, count = request_bounds(self._config.admission), self._metrics.request_ended
+        bounds, reports = request_bounds(self._config.admission), self._reports
         handlers = [
-            bind(service, servicer, count, bounds=bounds, calls=self._calls, tracing=self._tracing, books=self._audit)
+            bind(
+                service,
+                servicer,
+                self._count(service),
+                bounds=bounds,
+                calls=self._calls,
+                tracing=self._tracing,
+                books=self._audit,
+                trailers=reports.trailers if reports is not None and service is INFERENCE else None,
+            )
             for service, servicer in servicers.items()
         ]
+        if reports is not None and INFERENCE in servicers:
+            handlers.append(bind(ORCA, reports, None, bounds=bounds, calls=self._calls, name=SERVICE))
         handlers.append(bind(HEALTH, self._health, None, bounds=bounds, calls=self._calls))
         if _has_reflection(self._config.rpc):
             handlers += reflection_handlers(_names([*servicers, HEALTH]), self._calls)
@@ -196,6 +213,18 @@ class RpcServer:
         await server.start()
         self._servers[bound] = server
         return bound
+
+    def _count(self, service: ServiceDescriptor) -> Count:
+        """What counts the service's calls: the metrics, and the load reports where they tell of it."""
+        count, reports = self._metrics.request_ended, self._reports
+        if reports is None or service is not INFERENCE:
+            return count
+
+        def counted(method: str, code: str) -> None:
+            count(method, code)
+            reports.call_ended(code)
+
+        return counted
 
 
 def _names(services: Iterable[ServiceDescriptor]) -> list[str]:
@@ -208,6 +237,10 @@ def _shares_port(rpc: RpcConfig) -> bool:
 
 def _has_reflection(rpc: RpcConfig) -> bool:
     return rpc.reflection == "on" or (rpc.reflection == "auto" and rpc.is_loopback)
+
+
+def _reports_load(rpc: RpcConfig) -> bool:
+    return rpc.orca == "on" or (rpc.orca == "auto" and not rpc.tokens)
 
 
 def _require_private(rpc: RpcConfig) -> None:

@@ -213,7 +213,7 @@ class EngineThread:
             self._metrics.rejected(error)
             self._outbox.append((stream, RequestFailed(request_id=request_id, error=error)))
         except Exception:
-            _log.exception("the engine could not take request %s", request_id)
+            _log.exception("the engine could not take request %s", request_id, extra={"request_id": request_id})
             broke = RequestBroke("the engine could not take this request")
             self._outbox.append((stream, RequestFailed(request_id=request_id, error=broke)))
         else:
@@ -230,7 +230,8 @@ class EngineThread:
     def _collect(self, events: tuple[Event, ...]) -> None:
         for event in events:
             if isinstance(event, RequestFailed) and isinstance(event.error, RequestBroke):
-                _log.error("request %s broke: %s", event.request_id, event.error, exc_info=event.error.__cause__)
+                named = {"request_id": event.request_id}
+                _log.error("request %s broke: %s", event.request_id, event.error, exc_info=event.error.__cause__, extra=named)
             self._ledger.saw(event)
             stream = self._routes.get(event.request_id)
             if stream is None:

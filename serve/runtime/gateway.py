@@ -168,6 +168,10 @@ class Gateway:
         return await asyncio.wrap_future(num_dropped)
 
     async def load(self) -> EngineStats:
+        """See ``stats``."""
+        return self.stats()
+
+    def stats(self) -> EngineStats:
         """The engine's figures after its latest step or command.
 
         Raises:

@@ -60,7 +60,8 @@ class Ledger:
             assert isinstance(event, RequestFailed)
             self._measure(tally)
             self._metrics.failed(event, total_seconds=max(0.0, self._clock() - tally.arrival_seconds))
-            _log.debug("request %s ended after %d tokens: %s", event.request_id, tally.total_tokens, event.error)
+            named = {"request_id": event.request_id}
+            _log.debug("request %s ended after %d tokens: %s", event.request_id, tally.total_tokens, event.error, extra=named)
             del self._tallies[event.request_id]
 
     def _count_tokens(self, tally: _Tally, event: TokensOut) -> None:

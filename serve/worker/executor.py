@@ -22,6 +22,7 @@ from serve.engine.plan import StepPlan, StepResult
 from serve.errors import RankStartError
 from serve.worker import wire
 from serve.worker.preparation import Preparation
+from serve.worker.rank_output import RankOutput
 from serve.worker.rank_process import NewRank, ProgramStarter, RankProcess, RankStarter, RemoteProcess, rank_environment
 from serve.worker.vitals import Vitals, furthest_behind, stalled
 
@@ -48,6 +49,7 @@ class _Rank:
     started: float
     """Monotonic time."""
     vitals: Vitals
+    output: RankOutput
 
 
 class RankExecutor:
@@ -118,7 +120,9 @@ class RankExecutor:
         ours, theirs = socket.socketpair()
         our_orders, their_orders = socket.socketpair()
         our_pulse, their_pulse = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with contextlib.ExitStack() as failed, theirs, their_orders, their_pulse:
+        output = RankOutput("serve.rank", number)
+        with contextlib.ExitStack() as failed, contextlib.ExitStack() as always, theirs, their_orders, their_pulse:
+            always.callback(output.handed_over)
             for end in (ours, our_orders, our_pulse):
                 failed.callback(end.close)
             process = self._starter.start(
@@ -129,6 +133,7 @@ class RankExecutor:
                     rendezvous=rendezvous,
                     shared=shared,
                     log_level=logging.getLevelName(logging.getLogger("serve").getEffectiveLevel()),
+                    output=output.writes,
                 ),
                 unless=self._unless_closed,
             )
@@ -136,7 +141,7 @@ class RankExecutor:
         our_pulse.setblocking(False)
         now = time.monotonic()
         _log.info("rank %d started: process %d", number, process.pid)
-        return _Rank(number, process, ours, our_orders, our_pulse, now, Vitals(number, process.pid, our_pulse, now))
+        return _Rank(number, process, ours, our_orders, our_pulse, now, Vitals(number, process.pid, our_pulse, now), output)
 
     def _unless_closed(self) -> None:
         if self._closed:
@@ -353,6 +358,7 @@ class RankExecutor:
         except subprocess.TimeoutExpired:
             _log.error("rank %d was killed and does not end: process %d hangs in the kernel", rank.number, rank.process.pid)
             return
+        rank.output.wait()
         lived = time.monotonic() - rank.started
         _log.info("rank %d ended after %.1f s: %s (process %d)", rank.number, lived, how, rank.process.pid)
 

@@ -18,10 +18,10 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from typing import TYPE_CHECKING, Final
 
 from host.process import name_process
+from serve import logs
 from serve.config import ServerConfig
 from serve.errors import ConfigError, StartError
 from serve.worker import wire
@@ -41,6 +41,8 @@ _BEATS_PER_LOOK: Final = 8
 """Heartbeats from one look at the device's memory to the next."""
 _PR_SET_PDEATHSIG: Final = 1
 
+_log = logging.getLogger(__name__)
+
 
 def main(arguments: list[str]) -> int:
     """Run one rank; returns when the server closes its end."""
@@ -53,11 +55,7 @@ def main(arguments: list[str]) -> int:
     # Ctrl-C and a service manager's SIGTERM may reach the whole group; the server drains first and then ends its ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # The server's level is for what Tessera says; of the libraries' talk, warnings are enough.
-    logging.basicConfig(
-        level=logging.WARNING, stream=sys.stderr, format=f"%(asctime)s %(levelname)-7s rank {rank}: %(message)s"
-    )
-    logging.getLogger("serve").setLevel(arguments[6])
+    logs.set_up_for_server(arguments[6])
     steps, orders, pulse = (socket.socket(fileno=fd) for fd in (step_fd, order_fd, pulse_fd))
     progress = Progress()
     threading.Thread(target=_beat, args=(pulse, progress), daemon=True, name="pulse").start()
@@ -118,7 +116,7 @@ def _load(
         wire.send(steps, wire.encode(wire.Failed(str(error), configured=isinstance(error, ConfigError))))
         return None
     except Exception as error:
-        traceback.print_exc()
+        _log.exception("the rank could not be loaded")
         wire.send(steps, wire.encode(wire.Failed(f"{type(error).__name__}: {error}", configured=False)))
         return None
     progress.waiting = True  # from here on it has nothing to do but what it is told

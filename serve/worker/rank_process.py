@@ -83,6 +83,8 @@ class NewRank:
     log_level: str
     meeting: str = ""
     """``HOST:PORT`` where ranks of several nodes meet; rank 0's ``rendezvous`` is then the socket that listens there."""
+    output: int = 2
+    """Descriptor for its standard output and error."""
 
     @property
     def descriptors(self) -> tuple[int, int, int, int, int]:
@@ -119,7 +121,14 @@ class ProgramStarter:
 
     def start(self, rank: NewRank, unless: Callable[[], None]) -> RankProcess:
         command = [*module_command("serve.worker.rank_loop"), *rank.words(*rank.descriptors)]
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=rank.descriptors, env=rank.environment)
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=rank.output,
+            stderr=rank.output,
+            pass_fds=rank.descriptors,
+            env=rank.environment,
+        )
 
 
 class ForkStarter:
@@ -176,7 +185,7 @@ class ForkStarter:
                     "serve.worker.rank_loop:main",
                     rank.words(3, 4, 5, 6, 7),
                     environment=rank.environment,
-                    descriptors=(nothing.fileno(), 2, 2, *rank.descriptors),
+                    descriptors=(nothing.fileno(), rank.output, rank.output, *rank.descriptors),
                     unless=look,
                 )
         except ForkServerLost as error:
@@ -187,12 +196,15 @@ class ForkStarter:
             self._forget(server)
             raise
 
-    def ask(self, call: str, told: bytes, environment: dict[str, str], unless: Callable[[], None]) -> tuple[bytes, int]:
+    def ask(
+        self, call: str, told: bytes, environment: dict[str, str], unless: Callable[[], None], output: int = 2
+    ) -> tuple[bytes, int]:
         """Have a function called in a forked process that reads ``told`` from its standard input.
 
         Args:
             call: ``module:function``, which takes a list of words, here none.
             unless: called twice a second; what it raises ends the process too.
+            output: descriptor for its standard error.
 
         Returns:
             What it wrote to standard output, and its return code.
@@ -207,7 +219,7 @@ class ForkStarter:
             ours, theirs = (stack.enter_context(end) for end in socket.socketpair())
             try:
                 process = server.spawn(
-                    call, (), environment=environment, descriptors=(theirs.fileno(), theirs.fileno(), 2), unless=unless
+                    call, (), environment=environment, descriptors=(theirs.fileno(), theirs.fileno(), output), unless=unless
                 )
             except BaseException:
                 self._forget(server)

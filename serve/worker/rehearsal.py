@@ -8,17 +8,20 @@ import logging
 import os
 import sys
 import threading
-import traceback
 from collections.abc import Sequence
 
 from host.forked import ForkServerLost
 from host.modules import module_command
 from host.process import give_way
+from serve import logs
 from serve.config import ServerConfig
 from serve.errors import ConfigError, RankStartError, StartError
 from serve.worker import wire
 from serve.worker.rank_loop import choose_device, die_with_parent
+from serve.worker.rank_output import RankOutput
 from serve.worker.rank_process import ForkStarter, rank_environment
+
+_log = logging.getLogger(__name__)
 
 
 async def rehearse(config: ServerConfig, starter: ForkStarter | None = None) -> None:
@@ -32,14 +35,17 @@ async def rehearse(config: ServerConfig, starter: ForkStarter | None = None) -> 
         RankStartError: the process failed, or took longer than ``supervisor.start_timeout_seconds``.
     """
     told, environment = wire.encode_config(config), rank_environment(0, 1, config.model.device)
+    output = RankOutput("serve.rehearsal")
     try:
         async with asyncio.timeout(config.supervisor.start_timeout_seconds):
             if starter is None:
-                answer, code = await _by_program(told, environment)
+                answer, code = await _by_program(told, environment, output.writes)
             else:
-                answer, code = await _by_fork(told, environment, starter)
+                answer, code = await _by_fork(told, environment, starter, output.writes)
     except TimeoutError:
         raise RankStartError("trying the checkpoint took longer than supervisor.start_timeout_seconds") from None
+    finally:
+        output.handed_over()
     if not answer:
         raise RankStartError(f"the process that tried the checkpoint ended with {code}")
     try:
@@ -50,10 +56,10 @@ async def rehearse(config: ServerConfig, starter: ForkStarter | None = None) -> 
         raise report.error()
 
 
-async def _by_program(told: bytes, environment: dict[str, str]) -> tuple[bytes, int | None]:
-    pipe = asyncio.subprocess.PIPE
+async def _by_program(told: bytes, environment: dict[str, str], output: int) -> tuple[bytes, int | None]:
+    pipe, command = asyncio.subprocess.PIPE, module_command(__name__)
     try:
-        process = await asyncio.create_subprocess_exec(*module_command(__name__), stdin=pipe, stdout=pipe, env=environment)
+        process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=output, env=environment)
     except OSError as error:  # no memory, no descriptor or no process to be had
         raise RankStartError(f"the process that tries the checkpoint could not be started: {error.strerror}") from error
     try:
@@ -65,18 +71,18 @@ async def _by_program(told: bytes, environment: dict[str, str]) -> tuple[bytes, 
     return answer, process.returncode
 
 
-async def _by_fork(told: bytes, environment: dict[str, str], starter: ForkStarter) -> tuple[bytes, int | None]:
+async def _by_fork(told: bytes, environment: dict[str, str], starter: ForkStarter, output: int) -> tuple[bytes, int | None]:
     given_up = threading.Event()
 
     def unless() -> None:
         if given_up.is_set():
             raise RankStartError("trying the checkpoint was given up")
 
-    asked = asyncio.create_task(asyncio.to_thread(starter.ask, f"{__name__}:main", told, environment, unless))
+    asked = asyncio.create_task(asyncio.to_thread(starter.ask, f"{__name__}:main", told, environment, unless, output))
     try:
         return await asyncio.shield(asked)
     except (ForkServerLost, OSError):
-        return await _by_program(told, environment)
+        return await _by_program(told, environment, output)
     finally:
         given_up.set()
         await asyncio.gather(asked, return_exceptions=True)
@@ -87,7 +93,7 @@ def main(_: Sequence[str] = ()) -> int:
     die_with_parent()
     answer_fd = os.dup(1)
     os.dup2(2, 1)  # what libraries print is no answer
-    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(levelname)-7s rehearsal: %(message)s")
+    logs.set_up_for_server("WARNING")
     give_way(5)  # the ranks are serving meanwhile
     try:
         report = _verdict(wire.decode_config(sys.stdin.buffer.read()))
@@ -109,7 +115,7 @@ def _verdict(config: ServerConfig) -> wire.Report:
     except StartError as error:
         return wire.Failed(str(error), configured=isinstance(error, ConfigError))
     except Exception as error:
-        traceback.print_exc()
+        _log.exception("the rehearsal broke")
         return wire.Failed(f"{type(error).__name__}: {error}", configured=False)
     return wire.Fine()
 

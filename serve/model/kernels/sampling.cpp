@@ -142,7 +142,6 @@ struct Scratch {
     std::vector<Entry> entries;
     std::vector<float> maxima;
     std::vector<int32_t> bin;
-    std::vector<float> row;  // a copy, where a row is changed
     double bin_mass[kBins];
 };
 
@@ -446,10 +445,10 @@ void tessera_peaks(const float* logits, int64_t R, int64_t V, float* peaks, int6
 
 // Choose a token of each of R rows, which are gone through once: the likeliest where ``temperature`` is 0, else a draw. Before that,
 // where ``counts[r]`` tokens were seen, divide or multiply by ``repetition`` those of ``ids[r]``, and subtract ``presence`` and
-// ``times * frequency`` where they were generated. The rows stay what they are. ``raw_peaks`` are of the rows as they came, ``peaks``
+// ``times * frequency`` where they were generated; such rows are changed. ``raw_peaks`` are of the rows as they came, ``peaks``
 // of what was chosen from; a token is a draw only where the latter is finite.
 void tessera_choose(
-    const float* logits, int64_t V, int64_t R, const float* repetition, const float* presence, const float* frequency,
+    float* logits, int64_t V, int64_t R, const float* repetition, const float* presence, const float* frequency,
     const int64_t* ids, const int64_t* times, const int64_t* counts, const float* temperature, const float* floor,
     const int64_t* top_k, const double* top_p, const double* typical_p, const double* uniform, float* raw_peaks, float* peaks,
     int64_t* tokens, int64_t threads) {
@@ -458,15 +457,13 @@ void tessera_choose(
         Scratch scratch;
 #pragma omp for schedule(dynamic)
         for (int64_t r = 0; r < R; ++r) {
-            const float* row = logits + r * V;
+            float* row = logits + r * V;
             peak_of(row, V, raw_peaks[r], tokens[r]);
             peaks[r] = raw_peaks[r];
             if (counts[r] > 0) {
-                // In the core's own cache: the row itself would have to be written back.
-                scratch.row.assign(row, row + V);
-                row = scratch.row.data();
+                // In its place: having been gone through for its peak it is in the core's own cache, and a copy takes longer.
                 penalise(
-                    scratch.row.data(), reinterpret_cast<const int32_t*>(ids[r]), reinterpret_cast<const int32_t*>(times[r]),
+                    row, reinterpret_cast<const int32_t*>(ids[r]), reinterpret_cast<const int32_t*>(times[r]),
                     counts[r], repetition[r], presence[r], frequency[r]);
             }
             if (temperature[r] > 0.0f && std::isfinite(raw_peaks[r])) {

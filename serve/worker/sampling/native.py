@@ -42,7 +42,7 @@ class NativeSampling:
         uniform: Sequence[float],
         seen: Sequence[Seen | None],
     ) -> Choice:
-        """See ``SamplingBackend``. The logits stay what they are."""
+        """See ``SamplingBackend``. Rows that have seen something are changed."""
         rows, vocabulary = _shape(logits_RV)
         given: tuple[array[int] | array[float], ...] = (
             array("f", [p.repetition_penalty for p in params]),

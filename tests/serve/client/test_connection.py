@@ -16,7 +16,7 @@ import pytest
 from serve.client import AsyncClient, Client, TesseraError, Tls
 from serve.client import health as probe
 from serve.client.cli import main as generate
-from serve.client.connection import Connecting, Connection
+from serve.client.connection import Connecting, Connection, Policy
 from serve.rpc.tokens import add_token
 from tests.serve.rpc.running import serving
 from tests.serve.rpc.test_certificates import make_pair
@@ -210,6 +210,9 @@ def test_what_is_given_wins_over_the_environment(tmp_path: Path) -> None:
         ({"token": "line\n"}, ValueError, "visible ASCII"),
         ({"token": "t", "metadata": {"authorization": "Bearer u"}}, ValueError, "one of them"),
         ({"round_robin": True, "options": [("grpc.service_config", "{}")]}, ValueError, "exclude each other"),
+        ({"policy": "weighted_round_robin", "options": [("grpc.service_config", "{}")]}, ValueError, "exclude each other"),
+        ({"policy": "weighted_round_robin", "round_robin": True}, ValueError, "exclude each other"),
+        ({"policy": "least"}, ValueError, "pick_first, round_robin, weighted_round_robin"),
         ({"credentials": "tls"}, TypeError, "grpc.ChannelCredentials"),
         ({"credentials": Tls(cert="a.pem")}, ValueError, "given together"),
         ({"credentials": Tls(ca=__file__)}, ValueError, "test_connection.py must hold certificates"),
@@ -239,14 +242,15 @@ def test_a_token_is_read_from_a_file(
     assert "is empty" in capsys.readouterr().err
 
 
-async def test_round_robin_spreads_calls_and_loses_none_when_a_server_stops() -> None:
+@pytest.mark.parametrize("policy", ["round_robin", "weighted_round_robin"])
+async def test_calls_are_spread_and_none_is_lost_when_a_server_stops(policy: Policy) -> None:
     async with serving() as one:
         counts = [0, 0]
         one.ranks.executor.on_execute = lambda plan: counts.__setitem__(0, counts[0] + len(plan.starts))
         both, go_on = threading.Event(), threading.Event()
 
         def work(address: str) -> list[int]:
-            with Client(address, round_robin=True, timeout=60, options=ALONE) as client:
+            with Client(address, policy=policy, timeout=60, options=ALONE) as client:
                 lengths = []
                 while not go_on.is_set() or len(lengths) < 20:
                     lengths.append(len(client.generate([5, 6], max_new_tokens=3, ignore_eos=True).token_ids))

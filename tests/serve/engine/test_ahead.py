@@ -9,7 +9,7 @@ import pytest
 from serve.engine.engine import Engine
 from serve.engine.plan import StepPlan, StepResult
 from serve.errors import DeadlineExpired, RequestAborted
-from serve.types import FinishReason, RequestFailed, RequestId, SequenceFinished, StoppingParams
+from serve.types import FinishReason, RequestFailed, RequestId, SequenceFinished, SequenceId, StoppingParams
 from tests.serve.engine.engines import Clock, ids_of, make_engine, make_request, run
 from tests.serve.fake_executor import FakeExecutor, expected_tokens, fake_facts
 
@@ -117,7 +117,7 @@ def test_an_end_costs_one_row_and_is_not_told_twice() -> None:
     assert computed[1] == computed[0] + 1
 
 
-def test_sequences_that_guess_have_every_token_in_hand_and_the_others_run_ahead_once_they_have_ended() -> None:
+def test_sequences_that_guess_have_every_token_in_hand_and_run_ahead_while_they_rest_or_once_they_have_ended() -> None:
     facts = fake_facts(vocab_size=2, num_blocks=256)
     executor = Taking(Clock(), 0.0)
     executor.facts = facts
@@ -127,7 +127,9 @@ def test_sequences_that_guess_have_every_token_in_hand_and_the_others_run_ahead_
     events = []
     while RequestId("guesses") in engine.request_ids:
         events += engine.step()
-        assert not vars(executor)["launched"]
+        for plan in vars(executor)["launched"]:
+            assert not any(span.proposed for span in plan.spans)
+    assert any(span.continues for plan in executor.given for span in plan.spans if span.sequence == SequenceId(0)), "it rested"
     assert engine.stats().accepted_tokens > 10
     events += run(engine)
     assert executor.most_under_way == 2

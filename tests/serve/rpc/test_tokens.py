@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2
 from serve import cli
 from serve.config import RpcConfig
 from serve.errors import ConfigError
-from serve.rpc import guard, reflection, server
+from serve.rpc import guard, orca, reflection, server
 from serve.rpc.identity import Identities
 from serve.rpc.tokens import add_token, digest_of, read_tokens
 from serve.v1 import admin_pb2, inference_pb2, tokenizer_pb2
@@ -55,6 +55,7 @@ def test_the_table_knows_every_method_that_is_served() -> None:
     services = (server.INFERENCE, server.TOKENIZER, server.MODELS, server.ADMIN, server.HEALTH)
     served = {f"/{service.full_name}/{method.name}" for service in services for method in service.methods}
     served |= {f"/{name}/ServerReflectionInfo" for name in (reflection.V1, reflection.V1ALPHA)}
+    served.add(f"/{orca.SERVICE}/StreamCoreMetrics")
     assert served == set(guard.SCOPES_OF)
 
 

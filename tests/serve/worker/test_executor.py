@@ -33,6 +33,7 @@ from serve.worker import wire
 from serve.worker.executor import RankExecutor
 from serve.worker.loader import Stopwatch, load_rank
 from serve.worker.parallel import Ranks
+from serve.worker.rank_output import RankOutput
 from serve.worker.rank_process import ForkStarter
 from serve.worker.vitals import Vitals
 from tests.support.kernels import cpu_kernels
@@ -89,7 +90,6 @@ def test_ranks_compute_without_the_kernels_and_leave_nothing_behind(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """Nor do they take a module from the folder that the server was started in."""
     folder = tmp_path / "temporary"
@@ -128,10 +128,10 @@ def test_ranks_compute_without_the_kernels_and_leave_nothing_behind(
         assert f"rank {number} started: process {pid}" in caplog.text
         assert re.search(rf"rank {number} ended after [\d.]+ s: by the server \(process {pid}\)", caplog.text)
     assert set(os.listdir("/dev/shm")) <= before
-    (line,) = [line for line in capfd.readouterr().err.splitlines() if "kernels" in line]
-    assert "WARNING rank 0: " in line, "one rank says it for all"
-    assert "/dev/null/cache/kernels" in line
-    assert "TESSERA_CACHE_DIR" in line
+    (record,) = [record for record in caplog.records if "kernels" in record.getMessage()]
+    assert (record.levelname, record.name, record.rank) == ("WARNING", "serve.worker.loader", 0), "one rank says it for all"
+    assert "/dev/null/cache/kernels" in record.getMessage()
+    assert "TESSERA_CACHE_DIR" in record.getMessage()
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -193,7 +193,9 @@ def test_a_rank_that_cannot_be_killed_keeps_neither_the_step_nor_the_server(
     executor = RankExecutor(_config(model))
     pairs = [(socket.socketpair(), socket.socketpair(), socket.socketpair()) for _ in range(2)]
     for number, ((steps, _), (orders, _), (pulse, _)) in enumerate(pairs):
-        executor._ranks.append(executors._Rank(number, Undying(), steps, orders, pulse, 0.0, Vitals(number, 0, pulse, 0.0)))
+        vitals, output = Vitals(number, 0, pulse, 0.0), RankOutput("serve.rank", number)
+        output.handed_over()  # to nobody: its thread ends
+        executor._ranks.append(executors._Rank(number, Undying(), steps, orders, pulse, 0.0, vitals, output))
     outcome: list[BaseException] = []
 
     def wait_for_ever() -> None:
@@ -367,7 +369,7 @@ def test_a_model_whose_numbers_are_not_finite_is_refused_by_every_rank_before_it
 
 
 def test_ranks_talk_as_much_as_their_server_and_end_with_the_thread_that_started_them(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     built = cpu_kernels()._name
     (tmp_path / "c++").write_text(f'#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\ncp {built} "$2"\n')
@@ -380,7 +382,9 @@ def test_ranks_talk_as_much_as_their_server_and_end_with_the_thread_that_started
     thread = threading.Thread(target=executor.start)
     thread.start()
     thread.join()
-    assert f"INFO    rank 0: building the CPU kernels (a few seconds, once; kept in {tmp_path}" in capfd.readouterr().err
+    (told,) = [record for record in caplog.records if record.getMessage().startswith("building the CPU kernels")]
+    assert (told.levelname, told.rank) == ("INFO", 0)
+    assert f"(a few seconds, once; kept in {tmp_path}" in told.getMessage()
     [pid] = _pids(executor)
     _until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
     executor.close()

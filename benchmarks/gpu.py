@@ -1,0 +1,269 @@
+"""Decoding on a CUDA device, by shape, batch and context, beside transformers: ``make bench-gpu``.
+
+Models are GPT-NeoX's of Pythia-160M's and Pythia-6.9B's shape with random weights, made in ``--work`` and loaded as any
+checkpoint is. A cell is one batch size and one context: all sequences are computed up to that context, then ``--steps`` steps
+decode one token of each, planned as the engine plans them. Of a cell are recorded
+
+* the median of a step's seconds, and the tokens of all sequences a second;
+* the share of the memory's limit: the bytes that a step must read (all weights but the embedding, and the keys and values of
+  all sequences) by the device's nominal bandwidth, over the step's seconds;
+* the share of a step in which the device waits for the host: what lies outside the time between two events on its stream;
+* tokens a second of transformers' ``generate`` on the same prompts, and of its continuous batching.
+
+The record is written anew after each cell; cells that would begin after ``--minutes`` are recorded as not run. ``--rehearse``
+does all of it with tiny shapes on the CPU, where a share of a limit means nothing and is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, GPTNeoXConfig, GPTNeoXForCausalLM
+
+from serve.engine.plan import Span, Start, StepPlan
+from serve.options import build_config
+from serve.types import SamplingParams, SequenceId
+from serve.worker.loader import RankModel, Stopwatch, load_rank
+from serve.worker.parallel import Ranks
+from serve.worker.runner import Runner
+
+RESULTS: Final = Path(__file__).resolve().parent / "results"
+BANDWIDTH: Final = {"A100": 2.04e12, "H100": 3.35e12, "H200": 4.8e12, "B200": 8.0e12, "L40S": 0.864e12, "RTX 4090": 1.01e12}
+"""Nominal bytes a second of the device's memory, by a part of its name, from the makers' data sheets."""
+BLOCK_TOKENS: Final = 16
+CHUNK_TOKENS: Final = 8192
+"""Of a prompt's computation, at most so many tokens in one step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Programme:
+    """What is run."""
+
+    shapes: dict[str, dict[str, int]]
+    batches: tuple[int, ...]
+    contexts: tuple[int, ...]
+    device: str
+    dtype: str
+
+
+def shape(layers: int, hidden: int, heads: int, vocabulary: int, positions: int) -> dict[str, int]:
+    return {
+        "num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "intermediate_size": 4 * hidden,
+        "vocab_size": vocabulary, "max_position_embeddings": positions,
+    }  # fmt: skip
+
+
+REAL: Final = Programme(
+    {"160M": shape(12, 768, 12, 50304, 4096), "6.9B": shape(32, 4096, 32, 50432, 4096)},
+    (1, 8, 64, 256), (128, 512, 2048), "cuda", "bfloat16",
+)  # fmt: skip
+REHEARSAL: Final = Programme({"tiny": shape(2, 64, 2, 256, 128)}, (1, 3), (8, 40), "cpu", "bfloat16")
+
+
+def make_model(folder: Path, sizes: dict[str, int], device: str, dtype: str) -> None:
+    """A checkpoint with random weights, made on the device."""
+    if (folder / "config.json").exists():
+        return
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = GPTNeoXForCausalLM._from_config(GPTNeoXConfig(**sizes, rotary_pct=0.25), dtype=getattr(torch, dtype))
+    model.save_pretrained(folder)
+
+
+class Decoding:
+    """Sequences that are decoded together, by plans like the engine's."""
+
+    def __init__(self, runner: Runner, batch: int, context: int, vocabulary: int) -> None:
+        self._runner, self._batch, self._length, self._step = runner, batch, context, 0
+        source = torch.Generator().manual_seed(batch * context)
+        self.prompts = torch.randint(0, vocabulary, (batch, context), generator=source).tolist()
+        self._blocks = iter(range(1 << 30))
+        self._held = [0] * batch
+
+    def start(self) -> None:
+        """Compute the prompts."""
+        for number, prompt in enumerate(self.prompts):
+            begun = Start(
+                sequence=SequenceId(number), index=0, token_ids=tuple(prompt), num_prompt_tokens=len(prompt),
+                sampling=SamplingParams(),
+            )  # fmt: skip
+            for first in range(0, len(prompt), CHUNK_TOKENS):
+                count = min(CHUNK_TOKENS, len(prompt) - first)
+                span = self._span(number, first, count, sample=first + count == len(prompt))
+                self._execute((begun,) if first == 0 else (), (span,))
+
+    def step(self) -> None:
+        """One more token of each."""
+        spans = tuple(self._span(number, self._length, 1, sample=True, continues=True) for number in range(self._batch))
+        self._length += 1
+        self._execute((), spans)
+
+    def end(self) -> None:
+        """Forget the sequences."""
+        self._runner.execute(StepPlan(step=self._step, dropped=tuple(SequenceId(n) for n in range(self._batch))))
+
+    def _span(self, number: int, start: int, count: int, *, sample: bool, continues: bool = False) -> Span:
+        needed = -(-(start + count) // BLOCK_TOKENS) - self._held[number]
+        self._held[number] += needed
+        blocks = tuple(next(self._blocks) for _ in range(needed))
+        return Span(
+            sequence=SequenceId(number), start=start, count=count, sample=sample, continues=continues, new_blocks=blocks
+        )
+
+    def _execute(self, starts: tuple[Start, ...], spans: tuple[Span, ...]) -> None:
+        self._step += 1
+        result = self._runner.execute(StepPlan(step=self._step, starts=starts, spans=spans))
+        assert result is not None
+        assert not result.faults, result.faults[0].message
+
+
+def timed_steps(decoding: Decoding, steps: int, device: str) -> dict[str, float]:
+    """Seconds of a step, and the share of it in which the device waits."""
+    walls, busy = [], []
+    for _ in range(3):
+        decoding.step()
+    for _ in range(steps):
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device == "cuda" else []
+        began = time.perf_counter()
+        if events:
+            events[0].record()
+        decoding.step()
+        if events:
+            events[1].record()
+            torch.cuda.synchronize()
+            busy.append(events[0].elapsed_time(events[1]) / 1e3)
+        walls.append(time.perf_counter() - began)
+    wall = statistics.median(walls)
+    return {"seconds": wall} | ({"device_waits": 1 - statistics.median(busy) / wall} if busy else {})
+
+
+def bytes_of_step(model: RankModel, sizes: dict[str, int], batch: int, context: int, itemsize: int) -> int:
+    """What a step must read: the weights but the embedding, of which it reads rows, and all keys and values."""
+    weights = model.filler.num_bytes - sizes["vocab_size"] * sizes["hidden_size"] * itemsize
+    return weights + 2 * sizes["num_hidden_layers"] * sizes["hidden_size"] * itemsize * batch * context
+
+
+def by_transformers(model: Any, prompts: list[list[int]], steps: int, device: str) -> dict[str, Any]:
+    """Tokens a second of ``generate`` and of continuous batching, without the prompts: each is also run for one token."""
+    ids = torch.tensor(prompts, device=device)
+    found: dict[str, Any] = {}
+
+    def generate(tokens: int) -> None:
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
+
+    def continuous(tokens: int) -> None:
+        wanted = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        room = None  # on a GPU it chooses by what is free, on the CPU by all that there is
+        if device == "cpu":
+            room = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=256)
+        answers = model.generate_batch(
+            inputs=prompts, generation_config=wanted, continuous_batching_config=room, progress_bar=False
+        )
+        assert len(answers) == len(prompts)
+
+    for name, run in (("generate", generate), ("continuous_batching", continuous)):
+        try:
+            seconds = []
+            for tokens in (1, 1, 1 + steps):  # the first warms up
+                began = time.perf_counter()
+                run(tokens)
+                if device == "cuda":
+                    torch.cuda.synchronize()
+                seconds.append(time.perf_counter() - began)
+            more = seconds[2] - seconds[1]
+            found[name] = len(prompts) * steps / more if more > 0 else "not told: the longer run took no longer"
+        except Exception as error:  # a peer that cannot do a cell is no reason to lose the others
+            found[name] = f"failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return found
+
+
+def loaded(folder: Path, programme: Programme, most_tokens: int) -> tuple[RankModel, Runner]:
+    """The one rank of a server, in this process."""
+    given = {
+        "model.path": str(folder), "model.dtype": programme.dtype, "model.device": programme.device,
+        "model.verify": "structure", "cache.block_tokens": BLOCK_TOKENS, "scheduler.max_num_seqs": max(programme.batches),
+    }  # fmt: skip
+    config = build_config(None, {key: (value, "the benchmark") for key, value in given.items()})
+    torch.set_grad_enabled(False)
+    model, ranks = load_rank(config, 0, torch.device(programme.device), lambda: Ranks(0, 1), Stopwatch())
+    assert model.facts.num_blocks * BLOCK_TOKENS >= most_tokens // 8, "the cache is too small for the smaller cells"
+    return model, Runner(model, ranks)
+
+
+def cells(programme: Programme, folder: Path, sizes: dict[str, int], steps: int, ends: float) -> Iterator[dict[str, Any]]:
+    """All cells of a shape, as they are measured: Tessera's first, then the peers' beside them."""
+    wanted = [(batch, context) for context in programme.contexts for batch in programme.batches]
+    model, runner = loaded(folder, programme, max(batch * context for batch, context in wanted))
+    itemsize = getattr(torch, programme.dtype).itemsize
+    name = torch.cuda.get_device_name() if programme.device == "cuda" else ""
+    bandwidth = next((value for part, value in BANDWIDTH.items() if part in name), None)
+    peer = AutoModelForCausalLM.from_pretrained(folder, dtype=programme.dtype).to(programme.device)
+    for batch, context in wanted:
+        cell: dict[str, Any] = {"batch": batch, "context": context}
+        if time.monotonic() > ends:
+            yield cell | {"not_run": "the time was over"}
+            continue
+        if batch * (-(-(context + steps + 3) // BLOCK_TOKENS)) > model.facts.num_blocks:
+            yield cell | {"not_run": f"the cache holds {model.facts.num_blocks} blocks"}
+            continue
+        decoding = Decoding(runner, batch, context, sizes["vocab_size"])
+        decoding.start()
+        cell |= timed_steps(decoding, steps, programme.device)
+        decoding.end()
+        cell["tokens_per_second"] = batch / cell["seconds"]
+        if bandwidth is not None:
+            cell["share_of_memory_limit"] = bytes_of_step(model, sizes, batch, context, itemsize) / bandwidth / cell["seconds"]
+        yield cell | {"transformers": by_transformers(peer, decoding.prompts, steps, programme.device)}
+
+
+def main() -> int:
+    """``python -m benchmarks.gpu``."""
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--rehearse", action="store_true", help="tiny shapes on the CPU: whether it works, not how fast")
+    parser.add_argument("--shapes", nargs="+", choices=list(REAL.shapes), help="all")
+    parser.add_argument("--steps", type=int, default=32, help="timed steps of a cell (32)")
+    parser.add_argument("--minutes", type=float, default=10.0, help="no cell begins later (10)")
+    parser.add_argument("--work", type=Path, help="where the models are made and kept; default: a folder that is removed")
+    parser.add_argument("--out", type=Path, help="result file; default: benchmarks/results/gpu-<date>.json, not of a rehearsal")
+    args = parser.parse_args()
+    if not args.rehearse and not torch.cuda.is_available():
+        parser.error("torch finds no CUDA device here; --rehearse runs it on the CPU")
+    programme = REHEARSAL if args.rehearse else REAL
+    out = args.out or (None if args.rehearse else RESULTS / f"gpu-{datetime.date.today()}.json")
+    ends = time.monotonic() + 60 * args.minutes
+    record: dict[str, Any] = {
+        "what": "decoding by batch and context (benchmarks/gpu.py)", "rehearsal": args.rehearse,
+        "hardware": torch.cuda.get_device_name() if programme.device == "cuda" else "CPU",
+        "dtype": programme.dtype, "versions": {"torch": torch.__version__}, "shapes": {},
+    }  # fmt: skip
+    console = Console()
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, sizes in programme.shapes.items():
+            if args.shapes and name not in args.shapes:
+                continue
+            folder = (args.work or Path(scratch)) / name
+            make_model(folder, sizes, programme.device, programme.dtype)
+            rows: list[dict[str, Any]] = record["shapes"].setdefault(name, [])
+            for cell in cells(programme, folder, sizes, args.steps, ends):
+                rows.append(cell)
+                console.print_json(json.dumps({"shape": name} | cell))
+                if out is not None:
+                    out.write_text(json.dumps(record, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

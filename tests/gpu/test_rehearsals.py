@@ -1,0 +1,40 @@
+"""The programs for a GPU, rehearsed on the CPU: the same code but for the device, with tiny shapes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_decoding_measures_every_cell(tmp_path: Path) -> None:
+    out = tmp_path / "gpu.json"
+    command = [sys.executable, "-m", "benchmarks.gpu", "--rehearse", "--steps", "3", "--out", str(out)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    record = json.loads(out.read_text())
+    assert record["rehearsal"]
+    cells = record["shapes"]["tiny"]
+    assert [(cell["batch"], cell["context"]) for cell in cells] == [(1, 8), (3, 8), (1, 40), (3, 40)]
+    for cell in cells:
+        assert cell["tokens_per_second"] == pytest.approx(cell["batch"] / cell["seconds"])
+        assert set(cell["transformers"]) == {"generate", "continuous_batching"}
+        assert not [told for told in cell["transformers"].values() if "failed" in str(told)]
+
+
+@pytest.mark.slow
+def test_cells_that_come_too_late_are_recorded_as_not_run(tmp_path: Path) -> None:
+    out = tmp_path / "gpu.json"
+    command = [sys.executable, "-m", "benchmarks.gpu", "--rehearse", "--minutes", "0", "--out", str(out)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=True, timeout=900)
+    assert {cell["not_run"] for cell in json.loads(out.read_text())["shapes"]["tiny"]} == {"the time was over"}
