@@ -5,13 +5,13 @@ checkpoint is. A cell is one batch size and one context: all sequences are compu
 decode one token of each, planned as the engine plans them. Of a cell are recorded
 
 * the median of a step's seconds, and the tokens of all sequences a second;
-* the share of the memory's limit: the bytes that a step must read (all weights but the embedding, and the keys and values of all
-  sequences) by the device's nominal bandwidth, over the step's seconds;
+* the share of the memory's limit: the bytes that a step must read (all weights but the embedding, and the keys and values of
+  all sequences) by the device's nominal bandwidth, over the step's seconds;
 * the share of a step in which the device waits for the host: what lies outside the time between two events on its stream;
 * tokens a second of transformers' ``generate`` on the same prompts, and of its continuous batching.
 
-The record is written anew after each cell; cells that would begin after ``--minutes`` are recorded as not run. ``--rehearse`` does
-all of it with tiny shapes on the CPU, where a share of a limit means nothing and is left out.
+The record is written anew after each cell; cells that would begin after ``--minutes`` are recorded as not run. ``--rehearse``
+does all of it with tiny shapes on the CPU, where a share of a limit means nothing and is left out.
 """
 
 from __future__ import annotations
