@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypedDict
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import FileStore, Store, TCPStore
 from transformers import PreTrainedModel
 
 from serve.errors import ConfigError
@@ -159,13 +160,13 @@ def join_ranks(
     return Ranks(rank, size, progress, memory)
 
 
-def _store(rendezvous: str, rank: int, size: int, timeout: timedelta) -> dist.Store:
+def _store(rendezvous: str, rank: int, size: int, timeout: timedelta) -> Store:
     if not rendezvous.startswith("tcp://"):
-        return dist.FileStore(rendezvous, size)
+        return FileStore(rendezvous, size)
     place, _, listening = rendezvous.removeprefix("tcp://").partition("/")
     host, _, port = place.rpartition(":")
     descriptor = int(listening) if listening else None
-    return dist.TCPStore(
+    return TCPStore(
         host, int(port), size, rank == 0, timeout, wait_for_workers=False, master_listen_fd=descriptor, use_libuv=True
     )
 
