@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
+from serve import logs
 from serve.errors import ConfigError, RankStartError
 from serve.worker.link import (
     HANDSHAKE_SECONDS,
@@ -30,6 +31,7 @@ from serve.worker.link import (
     join,
     read_key,
 )
+from serve.worker.rank_output import RankOutput
 from serve.worker.rank_process import ForkStarter, NewRank, ProgramStarter, RankProcess, RankStarter, can_fork, rank_environment
 from serve.worker.wiring import interface_of
 
@@ -132,6 +134,7 @@ class Agent:
     def _start(self, begin: Begin, environment: dict[str, str], sockets: list[socket.socket]) -> RankProcess:
         steps, orders, pulse = sockets
         unused = os.memfd_create("tessera-unused"), os.memfd_create("tessera-unused")
+        output = RankOutput("serve.rank", begin.number)
         try:
             return self._starter.start(
                 NewRank(
@@ -142,10 +145,12 @@ class Agent:
                     shared=unused[1],
                     log_level=begin.log_level,
                     meeting=begin.meeting,
+                    output=output.writes,
                 ),
                 unless=lambda: None,
             )
         finally:
+            output.handed_over()
             for descriptor in unused:
                 os.close(descriptor)
             for end in sockets:
@@ -162,7 +167,7 @@ class Agent:
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit code: 0 after a signal, 2 for a mistake, 1 where the server has another key."""
     given = _parser().parse_args(arguments)
-    logging.basicConfig(level="INFO", stream=sys.stderr, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+    logs.set_up("info")
     with contextlib.ExitStack() as stack:
         try:
             host, port = _server(given.join, os.environ)

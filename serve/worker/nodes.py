@@ -217,6 +217,8 @@ class NodeStarter:
         try:
             why = str(await link.run(node.handle))
             _log.warning("node %d was lost: %s", node.number, why)
+        except asyncio.CancelledError:  # the server stops; asyncio would log that a connection's task was cancelled
+            pass
         finally:
             del self._nodes[node.number]
             node.lost(why)
