@@ -63,7 +63,11 @@ async def counted(allowed: float | None, remaining: float | None, *, by_write: b
 
     reader = Reader(inference_pb2.GenerateRequest, request_bounds(config_of().admission))
     chosen = writing if by_write else handler
-    behaviour = _Behaviour(METHOD, chosen, reader, lambda method, code: codes.append(code), Calls(), NoTracing(), NoBooks(), None)
+
+    def count(method: str, code: str) -> None:
+        codes.append(code)
+
+    behaviour = _Behaviour(METHOD, chosen, reader, count, Calls(), NoTracing(), NoBooks(), None)
     call = asyncio.ensure_future(behaviour.unary(inference_pb2.GenerateRequest(), context))
     if not by_write:
         await begun.wait()
