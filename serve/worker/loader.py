@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import importlib.util
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -23,6 +22,7 @@ from serve.errors import ConfigError
 from serve.model.angles import turn_by_own_lengths
 from serve.model.attention import Backend, StepState, TorchBackend
 from serve.model.checks import check_dtype, check_max_model_len, check_quantization, extended_positions, length_rule
+from serve.model.cuda.device import device_backend, device_packer
 from serve.model.families import Family, head_cut, head_dim
 from serve.model.fit import given_of
 from serve.model.heads import KEY, HeadCut, check_tensor_parallel
@@ -121,7 +121,7 @@ def load_rank(
     model = plan.blueprint.model
     blocks = _choose_blocks(plan, config, ranks, device, beside, num_blocks)
     ranks.share(kernels)
-    attention, backend = _choose_attention(device, kernels)
+    attention, backend = _choose_attention(device, kernels, plan.cache_dtype)
     state = _with_cache(plan, blocks, config, ranks, device, backend)
     watch.lap("cache")
     facts = dataclasses.replace(
@@ -369,17 +369,17 @@ def _choose_linear(
     """What makes this model's linear layers, and its name."""
     if model.quantization == "none":
         return choose_packer(device, dtype, kernels)
+    if device.type == "cuda":
+        return device_packer(device, model.quantization, model.quantization_group, dtype)
     return quantizing_packer(model.quantization, model.quantization_group, dtype, kernels)
 
 
-def _choose_attention(device: torch.device, kernels: ctypes.CDLL | None) -> tuple[str, Backend]:
+def _choose_attention(device: torch.device, kernels: ctypes.CDLL | None, kept_in: torch.dtype) -> tuple[str, Backend]:
     """What computes attention on this device, and its name in ``ModelFacts.attention``."""
     if kernels is not None:
         return "kernel", CpuKernelBackend(kernels)
-    if device.type == "cuda" and importlib.util.find_spec("triton"):
-        from serve.model.cuda.backend import TritonBackend  # not on the CPU: torch for CUDA brings Triton
-
-        return "triton", TritonBackend(torch.cuda.get_device_properties(device).multi_processor_count)
+    if device.type == "cuda":
+        return device_backend(device, kept_in)
     return "torch", TorchBackend()
 
 
