@@ -21,6 +21,7 @@ from pathlib import Path
 from tests.chaos.history import CALL_SECONDS, Load, judge, undisturbed
 from tests.support.models import save
 from tests.support.server import Server, lives, serving, until
+from tests.support.shared_memory import abandoned, in_shared_memory
 
 LEAST_STREAMS = 20
 
@@ -68,7 +69,7 @@ def _once(server: Server, load: Load, case: str, draw: random.Random) -> float:
 def _run(server: Server, case: str, times: int, seed: int) -> dict[str, object]:
     draw = random.Random(seed)
     expected = undisturbed(server)
-    shared = set(os.listdir("/dev/shm"))
+    shared = in_shared_memory()
     seen: set[int] = set()
     load, seconds = Load(server, seed), []
     with load.going_on():
@@ -81,7 +82,7 @@ def _run(server: Server, case: str, times: int, seed: int) -> dict[str, object]:
     current = set(_ranks(server))
     until(lambda: server.metrics()["tessera_kv_blocks_used"] == 0)
     ended = server.metrics()['tessera_request_finished_total{reason="length"}']
-    left = [f"process {pid}" for pid in seen - current if lives(pid)] + sorted(set(os.listdir("/dev/shm")) - shared)
+    left = [f"process {pid}" for pid in seen - current if lives(pid)] + sorted(abandoned(shared))
     return {
         "fault": CASES[case][0], "times": times, "calls": verdict.calls, "lost": verdict.lost, "wrong": verdict.wrong,
         "kept": server.metrics()["tessera_requests_kept_total"], "left over": left,

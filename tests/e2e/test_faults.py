@@ -19,6 +19,7 @@ from serve.v1 import inference_pb2
 from tests.support import reference
 from tests.support.sandbox import as_the_unit
 from tests.support.server import Server, lives, serving, until
+from tests.support.shared_memory import abandoned, in_shared_memory
 
 PROMPT = (5, 6, 7, 8)
 
@@ -104,7 +105,7 @@ def undisturbed(server: Server) -> dict[int, list[int]]:
 def test_a_lost_rank_costs_time_and_no_call(
     server: Server, undisturbed: dict[int, list[int]], victim: int, fault: signal.Signals, noticed: str
 ) -> None:
-    shared_memory = set(os.listdir("/dev/shm"))
+    before_shared = in_shared_memory()
     old = until(lambda: len(pids := server.rank_pids()) == 2 and pids)
     before = server.metrics()
     load = _Load(server, [_sampled(number) for number in range(32)])
@@ -122,7 +123,7 @@ def test_a_lost_rank_costs_time_and_no_call(
     assert server.health() == "SERVING"
     until(lambda: server.metrics()["tessera_kv_blocks_used"] == 0)
     assert not any(psutil.pid_exists(pid) for pid in old)
-    assert set(os.listdir("/dev/shm")) <= shared_memory
+    assert not abandoned(before_shared)
 
 
 def test_told_not_to_wait_calls_end_when_their_ranks_do(losing: Server, model: PreTrainedModel) -> None:

@@ -38,3 +38,26 @@ def test_cells_that_come_too_late_are_recorded_as_not_run(tmp_path: Path) -> Non
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=True, timeout=900)
     assert {cell["not_run"] for cell in json.loads(out.read_text())["shapes"]["tiny"]} == {"the time was over"}
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_training_makes_every_run(tmp_path: Path) -> None:
+    out = tmp_path / "training.json"
+    command = [sys.executable, "-m", "benchmarks.gpu_training", "--rehearse", "--out", str(out)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    rows = json.loads(out.read_text())["cases"]
+    assert {row["part"] for row in rows} == {"exact", "fits", "disk", "ways"}
+    run = [row for row in rows if "left_out" not in row]
+    assert len(run) == 12
+    assert [row["case"] for row in rows if row.get("left_out") == "it needs a CUDA device"] == [
+        "SuperOffload, bf16",
+        "1.4B, SuperOffload",
+    ]
+    for row in run:
+        assert len(row["losses"]) == 4
+        assert row["host_bytes"]["measured"] > 0
+    compared = [row for row in run if "furthest_loss" in row]
+    assert len(compared) == 4
+    assert [row["case"] for row in compared if row["furthest_loss"] > 0.01] == []

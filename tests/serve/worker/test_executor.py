@@ -38,6 +38,7 @@ from serve.worker.rank_process import ForkStarter
 from serve.worker.vitals import Vitals
 from tests.support.kernels import cpu_kernels
 from tests.support.models import build, save
+from tests.support.shared_memory import abandoned, in_shared_memory
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +103,7 @@ def test_ranks_compute_without_the_kernels_and_leave_nothing_behind(
     monkeypatch.setattr("tempfile.tempdir", None)
     caplog.set_level(logging.INFO, "serve.worker.executor")
     executor = RankExecutor(dataclasses.replace(_config(model), kernels=KernelsConfig(cache_dir="/dev/null/cache")))
-    before = set(os.listdir("/dev/shm"))
+    before = in_shared_memory()
     facts = executor.start()
     assert (facts.family, facts.dtype, facts.vocab_size) == ("gpt_neox", "float32", 509)
     assert facts.attention == "torch"
@@ -127,7 +128,7 @@ def test_ranks_compute_without_the_kernels_and_leave_nothing_behind(
     for number, pid in enumerate(pids):
         assert f"rank {number} started: process {pid}" in caplog.text
         assert re.search(rf"rank {number} ended after [\d.]+ s: by the server \(process {pid}\)", caplog.text)
-    assert set(os.listdir("/dev/shm")) <= before
+    assert not abandoned(before)
     (record,) = [record for record in caplog.records if "kernels" in record.getMessage()]
     assert (record.levelname, record.name, record.rank) == ("WARNING", "serve.worker.loader", 0), "one rank says it for all"
     assert "/dev/null/cache/kernels" in record.getMessage()
