@@ -8,7 +8,7 @@ Shapes.  T tokens of the step, all sequences flat   H query heads on this rank  
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
 import torch
@@ -33,6 +33,8 @@ class StepLayout:
     """Q numbers: the row of ``block_tables`` that is sequence i's."""
     lengths: Tensor | None = None
     """int64 [T]: the length by which each token is computed, see ``LengthRule``; ``None`` where that changes nothing."""
+    made: dict[object, object] = field(default_factory=dict, compare=False, repr=False)
+    """What a back end makes of the layout once for all layers; it lasts as long as the layout, which captured steps keep."""
 
 
 Rotary = tuple[Tensor, Tensor]

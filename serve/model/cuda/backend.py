@@ -17,9 +17,6 @@ from serve.model.cuda.tiling import Shape, cut, power_of_two, shape_of, splits_f
 class _Tiles:
     """A step's tiles on the device, int32 [tiles, 3] each; the same for all layers."""
 
-    layout: StepLayout
-    most: tuple[int, int]
-    """Tokens of a short tile and of a long one."""
     short: Tensor
     long: Tensor
 
@@ -41,7 +38,6 @@ class TritonBackend:
         self._processors = processors
         self._splits = splits
         self._interpreted = bool(triton.knobs.runtime.interpret)
-        self._tiles: _Tiles | None = None
 
     def attend(
         self,
@@ -93,11 +89,13 @@ class TritonBackend:
         )
 
     def _tiles_of(self, layout: StepLayout, most: tuple[int, int]) -> _Tiles:
-        if self._tiles is None or self._tiles.layout is not layout or self._tiles.most != most:
+        """``most``: tokens of a short tile and of a long one."""
+        made = layout.made.get((_Tiles, most))
+        if not isinstance(made, _Tiles):
             short, long = cut(layout.query_starts, layout.table_rows, *most)
             tiles = torch.tensor(short + long, dtype=torch.int32).to(layout.slots.device, non_blocking=True)
-            self._tiles = _Tiles(layout, most, tiles[: len(short)], tiles[len(short) :])
-        return self._tiles
+            layout.made[_Tiles, most] = made = _Tiles(tiles[: len(short)], tiles[len(short) :])
+        return made
 
     def _widens(self, dtype: torch.dtype) -> bool:
         """Triton's interpreter multiplies the bits of bf16 as if they were integers."""
