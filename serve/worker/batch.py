@@ -14,6 +14,7 @@ from serve.types import LengthRule, SequenceId
 from serve.worker.block_tables import BlockTables
 from serve.worker.decode_inputs import DecodeInputs
 from serve.worker.sampling.seen import Seen
+from serve.worker.sending import send
 
 
 @dataclass(slots=True)
@@ -208,7 +209,7 @@ class SequenceTable:
             ids.extend(tokens)
             starts.append(len(ids))
         # One transfer for all that a step's tokens are.
-        staged_3T = torch.tensor((ids, positions, slots), dtype=torch.int64).to(self._device)
+        staged_3T = send(torch.tensor((ids, positions, slots), dtype=torch.int64), self._device)
         return staged_3T, StepLayout(
             slots=staged_3T[2],
             positions=staged_3T[1].int(),

@@ -14,6 +14,7 @@ from serve.worker.drafting import Drafting
 from serve.worker.loader import RankModel
 from serve.worker.parallel import Ranks
 from serve.worker.sampling.sampler import likeliest, prompt_logprobs, sample, wants_likeliest
+from serve.worker.sending import send
 
 _HEAD_ROWS = 64
 """Rows of prompt logits computed at once: bounds what a request for prompt logprobs can take."""
@@ -54,7 +55,7 @@ class Runner:
             elif batch.sample_rows == tuple(range(len(batch.sample_rows))):
                 own_RV = logits_TV[: len(batch.sample_rows)]
             else:
-                own_RV = logits_TV[list(batch.sample_rows)]
+                own_RV = logits_TV[send(torch.tensor(batch.sample_rows), logits_TV.device)]
             sampled, unsampled = self._sample(own_RV.float(), batch)
             self._table.keep_drawn((answer.sequence, answer.token_id) for answer in sampled)
             faults.update((fault.sequence, fault) for fault in unsampled)
