@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -83,18 +84,19 @@ class TorchSampling:
     def _penalise(self, logits_RV: Tensor, rows: Sequence[int], params: Sequence[SamplingParams], seen: Sequence[Seen]) -> None:
         """Change what each of N rows has seen, in place."""
         device = logits_RV.device
-        lengths = torch.tensor([len(s.ids) for s in seen])
+        lengths = [len(s.ids) for s in seen]
 
-        def spread(values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
-            return send(torch.tensor(values, dtype=dtype).repeat_interleave(lengths), device)
+        def spread(values: Sequence[float]) -> Tensor:
+            return send(torch.from_numpy(np.repeat(values, lengths)), device)
 
-        row_M = spread(rows, torch.int64)
+        row_M = spread(rows)
         id_M = send(torch.cat([torch.frombuffer(s.ids, dtype=torch.int32) for s in seen]).long(), device)
         times_M = send(torch.cat([torch.frombuffer(s.times, dtype=torch.int32) for s in seen]).float(), device)
-        again_M = spread([p.repetition_penalty for p in params])
+        again_M = spread([p.repetition_penalty for p in params]).float()
         value_M = logits_RV[row_M, id_M]
         value_M = torch.where(value_M > 0, value_M / again_M, value_M * again_M)
-        minus_M = spread([p.presence_penalty for p in params]) + spread([p.frequency_penalty for p in params]) * times_M
+        presence_M, frequency_M = spread([p.presence_penalty for p in params]), spread([p.frequency_penalty for p in params])
+        minus_M = presence_M.float() + frequency_M.float() * times_M
         logits_RV[row_M, id_M] = value_M - torch.where(times_M > 0, minus_M, 0.0)
 
     def _draw(
