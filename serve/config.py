@@ -320,8 +320,8 @@ class KernelsConfig:
     """Folder that keeps what is compiled on first use; empty is ``tessera`` below XDG_CACHE_HOME or ``~/.cache``."""
 
     cuda_graphs: Literal["auto", "on", "off"] = "auto"
-    """Whether steps of one token of each sequence are captured as CUDA graphs when the ranks start: ``auto`` does so on GPUs where
-    the model can be captured, ``on`` refuses one that cannot, and on the CPU captures and replays them in plain torch, slowly."""
+    """Whether steps of one token of each sequence are captured when the ranks start, as CUDA graphs: ``auto`` does so on GPUs
+    where a model can be, ``on`` refuses one that cannot, and on the CPU captures and replays them in plain torch, slowly."""
 
     cuda_graph_max_batch: int = 256
     """Sequences of the largest step that is captured, at most ``max_num_seqs``; larger ones are launched piece by piece."""

@@ -85,7 +85,7 @@ def _obstacle(
     if not family.experts:
         return ""
     if model.config._experts_implementation == "eager":
-        return "a rank's share of an expert is no whole number of 16 bytes, so that its experts are computed one after the other"
+        return "its experts, whose rows are no whole number of 16 bytes on a rank, are computed one after the other"
     if device.type == "cuda" and model.dtype != torch.bfloat16:
         return f"experts in {model.dtype} are computed one after the other; in bfloat16 they are not"
     return ""

@@ -64,7 +64,8 @@ class DecodeGraphs:
                     f"kernels.cuda_graphs: a step of {size} rows cannot be captured: {error}; --cuda-graphs off serves without"
                 ) from error
             self._captured[size] = Captured(graph, hidden_TE, logits_TV)
-        _log.info("captured %d decoding steps, of up to %d rows, in %.1f s", len(self.sizes), max(self.sizes), time.monotonic() - began)
+        seconds = time.monotonic() - began
+        _log.info("captured %d decoding steps, of up to %d rows, in %.1f s", len(self.sizes), self.sizes[0], seconds)
 
     def forget(self) -> None:
         """Give up all that was captured: before weights are exchanged, whose addresses it holds."""

@@ -30,9 +30,7 @@ class Runner:
         facts, inputs = model.facts, None
         if model.graph_sizes:
             by_length = facts.length_rule is not None
-            inputs = DecodeInputs(
-                model.graph_sizes, facts.max_model_len, facts.block_tokens, model.device, by_length=by_length
-            )
+            inputs = DecodeInputs(model.graph_sizes, facts.max_model_len, facts.block_tokens, model.device, by_length=by_length)
         self.graphs = None if inputs is None else DecodeGraphs(model, inputs)
         """Captured decoding steps, where the model has some; without ``capture`` they are computed as all others are."""
         self._table = SequenceTable(facts.block_tokens, model.device, facts.length_rule, inputs)

@@ -125,9 +125,9 @@ class CpuGraph:
                 old.copy_(new)
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves its hook unannotated
     def __init__(self, operations: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor]]]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         self._operations = operations
 
     def __torch_dispatch__(
@@ -149,5 +149,3 @@ class _Recorder(TorchDispatchMode):
 
 def _place(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-

@@ -1,4 +1,7 @@
-"""Attention in plain torch whose shapes depend on no length: what captured steps are tested with. Letters: ``serve.model.attention``."""
+"""Attention in plain torch whose shapes depend on no length: captured steps are tested with it.
+
+Letters of shapes are those of ``serve.model.attention``.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ class StaticTorchBackend:
     """The reference for captured steps: every device, every type, and far more work than there is to do.
 
     Of a step of one token of each sequence, each token's row of the block tables is read in its whole width, and what it does
-    not see is masked. Nothing depends on lengths as numbers, so a captured step is right for the next ones, too. A token of slot
-    -1 is written nowhere; one of position -1 sees nothing and gives zeros. Other steps are ``TorchBackend``'s.
+    not see is masked. Nothing depends on lengths as numbers, so a captured step is right for the next ones, too. A token of
+    slot -1 is written nowhere; one of position -1 sees nothing and gives zeros. Other steps are ``TorchBackend``'s.
     """
 
     rotates = False
@@ -90,7 +93,8 @@ def _attend(
     if window:
         seen_TL &= column_L > positions_T[:, None] - window
     value_TGLD = torch.where(seen_TL[:, None, :, None], value_TGLD, 0.0)  # beyond a sequence's end anything may stand, NaN too
-    query_TGRD = query_THD.float().unflatten(1, (key_TGLD.shape[1], -1))
+    groups = (tokens, key_TGLD.shape[1], heads // key_TGLD.shape[1], -1)
+    query_TGRD = query_THD.float().reshape(groups)
     scores_THL = (query_TGRD @ key_TGLD.transpose(2, 3)).flatten(1, 2) * scale
     if rules.softcap:
         scores_THL = (scores_THL / rules.softcap).tanh() * rules.softcap
@@ -101,5 +105,5 @@ def _attend(
         scores_THL = torch.cat([scores_THL, rules.sinks_H[None, :, None].expand(tokens, -1, 1)], dim=2)
     weights_THL = scores_THL.softmax(dim=2)[:, :, : len(column_L)]
     weights_THL = torch.where(positions_T[:, None, None] >= 0, weights_THL, 0.0)
-    out_TGRD = weights_THL.unflatten(1, (key_TGLD.shape[1], -1)) @ value_TGLD
+    out_TGRD = weights_THL.reshape(groups) @ value_TGLD
     return out_TGRD.reshape(tokens, heads, -1).to(query_THD.dtype)

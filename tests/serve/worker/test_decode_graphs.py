@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from serve.config import KernelsConfig
 from serve.engine.plan import Span, Start, StepPlan
 from serve.errors import ConfigError, StartError
-from serve.model.attention import LayerCache, StepLayout
+from serve.model.attention import LayerCache
 from serve.model.cuda.graphs import graph_sizes, waits_for_device
 from serve.model.cuda.static import StaticTorchBackend
 from serve.model.families import FAMILIES
@@ -25,7 +25,7 @@ from serve.worker import loader
 from serve.worker.batch import Batch
 from serve.worker.complete import whole_head
 from serve.worker.decode_inputs import DecodeInputs
-from serve.worker.loader import RankModel, Stopwatch, load_rank
+from serve.worker.loader import Stopwatch, load_rank
 from serve.worker.parallel import Ranks
 from serve.worker.rank_process import rank_environment
 from serve.worker.runner import Runner
@@ -38,9 +38,7 @@ from tests.support.models import VOCABULARY, save
 
 ALONE = Ranks(0, 1)
 NOT_CAPTURED = "llama, dynamic angles"
-CASES = [
-    name if name in FAMILIES else pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS if name != NOT_CAPTURED
-]
+CASES = [name if name in FAMILIES else pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS if name != NOT_CAPTURED]
 
 
 @pytest.fixture(autouse=True)
@@ -99,9 +97,7 @@ def decode_plan(step: int, lengths: tuple[int, ...], sampling: tuple[SamplingPar
     for i, length in enumerate(lengths):
         ids = tuple((11 * i + 3 * place) % 500 + 1 for place in range(length))
         blocks = tuple(BlockId(1 + 8 * i + block) for block in range(8))
-        starts.append(
-            Start(sequence=SequenceId(i), index=0, token_ids=ids, num_prompt_tokens=length, sampling=sampling[i])
-        )
+        starts.append(Start(sequence=SequenceId(i), index=0, token_ids=ids, num_prompt_tokens=length, sampling=sampling[i]))
         before.append(Span(sequence=SequenceId(i), start=0, count=length - 1, new_blocks=blocks))
         last.append(Span(sequence=SequenceId(i), start=length - 1, count=1, sample=True))
     return (
@@ -161,7 +157,8 @@ class OnlyDevice(Waits):
     def __torch_dispatch__(self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         out = super().__torch_dispatch__(func, types, args, kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)]
-        if any(tensor.device.type != "meta" for tensor in tensors):
+        made_of_numbers = func.overloadpacket.__name__ in ("lift_fresh", "detach_")  # ``torch.tensor``, on the CPU and on meta
+        if made_of_numbers or any(tensor.device.type != "meta" for tensor in tensors):
             self.found.append(str(func))
         return out
 

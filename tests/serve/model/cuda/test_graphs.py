@@ -48,7 +48,9 @@ def _looks(x: Tensor) -> Tensor:
         "put by a mask",
     ],
 )  # fmt: skip
-def test_a_step_that_waits_for_the_device_or_brings_numbers_of_the_host_is_not_captured(step: Callable[[Tensor], Tensor]) -> None:
+def test_a_step_that_waits_for_the_device_or_brings_numbers_of_the_host_is_not_captured(
+    step: Callable[[Tensor], Tensor],
+) -> None:
     x = torch.tensor([1.0, -2.0, 3.0])
     with pytest.raises(CaptureError, match="cannot be captured"):
         CpuGraph().capture(lambda: (step(x),))
