@@ -6,7 +6,6 @@ generated both ways, to its graphs-RANK.json.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import sys
@@ -15,20 +14,11 @@ from pathlib import Path
 
 import torch
 
-from serve.config import KernelsConfig
-from serve.worker.loader import RankModel, Stopwatch, load_rank
-from serve.worker.parallel import Ranks, join_ranks
+from serve.worker.parallel import join_ranks
 from serve.worker.progress import Progress
 from serve.worker.runner import Runner
-from tests.serve.worker.family_worker import generate, settings
-
-
-def load_captured(folder: Path, ranks: Ranks, dtype: str = "float32", *, most: int = 256) -> RankModel:
-    """This rank's part of a checkpoint, whose decoding steps can be captured on the CPU."""
-    config = dataclasses.replace(
-        settings(folder, ranks.size, dtype), kernels=KernelsConfig(cuda_graphs="on", cuda_graph_max_batch=most)
-    )
-    return load_rank(config, ranks.rank, torch.device("cpu"), lambda: ranks, Stopwatch())[0]
+from tests.serve.worker.captured import load_captured
+from tests.serve.worker.family_worker import generate
 
 
 def main(rank: int, size: int, root: Path) -> None:

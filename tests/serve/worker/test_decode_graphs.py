@@ -22,7 +22,6 @@ from serve.model.cuda.static import StaticTorchBackend
 from serve.model.families import FAMILIES
 from serve.types import BlockId, SamplingParams, SequenceId
 from serve.worker import loader
-from serve.worker.batch import Batch
 from serve.worker.complete import whole_head
 from serve.worker.decode_inputs import DecodeInputs
 from serve.worker.loader import Stopwatch, load_rank
@@ -30,8 +29,8 @@ from serve.worker.parallel import Ranks
 from serve.worker.rank_process import rank_environment
 from serve.worker.runner import Runner
 from serve.worker.sampling.backend import TorchSampling
+from tests.serve.worker.captured import load_captured, tokens_of_both_ways
 from tests.serve.worker.family_worker import BLOCK_TOKENS, generate, load, settings
-from tests.serve.worker.graph_worker import load_captured
 from tests.serve.worker.test_loader import VARIANTS
 from tests.support import warm
 from tests.support.models import VOCABULARY, save
@@ -52,43 +51,13 @@ def saved(name: str, tmp_path: Path) -> Path:
     return save(family, tmp_path / "model", with_tokenizer=False, **changes)
 
 
-def following(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool, Tensor, Tensor]]:
-    """Of each step from now on its sequences, whether it was replayed, and the hidden states and logits of their rows."""
-    seen: list[tuple[int, bool, Tensor, Tensor]] = []
-    compute = runner._compute
-
-    def follow(batch: Batch) -> tuple[Tensor, Tensor | None]:
-        hidden_TE, logits_TV = compute(batch)
-        rows = len(batch.sampled)
-        own_TV = runner._model.head(hidden_TE[None])[0] if logits_TV is None else logits_TV
-        if batch.layout.query_starts[-1] == len(batch.layout.table_rows):
-            seen.append((rows, logits_TV is not None, hidden_TE[:rows].clone(), own_TV[:rows].clone()))
-        return hidden_TE, logits_TV
-
-    monkeypatch.setattr(runner, "_compute", follow)
-    return seen
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_a_captured_step_gives_what_the_step_gives_bit_for_bit(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = saved(name, tmp_path)
-    runner = Runner(load_captured(folder, ALONE), ALONE)
-    assert runner.graphs is not None
-    with monkeypatch.context() as within:
-        eager_steps = following(runner, within)
-        eager = generate(runner, ALONE)
-    runner.graphs.capture()
-    with monkeypatch.context() as within:
-        steps = following(runner, within)
-        replayed = generate(runner, ALONE)
-    assert replayed == eager == generate(Runner(load(folder, 1, ALONE), ALONE), ALONE)
-    assert {rows for rows, *_ in steps} >= {1, 2, 3}, "steps of several sizes, one with a row of no sequence"
-    assert {was_replayed for _, was_replayed, *_ in eager_steps} == {False}
-    assert {was_replayed for _, was_replayed, *_ in steps} == {True}
-    for (_, _, *expected), (_, _, *found) in zip(eager_steps, steps, strict=True):
-        assert [torch.equal(*pair) for pair in zip(expected, found, strict=True)] == [True, True]
+    tokens = tokens_of_both_ways(load_captured(folder, ALONE), ALONE, monkeypatch)
+    assert tokens == generate(Runner(load(folder, 1, ALONE), ALONE), ALONE), "and those of the kernels"
 
 
 def decode_plan(step: int, lengths: tuple[int, ...], sampling: tuple[SamplingParams, ...]) -> tuple[StepPlan, StepPlan]:
