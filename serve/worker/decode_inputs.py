@@ -13,9 +13,9 @@ from serve.model.attention import StepLayout
 from serve.model.cuda.graphs import size_for
 
 _NUMBERS: Final = 5
-"""Of each row: id, position, slot, row of the block tables, length by which it is computed."""
+"""How many numbers a row has: id, position, slot, row of the block tables, length by which it is computed."""
 _NOTHING: Final = (0, -1, -1, 0, 1)
-"""Those of a row without a sequence."""
+"""The numbers of a row without a sequence."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from serve.v1 import admin_pb2, inference_pb2
 from tests.support import reference
 from tests.support.models import VOCABULARY, save_step
-from tests.support.server import Server, serving
+from tests.support.server import Server, serving, until
 
 TOKENS = 24
 
@@ -36,4 +36,4 @@ def test_answers_are_those_of_the_weights_also_after_they_were_exchanged(tmp_pat
             model = reference.load(checkpoint)
             got = list(pool.map(lambda prompt: _generate(server, prompt), prompts))
             assert got == [reference.greedy(model, prompt, TOKENS) for prompt in prompts]
-        assert len([line for line in server.log if "captured 3 decoding steps, of up to 4 rows" in line]) == 2
+        until(lambda: sum("captured 3 decoding steps, of up to 4 rows" in line for line in server.log) == 2)

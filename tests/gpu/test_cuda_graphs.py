@@ -38,7 +38,7 @@ def test_a_cuda_graph_gives_what_the_step_gives_bit_for_bit(
 
 
 def test_a_step_is_launched_and_sampled_without_waiting_for_the_device(tmp_path: Path) -> None:
-    """torch raises where the host would wait, but for the one copy of what was sampled."""
+    """torch warns where the host would wait, but for the one copy of what was sampled."""
     model = load_captured(save("llama", tmp_path / "llama", with_tokenizer=False), ALONE, device="cuda")
     runner = Runner(model, ALONE)
     assert runner.graphs is not None
