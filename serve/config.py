@@ -55,9 +55,10 @@ class ModelConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of weights, activations and cache: ``auto`` is the checkpoint's own."""
 
-    quantization: Literal["none", "int8", "int4"] = "none"
-    """Whole numbers that the weights of linear layers are rounded to as they are read, on the CPU: ``int8`` with a scale for
-    each output, ``int4`` with one for each ``quantization_group`` of its inputs. Activations and the cache keep ``dtype``."""
+    quantization: Literal["none", "int8", "int4", "fp8"] = "none"
+    """What the weights of linear layers are rounded to as they are read: ``int8`` is whole numbers with a scale for each
+    output, ``int4`` with one for each ``quantization_group`` of its inputs; activations and the cache keep ``dtype``. ``fp8``
+    is for GPUs of compute capability 8.9 or higher, and rounds activations too."""
 
     quantization_group: int = 32
     """Inputs that share a scale with ``int4``: 32, 64 or 128. Smaller groups round less and take more room."""

@@ -18,6 +18,8 @@ from finetune.forecast.work import Tally, Work
 _BUDGET_SECONDS: Final = 0.08
 """How long each measurement of a round may take."""
 _ROUNDS: Final = 5
+_ENOUGH_SECONDS: Final = 12.0
+"""No further round begins after so long: products that slow, as those of bf16 are on many processors, are spoilt by little."""
 _SIZES: Final = (32, 128, 384, 1024)
 
 
@@ -36,7 +38,9 @@ class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
 
 def measure(dtype: torch.dtype, ranks: int) -> dict[str, Any]:
     """The fields of ``speeds.Speeds``: medians over rounds, so that what else runs for a moment does not spoil one figure."""
-    rounds = [_round(dtype, ranks) for _ in range(_ROUNDS)]
+    began, rounds = time.perf_counter(), [_round(dtype, ranks)]
+    while len(rounds) < _ROUNDS and _soonest(time.perf_counter() - began, ranks) < _ENOUGH_SECONDS:
+        rounds.append(_round(dtype, ranks))
     found: dict[str, Any] = {
         name: None if value is None else statistics.median(one[name] for one in rounds)
         for name, value in rounds[0].items()
@@ -44,6 +48,14 @@ def measure(dtype: torch.dtype, ranks: int) -> dict[str, Any]:
     }
     products = {size: statistics.median(one["products"][size] for one in rounds) for size in _SIZES}
     return {"products": products, **found}
+
+
+def _soonest(seconds: float, ranks: int) -> float:
+    """The least of what the ranks' clocks say, the same on all."""
+    least = torch.tensor(seconds, dtype=torch.float64)
+    if ranks > 1:
+        distributed.all_reduce(least, distributed.ReduceOp.MIN)
+    return least.item()
 
 
 def _three_products(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -89,6 +89,7 @@ class LayerCache:
     """One layer's keys and values.
 
     ``keys`` is [B, G, D, S], transposed inside a block so that a vector holds neighbouring positions; ``values`` [B, G, S, D].
+    Both are in the model's type, in int8 with scales, or in fp8 (e4m3) without.
     """
 
     keys: Tensor
@@ -102,16 +103,33 @@ class LayerCache:
         if self.key_scales is not None and self.value_scales is not None:
             key_TGD, self.key_scales[block_T, :, offset_T] = whole_numbers(key_TGD)
             value_TGD, self.value_scales[block_T, :, offset_T] = whole_numbers(value_TGD)
-        self.keys[block_T, :, :, offset_T] = key_TGD
-        self.values[block_T, :, offset_T] = value_TGD
+        keys, values = self.keys, self.values
+        if keys.dtype == torch.float8_e4m3fn:  # torch places bytes, and knows no fp8 there
+            key_TGD, value_TGD = narrowed(key_TGD).view(torch.uint8), narrowed(value_TGD).view(torch.uint8)
+            keys, values = keys.view(torch.uint8), values.view(torch.uint8)
+        keys[block_T, :, :, offset_T] = key_TGD
+        values[block_T, :, offset_T] = value_TGD
 
     def read(self, table: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys and values [G, L, D] of the blocks of a table, in their order."""
-        key_WGSD, value_WGSD = self.keys[table].transpose(2, 3), self.values[table]
+        key_WGSD, value_WGSD = taken(self.keys, table).transpose(2, 3), taken(self.values, table)
+        if self.keys.dtype == torch.float8_e4m3fn:
+            key_WGSD, value_WGSD = key_WGSD.to(dtype), value_WGSD.to(dtype)
         if self.key_scales is not None and self.value_scales is not None:
             key_WGSD = (key_WGSD * self.key_scales[table].float()[..., None]).to(dtype)
             value_WGSD = (value_WGSD * self.value_scales[table].float()[..., None]).to(dtype)
         return key_WGSD.transpose(0, 1).flatten(1, 2), value_WGSD.transpose(0, 1).flatten(1, 2)
+
+
+def narrowed(x: Tensor) -> Tensor:
+    """Numbers as fp8 (e4m3): what is beyond 448, its largest, becomes that, and infinity, of which it has none, becomes NaN."""
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    return torch.where(x.isfinite(), x.clamp(-largest, largest), torch.nan).to(torch.float8_e4m3fn)
+
+
+def taken(kept_B: Tensor, table: Tensor) -> Tensor:
+    """``kept_B[table]``, of types that torch cannot index, too."""
+    return kept_B.view(torch.uint8)[table].view(kept_B.dtype) if kept_B.dtype == torch.float8_e4m3fn else kept_B[table]
 
 
 def whole_numbers(x_TGD: Tensor) -> tuple[Tensor, Tensor]:

@@ -49,12 +49,12 @@ def check_quantization(quantization: str, device: str, family: Family) -> None:
     """Refuse to round what has no layers of whole numbers here.
 
     Raises:
-        ConfigError: a GPU, or a family whose experts are no linear layers.
+        ConfigError: fp8 on the CPU, or a family whose experts are no linear layers.
     """
     if quantization == "none":
         return
-    if device == "cuda":
-        raise ConfigError(f"model.quantization is {quantization}; it is for the CPU, and model.device is cuda")
+    if quantization == "fp8" and device == "cpu":
+        raise ConfigError("model.quantization is fp8; it is for GPUs, and model.device is cpu: choose int8")
     if family.experts:
         raise ConfigError(
             f"model.quantization is {quantization}; {family.name} has experts, whose weights are not quantized: choose none"

@@ -80,18 +80,19 @@ def choose_packer(device: torch.device, dtype: torch.dtype, kernels: ctypes.CDLL
     return "onednn", _pack_onednn
 
 
-_FUNCTIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
+FUNCTIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
     "none": lambda x: x,
     "gelu": nn.functional.gelu,
     "gelu_tanh": partial(nn.functional.gelu, approximate="tanh"),
     "silu": nn.functional.silu,
     "relu": torch.relu,
 }
+"""What the names of ``ACTIVATIONS`` mean, in plain torch."""
 
 
 def plain(weight_OI: Tensor, bias_O: Tensor | None, activation: str = "none") -> Matmul:
     """The product without packing: every device and type."""
-    activate = _FUNCTIONS[activation]
+    activate = FUNCTIONS[activation]
 
     def matmul(x: Tensor) -> Tensor:
         return activate(nn.functional.linear(x, weight_OI, bias_O))

@@ -18,7 +18,7 @@ from serve.model.linear import ACTIVATIONS, Matmul, Packer, plain
 # Shapes.  O output features   I input features   G groups of inputs   P panels of 32 outputs
 
 BITS: Final = {"int8": 8, "int4": 4}
-"""Values of ``model.quantization`` that are not ``none``."""
+"""Values of ``model.quantization`` that round to whole numbers."""
 _PANEL: Final = 32
 _ROWS_AT_ONCE: Final = 2048
 """Outputs that are rounded in one go: what they take in fp32 bounds the memory beside the weight itself."""
@@ -52,8 +52,8 @@ def quantize(weight_OI: Tensor, bits: int, group: int) -> Quantized:
     outputs, inputs = weight_OI.shape
     group = inputs if bits == 8 else group
     groups = -(-inputs // group)
-    values = torch.empty(outputs, inputs, dtype=torch.int8)
-    scales = torch.empty(outputs, groups)
+    values = torch.empty(outputs, inputs, dtype=torch.int8, device=weight_OI.device)
+    scales = torch.empty(outputs, groups, device=weight_OI.device)
     for begin in range(0, outputs, _ROWS_AT_ONCE):
         part = torch.nn.functional.pad(weight_OI[begin : begin + _ROWS_AT_ONCE].float(), (0, groups * group - inputs))
         grouped_OGI = part.view(part.shape[0], groups, group)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from checkpoint import CheckpointError, open_checkpoint
 from serve.config import ModelConfig
+from serve.engine.executor import ModelFacts
 from serve.engine.plan import Span, Start, StepPlan
 from serve.errors import ConfigError
 from serve.model.fit import given_of
@@ -22,6 +23,9 @@ from serve.worker.parallel import Ranks
 from serve.worker.runner import Runner
 
 _PROMPT_TOKENS: Final = 8
+_MORE_PROMPT_TOKENS: Final = 300
+"""A second prompt on a GPU has so many: more than a tile of any attention kernel, and enough positions that decoding splits
+them. What is compiled when it is first used is compiled before the first request."""
 _SEQUENCE: Final = SequenceId(-1)
 """No request's: the engine counts from 0."""
 
@@ -65,7 +69,7 @@ def forward_fault(model: RankModel, ranks: Ranks, runner: Runner) -> str:
 def _try_forward(model: RankModel, runner: Runner) -> tuple[bool, str | None]:
     """Compute the made-up tokens: whether this rank's numbers were finite, and after which layer they first were not."""
     with _first_bad_layer(model.body) as bad_layer:
-        faults = [fault for plan in _plans(model) if (result := runner.execute(plan)) for fault in result.faults]
+        faults = [fault for plan in _plans(model.facts) if (result := runner.execute(plan)) for fault in result.faults]
         return not faults and bad_layer() is None, bad_layer()
 
 
@@ -76,20 +80,26 @@ def _fault(config: ModelConfig, model: RankModel, layer: str | None) -> str:
     return _bad_tensor(config, model) or _bad_range(model, layer)
 
 
-def _plans(model: RankModel) -> Iterator[StepPlan]:
-    facts = model.facts
-    count = max(1, min(_PROMPT_TOKENS, facts.max_model_len - 1))
-    total = min(count + 1, facts.max_model_len)
-    ids = tuple(facts.vocab_size * place // count for place in range(count))  # from the whole vocabulary: of every rank's part
-    blocks = tuple(BlockId(block) for block in range(-(-total // facts.block_tokens)))
-    start = Start(
-        sequence=_SEQUENCE, index=0, token_ids=ids, num_prompt_tokens=count, sampling=SamplingParams(), prompt_logprobs=0
-    )
-    prompt = Span(sequence=_SEQUENCE, start=0, count=count, new_blocks=blocks, sample=True)
-    yield StepPlan(step=0, starts=(start,), spans=(prompt,))
-    if total > count:
-        yield StepPlan(step=1, spans=(Span(sequence=_SEQUENCE, start=count, count=1, new_tokens=ids[:1], sample=True),))
-    yield StepPlan(step=2, dropped=(_SEQUENCE,))
+def _plans(facts: ModelFacts) -> Iterator[StepPlan]:
+    step = 0
+    for wanted in (_PROMPT_TOKENS,) if facts.device == "cpu" else (_PROMPT_TOKENS, _MORE_PROMPT_TOKENS):
+        most = min(facts.max_model_len, facts.num_blocks * facts.block_tokens)
+        count = max(1, min(wanted, most - 1))
+        total = min(count + 1, most)
+        ids = tuple(
+            facts.vocab_size * place // count for place in range(count)
+        )  # from the whole vocabulary: of every rank's part
+        blocks = tuple(BlockId(block) for block in range(-(-total // facts.block_tokens)))
+        start = Start(
+            sequence=_SEQUENCE, index=0, token_ids=ids, num_prompt_tokens=count, sampling=SamplingParams(), prompt_logprobs=0
+        )
+        prompt = Span(sequence=_SEQUENCE, start=0, count=count, new_blocks=blocks, sample=True)
+        yield StepPlan(step=step, starts=(start,), spans=(prompt,))
+        if total > count:
+            again = Span(sequence=_SEQUENCE, start=count, count=1, new_tokens=ids[:1], sample=True)
+            yield StepPlan(step=step + 1, spans=(again,))
+        yield StepPlan(step=step + 2, dropped=(_SEQUENCE,))
+        step += 3
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import logging
 
 import torch
@@ -12,6 +11,7 @@ from transformers import PreTrainedModel
 from serve.config import ModelConfig, ServerConfig
 from serve.errors import ConfigError
 from serve.model.attention import Backend, TorchBackend
+from serve.model.cuda.device import device_backend, device_packer
 from serve.model.cuda.graphs import graph_sizes
 from serve.model.cuda.static import StaticTorchBackend
 from serve.model.families import Family
@@ -27,21 +27,23 @@ def choose_linear(
     model: ModelConfig, device: torch.device, dtype: torch.dtype, kernels: ctypes.CDLL | None, *, captured: bool
 ) -> tuple[str, Packer | None]:
     """What makes a model's linear layers, and its name in ``ModelFacts.linear``. ``captured``: see ``captures_on_cpu``."""
+    if model.quantization != "none" and device.type == "cuda":
+        return device_packer(device, model.quantization, model.quantization_group, dtype)
     if model.quantization != "none":
         return quantizing_packer(model.quantization, model.quantization_group, dtype, kernels)
     return ("torch", None) if captured else choose_packer(device, dtype, kernels)
 
 
-def choose_attention(device: torch.device, kernels: ctypes.CDLL | None, *, captured: bool) -> tuple[str, Backend]:
-    """What computes attention on this device, and its name in ``ModelFacts.attention``."""
+def choose_attention(
+    device: torch.device, kernels: ctypes.CDLL | None, kept_in: torch.dtype, *, captured: bool
+) -> tuple[str, Backend]:
+    """What computes attention on this device, and its name in ``ModelFacts.attention``. ``kept_in``: of keys and values."""
     if captured:
         return "torch", StaticTorchBackend()
     if kernels is not None:
         return "kernel", CpuKernelBackend(kernels)
-    if device.type == "cuda" and importlib.util.find_spec("triton"):
-        from serve.model.cuda.backend import TritonBackend  # not on the CPU: torch for CUDA brings Triton
-
-        return "triton", TritonBackend(torch.cuda.get_device_properties(device).multi_processor_count)
+    if device.type == "cuda":
+        return device_backend(device, kept_in)
     return "torch", TorchBackend()
 
 
@@ -63,7 +65,7 @@ def sizes_to_capture(
     wanted = config.kernels.cuda_graphs
     if wanted == "off" or (wanted == "auto" and device.type != "cuda"):
         return ()
-    why = _obstacle(config, family, rule, model, device, attention)
+    why = _obstacle(family, rule, model, device, attention)
     if why and wanted == "on":
         raise ConfigError(f"kernels.cuda_graphs is on; {why}: choose auto, or off")
     if why:
@@ -72,14 +74,10 @@ def sizes_to_capture(
     return graph_sizes(min(config.scheduler.max_num_seqs, config.kernels.cuda_graph_max_batch))
 
 
-def _obstacle(
-    config: ServerConfig, family: Family, rule: LengthRule | None, model: PreTrainedModel, device: torch.device, attention: str
-) -> str:
+def _obstacle(family: Family, rule: LengthRule | None, model: PreTrainedModel, device: torch.device, attention: str) -> str:
     """Why steps cannot be captured; empty where they can."""
-    if config.model.quantization != "none":
-        return f"model.quantization is {config.model.quantization}, whose kernels are not captured"
     if device.type == "cuda" and attention != "triton":
-        return "attention in plain torch reads lengths on the host, and Triton is missing"
+        return "attention in plain torch reads lengths on the host"
     if rule is not None and rule.each_length:
         return "its angles follow each length, by numbers that come from the host in every step"
     if not family.experts:

@@ -29,11 +29,9 @@ def cache_dtype(wanted: str, device: str, dtype: torch.dtype) -> torch.dtype:
     """
     if wanted == "fp8" and device == "cpu":
         raise ConfigError("cache.kv_cache_dtype is fp8; it is for GPUs, and model.device is cpu: choose auto, or int8")
-    if wanted == "fp8":
-        raise ConfigError("cache.kv_cache_dtype is fp8; no kernel computes with it yet: choose auto")
     if wanted == "int8" and device != "cpu":
         raise ConfigError(f"cache.kv_cache_dtype is int8; it is for the CPU, and model.device is {device}: choose auto")
-    return torch.int8 if wanted == "int8" else dtype
+    return {"int8": torch.int8, "fp8": torch.float8_e4m3fn}.get(wanted, dtype)
 
 
 def block_bytes(*, layers: int, kv_heads: int, head_dim: int, block_tokens: int, dtype: torch.dtype) -> int:

@@ -120,7 +120,7 @@ def load_rank(
     model = plan.blueprint.model
     blocks = _choose_blocks(plan, config, ranks, device, beside, num_blocks)
     ranks.share(kernels)
-    attention, backend = choose_attention(device, kernels, captured=captures_on_cpu(config, device))
+    attention, backend = choose_attention(device, kernels, plan.cache_dtype, captured=captures_on_cpu(config, device))
     state = _with_cache(plan, blocks, config, ranks, device, backend)
     watch.lap("cache")
     facts = dataclasses.replace(

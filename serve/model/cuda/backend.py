@@ -10,15 +10,17 @@ from torch import Tensor
 
 from serve.model.attention import PLAIN, LayerCache, Rotary, ScoreRules, StepLayout
 from serve.model.cuda import kernels
-from serve.model.cuda.tiling import Shape, cut, power_of_two, shape_of, splits_for
+from serve.model.cuda.tiling import SHARE_POSITIONS, Shape, cut, padded_head, shape_of, splits_for
 
 
 @dataclass(frozen=True, slots=True)
 class _Tiles:
-    """A step's tiles on the device, int32 [tiles, 3] each; the same for all layers."""
+    """A step's tiles on the device, int32 [tiles, 4] each; the same for all layers."""
 
     short: Tensor
     long: Tensor
+    short_tokens: int
+    """How many tokens all short tiles have together."""
 
 
 class TritonBackend:
@@ -29,14 +31,16 @@ class TritonBackend:
 
     rotates = False
 
-    def __init__(self, processors: int, *, splits: int | None = None) -> None:
+    def __init__(self, processors: int, *, splits: int | None = None, share: int = SHARE_POSITIONS) -> None:
         """
         Args:
             processors: multiprocessors of the device.
-            splits: among how many programs positions are split in decoding, a power of two; ``None`` chooses by the tiles.
+            splits: among how many programs positions are split in decoding, a power of two; ``None`` chooses by heads.
+            share: sequences of no more positions than this are not split.
         """
         self._processors = processors
         self._splits = splits
+        self._share = share
         self._interpreted = bool(triton.knobs.runtime.interpret)
 
     def attend(
@@ -62,14 +66,16 @@ class TritonBackend:
         heads, kv_heads, head_dim = query_THD.shape[1], key_TGD.shape[1], query_THD.shape[2]
         group = heads // kv_heads
         ruled = rules.softcap != 0.0 or rules.bias_HL is not None
-        short, long = (shape_of(query_THD.dtype, head_dim, group, long=phase, rules=ruled) for phase in (False, True))
-        tiles = self._tiles_of(layout, (short.rows // group, long.rows // group))
+        fp8 = layer.keys.dtype == torch.float8_e4m3fn
+        short, long = (shape_of(query_THD.dtype, head_dim, group, long=phase, rules=ruled, fp8=fp8) for phase in (False, True))
+        tiles = self._tiles_of(layout, (short.tokens, long.tokens))
         launch = _Launch(query_THD, layer, layout, out_THD, scale, window, rules, widen=self._widens(query_THD.dtype))
         if len(tiles.short):
-            splits = self._splits or splits_for(len(tiles.short), kv_heads, self._processors)
-            launch(tiles.short, short, splits)
+            is_split = max(layout.context_lengths) > self._share
+            splits = (self._splits or splits_for(kv_heads * -(-group // short.heads), self._processors)) if is_split else 1
+            launch(tiles.short, short, splits, max(self._share, short.positions), tiles.short_tokens)
         if len(tiles.long):
-            launch(tiles.long, long, 1)
+            launch(tiles.long, long, 1, long.positions, 0)
         return out_THD
 
     def _write(self, key_TGD: Tensor, value_TGD: Tensor, layer: LayerCache, slots_T: Tensor) -> None:
@@ -84,7 +90,7 @@ class TritonBackend:
             *value_TGD.stride()[:2],
             G=kv_heads,
             D=head_dim,
-            D2=power_of_two(head_dim),
+            D2=padded_head(head_dim),
             S=layer.values.shape[2],
         )
 
@@ -94,7 +100,8 @@ class TritonBackend:
         if not isinstance(made, _Tiles):
             short, long = cut(layout.query_starts, layout.table_rows, *most)
             tiles = torch.tensor(short + long, dtype=torch.int32).to(layout.slots.device, non_blocking=True)
-            layout.made[_Tiles, most] = made = _Tiles(tiles[: len(short)], tiles[len(short) :])
+            tokens = sum(tile[2] for tile in short)
+            layout.made[_Tiles, most] = made = _Tiles(tiles[: len(short)], tiles[len(short) :], tokens)
         return made
 
     def _widens(self, dtype: torch.dtype) -> bool:
@@ -120,17 +127,17 @@ class _Launch:
         self._query_THD, self._layer, self._layout, self._out_THD = query_THD, layer, layout, out_THD
         self._scale, self._window, self._rules, self._widen = scale, window, rules, widen
 
-    def __call__(self, tiles: Tensor, shape: Shape, splits: int) -> None:
+    def __call__(self, tiles: Tensor, shape: Shape, splits: int, share: int, tile_tokens: int) -> None:
         query_THD, layer, layout, rules = self._query_THD, self._layer, self._layout, self._rules
-        tokens, heads, head_dim = query_THD.shape
+        heads, head_dim = query_THD.shape[1:]
         kv_heads, block_tokens = layer.values.shape[1:3]
-        padded = power_of_two(head_dim)
-        nothing = self._out_THD  # where a kernel reads no table, any address will do
-        partial, stats = nothing, nothing
+        parts, padded = -(-(heads // kv_heads) // shape.heads), padded_head(head_dim)
+        partial = stats = nothing = self._out_THD  # where a kernel reads no table, any address will do
+        bias, sinks = (nothing if table is None else table for table in (rules.bias_HL, rules.sinks_H))
         if splits > 1:
-            partial = torch.empty(tokens, heads, splits, padded, dtype=torch.float32, device=query_THD.device)
-            stats = torch.empty(tokens, heads, splits, 2, dtype=torch.float32, device=query_THD.device)
-        kernels.attend[(len(tiles), kv_heads, splits)](
+            partial = torch.empty(tile_tokens, heads, splits, padded, dtype=torch.float32, device=query_THD.device)
+            stats = torch.empty(tile_tokens, heads, splits, 2, dtype=torch.float32, device=query_THD.device)
+        kernels.attend[(len(tiles), kv_heads * parts, splits)](
             query_THD,
             layer.keys,
             layer.values,
@@ -140,22 +147,24 @@ class _Launch:
             tiles,
             layout.positions,
             layout.block_tables,
-            nothing if rules.bias_HL is None else rules.bias_HL,
-            nothing if rules.sinks_H is None else rules.sinks_H,
+            bias,
+            sinks,
             self._scale,
             rules.softcap,
             *query_THD.stride()[:2],
             layout.block_tables.shape[1],
-            0 if rules.bias_HL is None else rules.bias_HL.shape[1],
+            bias.shape[1],
             H=heads,
             G=kv_heads,
             D=head_dim,
             D2=padded,
             S=block_tokens,
+            R=shape.heads,
             M=shape.rows,
             N=shape.positions,
             WINDOW=self._window,
             SPLITS=splits,
+            SHARE=share,
             CAPPED=rules.softcap != 0.0,
             BIASED=rules.bias_HL is not None,
             SINKS=rules.sinks_H is not None,
@@ -165,17 +174,16 @@ class _Launch:
             num_stages=shape.num_stages,
         )
         if splits > 1:
-            most = shape.rows // (heads // kv_heads)
-            kernels.combine[(len(tiles) * most, heads)](
+            kernels.combine[(len(tiles) * shape.tokens, heads)](
                 partial,
                 stats,
                 self._out_THD,
                 tiles,
-                nothing if rules.sinks_H is None else rules.sinks_H,
+                sinks,
                 H=heads,
                 D=head_dim,
                 D2=padded,
                 SPLITS=splits,
-                TOKENS=most,
+                TOKENS=shape.tokens,
                 SINKS=rules.sinks_H is not None,
             )

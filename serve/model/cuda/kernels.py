@@ -1,21 +1,31 @@
 """Triton kernels: a step's keys and values into their slots, attention of its tokens, and the sum over splits.
 
-One kernel attends for every phase. A program has a tile: some tokens of one sequence, and of each the query heads that share
-one key/value head, which are the rows of its products. Positions are split among programs where there are few tiles, as in
-decoding; ``combine`` then weighs their parts.
+One kernel attends for every phase. A program has a tile: some tokens of one sequence, and of each up to R of the query heads
+that share one key/value head, which are the rows of its products. In decoding a sequence's positions are split among programs
+by its own length alone, so that its neighbours change no bit of its result; ``combine`` then weighs their parts.
 
 Shapes and letters are those of ``serve.model.attention``; besides:
-    M rows of a tile: tokens x query heads of one key/value head; a power of two, at least 16
-    N positions that are looked at at once     D2 head size, rounded up to a power of two     R query heads of a key/value head
+    M rows of a tile: tokens x R; a power of two, at least 16     N positions that are looked at at once
+    R query heads of a program     D2 head size, rounded up to a power of two, at least 16
 
-A tile is three numbers: the row of its sequence's block table, its first token, and how many tokens it has. A token of position
--1 has no sequence, and one of slot -1 is written nowhere: such rows fill up the steps of a captured graph.
+A tile is four numbers: the row of its sequence's block table, its first token, how many tokens it has, and how many tokens the
+tiles before it have. A token of position -1 has no sequence, and one of slot -1 is written nowhere: such rows fill up the
+steps of a captured graph.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def _kept_as(x, dtype: tl.constexpr):
+    """In the cache's type; fp8 holds no more than 448, and neither infinity nor what a conversion makes of it."""
+    if dtype == tl.float8e4nv:
+        x = x.to(tl.float32)
+        x = tl.where(tl.abs(x) < float("inf"), tl.minimum(tl.maximum(x, -448.0), 448.0), float("nan"))
+    return x.to(dtype)
 
 
 @triton.jit
@@ -43,34 +53,50 @@ def write_kv(
     base = (slot // S * G + head) * D * S
     k = tl.load(key + token * key_token + head * key_head + d, mask=kept)
     v = tl.load(value + token * value_token + head * value_head + d, mask=kept)
-    tl.store(keys + base + d * S + slot % S, k.to(keys.dtype.element_ty), mask=kept)
-    tl.store(values + base + slot % S * D + d, v.to(values.dtype.element_ty), mask=kept)
+    tl.store(keys + base + d * S + slot % S, _kept_as(k, keys.dtype.element_ty), mask=kept)
+    tl.store(values + base + slot % S * D + d, _kept_as(v, values.dtype.element_ty), mask=kept)
 
 
 @triton.jit
-def _find_tile(tiles, positions, M: tl.constexpr, N: tl.constexpr, R: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr):
+def _find_tile(
+    tiles, positions, GROUP: tl.constexpr, R: tl.constexpr, M: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr,
+    SPLITS: tl.constexpr, SHARE: tl.constexpr,
+):  # fmt: skip
     """A program's rows of products, and the share of positions that it looks at.
 
     Returns:
-        (row of the block table, tokens [M], heads [M], which of them are real [M], their positions [M], first position, the
-        position behind the last).
+        (row of the block table, key/value head, tokens [M], heads [M], which of them are real [M], their positions [M], their
+        numbers among the tokens of all tiles [M], first position, the position behind the last).
     """
-    tile = tl.program_id(0)
-    row = tl.load(tiles + 3 * tile).to(tl.int64)
-    first = tl.load(tiles + 3 * tile + 1)
-    count = tl.load(tiles + 3 * tile + 2)
+    PARTS: tl.constexpr = (GROUP + R - 1) // R
+    tile = tiles + 4 * tl.program_id(0)
+    row = tl.load(tile).to(tl.int64)
+    first = tl.load(tile + 1)
+    count = tl.load(tile + 2)
+    before = tl.load(tile + 3).to(tl.int64)
+    kv_head = tl.program_id(1) // PARTS
     m = tl.arange(0, M)
-    real = m // R < count
+    member = tl.program_id(1) % PARTS * R + m % R
+    real = (m // R < count) & (member < GROUP)
     token = (first + m // R).to(tl.int64)
-    head = tl.program_id(1) * R + m % R
     position = tl.load(positions + token, mask=real, other=-1)
     high = tl.load(positions + first + count - 1) + 1
     low = 0
     if WINDOW > 0:
         low = tl.maximum(tl.load(positions + first) - WINDOW + 1, 0) // N * N
-    share = tl.cdiv(tl.cdiv(tl.maximum(high - low, 0), N), SPLITS) * N
+    share = tl.maximum(tl.cdiv(tl.cdiv(tl.maximum(high - low, 0), N), SPLITS) * N, SHARE)
     begin = low + tl.program_id(2) * share
-    return row, token, head, real, position, begin, tl.minimum(begin + share, high)
+    return (
+        row,
+        kv_head,
+        token,
+        kv_head * GROUP + member,
+        real,
+        position,
+        before + m // R,
+        begin,
+        tl.minimum(begin + share, high),
+    )
 
 
 @triton.jit
@@ -100,20 +126,25 @@ def _with_sink(top, mass, total, sinks, head, real):
     return mass * shrink + tl.exp2(sink - new), total * shrink[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_width", "bias_width"])
 def attend(
     query, keys, values, out, partial, stats, tiles, positions, tables, bias, sinks, scale, softcap,
     query_token, query_head, table_width, bias_width,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, S: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    WINDOW: tl.constexpr, SPLITS: tl.constexpr, CAPPED: tl.constexpr, BIASED: tl.constexpr, SINKS: tl.constexpr,
-    PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, S: tl.constexpr, R: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, SHARE: tl.constexpr, CAPPED: tl.constexpr,
+    BIASED: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, G, SPLITS): the tile's tokens over this split's share of their positions.
+    """Grid (tiles, G x parts of R heads, SPLITS): the tile's tokens over this split's share of their positions.
 
-    With one split the result goes to ``out`` [T, H, D]; else the unscaled sums to ``partial`` [T, H, SPLITS, D2] and the
-    greatest score (to base 2) and the mass of the softmax to ``stats`` [T, H, SPLITS, 2], both fp32.
+    A share is no less than SHARE positions, a multiple of N: a short sequence is one share, the other splits find nothing.
+
+    With one split the result goes to ``out`` [T, H, D]; else the unscaled sums to ``partial`` [tokens of all tiles, H, SPLITS,
+    D2] (nothing where a split has no share) and the greatest score (to base 2) and the mass of the softmax to ``stats`` [tokens
+    of all tiles, H, SPLITS, 2], both fp32.
     """
-    row, token, head, real, position, begin, end = _find_tile(tiles, positions, M, N, H // G, WINDOW, SPLITS)
+    row, kv_head, token, head, real, position, number, begin, end = _find_tile(
+        tiles, positions, H // G, R, M, N, WINDOW, SPLITS, SHARE
+    )
     d = tl.arange(0, D2)
     kept = real[:, None] & (d < D)[None, :]
     q = tl.load(query + token[:, None] * query_token + head[:, None] * query_head + d[None, :], mask=kept, other=0.0)
@@ -126,7 +157,7 @@ def attend(
         column = n + tl.arange(0, N)
         there = column < end
         block = tl.load(tables + row * table_width + column // S, mask=there, other=0).to(tl.int64)
-        base = (block * G + tl.program_id(1)) * (D * S)
+        base = (block * G + kv_head) * (D * S)
         inside = (d < D)[:, None] & there[None, :]
         k = tl.load(keys + base[None, :] + d[:, None] * S + (column % S)[None, :], mask=inside, other=0.0)
         inside = there[:, None] & (d < D)[None, :]
@@ -146,8 +177,8 @@ def attend(
         total = total / tl.where(mass == 0.0, 1.0, mass)[:, None]
         tl.store(out + token[:, None] * (H * D) + head[:, None] * D + d[None, :], total.to(out.dtype.element_ty), mask=kept)
     else:
-        place = (token * H + head) * SPLITS + tl.program_id(2)
-        tl.store(partial + place[:, None] * D2 + d[None, :], total, mask=real[:, None])
+        place = (number * H + head) * SPLITS + tl.program_id(2)
+        tl.store(partial + place[:, None] * D2 + d[None, :], total, mask=real[:, None] & (begin < end))
         tl.store(stats + place * 2, top, mask=real)
         tl.store(stats + place * 2 + 1, mass, mask=real)
 
@@ -171,11 +202,11 @@ def combine(
     tile = tl.program_id(0) // TOKENS
     number = tl.program_id(0) % TOKENS
     head = tl.program_id(1)
-    if number < tl.load(tiles + 3 * tile + 2):
-        token = (tl.load(tiles + 3 * tile + 1) + number).to(tl.int64)
+    if number < tl.load(tiles + 4 * tile + 2):
+        token = (tl.load(tiles + 4 * tile + 1) + number).to(tl.int64)
         s = tl.arange(0, SPLITS)
         d = tl.arange(0, D2)
-        place = (token * H + head) * SPLITS + s
+        place = ((tl.load(tiles + 4 * tile + 3) + number).to(tl.int64) * H + head) * SPLITS + s
         top = tl.load(stats + place * 2)
         mass = tl.load(stats + place * 2 + 1)
         best = tl.max(top, 0)
@@ -186,6 +217,6 @@ def combine(
         whole = tl.sum(weight * mass, 0)
         if SINKS:
             whole += tl.exp2(sink - best)
-        parts = tl.load(partial + place[:, None] * D2 + d[None, :])
+        parts = tl.load(partial + place[:, None] * D2 + d[None, :], mask=(top > float("-inf"))[:, None], other=0.0)
         total = tl.sum(parts * weight[:, None], 0) / tl.where(whole == 0.0, 1.0, whole)
         tl.store(out + (token * H + head) * D + d, total.to(out.dtype.element_ty), mask=d < D)

@@ -8,7 +8,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from serve.model.attention import PLAIN, LayerCache, Rotary, ScoreRules, StepLayout, TorchBackend, whole_numbers
+from serve.model.attention import (
+    PLAIN,
+    LayerCache,
+    Rotary,
+    ScoreRules,
+    StepLayout,
+    TorchBackend,
+    narrowed,
+    taken,
+    whole_numbers,
+)
 
 
 class StaticTorchBackend:
@@ -64,8 +74,11 @@ def _write(key_TGD: Tensor, value_TGD: Tensor, layer: LayerCache, slots_T: Tenso
     block_T, offset_T = slots_T // size, slots_T % size
 
     def put(into: Tensor, new: Tensor, *place: Tensor | slice) -> None:
+        new = narrowed(new) if into.dtype == torch.float8_e4m3fn else new.to(into.dtype)
+        if into.dtype == torch.float8_e4m3fn:  # torch places bytes, and knows no fp8 there
+            new, into = new.view(torch.uint8), into.view(torch.uint8)
         kept = there_T.view(-1, *(1 for _ in new.shape[1:]))
-        into[place] = torch.where(kept, new[source_T].to(into.dtype), into[place])
+        into[place] = torch.where(kept, new[source_T], into[place])
 
     every = slice(None)
     if layer.key_scales is not None and layer.value_scales is not None:
@@ -82,10 +95,11 @@ def _attend(
 ) -> Tensor:
     """Attention of tokens, each over its own row of tables, in fp32; its result in the query's type."""
     tokens, heads, _ = query_THD.shape
-    key_TWGDS, value_TWGSD = layer.keys[tables_TW.long()].float(), layer.values[tables_TW.long()].float()
+    tables_TW = tables_TW.long()
+    key_TWGDS, value_TWGSD = (taken(kept, tables_TW).float() for kept in (layer.keys, layer.values))
     if layer.key_scales is not None and layer.value_scales is not None:
-        key_TWGDS = key_TWGDS * layer.key_scales[tables_TW.long()].float()[:, :, :, None]
-        value_TWGSD = value_TWGSD * layer.value_scales[tables_TW.long()].float()[..., None]
+        key_TWGDS = key_TWGDS * layer.key_scales[tables_TW].float()[:, :, :, None]
+        value_TWGSD = value_TWGSD * layer.value_scales[tables_TW].float()[..., None]
     key_TGLD = key_TWGDS.permute(0, 2, 1, 4, 3).flatten(2, 3)
     value_TGLD = value_TWGSD.permute(0, 2, 1, 3, 4).flatten(2, 3)
     column_L = torch.arange(key_TGLD.shape[2], device=query_THD.device)

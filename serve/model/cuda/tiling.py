@@ -8,7 +8,11 @@ from typing import Final
 
 import torch
 
-MOST_SPLITS: Final = 16
+MOST_SPLITS: Final = 32
+SHARE_POSITIONS: Final = 256
+"""Positions of a sequence that are not worth splitting: fewer cost more to weigh than they gain."""
+LEAST_HEAD: Final = 16
+"""The least inner size of a product that tensor cores take."""
 _PROGRAMS_PER_PROCESSOR: Final = 2
 """What a split of positions aims at: fewer leave multiprocessors idle, more cost a longer sum over the splits."""
 
@@ -18,11 +22,18 @@ class Shape:
     """One way to compile ``kernels.attend``."""
 
     rows: int
-    """M: tokens of a tile times query heads of a key/value head; a power of two."""
+    """M, a power of two."""
+    heads: int
+    """R: query heads of one key/value head that a program takes."""
     positions: int
     """N, looked at at once."""
     num_warps: int
     num_stages: int
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens a tile may have."""
+        return self.rows // self.heads
 
 
 def power_of_two(number: int) -> int:
@@ -30,7 +41,12 @@ def power_of_two(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
 
-def shape_of(dtype: torch.dtype, head_dim: int, group: int, *, long: bool, rules: bool) -> Shape:
+def padded_head(head_dim: int) -> int:
+    """D2, the head size that is computed with."""
+    return max(LEAST_HEAD, power_of_two(head_dim))
+
+
+def shape_of(dtype: torch.dtype, head_dim: int, group: int, *, long: bool, rules: bool, fp8: bool = False) -> Shape:
     """The shape for a phase: one that spills no register on any architecture, which ``tests/serve/model/cuda`` holds.
 
     Args:
@@ -39,41 +55,57 @@ def shape_of(dtype: torch.dtype, head_dim: int, group: int, *, long: bool, rules
         group: query heads of one key/value head.
         long: spans of many tokens (prefill) rather than one or a few each (decoding).
         rules: scores have a soft-cap or a table of biases, which take registers, too.
+        fp8: keys and values are kept in it; so does widening them.
     """
     narrow, wide = head_dim <= 64, head_dim > 128
     if dtype == torch.float32:
-        least = Shape(16, 16, 4, 3)
+        rows, positions, num_warps, num_stages = 16, 16, 4, 3
     elif not long:
-        least = Shape(16, 32 if wide else 64, 8 if narrow else 4, 2)
+        rows, positions, num_warps, num_stages = 16, 32, 8 if wide else 4, 1 if wide and fp8 else 2
     elif wide:
-        least = Shape(64, 32, 8, 2)
+        rows, positions, num_warps, num_stages = 64, 32, 8, 2
     else:
-        least = Shape(128 if narrow and not rules else 64, 64, 8, 2)
-    rows = max(least.rows, power_of_two(group))
-    return Shape(rows, least.positions, least.num_warps, least.num_stages)
+        rows, positions, num_warps, num_stages = 128 if narrow and not rules else 64, 64, 8, 2
+    return Shape(rows, _heads_of_a_program(group, rows, long=long), positions, num_warps, num_stages)
 
 
-def splits_for(tiles: int, kv_heads: int, processors: int) -> int:
-    """Among how many programs a tile's positions are split: a power of two, the same for about as many tiles.
+def _heads_of_a_program(group: int, rows: int, *, long: bool) -> int:
+    """All heads of a group where they fit; else, or where a tile of many tokens would leave over an eighth idle, a part."""
+    parts = -(-group // rows)
+    while long and 8 * (rows // -(-group // parts)) * group < 7 * rows * parts:
+        parts += 1
+    return -(-group // parts)
+
+
+def splits_for(programs: int, processors: int) -> int:
+    """Among how many programs the positions of a long sequence are split in decoding: a power of two.
+
+    The same whatever else is in a step, so that what a sequence computes does not depend on its neighbours.
 
     Args:
-        tiles: of one launch, with ``kv_heads`` programs each.
+        programs: that each tile has without splits: key/value heads times the parts of their groups.
         processors: multiprocessors of the device.
     """
-    wanted = _PROGRAMS_PER_PROCESSOR * processors // (power_of_two(tiles) * kv_heads)
+    wanted = _PROGRAMS_PER_PROCESSOR * processors // programs
     return max(1, min(MOST_SPLITS, power_of_two(wanted + 1) // 2))
+
+
+Tile = tuple[int, int, int, int]
+"""Row of its sequence's block table, first token, number of tokens, and the number of those of all short tiles before it."""
 
 
 def cut(
     query_starts: Sequence[int], table_rows: Sequence[int], short_tokens: int, long_tokens: int
-) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
-    """A step's tiles (row of the block table, first token, tokens): of spans of at most ``short_tokens``, and of the others."""
-    short: list[tuple[int, int, int]] = []
-    long: list[tuple[int, int, int]] = []
+) -> tuple[list[Tile], list[Tile]]:
+    """A step's tiles: of spans of at most ``short_tokens``, one each, and of the others."""
+    short: list[Tile] = []
+    long: list[Tile] = []
+    before = 0
     for i, row in enumerate(table_rows):
         first, end = query_starts[i], query_starts[i + 1]
         if end - first <= short_tokens:
-            short.append((row, first, end - first))
+            short.append((row, first, end - first, before))
+            before += end - first
         else:
-            long.extend((row, begin, min(long_tokens, end - begin)) for begin in range(first, end, long_tokens))
+            long.extend((row, begin, min(long_tokens, end - begin), 0) for begin in range(first, end, long_tokens))
     return short, long

@@ -332,10 +332,10 @@ def test_plan_does_not_measure_a_machine_that_is_described(
 def test_ranks_measure_speeds_and_the_steps_of_small_runs_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TESSERA_CACHE_DIR", str(tmp_path))
     config = config_of(tmp_path, run={"threads": 1}, zero=ZeroConfig(stage=1), pipeline=PipelineConfig(stages=2))
-    found = measure_speeds(config, "bf16", "pretrain")
+    found = measure_speeds(config, "fp32", "pretrain")
     assert found.speeds.gather_bytes is not None
     assert found.prices.computing > 0
-    assert kept_speeds(config, "bf16", "pretrain") == found
+    assert kept_speeds(config, "fp32", "pretrain") == found
 
 
 def test_a_failed_measurement_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

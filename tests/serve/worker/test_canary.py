@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,12 @@ import torch
 from torch import nn
 
 from serve.config import ModelConfig
-from serve.engine.plan import Sampled, Span, Start, StepPlan
+from serve.engine.plan import Sampled, Span, Start, StepPlan, StepResult
 from serve.errors import ConfigError
 from serve.types import BlockId, SamplingParams, SequenceId
 from serve.worker import canary
-from serve.worker.canary import check_forward
+from serve.worker.canary import check_forward, forward_fault
+from serve.worker.loader import RankModel
 from serve.worker.parallel import Ranks
 from serve.worker.runner import Runner
 from tests.serve.worker.test_loader import load
@@ -123,3 +125,25 @@ def test_a_model_of_one_position_passes(tmp_path: Path) -> None:
 def _saved(folder: Path) -> Path:
     build("gpt_neox").save_pretrained(folder)
     return folder
+
+
+class Watched(Runner):
+    """Notes how many positions each step computes."""
+
+    def __init__(self, model: RankModel) -> None:
+        super().__init__(model, Ranks(0, 1))
+        self.counts: list[int] = []
+
+    def execute(self, plan: StepPlan) -> StepResult | None:
+        self.counts += [span.count for span in plan.spans]
+        return super().execute(plan)
+
+
+def test_a_gpu_computes_a_long_prompt_too_so_that_all_its_kernels_are_compiled_before_a_request(tmp_path: Path) -> None:
+    build("gpt_neox", max_position_embeddings=512).save_pretrained(tmp_path)
+    model = load(tmp_path)
+    for device, counts in (("cpu", [8, 1]), ("cuda", [8, 1, 300, 1])):
+        told = replace(model, facts=replace(model.facts, device=device))
+        runner = Watched(told)
+        assert forward_fault(told, Ranks(0, 1), runner) == ""
+        assert runner.counts == counts

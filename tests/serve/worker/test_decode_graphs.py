@@ -198,12 +198,20 @@ def test_what_cannot_be_captured_is_refused_where_it_is_asked_for(tmp_path: Path
     folder = saved(NOT_CAPTURED, tmp_path)
     with pytest.raises(ConfigError, match=r"^kernels.cuda_graphs is on; its angles follow each length"):
         load_captured(folder, ALONE)
-    config = settings(folder, 1, "float32")
-    on = dataclasses.replace(
-        config, model=dataclasses.replace(config.model, quantization="int8"), kernels=KernelsConfig(cuda_graphs="on")
-    )
-    with pytest.raises(ConfigError, match=r"kernels.cuda_graphs is on; model.quantization is int8"):
-        load_rank(on, 0, torch.device("cpu"), lambda: ALONE, Stopwatch())
+
+
+@pytest.mark.parametrize("changed", [{"quantization": "int4"}, {"kv_cache_dtype": "int8"}], ids=["int4 weights", "int8 cache"])
+def test_smaller_weights_and_caches_are_captured_too(
+    changed: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings(saved("llama", tmp_path), 1, "float32")
+    within = {
+        name: dataclasses.replace(section, **{key: value for key, value in changed.items() if hasattr(section, key)})
+        for name, section in (("model", config.model), ("cache", config.cache))
+    }
+    on = dataclasses.replace(config, **within, kernels=KernelsConfig(cuda_graphs="on"))
+    model, _ = load_rank(on, 0, torch.device("cpu"), lambda: ALONE, Stopwatch())
+    tokens_of_both_ways(model, ALONE, monkeypatch)
 
 
 def test_a_model_that_waits_for_the_device_is_told_with_what_serves_it(tmp_path: Path) -> None:

@@ -96,12 +96,14 @@ def test_other_weights_change_place_with_whole_numbers_too(tmp_path: Path) -> No
 
 
 def test_what_has_no_layers_of_whole_numbers_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"^model.quantization is int8; it is for the CPU, and model.device is cuda$"):
-        check_quantization("int8", "cuda", FAMILIES["llama"])
+    with pytest.raises(ConfigError, match=r"^model.quantization is fp8; it is for GPUs, and model.device is cpu: choose int8$"):
+        check_quantization("fp8", "cpu", FAMILIES["llama"])
     with pytest.raises(ConfigError, match=r"^model.quantization is int4; mixtral has experts, whose weights are not quantized"):
         check_quantization("int4", "auto", FAMILIES["mixtral"])
     for family in FAMILIES.values():
         check_quantization("none", "cuda", family)
+    for quantization in ("int8", "int4", "fp8"):
+        check_quantization(quantization, "cuda", FAMILIES["llama"])
     with pytest.raises(ConfigError, match=r"^model.quantization_group is 48; it must be 32, 64 or 128$"):
         ModelConfig(path="x", quantization="int4", quantization_group=48)
     with pytest.raises(ConfigError, match=r"^model.quantization is 'int8'; it must be none with model.verify_logits"):

@@ -95,6 +95,7 @@ def test_a_block_of_whole_numbers_takes_half_of_one_in_bf16_and_a_scale_for_each
 def test_a_cache_that_nothing_computes_with_is_refused_by_name() -> None:
     assert cache_dtype("auto", "cuda", torch.bfloat16) == torch.bfloat16
     assert cache_dtype("int8", "cpu", torch.bfloat16) == torch.int8
+    assert cache_dtype("fp8", "cuda", torch.bfloat16) == torch.float8_e4m3fn
     with pytest.raises(
         ConfigError, match=r"^cache.kv_cache_dtype is fp8; it is for GPUs, and model.device is cpu: choose auto, or int8$"
     ):

@@ -9,6 +9,8 @@ import torch
 
 SPANS: Final = ((1, 1), (70, 1), (37, 20), (33, 3))
 """(positions after the step, tokens in it) of each sequence."""
+TOLERANCE: Final = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+"""The interpreter cuts bf16 off where a GPU rounds: two units in the last place of numbers below 2."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class Case:
     """Tokens behind the step's own that have no sequence."""
     spans: tuple[tuple[int, int], ...] = SPANS
     block_tokens: int = 16
+    fp8: bool = False
+    """Whether keys and values are kept in fp8."""
 
 
 CASES: Final = {
@@ -36,6 +40,8 @@ CASES: Final = {
     "a group that is no power of two": Case(heads=6, kv_heads=2),
     "as many key/value heads as heads": Case(heads=3, kv_heads=3),
     "a group larger than a tile": Case(heads=20, kv_heads=1, head_dim=16),
+    "a group of 71, in splits": Case(heads=71, kv_heads=1, head_dim=16, splits=4, spans=((70, 1), (33, 2))),
+    "head size 8": Case(head_dim=8, splits=2),
     "head size 80": Case(head_dim=80, heads=2),
     "head size 96": Case(head_dim=96, heads=2),
     "head size 128": Case(head_dim=128, heads=2),
@@ -44,6 +50,8 @@ CASES: Final = {
     "fp16": Case(dtype=torch.float16),
     "bf16": Case(dtype=torch.bfloat16),
     "bf16 in splits": Case(dtype=torch.bfloat16, splits=4, head_dim=80),
+    "fp8 cache": Case(dtype=torch.bfloat16, fp8=True),
+    "fp8 cache in splits, head size 80": Case(dtype=torch.float16, fp8=True, splits=4, head_dim=80),
     "two splits": Case(splits=2),
     "more splits than positions": Case(splits=16, spans=((3, 1), (18, 1))),
     "window": Case(window=20),

@@ -1,12 +1,13 @@
 """The Triton kernels compiled for GPUs that are not there.
 
-``python -m tests.serve.model.cuda.compiled ARCHITECTURE [HEAD_SIZE ...]`` prints a JSON object: by case, registers, bytes of
-stack (spilled registers) and of shared memory of a program. A process of its own, since Triton decides when the kernels are
-imported whether they are compiled.
+``python -m tests.serve.model.cuda.compiled attention|linear ARCHITECTURE [HEAD_SIZE ...]`` prints a JSON object: by case,
+registers, bytes of stack (spilled registers) and of shared memory of a program. A process of its own, since Triton decides when
+the kernels are imported whether they are compiled.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
@@ -20,43 +21,63 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from serve.model.cuda import kernels
-from serve.model.cuda.tiling import power_of_two, shape_of
+from serve.model.cuda import kernels, linear_kernels
+from serve.model.cuda.linear import linear_shape
+from serve.model.cuda.tiling import MOST_SPLITS, SHARE_POSITIONS, padded_head, shape_of
 
+FP8: Final = "*fp8e4nv"
 NAMES: Final = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _DUMP: Final = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
-def attend(architecture: int, dtype: torch.dtype, head_dim: int, group: int, *, long: bool, rules: bool) -> dict[str, int]:
+def attend(
+    architecture: int, dtype: torch.dtype, head_dim: int, group: int, *, long: bool, rules: bool, fp8: bool = False
+) -> dict[str, int]:
     """What one variant of ``attend`` takes; ``rules``: with a window, a soft-cap, a table of biases and sinks."""
-    shape = shape_of(dtype, head_dim, group, long=long, rules=rules)
+    shape = shape_of(dtype, head_dim, group, long=long, rules=rules, fp8=fp8)
     number = f"*{NAMES[dtype]}"
+    kept = FP8 if fp8 else number
     constants: dict[str, Any] = {
-        "H": 4 * group, "G": 4, "D": head_dim, "D2": power_of_two(head_dim), "S": 16, "M": shape.rows, "N": shape.positions,
-        "WINDOW": 256 if rules else 0, "SPLITS": 1 if long else 8, "CAPPED": rules, "BIASED": rules, "SINKS": rules,
-        "PRECISION": "ieee" if dtype == torch.float32 else "tf32", "WIDEN": False,
+        "H": 4 * group, "G": 4, "D": head_dim, "D2": padded_head(head_dim), "S": 16, "R": shape.heads, "M": shape.rows,
+        "N": shape.positions, "WINDOW": 256 if rules else 0, "SPLITS": 1 if long else 8, "SHARE": SHARE_POSITIONS,
+        "CAPPED": rules, "BIASED": rules, "SINKS": rules, "WIDEN": False,
+        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
     }  # fmt: skip
     types = {
-        "query": number, "keys": number, "values": number, "out": number, "partial": "*fp32", "stats": "*fp32",
+        "query": number, "keys": kept, "values": kept, "out": number, "partial": "*fp32", "stats": "*fp32",
         "tiles": "*i32", "positions": "*i32", "tables": "*i32", "bias": "*fp32", "sinks": "*fp32", "scale": "fp32",
         "softcap": "fp32", "query_token": "i32", "query_head": "i32", "table_width": "i32", "bias_width": "i32",
     }  # fmt: skip
     return _resources(kernels.attend, types, constants, architecture, shape.num_warps, shape.num_stages)
 
 
-def write_kv(architecture: int, dtype: torch.dtype, head_dim: int) -> dict[str, int]:
+def quantized_linear(architecture: int, dtype: torch.dtype, bits: int, rows: int) -> dict[str, int]:
+    """What a layer of whole numbers takes, at so many rows."""
+    shape = linear_shape(dtype, bits, rows)
+    number = f"*{NAMES[dtype]}"
+    types = dict.fromkeys(("x", "bias", "out"), number) | {"weight": "*i8" if bits == 8 else "*u8", "scales": "*fp32"}
+    types |= dict.fromkeys(("rows", "inputs", "outputs", "x_row", "weight_row", "groups"), "i32")
+    constants = {
+        "BITS": bits, "GROUP": 32, "BM": shape.rows, "BO": shape.outputs, "K": shape.inputs, "BIASED": True, "KIND": "gelu",
+        "PRECISION": "ieee" if dtype == torch.float32 else "tf32", "WIDEN": False,
+    }  # fmt: skip
+    return _resources(linear_kernels.quantized_linear, types, constants, architecture, shape.num_warps, shape.num_stages)
+
+
+def write_kv(architecture: int, dtype: torch.dtype, head_dim: int, *, fp8: bool = False) -> dict[str, int]:
     """What writing keys and values takes."""
     number = f"*{NAMES[dtype]}"
     strides = dict.fromkeys(("key_token", "key_head", "value_token", "value_head"), "i32")
-    types = dict.fromkeys(("key", "value", "keys", "values"), number) | {"slots": "*i64"} | strides
-    constants = {"G": 4, "D": head_dim, "D2": power_of_two(head_dim), "S": 16}
+    types = dict.fromkeys(("key", "value"), number) | dict.fromkeys(("keys", "values"), FP8 if fp8 else number)
+    types |= {"slots": "*i64"} | strides
+    constants = {"G": 4, "D": head_dim, "D2": padded_head(head_dim), "S": 16}
     return _resources(kernels.write_kv, types, constants, architecture, 4, 2)
 
 
 def combine(architecture: int, dtype: torch.dtype, head_dim: int) -> dict[str, int]:
     """What weighing the splits takes."""
     types = {"partial": "*fp32", "stats": "*fp32", "out": f"*{NAMES[dtype]}", "tiles": "*i32", "sinks": "*fp32"}
-    constants = {"H": 8, "D": head_dim, "D2": power_of_two(head_dim), "SPLITS": 16, "TOKENS": 8, "SINKS": True}
+    constants = {"H": 8, "D": head_dim, "D2": padded_head(head_dim), "SPLITS": MOST_SPLITS, "TOKENS": 8, "SINKS": True}
     return _resources(kernels.combine, types, constants, architecture, 4, 2)
 
 
@@ -81,19 +102,43 @@ def _resources(
 
 
 def table(architecture: int, head_dims: list[int]) -> dict[str, dict[str, int]]:
-    """All variants of some head sizes, by name."""
+    """All variants of some head sizes, by name; what differs in types or groups alone is compiled for some of them."""
     found = {}
     for head_dim in head_dims:
-        for dtype in (torch.bfloat16, torch.float32):
-            for long in (False, True):
-                for rules in (False, True):
-                    phase = ("prefill" if long else "decode") + (", rules" if rules else "")
-                    sizes = attend(architecture, dtype, head_dim, 4, long=long, rules=rules)
-                    found[f"{NAMES[dtype]}, head size {head_dim}, {phase}"] = sizes
+        for long, rules in itertools.product((False, True), repeat=2):
+            phase = f"head size {head_dim}, " + ("prefill" if long else "decode") + (", rules" if rules else "")
+            found[f"bf16, {phase}"] = attend(architecture, torch.bfloat16, head_dim, 4, long=long, rules=rules)
+            if not long:  # the tiles of fp32 are the same in both phases
+                found[f"fp32, {phase}"] = attend(architecture, torch.float32, head_dim, 4, long=long, rules=rules)
+            if not rules and head_dim == 128:
+                found[f"fp16, {phase}"] = attend(architecture, torch.float16, head_dim, 4, long=long, rules=rules)
+                found[f"bf16, {phase}, groups of 71"] = attend(
+                    architecture, torch.bfloat16, head_dim, 71, long=long, rules=rules
+                )
+            if not rules and architecture >= 90:  # below 8.9 nothing converts fp8
+                found[f"bf16, {phase}, fp8"] = attend(
+                    architecture, torch.bfloat16, head_dim, 4, long=long, rules=rules, fp8=True
+                )
+    for head_dim in {min(head_dims), max(head_dims)}:
         found[f"write_kv, head size {head_dim}"] = write_kv(architecture, torch.bfloat16, head_dim)
         found[f"combine, head size {head_dim}"] = combine(architecture, torch.bfloat16, head_dim)
+        if architecture >= 90:
+            found[f"write_kv, head size {head_dim}, fp8"] = write_kv(architecture, torch.bfloat16, head_dim, fp8=True)
     return found
 
 
+def linear_table(architecture: int) -> dict[str, dict[str, int]]:
+    """All variants of layers of whole numbers, by name."""
+    return {
+        f"int{bits}, {NAMES[dtype]}, {rows} rows": quantized_linear(architecture, dtype, bits, rows)
+        for bits, dtype, rows in itertools.product((8, 4), NAMES, (1, 64))
+        if rows == 1 or dtype != torch.float32
+    }
+
+
 if __name__ == "__main__":
-    print(json.dumps(table(int(sys.argv[1]), [int(word) for word in sys.argv[2:]] or [64, 80, 96, 128, 256])))
+    what, architecture_, *sizes_ = sys.argv[1:]
+    if what == "linear":
+        print(json.dumps(linear_table(int(architecture_))))
+    else:
+        print(json.dumps(table(int(architecture_), [int(word) for word in sizes_] or [8, 64, 80, 96, 128, 256])))

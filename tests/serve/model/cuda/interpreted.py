@@ -1,8 +1,8 @@
 """The Triton kernels under Triton's interpreter beside plain torch, on the CPU.
 
 ``TRITON_INTERPRET=1 python -m tests.serve.model.cuda.interpreted`` prints a JSON object: by case, the largest difference of
-outputs, and whether the caches hold the same bits. A process of its own, since Triton decides when the kernels are imported
-whether they are interpreted.
+outputs (of those beyond 1 as a share of them), and whether the caches hold the same bits; and what neighbours change. A process
+of its own, since Triton decides when the kernels are imported whether they are interpreted.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from serve.model.attention import PLAIN, LayerCache, ScoreRules, StepLayout, TorchBackend
+from serve.model.attention import PLAIN, LayerCache, ScoreRules, StepLayout, TorchBackend, narrowed
 from serve.model.cuda.backend import TritonBackend
 from tests.serve.model.cuda.cases import CASES, Case
 
 
-def compare(case: Case) -> dict[str, float | bool]:
-    """One case by both back ends."""
+def compare(case: Case, device: str = "cpu", processors: int = 8) -> dict[str, float | bool]:
+    """One case by both back ends, the numbers made on the CPU."""
     torch.manual_seed(5)
     random.seed(5)
     layout, blocks = _lay_out(case)
@@ -31,17 +31,35 @@ def compare(case: Case) -> dict[str, float | bool]:
         values=torch.randn(*shape, case.block_tokens, case.head_dim).to(case.dtype),
     )
     _poison(cache, case, layout, blocks)
+    if case.fp8:
+        cache = LayerCache(keys=narrowed(cache.keys), values=narrowed(cache.values))
+    cache = LayerCache(keys=cache.keys.to(device), values=cache.values.to(device))
     twin = LayerCache(keys=cache.keys.clone(), values=cache.values.clone())
-    query, key, value = _projected(case, layout.query_starts[-1] + case.padded)
     real = layout.query_starts[-1]
+    query, key, value = (part.to(device) for part in _projected(case, real + case.padded))
+    if case.fp8:  # more than it can hold; in keys where queries look at nothing, as such scores would leave no softmax
+        query[:, :, :4] = 0.0
+        if device == "cpu":  # the interpreter rounds what lies halfway, and the least numbers, otherwise than a GPU
+            key, value = narrowed(key).to(case.dtype), narrowed(value).to(case.dtype)
+        key[0, 0, :4] = torch.tensor([500.0, -1000.0, 30.0, 0.01], dtype=case.dtype, device=device)
+        value[1, 0, :2] = 449.0
     most = -(-max(layout.context_lengths) // case.block_tokens) * case.block_tokens
     rules = PLAIN
     if case.softcap or case.bias or case.sinks:
         rules = ScoreRules(
             softcap=case.softcap,
-            bias_HL=torch.randn(case.heads, most) if case.bias else None,
-            sinks_H=torch.randn(case.heads) if case.sinks else None,
+            bias_HL=torch.randn(case.heads, most).to(device) if case.bias else None,
+            sinks_H=torch.randn(case.heads).to(device) if case.sinks else None,
         )
+    layout = replace(
+        layout,
+        slots=layout.slots.to(device),
+        positions=layout.positions.to(device),
+        block_tables=layout.block_tables.to(device),
+    )
+    out = TritonBackend(processors, splits=case.splits, share=0).attend(
+        query, key, value, cache, layout, scale=0.2, window=case.window, rules=rules
+    )
     expected = TorchBackend().attend(
         query[:real],
         key[:real],
@@ -52,14 +70,38 @@ def compare(case: Case) -> dict[str, float | bool]:
         window=case.window,
         rules=rules,
     )
-    out = TritonBackend(8, splits=case.splits).attend(
-        query, key, value, cache, layout, scale=0.2, window=case.window, rules=rules
-    )
     same = all(
-        torch.equal(mine.nan_to_num(7.0), others.nan_to_num(7.0))
+        torch.equal(mine.float().nan_to_num(7.0), others.float().nan_to_num(7.0))
         for mine, others in ((cache.keys, twin.keys), (cache.values, twin.values))
     )
-    return {"difference": float((out[:real].float() - expected.float()).abs().max()), "caches are equal": same}
+    share = (out[:real].float() - expected.float()).abs() / expected.float().abs().clamp(min=1.0)
+    return {"difference": float(share.max()), "caches are equal": same}
+
+
+def compare_neighbours() -> dict[int, float]:
+    """By length: how far a decoded token's result is from what its sequence computes alone; some are split, some are not."""
+    torch.manual_seed(5)
+    random.seed(5)
+    case = Case(heads=2, kv_heads=1, head_dim=16, spans=((37, 1), (300, 1), (600, 1)))
+    layout, blocks = _lay_out(case)
+    cache = LayerCache(keys=torch.randn(len(blocks) + 4, 1, 16, 16), values=torch.randn(len(blocks) + 4, 1, 16, 16))
+    query, key, value = _projected(case, 3)
+
+    def attend(which: slice) -> Tensor:
+        own = replace(
+            layout,
+            slots=layout.slots[which],
+            positions=layout.positions[which],
+            query_starts=layout.query_starts[: len(layout.table_rows[which]) + 1],
+            context_lengths=layout.context_lengths[which],
+            table_rows=layout.table_rows[which],
+        )
+        return TritonBackend(8).attend(query[which], key[which], value[which], cache, own, scale=0.2, window=0)
+
+    together = attend(slice(0, 3))
+    alone = torch.cat([attend(slice(i, i + 1)) for i in range(3)])
+    differences = (together - alone).abs().amax(dim=(1, 2)).tolist()
+    return {length: difference for (length, _), difference in zip(case.spans, differences, strict=True)}
 
 
 def _lay_out(case: Case) -> tuple[StepLayout, list[int]]:
@@ -106,4 +148,5 @@ def _projected(case: Case, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 if __name__ == "__main__":
-    print(json.dumps({name: compare(case) for name, case in CASES.items()}))
+    beside = {"differences beside neighbours": compare_neighbours()}
+    print(json.dumps({name: compare(case) for name, case in CASES.items()} | beside))

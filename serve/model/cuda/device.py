@@ -1,0 +1,88 @@
+"""What computes attention and smaller weights on a CUDA device. Needs no Triton to be asked."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from typing import Final
+
+import torch
+
+from serve.errors import ConfigError
+from serve.model.attention import Backend, TorchBackend
+from serve.model.cuda.fp8 import pack_fp8
+from serve.model.linear import Packer
+from serve.model.quantized import quantizing_packer
+
+_KERNELS_NEED: Final = (8, 0)
+"""Older devices have no products of bf16, and less shared memory than a tile takes."""
+_FP8_NEEDS: Final = (8, 9)
+
+_LOG = logging.getLogger(__name__)
+
+
+def device_backend(device: torch.device, kept_in: torch.dtype) -> tuple[str, Backend]:
+    """The back end of a CUDA device, and its name in ``ModelFacts.attention``: ``triton``, or ``torch`` where that cannot be.
+
+    Args:
+        kept_in: what keys and values are kept in.
+
+    Raises:
+        ConfigError: keys and values are to be kept in fp8, and the device cannot convert them.
+    """
+    if kept_in == torch.float8_e4m3fn:
+        _require_fp8("cache.kv_cache_dtype", "auto", device)
+    if lack := _lack(device):
+        _LOG.warning("attention without the Triton kernels, in plain torch, which is slower: %s", lack)
+        return "torch", TorchBackend()
+    from serve.model.cuda.backend import TritonBackend  # not on the CPU: torch for CUDA brings Triton
+
+    return "triton", TritonBackend(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def device_packer(device: torch.device, quantization: str, group: int, dtype: torch.dtype) -> tuple[str, Packer]:
+    """What makes layers of smaller weights on a CUDA device, and its name in ``ModelFacts.linear``.
+
+    Args:
+        quantization: a value of ``model.quantization`` but ``none``.
+        group: inputs that share a scale, of 4 bits.
+        dtype: of activations.
+
+    Raises:
+        ConfigError: fp8 on a device that has no products of it, or with activations that they do not give.
+    """
+    if quantization == "fp8":
+        _require_fp8("model.quantization", "int8", device)
+        if dtype != torch.bfloat16:
+            name = str(dtype).removeprefix("torch.")
+            raise ConfigError(
+                f"model.quantization is fp8; its products are in bfloat16, and model.dtype is {name}: choose that"
+            )
+        return "fp8", pack_fp8
+    if lack := _lack(device):
+        _LOG.warning("%s weights without the Triton kernel, in plain torch, which is slower: %s", quantization, lack)
+        return quantizing_packer(quantization, group, dtype, None)
+    from serve.model.cuda.linear import whole_number_packer  # not on the CPU, as above
+
+    return f"{quantization}-triton", whole_number_packer(quantization, group)
+
+
+def _require_fp8(field: str, instead: str, device: torch.device) -> None:
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _FP8_NEEDS:
+        raise ConfigError(
+            f"{field} is fp8; it needs compute capability {_said(_FP8_NEEDS)}, and {device} has {_said(capability)}: "
+            f"choose {instead}"
+        )
+
+
+def _lack(device: torch.device) -> str:
+    """Why the Triton kernels cannot serve on a device; empty where they can."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _KERNELS_NEED:
+        return f"they need compute capability {_said(_KERNELS_NEED)}, and {device} has {_said(capability)}"
+    return "" if importlib.util.find_spec("triton") else "Triton is not installed"
+
+
+def _said(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))

@@ -1,0 +1,34 @@
+"""What the modules of this folder say that run in processes of their own; each is run once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+SHARED_BYTES: Final = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+"""What a program may have at most, by compute capability."""
+_ROOT: Final = Path(__file__).resolve().parents[4]
+
+
+@cache
+def _told_by(module: str, words: tuple[str, ...], environment: tuple[tuple[str, str], ...]) -> Any:
+    ended = subprocess.run(
+        [sys.executable, "-m", f"tests.serve.model.cuda.{module}", *words],
+        cwd=_ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | dict(environment),
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(ended.stdout)
+
+
+def told_by(module: str, *words: str, **environment: str) -> Any:
+    """The JSON that a module of this folder prints."""
+    return _told_by(module, words, tuple(sorted(environment.items())))
