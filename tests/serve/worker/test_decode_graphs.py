@@ -177,6 +177,29 @@ def test_a_step_of_greedy_and_drawn_tokens_waits_for_nothing_before_they_are_tol
     assert waits.found == []
 
 
+def test_rows_that_sample_nothing_and_prompts_are_told_as_they_are_without_graphs(tmp_path: Path) -> None:
+    """One token of each of three sequences: a prompt's, told with its logprob, between two that are continued."""
+    model, results = load_captured(saved("gemma2", tmp_path), ALONE), []
+    first, _ = decode_plan(1, (5, 20, 33), SAMPLING[:3])
+    starts = (first.starts[0], dataclasses.replace(first.starts[1], prompt_logprobs=2), first.starts[2])
+    before = (first.spans[0], dataclasses.replace(first.spans[1], count=10), first.spans[2])
+    spans = tuple(
+        Span(sequence=SequenceId(i), start=start, count=1, sample=sample)
+        for i, (start, sample) in enumerate(((4, True), (10, False), (32, True)))
+    )
+    for captured in (False, True):
+        runner = Runner(model, ALONE)
+        assert runner.graphs is not None
+        if captured:
+            runner.graphs.capture()
+        runner.execute(StepPlan(step=1, starts=starts, spans=before))
+        results.append(runner.execute(StepPlan(step=2, spans=spans)))
+    assert results[0] == results[1]
+    assert results[0] is not None
+    assert [answer.sequence for answer in results[0].sampled] == [0, 2]
+    assert [(told.sequence, told.first) for told in results[0].prompt_logprobs] == [(1, 11)]
+
+
 def test_every_way_to_sample_stays_on_the_device() -> None:
     """Tensors of ``meta`` have no numbers, so whoever asks for one fails."""
     logits_RV = torch.empty(4, 500, device="meta")
