@@ -2,16 +2,20 @@
 
 Models are GPT-NeoX's of Pythia-160M's and Pythia-6.9B's shape with random weights, made in ``--work`` and loaded as any
 checkpoint is. A cell is one batch size and one context: all sequences are computed up to that context, then ``--steps`` steps
-decode one token of each, planned as the engine plans them. Of a cell are recorded
+decode one token of each, planned as the engine plans them: launched piece by piece (``eager``), then replayed as CUDA graphs
+(``graphs``). Of a cell are recorded, of both
 
 * the median of a step's seconds, and the tokens of all sequences a second;
 * the share of the memory's limit: the bytes that a step must read (all weights but the embedding, and the keys and values of
   all sequences) by the device's nominal bandwidth, over the step's seconds;
 * the share of a step in which the device waits for the host: what lies outside the time between two events on its stream;
-* tokens a second of transformers' ``generate`` on the same prompts, and of its continuous batching.
+
+and tokens a second of transformers' ``generate`` on the same prompts, and of its continuous batching. How long capturing took,
+and what memory the graphs hold, is recorded once for each shape.
 
 The record is written anew after each cell; cells that would begin after ``--minutes`` are recorded as not run. ``--rehearse``
-does all of it with tiny shapes on the CPU, where a share of a limit means nothing and is left out.
+does all of it with tiny shapes on the CPU, where recorded operations stand in for graphs and a share of a limit means nothing
+and is left out.
 """
 
 from __future__ import annotations
@@ -189,23 +193,41 @@ def by_transformers(model: Any, prompts: list[list[int]], steps: int, device: st
     return found
 
 
-def loaded(folder: Path, programme: Programme, most_tokens: int) -> tuple[RankModel, Runner]:
-    """The one rank of a server, in this process."""
+def loaded(folder: Path, programme: Programme, most_tokens: int) -> tuple[RankModel, Runner, dict[str, Any]]:
+    """The one rank of a server, in this process; and what capturing its steps took."""
     given = {
         "model.path": str(folder), "model.dtype": programme.dtype, "model.device": programme.device,
         "model.verify": "structure", "cache.block_tokens": BLOCK_TOKENS, "scheduler.max_num_seqs": max(programme.batches),
+        "kernels.cuda_graphs": "on",
     }  # fmt: skip
     config = build_config(None, {key: (value, "the benchmark") for key, value in given.items()})
     torch.set_grad_enabled(False)
     model, ranks = load_rank(config, 0, torch.device(programme.device), lambda: Ranks(0, 1), Stopwatch())
     assert model.facts.num_blocks * BLOCK_TOKENS >= most_tokens // 8, "the cache is too small for the smaller cells"
-    return model, Runner(model, ranks)
+    runner = Runner(model, ranks)
+    assert runner.graphs is not None
+    before = torch.cuda.memory_reserved() if programme.device == "cuda" else 0
+    began = time.perf_counter()
+    runner.graphs.capture()
+    taken = {"sizes": len(runner.graphs.sizes), "seconds": time.perf_counter() - began}
+    if programme.device == "cuda":
+        taken["bytes"] = torch.cuda.memory_reserved() - before
+    return model, runner, taken
+
+
+def both_ways(runner: Runner, decoding: Decoding, steps: int, device: str) -> Iterator[tuple[str, dict[str, float]]]:
+    """What steps take that are launched piece by piece, and what replayed ones do."""
+    graphs, runner.graphs = runner.graphs, None
+    yield "eager", timed_steps(decoding, steps, device)
+    runner.graphs = graphs
+    yield "graphs", timed_steps(decoding, steps, device)
 
 
 def cells(programme: Programme, folder: Path, sizes: dict[str, int], steps: int, ends: float) -> Iterator[dict[str, Any]]:
     """All cells of a shape, as they are measured: Tessera's first, then the peers' beside them."""
     wanted = [(batch, context) for context in programme.contexts for batch in programme.batches]
-    model, runner = loaded(folder, programme, max(batch * context for batch, context in wanted))
+    model, runner, captured = loaded(folder, programme, max(batch * context for batch, context in wanted))
+    yield {"captured": captured}
     itemsize = getattr(torch, programme.dtype).itemsize
     name = torch.cuda.get_device_name() if programme.device == "cuda" else ""
     bandwidth = next((value for part, value in BANDWIDTH.items() if part in name), None)
@@ -215,16 +237,17 @@ def cells(programme: Programme, folder: Path, sizes: dict[str, int], steps: int,
         if time.monotonic() > ends:
             yield cell | {"not_run": "the time was over"}
             continue
-        if batch * (-(-(context + steps + 3) // BLOCK_TOKENS)) > model.facts.num_blocks:
+        if batch * (-(-(context + 2 * (steps + 3)) // BLOCK_TOKENS)) > model.facts.num_blocks:
             yield cell | {"not_run": f"the cache holds {model.facts.num_blocks} blocks"}
             continue
         decoding = Decoding(runner, batch, context, sizes["vocab_size"])
         decoding.start()
-        cell |= timed_steps(decoding, steps, programme.device)
+        for way, told in both_ways(runner, decoding, steps, programme.device):
+            cell[way] = told | {"tokens_per_second": batch / told["seconds"]}
+            if bandwidth is not None:
+                needed = bytes_of_step(model, sizes, batch, context, itemsize) / bandwidth
+                cell[way]["share_of_memory_limit"] = needed / told["seconds"]
         decoding.end()
-        cell["tokens_per_second"] = batch / cell["seconds"]
-        if bandwidth is not None:
-            cell["share_of_memory_limit"] = bytes_of_step(model, sizes, batch, context, itemsize) / bandwidth / cell["seconds"]
         yield cell | {"transformers": by_transformers(peer, decoding.prompts, steps, programme.device)}
 
 

@@ -315,10 +315,25 @@ class NodesConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelsConfig:
-    """Where the compiled CPU kernels are."""
+    """Where the compiled CPU kernels are, and what of a GPU's work is launched as one."""
 
     cache_dir: str = ""
     """Folder that keeps what is compiled on first use; empty is ``tessera`` below XDG_CACHE_HOME or ``~/.cache``."""
+
+    cuda_graphs: Literal["auto", "on", "off"] = "auto"
+    """Whether steps of one token of each sequence are captured when the ranks start, as CUDA graphs: ``auto`` does so on GPUs
+    where a model can be, ``on`` refuses one that cannot, and on the CPU captures and replays them in plain torch, slowly."""
+
+    cuda_graph_max_batch: int = 256
+    """Sequences of the largest step that is captured, at most ``max_num_seqs``; larger ones are launched piece by piece."""
+
+    def __post_init__(self) -> None:
+        require(
+            1 <= self.cuda_graph_max_batch <= 4096,
+            "kernels.cuda_graph_max_batch",
+            self.cuda_graph_max_batch,
+            "lie between 1 and 4096",
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

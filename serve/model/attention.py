@@ -8,7 +8,7 @@ Shapes.  T tokens of the step, all sequences flat   H query heads on this rank  
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
 import torch
@@ -33,6 +33,8 @@ class StepLayout:
     """Q numbers: the row of ``block_tables`` that is sequence i's."""
     lengths: Tensor | None = None
     """int64 [T]: the length by which each token is computed, see ``LengthRule``; ``None`` where that changes nothing."""
+    made: dict[object, object] = field(default_factory=dict, compare=False, repr=False)
+    """What a back end makes of the layout once for all layers; it lasts as long as the layout, which captured steps keep."""
 
 
 Rotary = tuple[Tensor, Tensor]
@@ -110,7 +112,7 @@ class LayerCache:
 
     def read(self, table: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys and values [G, L, D] of the blocks of a table, in their order."""
-        key_WGSD, value_WGSD = _taken(self.keys, table).transpose(2, 3), _taken(self.values, table)
+        key_WGSD, value_WGSD = taken(self.keys, table).transpose(2, 3), taken(self.values, table)
         if self.keys.dtype == torch.float8_e4m3fn:
             key_WGSD, value_WGSD = key_WGSD.to(dtype), value_WGSD.to(dtype)
         if self.key_scales is not None and self.value_scales is not None:
@@ -125,7 +127,7 @@ def narrowed(x: Tensor) -> Tensor:
     return torch.where(x.isfinite(), x.clamp(-largest, largest), torch.nan).to(torch.float8_e4m3fn)
 
 
-def _taken(kept_B: Tensor, table: Tensor) -> Tensor:
+def taken(kept_B: Tensor, table: Tensor) -> Tensor:
     """``kept_B[table]``, of types that torch cannot index, too."""
     return kept_B.view(torch.uint8)[table].view(kept_B.dtype) if kept_B.dtype == torch.float8_e4m3fn else kept_B[table]
 

@@ -12,7 +12,9 @@ from serve.engine.plan import Span, Start, StepPlan
 from serve.model.attention import StepLayout
 from serve.types import LengthRule, SequenceId
 from serve.worker.block_tables import BlockTables
+from serve.worker.decode_inputs import DecodeInputs
 from serve.worker.sampling.seen import Seen
+from serve.worker.sending import send
 
 
 @dataclass(slots=True)
@@ -85,9 +87,9 @@ class Batch:
     """A step's tensors.  T tokens, all spans one after the other."""
 
     input_ids: Tensor
-    """int64 [1, T]"""
+    """int64 [1, T], more where ``DecodeInputs`` has room for more rows"""
     position_ids: Tensor
-    """int64 [1, T]"""
+    """int64 [1, T], likewise"""
     layout: StepLayout
     sample_rows: tuple[int, ...]
     """Rows of [0, T) whose next token is wanted, in the order of ``sampled``."""
@@ -100,7 +102,11 @@ class Batch:
 class SequenceTable:
     """The live sequences; follows the plans exactly as ``serve.engine.plan`` states them."""
 
-    def __init__(self, block_tokens: int, device: torch.device, rule: LengthRule | None = None) -> None:
+    def __init__(
+        self, block_tokens: int, device: torch.device, rule: LengthRule | None = None, decoding: DecodeInputs | None = None
+    ) -> None:
+        """``decoding``: where the inputs of steps of one token of each sequence belong; ``None``: in tensors of their own."""
+        self._decoding = decoding
         self._block_tokens = block_tokens
         self._device = device
         self._rule = rule
@@ -150,8 +156,13 @@ class SequenceTable:
             (state, span.start, [*state.token_ids[span.start : span.start + span.count], *span.proposed])
             for span, state in zip(spans, states, strict=True)
         ]
-        staged_3T, layout = self.staged(parts, self._lengths(spans, states))
-        starts = layout.query_starts
+        if self._decoding is not None and self._decoding.fits(len(parts)) and all(len(tokens) == 1 for _, _, tokens in parts):
+            step = self._decoding.fill([self._row(*part) for part in parts], self._tables.written())
+            input_ids, position_ids, layout = step.input_ids, step.position_ids, step.layout
+        else:
+            staged_3T, layout = self.staged(parts, self._lengths(spans, states))
+            input_ids, position_ids = staged_3T[:1], staged_3T[1:2]
+        starts = layout.query_starts[: len(spans) + 1]
         sampling: list[tuple[int, SequenceState | Supposed]] = []
         for span, state, end in zip(spans, states, starts[1:], strict=True):
             if span.proposed:
@@ -159,13 +170,19 @@ class SequenceTable:
             elif span.sample:
                 sampling.append((end - 1, state))
         return Batch(
-            input_ids=staged_3T[:1],
-            position_ids=staged_3T[1:2],
+            input_ids=input_ids,
+            position_ids=position_ids,
             layout=layout,
             sample_rows=tuple(row for row, _ in sampling),
             sampled=tuple(state for _, state in sampling),
             prompt_rows=tuple(_prompt_rows(spans, states, starts)),
         )
+
+    def _row(self, state: SequenceState, position: int, tokens: list[int]) -> tuple[int, int, int, int, int]:
+        """What ``DecodeInputs`` is told of a sequence."""
+        size = self._block_tokens
+        slot = state.blocks[position // size] * size + position % size
+        return tokens[0], position, slot, state.table_row, self._length(state, position)
 
     def staged(
         self, parts: Sequence[tuple[SequenceState, int, list[int]]], lengths: Tensor | None = None
@@ -192,7 +209,7 @@ class SequenceTable:
             ids.extend(tokens)
             starts.append(len(ids))
         # One transfer for all that a step's tokens are.
-        staged_3T = torch.tensor((ids, positions, slots), dtype=torch.int64).to(self._device)
+        staged_3T = send(torch.tensor((ids, positions, slots), dtype=torch.int64), self._device)
         return staged_3T, StepLayout(
             slots=staged_3T[2],
             positions=staged_3T[1].int(),
@@ -203,14 +220,18 @@ class SequenceTable:
             lengths=lengths,
         )
 
+    def _length(self, state: SequenceState, position: int) -> int:
+        """The length by which a position is computed, where that depends on one."""
+        rule, start = self._rule, state.start
+        return 1 if rule is None else max(rule.first_length(start.num_prompt_tokens, len(start.token_ids)), position + 1)
+
     def _lengths(self, spans: tuple[Span, ...], states: list[SequenceState]) -> Tensor | None:
         rule = self._rule
         if rule is None:
             return None
         lengths: list[int] = []
         for span, state in zip(spans, states, strict=True):
-            first = rule.first_length(state.start.num_prompt_tokens, len(state.start.token_ids))
-            lengths.extend(max(first, position + 1) for position in range(span.start, span.start + span.count))
+            lengths.extend(self._length(state, position) for position in range(span.start, span.start + span.count))
         return torch.tensor(lengths, dtype=torch.int64, device=self._device) if max(lengths) > rule.plain_tokens else None
 
 

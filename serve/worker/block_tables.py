@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from serve.worker.sending import send
+
 _FIRST_ROWS = 16
 _FIRST_WIDTH = 16
 
@@ -46,7 +48,7 @@ class BlockTables:
             rows, width = self._table.shape
             if (widest := max(self._columns) + 1) > width:
                 self._grow(rows, max(2 * width, widest))
-            entries_3N = torch.tensor([self._rows, self._columns, self._blocks]).to(self._table.device)
+            entries_3N = send(torch.tensor([self._rows, self._columns, self._blocks]), self._table.device)
             self._table[entries_3N[0], entries_3N[1]] = entries_3N[2].int()
             self._rows.clear()
             self._columns.clear()

@@ -126,11 +126,12 @@ def scale_embedding(model: PreTrainedModel) -> None:
     """Multiply what the embedding gives by the square root of its width, rounded to the model's type as in training."""
     embedding = model.get_input_embeddings()
     look_up = embedding.forward
-    width = int(model.config.hidden_size)
+    # A number of the host's: a tensor of it would be sent to the device in every step.
+    factor = float(torch.tensor(int(model.config.hidden_size) ** 0.5, dtype=embedding.get_parameter("weight").dtype))
 
     def forward(ids: Tensor) -> Tensor:
         rows: Tensor = look_up(ids)
-        return rows * torch.tensor(width**0.5, dtype=rows.dtype, device=rows.device)
+        return rows * factor
 
     embedding.forward = forward
 

@@ -140,12 +140,17 @@ class Exchange:
         assert candidate is not None, "weights are prepared before they are taken"
         assert candidate.number == plan.swap, "other weights were prepared"
         self._runner.execute(StepPlan(step=plan.step, dropped=plan.dropped))
+        graphs = self._runner.graphs
+        if graphs is not None:
+            graphs.forget()  # they hold the addresses of the weights
         refused = self._put(candidate) or forward_fault(self._model, self._ranks, self._runner)
         if refused:
             self._put_back(candidate)
         else:
             self._config = candidate.config
             gather_pages()
+        if graphs is not None:
+            graphs.capture()
         return StepResult(step=plan.step, refused=refused) if self._ranks.rank == 0 else None
 
     def _put(self, candidate: _Candidate) -> str:

@@ -16,24 +16,20 @@ from transformers import PretrainedConfig
 
 from checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from checkpoint.dtypes import dtype_name
-from serve.config import ModelConfig, ServerConfig
+from serve.config import ServerConfig
 from serve.engine.executor import ModelFacts
 from serve.errors import ConfigError
 from serve.model.angles import turn_by_own_lengths
-from serve.model.attention import Backend, StepState, TorchBackend
+from serve.model.attention import Backend, StepState
 from serve.model.checks import check_dtype, check_max_model_len, check_quantization, extended_positions, length_rule
-from serve.model.cuda.device import device_backend, device_packer
 from serve.model.families import Family, head_cut, head_dim
 from serve.model.fit import given_of
 from serve.model.heads import KEY, HeadCut, check_tensor_parallel
-from serve.model.kernel_attention import CpuKernelBackend
 from serve.model.kernels.build import built_for, load_cpu_kernels
 from serve.model.kernels.compiler import KernelUnavailable
 from serve.model.lean import call_leaves_directly
-from serve.model.linear import Packer, choose_packer
 from serve.model.load import Blueprint, Filler, build_on_meta, choose_dtype, read_config
 from serve.model.pretrained import vocabulary_rows
-from serve.model.quantized import quantizing_packer
 from serve.model.shards import ShardOf
 from serve.types import LengthRule
 from serve.worker.complete import (
@@ -45,6 +41,7 @@ from serve.worker.complete import (
     sum_norms,
     whole_head,
 )
+from serve.worker.computing import captures_on_cpu, choose_attention, choose_linear, sizes_to_capture
 from serve.worker.finite import check_weights
 from serve.worker.kv_cache import GIB, allocate, block_bytes, cache_dtype, choose_memory, choose_num_blocks
 from serve.worker.parallel import Ranks, shard, vocabulary_widths
@@ -69,6 +66,8 @@ class RankModel:
     facts: ModelFacts
     device: torch.device
     sampling: SamplingBackend
+    graph_sizes: tuple[int, ...]
+    """Rows of the decoding steps that are captured, ascending; none where steps are not captured."""
     stored: frozenset[str]
     """The checkpoint's names of the tensors that the model takes, all ranks' parts together."""
     filler: Filler
@@ -121,7 +120,7 @@ def load_rank(
     model = plan.blueprint.model
     blocks = _choose_blocks(plan, config, ranks, device, beside, num_blocks)
     ranks.share(kernels)
-    attention, backend = _choose_attention(device, kernels, plan.cache_dtype)
+    attention, backend = choose_attention(device, kernels, plan.cache_dtype, captured=captures_on_cpu(config, device))
     state = _with_cache(plan, blocks, config, ranks, device, backend)
     watch.lap("cache")
     facts = dataclasses.replace(
@@ -133,6 +132,7 @@ def load_rank(
     call_leaves_directly(model)
     rank_model = RankModel(
         sampling=choose_sampling(device, kernels),
+        graph_sizes=sizes_to_capture(config, plan.family, plan.length_rule, model, device, attention),
         body=model.base_model,
         head=whole_head(model),
         head_widths=vocabulary_widths(plan.vocab_size, config.model.tensor_parallel_size),
@@ -258,8 +258,9 @@ def _read_weights(
     watch.lap("build")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    kernels = _load_kernels(config.kernels.cache_dir, ranks.rank, device, dtype)
-    linear, packer = _choose_linear(config.model, device, dtype, kernels)
+    captured = captures_on_cpu(config, device)
+    kernels = None if captured else _load_kernels(config.kernels.cache_dir, ranks.rank, device, dtype)
+    linear, packer = choose_linear(config.model, device, dtype, kernels, captured=captured)
     filler = Filler(model, shards, device, ProductMaker(packer, ranks, activations(model, plan.family)))
     filler.fill(checkpoint, plan.blueprint)
     watch.lap("weights")
@@ -361,26 +362,6 @@ def _eos_ids(rows: int, *sources: Mapping[str, Any]) -> tuple[int, ...]:
                 raise ConfigError(f"eos_token_id is {found}; the embedding has {rows} rows, for ids up to {rows - 1}")
             return ids
     return ()
-
-
-def _choose_linear(
-    model: ModelConfig, device: torch.device, dtype: torch.dtype, kernels: ctypes.CDLL | None
-) -> tuple[str, Packer | None]:
-    """What makes this model's linear layers, and its name."""
-    if model.quantization == "none":
-        return choose_packer(device, dtype, kernels)
-    if device.type == "cuda":
-        return device_packer(device, model.quantization, model.quantization_group, dtype)
-    return quantizing_packer(model.quantization, model.quantization_group, dtype, kernels)
-
-
-def _choose_attention(device: torch.device, kernels: ctypes.CDLL | None, kept_in: torch.dtype) -> tuple[str, Backend]:
-    """What computes attention on this device, and its name in ``ModelFacts.attention``."""
-    if kernels is not None:
-        return "kernel", CpuKernelBackend(kernels)
-    if device.type == "cuda":
-        return device_backend(device, kept_in)
-    return "torch", TorchBackend()
 
 
 def _load_kernels(cache_dir: str, rank: int, device: torch.device, dtype: torch.dtype) -> ctypes.CDLL | None:

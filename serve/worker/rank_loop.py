@@ -112,6 +112,8 @@ def _load(
             check_forward(config.model, model, ranks, runner)
             if config.model.verify_logits:
                 verify_logits(config, model, ranks)
+            if runner.graphs is not None:
+                runner.graphs.capture()
     except StartError as error:
         wire.send(steps, wire.encode(wire.Failed(str(error), configured=isinstance(error, ConfigError))))
         return None

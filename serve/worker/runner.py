@@ -8,10 +8,13 @@ from torch import Tensor
 from serve.engine.plan import PromptLogprobs, Sampled, SequenceFault, StepPlan, StepResult
 from serve.types import SequenceId
 from serve.worker.batch import Batch, SequenceTable
+from serve.worker.decode_graphs import DecodeGraphs
+from serve.worker.decode_inputs import DecodeInputs
 from serve.worker.drafting import Drafting
 from serve.worker.loader import RankModel
 from serve.worker.parallel import Ranks
 from serve.worker.sampling.sampler import likeliest, prompt_logprobs, sample, wants_likeliest
+from serve.worker.sending import send
 
 _HEAD_ROWS = 64
 """Rows of prompt logits computed at once: bounds what a request for prompt logprobs can take."""
@@ -24,7 +27,13 @@ class Runner:
         """``draft``: the draft model, where there is one, on rank 0."""
         self._model = model
         self._ranks = ranks
-        self._table = SequenceTable(model.facts.block_tokens, model.device, model.facts.length_rule)
+        facts, inputs = model.facts, None
+        if model.graph_sizes:
+            by_length = facts.length_rule is not None
+            inputs = DecodeInputs(model.graph_sizes, facts.max_model_len, facts.block_tokens, model.device, by_length=by_length)
+        self.graphs = None if inputs is None else DecodeGraphs(model, inputs)
+        """Captured decoding steps, where the model has some; without ``capture`` they are computed as all others are."""
+        self._table = SequenceTable(facts.block_tokens, model.device, facts.length_rule, inputs)
         self._drafting = Drafting(draft, self._table, model, ranks)
 
     @torch.inference_mode()
@@ -35,14 +44,17 @@ class Runner:
         if not plan.spans:
             return StepResult(step=plan.step) if self._ranks.rank == 0 else None
         batch = self._table.batch(self._drafting.guess(plan.spans))
-        self._model.state.layout = batch.layout
-        hidden_TE = self._model.body(
-            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, return_dict=True
-        ).last_hidden_state[0]
+        hidden_TE, logits_TV = self._compute(batch)
         prompts, faults = self._prompt_logprobs(hidden_TE, batch)
         sampled: list[Sampled] = []
         if batch.sample_rows:
-            sampled, unsampled = self._sample(hidden_TE[list(batch.sample_rows)], batch)
+            if logits_TV is None:
+                own_RV = self._model.head(hidden_TE[list(batch.sample_rows)][None])[0]
+            elif batch.sample_rows == tuple(range(len(batch.sample_rows))):
+                own_RV = logits_TV[: len(batch.sample_rows)]
+            else:
+                own_RV = logits_TV[send(torch.tensor(batch.sample_rows), logits_TV.device)]
+            sampled, unsampled = self._sample(own_RV.float(), batch)
             self._table.keep_drawn((answer.sequence, answer.token_id) for answer in sampled)
             faults.update((fault.sequence, fault) for fault in unsampled)
         if self._ranks.rank != 0:
@@ -54,13 +66,28 @@ class Runner:
             faults=tuple(faults.values()),
         )
 
-    def _sample(self, hidden_RE: Tensor, batch: Batch) -> tuple[list[Sampled], list[SequenceFault]]:
-        """The next token of each row, on rank 0. Of rows that want the likeliest one ranks exchange two numbers, not logits."""
+    def _compute(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """Last hidden states, and, where the step was captured, this rank's logits of every row."""
+        captured = None if self.graphs is None else self.graphs.replay(batch.layout)
+        if captured is not None:
+            return captured.hidden_TE, captured.logits_TV
+        self._model.state.layout = batch.layout
+        hidden_1TE = self._model.body(
+            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, return_dict=True
+        ).last_hidden_state
+        return hidden_1TE[0], None
+
+    def _sample(self, own_RV: Tensor, batch: Batch) -> tuple[list[Sampled], list[SequenceFault]]:
+        """The next token of each row, on rank 0. Of rows that want the likeliest one ranks exchange two numbers, not logits.
+
+        Args:
+            own_RV: this rank's logits, in fp32.
+        """
         if self._ranks.size > 1 and wants_likeliest(batch.sampled):
-            peaks_R, places_R = self._model.sampling.peaks(self._model.head(hidden_RE[None])[0].float().contiguous())
+            peaks_R, places_R = self._model.sampling.peaks(own_RV.contiguous())
             parts_RX = self._ranks.gather_columns(torch.stack((peaks_R, places_R.float()), dim=1), (2,) * self._ranks.size)
             return ([], []) if parts_RX is None else likeliest(parts_RX, self._model.head_widths, batch.sampled)
-        logits_RV = self._logits(hidden_RE)
+        logits_RV = self._ranks.gather_columns(own_RV, self._model.head_widths)
         return ([], []) if logits_RV is None else sample(logits_RV, batch.sampled, self._model.sampling)
 
     def _share_drawn(self, plan: StepPlan) -> None:

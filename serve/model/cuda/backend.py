@@ -17,9 +17,6 @@ from serve.model.cuda.tiling import SHARE_POSITIONS, Shape, cut, padded_head, sh
 class _Tiles:
     """A step's tiles on the device, int32 [tiles, 4] each; the same for all layers."""
 
-    layout: StepLayout
-    most: tuple[int, int]
-    """Tokens of a short tile and of a long one."""
     short: Tensor
     long: Tensor
     short_tokens: int
@@ -45,7 +42,6 @@ class TritonBackend:
         self._splits = splits
         self._share = share
         self._interpreted = bool(triton.knobs.runtime.interpret)
-        self._tiles: _Tiles | None = None
 
     def attend(
         self,
@@ -99,12 +95,14 @@ class TritonBackend:
         )
 
     def _tiles_of(self, layout: StepLayout, most: tuple[int, int]) -> _Tiles:
-        if self._tiles is None or self._tiles.layout is not layout or self._tiles.most != most:
+        """``most``: tokens of a short tile and of a long one."""
+        made = layout.made.get((_Tiles, most))
+        if not isinstance(made, _Tiles):
             short, long = cut(layout.query_starts, layout.table_rows, *most)
             tiles = torch.tensor(short + long, dtype=torch.int32).to(layout.slots.device, non_blocking=True)
             tokens = sum(tile[2] for tile in short)
-            self._tiles = _Tiles(layout, most, tiles[: len(short)], tiles[len(short) :], tokens)
-        return self._tiles
+            layout.made[_Tiles, most] = made = _Tiles(tiles[: len(short)], tiles[len(short) :], tokens)
+        return made
 
     def _widens(self, dtype: torch.dtype) -> bool:
         """Triton's interpreter multiplies the bits of bf16 as if they were integers."""

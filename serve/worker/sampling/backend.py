@@ -9,11 +9,13 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from serve.types import SamplingParams
 from serve.worker.sampling.seen import Seen
+from serve.worker.sending import send
 
 
 class SamplingBackend(Protocol):
@@ -76,24 +78,25 @@ class TorchSampling:
         draws = [row for row, p in enumerate(params) if p.temperature > 0]
         if draws:
             drawn_N = self._draw(logits_RV, draws, [params[row] for row in draws], [uniform[row] for row in draws])
-            tokens_R[torch.tensor(draws, device=tokens_R.device)] = drawn_N
+            tokens_R[send(torch.tensor(draws), tokens_R.device)] = drawn_N
         return Choice(raw_peaks_R, peaks_R, tokens_R)
 
     def _penalise(self, logits_RV: Tensor, rows: Sequence[int], params: Sequence[SamplingParams], seen: Sequence[Seen]) -> None:
         """Change what each of N rows has seen, in place."""
         device = logits_RV.device
-        lengths = torch.tensor([len(s.ids) for s in seen])
+        lengths = [len(s.ids) for s in seen]
 
-        def spread(values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.tensor(values, dtype=dtype).repeat_interleave(lengths).to(device)
+        def spread(values: Sequence[float]) -> Tensor:
+            return send(torch.from_numpy(np.repeat(values, lengths)), device)
 
-        row_M = spread(rows, torch.int64)
-        id_M = torch.cat([torch.frombuffer(s.ids, dtype=torch.int32) for s in seen]).to(device, torch.int64)
-        times_M = torch.cat([torch.frombuffer(s.times, dtype=torch.int32) for s in seen]).to(device, torch.float32)
-        again_M = spread([p.repetition_penalty for p in params])
+        row_M = spread(rows)
+        id_M = send(torch.cat([torch.frombuffer(s.ids, dtype=torch.int32) for s in seen]).long(), device)
+        times_M = send(torch.cat([torch.frombuffer(s.times, dtype=torch.int32) for s in seen]).float(), device)
+        again_M = spread([p.repetition_penalty for p in params]).float()
         value_M = logits_RV[row_M, id_M]
         value_M = torch.where(value_M > 0, value_M / again_M, value_M * again_M)
-        minus_M = spread([p.presence_penalty for p in params]) + spread([p.frequency_penalty for p in params]) * times_M
+        presence_M, frequency_M = spread([p.presence_penalty for p in params]), spread([p.frequency_penalty for p in params])
+        minus_M = presence_M.float() + frequency_M.float() * times_M
         logits_RV[row_M, id_M] = value_M - torch.where(times_M > 0, minus_M, 0.0)
 
     def _draw(
@@ -101,19 +104,19 @@ class TorchSampling:
     ) -> Tensor:
         """A token for each of N rows, int64 [N]."""
         device = logits_RV.device
-        temperature_N = torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device)
-        logits_NV = logits_RV[torch.tensor(rows, device=device)]
+        temperature_N = send(torch.tensor([p.temperature for p in params], dtype=torch.float32), device)
+        logits_NV = logits_RV[send(torch.tensor(rows), device)]
         # Shift before dividing: a tiny temperature then sends everything but the peak to -inf instead of overflowing.
         logits_NV = (logits_NV - logits_NV.max(dim=1, keepdim=True).values) / temperature_N[:, None]
-        floor_N = torch.tensor([floor_of(p) for p in params], dtype=torch.float32, device=device)
+        floor_N = send(torch.tensor([floor_of(p) for p in params], dtype=torch.float32), device)
         logits_NV.masked_fill_(logits_NV < floor_N[:, None], -math.inf)
         cut = [n for n, p in enumerate(params) if p.top_k or p.top_p < 1.0 or p.typical_p < 1.0]
         if cut:
-            which_C = torch.tensor(cut, device=device)
+            which_C = send(torch.tensor(cut), device)
             logits_NV[which_C] = _truncated(logits_NV[which_C], [params[n] for n in cut])
         mass_NV = torch.exp(logits_NV).double().cumsum(dim=1)
         total_N1 = mass_NV[:, -1:].contiguous()
-        target_N1 = torch.tensor(uniform, dtype=torch.float64, device=device)[:, None] * total_N1
+        target_N1 = send(torch.tensor(uniform, dtype=torch.float64), device)[:, None] * total_N1
         chosen_N = torch.searchsorted(mass_NV, target_N1, right=True).squeeze(1)
         # u * total may round up to the total, one past the last token with any mass.
         last_N = torch.searchsorted(mass_NV, total_N1).squeeze(1)
@@ -130,7 +133,7 @@ def _truncated(logits_CV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     vocabulary = logits_CV.shape[1]
 
     def column(values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=logits_CV.device)[:, None]
+        return send(torch.tensor(values, dtype=torch.float64), logits_CV.device)[:, None]
 
     top_k_C1 = column([min(p.top_k, vocabulary) if p.top_k else vocabulary for p in params])
     top_p_C1 = column([p.top_p for p in params])

@@ -23,6 +23,7 @@ from serve.worker.sampling.backend import SamplingBackend, TorchSampling
 from serve.worker.sampling.logprobs import logprobs_of
 from serve.worker.sampling.native import NativeSampling
 from serve.worker.sampling.seen import Seen
+from serve.worker.sending import send
 
 
 class SampledSequence(Protocol):
@@ -63,7 +64,8 @@ def sample(
     logits_RV = logits_RV.float().contiguous()
     params = [state.start.sampling for state in states]
     wanted = [row for row, state in enumerate(states) if state.start.logprobs is not None]
-    raw_WV = logits_RV[wanted] if wanted else None
+    wanted_W = send(torch.tensor(wanted), logits_RV.device) if wanted else None
+    raw_WV = None if wanted_W is None else logits_RV[wanted_W]
     adjusted_from_R = adjust(logits_RV, states, backend)
     seen = [state.seen() if _penalises(p) else None for state, p in zip(states, params, strict=True)]
     if any(seen) or any(p.temperature > 0 for p in params):
@@ -74,8 +76,8 @@ def sample(
     if adjusted_from_R is not None:
         raw_peaks_R = adjusted_from_R
     logprobs = {}
-    if raw_WV is not None:
-        chosen_W = tokens_R[torch.tensor(wanted, device=tokens_R.device)]
+    if raw_WV is not None and wanted_W is not None:
+        chosen_W = tokens_R[wanted_W]
         num_top = [states[row].start.logprobs or 0 for row in wanted]
         logprobs = dict(zip(wanted, logprobs_of(raw_WV, chosen_W, num_top), strict=True))
     return _answers(states, (tokens_R, raw_peaks_R, peaks_R), logprobs)
@@ -104,7 +106,7 @@ def likeliest(
     peaks_RS, places_RS = parts_RX.view(-1, len(widths), 2).unbind(dim=2)
     peaks_R = peaks_RS.amax(dim=1)  # NaN where one is NaN
     first_R = (peaks_RS == peaks_R[:, None]).int().argmax(dim=1)
-    widths_S = torch.tensor(widths, device=parts_RX.device)
+    widths_S = send(torch.tensor(widths), parts_RX.device)
     begins_S = widths_S.cumsum(dim=0) - widths_S
     tokens_R = places_RS.gather(1, first_R[:, None])[:, 0].long() + begins_S[first_R]
     return _answers(states, (tokens_R, peaks_R, peaks_R), {})
@@ -199,17 +201,17 @@ def adjust(logits_RV: Tensor, states: Sequence[SampledSequence], backend: Sampli
     peaks_R, _ = backend.peaks(logits_RV)
     device = logits_RV.device
     if allowed:
-        rows_M, ids_M = torch.tensor(allowed, device=device).unbind(dim=1)
+        rows_M, ids_M = send(torch.tensor(allowed), device).unbind(dim=1)
         kept_M = logits_RV[rows_M, ids_M]
         logits_RV[rows_M] = -math.inf
         logits_RV[rows_M, ids_M] = kept_M
     if banned:
-        rows_M, ids_M = torch.tensor(banned, device=device).unbind(dim=1)
+        rows_M, ids_M = send(torch.tensor(banned), device).unbind(dim=1)
         logits_RV[rows_M, ids_M] = -math.inf
     if biased:
         rows, ids, values = zip(*biased, strict=True)
-        places = torch.tensor(rows, device=device), torch.tensor(ids, device=device)
-        logits_RV[places] += torch.tensor(values, dtype=logits_RV.dtype, device=device)
+        places = send(torch.tensor(rows), device), send(torch.tensor(ids), device)
+        logits_RV[places] += send(torch.tensor(values, dtype=logits_RV.dtype), device)
     return peaks_R
 
 

@@ -1,0 +1,151 @@
+"""Steps that are captured once and replayed: as CUDA graphs, or as lists of operations on the CPU, by which they are tested.
+
+What is captured reads and writes the same memory at each replay, and Python does not run again. So it may wait for nothing that
+the device computes, make no tensor of numbers that the host has, and have no shape that depends on either.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_WAITS: Final = frozenset(
+    ("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "unique_dim", "bincount")
+)
+"""Operations whose result, or whose shape, the host must wait for."""
+_FROM_HOST: Final = frozenset(("lift_fresh", "lift_fresh_copy", "lift"))
+"""What ``torch.tensor`` does: a copy from the host, in a captured step of numbers that never change again."""
+_FINE_STEP: Final = 16
+
+
+def graph_sizes(most: int) -> tuple[int, ...]:
+    """Rows of the steps that are captured, ascending: 1, 2, 4, 8, then multiples of 16, and ``most`` itself.
+
+    They follow from ``most`` alone, so that all ranks capture the same sizes.
+    """
+    return tuple(sorted({size for size in (1, 2, 4, 8, *range(_FINE_STEP, most, _FINE_STEP)) if size < most} | {most}))
+
+
+def size_for(sizes: Sequence[int], rows: int) -> int | None:
+    """The least of some ascending sizes that has room for so many rows; ``None`` where none has."""
+    place = bisect_left(sizes, rows)
+    return sizes[place] if place < len(sizes) else None
+
+
+def waits_for_device(operation: Any, arguments: Sequence[object]) -> bool:
+    """Whether the host waits for the device in an operation, as ``TorchDispatchMode`` sees it."""
+    name = operation.overloadpacket.__name__
+    if name in ("index", "index_put", "index_put_", "_index_put_impl_"):  # a mask's places are counted first
+        return any(isinstance(leaf, Tensor) and leaf.dtype == torch.bool for leaf in tree_leaves(arguments[1]))
+    if name == "repeat_interleave":
+        return len(arguments) < 2 or isinstance(arguments[1], Tensor)
+    return name in _WAITS
+
+
+class CaptureError(RuntimeError):
+    """A step cannot be captured."""
+
+
+class Graph(Protocol):
+    """A captured step."""
+
+    def capture(self, step: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """Keep what the step does, which has run before.
+
+        Returns:
+            Its results, whose contents each ``replay`` writes anew.
+        """
+        ...
+
+    def replay(self) -> None:
+        """Do it again, with what its inputs hold now."""
+        ...
+
+
+class CudaGraph:
+    """A CUDA graph; those that are made with one pool share their memory, so that one's results last until another's replay."""
+
+    def __init__(self, pool: Any) -> None:
+        """``pool``: of ``torch.cuda.graph_pool_handle``."""
+        self._pool = pool
+        self._graph = torch.cuda.CUDAGraph()
+
+    def capture(self, step: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """See ``Graph``.
+
+        Raises:
+            CaptureError: the step does what a graph cannot hold.
+        """
+        # NCCL's watchdog asks events of its own thread about its work, which the other modes forbid.
+        try:
+            with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
+                return step()
+        except RuntimeError as error:
+            raise CaptureError(str(error)) from error
+
+    def replay(self) -> None:
+        """See ``Graph``."""
+        self._graph.replay()
+
+
+class CpuGraph:
+    """The operations of a step on the CPU, done again in their order: what Python computed stays as it was, as in a CUDA graph.
+
+    Kernels that are called past torch's dispatcher are not seen, so a step must have none. It is as slow as the step itself.
+    """
+
+    def __init__(self) -> None:
+        self._operations: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor]]] = []
+
+    @torch.inference_mode()
+    def capture(self, step: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """See ``Graph``.
+
+        Raises:
+            CaptureError: the step does what a CUDA graph cannot hold.
+        """
+        with _Recorder(self._operations):
+            return step()
+
+    @torch.inference_mode()
+    def replay(self) -> None:
+        """See ``Graph``."""
+        for operation, arguments, options, kept in self._operations:
+            results = tree_leaves(operation(*arguments, **options))
+            for result in results:
+                if isinstance(result, torch.ScriptObject):  # the work of a collective, which its caller waited for
+                    result.wait()  # type: ignore[attr-defined]  # bound by torch.distributed
+            for old, new in zip(kept, (leaf for leaf in results if isinstance(leaf, Tensor)), strict=False):
+                old.copy_(new)
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves its hook unannotated
+    def __init__(self, operations: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor]]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        self._operations = operations
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        options = kwargs or {}
+        if waits_for_device(func, args) or func.overloadpacket.__name__ in _FROM_HOST:
+            raise CaptureError(f"{func} cannot be captured: the host waits for the device, or hands it numbers of its own")
+        out = func(*args, **options)
+        given = {_place(leaf) for leaf in tree_leaves((args, options)) if isinstance(leaf, Tensor)}
+        results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        if func._schema.is_mutable or func.namespace == "c10d":  # collectives change their tensors, and do not say so
+            self._operations.append((func, args, options, []))
+        elif any(_place(result) not in given for result in results):
+            # Held from here on, so that no later result gets the same memory. Views stay what they are.
+            self._operations.append((func, args, options, results))
+        return out
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

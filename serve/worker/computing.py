@@ -1,0 +1,89 @@
+"""What computes a rank's layers and its attention, and which of its steps are captured."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+
+import torch
+from transformers import PreTrainedModel
+
+from serve.config import ModelConfig, ServerConfig
+from serve.errors import ConfigError
+from serve.model.attention import Backend, TorchBackend
+from serve.model.cuda.device import device_backend, device_packer
+from serve.model.cuda.graphs import graph_sizes
+from serve.model.cuda.static import StaticTorchBackend
+from serve.model.families import Family
+from serve.model.kernel_attention import CpuKernelBackend
+from serve.model.linear import Packer, choose_packer
+from serve.model.quantized import quantizing_packer
+from serve.types import LengthRule
+
+_LOG = logging.getLogger(__name__)
+
+
+def choose_linear(
+    model: ModelConfig, device: torch.device, dtype: torch.dtype, kernels: ctypes.CDLL | None, *, captured: bool
+) -> tuple[str, Packer | None]:
+    """What makes a model's linear layers, and its name in ``ModelFacts.linear``. ``captured``: see ``captures_on_cpu``."""
+    if model.quantization != "none" and device.type == "cuda":
+        return device_packer(device, model.quantization, model.quantization_group, dtype)
+    if model.quantization != "none":
+        return quantizing_packer(model.quantization, model.quantization_group, dtype, kernels)
+    return ("torch", None) if captured else choose_packer(device, dtype, kernels)
+
+
+def choose_attention(
+    device: torch.device, kernels: ctypes.CDLL | None, kept_in: torch.dtype, *, captured: bool
+) -> tuple[str, Backend]:
+    """What computes attention on this device, and its name in ``ModelFacts.attention``. ``kept_in``: of keys and values."""
+    if captured:
+        return "torch", StaticTorchBackend()
+    if kernels is not None:
+        return "kernel", CpuKernelBackend(kernels)
+    if device.type == "cuda":
+        return device_backend(device, kept_in)
+    return "torch", TorchBackend()
+
+
+def captures_on_cpu(config: ServerConfig, device: torch.device) -> bool:
+    """Whether decoding is captured on the CPU, as it is on a GPU: then all is computed by plain torch, which a capture sees."""
+    return config.kernels.cuda_graphs == "on" and device.type == "cpu"
+
+
+def sizes_to_capture(
+    config: ServerConfig, family: Family, rule: LengthRule | None, model: PreTrainedModel, device: torch.device, attention: str
+) -> tuple[int, ...]:
+    """Rows of the decoding steps that are captured, ascending; none where ``kernels.cuda_graphs`` leaves them out.
+
+    The same on every rank: nothing but the configuration and the checkpoint decides.
+
+    Raises:
+        ConfigError: they are asked for and cannot be captured.
+    """
+    wanted = config.kernels.cuda_graphs
+    if wanted == "off" or (wanted == "auto" and device.type != "cuda"):
+        return ()
+    why = _obstacle(family, rule, model, device, attention)
+    if why and wanted == "on":
+        raise ConfigError(f"kernels.cuda_graphs is on; {why}: choose auto, or off")
+    if why:
+        _LOG.info("decoding steps are not captured: %s", why)
+        return ()
+    return graph_sizes(min(config.scheduler.max_num_seqs, config.kernels.cuda_graph_max_batch))
+
+
+def _obstacle(family: Family, rule: LengthRule | None, model: PreTrainedModel, device: torch.device, attention: str) -> str:
+    """Why steps cannot be captured; empty where they can."""
+    if device.type == "cuda" and attention != "triton":
+        return "attention in plain torch reads lengths on the host"
+    if rule is not None and rule.each_length:
+        return "its angles follow each length, by numbers that come from the host in every step"
+    if not family.experts:
+        return ""
+    if model.config._experts_implementation == "eager":
+        return "its experts, whose rows are no whole number of 16 bytes on a rank, are computed one after the other"
+    if device.type == "cuda" and model.dtype != torch.bfloat16:
+        return f"experts in {model.dtype} are computed one after the other; in bfloat16 they are not"
+    return ""

@@ -1,0 +1,304 @@
+"""Captured decoding steps on the CPU: replayed with other inputs they give what the same step gives, in every family."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from serve.config import KernelsConfig
+from serve.engine.plan import Span, Start, StepPlan
+from serve.errors import ConfigError, StartError
+from serve.model.attention import LayerCache
+from serve.model.cuda.graphs import graph_sizes, waits_for_device
+from serve.model.cuda.static import StaticTorchBackend
+from serve.model.families import FAMILIES
+from serve.types import BlockId, SamplingParams, SequenceId
+from serve.worker import loader
+from serve.worker.complete import whole_head
+from serve.worker.decode_inputs import DecodeInputs
+from serve.worker.loader import Stopwatch, load_rank
+from serve.worker.parallel import Ranks
+from serve.worker.rank_process import rank_environment
+from serve.worker.runner import Runner
+from serve.worker.sampling.backend import TorchSampling
+from tests.serve.worker.captured import load_captured, tokens_of_both_ways
+from tests.serve.worker.family_worker import BLOCK_TOKENS, generate, load, settings
+from tests.serve.worker.test_loader import VARIANTS
+from tests.support import warm
+from tests.support.models import VOCABULARY, save
+
+ALONE = Ranks(0, 1)
+NOT_CAPTURED = "llama, dynamic angles"
+CASES = [name if name in FAMILIES else pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS if name != NOT_CAPTURED]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+
+
+def saved(name: str, tmp_path: Path) -> Path:
+    family, changes = VARIANTS[name]
+    return save(family, tmp_path / "model", with_tokenizer=False, **changes)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_captured_step_gives_what_the_step_gives_bit_for_bit(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = saved(name, tmp_path)
+    tokens = tokens_of_both_ways(load_captured(folder, ALONE), ALONE, monkeypatch)
+    assert tokens == generate(Runner(load(folder, 1, ALONE), ALONE), ALONE), "and those of the kernels"
+
+
+def decode_plan(step: int, lengths: tuple[int, ...], sampling: tuple[SamplingParams, ...]) -> tuple[StepPlan, StepPlan]:
+    """Sequences of these lengths, 8 blocks each from block 1 on, computed up to their last token, and the step of that."""
+    starts, before, last = [], [], []
+    for i, length in enumerate(lengths):
+        ids = tuple((11 * i + 3 * place) % 500 + 1 for place in range(length))
+        blocks = tuple(BlockId(1 + 8 * i + block) for block in range(8))
+        starts.append(Start(sequence=SequenceId(i), index=0, token_ids=ids, num_prompt_tokens=length, sampling=sampling[i]))
+        before.append(Span(sequence=SequenceId(i), start=0, count=length - 1, new_blocks=blocks))
+        last.append(Span(sequence=SequenceId(i), start=length - 1, count=1, sample=True))
+    return (
+        StepPlan(step=step, starts=tuple(starts), spans=tuple(before)),
+        StepPlan(step=step + 1, spans=tuple(last)),
+    )
+
+
+GREEDY = SamplingParams()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_rows_of_no_sequence_write_nothing_to_the_cache(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    caches: list[LayerCache] = []
+    allocate = loader.allocate
+    monkeypatch.setattr(loader, "allocate", lambda **sizes: caches.extend(made := allocate(**sizes)) or made)
+    runner = Runner(load_captured(saved(name, tmp_path), ALONE), ALONE)
+    assert runner.graphs is not None
+    source = torch.Generator().manual_seed(3)
+    for cache in caches:
+        for part in (cache.keys, cache.values):
+            part.copy_(torch.randn(part.shape, generator=source))
+
+    def kept() -> list[Tensor]:
+        return [part.clone() for cache in caches for part in (cache.keys.transpose(2, 3), cache.values)]
+
+    before = kept()
+    runner.graphs.capture()
+    assert all(map(torch.equal, before, kept())), "capturing writes nothing either"
+    lengths = (17, 40, 33)  # three rows in a step of four
+    first, second = decode_plan(1, lengths, (GREEDY,) * 3)
+    runner.execute(first)
+    before = kept()
+    runner.execute(second)
+    written = {(1 + 8 * i + (n - 1) // BLOCK_TOKENS, (n - 1) % BLOCK_TOKENS) for i, n in enumerate(lengths)}
+    for old, new in zip(before, kept(), strict=True):
+        changed = (old != new).any(dim=3).any(dim=1).nonzero().tolist()  # (block, offset)
+        assert {(block, offset) for block, offset in changed} == written
+
+
+class Waits(TorchDispatchMode):
+    """Which operations the host waits for the device in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if waits_for_device(func, args):
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class OnlyDevice(Waits):
+    """Besides: which operations mix the host's tensors with the device's, or copy from the one to the other."""
+
+    def __torch_dispatch__(self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)]
+        made_of_numbers = func.overloadpacket.__name__ in ("lift_fresh", "detach_")  # ``torch.tensor``, on the CPU and on meta
+        if made_of_numbers or any(tensor.device.type != "meta" for tensor in tensors):
+            self.found.append(str(func))
+        return out
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_familys_decoding_step_copies_anything_between_host_and_device(name: str, tmp_path: Path) -> None:
+    """On ``meta``, where a tensor has no numbers: whoever asks for one fails, and so does who mixes devices."""
+    config, meta = settings(saved(name, tmp_path), 1, "bfloat16"), torch.device("meta")
+    with loader.opened(config, everything=False) as checkpoint:
+        plan = loader.survey(checkpoint, config, meta)
+    model = plan.blueprint.model.to(meta)
+    blocks = loader._Blocks(count=9, kv_heads=plan.heads.shared_heads(0).width, memory="")
+    state = loader._with_cache(plan, blocks, config, ALONE, meta, StaticTorchBackend())
+    step = DecodeInputs((4,), plan.max_model_len, BLOCK_TOKENS, meta, by_length=plan.length_rule is not None).steps[4]
+    head, state.layout = whole_head(model), step.layout
+    with torch.inference_mode(), OnlyDevice() as looked:
+        hidden_1TE = model.base_model(
+            input_ids=step.input_ids, position_ids=step.position_ids, use_cache=False, return_dict=True
+        ).last_hidden_state
+        logits_TV = head(hidden_1TE)[0]
+    assert logits_TV.shape == (4, VOCABULARY)
+    assert looked.found == []
+
+
+SAMPLING = (
+    GREEDY,
+    SamplingParams(temperature=0.8, top_p=0.9, seed=3),
+    SamplingParams(temperature=1.2, top_k=20, min_p=0.05, seed=4),
+    SamplingParams(temperature=0.7, typical_p=0.8, repetition_penalty=1.2, presence_penalty=0.1, banned_ids=(3,), seed=5),
+)
+
+
+@pytest.mark.parametrize("captured", [True, False], ids=["captured", "eager"])
+def test_a_step_of_greedy_and_drawn_tokens_waits_for_nothing_before_they_are_told(captured: bool, tmp_path: Path) -> None:
+    runner = Runner(load_captured(saved("llama", tmp_path), ALONE), ALONE)
+    assert runner.graphs is not None
+    runner.graphs.capture()
+    if not captured:
+        runner.graphs.forget()
+    runner._model = dataclasses.replace(runner._model, sampling=TorchSampling())
+    first, second = decode_plan(1, (5, 20, 33, 12), SAMPLING)
+    runner.execute(first)
+    with Waits() as waits:
+        result = runner.execute(second)
+    assert result is not None
+    assert len(result.sampled) == 4
+    assert waits.found == []
+
+
+def test_rows_that_sample_nothing_and_prompts_are_told_as_they_are_without_graphs(tmp_path: Path) -> None:
+    """One token of each of three sequences: a prompt's, told with its logprob, between two that are continued."""
+    model, results = load_captured(saved("gemma2", tmp_path), ALONE), []
+    first, _ = decode_plan(1, (5, 20, 33), SAMPLING[:3])
+    starts = (first.starts[0], dataclasses.replace(first.starts[1], prompt_logprobs=2), first.starts[2])
+    before = (first.spans[0], dataclasses.replace(first.spans[1], count=10), first.spans[2])
+    spans = tuple(
+        Span(sequence=SequenceId(i), start=start, count=1, sample=sample)
+        for i, (start, sample) in enumerate(((4, True), (10, False), (32, True)))
+    )
+    for captured in (False, True):
+        runner = Runner(model, ALONE)
+        assert runner.graphs is not None
+        if captured:
+            runner.graphs.capture()
+        runner.execute(StepPlan(step=1, starts=starts, spans=before))
+        results.append(runner.execute(StepPlan(step=2, spans=spans)))
+    assert results[0] == results[1]
+    assert results[0] is not None
+    assert [answer.sequence for answer in results[0].sampled] == [0, 2]
+    assert [(told.sequence, told.first) for told in results[0].prompt_logprobs] == [(1, 11)]
+
+
+def test_every_way_to_sample_stays_on_the_device() -> None:
+    """Tensors of ``meta`` have no numbers, so whoever asks for one fails."""
+    logits_RV = torch.empty(4, 500, device="meta")
+    choice = TorchSampling().choose(logits_RV, SAMPLING, [0.1, 0.2, 0.3, 0.4], [None] * 4)
+    assert {part.device.type for part in choice} == {"meta"}
+
+
+def test_sizes_follow_from_the_configuration_alone(tmp_path: Path) -> None:
+    folder = saved("gpt_neox", tmp_path)
+    runner = Runner(load_captured(folder, ALONE, most=2), ALONE)
+    assert runner.graphs is not None
+    runner.graphs.capture()
+    assert runner.graphs.sizes == (2, 1), "the largest first"
+    assert load(folder, 1, ALONE).graph_sizes == (), "on the CPU none, unless asked for"
+    assert load_captured(folder, ALONE).graph_sizes == (1, 2, 4), "no more than sequences run at once"
+
+
+def test_what_cannot_be_captured_is_refused_where_it_is_asked_for(tmp_path: Path) -> None:
+    folder = saved(NOT_CAPTURED, tmp_path)
+    with pytest.raises(ConfigError, match=r"^kernels.cuda_graphs is on; its angles follow each length"):
+        load_captured(folder, ALONE)
+
+
+@pytest.mark.parametrize("changed", [{"quantization": "int4"}, {"kv_cache_dtype": "int8"}], ids=["int4 weights", "int8 cache"])
+def test_smaller_weights_and_caches_are_captured_too(
+    changed: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings(saved("llama", tmp_path), 1, "float32")
+    within = {
+        name: dataclasses.replace(section, **{key: value for key, value in changed.items() if hasattr(section, key)})
+        for name, section in (("model", config.model), ("cache", config.cache))
+    }
+    on = dataclasses.replace(config, **within, kernels=KernelsConfig(cuda_graphs="on"))
+    model, _ = load_rank(on, 0, torch.device("cpu"), lambda: ALONE, Stopwatch())
+    tokens_of_both_ways(model, ALONE, monkeypatch)
+
+
+def test_a_model_that_waits_for_the_device_is_told_with_what_serves_it(tmp_path: Path) -> None:
+    model = load_captured(saved("gpt_neox", tmp_path), ALONE)
+    head = model.head
+    model = dataclasses.replace(model, head=_Looking(head))
+    graphs = Runner(model, ALONE).graphs
+    assert graphs is not None
+    with pytest.raises(StartError, match=r"a step of 4 rows cannot be captured: .*; --cuda-graphs off serves without"):
+        graphs.capture()
+
+
+class _Looking(torch.nn.Module):
+    def __init__(self, head: torch.nn.Module) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.head(hidden)
+        return logits * float(logits.amax().isfinite().item())
+
+
+def test_a_step_of_more_sequences_than_the_largest_size_is_computed_as_it_is(tmp_path: Path) -> None:
+    folder = saved("llama", tmp_path)
+    runner = Runner(load_captured(folder, ALONE, most=2), ALONE)
+    assert runner.graphs is not None
+    runner.graphs.capture()
+    assert generate(runner, ALONE) == generate(Runner(load(folder, 1, ALONE), ALONE), ALONE)
+
+
+def test_inputs_of_a_step_are_in_the_same_memory_and_what_a_step_before_left_is_gone() -> None:
+    inputs = DecodeInputs(graph_sizes(4), 64, 16, torch.device("cpu"), by_length=True)
+    tables = torch.arange(24, dtype=torch.int32).view(6, 4)
+    places = None
+    for rows in ([(7, 20, 37, 5, 21), (8, 3, 19, 2, 9), (9, 1, 2, 0, 2)], [(4, 5, 6, 1, 6)] * 4, [(1, 2, 3, 4, 5)] * 3):
+        step = inputs.fill(rows, tables)
+        padding = 4 - len(rows)
+        assert step.input_ids.tolist() == [[row[0] for row in rows] + [0] * padding]
+        assert step.position_ids.tolist() == [[row[1] for row in rows] + [0] * padding]
+        assert step.layout.positions.tolist() == [row[1] for row in rows] + [-1] * padding
+        assert step.layout.slots.tolist() == [row[2] for row in rows] + [-1] * padding
+        assert step.layout.block_tables[: len(rows)].tolist() == [tables[row[3]].tolist() for row in rows]
+        assert step.layout.lengths is not None
+        assert step.layout.lengths.tolist() == [row[4] for row in rows] + [1] * padding
+        now = [part.data_ptr() for part in (step.input_ids, step.layout.positions, step.layout.slots, step.layout.block_tables)]
+        places = places or now
+        assert places == now
+    assert inputs.fits(4)
+    assert not inputs.fits(5)
+    assert not inputs.fits(0)
+
+
+def test_two_ranks_capture_the_same_sizes_in_the_same_order_and_replay_what_they_exchange(tmp_path: Path) -> None:
+    for name in ("gpt_neox", "mixtral"):
+        save(name, tmp_path / name, with_tokenizer=False)
+    ranks = [
+        warm.start("tests.serve.worker.graph_worker", [str(rank), "2", str(tmp_path)], rank_environment(rank, 2, "cpu"))
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=300)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    first, second = (json.loads((tmp_path / f"graphs-{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    for name in ("gpt_neox", "mixtral"):
+        assert first[name]["sizes"] == [4, 2, 1]
+        assert first[name]["replayed"] == first[name]["eager"]
+        assert first[name]["eager"] == generate(Runner(load(tmp_path / name, 1, ALONE), ALONE), ALONE)
