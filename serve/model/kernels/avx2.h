@@ -17,6 +17,7 @@ namespace {
 
 constexpr int kWidth = 8;        // floats of a register
 constexpr int kMostRows = 6;     // by two registers of outputs: twelve sums, two weights and an input are what there is room for
+constexpr int64_t kAhead = 2048; // bytes of a panel between what is used and what is asked for
 constexpr int64_t kFewRows = 12; // with more it pays to widen a panel once and to use it several times
 
 // Weights of one panel. ``at<k>`` gives those of input i + k and the outputs from ``first`` registers on; ``join`` adds sums of
@@ -121,8 +122,9 @@ inline void add_products(const Weights& weights, int64_t i, int first, const flo
 
 // H registers of a panel's outputs times R rows, the sums split U ways so that additions do not wait for one another.
 template <typename Weights, int R, int H, int U>
-void part_times_rows(const Weights& weights, int first, int64_t I, const float* x, int64_t stride, float (*out)[kPanel]) {
+void part_times_rows(const Weights& weights, int first, int64_t I, const float* x, int64_t stride, float (*out)[kPanel], bool asks) {
     constexpr int step = Weights::kTogether;
+    constexpr int64_t bytes = sizeof(*weights.panel) * kPanel * step;
     __m256 totals[R][H];
     for (int r = 0; r < R; ++r)
         for (int h = 0; h < H; ++h) totals[r][h] = _mm256_setzero_ps();
@@ -136,6 +138,11 @@ void part_times_rows(const Weights& weights, int first, int64_t I, const float* 
         for (; i + U * step <= end; i += U * step)
 #pragma GCC unroll 4
             for (int u = 0; u < U; ++u) {
+                if (asks && bytes == 128) {
+                    const char* coming = reinterpret_cast<const char*>(weights.panel + (i + u * step) * kPanel) + kAhead;
+                    _mm_prefetch(coming, _MM_HINT_T0);
+                    _mm_prefetch(coming + 64, _MM_HINT_T0);
+                }
                 add_products<Weights, 0, R, H>(weights, i + u * step, first, x, stride, sums[u]);
                 if constexpr (step == 2) add_products<Weights, 1, R, H>(weights, i + u * step, first, x, stride, sums[u]);
             }
@@ -155,14 +162,15 @@ void part_times_rows(const Weights& weights, int first, int64_t I, const float* 
 }
 
 // One or two rows take a panel in one go, which is one stream of memory; more rows take it in two, the second from the cache.
+// Processors do not foresee well that the first skips every other line: what comes is asked for where ``is_first`` says so.
 template <typename Weights>
-void panel_times_rows(const Weights& weights, int rows, int64_t I, const float* x, int64_t stride, float (*out)[kPanel]) {
-#define TESSERA_HALVES(R, U)                                           \
-    part_times_rows<Weights, R, 2, U>(weights, 0, I, x, stride, out); \
-    part_times_rows<Weights, R, 2, U>(weights, 2, I, x, stride, out)
+void panel_times_rows(const Weights& weights, int rows, int64_t I, const float* x, int64_t stride, float (*out)[kPanel], bool is_first) {
+#define TESSERA_HALVES(R, U)                                                     \
+    part_times_rows<Weights, R, 2, U>(weights, 0, I, x, stride, out, is_first); \
+    part_times_rows<Weights, R, 2, U>(weights, 2, I, x, stride, out, false)
     switch (rows) {
-        case 1: part_times_rows<Weights, 1, 4, 2>(weights, 0, I, x, stride, out); break;
-        case 2: part_times_rows<Weights, 2, 4, 1>(weights, 0, I, x, stride, out); break;
+        case 1: part_times_rows<Weights, 1, 4, 2>(weights, 0, I, x, stride, out, false); break;
+        case 2: part_times_rows<Weights, 2, 4, 1>(weights, 0, I, x, stride, out, false); break;
         case 3: TESSERA_HALVES(3, 2); break;
         case 4: TESSERA_HALVES(4, 1); break;
         case 5: TESSERA_HALVES(5, 1); break;
@@ -203,7 +211,7 @@ void panel_times_all(const Weights& weights, const Call<scalar>& call, int64_t p
     for (int64_t done = 0; done < rows;) {
         const int64_t left = rows - done, groups = (left + kMostRows - 1) / kMostRows;
         const int count = int((left + groups - 1) / groups);
-        panel_times_rows(weights, count, call.I, x + done * stride, stride, sums);
+        panel_times_rows(weights, count, call.I, x + done * stride, stride, sums, done == 0);
         finish(call, p, m + done, count, sums);
         done += count;
     }
