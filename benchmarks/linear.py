@@ -67,7 +67,9 @@ def measure(dtype: torch.dtype, kernels: ctypes.CDLL, repeats: int, threads: int
                     product(inputs[width])
                 seconds[who].append(clock() - began)
         found[str(rows)] = {who: round(1e3 * statistics.median(each[1:] or each), 3) for who, each in seconds.items()}
-        print(f"{dtype} {rows:4} rows: " + "  ".join(f"{who} {value:.2f}" for who, value in found[str(rows)].items()), flush=True)
+        print(
+            f"{dtype} {rows:4} rows: " + "  ".join(f"{who} {value:.2f}" for who, value in found[str(rows)].items()), flush=True
+        )
     return found
 
 
@@ -87,9 +89,8 @@ def main() -> int:
             kernels = load_cpu_kernels()
         load = os.getloadavg()[0]
         record = {
-            "what": f"milliseconds of four layers' and the head's products of Pythia-160M's shape, by rows; {options.threads} threads, "
-            + ("processor time" if options.threads == 1 else "wall time")
-            + "; medians",
+            "what": "milliseconds of four layers' and the head's products of Pythia-160M's shape, by rows; "
+            f"{options.threads} threads, " + ("processor time" if options.threads == 1 else "wall time") + "; medians",
             "date": datetime.date.today().isoformat(),
             "machine": machine("cpu"),
             "instructions": torch.backends.cpu.get_cpu_capability(),
@@ -99,7 +100,8 @@ def main() -> int:
             "load_average": {"before": load, "after": os.getloadavg()[0]},
         }
     if not options.no_record:
-        (RESULTS / f"linear-{options.threads}-threads-cpu-{record['date']}.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        target = RESULTS / f"linear-cpu-{record['date']}.json"
+        target.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     return 0
 
 

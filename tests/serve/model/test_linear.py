@@ -18,7 +18,8 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(params=[*LEVELS, "without kernels"])
 def packer(request: pytest.FixtureRequest) -> linear.Packer | None:
-    return linear.choose_packer(CPU, torch.float32, None if request.param == "without kernels" else kernels_of(request.param))[1]
+    kernels = None if request.param == "without kernels" else kernels_of(request.param)
+    return linear.choose_packer(CPU, torch.float32, kernels)[1]
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 9, 31, 64, 131, 300])
