@@ -1,9 +1,9 @@
 """What the linear layers of a decode step cost: ``python -m benchmarks.linear``.
 
 The matrices of four layers and of the head of Pythia-160M's shape, each with weights of its own so that they come from memory,
-multiplied by 1, 8, 32 and 128 rows: the compiled kernels, oneDNN's packed weights where it has the type, and plain torch, in turns in one
-process. Kernels of another level than the processor's best (``--level x86-64-v3``) are compiled into a folder for the run; on a
-processor with more, hold the peers to the same instructions: ``ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2``. With
+multiplied by 1, 8, 32 and 128 rows: the compiled kernels, oneDNN's packed weights where it has the type, and plain torch, in
+turns in one process. Kernels of another level than the processor's best (``--level x86-64-v3``) are compiled into a folder for
+the run; on a processor with more, hold the peers to the same: ``ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2``. With
 ``--threads 1`` it is the processor's time that counts, which says something on a machine that does other work as well.
 """
 
