@@ -1,7 +1,7 @@
 """Linear layers as the CPU likes them: weights packed once, when they are loaded, the activation applied on the way out.
 
-Three routes, the best one that the machine has: our own kernel (AVX-512: few rows at the speed of memory, many about as fast
-as oneDNN), oneDNN's packed weights, and plain torch. A packed weight replaces the plain one: no rank holds both.
+Three routes, the best one that the machine has: our own kernel (AVX-512 or AVX2: few rows at the speed of memory, many about as
+fast as oneDNN), oneDNN's packed weights, and plain torch. A packed weight replaces the plain one: no rank holds both.
 """
 
 from __future__ import annotations
@@ -73,6 +73,10 @@ def choose_packer(device: torch.device, dtype: torch.dtype, kernels: ctypes.CDLL
         return "torch", None
     if kernels is not None and kernels.tessera_linear_supported(dtype == torch.bfloat16):
         return "kernel", _Own(kernels).pack
+    return _choose_onednn(dtype)
+
+
+def _choose_onednn(dtype: torch.dtype) -> tuple[str, Packer | None]:
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         return "torch", None
     if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -98,6 +102,10 @@ def plain(weight_OI: Tensor, bias_O: Tensor | None, activation: str = "none") ->
         return activate(nn.functional.linear(x, weight_OI, bias_O))
 
     return matmul
+
+
+def _keep_plain(weight_OI: Tensor, bias_O: Tensor | None, activation: str = "none") -> Matmul:
+    return plain(weight_OI.clone(), None if bias_O is None else bias_O.clone(), activation)
 
 
 _ONEDNN_ACTIVATIONS: Final = {
@@ -135,12 +143,12 @@ class _Own:
         kernels.tessera_linear.restype = None
 
     def pack(self, weight_OI: Tensor, bias_O: Tensor | None, activation: str = "none") -> Matmul:
-        """Pack a weight; see ``Packer``. A layer with an odd number of inputs goes to oneDNN: bf16 inputs come in pairs."""
+        """Pack a weight; see ``Packer``. bf16 inputs come in pairs: a layer with an odd number of them goes another route."""
         outputs, inputs = weight_OI.shape
         dtype = weight_OI.dtype
         is_bf16 = int(dtype == torch.bfloat16)
         if is_bf16 and inputs % 2:
-            return _pack_onednn(weight_OI, bias_O, activation)
+            return (_choose_onednn(dtype)[1] or _keep_plain)(weight_OI, bias_O, activation)
         plain_OI = weight_OI.contiguous()
         packed = self._memory.empty((self._kernels.tessera_linear_packed_numbers(outputs, inputs),), dtype)
         self._kernels.tessera_linear_pack(

@@ -85,8 +85,7 @@ def quantizing_packer(quantization: str, group: int, dtype: torch.dtype, kernels
 
     def pack(weight_OI: Tensor, bias_O: Tensor | None, activation: str = "none") -> Matmul:
         weight = quantize(weight_OI, bits, group)
-        # bf16 inputs come in pairs.
-        if own is None or (dtype == torch.bfloat16 and weight_OI.shape[1] % 2):
+        if own is None or weight_OI.shape[1] % own.together(dtype):
             return reference(weight, bias_O, activation)
         return own.product(weight, bits, dtype, bias_O, activation)
 
@@ -111,12 +110,19 @@ class _Own:
         self._multiply = kernels.tessera_linear_quantized
         self._multiply.argtypes = (flag,) * 3 + (place, whole, whole) + (place,) * 3 + (flag, place) + (whole,) * 3
         self._multiply.restype = None
+        self._together = kernels.tessera_linear_quantized_together
+        self._together.argtypes = (flag,)
+
+    def together(self, dtype: torch.dtype) -> int:
+        """How many inputs lie side by side for activations of this type: a layer has a multiple of it."""
+        return int(self._together(int(dtype == torch.bfloat16)))
 
     def product(self, weight: Quantized, bits: int, dtype: torch.dtype, bias_O: Tensor | None, activation: str) -> Matmul:
         """The product with a weight, of which only the packed form is kept."""
         outputs, inputs = weight.values_OI.shape
         group, is_bf16, kind = weight.group + weight.group % 2, int(dtype == torch.bfloat16), ACTIVATIONS.index(activation)
-        packed, scales, multiply = _packed(weight.values_OI, bits, 1 + is_bf16), _panels(weight.scales_OG), self._multiply
+        packed, scales = _packed(weight.values_OI, bits, self.together(dtype)), _panels(weight.scales_OG)
+        multiply = self._multiply
 
         def matmul(x: Tensor) -> Tensor:
             assert x.dtype == dtype, "the kernel sees addresses alone"

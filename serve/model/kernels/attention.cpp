@@ -302,7 +302,7 @@ void attend(const Step& step, int threads) {
 
 extern "C" {
 
-int tessera_kernel_version() { return 8; }
+int tessera_kernel_version() { return 9; }
 int tessera_max_rows() { return kMaxRows; }
 
 void tessera_attend(int is_bf16, int threads, const Step* step) {

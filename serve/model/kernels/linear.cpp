@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "products.h"
+#include "avx2.h"
 
 namespace {
 
@@ -69,6 +69,8 @@ void pack(const char* plain, char* packed, int64_t O, int64_t W, int threads) {
             for (; w + 16 <= W; w += 16)
                 for (int64_t o = 0; o < kPanel; o += 16)
                     pack_square(first + (o * W + w) * kWord, panel + (w * kPanel + o) * kWord, W);
+#else
+            for (; w + 16 <= W; w += 16) pack_words(first, panel, rows, W, w, w + 16);  // what is written stays in the cache
 #endif
         pack_words(first, panel, rows, W, w, W);
     }
@@ -155,6 +157,8 @@ int tessera_linear_supported([[maybe_unused]] int is_bf16) {
     return 1;
 #elif defined(__AVX512F__)
     return !is_bf16;
+#elif defined(TESSERA_AVX2)
+    return 1;
 #else
     return 0;
 #endif
@@ -178,6 +182,16 @@ void tessera_linear(int is_bf16, int threads, const void* x, int64_t M, int64_t 
     if (is_bf16)
         linear<Bf16>(static_cast<const uint16_t*>(x), M, stride, static_cast<const uint16_t*>(packed),
                      static_cast<const uint16_t*>(bias), Activation(activation), static_cast<uint16_t*>(y), O, I, threads);
+#endif
+#ifdef TESSERA_AVX2
+    if (is_bf16)
+        multiply_rows(Call<bf16>{static_cast<const bf16*>(x), M, stride, static_cast<const bf16*>(bias), Activation(activation),
+                                 static_cast<bf16*>(y), O, I, threads},
+                      [&](int64_t p) { return PlainBf16{static_cast<const uint16_t*>(packed) + p * kPanel * I}; });
+    else
+        multiply_rows(Call<float>{static_cast<const float*>(x), M, stride, static_cast<const float*>(bias), Activation(activation),
+                                  static_cast<float*>(y), O, I, threads},
+                      [&](int64_t p) { return PlainFp32{static_cast<const float*>(packed) + p * kPanel * I}; });
 #endif
 }
 }

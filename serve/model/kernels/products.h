@@ -18,8 +18,6 @@ constexpr int64_t kChunk = 256;      // inputs summed before their sum joins the
 
 inline int64_t panels_of(int64_t outputs) { return (outputs + kPanel - 1) / kPanel; }
 
-#ifdef __AVX512F__
-
 // What is done to each output before it is stored: ``ACTIVATIONS`` of serve/model/linear.py.
 enum Activation { kNone, kGelu, kGeluTanh, kSilu, kRelu };
 
@@ -58,6 +56,8 @@ inline vec activate(Activation activation, vec x) {
     }
     return x;
 }
+
+#ifdef __AVX512F__
 
 struct Fp32 {
     typedef float number;

@@ -3,12 +3,12 @@
 //
 // Shapes.  M rows   I input features   O output features   G groups of inputs
 //
-// Packed weights: panels of 32 outputs, [O / 32, I, 32] with fp32 activations and [O / 32, I / 2, 32, 2] with bf16 ones, padded
-// with zeros. 8 bits: one byte each. 4 bits, as value + 8: the first half of the panel's outputs in the low halves of the
+// Packed weights: panels of 32 outputs, [O / 32, I, 32], or [O / 32, I / 2, 32, 2] where ``tessera_linear_quantized_together``
+// says 2, padded with zeros. 8 bits: one byte each. 4 bits, as value + 8: the first half of the panel's outputs in the low halves of the
 // bytes, the second half in the high ones. Scales: fp32 [O / 32, G, 32].
 #include <memory>
 
-#include "products.h"
+#include "avx2.h"
 
 namespace {
 
@@ -182,11 +182,33 @@ void multiply(const Layer& layer, const typename kind::number* x, int64_t M, int
 
 #endif
 
+#ifdef TESSERA_AVX2
+
+template <int bits, typename scalar>
+void multiply_whole(const Call<scalar>& call, const void* packed, const void* scales, int64_t group) {
+    const int64_t groups = (call.I + group - 1) / group;
+    multiply_rows(call, [&](int64_t p) {
+        return Whole<bits>(static_cast<const uint8_t*>(packed) + p * kPanel * call.I * bits / 8,
+                           static_cast<const float*>(scales) + p * groups * kPanel, group);
+    });
+}
+
+#endif
+
 }  // namespace
 
 extern "C" {
 
-// x is [M, I] with rows ``stride`` apart; in bf16 I and ``group`` must be even. y is [M, O], contiguous. ``bits`` is 8 or 4.
+// How many inputs of an output lie side by side in packed weights; I must be a multiple of it.
+int tessera_linear_quantized_together([[maybe_unused]] int is_bf16) {
+#ifdef __AVX512BF16__
+    return is_bf16 ? 2 : 1;
+#else
+    return 1;
+#endif
+}
+
+// x is [M, I] with rows ``stride`` apart; ``group`` is even. y is [M, O], contiguous. ``bits`` is 8 or 4.
 // Supported where ``tessera_linear_supported`` says so.
 void tessera_linear_quantized([[maybe_unused]] int is_bf16, [[maybe_unused]] int bits, [[maybe_unused]] int threads,
                               [[maybe_unused]] const void* x, [[maybe_unused]] int64_t M, [[maybe_unused]] int64_t stride,
@@ -203,6 +225,17 @@ void tessera_linear_quantized([[maybe_unused]] int is_bf16, [[maybe_unused]] int
     if (is_bf16)
         (bits == 8 ? multiply<FromBf16, 8> : multiply<FromBf16, 4>)(layer, static_cast<const uint16_t*>(x), M, stride,
                                                                     static_cast<uint16_t*>(y), threads);
+#endif
+#ifdef TESSERA_AVX2
+    if (is_bf16) {
+        const Call<bf16> call{static_cast<const bf16*>(x), M, stride, static_cast<const bf16*>(bias), Activation(activation),
+                              static_cast<bf16*>(y), O, I, threads};
+        (bits == 8 ? multiply_whole<8, bf16> : multiply_whole<4, bf16>)(call, packed, scales, group);
+    } else {
+        const Call<float> call{static_cast<const float*>(x), M, stride, static_cast<const float*>(bias), Activation(activation),
+                               static_cast<float*>(y), O, I, threads};
+        (bits == 8 ? multiply_whole<8, float> : multiply_whole<4, float>)(call, packed, scales, group);
+    }
 #endif
 }
 }

@@ -200,4 +200,5 @@ def test_every_level_compiles_and_names_its_instructions_rightly(no_kernels_buil
     kernels = load_cpu_kernels.__wrapped__()
     assert built_for(kernels) == found.level.name
     has_linear = (bool(kernels.tessera_linear_supported(0)), bool(kernels.tessera_linear_supported(1)))
-    assert has_linear == ("avx512f" in found.level.needs, "avx512_bf16" in found.level.needs)
+    # With AVX-512, but without its products of bf16 numbers, those are oneDNN's.
+    assert has_linear == (True, "avx512f" not in found.level.needs or "avx512_bf16" in found.level.needs)

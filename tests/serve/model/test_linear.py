@@ -9,15 +9,17 @@ import torch
 import transformers.activations
 
 from serve.model import linear
+from serve.model.kernels.ahead import processor_words
 from serve.model.quantized import BITS, quantizing_packer
-from tests.support.kernels import cpu_kernels
+from tests.support.kernels import LEVELS, cpu_kernels, kernels_of
 
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(params=["best", "without kernels"])
+@pytest.fixture(params=[*LEVELS, "without kernels"])
 def packer(request: pytest.FixtureRequest) -> linear.Packer | None:
-    return linear.choose_packer(CPU, torch.float32, None if request.param == "without kernels" else cpu_kernels())[1]
+    kernels = None if request.param == "without kernels" else kernels_of(request.param)
+    return linear.choose_packer(CPU, torch.float32, kernels)[1]
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 9, 31, 64, 131, 300])
@@ -36,10 +38,11 @@ def test_the_packed_product_is_the_product(
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6 * inputs**0.5 * 4)
 
 
-@pytest.mark.parametrize("rows", [1, 7, 8, 33])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 13, 33, 131])
 @pytest.mark.parametrize(("outputs", "inputs"), [(33, 64), (100, 255), (96, 1024)])
-def test_bf16_rounds_once(rows: int, outputs: int, inputs: int) -> None:
-    _, packer = linear.choose_packer(CPU, torch.bfloat16, cpu_kernels())
+def test_bf16_rounds_once(rows: int, outputs: int, inputs: int, level: str) -> None:
+    _, packer = linear.choose_packer(CPU, torch.bfloat16, kernels_of(level))
     if packer is None:
         pytest.skip("this processor has no packed bf16 route")
     torch.manual_seed(outputs)
@@ -71,10 +74,11 @@ def test_an_activation_follows_the_product(packer: linear.Packer | None, activat
         torch.testing.assert_close(out.double(), expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("activation", linear.ACTIVATIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_bias_is_added_first(activation: str, dtype: torch.dtype) -> None:
-    _, packer = linear.choose_packer(CPU, dtype, cpu_kernels())
+def test_the_bias_is_added_first(activation: str, dtype: torch.dtype, level: str) -> None:
+    _, packer = linear.choose_packer(CPU, dtype, kernels_of(level))
     if packer is None:
         pytest.skip("this processor has no packed bf16 route")
     torch.manual_seed(1)
@@ -106,8 +110,17 @@ def test_other_activations_are_left_to_transformers(name: str) -> None:
     assert linear.activation_of(transformers.activations.ACT2FN[name]) == "none"
 
 
-def test_rows_need_not_lie_next_to_one_another() -> None:
-    _, packer = linear.choose_packer(CPU, torch.float32, cpu_kernels())
+@pytest.mark.skipif("avx2" not in processor_words() or "fma" not in processor_words(), reason="a processor without AVX2")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernels_for_avx2_have_linear_layers_of_every_type(dtype: torch.dtype) -> None:
+    kernels = kernels_of(LEVELS[-1])
+    assert linear.choose_packer(CPU, dtype, kernels)[0] == "kernel"
+    assert quantizing_packer("int4", 32, dtype, kernels)[0] == "int4-kernel"
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_rows_need_not_lie_next_to_one_another(level: str) -> None:
+    _, packer = linear.choose_packer(CPU, torch.float32, kernels_of(level))
     assert packer is not None
     weight, wide = torch.randn(40, 24), torch.randn(5, 48)
     product = packer(weight, None)

@@ -9,19 +9,20 @@ import torch
 
 from serve.model import linear
 from serve.model.quantized import quantize, quantizing_packer, reference
-from tests.support.kernels import cpu_kernels
+from tests.support.kernels import LEVELS, cpu_kernels, kernels_of
 
 
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(("quantization", "group"), [("int8", 32), ("int4", 32), ("int4", 128)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 2), (31, 64), (100, 258), (65, 255), (130, 1100)])
 def test_the_kernel_computes_what_the_reference_does(
-    quantization: str, group: int, dtype: torch.dtype, outputs: int, inputs: int
+    quantization: str, group: int, dtype: torch.dtype, outputs: int, inputs: int, level: str
 ) -> None:
     """At every number of rows that has a loop of its own, and at those that widen the weights first."""
     torch.manual_seed(outputs * inputs)
     weight, bias = torch.randn(outputs, inputs).to(dtype), torch.randn(outputs).to(dtype)
-    _, pack = quantizing_packer(quantization, group, dtype, cpu_kernels())
+    _, pack = quantizing_packer(quantization, group, dtype, kernels_of(level))
     bits = 8 if quantization == "int8" else 4
     for own_bias, activation in ((bias, "gelu"), (None, "none")):
         product = pack(weight, own_bias, activation)
@@ -53,7 +54,7 @@ def test_each_weight_is_rounded_to_the_nearest_of_its_groups_numbers(bits: int, 
 def test_a_weight_that_is_no_number_stays_seen(quantization: str, wrong: float) -> None:
     weight = torch.ones(40, 64)
     weight[3, 5] = wrong
-    for kernels in (cpu_kernels(), None):
+    for kernels in (*map(kernels_of, LEVELS), None):
         out = quantizing_packer(quantization, 32, torch.float32, kernels)[1](weight, None)(torch.ones(2, 64))
         assert out[:, 3].isnan().all()
         assert out[:, [0, 39]].isfinite().all()
@@ -65,9 +66,10 @@ def test_the_name_says_what_computes() -> None:
     assert name == ("int8-kernel" if cpu_kernels().tessera_linear_supported(0) else "int8-torch")
 
 
-def test_rows_need_not_lie_next_to_one_another() -> None:
+@pytest.mark.parametrize("level", LEVELS)
+def test_rows_need_not_lie_next_to_one_another(level: str) -> None:
     weight, wide = torch.randn(40, 24), torch.randn(5, 48)
-    _, pack = quantizing_packer("int8", 32, torch.float32, cpu_kernels())
+    _, pack = quantizing_packer("int8", 32, torch.float32, kernels_of(level))
     product, plain = pack(weight, None), linear.plain(quantize(weight, 8, 32).dequantized(), None)
     for x in (wide[:, :24], wide[:, ::2]):
         torch.testing.assert_close(product(x), plain(x), rtol=1e-5, atol=1e-5)

@@ -1,0 +1,109 @@
+"""What the linear layers of a decode step cost: ``python -m benchmarks.linear``.
+
+The matrices of four layers and of the head of Pythia-160M's shape, each with weights of its own so that they come from memory,
+multiplied by 1, 8, 32 and 128 rows: the compiled kernels, oneDNN's packed weights where it has the type, and plain torch, in
+turns in one process. Kernels of another level than the processor's best (``--level x86-64-v3``) are compiled into a folder for
+the run; on a processor with more, hold the peers to the same: ``ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2``. With
+``--threads 1`` it is the processor's time that counts, which says something on a machine that does other work as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import datetime
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from benchmarks.serving import RESULTS, machine
+from serve.model.kernels.ahead import build_ahead
+from serve.model.kernels.build import built_for, load_cpu_kernels
+from serve.model.linear import Matmul, Packer, choose_packer, plain
+from serve.model.quantized import quantizing_packer
+
+LAYERS: Final = 4
+SHAPES: Final = ((2304, 768), (768, 768), (3072, 768), (768, 3072))
+"""(outputs, inputs) of a layer."""
+HEAD: Final = (50_304, 768)
+ROWS: Final = (1, 8, 32, 128)
+CPU: Final = torch.device("cpu")
+_MOST_SECONDS: Final = 2.0
+"""A call that takes longer is timed once."""
+
+
+def products(dtype: torch.dtype, kernels: ctypes.CDLL) -> dict[str, list[Matmul]]:
+    """Every product of a step, by who computes it."""
+    torch.manual_seed(0)
+    weights = [torch.randn(shape).to(dtype) * 0.02 for shape in SHAPES * LAYERS + (HEAD,)]
+    packers: dict[str, Packer | None] = {"kernel": choose_packer(CPU, dtype, kernels)[1], "plain torch": plain}
+    name, onednn = choose_packer(CPU, dtype, None)
+    packers |= {name: onednn} if onednn is not None else {}
+    packers |= {name: quantizing_packer(name, 32, dtype, kernels)[1] for name in ("int8", "int4")}
+    return {who: [pack(weight, None) for weight in weights] for who, pack in packers.items() if pack is not None}
+
+
+def measure(dtype: torch.dtype, kernels: ctypes.CDLL, repeats: int, threads: int) -> dict[str, dict[str, float]]:
+    """Milliseconds of a step's products by rows and by who computes them; medians."""
+    clock = time.thread_time if threads == 1 else time.perf_counter
+    found: dict[str, dict[str, float]] = {}
+    steps = products(dtype, kernels)
+    for rows in ROWS:
+        inputs = {width: torch.randn(rows, width).to(dtype) for width in (768, 3072)}
+        seconds: dict[str, list[float]] = {who: [] for who in steps}
+        for _ in range(repeats + 1):
+            for who, step in steps.items():
+                if seconds[who] and seconds[who][0] > _MOST_SECONDS:
+                    continue
+                began = clock()
+                for product, (_, width) in zip(step, SHAPES * LAYERS + (HEAD,), strict=True):
+                    product(inputs[width])
+                seconds[who].append(clock() - began)
+        found[str(rows)] = {who: round(1e3 * statistics.median(each[1:] or each), 3) for who, each in seconds.items()}
+        print(
+            f"{dtype} {rows:4} rows: " + "  ".join(f"{who} {value:.2f}" for who, value in found[str(rows)].items()), flush=True
+        )
+    return found
+
+
+def main() -> int:
+    """Run, print and record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=15, help="of each cell (15)")
+    parser.add_argument("--level", help="kernels of this level instead of the processor's best")
+    parser.add_argument("--threads", type=int, default=2, help="that compute (2)")
+    parser.add_argument("--no-record", action="store_true", help="write no result file")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    with tempfile.TemporaryDirectory() as scratch:
+        if options.level:
+            kernels = ctypes.CDLL(str(build_ahead([options.level], Path(scratch))[0]))
+        else:
+            kernels = load_cpu_kernels()
+        load = os.getloadavg()[0]
+        record = {
+            "what": "milliseconds of four layers' and the head's products of Pythia-160M's shape, by rows; "
+            f"{options.threads} threads, " + ("processor time" if options.threads == 1 else "wall time") + "; medians",
+            "date": datetime.date.today().isoformat(),
+            "machine": machine("cpu"),
+            "instructions": torch.backends.cpu.get_cpu_capability(),
+            "kernels": built_for(kernels),
+            "float32": measure(torch.float32, kernels, options.repeats, options.threads),
+            "bfloat16": measure(torch.bfloat16, kernels, options.repeats, options.threads),
+            "load_average": {"before": load, "after": os.getloadavg()[0]},
+        }
+    if not options.no_record:
+        target = RESULTS / f"linear-cpu-{record['date']}.json"
+        target.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
