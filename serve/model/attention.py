@@ -33,8 +33,8 @@ class StepLayout:
     """Q numbers: the row of ``block_tables`` that is sequence i's."""
     lengths: Tensor | None = None
     """int64 [T]: the length by which each token is computed, see ``LengthRule``; ``None`` where that changes nothing."""
-    made: dict[object, object] = field(default_factory=dict, compare=False, repr=False)
-    """What a back end makes of the layout once for all layers; it lasts as long as the layout, which captured steps keep."""
+    made: dict[object, object] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """What a back end makes of the layout once for all layers; as long-lived as it, and not handed on to a changed copy."""
 
 
 Rotary = tuple[Tensor, Tensor]
