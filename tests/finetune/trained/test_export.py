@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoint import open_checkpoint
+from checkpoint import CheckpointError, open_checkpoint
 from finetune.errors import ConfigError, RunError
 from finetune.machine.process import stopped_in_order
 from finetune.output.new_checkpoint import write_new
@@ -19,6 +21,7 @@ from finetune.trained.export import export
 from tests.checkpoint.folders import CONFIG, some_tensors
 from tests.checkpoint.readers import deepspeed_folders, test_hostile
 from tests.checkpoint.readers.hostile import Target
+from tests.support.models import save
 from tests.support.reference import load
 
 SETTINGS: dict[str, Any] = {"step": 1, "config": CONFIG}
@@ -49,6 +52,51 @@ def test_what_a_killed_export_left_is_removed_by_the_next_and_never_taken_for_it
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     with open_checkpoint(tmp_path / "out", verify="sha256") as checkpoint:
         assert all(torch.equal(checkpoint.read(name), tensor) for name, tensor in some_tensors(seed=2).items())
+
+
+HELD_IN_THE_MIDDLE = """
+import sys
+from checkpoint import CheckpointWriter
+from finetune.__main__ import main
+
+add, added = CheckpointWriter.add, []
+
+def add_and_wait(self, name, tensor):
+    add(self, name, tensor)
+    added.append(name)
+    if len(added) == 5:
+        print("in the middle", flush=True)
+        sys.stdin.read()
+
+CheckpointWriter.add = add_and_wait
+main(sys.argv[1:])
+"""
+"""The command, which says when it has written five tensors and goes no further."""
+
+
+def test_the_command_that_is_killed_in_the_middle_leaves_no_folder_and_ends_well_when_run_again(tmp_path: Path) -> None:
+    source, out = tmp_path / "source", tmp_path / "exported" / "out"
+    save("gpt_neox", source)
+    words = ["export", str(source), str(out)]
+    with subprocess.Popen(
+        [sys.executable, "-c", HELD_IN_THE_MIDDLE, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as held:
+        assert held.stdout is not None
+        try:
+            assert held.stdout.readline() == "in the middle\n"
+        finally:
+            held.kill()
+    assert held.returncode == -signal.SIGKILL
+    assert [path.name for path in out.parent.iterdir()] == [".out.export"]
+    for left in (out, out.parent, *out.parent.rglob("*")):
+        with pytest.raises(CheckpointError), open_checkpoint(left):
+            pass
+    again = subprocess.run([sys.executable, "-m", "finetune", *words], capture_output=True, text=True, check=False)
+    assert (again.returncode, again.stdout) == (0, f"{out}\n"), again.stderr
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+    with open_checkpoint(source) as stored, open_checkpoint(out, verify="sha256") as written:
+        assert set(written.tensors) == set(stored.tensors)
+        assert all(torch.equal(written.read(name), stored.read(name)) for name in stored.tensors)
 
 
 def test_two_exports_to_one_folder_do_not_mix(tmp_path: Path) -> None:
