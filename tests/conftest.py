@@ -29,6 +29,15 @@ def _loggers_enabled() -> None:
             logger.disabled = False
 
 
+@pytest.fixture(autouse=True)
+def _gradients_stay_on() -> Iterator[None]:
+    """The tests of a process share torch's state: one that turns gradients off would fail others, far away."""
+    yield
+    if (torch := sys.modules.get("torch")) is not None and not torch.is_grad_enabled():
+        torch.set_grad_enabled(True)
+        pytest.fail("this test left gradients off for those after it")
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _interrupts_reach_children() -> None:
     """A run in a shell's background inherits an ignored SIGINT and would hand that on to the programs under test."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,8 +26,9 @@ CASES = [
 
 
 @pytest.fixture(autouse=True)
-def _no_gradients() -> None:
-    torch.set_grad_enabled(False)
+def _no_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
 
 
 @pytest.mark.parametrize(("family", "dtype"), CASES)

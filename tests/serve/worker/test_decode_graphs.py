@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,10 @@ CASES = [name if name in FAMILIES else pytest.param(name, marks=pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> None:
+def _one_thread_without_gradients() -> Iterator[None]:
     torch.set_num_threads(1)
-    torch.set_grad_enabled(False)
+    with torch.no_grad():
+        yield
 
 
 def saved(name: str, tmp_path: Path) -> Path:
