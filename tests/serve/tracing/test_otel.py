@@ -125,9 +125,13 @@ async def test_a_refused_call_and_one_that_is_given_up_say_so(traced: Traced) ->
     refused = spans["serve.v1.Inference/Generate"]
     assert (refused.attributes or {})["rpc.response.status_code"] == "INVALID_ARGUMENT"
     assert refused.status.is_unset, "the caller's mistake"
+    ranks = traced.server.ranks
+    ranks.last_step = ranks.num_steps + 3
     call = traced.server.inference.GenerateStream(request(tokens=200), metadata=SAMPLED)
     await call.read()
     call.cancel()
+    await traced.server.until(lambda: traced.server.gateway.num_in_flight == 0)
+    ranks.last_step = None
     spans = await traced.spans(lambda found: "text_completion fake" in found and "serve.v1.Inference/GenerateStream" in found)
     assert (spans["serve.v1.Inference/GenerateStream"].attributes or {})["rpc.response.status_code"] == "CANCELLED"
     assert (spans["text_completion fake"].attributes or {})["error.type"] == "RequestAborted"
