@@ -1,10 +1,24 @@
-"""Values that every layer of the server shares. Frozen, slotted, printable; no behaviour beyond reading them."""
+"""Values that every layer of the server shares. Never changed, slotted, printable; no behaviour beyond reading them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import NewType
+from typing import TYPE_CHECKING, NewType
+
+if TYPE_CHECKING:
+    from dataclasses import dataclass
+
+    made_often = dataclass
+else:
+
+    def made_often(*, frozen: bool, **options: bool) -> object:
+        """A dataclass of which every step makes hundreds: that nobody changes one is seen to by the type checker alone.
+
+        Python's own frozen dataclasses are made in three times the time of others, which was a third of the engine's step.
+        """
+        return dataclass(**options, unsafe_hash=frozen)
+
 
 RequestId = NewType("RequestId", str)
 """The client's name for a request, or one the server made; unique among the requests that are alive."""
@@ -145,7 +159,7 @@ class Generation:
     """Monotonic clock; ``None`` waits for ever."""
 
 
-@dataclass(frozen=True, slots=True)
+@made_often(frozen=True, slots=True)
 class TokenLogprob:
     """Natural-log probability of one token under the model's unmodified distribution (before penalties and temperature)."""
 
@@ -198,7 +212,7 @@ class PromptReady:
     """One per prompt token, the first ``None``; empty unless ``prompt_logprobs`` was asked for."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@made_often(frozen=True, slots=True, kw_only=True)
 class TokensOut:
     """New output of one sequence. Text may lag behind the ids: incomplete characters and possible stop strings are held."""
 

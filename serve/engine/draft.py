@@ -28,25 +28,28 @@ class Draft:
 
         They count as computed from now on, and the token that they sample as pending.
         """
-        num_tokens, num_blocks = seq.num_known_ahead, len(seq.table)
-        samples = seq.num_computed + count == num_tokens and seq.samples
+        # Once for each sequence in each step: what is read often has a name here.
+        start, known, pending = seq.num_computed, seq.num_known, seq.num_pending
+        sent, num_blocks = seq.num_sent_blocks, len(seq.table)
+        num_tokens, positions, end = len(seq.token_ids) + pending, count + len(proposed), start + count
+        samples = end == num_tokens and seq.samples
         self.spans.append(
             Span(
                 sequence=seq.id,
-                start=seq.num_computed,
-                count=count + len(proposed),
-                continues=seq.num_known < num_tokens and seq.num_pending > 0,
-                new_tokens=tuple(seq.token_ids[seq.num_known :]) if num_tokens > seq.num_known else (),
-                new_blocks=tuple(seq.table[seq.num_sent_blocks :]) if num_blocks > seq.num_sent_blocks else (),
+                start=start,
+                count=positions,
+                continues=known < num_tokens and pending > 0,
+                new_tokens=tuple(seq.token_ids[known:]) if num_tokens > known else (),
+                new_blocks=tuple(seq.table[sent:]) if num_blocks > sent else (),
                 sample=samples,
                 proposed=proposed,
             )
         )
-        seq.num_computed += count
-        seq.num_pending += samples
+        seq.num_computed = end
+        seq.num_pending = pending + samples
         seq.num_known = num_tokens
         seq.num_sent_blocks = num_blocks
-        self.budget -= count + len(proposed)
-        if seq.chain is not None and count > 1:
-            full = seq.num_computed // block_tokens
+        self.budget -= positions
+        if count > 1 and seq.chain is not None:
+            full = end // block_tokens
             self.making.update(seq.chain.digest(index) for index in range(seq.num_registered, full))

@@ -310,8 +310,9 @@ class Engine:
         for fault in result.faults:
             if (seq := self._scheduler.running.get(fault.sequence)) is not None:  # a sibling's fault may have ended it
                 self._fail(seq.request, (NotFinite if fault.not_finite else RequestBroke)(fault.message))
+        running = self._scheduler.running
         for span in plan.spans:
-            seq = self._scheduler.running.get(span.sequence)
+            seq = running.get(span.sequence)
             if seq is None:
                 continue
             request, computed = seq.request, span.start + span.count - len(span.proposed)
@@ -336,6 +337,9 @@ class Engine:
         """Take one token after the other, as if each had come by a step of its own, until the sequence ends or starts over."""
         proposed, accepted = span.proposed, 0
         seq.num_pending -= 1
+        if not proposed and len(answers) == 1:
+            self._apply_token(seq, answers[0], now)
+            return
         for place, answer in enumerate(answers):
             if place and seq.state is not SequenceState.RUNNING:
                 return

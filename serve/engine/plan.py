@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from serve.types import BlockId, SamplingParams, SequenceId, TokenLogprob
+from serve.types import BlockId, SamplingParams, SequenceId, TokenLogprob, made_often
 
 DRAFTED: Final = -1
 """In ``Span.proposed``: whatever the ranks' draft model says there."""
@@ -35,7 +35,7 @@ class Start:
     """When set, every span row p with p + 1 < num_prompt_tokens yields the logprob of token p + 1."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@made_often(frozen=True, slots=True, kw_only=True)
 class Span:
     """Positions ``[start, start + count)`` of one sequence, computed in this step.
 
@@ -80,7 +80,7 @@ class StepPlan:
         return sum(span.count for span in self.spans)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@made_often(frozen=True, slots=True, kw_only=True)
 class Sampled:
     """The token chosen after a span's last known token or, when all before it were chosen as proposed, after a proposed one."""
 

@@ -11,6 +11,7 @@ from serve.engine.plan import StepPlan
 from serve.engine.prefix_cache import PrefixCache
 from serve.engine.sequence import Sequence, SequenceState
 from serve.engine.shares import Shares
+from serve.engine.speculation import Speculation
 from serve.engine.starting import start_of
 from serve.engine.stats import Recomputed
 from serve.types import BlockId, SequenceId
@@ -171,10 +172,11 @@ class Scheduler:
         What was proposed counts as computed once it is known to come; see ``advance``.
         """
         self._making.popleft()
+        running, size = self.running, self._cache.block_tokens
         for span in plan.spans:
-            seq = self.running.get(span.sequence)
-            if seq is not None:
-                self._register(seq, span.start + span.count - len(span.proposed))
+            seq = running.get(span.sequence)
+            if seq is not None and (seq.num_registered + 1) * size <= (end := span.start + span.count - len(span.proposed)):
+                self._register(seq, end)
 
     def accept(self, seq: Sequence) -> None:
         """A token that was proposed for a sequence was sampled too."""
@@ -200,16 +202,19 @@ class Scheduler:
         if self.running and self._limits.speculative_tokens:
             youngest = self.running[next(reversed(self.running))]
             draft.spare = min(draft.budget - (len(self.running) - 1) - youngest.debt, self._limits.speculative_tokens)
+        size = self._cache.block_tokens
         for seq in tuple(self.running.values()):
-            if seq.id not in self.running:  # preempted a moment ago, and so was every younger one
+            if draft.has_preempted and seq.id not in self.running:  # preempted a moment ago, and so was every younger one
                 return
-            count = min(seq.debt, draft.budget)
+            count = seq.debt
+            if count > draft.budget:
+                count = draft.budget
             if count == 0:
                 draft.num_last += 1
                 continue
-            if not self._grow(seq, count, draft):
+            if seq.num_computed + count > len(seq.table) * size and not self._grow(seq, count, draft):
                 return
-            draft.add_span(seq, count, self._cache.block_tokens, self._propose(seq, draft))
+            draft.add_span(seq, count, size, () if seq.speculation is None else self._propose(seq, seq.speculation, draft))
 
     def _can_run_ahead(self) -> bool:
         """Whether the next step can be planned without the tokens of the one under way: nobody guesses what comes after them,
@@ -313,27 +318,27 @@ class Scheduler:
         seq.table += blocks
         return True
 
-    def _propose(self, seq: Sequence, draft: Draft) -> tuple[int, ...]:
+    def _propose(self, seq: Sequence, speculation: Speculation, draft: Draft) -> tuple[int, ...]:
         """Tokens that may follow what a sequence knows, which it owes one position of and has the block for.
 
         The last token that it may generate is never computed, so it is not proposed either. A guess may take what is left of
         the sequence's blocks, and more only while each running sequence could have one yet: nothing is preempted for it.
         """
-        request = seq.request
-        if seq.speculation is None or seq.debt != 1 or draft.spare <= 0:
-            return ()
         num_tokens, size = len(seq.token_ids), self._cache.block_tokens
+        if draft.spare <= 0 or speculation.rests(num_tokens) or seq.debt != 1:
+            return ()
+        request = seq.request
         still_to_come = request.num_prompt_tokens + request.rule.max_new_tokens - num_tokens
         covered = len(seq.table) * size
         free = max(0, self._cache.pool.num_free - self._headroom - len(self.running))
         room = min(still_to_come - 1, draft.spare, covered + free * size - num_tokens)
-        proposed = seq.speculation.propose(seq.token_ids, room)
+        proposed = speculation.propose(seq.token_ids, room)
         missing = self._cache.blocks_for(num_tokens + len(proposed)) - len(seq.table)
         if missing > 0:
             blocks = self._cache.try_take(missing)
             assert blocks is not None, "room was reckoned by the free blocks"
             seq.table += blocks
-        seq.speculation.proposed += len(proposed)
+        speculation.proposed += len(proposed)
         self.proposed_tokens += len(proposed)
         draft.spare -= len(proposed)
         return proposed

@@ -113,13 +113,12 @@ class Sequence:
     @property
     def debt(self) -> int:
         """Positions that can be computed and are not: none after the last token that may be sampled without looking at it."""
-        known = len(self.token_ids) + self.num_pending
-        if self.num_pending:
-            most = self.request.num_prompt_tokens + self.request.rule.max_new_tokens - 1
-            if self.restart_after is not None:
-                most = min(most, self.restart_after)
-            known = min(known, most)
-        return known - self.num_computed
+        if not self.num_pending:
+            return len(self.token_ids) - self.num_computed
+        most = self.request.num_prompt_tokens + self.request.rule.max_new_tokens - 1
+        if self.restart_after is not None:
+            most = min(most, self.restart_after)
+        return min(len(self.token_ids) + self.num_pending, most) - self.num_computed
 
     @property
     def num_known_ahead(self) -> int:

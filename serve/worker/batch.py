@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -153,7 +155,9 @@ class SequenceTable:
         """The tensors of a step that computes these spans, of a plan that was learnt."""
         states = [self._sequences[span.sequence] for span in spans]
         parts = [
-            (state, span.start, [*state.token_ids[span.start : span.start + span.count], *span.proposed])
+            (state, span.start, [state.token_ids[span.start]])
+            if span.count == 1  # which is known, in a step of many
+            else (state, span.start, [*state.token_ids[span.start : span.start + span.count], *span.proposed])
             for span, state in zip(spans, states, strict=True)
         ]
         if self._decoding is not None and self._decoding.fits(len(parts)) and all(len(tokens) == 1 for _, _, tokens in parts):
@@ -193,30 +197,29 @@ class SequenceTable:
             parts: of each sequence its first position and the tokens from there on, for which it has blocks.
             lengths: see ``StepLayout``.
         """
-        ids: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        starts = [0]
         size = self._block_tokens
-        for state, first, tokens in parts:
-            if len(tokens) == 1:  # most are so, in a step of many
-                positions.append(first)
-                slots.append(state.blocks[first // size] * size + first % size)
-            else:
+        counts = [len(tokens) for _, _, tokens in parts]
+        if sum(counts) == len(parts):  # a token each, as in most steps of many
+            ids = [tokens[0] for _, _, tokens in parts]
+            positions = [first for _, first, _ in parts]
+            slots = [state.blocks[first // size] * size + first % size for state, first, _ in parts]
+        else:
+            ids, positions, slots = [], [], []
+            for state, first, tokens in parts:
                 end = first + len(tokens)
+                ids.extend(tokens)
                 positions.extend(range(first, end))
-                slots.extend(state.blocks[p // size] * size + p % size for p in range(first, end))
-            ids.extend(tokens)
-            starts.append(len(ids))
-        # One transfer for all that a step's tokens are.
-        staged_3T = send(torch.tensor((ids, positions, slots), dtype=torch.int64), self._device)
+                slots.extend([state.blocks[p // size] * size + p % size for p in range(first, end)])
+        # One transfer for all that a step's tokens are; torch reads an array far faster than lists.
+        staged_3T = torch.frombuffer(array("q", ids + positions + slots), dtype=torch.int64).view(3, -1)
+        staged_3T = send(staged_3T, self._device)
         return staged_3T, StepLayout(
             slots=staged_3T[2],
             positions=staged_3T[1].int(),
-            query_starts=tuple(starts),
-            context_lengths=tuple(first + len(tokens) for _, first, tokens in parts),
+            query_starts=tuple(itertools.accumulate(counts, initial=0)),
+            context_lengths=tuple([first + count for (_, first, _), count in zip(parts, counts, strict=True)]),
             block_tables=self._tables.written(),
-            table_rows=tuple(state.table_row for state, _, _ in parts),
+            table_rows=tuple([state.table_row for state, _, _ in parts]),
             lengths=lengths,
         )
 
