@@ -63,7 +63,7 @@ lint: $(STAMP) ## ruff: rules and format
 	@echo "lint: clean"
 
 types: $(STAMP) ## mypy strict over everything but generated code
-	@$(PY) -m mypy --no-error-summary
+	@$(PY) -m mypy --no-error-summary --num-workers $(WORKERS)
 	@echo "types: clean"
 
 imports: $(STAMP) ## who may import whom, and that what is drawn and listed from the code is what it says
