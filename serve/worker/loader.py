@@ -32,6 +32,7 @@ from serve.model.load import Blueprint, Filler, build_on_meta, choose_dtype, rea
 from serve.model.pretrained import vocabulary_rows
 from serve.model.shards import ShardOf
 from serve.types import LengthRule
+from serve.worker import gpus
 from serve.worker.complete import (
     page_attention,
     plain_embedding,
@@ -42,6 +43,7 @@ from serve.worker.complete import (
     whole_head,
 )
 from serve.worker.computing import captures_on_cpu, choose_attention, choose_linear, sizes_to_capture
+from serve.worker.device_faults import weights_that_do_not_fit
 from serve.worker.finite import check_weights
 from serve.worker.kv_cache import GIB, allocate, block_bytes, cache_dtype, choose_memory, choose_num_blocks
 from serve.worker.parallel import Ranks, shard, vocabulary_widths
@@ -262,7 +264,14 @@ def _read_weights(
     kernels = None if captured else _load_kernels(config.kernels.cache_dir, ranks.rank, device, dtype)
     linear, packer = choose_linear(config.model, device, dtype, kernels, captured=captured)
     filler = Filler(model, shards, device, ProductMaker(packer, ranks, activations(model, plan.family)))
-    filler.fill(checkpoint, plan.blueprint)
+    free = gpus.free_bytes(device)
+    try:
+        filler.fill(checkpoint, plan.blueprint)
+    except torch.OutOfMemoryError as error:
+        needed = plan.blueprint.num_parameters * dtype.itemsize
+        raise ConfigError(
+            weights_that_do_not_fit(config, gpus.name_of(device), weight_bytes=needed, free_bytes=free, itemsize=dtype.itemsize)
+        ) from error
     watch.lap("weights")
     return kernels, linear, filler
 
