@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import selectors
@@ -128,7 +129,7 @@ class RankExecutor:
             process = self._starter.start(
                 NewRank(
                     number=number,
-                    environment=rank_environment(number, size, self._config.model.device),
+                    environment=rank_environment(number, size, self._config.model.device, self._config.model.gpus),
                     sockets=(theirs.fileno(), their_orders.fileno(), their_pulse.fileno()),
                     rendezvous=rendezvous,
                     shared=shared,
@@ -178,7 +179,7 @@ class RankExecutor:
         if failures:
             # A configuration error explains the others' deaths, not the other way round.
             raise min(failures, key=lambda failure: not failure.configured).error()
-        return facts[0]
+        return dataclasses.replace(facts[0], gpus=tuple(gpu for number in sorted(facts) for gpu in facts[number].gpus))
 
     def _lost_while_it_started(self, rank: _Rank) -> str:
         """What became of a rank whose connection has gone: the kernel closes that a moment before the dead can be collected."""

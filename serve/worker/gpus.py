@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import logging
+import os
 
 import torch
 
 from host import limits
+from serve.config import CacheConfig
 
 _LOG = logging.getLogger(__name__)
 _GIB = 1 << 30
 
 
 def uuid_of(device: torch.device) -> str:
-    """The name by which the driver knows a GPU, ``GPU-…``; empty for a CPU."""
-    return f"GPU-{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else ""
+    """The name by which the driver knows a GPU, ``GPU-…``, or a slice of one, ``MIG-…``."""
+    kind = "MIG" if "MIG-" in os.environ.get("CUDA_VISIBLE_DEVICES", "") else "GPU"
+    return f"{kind}-{torch.cuda.get_device_properties(device).uuid}"
 
 
 def name_of(device: torch.device) -> str:
@@ -27,6 +30,24 @@ def name_of(device: torch.device) -> str:
 def free_bytes(device: torch.device) -> int:
     """What of the memory that a rank computes in is free."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else limits.memory_available()
+
+
+def reserved_bytes(device: torch.device) -> int:
+    """What this process has taken of a GPU's memory for tensors; 0 of a CPU."""
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+
+
+def give_back(device: torch.device) -> None:
+    """Let others have what this process has taken of a GPU and holds no tensor in."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
+def keep_within(device: torch.device, cache: CacheConfig) -> None:
+    """Let this process take no more of a GPU than ``cache.memory_fraction``, so that others' share of it stays theirs."""
+    if device.type == "cuda" and cache.kv_cache_gib is None:
+        torch.cuda.set_per_process_memory_fraction(cache.memory_fraction, device)
 
 
 def tell(device: torch.device, rank: int, size: int) -> None:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from serve.engine.plan import StepPlan
     from serve.worker.exchange import Exchange
     from serve.worker.loader import RankModel
+    from serve.worker.parallel import Ranks
     from serve.worker.runner import Runner
 
 RANK_NAME: Final = "tessera-rank-"
@@ -109,6 +110,7 @@ def _load(
         device = choose_device(config.model.device, int(os.environ["LOCAL_RANK"]))
         name = gpus.name_of(device)  # asked for while it is well
         gpus.tell(device, rank, config.model.tensor_parallel_size)
+        gpus.keep_within(device, config.cache)
         os.environ["DS_ACCELERATOR"] = device.type  # DeepSpeed guesses otherwise, and warns that it does
         size, memory = config.model.tensor_parallel_size, None if shared_fd < 0 else shared_fd
         torch.set_grad_enabled(False)
@@ -120,6 +122,7 @@ def _load(
             lambda: join_ranks(rank, size, device, rendezvous, memory, config.supervisor.start_timeout_seconds, progress),
             Stopwatch((("import", time.monotonic() - began),)),
             beside=draft_bytes_per_block(config, rank, device),
+            trial=_trial(config, progress),
         )
         runner = Runner(model, ranks, load_draft(config, model, rank))
         with progress.with_others():
@@ -128,6 +131,7 @@ def _load(
                 verify_logits(config, model, ranks)
             if runner.graphs is not None:
                 runner.graphs.capture()
+        ranks.limit_exchanges(config.supervisor.step_timeout_seconds)
     except StartError as error:
         wire.send(steps, wire.encode(wire.Failed(str(error), configured=isinstance(error, ConfigError))))
         return None
@@ -141,6 +145,16 @@ def _load(
     return runner, Exchange(config, model, ranks, runner), _faults(config, model, rank, name)
 
 
+def _trial(config: ServerConfig, progress: Progress) -> Callable[[RankModel, Ranks], int]:
+    from serve.worker.trial import bytes_of_steps
+
+    def trial(model: RankModel, ranks: Ranks) -> int:
+        with progress.with_others():
+            return bytes_of_steps(config, model, ranks)
+
+    return trial
+
+
 def _why_not_loaded(error: Exception, rank: int, device: str) -> str:
     if "torch" in sys.modules:
         from serve.worker.device_faults import fault
@@ -152,7 +166,7 @@ def _why_not_loaded(error: Exception, rank: int, device: str) -> str:
 
 def _faults(config: ServerConfig, model: RankModel, rank: int, device: str) -> FaultOf:
     from serve.worker.device_faults import step_fault
-    from serve.worker.loader import bytes_per_block
+    from serve.worker.sizing import bytes_per_block
 
     block_bytes = bytes_per_block(model.survey, config, model.survey.heads.shared_heads(rank).width)
 
@@ -196,8 +210,12 @@ def choose_device(wanted: str, rank: int) -> torch.device:
     if wanted == "cpu" or not available:
         return torch.device("cpu")
     if rank >= torch.cuda.device_count():
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        why = "" if visible is None else f", by CUDA_VISIBLE_DEVICES {visible!r}"
+        if visible is not None and "MIG-" in visible:
+            why += ", of which CUDA shows a process one slice (MIG)"
         raise ConfigError(
-            f"model.tensor_parallel_size asks for rank {rank}; there are {torch.cuda.device_count()} CUDA devices"
+            f"model.tensor_parallel_size asks for rank {rank}; there are {torch.cuda.device_count()} CUDA devices{why}"
         )
     return torch.device("cuda", rank)
 
