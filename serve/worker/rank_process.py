@@ -292,7 +292,7 @@ def rank_environment(number: int, size: int, device: str, gpus: str = "") -> dic
         "THP_MEM_ALLOC_ENABLE": "1",
         "LOCAL_RANK": str(number),
         **({"DS_ACCELERATOR": "cpu"} if on_cpu else _EXCHANGE_OF_GPUS),
-        # All of the ranks' GPUs, in their order: NCCL finds the way from one to another by itself only if it sees both.
+        # All of the ranks' GPUs, in their order, so that whether they reach one another can be asked.
         **({"CUDA_VISIBLE_DEVICES": gpus, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if gpus else {}),
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
