@@ -105,8 +105,8 @@ bench-training: $(STAMP) ## step time beside a bare DeepSpeed loop and HF Traine
 bench-load: $(STAMP) ## other trainers' checkpoints to a first token, beside merging and from_pretrained; writes 6 GB to .cache/load
 	@$(PY) -m benchmarks.load
 
-test-gpu: $(STAMP) ## the tests that need a CUDA device
-	@$(PY) -m pytest -q -m gpu
+test-gpu: $(STAMP) ## the tests that need a CUDA device, within ten minutes; REHEARSE=1: few of them, on the CPU
+	@$(if $(REHEARSE),TESSERA_REHEARSE_GPU=1 TRITON_INTERPRET=1) $(PY) -m pytest -q -m gpu tests/gpu
 
 bench-gpu: $(STAMP) ## decoding on a CUDA device by shape, batch and context, beside transformers; REHEARSE=1: tiny, on the CPU
 	@$(PY) -m benchmarks.gpu $(if $(REHEARSE),--rehearse)
