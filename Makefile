@@ -137,6 +137,9 @@ deploy-tools:
 	@command -v haproxy >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
 	    { apt-get update -qq && apt-get install -y -qq haproxy; } >/dev/null 2>&1; } || \
 	    echo "several servers are tried behind Debian's haproxy (apt-get install haproxy)"
+	@command -v ip >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	    { apt-get update -qq && apt-get install -y -qq iproute2; } >/dev/null 2>&1; } || \
+	    echo "several machines are tried in network namespaces by iproute2 (apt-get install iproute2), as root"
 	@[ -x .cache/deploy-tools/bin/checkov ] || { $(PYTHON) -m venv .cache/deploy-tools && .cache/deploy-tools/bin/python -m pip install -q \
 	    --disable-pip-version-check kubernetes-validate==1.37.0 checkov==3.3.30; } >/dev/null 2>&1 || \
 	    echo "the manifests are tried with kubernetes-validate and checkov, which pip could not install"

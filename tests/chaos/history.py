@@ -66,13 +66,13 @@ def run(server: Server, call: Call) -> None:
 class Load:
     """Callers who make one call after another, and the history of it all."""
 
-    def __init__(self, server: Server, seed: int) -> None:
+    def __init__(self, server: Server, seed: int, streams: int = NUM_STREAMS) -> None:
         self._server = server
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._draw = random.Random(seed)
         self.calls: list[Call] = []
-        self._threads = [threading.Thread(target=self._work) for _ in range(NUM_STREAMS)]
+        self._threads = [threading.Thread(target=self._work) for _ in range(streams)]
 
     def _work(self) -> None:
         while not self._stop.is_set():
