@@ -37,6 +37,7 @@ from serve.errors import (
     EngineDown,
     Loading,
     NotFinite,
+    PutOut,
     QueueFull,
     RequestAborted,
     ServeError,
@@ -66,6 +67,7 @@ END_OF_ERROR: Final[dict[type[ServeError], str]] = {
     RequestAborted: "cancelled",
     DeadlineExpired: "deadline",
     SlowReader: "slow_reader",
+    PutOut: "put_out",
     Draining: "draining",
     EngineDown: "engine_down",
 }
