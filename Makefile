@@ -155,8 +155,8 @@ test-ray: $(STAMP) ## the example for Ray Data on a Ray of two workers, which is
 	@$(PY) -m pip install -q --disable-pip-version-check -c constraints.txt 'ray[data]==2.60.0'
 	@$(PY) -m pytest -q -rs tests/serve/client/offline/test_ray.py
 
-chaos: $(STAMP) ## ranks killed and frozen under load, twenty times each, and the history of every call; CASE=kill for one
-	@$(PY) -m tests.chaos $(CASE)
+chaos: $(STAMP) ## faults of many kinds under load, and the history of every call; CASE=kill for one, ROUNDS=20 for the whole
+	@$(PY) -m tests.chaos $(CASE) $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(OUT),--out $(OUT))
 
 fuzz: $(STAMP) ## mutated requests, plans, settings, tokens and checkpoints, half a minute each; TARGET=pickles for one
 	@$(PY) -m tests.fuzz $(TARGET)
