@@ -35,7 +35,7 @@ class Start:
     """When set, every span row p with p + 1 < num_prompt_tokens yields the logprob of token p + 1."""
 
 
-@made_often(frozen=True, slots=True, kw_only=True)
+@made_often(kw_only=True)
 class Span:
     """Positions ``[start, start + count)`` of one sequence, computed in this step.
 
@@ -80,7 +80,7 @@ class StepPlan:
         return sum(span.count for span in self.spans)
 
 
-@made_often(frozen=True, slots=True, kw_only=True)
+@made_often(kw_only=True)
 class Sampled:
     """The token chosen after a span's last known token or, when all before it were chosen as proposed, after a proposed one."""
 

@@ -156,7 +156,7 @@ class SequenceTable:
         states = [self._sequences[span.sequence] for span in spans]
         parts = [
             (state, span.start, [state.token_ids[span.start]])
-            if span.count == 1  # which is known, in a step of many
+            if span.count == 1  # then the token is a known one, and making no slices is most of the cost
             else (state, span.start, [*state.token_ids[span.start : span.start + span.count], *span.proposed])
             for span, state in zip(spans, states, strict=True)
         ]
@@ -199,7 +199,7 @@ class SequenceTable:
         """
         size = self._block_tokens
         counts = [len(tokens) for _, _, tokens in parts]
-        if sum(counts) == len(parts):  # a token each, as in most steps of many
+        if counts.count(1) == len(parts):  # a token each, as in most steps of many
             ids = [tokens[0] for _, _, tokens in parts]
             positions = [first for _, first, _ in parts]
             slots = [state.blocks[first // size] * size + first % size for state, first, _ in parts]
