@@ -3,6 +3,9 @@
 The ranks keep, per live sequence, its token ids and its block table; a plan carries only what is new. A sequence appears
 first in ``StepPlan.starts``, then in spans, and is forgotten when ``StepPlan.dropped`` names it (finished, aborted or
 preempted). ``dropped`` is applied before ``starts``. A preempted sequence that is resumed starts again under the same id.
+
+What a step has hundreds of is a structure of msgspec's, for its speed alone: made in a tenth of a dataclass's time, and turned
+into bytes and back in a quarter.
 """
 
 from __future__ import annotations
@@ -10,7 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from serve.types import BlockId, SamplingParams, SequenceId, TokenLogprob, made_often
+import msgspec
+
+from serve.types import BlockId, SamplingParams, SequenceId, TokenLogprob
 
 DRAFTED: Final = -1
 """In ``Span.proposed``: whatever the ranks' draft model says there."""
@@ -35,8 +40,7 @@ class Start:
     """When set, every span row p with p + 1 < num_prompt_tokens yields the logprob of token p + 1."""
 
 
-@made_often(kw_only=True)
-class Span:
+class Span(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """Positions ``[start, start + count)`` of one sequence, computed in this step.
 
     The last ``len(proposed)`` of them hold tokens of which nobody knows yet whether they will come: they are computed as if
@@ -80,8 +84,7 @@ class StepPlan:
         return sum(span.count for span in self.spans)
 
 
-@made_often(kw_only=True)
-class Sampled:
+class Sampled(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """The token chosen after a span's last known token or, when all before it were chosen as proposed, after a proposed one."""
 
     sequence: SequenceId

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -121,7 +122,7 @@ class Drafting:
         def filled(span: Span) -> Span:
             if DRAFTED not in span.proposed[:1]:
                 return span
-            return dataclasses.replace(span, proposed=tuple(next(left) for _ in span.proposed))
+            return msgspec.structs.replace(span, proposed=tuple(next(left) for _ in span.proposed))
 
         return tuple(filled(span) for span in spans)
 

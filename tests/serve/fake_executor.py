@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from serve.engine.executor import ExecutorDied, ModelFacts
 from serve.engine.plan import DRAFTED, PromptLogprobs, Sampled, SequenceFault, Span, Start, StepPlan, StepResult
 from serve.types import BlockId, SequenceId, TokenLogprob
@@ -226,7 +228,7 @@ class FakeExecutor(Deferred):
             digest, size = prefix_digest(told, self._weights), self.facts.vocab_size
             token = next_token(digest, seed=start.sampling.seed, index=start.index, vocab_size=size)
             told.append((token + (len(told) % 5 == 0)) % size)
-        return dataclasses.replace(span, proposed=tuple(told[-len(span.proposed) :]))
+        return msgspec.structs.replace(span, proposed=tuple(told[-len(span.proposed) :]))
 
     def _exchange(self, plan: StepPlan, number: int) -> StepResult:
         """Whatever the cache holds was computed with other weights: a sequence that went on with it would be seen to."""
