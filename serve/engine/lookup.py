@@ -25,15 +25,15 @@ class Lookup:
         self._before = array("q")
         """For each place, the one before it at which the same pair ends; -1 where there is none."""
 
-    def find(self, token_ids: Sequence[int], count: int) -> tuple[int, ...]:
-        """The ``count`` tokens that may come next; none where the last two tokens never stood together before.
+    def find(self, token_ids: Sequence[int], count: int, least: int = 2) -> tuple[int, ...]:
+        """The ``count`` tokens that may come next; none where the last ``least`` tokens never stood together before.
 
-        They are those that followed the longest equal run of tokens, of two to four, and of these the latest. Where they
+        They are those that followed the longest equal run of tokens, of ``least`` to four, and of these the latest. Where they
         reach the end of the text they go on with themselves: a text that goes round in a circle is expected to stay there.
         """
         self._follow(token_ids)
         last = len(token_ids) - 1
-        best, best_length = -1, 1
+        best, best_length = -1, least - 1
         place, looks = self._before[last] if last > 0 else -1, 0
         while place >= 0 and best_length < _LONGEST and looks < _MOST_LOOKS:
             length = 2

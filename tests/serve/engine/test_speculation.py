@@ -20,9 +20,9 @@ FEW = fake_facts(vocab_size=2, num_blocks=256)
 """So few tokens that texts repeat themselves by chance."""
 
 
-def _plainly(text: list[int], count: int) -> tuple[int, ...]:
+def _plainly(text: list[int], count: int, least: int) -> tuple[int, ...]:
     """The same search, place by place."""
-    for length in (4, 3, 2):
+    for length in range(4, least - 1, -1):
         for end in range(len(text) - 1, length - 1, -1):
             if text[end - length : end] == text[-length:]:
                 found = text[end:]
@@ -51,7 +51,8 @@ def test_what_is_found_in_a_growing_text_is_what_a_plain_search_finds() -> None:
     for _ in range(20):
         lookup, text = Lookup(), [draw.randrange(4) for _ in range(draw.randint(1, 30))]
         while len(text) < 60:  # so few pairs that none has more earlier places than are looked at
-            assert lookup.find(text, 5) == _plainly(text, 5)
+            for least in (2, 3):
+                assert lookup.find(text, 5, least) == _plainly(text, 5, least)
             text += [draw.randrange(4) for _ in range(draw.randint(1, 3))]
 
 
@@ -77,6 +78,32 @@ def test_a_sequence_that_guesses_wrong_again_and_again_is_left_alone_longer_and_
     speculation.adapt(1, 0, len(text))
     assert speculation.propose(text, 100) == ()
     assert speculation.propose([*text, 1], 100) != ()
+
+
+def test_a_sequence_that_was_guessed_wrong_and_says_nothing_twice_is_left_alone_too() -> None:
+    speculation, text = Speculation(8), [1, 2, 1, 2]
+    speculation.adapt(len(speculation.propose(text, 100)), 0, len(text))
+    looked = []
+    for token in range(10, 60):
+        text.append(token)
+        if not speculation.rests(len(text)):
+            looked.append(len(text))
+            assert speculation.propose(text, 100) == ()
+    assert [b - a for a, b in itertools.pairwise(looked)][:4] == [2, 4, 4, 4]
+
+
+def test_who_was_guessed_wrong_three_times_in_a_row_must_say_three_tokens_again() -> None:
+    pair, three = [5, 6, 7, 8, 9, 6, 7], [5, 6, 7, 8, 5, 6, 7]
+    for wrong, proposes in ((2, True), (3, False)):
+        speculation = Speculation(8)
+        for _ in range(wrong):
+            speculation.adapt(1, 0, 0)
+        text = [*range(100, 150), *pair]
+        assert (speculation.propose(text, 1) == (8,)) is proposes
+    speculation = Speculation(8)
+    for _ in range(9):
+        speculation.adapt(1, 0, 0)
+    assert speculation.propose([*range(100, 150), *three], 1) == (8,)
 
 
 def test_a_request_can_have_fewer_proposed_or_none() -> None:
