@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,15 @@ pytestmark = pytest.mark.deploy
 FILE = REPOSITORY / "deploy/envoy/envoy.yaml"
 
 
+def succeeds(command: Sequence[Path | str]) -> bool:
+    return not subprocess.run(command, capture_output=True, timeout=120, check=False).returncode
+
+
 def checked(file: Path) -> subprocess.CompletedProcess[str]:
     """What Envoy's messages say of a configuration; skipped where they are missing."""
     python = TOOLS / "python"
-    if not python.exists() or subprocess.run([python, "-c", "import envoy.config.bootstrap.v3"], capture_output=True).returncode:
+    there = python.exists() and not succeeds([python, "-c", "import envoy.config.bootstrap.v3"])
+    if not there:
         pytest.skip("not tried: Envoy's messages are missing (make deploy-tools installs xds-protos, which has them)")
     return subprocess.run([python, envoy_check.__file__, file], capture_output=True, text=True, timeout=120, check=False)
 

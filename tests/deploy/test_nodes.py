@@ -17,7 +17,7 @@ import pytest
 
 from host.modules import import_path
 from tests.chaos.history import Call, Load, judge, undisturbed
-from tests.deploy.namespaces import Node, needs_namespaces, network
+from tests.deploy.namespaces import Node, network, require_namespaces
 from tests.support.models import save
 from tests.support.server import Server, serving, until
 
@@ -64,10 +64,10 @@ def until_streaming_again(server: Server, met: list[Call]) -> None:
     until(lambda: all(call.code is not None for call in met))
 
 
-@needs_namespaces()
 def test_streams_over_two_machines_outlive_a_cut_cable_and_a_frozen_machine_and_say_what_one_process_says(
     tmp_path: Path,
 ) -> None:
+    require_namespaces()
     model, key = save("gpt_neox", tmp_path / "model"), tmp_path / "key"
     key.write_text(secrets.token_hex(32))
     with serving(model) as alone:
