@@ -55,7 +55,8 @@ class Replica:
         self.address = f"127.0.0.1:{ports[0]}"
         self._metrics = f"http://127.0.0.1:{ports[1]}/metrics"
         words = ["--model", str(model), "--device", "cpu", "--port", str(ports[0]), "--metrics-port", str(ports[1])]
-        self._command = [sys.executable, "-m", "serve", *words, "--max-num-seqs", "16", "--kv-cache-gib", "0.25"]
+        words += ["--max-num-seqs", "16", "--kv-cache-gib", "0.25", "--drain-least-seconds", "2"]
+        self._command = [sys.executable, "-m", "serve", *words]
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
