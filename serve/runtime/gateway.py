@@ -186,7 +186,8 @@ class Gateway:
     async def drain(self) -> None:
         """Take no more requests and wait for those in flight, ``rpc.drain_seconds`` at most; the rest ends with ``Draining``.
 
-        Enters DRAINING before it first waits. Called again, it waits for the drain that goes on.
+        Enters DRAINING before it first waits; lasts ``rpc.drain_least_seconds`` at least. Called again, it waits for the drain
+        that goes on.
         """
         if self._draining is None:
             self._server.enter(State.DRAINING)
@@ -314,7 +315,12 @@ class Gateway:
 
     async def _drain(self) -> None:
         late = Draining("the server is stopping and this call did not end in time")
-        await self._flight.until_over(at_most_seconds=self.config.rpc.drain_seconds, error=late)
+        least = asyncio.create_task(asyncio.sleep(self.config.rpc.drain_least_seconds))
+        try:
+            await self._flight.until_over(at_most_seconds=self.config.rpc.drain_seconds, error=late)
+            await least
+        finally:
+            least.cancel()
 
     def _probe_lag(self, due_seconds: float) -> None:
         now = self._loop.time()

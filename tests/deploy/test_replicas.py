@@ -1,59 +1,50 @@
-"""Several servers behind HAProxy with our configuration, and behind gRPC's own policies by our service config."""
+"""Several servers behind HAProxy and Envoy with our configurations, and behind gRPC's own policies by our service config."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
-from serve.client import AsyncClient
+from serve.client import AsyncClient, TesseraError
 from serve.v1 import inference_pb2_grpc
-from tests.deploy.tools import needs, run
+from tests.deploy.balancers import DEPLOY, ENVOY, Balancer, envoy, haproxy, needs_envoy, needs_haproxy
+from tests.deploy.tools import run
 from tests.serve.rpc.running import RunningServer, request, serving
 
 pytestmark = pytest.mark.deploy
 
-DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 ALONE = (("grpc.use_local_subchannel_pool", 1),)
 
 
-@contextlib.asynccontextmanager
-async def haproxy(servers: list[RunningServer], folder: Path) -> AsyncIterator[str]:
-    """The configuration as it is, but for its addresses."""
-    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
-        port, metrics = one.getsockname()[1], other.getsockname()[1]
-    text = (DEPLOY / "haproxy" / "haproxy.cfg").read_text()
-    for number, server in enumerate(servers, 1):
-        text = text.replace(f"10.0.0.{number}:50051", server.address)
-    assert "10.0.0" not in text
-    file = folder / "haproxy.cfg"
-    file.write_text(text.replace("127.0.0.1:50050", f"127.0.0.1:{port}").replace("127.0.0.1:8405", f"127.0.0.1:{metrics}"))
-    process = await asyncio.create_subprocess_exec("haproxy", "-db", "-f", str(file))
-    try:
-        yield f"127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        await process.wait()
+EACH = pytest.mark.parametrize(
+    "balancer", [pytest.param(haproxy, marks=needs_haproxy), pytest.param(envoy, marks=needs_envoy)], ids=["haproxy", "envoy"]
+)
 
 
 def counts(servers: list[RunningServer]) -> list[float]:
     return [server.count("Generate", "OK") for server in servers]
 
 
-@needs("haproxy")
+@needs_haproxy
 def test_haproxy_takes_its_configuration() -> None:
     run("haproxy", "-c", "-f", "haproxy.cfg", folder=DEPLOY / "haproxy")
 
 
-@needs("haproxy")
-async def test_haproxy_spreads_calls_keeps_sessions_together_and_loses_none_when_a_server_drains(tmp_path: Path) -> None:
-    async with serving() as one, serving() as other, serving() as third, haproxy([one, other, third], tmp_path) as address:
+@needs_envoy
+def test_envoy_takes_its_configuration() -> None:
+    run(str(ENVOY), "--mode", "validate", "-c", "envoy.yaml", folder=DEPLOY / "envoy")
+
+
+@EACH
+async def test_calls_are_spread_sessions_kept_together_and_none_lost_when_a_server_drains(
+    balancer: Balancer, tmp_path: Path
+) -> None:
+    async with serving() as one, serving() as other, serving() as third, balancer([one, other, third], tmp_path) as address:
         servers = [one, other, third]
         async with AsyncClient(address, retries=6, timeout=60, options=ALONE) as client:
             await client.wait_until_serving()
@@ -63,7 +54,8 @@ async def test_haproxy_spreads_calls_keeps_sessions_together_and_loses_none_when
                     await client.generate([5, 6], max_new_tokens=2, ignore_eos=True, session=session)
 
             await ask(30)
-            assert min(counts(servers)) >= 30 / 3 * 0.85
+            # One call at a time finds all servers idle: HAProxy takes them in turns, Envoy draws one.
+            assert min(counts(servers)) >= (30 / 3 * 0.85 if balancer is haproxy else 1)
             for session in ("a", "b", "c", "d"):
                 before = counts(servers)
                 await ask(5, session)
@@ -74,6 +66,47 @@ async def test_haproxy_spreads_calls_keeps_sessions_together_and_loses_none_when
             before = counts(servers)[1]
             await ask(10)
             assert counts(servers)[1] == before, "it takes no more"
+
+
+@EACH
+async def test_a_server_that_is_gone_costs_no_call_and_balancers_say_unavailable(balancer: Balancer, tmp_path: Path) -> None:
+    async with contextlib.AsyncExitStack() as lives:
+        servers = [await lives.enter_async_context(serving()) for _ in range(2)]
+        async with contextlib.AsyncExitStack() as short_life:
+            servers.append(await short_life.enter_async_context(serving()))
+            address = await lives.enter_async_context(balancer(servers, tmp_path))
+            client = await lives.enter_async_context(AsyncClient(address, retries=0, timeout=60, options=ALONE))
+            await client.wait_until_serving()
+        for number in range(30):
+            await client.generate([5, 6], max_new_tokens=2, ignore_eos=True, session=f"session-{number}")
+        for server in servers[:2]:
+            await server.gateway.drain()
+        async with asyncio.timeout(60):
+            said_by = ""
+            while not said_by.endswith(
+                ("no server answers)", "no healthy upstream)")
+            ):  # until the balancer has heard it; before, the servers say so themselves
+                with pytest.raises(TesseraError) as said:
+                    await client.generate([5, 6], max_new_tokens=2)
+                assert said.value.code == "UNAVAILABLE"
+                said_by = said.value.message
+                print(said_by)
+        with pytest.raises(TesseraError) as said:
+            await anext(client.stream([5, 6], max_new_tokens=2))
+        assert said.value.code == "UNAVAILABLE"
+
+
+@EACH
+async def test_a_call_of_many_requests_passes_while_its_caller_writes(balancer: Balancer, tmp_path: Path) -> None:
+    async with serving() as one, balancer([one] * 3, tmp_path) as address:
+        async with AsyncClient(address, options=ALONE) as client:
+            await client.wait_until_serving()
+        async with grpc.aio.insecure_channel(address, ALONE) as channel:
+            call = inference_pb2_grpc.InferenceStub(channel).GenerateBatch(timeout=60)
+            for _ in range(2):
+                await call.write(request())
+                assert (await call.read()) is not grpc.aio.EOF, "it is answered before there is an end of requests"
+            await call.done_writing()
 
 
 async def test_any_grpc_client_balances_and_tries_again_by_our_service_config() -> None:

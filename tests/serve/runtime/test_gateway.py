@@ -222,6 +222,15 @@ async def test_a_drain_that_takes_too_long_ends_the_rest() -> None:
         await b.until(lambda: b.value("kv_blocks_used") == 0)
 
 
+async def test_a_drain_of_nothing_still_takes_the_time_that_balancers_need() -> None:
+    async with bench(rpc={"drain_least_seconds": 0.2}) as b:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        await b.gateway.drain()
+        assert loop.time() - began >= 0.19, "a timer of the loop may fire a little early"
+        assert b.states[-1] is State.DRAINING
+
+
 async def test_stopping_ends_every_stream_and_leaves_no_thread() -> None:
     async with bench() as b:
         b.ranks.hold_after = 3
