@@ -17,7 +17,7 @@ import time
 import traceback
 from pathlib import Path
 
-from tests.chaos import clock, killed, limits, memory, moments, planted, ranks
+from tests.chaos import clients, clock, killed, limits, memory, moments, planted, ranks
 from tests.chaos.case import Case, Field, Report
 from tests.chaos.mutant import MUTANTS
 
@@ -28,6 +28,7 @@ CASES: dict[str, Case] = {
     **memory.CASES,
     **limits.CASES,
     **clock.CASES,
+    **clients.CASES,
     **planted.CASES,
 }
 
