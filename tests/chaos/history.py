@@ -69,13 +69,17 @@ def run(stub: inference_pb2_grpc.InferenceStub, call: Call) -> None:
 class Load:
     """Callers who make one call after another, and the history of it all."""
 
-    def __init__(self, server: Server, seed: int) -> None:
+    def __init__(self, server: Server, seed: int, streams: int | None = None) -> None:
+        """
+        Args:
+            streams: callers at once; ``NUM_STREAMS`` where nothing else is asked for.
+        """
         self._stub: inference_pb2_grpc.InferenceStub = server.inference
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._draw = random.Random(seed)
         self.calls: list[Call] = []
-        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(NUM_STREAMS)]
+        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(streams or NUM_STREAMS)]
 
     def _work(self) -> None:
         while not self._stop.is_set():
