@@ -19,7 +19,9 @@ from pathlib import Path
 
 from tests.chaos import clients, clock, killed, limits, memory, moments, planted, ranks
 from tests.chaos.case import Case, Field, Report
+from tests.chaos.leftovers import Surroundings
 from tests.chaos.mutant import MUTANTS
+from tests.support import warm
 
 CASES: dict[str, Case] = {
     **ranks.CASES,
@@ -36,7 +38,7 @@ CASES: dict[str, Case] = {
 def run(name: str, field: Field, rounds: int | None) -> Report:
     """One case. What breaks it off is something that is not well."""
     case = CASES[name]
-    report, began = Report(case.fault), time.monotonic()
+    report, began, surroundings = Report(case.fault), time.monotonic(), Surroundings()
     rounds = case.rounds if rounds is None else rounds
     report.figures["rounds"] = rounds
     try:
@@ -44,6 +46,8 @@ def run(name: str, field: Field, rounds: int | None) -> Report:
     except Exception as error:
         traceback.print_exc()
         report.found.append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+    left = surroundings.left(field.kept)
+    report.expect(not left, f"left over: {left}")
     report.figures["seconds"] = round(time.monotonic() - began, 1)
     return report
 
@@ -78,6 +82,7 @@ def main() -> int:
         os.environ["TMPDIR"] = tempfile.tempdir = str(Path(scratch) / "tmp")
         Path(tempfile.tempdir).mkdir()
         field = Field(Path(scratch), options.seed)
+        warm.can_fork(os.environ)  # what servers are forked from outlives every case
         if options.mutant:
             field = field.of(("tests.chaos.mutant", options.mutant))
         for name in options.cases or CASES:

@@ -13,7 +13,6 @@ from tests.chaos.case import (
     RANKS,
     Case,
     Field,
-    Leftovers,
     Report,
     at_a_random_moment,
     goes_on,
@@ -21,6 +20,7 @@ from tests.chaos.case import (
     streams_under_way,
 )  # fmt: skip
 from tests.chaos.history import CALL_SECONDS, NUM_SCRIPTS, Call, Load, judge, script, was_refused, was_unavailable
+from tests.chaos.leftovers import Leftovers
 from tests.support.server import serving, until
 
 _CALLERS = 8

@@ -25,6 +25,7 @@ from tests.chaos.case import (
 )  # fmt: skip
 from tests.chaos.group import Group
 from tests.chaos.history import Load
+from tests.chaos.leftovers import GROUP_NAME
 from tests.support.server import ROOT, Server, until
 
 _ROOM_BYTES = 512 << 20
@@ -43,7 +44,7 @@ def _group() -> Iterator[Group]:
     places = {name: path for _, controllers, path in lines for name in controllers.split(",")}
     version = 1 if "memory" in places else 2
     top = Path("/sys/fs/cgroup/memory" if version == 1 else "/sys/fs/cgroup")
-    folder = Path(f"{top}{places['memory' if version == 1 else '']}") / f"tessera-chaos-{os.getpid()}"
+    folder = Path(f"{top}{places['memory' if version == 1 else '']}") / GROUP_NAME
     folder.mkdir()
     try:
         if not (folder / ("memory.max" if version == 2 else "memory.limit_in_bytes")).exists():

@@ -20,7 +20,6 @@ from tests.chaos.case import (
     RANKS,
     Case,
     Field,
-    Leftovers,
     Report,
     at_a_random_moment,
     goes_on,
@@ -29,6 +28,7 @@ from tests.chaos.case import (
     under_load,
 )  # fmt: skip
 from tests.chaos.history import Call, Load, Verdict, judge, run, was_refused, was_unavailable
+from tests.chaos.leftovers import Leftovers
 from tests.support.models import save_step
 from tests.support.server import Server, serving, started, until
 

@@ -41,11 +41,12 @@ def _hang(server: Server, draw: random.Random) -> None:
 
 
 def _kill_again(server: Server, draw: random.Random) -> None:
-    """Ranks that come to replace dead ones are killed while they start."""
+    """A rank is killed, and one of those that come to replace it, at a random moment of their start."""
     old = ranks_of(server)
     os.kill(draw.choice(old), signal.SIGKILL)
     new = until(lambda: [pid for pid in server.rank_pids() if pid not in old], every=0.001)
-    os.kill(new[0], signal.SIGKILL)
+    at_a_random_moment(draw, 0.3)
+    os.kill(draw.choice(new), signal.SIGKILL)  # which is there: nobody else has harmed it
 
 
 def _once(server: Server, load: Load, strike: Strike, draw: random.Random) -> float:
