@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import time
@@ -80,12 +81,15 @@ class Field:
         self.scratch = scratch
         self.seed = seed
         self.program = program
+        self.until = math.inf
+        """Monotonic time after which a case begins no further round; its first one it always has."""
         self._servers = ExitStack()
         self._kept: tuple[tuple[str, ...], Server] | None = None
 
     def of(self, program: Sequence[str]) -> Field:
         """The same with another program, which must say what this one says."""
         other = Field(self.scratch, self.seed, program)
+        other.until = self.until
         other.__dict__ |= {"model": self.model, "expected": self.expected}  # where cached properties are kept
         return other
 
@@ -128,6 +132,14 @@ class Field:
         """
         self._kept = None
         self._servers.close()
+
+    def turns(self, report: Report, rounds: int) -> Iterator[int]:
+        """The numbers of a case's rounds, for as long as it has time; they are counted."""
+        for number in range(rounds):
+            if number and time.monotonic() >= self.until:
+                return
+            report.count("rounds")
+            yield number
 
     def draw(self, name: str) -> random.Random:
         """Random numbers of one case."""

@@ -38,7 +38,7 @@ def _black_hole(field: Field, report: Report, rounds: int) -> None:
         under_load(field, report, server, others=rounds * _STREAMS) as (load, _),
     ):
         ranks, before = ranks_of(server), restarts(server)
-        for number in range(rounds):
+        for number in field.turns(report, rounds):
             how = ("unreachable", "stopped")[number % 2]
             streams_under_way(load)
             client = _client(server, how)

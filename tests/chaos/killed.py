@@ -62,7 +62,7 @@ def _killed(field: Field, report: Report, rounds: int) -> None:
     draw, expected = field.draw("killed"), field.expected
     field.close()
     port: tuple[str, ...] = ()
-    for _ in range(rounds):
+    for _ in field.turns(report, rounds):
         leftovers = Leftovers()
         with serving(field.model, *RANKS, *port, exit_code=-signal.SIGKILL, program=field.program) as server:
             load = Load(server, draw.randrange(1 << 30))

@@ -67,7 +67,7 @@ def _case(fault: str, strike: Strike, rounds: int, *options: str) -> Case:
     def run(field: Field, report: Report, rounds: int) -> None:
         draw, seconds = field.draw(fault), []
         with field.server(*options) as server, under_load(field, report, server) as (load, leftovers):
-            for _ in range(rounds):
+            for _ in field.turns(report, rounds):
                 leftovers.saw(ranks_of(server))
                 seconds.append(_once(server, load, strike, draw))
                 goes_on(load)
@@ -81,7 +81,7 @@ def _slow(field: Field, report: Report, rounds: int) -> None:
     with field.server() as server:
         with under_load(field, report, server) as (load, _):
             before, ranks = restarts(server), ranks_of(server)
-            for _ in range(rounds):
+            for _ in field.turns(report, rounds):
                 streams_under_way(load)
                 with slowed(draw.choice(ranks)):
                     goes_on(load)
