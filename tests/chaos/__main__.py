@@ -17,9 +17,11 @@ import time
 import traceback
 from pathlib import Path
 
-from tests.chaos import clock, killed, limits, memory, moments, planted, ranks
+from tests.chaos import clients, clock, killed, limits, memory, moments, planted, ranks
 from tests.chaos.case import Case, Field, Report
+from tests.chaos.leftovers import Surroundings
 from tests.chaos.mutant import MUTANTS
+from tests.support import warm
 
 CASES: dict[str, Case] = {
     **ranks.CASES,
@@ -28,21 +30,28 @@ CASES: dict[str, Case] = {
     **memory.CASES,
     **limits.CASES,
     **clock.CASES,
+    **clients.CASES,
     **planted.CASES,
 }
+
+
+_MOST_SECONDS = 720.0
+"""For all cases, where nobody asks for more: after its part of it a case begins no further round."""
 
 
 def run(name: str, field: Field, rounds: int | None) -> Report:
     """One case. What breaks it off is something that is not well."""
     case = CASES[name]
-    report, began = Report(case.fault), time.monotonic()
+    report, began, surroundings = Report(case.fault), time.monotonic(), Surroundings()
     rounds = case.rounds if rounds is None else rounds
-    report.figures["rounds"] = rounds
+    report.figures["rounds"] = 0
     try:
         case.run(field, report, rounds)
     except Exception as error:
         traceback.print_exc()
         report.found.append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+    left = surroundings.left(field.kept)
+    report.expect(not left, f"left over: {left}")
     report.figures["seconds"] = round(time.monotonic() - began, 1)
     return report
 
@@ -62,7 +71,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; none: all")
     parser.add_argument(
-        "--rounds", type=int, default=None, help="how often each; by default what fits into a quarter of an hour"
+        "--rounds",
+        type=int,
+        default=None,
+        help="how often each; by default a few times, and fewer where a quarter of an hour is not enough for that",
     )
     parser.add_argument("--mutant", choices=MUTANTS, help="with the case sound: a server with this fault, which must be found")
     parser.add_argument("--seed", type=int, default=0)
@@ -77,9 +89,13 @@ def main() -> int:
         os.environ["TMPDIR"] = tempfile.tempdir = str(Path(scratch) / "tmp")
         Path(tempfile.tempdir).mkdir()
         field = Field(Path(scratch), options.seed)
+        warm.can_fork(os.environ)  # what servers are forked from outlives every case
         if options.mutant:
             field = field.of(("tests.chaos.mutant", options.mutant))
-        for name in options.cases or CASES:
+        names = options.cases or list(CASES)
+        for number, name in enumerate(names, 1):
+            if options.rounds is None:  # what one leaves of its time the next ones have
+                field.until = began + _MOST_SECONDS * number / len(names)
             reports[name] = run(name, field, options.rounds)
             print(f"{name}: {json.dumps(reports[name].to_json())}", flush=True)
         field.close()

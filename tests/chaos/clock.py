@@ -27,7 +27,7 @@ def _stepped(field: Field, report: Report, rounds: int) -> None:
     with serving(field.model, *RANKS, program=("tests.chaos.mutant", STEPPED, str(place))) as server:
         with under_load(field, report, server) as (load, leftovers):
             ranks, before = ranks_of(server), restarts(server)
-            for _ in range(rounds):
+            for _ in field.turns(report, rounds):
                 for seconds in (_HOUR, -_HOUR, 0):
                     streams_under_way(load)
                     step(seconds)

@@ -13,7 +13,6 @@ from tests.chaos.case import (
     RANKS,
     Case,
     Field,
-    Leftovers,
     Report,
     at_a_random_moment,
     goes_on,
@@ -21,6 +20,7 @@ from tests.chaos.case import (
     streams_under_way,
 )  # fmt: skip
 from tests.chaos.history import CALL_SECONDS, NUM_SCRIPTS, Call, Load, judge, script, was_refused, was_unavailable
+from tests.chaos.leftovers import Leftovers
 from tests.support.server import serving, until
 
 _CALLERS = 8
@@ -62,7 +62,7 @@ def _killed(field: Field, report: Report, rounds: int) -> None:
     draw, expected = field.draw("killed"), field.expected
     field.close()
     port: tuple[str, ...] = ()
-    for _ in range(rounds):
+    for _ in field.turns(report, rounds):
         leftovers = Leftovers()
         with serving(field.model, *RANKS, *port, exit_code=-signal.SIGKILL, program=field.program) as server:
             load = Load(server, draw.randrange(1 << 30))

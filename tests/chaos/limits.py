@@ -49,7 +49,7 @@ def _descriptors(field: Field, report: Report, rounds: int) -> None:
     draw = field.draw("descriptors")
     with field.server() as server, under_load(field, report, server) as (load, leftovers):
         whole = resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)
-        for _ in range(rounds):
+        for _ in field.turns(report, rounds):
             streams_under_way(load)
             leftovers.saw(ranks_of(server))
             with contextlib.ExitStack() as connections:
@@ -108,7 +108,7 @@ def _disk(field: Field, report: Report, rounds: int) -> None:
             return "".join(server.log).count(what)
 
         with under_load(field, report, server) as (load, leftovers):
-            for _ in range(rounds):
+            for _ in field.turns(report, rounds):
                 streams_under_way(load)
                 leftovers.saw(ranks_of(server))
                 refused, written, restarted = told("cannot be written"), told("is written again"), restarts(server)
@@ -131,7 +131,7 @@ def _shared_memory(field: Field, report: Report, rounds: int) -> None:
     with serving(field.model, *RANKS, under=under, program=field.program) as server:
         _fill(_as_seen_by(server, Path("/dev/shm")))
         with under_load(field, report, server) as (load, leftovers):
-            for _ in range(rounds):
+            for _ in field.turns(report, rounds):
                 streams_under_way(load)
                 leftovers.saw(ranks_of(server))
                 restarted = restarts(server)

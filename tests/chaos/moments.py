@@ -20,7 +20,6 @@ from tests.chaos.case import (
     RANKS,
     Case,
     Field,
-    Leftovers,
     Report,
     at_a_random_moment,
     goes_on,
@@ -29,6 +28,7 @@ from tests.chaos.case import (
     under_load,
 )  # fmt: skip
 from tests.chaos.history import Call, Load, Verdict, judge, run, was_refused, was_unavailable
+from tests.chaos.leftovers import Leftovers
 from tests.support.models import save_step
 from tests.support.server import Server, serving, started, until
 
@@ -109,10 +109,10 @@ def _reloads(fault: str, positions: tuple[int, ...], may_end: Callable[[Call], b
             began = time.monotonic()
             report.expect(_reload(server) == "OK", "a reload without a fault failed")
             takes = time.monotonic() - began
-            for number in range(1, rounds + 1):
+            for number in field.turns(report, rounds):
                 goes_on(load)
                 streams_under_way(load)
-                training.save(positions[number % len(positions)])
+                training.save(positions[(number + 1) % len(positions)])
                 leftovers.saw(ranks_of(server))
                 reload = _Aside(server)
                 at_a_random_moment(draw, takes)
@@ -128,7 +128,7 @@ def _reloads(fault: str, positions: tuple[int, ...], may_end: Callable[[Call], b
 
 def _drain(field: Field, report: Report, rounds: int) -> None:
     draw, expected = field.draw("drain"), field.expected
-    for _ in range(rounds):
+    for _ in field.turns(report, rounds):
         leftovers = Leftovers()
         with serving(field.model, *RANKS, *_PATIENT, program=field.program) as server:
             leftovers.saw(ranks_of(server))
@@ -158,7 +158,7 @@ def _ranks_below(pid: int) -> list[int]:
 
 def _start(field: Field, report: Report, rounds: int) -> None:
     draw, expected = field.draw("start"), field.expected
-    for _ in range(rounds):
+    for _ in field.turns(report, rounds):
         leftovers = Leftovers()
         with started(field.model, *RANKS, program=field.program) as (process, log):
             victims = until(lambda: process.poll() is None and _ranks_below(process.pid), every=0.002)

@@ -84,18 +84,19 @@ def _look(field: Field, report: Report) -> None:
 
 
 def _sound(field: Field, report: Report, rounds: int) -> None:
-    for _ in range(rounds):
+    for _ in field.turns(report, rounds):
         _look(field, report)
 
 
 def _planted(field: Field, report: Report, rounds: int) -> None:
     assert field.expected
     field.close()
-    for name in list(MUTANTS) * rounds:
-        found = Report(name)
-        _look(field.of(("tests.chaos.mutant", name)), found)
-        report.figures[name] = found.found
-        report.expect(_FOUND[name] in found.found, f"{name} was not found")
+    for _ in field.turns(report, rounds):
+        for name in MUTANTS:
+            found = Report(name)
+            _look(field.of(("tests.chaos.mutant", name)), found)
+            report.figures[name] = found.found
+            report.expect(_FOUND[name] in found.found, f"{name} was not found")
 
 
 CASES: dict[str, Case] = {

@@ -41,11 +41,12 @@ def _hang(server: Server, draw: random.Random) -> None:
 
 
 def _kill_again(server: Server, draw: random.Random) -> None:
-    """Ranks that come to replace dead ones are killed while they start."""
+    """A rank is killed, and one of those that come to replace it, at a random moment of their start."""
     old = ranks_of(server)
     os.kill(draw.choice(old), signal.SIGKILL)
     new = until(lambda: [pid for pid in server.rank_pids() if pid not in old], every=0.001)
-    os.kill(new[0], signal.SIGKILL)
+    at_a_random_moment(draw, 0.3)
+    os.kill(draw.choice(new), signal.SIGKILL)  # which is there: nobody else has harmed it
 
 
 def _once(server: Server, load: Load, strike: Strike, draw: random.Random) -> float:
@@ -66,7 +67,7 @@ def _case(fault: str, strike: Strike, rounds: int, *options: str) -> Case:
     def run(field: Field, report: Report, rounds: int) -> None:
         draw, seconds = field.draw(fault), []
         with field.server(*options) as server, under_load(field, report, server) as (load, leftovers):
-            for _ in range(rounds):
+            for _ in field.turns(report, rounds):
                 leftovers.saw(ranks_of(server))
                 seconds.append(_once(server, load, strike, draw))
                 goes_on(load)
@@ -80,7 +81,7 @@ def _slow(field: Field, report: Report, rounds: int) -> None:
     with field.server() as server:
         with under_load(field, report, server) as (load, _):
             before, ranks = restarts(server), ranks_of(server)
-            for _ in range(rounds):
+            for _ in field.turns(report, rounds):
                 streams_under_way(load)
                 with slowed(draw.choice(ranks)):
                     goes_on(load)

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
+import psutil
 import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
@@ -34,6 +35,14 @@ def _request(text: str = TEXT, tokens: int = 40) -> inference_pb2.GenerateReques
     request.stopping.max_new_tokens = tokens
     request.stopping.ignore_eos = True
     return request
+
+
+def test_nothing_of_a_server_listens_beyond_this_machine(server: Server) -> None:
+    told = {int(server.ready[name].rstrip("/").removesuffix("/metrics").rpartition(":")[2]) for name in ("grpc", "metrics")}
+    processes = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]
+    ports = [one.laddr for process in processes for one in process.net_connections("inet") if one.status == psutil.CONN_LISTEN]
+    assert {port.ip.removeprefix("::ffff:") for port in ports} <= {"127.0.0.1", "::1"}
+    assert told <= {port.port for port in ports}
 
 
 def test_a_seed_gives_the_same_tokens_whatever_else_runs(server: Server) -> None:

@@ -1,0 +1,57 @@
+"""What a fault leaves behind is seen."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.leftovers import Surroundings, descriptors
+
+
+@pytest.fixture
+def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Surroundings:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return Surroundings()
+
+
+def test_where_nothing_came_nothing_is_left(surroundings: Surroundings) -> None:
+    assert surroundings.left(None) == []
+
+
+def test_a_process_that_goes_on_is_left_over(surroundings: Surroundings) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        left = surroundings.left(None, within_seconds=0.1)
+        process.communicate(b"\n")
+    assert [f"({process.pid})" in found for found in left] == [True]
+    assert surroundings.left(None) == []
+
+
+def test_a_temporary_file_is_left_over(surroundings: Surroundings, tmp_path: Path) -> None:
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "inner").touch()
+    assert surroundings.left(None) == ["file made", "file made/inner"]
+
+
+def test_a_name_in_shared_memory_is_left_over(surroundings: Surroundings) -> None:
+    place = Path(f"/dev/shm/left-{os.getpid()}")
+    place.touch()
+    try:
+        assert surroundings.left(None) == [str(place)]
+    finally:
+        place.unlink()
+
+
+def test_descriptors_are_counted_by_kind() -> None:
+    before = descriptors(os.getpid())
+    read, write = os.pipe()
+    memory = os.memfd_create("held")
+    more = descriptors(os.getpid()) - before
+    for descriptor in (read, write, memory):
+        os.close(descriptor)
+    assert more == {"descriptor of pipe": 2, "descriptor of /memfd:held (deleted)": 1}
