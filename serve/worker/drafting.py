@@ -19,6 +19,7 @@ from torch import Tensor
 from serve.config import ModelConfig, ServerConfig
 from serve.engine.plan import DRAFTED, Span
 from serve.errors import ConfigError
+from serve.model.sending import send
 from serve.worker.batch import SequenceState, SequenceTable, Supposed
 from serve.worker.loader import RankModel, Stopwatch, load_rank, opened, survey
 from serve.worker.parallel import Ranks
@@ -173,7 +174,7 @@ class Drafting:
         hidden_TE = self._hidden(model, parts)
         layout = model.state.layout
         assert layout is not None
-        hidden_RE = hidden_TE[[end - 1 for end in layout.query_starts[1:]]]
+        hidden_RE = hidden_TE[send(torch.tensor(layout.query_starts[1:]) - 1, hidden_TE.device)]
         size = self._served.facts.vocab_size
         logits_RV = model.head(hidden_RE[None])[0].float()[:, :size]
         return torch.nn.functional.pad(logits_RV, (0, size - logits_RV.shape[1]), value=float("-inf"))
