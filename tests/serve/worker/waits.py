@@ -127,13 +127,15 @@ def on_meta(folder: Path, backend: Backend) -> RankModel:
         plan = loader.survey(checkpoint, config, META)
     model = plan.blueprint.model.to(META)
     blocks = Blocks(count=99, kv_heads=plan.heads.shared_heads(0).width, memory="")
-    state = loader._with_cache(plan, loader._blank(plan, blocks, config, META), alone, backend)
+    caches = loader._blank(plan, blocks, config, META)
+    state = loader._with_cache(plan, caches, alone, backend)
     call_leaves_directly(model)
     return RankModel(
         body=model.base_model,
         head=whole_head(model),
         head_widths=(plan.vocab_size,),
         state=state,
+        caches=caches,
         facts=loader._facts(plan, blocks, BLOCK_TOKENS, META, ("", "", "")),
         device=META,
         sampling=TorchSampling(),
