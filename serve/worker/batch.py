@@ -12,11 +12,11 @@ from torch import Tensor
 
 from serve.engine.plan import Span, Start, StepPlan
 from serve.model.attention import StepLayout
+from serve.model.sending import send
 from serve.types import LengthRule, SequenceId
 from serve.worker.block_tables import BlockTables
 from serve.worker.decode_inputs import DecodeInputs
 from serve.worker.sampling.seen import Seen
-from serve.worker.sending import send
 
 
 @dataclass(slots=True)
@@ -235,7 +235,7 @@ class SequenceTable:
         lengths: list[int] = []
         for span, state in zip(spans, states, strict=True):
             lengths.extend(self._length(state, position) for position in range(span.start, span.start + span.count))
-        return torch.tensor(lengths, dtype=torch.int64, device=self._device) if max(lengths) > rule.plain_tokens else None
+        return send(torch.tensor(lengths, dtype=torch.int64), self._device) if max(lengths) > rule.plain_tokens else None
 
 
 def _sample_rows(span: Span, state: SequenceState, end: int) -> list[tuple[int, SequenceState | Supposed]]:

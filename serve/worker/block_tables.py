@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from serve.worker.sending import send
+from serve.model.sending import send
 
 _FIRST_ROWS = 16
 _FIRST_WIDTH = 16

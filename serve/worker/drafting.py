@@ -20,11 +20,12 @@ from torch import Tensor
 from serve.config import ModelConfig, ServerConfig
 from serve.engine.plan import DRAFTED, Span
 from serve.errors import ConfigError
+from serve.model.sending import send
 from serve.worker.batch import SequenceState, SequenceTable, Supposed
-from serve.worker.loader import RankModel, Stopwatch, load_rank, opened, survey
+from serve.worker.loader import RankModel, Stopwatch, load_rank, opened, survey, with_blocks
 from serve.worker.parallel import Ranks
 from serve.worker.sampling.sampler import sample
-from serve.worker.sizing import bytes_per_block
+from serve.worker.sizing import Blocks, bytes_per_block
 
 _CHUNK_TOKENS = 512
 """Positions that are computed at once: bounds what the first guess of a long text takes."""
@@ -79,10 +80,27 @@ def load_draft(config: ServerConfig, served: RankModel, rank: int) -> RankModel 
         )
     except ConfigError as error:
         raise _told(error) from error
-    needed, there = served.facts.max_model_len, model.survey.max_model_len
+    _require_positions(model, served)
+    return model
+
+
+def with_blocks_of(served: RankModel, draft: RankModel | None, config: ServerConfig) -> RankModel | None:
+    """A draft model that was loaded when the served one had few blocks, with as many as that has now.
+
+    Raises:
+        ConfigError: it has fewer positions than are served.
+    """
+    if draft is None:
+        return None
+    _require_positions(draft, served)
+    blocks = Blocks(count=served.facts.num_blocks, kv_heads=draft.survey.heads.shared_heads(0).width, memory="")
+    return with_blocks(draft, draft_config(config), blocks)
+
+
+def _require_positions(draft: RankModel, served: RankModel) -> None:
+    needed, there = served.facts.max_model_len, draft.survey.max_model_len
     if there < needed:
         raise ConfigError(f"model.draft_model: it has {there} positions, and {needed} are served: --max-model-len {there}")
-    return model
 
 
 def _told(error: ConfigError) -> ConfigError:
@@ -174,7 +192,7 @@ class Drafting:
         hidden_TE = self._hidden(model, parts)
         layout = model.state.layout
         assert layout is not None
-        hidden_RE = hidden_TE[[end - 1 for end in layout.query_starts[1:]]]
+        hidden_RE = hidden_TE[send(torch.tensor(layout.query_starts[1:]) - 1, hidden_TE.device)]
         size = self._served.facts.vocab_size
         logits_RV = model.head(hidden_RE[None])[0].float()[:, :size]
         return torch.nn.functional.pad(logits_RV, (0, size - logits_RV.shape[1]), value=float("-inf"))

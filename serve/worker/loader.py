@@ -66,6 +66,8 @@ class RankModel:
     head_widths: tuple[int, ...]
     """Vocabulary columns of each rank."""
     state: StepState
+    caches: list[LayerCache]
+    """Every layer's keys and values."""
     facts: ModelFacts
     device: torch.device
     sampling: SamplingBackend
@@ -141,6 +143,7 @@ def load_rank(
         head=whole_head(model),
         head_widths=vocabulary_widths(plan.vocab_size, config.model.tensor_parallel_size),
         state=state,
+        caches=caches,
         facts=facts,
         device=device,
         stored=plan.blueprint.stored,
@@ -149,14 +152,16 @@ def load_rank(
     )
     if tried is not None:
         blocks = choose_blocks(plan, config, ranks, device, beside, None, steps_bytes=tried(rank_model, ranks))
-        enlarge(caches, _blank(plan, blocks, config, device))
-        rank_model = dataclasses.replace(rank_model, facts=_with_blocks(facts, plan, blocks))
+        rank_model = with_blocks(rank_model, config, blocks)
     return rank_model, ranks
 
 
-def _with_blocks(facts: ModelFacts, plan: Survey, blocks: Blocks) -> ModelFacts:
-    most = min(plan.max_model_len, blocks.count * facts.block_tokens)
-    return dataclasses.replace(facts, num_blocks=blocks.count, max_model_len=most, cache_memory=blocks.memory)
+def with_blocks(model: RankModel, config: ServerConfig, blocks: Blocks) -> RankModel:
+    """The same model with other blocks, all zeros. ``config``: what it was loaded by."""
+    enlarge(model.caches, _blank(model.survey, blocks, config, model.device))
+    most = min(model.survey.max_model_len, blocks.count * model.facts.block_tokens)
+    facts = dataclasses.replace(model.facts, num_blocks=blocks.count, max_model_len=most, cache_memory=blocks.memory)
+    return dataclasses.replace(model, facts=facts)
 
 
 def _blank(plan: Survey, blocks: Blocks, config: ServerConfig, device: torch.device) -> list[LayerCache]:

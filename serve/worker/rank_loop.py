@@ -100,7 +100,7 @@ def _load(
         from serve.model.weight_memory import gather_pages
         from serve.worker import gpus
         from serve.worker.canary import check_forward
-        from serve.worker.drafting import draft_bytes_per_block, load_draft
+        from serve.worker.drafting import draft_bytes_per_block, load_draft, with_blocks_of
         from serve.worker.exchange import Exchange
         from serve.worker.loader import Stopwatch, load_rank
         from serve.worker.parallel import join_ranks
@@ -115,16 +115,19 @@ def _load(
         size, memory = config.model.tensor_parallel_size, None if shared_fd < 0 else shared_fd
         torch.set_grad_enabled(False)
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # read when torch is loaded, perhaps for other ranks
+        tried: list[RankModel | None] = []
+        beside = draft_bytes_per_block(config, rank, device)
         model, ranks = load_rank(
             config,
             rank,
             device,
             lambda: join_ranks(rank, size, device, rendezvous, memory, config.supervisor.start_timeout_seconds, progress),
             Stopwatch((("import", time.monotonic() - began),)),
-            beside=draft_bytes_per_block(config, rank, device),
-            trial=_trial(config, progress),
+            beside=beside,
+            trial=_trial(config, progress, tried),
         )
-        runner = Runner(model, ranks, load_draft(config, model, rank))
+        draft = with_blocks_of(model, tried[0], config) if tried else load_draft(config, model, rank)
+        runner = Runner(model, ranks, draft)
         with progress.with_others():
             check_forward(config.model, model, ranks, runner)
             if config.model.verify_logits:
@@ -142,15 +145,18 @@ def _load(
     progress.waiting = True  # from here on it has nothing to do but what it is told
     wire.send(steps, wire.encode(wire.Ready(model.facts)))
     gather_pages()
-    return runner, Exchange(config, model, ranks, runner), _faults(config, model, rank, name)
+    return runner, Exchange(config, model, ranks, runner), _faults(config, model, rank, name, beside)
 
 
-def _trial(config: ServerConfig, progress: Progress) -> Callable[[RankModel, Ranks], int]:
+def _trial(config: ServerConfig, progress: Progress, drafts: list[RankModel | None]) -> Callable[[RankModel, Ranks], int]:
+    """What ``load_rank`` tries steps by. The draft model is loaded before blocks are counted, and left in ``drafts``."""
+    from serve.worker.drafting import load_draft
     from serve.worker.trial import bytes_of_steps
 
     def trial(model: RankModel, ranks: Ranks) -> int:
+        drafts.append(draft := load_draft(config, model, ranks.rank))
         with progress.with_others():
-            return bytes_of_steps(config, model, ranks)
+            return bytes_of_steps(config, model, ranks, draft)
 
     return trial
 
@@ -164,11 +170,12 @@ def _why_not_loaded(error: Exception, rank: int, device: str) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _faults(config: ServerConfig, model: RankModel, rank: int, device: str) -> FaultOf:
+def _faults(config: ServerConfig, model: RankModel, rank: int, device: str, beside: int) -> FaultOf:
+    """``beside``: what a draft model's keys and values of a block take."""
     from serve.worker.device_faults import step_fault
     from serve.worker.sizing import bytes_per_block
 
-    block_bytes = bytes_per_block(model.survey, config, model.survey.heads.shared_heads(rank).width)
+    block_bytes = bytes_per_block(model.survey, config, model.survey.heads.shared_heads(rank).width) + beside
 
     def fault_of(error: Exception, plan: StepPlan) -> LastWords | None:
         return step_fault(error, device, plan, config, num_blocks=model.facts.num_blocks, block_bytes=block_bytes)

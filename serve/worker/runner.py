@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from serve.engine.plan import PromptLogprobs, Sampled, SequenceFault, StepPlan, StepResult
+from serve.model.sending import send
 from serve.types import SequenceId
 from serve.worker.batch import Batch, SequenceTable
 from serve.worker.decode_graphs import DecodeGraphs
@@ -13,8 +16,7 @@ from serve.worker.decode_inputs import DecodeInputs
 from serve.worker.drafting import Drafting
 from serve.worker.loader import RankModel
 from serve.worker.parallel import Ranks
-from serve.worker.sampling.sampler import likeliest, prompt_logprobs, sample, wants_likeliest
-from serve.worker.sending import send
+from serve.worker.sampling.sampler import LaunchedPrompt, likeliest, prompt_logprobs, sample, wants_likeliest
 
 _HEAD_ROWS = 64
 """Rows of prompt logits computed at once: bounds what a request for prompt logprobs can take."""
@@ -45,24 +47,27 @@ class Runner:
             return StepResult(step=plan.step) if self._ranks.rank == 0 else None
         batch = self._table.batch(self._drafting.guess(plan.spans))
         hidden_TE, logits_TV = self._compute(batch)
-        prompts, faults = self._prompt_logprobs(hidden_TE, batch)
+        prompts = self._prompt_logprobs(hidden_TE, batch)
         sampled: list[Sampled] = []
+        unsampled: list[SequenceFault] = []
         if batch.sample_rows:
             if logits_TV is None:
-                own_RV = self._model.head(hidden_TE[list(batch.sample_rows)][None])[0]
+                rows_R = send(torch.tensor(batch.sample_rows), hidden_TE.device)
+                own_RV = self._model.head(hidden_TE[rows_R][None])[0]
             elif batch.sample_rows == tuple(range(len(batch.sample_rows))):
                 own_RV = logits_TV[: len(batch.sample_rows)]
             else:
                 own_RV = logits_TV[send(torch.tensor(batch.sample_rows), logits_TV.device)]
             sampled, unsampled = self._sample(own_RV.float(), batch)
             self._table.keep_drawn((answer.sequence, answer.token_id) for answer in sampled)
-            faults.update((fault.sequence, fault) for fault in unsampled)
         if self._ranks.rank != 0:
             return None
+        told, faults = _read(prompts)
+        faults.update((fault.sequence, fault) for fault in unsampled)
         return StepResult(
             step=plan.step,
             sampled=tuple(answer for answer in sampled if answer.sequence not in faults),
-            prompt_logprobs=tuple(prompts),
+            prompt_logprobs=tuple(told),
             faults=tuple(faults.values()),
         )
 
@@ -101,10 +106,9 @@ class Runner:
         """Logits of some rows, [R, V] in fp32, on rank 0."""
         return self._ranks.gather_columns(self._model.head(hidden_RE[None])[0].float(), self._model.head_widths)
 
-    def _prompt_logprobs(self, hidden_TE: Tensor, batch: Batch) -> tuple[list[PromptLogprobs], dict[SequenceId, SequenceFault]]:
-        """What rank 0 can tell of the step's prompt positions, and the sequences of which it cannot."""
-        results: list[PromptLogprobs] = []
-        faults: dict[SequenceId, SequenceFault] = {}
+    def _prompt_logprobs(self, hidden_TE: Tensor, batch: Batch) -> list[LaunchedPrompt]:
+        """What rank 0 will tell of the step's prompt positions; nothing is read before the whole step is launched."""
+        launched: list[LaunchedPrompt] = []
         for state, row, position, count in batch.prompt_rows:
             wanted = state.start.prompt_logprobs
             assert wanted is not None
@@ -112,12 +116,20 @@ class Runner:
                 rows = min(_HEAD_ROWS, count - offset)
                 logits_RV = self._logits(hidden_TE[row + offset : row + offset + rows])
                 first = position + offset + 1
-                if logits_RV is None:
-                    continue
-                targets = state.token_ids[first : first + rows]
-                told = prompt_logprobs(logits_RV, state.start.sequence, first, targets, wanted)
-                if isinstance(told, SequenceFault):
-                    faults.setdefault(told.sequence, told)
-                else:
-                    results.append(told)
-        return results, faults
+                if logits_RV is not None:
+                    targets = state.token_ids[first : first + rows]
+                    launched.append(prompt_logprobs(logits_RV, state.start.sequence, first, targets, wanted))
+        return launched
+
+
+def _read(launched: Sequence[LaunchedPrompt]) -> tuple[list[PromptLogprobs], dict[SequenceId, SequenceFault]]:
+    """What can be told of the step's prompt positions, and the sequences of which nothing can be."""
+    results: list[PromptLogprobs] = []
+    faults: dict[SequenceId, SequenceFault] = {}
+    for part in launched:
+        told = part.read()
+        if isinstance(told, SequenceFault):
+            faults.setdefault(told.sequence, told)
+        else:
+            results.append(told)
+    return results, faults

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from serve.config import ServerConfig
-from serve.engine.plan import Span, Start, StepPlan
+from serve.engine.plan import DRAFTED, Span, Start, StepPlan
 from serve.types import BlockId, SamplingParams, SequenceId
 from serve.worker import gpus
 from serve.worker.loader import RankModel
@@ -18,20 +18,25 @@ _SAMPLING = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, repetition_pena
 _log = logging.getLogger(__name__)
 
 
-def bytes_of_steps(config: ServerConfig, model: RankModel, ranks: Ranks) -> int:
+def bytes_of_steps(config: ServerConfig, model: RankModel, ranks: Ranks, draft: RankModel | None = None) -> int:
     """Capture what is to be captured and compute the largest step that can be; all ranks together. Nothing of it is kept.
+
+    Where there is a draft model, what it guesses for as many sequences as may run is computed, too.
 
     Args:
         model: with few blocks; what is in them is overwritten.
+        draft: the draft model, on rank 0, with as many.
     """
     gpus.give_back(model.device)
     before = gpus.reserved_bytes(model.device)
-    runner = Runner(model, ranks)
+    runner = Runner(model, ranks, draft)
     if runner.graphs is not None:
         runner.graphs.capture()
     plan = largest_step(config, model)
     runner.execute(plan)
-    runner.execute(StepPlan(step=1, dropped=tuple(start.sequence for start in plan.starts)))
+    if config.model.draft_model:
+        runner.execute(guessed_step(config, model, plan))
+    runner.execute(StepPlan(step=2, dropped=tuple(start.sequence for start in plan.starts)))
     taken = gpus.reserved_bytes(model.device) - before
     if runner.graphs is not None:
         runner.graphs.forget()
@@ -48,7 +53,7 @@ def largest_step(config: ServerConfig, model: RankModel) -> StepPlan:
     """
     tokens = config.scheduler.max_step_tokens
     count = min(config.scheduler.max_num_seqs, tokens)
-    block_tokens, most = model.facts.block_tokens, model.survey.max_model_len - 1
+    block_tokens, most = model.facts.block_tokens, max(1, model.facts.max_model_len - 1 - _guesses(config))
     starts, spans = [], []
     for number in range(count):
         own = min(most, tokens // count + (number < tokens % count))
@@ -58,3 +63,29 @@ def largest_step(config: ServerConfig, model: RankModel) -> StepPlan:
         starts.append(Start(sequence=sequence, index=0, token_ids=ids, num_prompt_tokens=own, sampling=_SAMPLING))
         spans.append(Span(sequence=sequence, start=0, count=own, new_blocks=blocks, sample=True))
     return StepPlan(step=0, starts=tuple(starts), spans=tuple(spans))
+
+
+def guessed_step(config: ServerConfig, model: RankModel, largest: StepPlan) -> StepPlan:
+    """The step after the largest one in which as many of its sequences as a step has room for guess as much as they may."""
+    guesses, block_tokens = _guesses(config), model.facts.block_tokens
+    spans = []
+    for before in largest.spans[: max(1, config.scheduler.max_step_tokens // (1 + guesses))]:
+        end = before.count + 1 + guesses
+        blocks = tuple(BlockId(block) for block in range(len(before.new_blocks), -(-end // block_tokens)))
+        spans.append(
+            Span(
+                sequence=before.sequence,
+                start=before.count,
+                count=1 + guesses,
+                new_tokens=(0,),
+                new_blocks=blocks,
+                sample=True,
+                proposed=(DRAFTED,) * guesses,
+            )
+        )
+    return StepPlan(step=1, spans=tuple(spans))
+
+
+def _guesses(config: ServerConfig) -> int:
+    """How many tokens a draft model guesses of a sequence in one step; 0 without one."""
+    return config.scheduler.speculative_tokens if config.model.draft_model else 0

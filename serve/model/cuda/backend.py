@@ -11,6 +11,7 @@ from torch import Tensor
 from serve.model.attention import PLAIN, LayerCache, Rotary, ScoreRules, StepLayout
 from serve.model.cuda import kernels
 from serve.model.cuda.tiling import SHARE_POSITIONS, Shape, cut, padded_head, shape_of, splits_for
+from serve.model.sending import send
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ class TritonBackend:
         made = layout.made.get((_Tiles, most))
         if not isinstance(made, _Tiles):
             short, long = cut(layout.query_starts, layout.table_rows, *most)
-            tiles = torch.tensor(short + long, dtype=torch.int32).to(layout.slots.device, non_blocking=True)
+            tiles = send(torch.tensor(short + long, dtype=torch.int32), layout.slots.device)
             tokens = sum(tile[2] for tile in short)
             layout.made[_Tiles, most] = made = _Tiles(tiles[: len(short)], tiles[len(short) :], tokens)
         return made

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from serve.model.sending import send
 from serve.types import SamplingParams
 from serve.worker.sampling.seen import Seen
-from serve.worker.sending import send
 
 
 class SamplingBackend(Protocol):

@@ -12,18 +12,19 @@ import ctypes
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from serve.engine.plan import PromptLogprobs, Sampled, SequenceFault, Start
+from serve.model.sending import send
 from serve.types import SamplingParams, SequenceId, TokenLogprob
 from serve.worker.sampling.backend import SamplingBackend, TorchSampling
-from serve.worker.sampling.logprobs import logprobs_of
+from serve.worker.sampling.logprobs import LaunchedLogprobs, logprobs_of
 from serve.worker.sampling.native import NativeSampling
 from serve.worker.sampling.seen import Seen
-from serve.worker.sending import send
 
 
 class SampledSequence(Protocol):
@@ -75,12 +76,13 @@ def sample(
         raw_peaks_R, tokens_R = peaks_R, _ = backend.peaks(logits_RV)
     if adjusted_from_R is not None:
         raw_peaks_R = adjusted_from_R
-    logprobs = {}
+    launched: LaunchedLogprobs | None = None
     if raw_WV is not None and wanted_W is not None:
-        chosen_W = tokens_R[wanted_W]
         num_top = [states[row].start.logprobs or 0 for row in wanted]
-        logprobs = dict(zip(wanted, logprobs_of(raw_WV, chosen_W, num_top), strict=True))
-    return _answers(states, (tokens_R, raw_peaks_R, peaks_R), logprobs)
+        launched = logprobs_of(raw_WV, tokens_R[wanted_W], num_top)
+    chosen_3R = torch.stack((tokens_R, raw_peaks_R.isfinite(), peaks_R.isfinite()))
+    logprobs = {} if launched is None else dict(zip(wanted, launched.read(), strict=True))
+    return _answers(states, chosen_3R, logprobs)
 
 
 def wants_likeliest(states: Sequence[SampledSequence]) -> bool:
@@ -109,20 +111,19 @@ def likeliest(
     widths_S = send(torch.tensor(widths), parts_RX.device)
     begins_S = widths_S.cumsum(dim=0) - widths_S
     tokens_R = places_RS.gather(1, first_R[:, None])[:, 0].long() + begins_S[first_R]
-    return _answers(states, (tokens_R, peaks_R, peaks_R), {})
+    return _answers(states, torch.stack((tokens_R, peaks_R.isfinite(), peaks_R.isfinite())), {})
 
 
 def _answers(
-    states: Sequence[SampledSequence], chosen: tuple[Tensor, Tensor, Tensor], logprobs: Mapping[int, TokenLogprob]
+    states: Sequence[SampledSequence], chosen_3R: Tensor, logprobs: Mapping[int, TokenLogprob]
 ) -> tuple[list[Sampled], list[SequenceFault]]:
     """What is told of each row.
 
     Args:
-        chosen: each row's token, its largest logit as it came, and after all that was changed.
+        chosen_3R: each row's token, and whether its largest logit was finite as it came, and after all that was changed.
         logprobs: by row, where they are wanted.
     """
-    tokens_R, raw_peaks_R, peaks_R = chosen
-    tokens, finite, possible = torch.stack((tokens_R, raw_peaks_R.isfinite(), peaks_R.isfinite())).tolist()
+    tokens, finite, possible = chosen_3R.tolist()
 
     sampled: list[Sampled] = []
     faults: list[SequenceFault] = []
@@ -145,20 +146,38 @@ def _answers(
     return sampled, faults
 
 
+@dataclass(frozen=True, slots=True)
+class LaunchedPrompt:
+    """Logprobs of neighbouring prompt positions, while the device may still be computing them."""
+
+    sequence: SequenceId
+    first: int
+    """The position of the first one's token."""
+    logprobs: LaunchedLogprobs
+
+    def read(self) -> PromptLogprobs | SequenceFault:
+        """Wait for the device and tell them; a fault where any of them is not finite.
+
+        With NaN or infinity among a position's logits it is not: NaN compares with nothing, so it would pass for the likeliest.
+        """
+        told = self.logprobs.read()
+        for place, each in enumerate(told):
+            if not math.isfinite(each.logprob):
+                return _not_finite(self.sequence, self.first + place)
+        return PromptLogprobs(sequence=self.sequence, first=self.first, logprobs=tuple(told))
+
+
 def prompt_logprobs(
     logits_RV: Tensor, sequence: SequenceId, first: int, targets: Sequence[int], num_top: int
-) -> PromptLogprobs | SequenceFault:
-    """Logprobs of the tokens that follow R neighbouring prompt positions; ``first`` is the position of the first target.
+) -> LaunchedPrompt:
+    """Logprobs of the tokens that follow R neighbouring prompt positions; the host waits for nothing.
 
-    A fault where any of them would not be finite: NaN compares with nothing, so it would pass for the likeliest token.
+    Args:
+        first: the position of the first target.
+        targets: the tokens that follow.
     """
-    logits_RV = logits_RV.float()
-    peaks = logits_RV.amax(dim=1).tolist()
-    logprobs = logprobs_of(logits_RV, torch.tensor(targets, device=logits_RV.device), [num_top] * len(targets))
-    for place, (peak, logprob) in enumerate(zip(peaks, logprobs, strict=True)):
-        if not (math.isfinite(peak) and math.isfinite(logprob.logprob)):
-            return _not_finite(sequence, first + place)
-    return PromptLogprobs(sequence=sequence, first=first, logprobs=tuple(logprobs))
+    targets_R = send(torch.tensor(targets), logits_RV.device)
+    return LaunchedPrompt(sequence, first, logprobs_of(logits_RV.float(), targets_R, [num_top] * len(targets)))
 
 
 def _not_finite(sequence: SequenceId, position: int) -> SequenceFault:

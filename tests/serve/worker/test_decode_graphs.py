@@ -11,29 +11,26 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from serve.config import KernelsConfig
 from serve.engine.plan import Span, Start, StepPlan
 from serve.errors import ConfigError, StartError
 from serve.model.attention import LayerCache
-from serve.model.cuda.graphs import graph_sizes, waits_for_device
+from serve.model.cuda.graphs import graph_sizes
 from serve.model.cuda.static import StaticTorchBackend
 from serve.model.families import FAMILIES
 from serve.types import BlockId, SamplingParams, SequenceId
 from serve.worker import loader
-from serve.worker.complete import whole_head
 from serve.worker.decode_inputs import DecodeInputs
 from serve.worker.loader import Stopwatch, load_rank
 from serve.worker.parallel import Ranks
 from serve.worker.rank_process import rank_environment
 from serve.worker.runner import Runner
 from serve.worker.sampling.backend import TorchSampling
-from serve.worker.sizing import Blocks
 from tests.serve.worker.captured import load_captured, tokens_of_both_ways
 from tests.serve.worker.family_worker import BLOCK_TOKENS, generate, load, settings
 from tests.serve.worker.test_loader import VARIANTS
+from tests.serve.worker.waits import META, OnlyDevice, Waits, on_meta
 from tests.support import warm
 from tests.support.models import VOCABULARY, save
 
@@ -110,47 +107,18 @@ def test_rows_of_no_sequence_write_nothing_to_the_cache(name: str, tmp_path: Pat
         assert {(block, offset) for block, offset in changed} == written
 
 
-class Waits(TorchDispatchMode):
-    """Which operations the host waits for the device in."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if waits_for_device(func, args):
-            self.found.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-class OnlyDevice(Waits):
-    """Besides: which operations mix the host's tensors with the device's, or copy from the one to the other."""
-
-    def __torch_dispatch__(self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        out = super().__torch_dispatch__(func, types, args, kwargs)
-        tensors = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)]
-        made_of_numbers = func.overloadpacket.__name__ in ("lift_fresh", "detach_")  # ``torch.tensor``, on the CPU and on meta
-        if made_of_numbers or any(tensor.device.type != "meta" for tensor in tensors):
-            self.found.append(str(func))
-        return out
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_no_familys_decoding_step_copies_anything_between_host_and_device(name: str, tmp_path: Path) -> None:
     """On ``meta``, where a tensor has no numbers: whoever asks for one fails, and so does who mixes devices."""
-    config, meta = settings(saved(name, tmp_path), 1, "bfloat16"), torch.device("meta")
-    with loader.opened(config, everything=False) as checkpoint:
-        plan = loader.survey(checkpoint, config, meta)
-    model = plan.blueprint.model.to(meta)
-    blocks = Blocks(count=9, kv_heads=plan.heads.shared_heads(0).width, memory="")
-    state = loader._with_cache(plan, loader._blank(plan, blocks, config, meta), ALONE, StaticTorchBackend())
-    step = DecodeInputs((4,), plan.max_model_len, BLOCK_TOKENS, meta, by_length=plan.length_rule is not None).steps[4]
-    head, state.layout = whole_head(model), step.layout
+    model = on_meta(saved(name, tmp_path), StaticTorchBackend())
+    by_length = model.facts.length_rule is not None
+    step = DecodeInputs((4,), model.facts.max_model_len, BLOCK_TOKENS, META, by_length=by_length).steps[4]
+    model.state.layout = step.layout
     with torch.inference_mode(), OnlyDevice() as looked:
-        hidden_1TE = model.base_model(
+        hidden_1TE = model.body(
             input_ids=step.input_ids, position_ids=step.position_ids, use_cache=False, return_dict=True
         ).last_hidden_state
-        logits_TV = head(hidden_1TE)[0]
+        logits_TV = model.head(hidden_1TE)[0]
     assert logits_TV.shape == (4, VOCABULARY)
     assert looked.found == []
 

@@ -274,7 +274,7 @@ def test_logprobs_are_the_models_own_whatever_is_asked_of_the_sampling() -> None
 
 def test_prompt_logprobs_name_their_targets() -> None:
     logits = _logits(3)
-    result = prompt_logprobs(logits, SequenceId(5), 10, (7, 8, 9), 2)
+    result = prompt_logprobs(logits, SequenceId(5), 10, (7, 8, 9), 2).read()
     assert isinstance(result, PromptLogprobs)
     reference = logits.double().log_softmax(dim=1)
     assert (result.sequence, result.first) == (5, 10)
@@ -288,7 +288,7 @@ def test_prompt_logprobs_name_their_targets() -> None:
 def test_prompt_logprobs_that_are_not_finite_are_a_fault_that_names_the_position(place: int, bad: float) -> None:
     logits = _logits(3)
     logits[1, place] = bad
-    result = prompt_logprobs(logits, SequenceId(5), 10, (7, 8, 9), 2)
+    result = prompt_logprobs(logits, SequenceId(5), 10, (7, 8, 9), 2).read()
     assert isinstance(result, SequenceFault)
     assert result.not_finite
     assert "position 11" in result.message

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from serve.config import CacheConfig, KernelsConfig, SchedulerConfig, ServerConfig
-from serve.engine.plan import StepPlan
+from serve.engine.plan import Span, StepPlan
 from serve.worker import gpus, sizing
+from serve.worker.drafting import Drafting, draft_bytes_per_block, with_blocks_of
 from serve.worker.kv_cache import GIB, LIBRARIES_BYTES, CacheMemory, choose_memory
 from serve.worker.loader import RankModel, Stopwatch, load_rank
 from serve.worker.parallel import Ranks
+from serve.worker.progress import Progress
+from serve.worker.rank_loop import _trial
 from serve.worker.runner import Runner
 from serve.worker.trial import bytes_of_steps
 from tests.serve.worker.family_worker import generate, load, settings
@@ -128,3 +131,43 @@ def test_blocks_of_a_gpu_have_what_its_share_leaves_and_no_more_than_is_free(
 def test_whether_gpus_reach_one_another_is_told(reached: object, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", reached)
     assert gpus.exchange_of(3) == said
+
+
+def test_a_draft_model_is_there_and_guesses_before_blocks_are_counted_and_has_as_many(
+    config: ServerConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafting = save("llama", tmp_path / "draft", with_tokenizer=False, seed=3, num_hidden_layers=1)
+    config = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, draft_model=str(drafting)),
+        scheduler=dataclasses.replace(config.scheduler, speculative_tokens=3),
+    )
+    guessed: list[tuple[int, ...]] = []
+    guesses = Drafting._guesses
+
+    def follow(drafting: Drafting, model: RankModel, spans: Sequence[Span]) -> list[list[int]]:
+        guessed.append(tuple(len(span.proposed) for span in spans))
+        return guesses(drafting, model, spans)
+
+    monkeypatch.setattr(Drafting, "_guesses", follow)
+    counted: list[int] = []
+
+    def memory(cache: CacheConfig, device: torch.device, local_ranks: int, *, steps_bytes: int = 0) -> CacheMemory:
+        counted.append(len(guessed))
+        return CacheMemory(MEMORY, "for this test")
+
+    monkeypatch.setattr(sizing, "choose_memory", memory)
+    drafts: list[RankModel | None] = []
+    beside = draft_bytes_per_block(config, 0, CPU)
+    trial = _trial(config, Progress(), drafts)
+    model, _ = load_rank(config, 0, CPU, lambda: ALONE, Stopwatch(), beside=beside, trial=trial)
+    assert guessed == [(3, 3, 3, 3)], "of as many sequences as run at once"
+    assert counted == [1], "after the draft model was there and had guessed"
+    draft = with_blocks_of(model, drafts[0], config)
+    assert draft is not None
+    assert model.facts.num_blocks > 33
+    assert {len(cache.keys) for cache in (*model.caches, *draft.caches)} == {model.facts.num_blocks}
+    own = sizing.bytes_per_block(model.survey, config, model.survey.heads.shared_heads(0).width)
+    assert model.facts.num_blocks == min(MEMORY // (own + beside), 4 * 512 // 16)
+    runner = Runner(model, ALONE, draft)
+    assert generate(runner, ALONE) == generate(Runner(load(Path(config.model.path), 1, ALONE), ALONE), ALONE)
