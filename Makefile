@@ -15,7 +15,7 @@ export HF_HUB_OFFLINE := 1
 MAKEFLAGS += --no-print-directory
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help setup libaio demo demo-pictures pictures test test-slow check lint types imports proto proto-check bench bench-sampling bench-load bench-tensor-parallel bench-training test-gpu bench-gpu bench-gpu-training wheel test-image image-tools test-deploy deploy-tools test-ray chaos fuzz clean distclean bench-speculation bench-quantization
+.PHONY: help setup libaio demo demo-pictures pictures test test-slow check lint types imports proto proto-check bench bench-sampling bench-load bench-tensor-parallel bench-training test-gpu bench-gpu bench-gpu-training wheel test-image image-tools test-deploy deploy-tools test-ray chaos fuzz clean distclean bench-speculation bench-quantization bench-peers
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -86,6 +86,10 @@ pictures: $(STAMP) ## draw docs/rooms.svg, the table of docs/families.md and the
 
 bench: $(STAMP) ## tokens per second beside transformers, on this machine's CPU
 	@$(PY) -m benchmarks.serving
+
+# Every peer has an environment of its own there; llama.cpp is compiled for this processor.
+bench-peers: $(STAMP) ## tokens per second beside OpenVINO, llama.cpp, CTranslate2, transformers; QUICK=1; 6 GB in .cache/peers
+	@$(PY) -m benchmarks.engines $(if $(QUICK),--quick)
 
 bench-sampling: $(STAMP) ## what choosing tokens costs, beside the sampler that sorted row by row, and over gRPC beside greedy
 	@$(PY) -m benchmarks.sampling

@@ -1,0 +1,1 @@
+"""One program per engine, each run by the Python of its own environment, and what all of them say and hear."""

@@ -1,0 +1,39 @@
+"""transformers' own ``generate`` on one batch, in the environment of the repository."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+
+from benchmarks.engines.systems.answering import answer
+
+
+class Transformers:
+    """A model with all threads."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.versions = {"transformers": transformers.__version__, "torch": torch.__version__}
+        torch.set_num_threads(settings["threads"])
+        transformers.utils.logging.disable_progress_bar()
+        dtype = getattr(torch, settings["dtype"])
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(settings["model"], dtype=dtype).eval()
+
+    @torch.inference_mode()
+    def generate(self, prompts: list[list[int]], tokens: int, exact: bool) -> list[list[int]]:
+        """See ``Engine``; its cache has the type of the model. Prompts must be of one length, so that nothing is padded."""
+        ids = torch.tensor(prompts)
+        out = self._model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False,
+            eos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
+        found: list[list[int]] = out[:, ids.shape[1] :].tolist()
+        return found
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+if __name__ == "__main__":
+    answer(Transformers)
