@@ -35,7 +35,7 @@ class Queued:
         self._arrivals: OrderedDict[RequestId, float] = OrderedDict()
         self._lines: dict[str, _Line] = {}
         self.tokens = 0
-        """Of all prompts that wait."""
+        """Tokens of all prompts that wait."""
 
     @property
     def requests(self) -> int:
