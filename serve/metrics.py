@@ -329,8 +329,7 @@ class Metrics:
         _add(self._preemptions, stats.preemptions - last.preemptions)
         _add(self._cache_queries, stats.prefix_cache_queries - last.prefix_cache_queries)
         _add(self._cache_hits, stats.prefix_cache_hits - last.prefix_cache_hits)
-        self.lengths.wasted("preempted", stats.recomputed.preempted - last.recomputed.preempted)
-        self.lengths.wasted("restarted", stats.recomputed.restarted - last.recomputed.restarted)
+        self.lengths.recomputed(stats.recomputed, last.recomputed)
         _add(self._proposed, stats.proposed_tokens - last.proposed_tokens)
         _add(self._accepted, stats.accepted_tokens - last.accepted_tokens)
         if stats.steps > last.steps and stats.last_step is not None and stats.last_step.tokens:

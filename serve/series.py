@@ -8,6 +8,8 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from serve.engine.stats import Recomputed
+
 SECONDS: Final = (
     0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75,
     1.0, 1.5, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0, 1280.0, 2560.0,
@@ -15,7 +17,7 @@ SECONDS: Final = (
 TOKENS: Final = (*(float(first * 10**exponent) for exponent in range(6) for first in (1, 2, 5)), 1e6)
 """Bounds of lengths: no model that is served has a longer context."""
 
-RECOMPUTED: Final = ("preempted", "restarted")
+RECOMPUTED: Final = ("preempted", "fair_share", "restarted")
 """Reasons for which positions are computed twice; a request that ends by an error wastes its own under that end's name."""
 LOSS_REASONS: Final = ("died", "memory", "frozen", "hangs", "start", "broke")
 SERVER_STATES: Final = ("loading", "serving", "draining", "down", "stopped")
@@ -102,6 +104,11 @@ class RequestSeries:
     def never_started(self, seconds: float) -> None:
         """A request ended by an error after it had waited so long for a first step that did not come."""
         self._unstarted.observe(seconds)
+
+    def recomputed(self, now: Recomputed, before: Recomputed) -> None:
+        """Positions that had to be computed again until now, of which those before are known."""
+        for reason in RECOMPUTED:
+            self.wasted(reason, getattr(now, reason) - getattr(before, reason))
 
     def wasted(self, reason: str, tokens: int) -> None:
         """So many positions were computed for nothing."""

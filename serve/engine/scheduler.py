@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections import deque
 
 from serve.engine.draft import Draft
-from serve.engine.lazy_heap import LazyHeap
 from serve.engine.limits import EngineLimits
+from serve.engine.places import Claim, Places
 from serve.engine.plan import StepPlan
 from serve.engine.prefix_cache import PrefixCache
 from serve.engine.sequence import Sequence, SequenceState
 from serve.engine.shares import Shares
+from serve.engine.sharing import is_being_made
 from serve.engine.speculation import Speculation
 from serve.engine.starting import start_of
-from serve.engine.stats import Recomputed
+from serve.engine.stats import Loss, Recomputed
+from serve.engine.waiting_line import WaitingLine
 from serve.types import BlockId, SequenceId
 
 _HEADROOM_FRACTION = 100
@@ -30,11 +32,14 @@ class Scheduler:
     the decodes leave of each step, and never delays them. When blocks run out, the youngest running sequence gives way:
     its blocks are freed and it is computed again later.
 
+    Tenants share the places, so a running sequence may also give way to another tenant's (see ``Places``).
+
     Why it cannot come to a halt: no sequence is accepted that could not run alone in the pool; the oldest running
-    sequence is never preempted for a younger one, so it always reaches its end; and the head of the queue is never
-    passed by a smaller sequence behind it, so it always becomes the oldest. It waits for no more than the step in which another
-    computes what it shares. One that must be computed again, having grown beyond a ``LengthRule``, goes back to the head of the
-    queue once.
+    sequence is never preempted for a younger one's blocks, and for another tenant's place a few times at most, so it always
+    reaches its end; and the head of the queue is never passed by a smaller sequence behind it, but by those of tenants that
+    have less than their share while its own has not, so it always becomes the oldest. It waits for no more than the step in
+    which another computes what it shares. One that must be computed again, having grown beyond a ``LengthRule``, goes back to
+    the head of the queue once.
 
     Always true (see ``check``): a sequence is in the queue, in the running batch or in neither; only running ones hold
     blocks, each block as often as tables name it; all running sequences but the youngest owe exactly one position, and
@@ -45,10 +50,11 @@ class Scheduler:
         self._cache = cache
         self._limits = limits
         self._headroom = cache.pool.num_blocks // _HEADROOM_FRACTION
-        self._waiting: LazyHeap[Sequence] = LazyHeap()
+        self._waiting = WaitingLine()
         self._shares = Shares()
         self.running: dict[SequenceId, Sequence] = {}
         """The running batch in order of admission, the oldest first. For others to read."""
+        self._places = Places(limits, self._waiting, self.running)
         self._dropped: list[SequenceId] = []
         self._aside: dict[Sequence, None] | None = None
         """Sequences that wait for an exchange of weights, in their order; ``None`` while nothing waits for one."""
@@ -58,6 +64,8 @@ class Scheduler:
         self._num_admissions = 0
         self.num_running_requests = 0
         self.preemptions = 0
+        self.gave_way = 0
+        """Those of the preemptions that another tenant's share asked for."""
         self.recomputed = Recomputed()
         self.cache_queries = 0
         self.cache_hits = 0
@@ -91,7 +99,7 @@ class Scheduler:
 
     def restart(self, seq: Sequence) -> None:
         """Nothing that is computed of a running sequence counts any longer; it waits before all that never ran."""
-        seq.num_lost, seq.was_preempted = min(seq.num_computed, len(seq.token_ids)), False
+        seq.num_lost, seq.lost_by = min(seq.num_computed, len(seq.token_ids)), "restarted"
         self._leave_running(seq)
         seq.state = SequenceState.WAITING
         self._waiting.push(seq, (0, seq.admitted))
@@ -149,10 +157,18 @@ class Scheduler:
         ahead = bool(self._making)
         if ahead and not self._can_run_ahead():
             return None
+        claims = self._places.claims(self._cache, self._headroom) if self._aside is None else []
+        giving_way = [seq for claim in claims for seq in claim.giving_way]
+        if ahead and giving_way:
+            return None
         draft = Draft(budget=self._limits.max_step_tokens)
+        for seq in giving_way:
+            seq.gives_way_from = 2 * seq.num_computed
+            self._preempt(seq, "fair_share")
+        self.gave_way += len(giving_way)
         self._continue_running(draft)
         if not draft.has_preempted:
-            self._admit_waiting(draft)
+            self._admit_waiting(draft, claims)
         if not draft.spans and (ahead or not self._dropped):
             return None
         self._making.append(draft.making)
@@ -233,42 +249,37 @@ class Scheduler:
             budget -= count
         return missing <= num_free
 
-    def _admit_waiting(self, draft: Draft) -> None:
-        """Start waiting sequences, strictly in their order, while budget, places and blocks last.
+    def _admit_waiting(self, draft: Draft, claims: list[Claim]) -> None:
+        """Start waiting sequences while budget, places and blocks last: those with a claim first, then strictly in their order.
 
         While there is budget left here, each running sequence has been paid in full and holds the blocks for all it
         knows; so whatever is free is free indeed.
         """
+        first = deque(claim.sequence for claim in claims)
         while draft.budget and len(self.running) - draft.num_last < self._limits.max_num_seqs:
+            if first:
+                claiming = first.popleft()
+                if not is_being_made(claiming, self._cache, (draft.making, *self._making)) and self._take_prefix(claiming):
+                    self._admit(claiming, draft)
+                continue
             seq = self._waiting.first()
             if seq is not None and self._aside is not None and seq.request.is_pinned and seq.request.started_seconds is None:
                 self._waiting.discard(seq)
                 self._aside[seq] = None
                 continue
-            if seq is None or self._is_being_made(seq, draft) or not self._take_prefix(seq):
+            if seq is None or is_being_made(seq, self._cache, (draft.making, *self._making)) or not self._take_prefix(seq):
                 return
-            self._waiting.discard(seq)
-            self._enter_running(seq)
-            count = min(seq.debt, draft.budget)
-            grown = self._grow(seq, count, draft)
-            assert grown, f"sequence {seq.id} was admitted without the blocks it needs"
-            draft.starts.append(start_of(seq))
-            seq.num_known = len(seq.token_ids)
-            draft.add_span(seq, count, self._cache.block_tokens)
+            self._admit(seq, draft)
 
-    def _is_being_made(self, seq: Sequence, draft: Draft) -> bool:
-        """Whether this step or one under way computes, for somebody else, the first block that a waiting one would have to.
-
-        It finds the block in the cache when that has ended: prompts that arrive together and begin alike pay for that once.
-        """
-        if seq.chain is None or seq.wants_prompt_logprobs or not (draft.making or any(self._making)):
-            return False
-        most = (len(seq.token_ids) - 1) // self._cache.block_tokens
-        found = len(self._cache.lookup(seq.chain, most))
-        if found == most:
-            return False
-        digest = seq.chain.digest(found)
-        return digest in draft.making or any(digest in making for making in self._making)
+    def _admit(self, seq: Sequence, draft: Draft) -> None:
+        self._waiting.discard(seq)
+        self._enter_running(seq)
+        count = min(seq.debt, draft.budget)
+        grown = self._grow(seq, count, draft)
+        assert grown, f"sequence {seq.id} was admitted without the blocks it needs"
+        draft.starts.append(start_of(seq))
+        seq.num_known = len(seq.token_ids)
+        draft.add_span(seq, count, self._cache.block_tokens)
 
     def _take_prefix(self, seq: Sequence) -> bool:
         """Give a waiting sequence its prefix-cache hits; False, and no change, if the rest of what it knows would not fit.
@@ -298,7 +309,7 @@ class Scheduler:
                 self.cache_queries += num_known
                 self.cache_hits += seq.cached_tokens
         elif seq.num_lost:
-            self.recomputed = self.recomputed.plus(max(0, seq.num_lost - seq.num_computed), preempted=seq.was_preempted)
+            self.recomputed = self.recomputed.plus(max(0, seq.num_lost - seq.num_computed), seq.lost_by)
             seq.num_lost = 0
         return True
 
@@ -312,7 +323,8 @@ class Scheduler:
         while (blocks := self._cache.try_take(missing)) is None:
             youngest = self.running[next(reversed(self.running))]
             assert len(self.running) > 1, f"sequence {seq.id} has the pool to itself and does not fit"
-            self._preempt(youngest, draft)
+            draft.has_preempted = True
+            self._preempt(youngest, "preempted")
             if youngest is seq:
                 return False
         seq.table += blocks
@@ -343,11 +355,10 @@ class Scheduler:
         draft.spare -= len(proposed)
         return proposed
 
-    def _preempt(self, seq: Sequence, draft: Draft) -> None:
+    def _preempt(self, seq: Sequence, loss: Loss) -> None:
         """Take a running sequence's blocks away and put it at the front of the queue, before all that never ran."""
-        draft.has_preempted = True
         self.restart(seq)
-        seq.was_preempted = True
+        seq.lost_by = loss
         self.preemptions += 1
 
     def _enter_running(self, seq: Sequence) -> None:
@@ -356,12 +367,14 @@ class Scheduler:
         self._num_admissions += 1
         self._shares.began(seq.request.generation.priority, seq.request.turn or 0)
         self.running[seq.id] = seq
+        self._places.take(seq.tenant)
         seq.request.num_running += 1
         if seq.request.num_running == 1:
             self.num_running_requests += 1
 
     def _leave_running(self, seq: Sequence) -> None:
         del self.running[seq.id]
+        self._places.give_back(seq.tenant)
         seq.request.num_running -= 1
         if seq.request.num_running == 0:
             self.num_running_requests -= 1
@@ -374,6 +387,7 @@ class Scheduler:
         """Assert what must always hold between two steps. Cost grows with everything: for tests."""
         self._cache.check()
         self._waiting.check()
+        self._places.check()
         num_going_on = sum(seq.debt > 0 for seq in self.running.values())
         assert num_going_on <= min(self._limits.max_num_seqs, self._limits.max_step_tokens), "more sequences run than may"
         held: dict[BlockId, int] = {}

@@ -7,6 +7,7 @@ from enum import Enum
 
 from serve.engine.prefix_cache import DigestChain
 from serve.engine.speculation import Speculation
+from serve.engine.stats import Loss
 from serve.engine.stopping import StopRule
 from serve.engine.swap import Weights
 from serve.engine.text import TextStream
@@ -89,8 +90,10 @@ class Sequence:
     """Positions whose keys and values are in the cache, or come there by a step that the ranks were given."""
     num_lost: int = 0
     """Positions that were computed when it had to begin again, until it has."""
-    was_preempted: bool = False
-    """Whether it had to because others needed its blocks."""
+    lost_by: Loss = "restarted"
+    """Why it had to."""
+    gives_way_from: int = 0
+    """With so many positions computed it may give way to another tenant, again if it did before."""
     table: list[BlockId] = field(default_factory=list)
     num_pending: int = 0
     """Tokens after ``token_ids`` that steps under way sample."""
@@ -109,6 +112,14 @@ class Sequence:
     first_token_seconds: float | None = None
     made_by: list[tuple[int, Weights]] = field(default_factory=list)
     """The weights that made its tokens, each with the first of them, counted from 0."""
+
+    @property
+    def tenant(self) -> str:
+        return self.request.generation.tenant
+
+    @property
+    def priority(self) -> int:
+        return self.request.generation.priority
 
     @property
     def debt(self) -> int:

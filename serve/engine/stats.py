@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from serve.engine.plan import StepPlan
+
+Loss = Literal["preempted", "fair_share", "restarted"]
+"""Why what was computed of a sequence counted no longer; a field of ``Recomputed``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,14 +30,14 @@ class Recomputed:
 
     preempted: int = 0
     """Their blocks were needed by others."""
+    fair_share: int = 0
+    """Their places were needed by tenants that had less than their share."""
     restarted: int = 0
     """The ranks were lost, their weights exchanged, or a sequence grew beyond a ``LengthRule``."""
 
-    def plus(self, positions: int, *, preempted: bool) -> Recomputed:
+    def plus(self, positions: int, loss: Loss) -> Recomputed:
         """With those of one more sequence."""
-        if preempted:
-            return Recomputed(self.preempted + positions, self.restarted)
-        return Recomputed(self.preempted, self.restarted + positions)
+        return replace(self, **{loss: getattr(self, loss) + positions})
 
 
 class StepTotals:

@@ -133,6 +133,8 @@ def add_token(
         ConfigError: the file cannot be read or written, or what is given breaks a rule.
     """
     try:
+        # First, so that whoever writes through a link and whoever does not lock the same folder.
+        path = path.resolve()
         with _locked(path.parent):
             entries = read_tokens(path) if path.exists() else ()
             before = next((entry.limits for entry in entries if entry.name == name), None)
@@ -148,8 +150,8 @@ def add_token(
                 raise ConfigError(f"the token of {name!r} breaks a rule: {error}") from error
             _check(path, (*entries, entry))
             _write(path, _File(version=1, tokens=(*entries, entry)))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from error
+    except (OSError, RuntimeError) as error:  # the latter of a link that leads to itself
+        raise ConfigError(f"{path}: cannot be written: {getattr(error, 'strerror', None) or error}") from error
     return token
 
 
@@ -165,17 +167,16 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _write(path: Path, content: _File) -> None:
-    """Whole or not at all. A file of its own makes the rights 0600 from its first byte on."""
-    target = path.resolve()
-    descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    """Replace what is no link, whole or not at all. A file of its own makes the rights 0600 from its first byte on."""
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
             file.flush()
             os.fsync(file.fileno())
         with contextlib.suppress(FileNotFoundError):
-            _keep_owner(Path(name), target)
-        os.replace(name, target)
+            _keep_owner(Path(name), path)
+        os.replace(name, path)
     except BaseException:
         os.unlink(name)
         raise

@@ -257,6 +257,18 @@ async def test_unavailable_is_retried_until_the_server_serves() -> None:
         assert isinstance(events[-1], Finish)
 
 
+async def test_a_request_larger_than_what_grpc_would_send_again_is_tried_again() -> None:
+    async with serving(prepare=lambda ranks: ranks.loaded.clear(), wait=False) as server:
+        await server.until(lambda: server.lives)
+
+        def work(client: Client) -> None:
+            with pytest.raises(TesseraError, match="UNAVAILABLE"):
+                client.generate([5000] * 200_000)
+
+        await blocking(server, work, retries=2)
+        assert server.count("Generate", "UNAVAILABLE") == 3
+
+
 async def test_a_stream_that_has_begun_is_not_tried_again() -> None:
     async with serving(supervisor=LOSING) as server:
         server.ranks.last_step = 3

@@ -9,7 +9,7 @@ import pytest
 from serve.engine.engine import MOST_DEATHS, Engine, EngineLimits
 from serve.engine.executor import ExecutorDied
 from serve.engine.sequence import SequenceState
-from serve.errors import DeadlineExpired, EngineDown, InvalidRequest, NotFinite, QueueFull, RequestAborted
+from serve.errors import DeadlineExpired, EngineDown, InvalidRequest, NotFinite, PutOut, QueueFull, RequestAborted
 from serve.types import Generation, RequestId, ResponseOptions, SamplingParams, StoppingParams
 from tests.serve.engine.witness import Witness
 from tests.serve.fake_executor import FakeExecutor, fake_facts
@@ -59,6 +59,7 @@ class Workload:
         self.prefixes = [tuple(pick(0, self.vocabulary - 1) for _ in range(40)) for _ in range(3)]
         self.generations: dict[RequestId, Generation] = {}
         self.aborted: set[RequestId] = set()
+        self.tenants = ("flood", "flood", "other", "third") if seed % 3 else ("",)
 
     def ranks(self) -> FakeExecutor:
         limits = self.limits
@@ -106,6 +107,7 @@ class Workload:
             ),
             num_sequences=pick(2, 4) if chance() < 0.3 else 1,
             priority=pick(-1, 1),
+            tenant=self.random.choice(self.tenants),
             cache_salt=self.random.choice(("", "", "salt")),
             arrival_seconds=self.now,
             deadline_seconds=self.now + pick(0, 40) if chance() < 0.2 else None,
@@ -116,20 +118,26 @@ class Workload:
         oldest = next(iter(running.values()), None)
         has_work, num_given, at_start = self.engine.has_work, len(self.executor.given), self.executor.num_tokens
         decodes = {seq.id for seq in running.values() if seq.debt == 1}
-        preemptions = self.engine.stats().preemptions
+        preemptions, gave_way = self.engine.stats().preemptions, self.gave_way()
         events = self.engine.step()
         self.witness.saw(events)
-        if oldest is not None:
+        of_others = self.gave_way() - gave_way
+        assert not of_others or len(self.tenants) > 1, "a tenant gave way to itself"
+        if oldest is not None and not of_others:
             assert oldest.state in (SequenceState.RUNNING, SequenceState.ENDED), "the oldest sequence was preempted"
         given = self.executor.given[num_given:]
         if given:
             planned = {span.sequence for plan in given for span in plan.spans}
             assert decodes & set(running) <= planned, "a running decode was left out of a step"
-            if self.engine.stats().preemptions > preemptions:
+            if self.engine.stats().preemptions > preemptions + of_others:
                 assert not given[0].starts, "something was admitted in a step that had to preempt"
         computed = self.executor.num_tokens > at_start
         assert computed or events or not has_work or not self.engine.has_work, "a step with work to do did nothing"
         self.now += 0.25
+
+    def gave_way(self) -> int:
+        """How often a sequence gave way to another tenant."""
+        return self.engine._scheduler.gave_way
 
     def abort(self) -> None:
         alive = self.engine.request_ids
@@ -192,6 +200,8 @@ class Workload:
                 assert generation.deadline_seconds <= self.now
             elif isinstance(error, EngineDown):
                 assert self.num_deaths >= MOST_DEATHS
+            elif isinstance(error, PutOut):
+                assert len(self.tenants) > 1
             else:
                 assert isinstance(error, NotFinite)
                 assert FAULT in generation.prompt_ids
@@ -225,7 +235,7 @@ def test_random_workloads_that_speculate_are_served_exactly() -> None:
 
 @pytest.mark.parametrize("runs_ahead", [False, True])
 def test_the_workloads_meet_everything_they_are_meant_to(*, runs_ahead: bool) -> None:
-    finished = preemptions = hits = deaths = 0
+    finished = preemptions = hits = deaths = gave_way = 0
     errors: set[type[Exception]] = set()
     for seed in range(NUM_WORKLOADS // 4):
         workload = Workload(seed, runs_ahead=runs_ahead)
@@ -237,9 +247,11 @@ def test_the_workloads_meet_everything_they_are_meant_to(*, runs_ahead: bool) ->
         preemptions += stats.preemptions
         hits += stats.prefix_cache_hits
         deaths += workload.num_deaths
+        gave_way += workload.gave_way()
         errors |= {type(error) for error in workload.witness.failures.values()}
     assert finished > 200
     assert preemptions > 50
     assert hits > 1000
     assert deaths > 30
-    assert errors - {EngineDown} == {RequestAborted, DeadlineExpired, NotFinite}
+    assert gave_way > 10
+    assert errors - {EngineDown, PutOut} == {RequestAborted, DeadlineExpired, NotFinite}

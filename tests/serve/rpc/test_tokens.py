@@ -6,6 +6,8 @@ import contextlib
 import json
 import logging
 import stat
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -236,6 +238,45 @@ def test_the_command_shows_a_token_once_and_keeps_its_hash(tmp_path: Path, capsy
         assert file.read_bytes() == before
     assert cli.main(["token", "no name", "--file", str(file)]) == 2
     assert cli.main(["token", "a", "--file", str(tmp_path / "nowhere" / "file")]) == 2
+
+
+def test_tokens_that_two_processes_add_at_once_are_all_there_also_through_a_link(tmp_path: Path) -> None:
+    file, link = tmp_path / "mounted" / "tokens.json", tmp_path / "config" / "tokens.json"
+    for folder in (file.parent, link.parent):
+        folder.mkdir()
+    link.symlink_to(file)
+    with contextlib.ExitStack() as stack:
+        adding = [stack.enter_context(_adding(where, 40)) for where in (file, link)]
+        for process in adding:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+        for process in adding:
+            assert process.stdin is not None
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        made = [token for process in adding for token in process.communicate(timeout=60)[0].split()]
+    assert link.is_symlink()
+    assert {entry.sha256 for entry in read_tokens(file)} == {digest_of(token).hex() for token in made}
+    assert len(made) == 80
+    assert [path.name for folder in (file.parent, link.parent) for path in folder.iterdir()] == ["tokens.json"] * 2
+
+
+def _adding(file: Path, count: int) -> subprocess.Popen[str]:
+    """A process that is ready, and adds tokens once it is told to."""
+    program = (
+        "import sys, pathlib; from serve.rpc.tokens import add_token; print('ready', flush=True); sys.stdin.readline()\n"
+        "file, given = pathlib.Path(sys.argv[1]), {'scopes': ('score',), 'expires': None, 'given': {}}\n"
+        f"for _ in range({count}): print(add_token(file, 'a', **given))"
+    )
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, "-c", program, str(file)], stdin=pipe, stdout=pipe, text=True)
+
+
+def test_a_link_that_leads_to_itself_is_refused_by_name(tmp_path: Path) -> None:
+    link = tmp_path / "tokens.json"
+    link.symlink_to(link)
+    with pytest.raises(ConfigError, match=r"tokens\.json: cannot be"):
+        make(link, "a")
 
 
 def test_a_public_host_needs_tls_or_the_word_for_none(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_every_label_set_exists_from_the_start(metrics: Metrics) -> None:
         assert value(metrics, "request_finished_total", reason=reason) == 0
     for reason in REJECTION_REASONS:
         assert value(metrics, "rejections_total", reason=reason) == 0
-    for reason in ("preempted", "restarted", *END_REASONS[4:]):
+    for reason in ("preempted", "fair_share", "restarted", *END_REASONS[4:]):
         assert value(metrics, "wasted_tokens_total", reason=reason) == 0
     for reason in get_args(LossReason):
         assert value(metrics, "engine_failures_total", reason=reason) == 0
