@@ -172,12 +172,8 @@ class Scheduler:
         if not draft.spans and (ahead or not self._dropped):
             return None
         self._making.append(draft.making)
-        plan = StepPlan(
-            step=self._num_plans,
-            starts=tuple(draft.starts),
-            spans=tuple(draft.spans),
-            dropped=tuple(self._dropped),
-        )
+        starts, spans, dropped = tuple(draft.starts), tuple(draft.spans), tuple(self._dropped)
+        plan = StepPlan(step=self._num_plans, starts=starts, spans=spans, dropped=dropped)
         self._num_plans += 1
         self._dropped = []
         return plan
@@ -222,9 +218,7 @@ class Scheduler:
         for seq in tuple(self.running.values()):
             if draft.has_preempted and seq.id not in self.running:  # preempted a moment ago, and so was every younger one
                 return
-            count = seq.debt
-            if count > draft.budget:
-                count = draft.budget
+            count = min(seq.debt, draft.budget)
             if count == 0:
                 draft.num_last += 1
                 continue
