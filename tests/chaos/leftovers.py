@@ -42,16 +42,16 @@ class Leftovers:
 class Held:
     """What a server that outlives a fault holds before it, and must not hold more of afterwards: processes and descriptors."""
 
-    def __init__(self, server: Server) -> None:
-        self._pid = server.process.pid
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
         self._before = self._now()
 
     def _now(self) -> Counter[str]:
         return _names_below(self._pid) + descriptors(self._pid)
 
-    def more(self) -> list[str]:
+    def more(self, within_seconds: float = _GOES_WITHIN_SECONDS) -> list[str]:
         """What there is more of: dead ranks that nobody looked after count, too."""
-        _wait(lambda: not self._now() - self._before)
+        _wait(lambda: not self._now() - self._before, within_seconds)
         return [f"{number} more {what}" for what, number in sorted((self._now() - self._before).items())]
 
 
