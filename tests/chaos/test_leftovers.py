@@ -71,3 +71,17 @@ def test_a_child_that_died_and_a_pipe_that_stays_open_are_more_than_before() -> 
         process.stdin.write(b"\n")
     assert more[0] == "2 more descriptor of pipe"
     assert more[1].startswith("1 more process ")
+
+
+def test_the_checkpoint_that_is_held_may_be_another_one_but_not_one_more(tmp_path: Path) -> None:
+    def held(*steps: int) -> int:
+        opened = []
+        for step in steps:
+            (tmp_path / f"step-{step}").mkdir(exist_ok=True)
+            opened.append(os.open(tmp_path / f"step-{step}", os.O_RDONLY))
+        found = descriptors(os.getpid())[f"descriptor of {tmp_path}/step-*"]
+        for descriptor in opened:
+            os.close(descriptor)
+        return found
+
+    assert (held(1), held(2), held(2, 3)) == (1, 1, 2)
