@@ -220,7 +220,7 @@ def under_load(
     """
     expected = field.expected
     run(server.inference, Call(0))  # what a server makes for its first call is there from then on
-    leftovers, load, held = Leftovers(), Load(server, field.seed), Held(server)
+    leftovers, load, held = Leftovers(), Load(server, field.seed), Held(server.process.pid)
     before = server.metrics()
     leftovers.saw(ranks_of(server))
     with load.going_on():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.leftovers import Surroundings, descriptors
+from tests.chaos.leftovers import Held, Surroundings, descriptors
 
 
 @pytest.fixture
@@ -55,3 +55,33 @@ def test_descriptors_are_counted_by_kind() -> None:
     for descriptor in (read, write, memory):
         os.close(descriptor)
     assert more == {"descriptor of pipe": 2, "descriptor of /memfd:held (deleted)": 1}
+
+
+def test_a_child_that_died_and_a_pipe_that_stays_open_are_more_than_before() -> None:
+    program = "import os\nprint(flush=True)\ninput()\nos.pipe()\nif not os.fork(): os._exit(0)\nprint(flush=True)\ninput()"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        process.stdout.readline()
+        held = Held(process.pid)
+        assert held.more(within_seconds=0) == []
+        process.stdin.write(b"\n")
+        process.stdout.readline()
+        more = held.more(within_seconds=0)
+        process.stdin.write(b"\n")
+    assert more[0] == "2 more descriptor of pipe"
+    assert more[1].startswith("1 more process ")
+
+
+def test_the_checkpoint_that_is_held_may_be_another_one_but_not_one_more(tmp_path: Path) -> None:
+    def held(*steps: int) -> int:
+        opened = []
+        for step in steps:
+            (tmp_path / f"step-{step}").mkdir(exist_ok=True)
+            opened.append(os.open(tmp_path / f"step-{step}", os.O_RDONLY))
+        found = descriptors(os.getpid())[f"descriptor of {tmp_path}/step-*"]
+        for descriptor in opened:
+            os.close(descriptor)
+        return found
+
+    assert (held(1), held(2), held(2, 3)) == (1, 1, 2)
