@@ -82,7 +82,6 @@ def need_of(facts: ModelFacts, layout: Layout) -> Need:
     on_host = {name: host for name, (_, host) in phases.items()}
     device_phase, device = _busiest(on_device.items())
     host_phase, host = _busiest(on_host.items())
-    host = _merge(host, {"pinned rounding": _pinned_rounding(host)})
     slack = round((DEVICE_SLACK - 1) * (sum(device.values()) - sum(_context(layout).values())))
     return Need(
         device={**device, "fragmentation": slack},
@@ -103,12 +102,6 @@ def _merge(*parts: Mapping[str, int]) -> Phase:
         for name, size in part.items():
             merged[name] = merged.get(name, 0) + size
     return {name: size for name, size in merged.items() if size > 0}
-
-
-def _pinned_rounding(host: Phase) -> int:
-    """torch pins memory in powers of two; each kind of state is about one buffer."""
-    pinned = (host.get(name, 0) for name in ("weights", "fp32 weights", "gradients"))
-    return sum((1 << (size - 1).bit_length()) - size for size in pinned if size)
 
 
 def _context(layout: Layout) -> Phase:

@@ -31,6 +31,7 @@ from finetune.engines.loss_scale import LossScale
 from finetune.engines.protocol import Fill, FillAdapters, StepOutcome
 from finetune.engines.zero.library import Engine
 from finetune.engines.zero.optimizer import ZeroOptimizer, choose_optimizer
+from finetune.engines.zero.pinned import pin_offloaded
 from finetune.machine.nvme import Disk, disk_settings
 from finetune.model.adapters import add_adapters, as_peft_names_them, base_of
 from finetune.model.build import build_empty, meta_shapes
@@ -95,6 +96,7 @@ class ZeroEngine(EngineBase[ZeroOptimizer]):
         settings = None if disk is None else disk_settings(config, *disk, meta_shapes(hf_config), dtype.itemsize, device.type)
         elements = sum(map(math.prod, meta_shapes(hf_config).values())) if config.offload.ratio < 1.0 else None
         ds = to_deepspeed(config, device=device.type, precision=precision, cpu_adam=cpu_adam, disk=settings, elements=elements)
+        pin_offloaded(config.offload, device)
         partitioned = deepspeed.zero.Init(config_dict_or_path=ds) if self._stage == 3 else nullcontext()
         base = build_empty(hf_config, dtype, partitioned)
         fill(base, self.gather)

@@ -114,3 +114,13 @@ def test_a_save_that_fails_is_told_on_every_rank(reports: Reports) -> None:
 
 def test_no_rank_loads_torchs_compiler(reports: Reports) -> None:
     assert [report["compiler"] for report in reports] == [False, False]
+
+
+@pytest.mark.parametrize("case", ["zero2-offload", "zero3-offload-all"])
+def test_pinned_memory_is_what_was_asked_for_in_whole_pages_and_changes_nothing(reports: Reports, case: str) -> None:
+    for report in reports:
+        seen = report["pinned"][case]
+        assert seen["losses"] == report["parity"][case]["losses"]
+        assert seen["same_start"]
+        assert seen["whole_pages"]
+        assert seen["most"] > 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils import pin_memory as deepspeed_pins
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -38,6 +40,7 @@ from finetune.data.batches import Microbatch
 from finetune.engines.protocol import TrainingEngine
 from finetune.engines.zero import engine as ds
 from finetune.engines.zero.engine import ZeroEngine
+from finetune.engines.zero.pinned import pin_exactly
 from finetune.errors import RunError
 from finetune.machine.build_ops import load_op
 from finetune.model.build import build_empty, decay_groups, initialise, new_config
@@ -152,6 +155,39 @@ def make_engine(
         places = list(made._engine.optimizer.subgroup_to_device.values())
         assert 0 < places.count("cpu:0") < len(places), "both sides have a part"
     return made
+
+
+class CountingDriver:
+    """In the place of CUDA's."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, int] = {}
+        self.whole_pages = True
+
+    def register(self, address: int, num_bytes: int) -> None:
+        assert address not in self.held
+        self.held[address] = num_bytes
+        self.whole_pages &= address % mmap.PAGESIZE == 0 and num_bytes % mmap.PAGESIZE == 0
+
+    def unregister(self, address: int) -> None:
+        del self.held[address]
+
+
+def pinned(case: str, adam: bool, rank: int, start: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """``parity`` with memory that is pinned as for a GPU, and what of it was."""
+    driver, write = CountingDriver(), ds.to_deepspeed
+
+    def pinning(*args: Any, **words: Any) -> dict[str, Any]:
+        written = write(*args, **words)
+        for name in ("offload_optimizer", "offload_param"):
+            if name in written["zero_optimization"]:
+                written["zero_optimization"][name]["pin_memory"] = True
+        return written
+
+    with patch.object(deepspeed_pins, "get_active_native_pinned_memory"), patch.object(ds, "to_deepspeed", pinning):
+        found = pin_exactly(driver)
+        told = parity(case, adam, rank, start)
+    return {**told, "most": found.most_bytes, "whole_pages": driver.whole_pages}
 
 
 def snapshot(engine: TrainingEngine) -> dict[str, torch.Tensor]:
@@ -341,6 +377,7 @@ def main(out: Path, library: str) -> None:
     report: dict[str, Any] = {"reference": losses, "cpu_adam": adam}
     report["parity"] = {case: parity(case, adam, rank, start) for case in CASES if adam or case != "zero3-ratio"}
     report["parity"]["zero3-offload-torch"] = parity("zero3-offload", False, rank, start)
+    report["pinned"] = {case: pinned(case, adam, rank, start) for case in ("zero2-offload", "zero3-offload-all")}
     report["not_finite"] = {
         f"{case}-{precision}": not_finite(make_engine(case, adam, precision), rank)
         for case in ("zero1", "zero2-offload", "zero3", "zero3-offload-all", *(["zero3-ratio"] if adam else []))
