@@ -43,11 +43,12 @@ def environment(cache: Path, name: str) -> Path:
     print(f"installing {name} into {folder}", flush=True)
     log.unlink(missing_ok=True)
     run([sys.executable, "-m", "venv", "--clear", str(folder)], log)
-    pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "-r", str(REQUIREMENTS / f"{name}.txt")]
+    pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check"]
     if name == LLAMA_CPP:
-        run([*pip, "--find-links", str(llama_source(cache).parent), "--no-binary", "llama-cpp-python"], log, _native())
+        others = [line for line in wanted.splitlines() if "==" in line and not line.startswith("llama-cpp")]
+        run([*pip, *others, str(llama_source(cache))], log, _native())
     else:
-        run(pip, log)
+        run([*pip, "-r", str(REQUIREMENTS / f"{name}.txt")], log)
     stamp.write_text(wanted, encoding="utf-8")
     return python
 
