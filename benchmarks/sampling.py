@@ -151,7 +151,7 @@ def served(repeats: int) -> dict[str, dict[str, float]]:
     source = random.Random(0)
     turns: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as scratch:
-        server = Server(_small_model(Path(scratch)), "float32", "cpu")
+        server = Server(small_model(Path(scratch)), "float32", "cpu")
         try:
             for turn in range(repeats + 1):
                 rates = {}
@@ -174,7 +174,8 @@ def served(repeats: int) -> dict[str, dict[str, float]]:
     return found
 
 
-def _small_model(folder: Path) -> Path:
+def small_model(folder: Path) -> Path:
+    """A GPT-NeoX of four layers with random weights and a vocabulary of the size that is sampled from."""
     torch.manual_seed(0)
     config = transformers.GPTNeoXConfig(
         hidden_size=256, num_hidden_layers=4, num_attention_heads=4, intermediate_size=1024, vocab_size=VOCABULARY,

@@ -58,8 +58,9 @@ def serve(fd: int, modules: Sequence[str]) -> None:
     gc.disable()
     for module in modules:
         importlib.import_module(module)
-    gc.collect()
-    gc.freeze()  # no fork writes to these objects' pages while it looks for garbage
+    # No fork writes to these objects' pages while it looks for garbage. What is garbage among them already, some thousands of
+    # small objects, is left there: to look for it would be a fifteenth of the start.
+    gc.freeze()
     gc.enable()
     with socket.socket(fileno=fd) as orders:
         while (received := _receive(orders)) is not None:
