@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -10,6 +11,9 @@ from serve.listening import RpcConfig as RpcConfig  # part of this module, too: 
 from serve.naming import own_name
 from serve.rules import require, require_positive
 from serve.tracing.config import TracingConfig
+
+GPU_NAME: Final = re.compile(r"[0-9]+|(GPU|MIG)-[0-9A-Za-z/-]+")
+"""What ``CUDA_VISIBLE_DEVICES`` may call a GPU: its number, its UUID, or that of a slice of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +74,10 @@ class ModelConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """``auto`` is cuda where there is one, else cpu."""
 
+    gpus: str = ""
+    """Which GPUs the ranks take, one each in this order: numbers as ``nvidia-smi`` gives them, or UUIDs, with commas between
+    them; empty is the order of ``CUDA_VISIBLE_DEVICES``, or all that there are. A slice of a GPU (MIG) serves one rank."""
+
     verify: Literal["auto", "structure", "sha256"] = "auto"
     """What is proved of the checkpoint before it is served: ``structure`` reads headers and sizes, ``sha256`` every byte
     against the manifest; ``auto`` is sha256 where there is a manifest."""
@@ -113,6 +121,17 @@ class ModelConfig:
             self.max_model_len,
             "be at least 2",
         )
+        if self.gpus:
+            self._check_gpus(self.gpus.split(","))
+
+    def _check_gpus(self, names: list[str]) -> None:
+        known = all(GPU_NAME.fullmatch(name) for name in names) and len(set(names)) == len(names)
+        require(known, "model.gpus", self.gpus, "be different numbers or UUIDs (GPU-…, MIG-…) with commas between them")
+        require(self.device != "cpu", "model.gpus", self.gpus, "be empty with model.device cpu")
+        enough = len(names) >= self.tensor_parallel_size
+        require(enough, "model.gpus", self.gpus, f"name one GPU for each of {self.tensor_parallel_size} ranks")
+        slices = self.tensor_parallel_size > 1 and any(name.startswith("MIG-") for name in names)
+        require(not slices, "model.gpus", self.gpus, "name whole GPUs for several ranks: slices (MIG) exchange nothing")
 
     @property
     def served_name(self) -> str:
@@ -356,6 +375,12 @@ class ServerConfig:
             "model.tensor_parallel_size",
             self.model.tensor_parallel_size,
             f"be a multiple of nodes.count, which is {self.nodes.count}",
+        )
+        require(
+            not self.model.gpus or self.nodes.count == 1,
+            "model.gpus",
+            self.model.gpus,
+            "be empty with several nodes: CUDA_VISIBLE_DEVICES of each node says it there",
         )
         require(
             not self.model.draft_model or self.scheduler.speculative_tokens > 0,

@@ -37,13 +37,14 @@ from serve.errors import (
     EngineDown,
     Loading,
     NotFinite,
+    PutOut,
     QueueFull,
     RequestAborted,
     ServeError,
     SlowReader,
     Unavailable,
 )
-from serve.series import SECONDS, Course, Maker, QueueSeries, RankSeries, RequestSeries, ServedSeries, exemplar_of
+from serve.series import SECONDS, Course, GpuSeries, Maker, QueueSeries, RankSeries, RequestSeries, ServedSeries, exemplar_of
 from serve.types import FinishReason, RequestFailed
 
 METHODS: Final = (
@@ -66,6 +67,7 @@ END_OF_ERROR: Final[dict[type[ServeError], str]] = {
     RequestAborted: "cancelled",
     DeadlineExpired: "deadline",
     SlowReader: "slow_reader",
+    PutOut: "put_out",
     Draining: "draining",
     EngineDown: "engine_down",
 }
@@ -108,6 +110,7 @@ class Metrics:
         make = Maker(self.registry)
         self.lengths = RequestSeries(make, (*END_OF_ERROR.values(), "broke"))
         self.ranks = RankSeries(make, num_ranks)
+        self.gpus = GpuSeries(make)
         self._queue = QueueSeries(make, clock)
         self._served = ServedSeries(make)
         info = self._gauge("build_info", "Always 1; what is running.", "version", "python")
@@ -253,6 +256,7 @@ class Metrics:
             gauge.set(1)
         for phase, seconds in facts.load_seconds:
             self._load_seconds.labels(phase).set(seconds)
+        self.gpus.names = facts.gpus
         self.model_served(facts, model=model)
 
     def model_served(self, facts: ModelFacts, *, model: str) -> None:

@@ -151,6 +151,51 @@ class RankSeries:
         self._failures.labels(reason).inc()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuFigures:
+    """What is known of the GPU of a rank; ``None`` for what it does not tell."""
+
+    rank: int
+    gpu: str
+    """Its UUID."""
+    memory_used_bytes: float | None = None
+    memory_bytes: float | None = None
+    utilization_ratio: float | None = None
+    temperature_celsius: float | None = None
+    power_watts: float | None = None
+    clock_hertz: float | None = None
+
+
+class GpuSeries:
+    """The ranks' GPUs, of all processes on them. No series where there are none, or what a GPU tells is not read."""
+
+    def __init__(self, make: Maker) -> None:
+        self.names: tuple[str, ...] = ()
+        """UUIDs of the ranks' GPUs, rank 0's first."""
+        told = {
+            "memory_used_bytes": "Memory of the rank's GPU that is taken, by whomever.",
+            "memory_bytes": "Memory that the rank's GPU has.",
+            "utilization_ratio": "Share of the last moment in which the rank's GPU computed anything.",
+            "temperature_celsius": "Temperature of the rank's GPU.",
+            "power_watts": "What the rank's GPU takes of electricity.",
+            "clock_hertz": "Clock of the multiprocessors of the rank's GPU.",
+        }
+        self._gauges = {name: make.gauge(f"gpu_{name}", help_, "rank", "gpu") for name, help_ in told.items()}
+        self._shown: set[tuple[str, str, str]] = set()
+
+    def tell(self, gpus: Sequence[GpuFigures]) -> None:
+        """Show these figures and no others."""
+        shown = set()
+        for figures in gpus:
+            for name, gauge in self._gauges.items():
+                if (value := getattr(figures, name)) is not None:
+                    gauge.labels(str(figures.rank), figures.gpu).set(value)
+                    shown.add((name, str(figures.rank), figures.gpu))
+        for name, rank, gpu in self._shown - shown:
+            self._gauges[name].remove(rank, gpu)
+        self._shown = shown
+
+
 class ServedSeries:
     """What the server does with requests now, and how old what it serves is."""
 

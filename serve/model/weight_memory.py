@@ -93,8 +93,8 @@ def gather_pages() -> None:
     A page can be read all the time but for the moment in which it is copied. What cannot be had, for want of memory, stays as
     it is.
     """
-    areas = _small.copy()
-    _small.clear()
+    global _small
+    areas, _small = _small, []
     for area in areas:
         memory = area()
         if memory is not None:

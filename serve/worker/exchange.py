@@ -144,26 +144,7 @@ class Exchange:
         graphs = self._runner.graphs
         if graphs is not None:
             graphs.forget()  # they hold the addresses of the weights
-        import os, time
-        from serve.worker import canary
-        laps = [(time.perf_counter(), time.process_time())]
-        def lap():
-            laps.append((time.perf_counter(), time.process_time()))
-        lap()
-        refused = self._put(candidate)
-        lap()
-        refused = refused or forward_fault(self._model, self._ranks, self._runner)
-        lap()
-        forward_fault(self._model, self._ranks, self._runner)
-        lap()
-        canary._try_forward(self._model, self._runner, canary._plans(self._model.facts))
-        lap()
-        self._ranks.smallest(1)
-        lap()
-        self._ranks.all_say(True, self._model.device)
-        lap()
-        names = ["-", "put", "canary", "canary again", "old canary", "gloo smallest", "all_say"]
-        print("LAPS", self._ranks.rank, {n: (round(1e3*(b[0]-a[0]),1), round(1e3*(b[1]-a[1]),1)) for n,a,b in zip(names,laps,laps[1:])}, file=sys.stderr, flush=True)
+        refused = self._put(candidate) or forward_fault(self._model, self._ranks, self._runner)
         if refused:
             self._put_back(candidate)
         else:
@@ -185,7 +166,7 @@ class Exchange:
         except StartError as error:
             why = str(error)
             _log.error("weights could not be read into their places: %s", why)
-        return "" if self._ranks.all_say(not why, self._model.device) else why or "another rank could not read its weights"
+        return "" if self._ranks.smallest(int(not why)) else why or "another rank could not read its weights"
 
     def _put_back(self, candidate: _Candidate) -> None:
         for value in candidate.before:
