@@ -2,7 +2,8 @@
 
     python deepspeed_saves.py FOLDER NAME:RANKS...
 
-Nothing of Tessera is imported. Libraries are imported once; then the ranks are forked. Each NAME becomes ``FOLDER/NAME`` with
+Nothing of Tessera is imported. Libraries are imported once; then the ranks are forked. ``OPS`` in the environment is the folder
+of DeepSpeed's operations, built, of which some cases need one. Each NAME becomes ``FOLDER/NAME`` with
 the save's root and ``config.json``, the trainer's own master weights (``expected.pt``: float32, every name) and its logits
 (``logits.pt``).
 """
@@ -55,7 +56,7 @@ NEOX = {
     "eos_token_id": 1,
 }
 WIDE = NEOX | {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 3, "vocab_size": 2001}
-"""Large enough for groups that go to NVMe."""
+"""Large enough for a group that goes to NVMe."""
 GPT2 = {
     "model_type": "gpt2",
     "vocab_size": 101,
@@ -204,22 +205,18 @@ def half_masters(stage: int, *, offload: str = "", moments: bool = True, **zero:
     return case
 
 
-def on_disk(folder: Path, *, frozen: bool = False, half: bool = False) -> None:
-    """Optimizer and parameters on NVMe, where groups of a mebibyte or more go; the smaller ones stay in the ranks' files."""
+def on_disk(folder: Path) -> None:
+    """Optimizer and parameters on NVMe: a group of more than a mebibyte there, one that stays, and an untrained head."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     load_ops("cpu_adam", "pin_memory", "async_io")
     model = make(WIDE)
-    model.get_output_embeddings().weight.requires_grad_(not frozen)
+    model.get_output_embeddings().weight.requires_grad_(False)
     disk = {"device": "nvme", "nvme_path": str(folder / "disk"), "buffer_count": 4}
     parameters = disk | {"buffer_size": 2 << 20, "buffer_count": 8}
     options = settings(3, "bf16", offload_optimizer=disk, offload_param=parameters, sub_group_size=1_200_000)
     options["aio"] = {"block_size": 1 << 20, "queue_depth": 4, "intra_op_parallelism": 2}
-    optimizer: Any = DeepSpeedCPUAdam
-    if half:
-        options["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
-        optimizer = functools.partial(DeepSpeedCPUAdam, fp32_optimizer_states=False)
-    keep(train(model, options, optimizer=optimizer, groups=False), folder, WIDE)
+    keep(train(model, options, optimizer=DeepSpeedCPUAdam, groups=False), folder, WIDE)
 
 
 def adapted(stage: int, *, excluded: bool = False, convert: bool = False) -> Callable[[Path], None]:
@@ -392,8 +389,6 @@ CASES: dict[str, Callable[[Path], None]] = {
     "zero2-half-offload": half_masters(2, offload="cpu"),
     "zero1-half": half_masters(1),
     "zero3-disk": on_disk,
-    "zero3-disk-half": functools.partial(on_disk, half=True),
-    "zero3-disk-frozen": functools.partial(on_disk, frozen=True),
     "zero3-lora": adapted(3),
     "zero2-lora": adapted(2),
     "zero2-lora-alone": adapted(2, excluded=True),
