@@ -10,7 +10,8 @@ into ``--work`` (``benchmarks/load_saves.py``). From the start of a process to t
 ``from_pretrained`` maps the file, and its pages are fetched by the first token: so reading and first token count together
 ("answer") there. Contenders take turns, so that a slow moment of the machine falls on all; what counts is the median. All files
 are in the page cache when a turn begins, or none of them with ``--cold``. ``--memory`` measures instead what each serving rank
-needs of memory, and how many bytes its reader reads, for every layout. The record is written anew after each cell.
+needs of memory, and how many bytes its reader reads, for every layout. The record is written anew after each cell; a record of
+some ``--layouts`` keeps the others' figures that its file had, if they are of the same machine and versions.
 """
 
 from __future__ import annotations
@@ -140,6 +141,23 @@ def measure_speed(work: Path, turns: int, cold: bool, keep: Callable[[str, Any],
         show(name, seconds, f"times as fast: {said}; the bar is {bar} for {part}", console)
 
 
+def earlier_cells(out: Path, record: Mapping[str, Any]) -> dict[str, Any]:
+    """What a file already has, beside which some of its cells are measured again; nothing where there is no file.
+
+    Raises:
+        ValueError: its figures are of something else, another machine or other versions.
+    """
+    if not out.exists():
+        return {}
+    found = json.loads(out.read_text(encoding="utf-8"))
+    for key in ("what", "hardware", "versions"):
+        if found.get(key) != record[key]:
+            rule = f"its {key} is {found.get(key)!r}, and what would be measured is of {record[key]!r}"
+            raise ValueError(f"{out} has other figures: {rule}; say --out with another file")
+    cells: dict[str, Any] = found["cells"]
+    return cells
+
+
 def show(title: str, seconds: Mapping[str, Seconds], verdict: str, console: Console) -> None:
     """Print one cell."""
     parts = ["merge", "start", "read", "first token", "answer", "total"]
@@ -178,6 +196,11 @@ def main() -> int:
 
     if options.memory:
         record["what"] = " ".join((measure_memory.__doc__ or "").split())
+        if set(options.layouts) < set(CASES):
+            try:
+                cells |= earlier_cells(out, record)
+            except ValueError as error:
+                parser.error(str(error))
         measure_memory(work, options.layouts, lambda names: make_saves(work, names), keep, console)
     else:
         make_saves(work, ["zero3", "hf"])

@@ -82,18 +82,19 @@ def _new_area(num_bytes: int) -> Tensor:
     return whole[begin : begin + size]
 
 
+def gather_pages_beside() -> None:
+    """As ``gather_pages``, in a thread of its own, so that steps go on meanwhile."""
+    threading.Thread(target=gather_pages, name="gather-pages", daemon=True).start()
+
+
 def gather_pages() -> None:
-    """Make large pages of the small ones that weights have been written to.
+    """Make large pages of the small ones that weights have been written to, page after page.
 
-    In a thread of its own, page after page, so that steps go on meanwhile: a page can be read all the time but for the
-    moment in which it is copied. What cannot be had, for want of memory, stays as it is.
+    A page can be read all the time but for the moment in which it is copied. What cannot be had, for want of memory, stays as
+    it is.
     """
-    areas = _small.copy()
-    _small.clear()
-    threading.Thread(target=_gather, args=(areas,), name="gather-pages", daemon=True).start()
-
-
-def _gather(areas: list[weakref.ref[_Mapping]]) -> None:
+    global _small
+    areas, _small = _small, []
     for area in areas:
         memory = area()
         if memory is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 import torch
@@ -48,7 +48,7 @@ def check_forward(config: ModelConfig, model: RankModel, ranks: Ranks, runner: R
         ConfigError: on every rank, where any rank's numbers are NaN or infinite; names the tensor, or else the layer.
     """
     weights_are_finite = all(is_finite(weight) for part in (model.body, model.head) for weight in part.parameters())
-    is_good, layer = _try_forward(model, runner)
+    is_good, layer = _try_forward(model, runner, _plans(model.facts))
     if ranks.smallest(int(is_good and weights_are_finite)):
         return
     # One rank reads the whole checkpoint once more; the others wait for what it finds.
@@ -58,18 +58,20 @@ def check_forward(config: ModelConfig, model: RankModel, ranks: Ranks, runner: R
 def forward_fault(model: RankModel, ranks: Ranks, runner: Runner) -> str:
     """What is wrong with the numbers of weights that were proved to be finite, on any rank; empty where nothing is.
 
-    All ranks together, between two steps: no block may hold anything that is wanted still.
+    All ranks together, between two steps: no block may hold anything that is wanted still. Streams wait meanwhile, so that the
+    weights are gone through once: one more token would take the same ones, by kernels that have been used before.
     """
-    is_good, layer = _try_forward(model, runner)
-    if ranks.smallest(int(is_good)):
+    is_good, layer = _try_forward(model, runner, [_prompt(model.facts, _PROMPT_TOKENS, 0, logprobs=None)])
+    runner.execute(StepPlan(step=0, dropped=(_SEQUENCE,)))
+    if ranks.all_say(is_good, model.device):
         return ""
     return ranks.told_by_first(_bad_range(model, layer) if ranks.rank == 0 else "")
 
 
-def _try_forward(model: RankModel, runner: Runner) -> tuple[bool, str | None]:
-    """Compute the made-up tokens: whether this rank's numbers were finite, and after which layer they first were not."""
+def _try_forward(model: RankModel, runner: Runner, plans: Iterable[StepPlan]) -> tuple[bool, str | None]:
+    """Compute made-up tokens: whether this rank's numbers were finite, and after which layer they first were not."""
     with _first_bad_layer(model.body) as bad_layer:
-        faults = [fault for plan in _plans(model.facts) if (result := runner.execute(plan)) for fault in result.faults]
+        faults = [fault for plan in plans if (result := runner.execute(plan)) for fault in result.faults]
         return not faults and bad_layer() is None, bad_layer()
 
 
@@ -83,23 +85,31 @@ def _fault(config: ModelConfig, model: RankModel, layer: str | None) -> str:
 def _plans(facts: ModelFacts) -> Iterator[StepPlan]:
     step = 0
     for wanted in (_PROMPT_TOKENS,) if facts.device == "cpu" else (_PROMPT_TOKENS, _MORE_PROMPT_TOKENS):
-        most = min(facts.max_model_len, facts.num_blocks * facts.block_tokens)
-        count = max(1, min(wanted, most - 1))
-        total = min(count + 1, most)
-        ids = tuple(
-            facts.vocab_size * place // count for place in range(count)
-        )  # from the whole vocabulary: of every rank's part
-        blocks = tuple(BlockId(block) for block in range(-(-total // facts.block_tokens)))
-        start = Start(
-            sequence=_SEQUENCE, index=0, token_ids=ids, num_prompt_tokens=count, sampling=SamplingParams(), prompt_logprobs=0
-        )
-        prompt = Span(sequence=_SEQUENCE, start=0, count=count, new_blocks=blocks, sample=True)
-        yield StepPlan(step=step, starts=(start,), spans=(prompt,))
-        if total > count:
-            again = Span(sequence=_SEQUENCE, start=count, count=1, new_tokens=ids[:1], sample=True)
+        prompt = _prompt(facts, wanted, step, logprobs=0)
+        yield prompt
+        (start,), (span,) = prompt.starts, prompt.spans
+        if span.count < _most(facts):
+            again = Span(sequence=_SEQUENCE, start=span.count, count=1, new_tokens=start.token_ids[:1], sample=True)
             yield StepPlan(step=step + 1, spans=(again,))
         yield StepPlan(step=step + 2, dropped=(_SEQUENCE,))
         step += 3
+
+
+def _most(facts: ModelFacts) -> int:
+    return min(facts.max_model_len, facts.num_blocks * facts.block_tokens)
+
+
+def _prompt(facts: ModelFacts, wanted: int, step: int, logprobs: int | None) -> StepPlan:
+    """A prompt of so many tokens, or as many as there is room for, with room for one more where there is."""
+    most = _most(facts)
+    count = max(1, min(wanted, most - 1))
+    ids = tuple(facts.vocab_size * place // count for place in range(count))  # from the whole vocabulary: of every rank's part
+    blocks = tuple(BlockId(block) for block in range(-(-min(count + 1, most) // facts.block_tokens)))
+    start = Start(
+        sequence=_SEQUENCE, index=0, token_ids=ids, num_prompt_tokens=count, sampling=SamplingParams(), prompt_logprobs=logprobs
+    )
+    span = Span(sequence=_SEQUENCE, start=0, count=count, new_blocks=blocks, sample=True)
+    return StepPlan(step=step, starts=(start,), spans=(span,))
 
 
 @contextlib.contextmanager

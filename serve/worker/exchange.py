@@ -20,7 +20,7 @@ from serve.config import ServerConfig
 from serve.engine.plan import StepPlan, StepResult
 from serve.errors import ConfigError, StartError
 from serve.model.load import Filling
-from serve.model.weight_memory import gather_pages
+from serve.model.weight_memory import gather_pages, gather_pages_beside
 from serve.worker import wire
 from serve.worker.canary import forward_fault
 from serve.worker.loader import RankModel, Survey, opened, survey
@@ -119,6 +119,7 @@ class Exchange:
         candidate.number = number
         if beside:
             candidate.values = list(self._model.filler.read(candidate.checkpoint, candidate.survey.blueprint))
+            gather_pages()  # here, where nobody waits for it: the first steps on new weights have enough to do
             if self._model.device.type == "cuda":
                 torch.cuda.synchronize(self._model.device)
 
@@ -148,22 +149,23 @@ class Exchange:
             self._put_back(candidate)
         else:
             self._config = candidate.config
-            gather_pages()
+            if candidate.values is None:
+                gather_pages_beside()
         if graphs is not None:
             graphs.capture()
         return StepResult(step=plan.step, refused=refused) if self._ranks.rank == 0 else None
 
     def _put(self, candidate: _Candidate) -> str:
         """Let the new weights take the old ones' places. Returns why they cannot, on some rank."""
-        why = ""
         if candidate.values is not None:
             candidate.before = [value.put() for value in candidate.values]
-        else:
-            try:
-                self._read_into_place(candidate.checkpoint, candidate.survey)
-            except StartError as error:
-                why = str(error)
-                _log.error("weights could not be read into their places: %s", why)
+            return ""
+        why = ""
+        try:
+            self._read_into_place(candidate.checkpoint, candidate.survey)
+        except StartError as error:
+            why = str(error)
+            _log.error("weights could not be read into their places: %s", why)
         return "" if self._ranks.smallest(int(not why)) else why or "another rank could not read its weights"
 
     def _put_back(self, candidate: _Candidate) -> None:

@@ -109,6 +109,10 @@ class Ranks:
             dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self._control_group())
         return int(tensor)
 
+    def all_say(self, yes: bool, device: torch.device) -> bool:
+        """Whether every rank says yes. Part of a step, as sums are, and as quick as they."""
+        return int(self.sum_(torch.tensor(float(yes), device=device))) == self.size
+
     def told_by_first(self, text: str) -> str:
         """Rank 0's text, on every rank; what the others bring counts for nothing."""
         if self.size == 1:

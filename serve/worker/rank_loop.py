@@ -97,7 +97,7 @@ def _load(
         import torch
 
         import serve.worker.lean_imports  # noqa: F401  # before what it imports for the others
-        from serve.model.weight_memory import gather_pages
+        from serve.model.weight_memory import gather_pages_beside
         from serve.worker import gpus
         from serve.worker.canary import check_forward
         from serve.worker.drafting import draft_bytes_per_block, load_draft, with_blocks_of
@@ -144,7 +144,7 @@ def _load(
         return None
     progress.waiting = True  # from here on it has nothing to do but what it is told
     wire.send(steps, wire.encode(wire.Ready(model.facts)))
-    gather_pages()
+    gather_pages_beside()
     return runner, Exchange(config, model, ranks, runner), _faults(config, model, rank, name, beside)
 
 

@@ -57,7 +57,8 @@ class Swapped:
         """The swap file of the sub-group of ``names``: by its parameters' numbers, else the only one of its size."""
         if not self._folder.has(FOLDER):
             rule = (
-                f"is missing: rank {rank} had {names[0]!r} on NVMe, which a save copies there; without it the weights are lost"
+                f"is missing: rank {rank} had {names[0]!r} on NVMe, which a save copies there; copy it too from where the save "
+                "was written: nothing else has these weights"
             )
             raise CheckpointError(FOLDER, rule)
         below = self._folder.below(FOLDER).below(f"rank{rank:02d}")

@@ -2,13 +2,17 @@
 
     python deepspeed_saves.py FOLDER NAME:RANKS...
 
-Nothing of Tessera is imported. Libraries are imported once; then the ranks are forked. Each NAME becomes ``FOLDER/NAME`` with
+Nothing of Tessera is imported. Libraries are imported once; then the ranks are forked. ``OPS`` in the environment is the folder
+of DeepSpeed's operations, built, of which some cases need one. Each NAME becomes ``FOLDER/NAME`` with
 the save's root and ``config.json``, the trainer's own master weights (``expected.pt``: float32, every name) and its logits
 (``logits.pt``).
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import importlib.util
 import json
 import os
 import shutil
@@ -51,6 +55,8 @@ NEOX = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
+WIDE = NEOX | {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 3, "vocab_size": 2001}
+"""Large enough for a group that goes to NVMe."""
 GPT2 = {
     "model_type": "gpt2",
     "vocab_size": 101,
@@ -97,9 +103,11 @@ def groups_of(model: torch.nn.Module) -> list[dict[str, Any]]:
     return [{"params": decay, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
 
 
-def train(model: torch.nn.Module, config: dict[str, Any], *, groups: bool = True, steps: int = 2) -> Any:
+def train(
+    model: torch.nn.Module, config: dict[str, Any], *, groups: bool = True, steps: int = 2, optimizer: Any = torch.optim.AdamW
+) -> Any:
     parameters: Any = groups_of(model) if groups else [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+    optimizer = optimizer(parameters, lr=1e-2)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
     for step in range(steps):
         ids = torch.tensor(IDS) + step
@@ -164,6 +172,51 @@ def zero1_robin(folder: Path) -> None:
 
 def zero0(folder: Path) -> None:
     keep(train(make(GPT2), settings(0, "fp32"), groups=False), folder, GPT2)
+
+
+def load_ops(*names: str) -> None:
+    """Load DeepSpeed's operations as they lie in ``OPS``, built before: its own loader would build them anew."""
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    for name in names:
+        library = Path(os.environ["OPS"]) / name / f"{name}.so"
+        spec = importlib.util.spec_from_file_location(name, library)
+        OpBuilder._loaded_ops[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(OpBuilder._loaded_ops[name])
+        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)  # file access finds the symbols of pinned memory this way
+
+
+def half_masters(stage: int, *, offload: str = "", moments: bool = True, **zero: Any) -> Callable[[Path], None]:
+    """Masters, and with ``moments`` all of the optimizer's state, in bfloat16; in 32 bits there are none."""
+
+    def case(folder: Path) -> None:
+        model = make(LLAMA | {"tie_word_embeddings": True})
+        options = settings(stage, "bf16", **zero)
+        options["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": moments}
+        optimizer: Any = torch.optim.AdamW
+        if offload:
+            from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+            load_ops("cpu_adam")
+            optimizer = functools.partial(DeepSpeedCPUAdam, fp32_optimizer_states=not moments)
+            options["zero_optimization"]["offload_optimizer"] = {"device": offload}
+        keep(train(model, options, optimizer=optimizer), folder, LLAMA | {"tie_word_embeddings": True})
+
+    return case
+
+
+def on_disk(folder: Path) -> None:
+    """Optimizer and parameters on NVMe: a group of more than a mebibyte there, one that stays, and an untrained head."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    load_ops("cpu_adam", "pin_memory", "async_io")
+    model = make(WIDE)
+    model.get_output_embeddings().weight.requires_grad_(False)
+    disk = {"device": "nvme", "nvme_path": str(folder / "disk"), "buffer_count": 4}
+    parameters = disk | {"buffer_size": 2 << 20, "buffer_count": 8}
+    options = settings(3, "bf16", offload_optimizer=disk, offload_param=parameters, sub_group_size=1_200_000)
+    options["aio"] = {"block_size": 1 << 20, "queue_depth": 4, "intra_op_parallelism": 2}
+    keep(train(model, options, optimizer=DeepSpeedCPUAdam, groups=False), folder, WIDE)
 
 
 def adapted(stage: int, *, excluded: bool = False, convert: bool = False) -> Callable[[Path], None]:
@@ -330,6 +383,12 @@ CASES: dict[str, Callable[[Path], None]] = {
     "zero2-masters": zero2_masters,
     "zero1-robin": zero1_robin,
     "zero0": zero0,
+    "zero3-half": half_masters(3, sub_group_size=500),
+    "zero3-half-offload": half_masters(3, offload="cpu", moments=False),
+    "zero2-half": half_masters(2),
+    "zero2-half-offload": half_masters(2, offload="cpu"),
+    "zero1-half": half_masters(1),
+    "zero3-disk": on_disk,
     "zero3-lora": adapted(3),
     "zero2-lora": adapted(2),
     "zero2-lora-alone": adapted(2, excluded=True),

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from checkpoint import CheckpointError, Given, open_checkpoint
+from finetune.machine import inventory, ops
 from tests.checkpoint.readers.deepspeed_folders import zero3_of
 
 pytestmark = pytest.mark.slow
@@ -23,14 +24,20 @@ IDS = torch.tensor([[3, 14, 15, 92, 65, 35, 89, 79]])
 RANKS = {"zero3-groups": 4, "zero2-masters": 1, "zero2-lora": 1, "zero2-lora-alone": 1}
 """Ranks that save each; the others are two."""
 MASTERS = Given(master_weights=True)
+ON_DISK = "zero3-disk"
+NEEDS_LIBAIO = pytest.mark.skipif(inventory.libaio() is None, reason="libaio is missing: apt-get install libaio-dev")
 
 
 @pytest.fixture(scope="module")
 def saves(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of all saves, made by one process and its forks."""
     folder = tmp_path_factory.mktemp("saves")
-    command = [sys.executable, str(SCRIPT), str(folder), *(f"{name}:{RANKS.get(name, 2)}" for name in CASES)]
-    environment = os.environ | {"PYTHONPATH": "", "PYTHONWARNINGS": "ignore"}
+    names = [name for name in CASES if name != ON_DISK or inventory.libaio() is not None]
+    for op in (ops.CPU_ADAM, ops.PIN_MEMORY, ops.ASYNC_IO)[: 3 if ON_DISK in names else 1]:
+        built = ops.ensure(op, print)
+        assert built.available, built.reason
+    command = [sys.executable, str(SCRIPT), str(folder), *(f"{name}:{RANKS.get(name, 2)}" for name in names)]
+    environment = os.environ | {"PYTHONPATH": "", "PYTHONWARNINGS": "ignore", "OPS": str(ops.extensions_folder())}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1800)
     assert done.returncode == 0, done.stderr[-4000:]
     return folder
@@ -41,6 +48,12 @@ CASES = {
     "zero3-float": ("DeepSpeed ZeRO-3", 2),
     "zero3-offload": ("DeepSpeed ZeRO-3", 2),
     "zero2-masters": ("DeepSpeed ZeRO-0, 1 or 2", 2),
+    "zero3-half": ("DeepSpeed ZeRO-3", 2),
+    "zero3-half-offload": ("DeepSpeed ZeRO-3", 2),
+    "zero2-half": ("DeepSpeed ZeRO-0, 1 or 2", 2),
+    "zero2-half-offload": ("DeepSpeed ZeRO-0, 1 or 2", 2),
+    "zero1-half": ("DeepSpeed ZeRO-0, 1 or 2", 2),
+    "zero3-disk": ("DeepSpeed ZeRO-3", 2),
     "zero0": ("DeepSpeed ZeRO-0, 1 or 2", 2),
     "pipeline": ("DeepSpeed pipeline", 1),
     "pipeline-neox": ("DeepSpeed pipeline", 1),
@@ -62,7 +75,14 @@ ADAPTED = ["zero3-lora", "zero2-lora", "universal3-lora"]
 IN_FLOAT = [name for name in CASES if name.startswith(("parallel", "pipeline")) or name in ("zero3-float", "zero0", *ADAPTED)]
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "zero1-robin" and "lora" not in name])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[NEEDS_LIBAIO] if name == ON_DISK else [])
+        for name in CASES
+        if name != "zero1-robin" and "lora" not in name
+    ],
+)
 def test_every_tensor_is_the_trainer_s_bit_for_bit_whole_and_in_slices(saves: Path, name: str) -> None:
     expected = torch.load(saves / name / "expected.pt")
     with open_checkpoint(saves / name / "save", given=MASTERS) as checkpoint:
@@ -76,6 +96,26 @@ def test_every_tensor_is_the_trainer_s_bit_for_bit_whole_and_in_slices(saves: Pa
                 part = checkpoint.read(stored, index)
                 assert torch.equal(part.float(), tensor[index]), stored
                 assert checkpoint.bytes_read - before == part.nbytes
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "half" in name])
+def test_masters_that_training_kept_in_bfloat16_are_read_in_it(saves: Path, name: str) -> None:
+    with open_checkpoint(saves / name / "save", given=MASTERS) as checkpoint:
+        assert {stored.dtype for stored in checkpoint.tensors.values()} == {torch.bfloat16}
+
+
+@NEEDS_LIBAIO
+def test_groups_on_disk_and_in_the_ranks_files_are_read_from_where_they_are(saves: Path, tmp_path: Path) -> None:
+    save = saves / ON_DISK / "save"
+    with open_checkpoint(save) as checkpoint:
+        assert checkpoint.tensors["gpt_neox.embed_in.weight"].dtype == torch.float32
+        assert checkpoint.tensors["lm_head.weight"].dtype == torch.bfloat16
+    swapped = [path.name for path in save.rglob("rank00/*.tensor.swp") if path.name[0].isdigit()]
+    assert len(swapped) == 1, "the other group is too small to be moved"
+    moved = shutil.copytree(save, tmp_path / "save")
+    shutil.rmtree(moved / "global_step2" / "offloaded_tensors")
+    with pytest.raises(CheckpointError, match=r"offloaded_tensors: is missing: .* on NVMe, which a save copies there; copy it"):
+        open_checkpoint(moved)
 
 
 @pytest.mark.parametrize("name", ADAPTED)

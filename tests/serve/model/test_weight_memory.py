@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from serve.model import weight_memory
-from serve.model.weight_memory import AREA_BYTES, HUGE_PAGE_BYTES, WeightMemory, gather_pages
+from serve.model.weight_memory import AREA_BYTES, HUGE_PAGE_BYTES, WeightMemory, gather_pages_beside
 
 SIZES = [1, 63, 64, 65, 4096, HUGE_PAGE_BYTES, AREA_BYTES // 2, AREA_BYTES // 2 + 1, AREA_BYTES + 1, 3, 0]
 
@@ -57,7 +57,7 @@ def huge_bytes() -> int:
 
 
 def gather_and_wait() -> None:
-    gather_pages()
+    gather_pages_beside()
     for thread in threading.enumerate():
         if thread.name == "gather-pages":
             thread.join()

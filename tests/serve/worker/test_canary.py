@@ -145,5 +145,13 @@ def test_a_gpu_computes_a_long_prompt_too_so_that_all_its_kernels_are_compiled_b
     for device, counts in (("cpu", [8, 1]), ("cuda", [8, 1, 300, 1])):
         told = replace(model, facts=replace(model.facts, device=device))
         runner = Watched(told)
-        assert forward_fault(told, Ranks(0, 1), runner) == ""
+        check_forward(ModelConfig(path=str(tmp_path)), told, Ranks(0, 1), runner)
         assert runner.counts == counts
+
+
+def test_between_two_steps_other_weights_are_gone_through_once(tmp_path: Path) -> None:
+    model = load(_saved(tmp_path))
+    runner = Watched(model)
+    assert forward_fault(model, Ranks(0, 1), runner) == ""
+    assert runner.counts == [8]
+    assert runner.execute(StepPlan(step=0)) == StepResult(step=0), "nothing is left of it"

@@ -1,0 +1,118 @@
+"""Two ranks exchange their weights together or not at all, and one that dies meanwhile is named."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from serve.engine.executor import ExecutorDied, Prepared
+from serve.engine.plan import Span, Start, StepPlan
+from serve.types import BlockId, SamplingParams, SequenceId
+from serve.worker.executor import RankExecutor
+from serve.worker.rank_process import ForkStarter
+from tests.serve.worker.test_executor import _config, _pids, _until
+from tests.support import reference
+from tests.support.models import save
+
+PROMPTS = ([3, 4, 5], [17, 6], [101, 9, 88, 4], [42])
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two models, and the second again with a row of the head, rank 1's, that is infinite: only rank 0 sees the logits."""
+    root = tmp_path_factory.mktemp("editions")
+    found = [save("gpt_neox", root / str(seed), seed=seed, with_tokenizer=False) for seed in (0, 1)]
+    broken = Path(shutil.copytree(found[1], root / "broken"))
+    stored = load_file(broken / "model.safetensors")
+    stored["embed_out.weight"][-1] = float("inf")
+    save_file(stored, broken / "model.safetensors", metadata={"format": "pt"})
+    return [*found, broken]
+
+
+@pytest.fixture
+def started(folders: list[Path]) -> Iterator[RankExecutor]:
+    with contextlib.closing(ForkStarter(2, "cpu", stall_seconds=60.0)) as starter:
+        executor = RankExecutor(_config(folders[0]), starter)
+        executor.start()
+        try:
+            yield executor
+        finally:
+            executor.close()
+
+
+def tokens(executor: RankExecutor, step: int) -> list[int]:
+    """The likeliest token behind each prompt, computed anew; nothing of it stays."""
+    starts, spans = [], []
+    for number, prompt in enumerate(PROMPTS):
+        sequence, count = SequenceId(step * 100 + number), len(prompt)
+        sampling = SamplingParams(temperature=0.0)
+        starts.append(Start(sequence=sequence, index=0, token_ids=tuple(prompt), num_prompt_tokens=count, sampling=sampling))
+        spans.append(Span(sequence=sequence, start=0, count=count, new_blocks=(BlockId(number),), sample=True))
+    sampled = executor.execute(StepPlan(step=step, starts=tuple(starts), spans=tuple(spans))).sampled
+    executor.execute(StepPlan(step=step + 1, dropped=tuple(start.sequence for start in starts)))
+    return [each.token_id for each in sorted(sampled, key=lambda each: each.sequence)]
+
+
+def take(executor: RankExecutor, folder: Path, number: int, *, beside: bool) -> str:
+    """Why the ranks refused the weights of a folder; "" where they took them."""
+    config = _config(folder)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, swap_memory_gib=None if beside else 1e-9))
+    prepared = executor.prepare(config, number)
+    assert isinstance(prepared, Prepared)
+    assert prepared.beside == beside
+    refused = executor.execute(StepPlan(step=number, swap=number)).refused
+    executor.forget_prepared()
+    return refused
+
+
+def test_ranks_take_other_weights_together_and_keep_theirs_where_one_of_them_finds_a_fault(
+    folders: list[Path], started: RankExecutor
+) -> None:
+    first, second = ([reference.greedy(reference.load(folder), prompt, 1)[0] for prompt in PROMPTS] for folder in folders[:2])
+    assert first != second
+    good, broken = folders[1], folders[2]
+    assert tokens(started, 0) == first
+    assert "not finite" in take(started, broken, 1, beside=True)
+    assert tokens(started, 2) == first, "both ranks turned back"
+    assert take(started, good, 4, beside=True) == ""
+    assert tokens(started, 5) == second
+    assert "not finite" in take(started, broken, 7, beside=False)
+    assert tokens(started, 8) == second, "both ranks read again what they had"
+    assert take(started, folders[0], 10, beside=False) == ""
+    assert tokens(started, 11) == first
+
+
+def test_a_rank_that_is_killed_while_weights_are_exchanged_ends_the_exchange_and_is_named(
+    folders: list[Path], started: RankExecutor
+) -> None:
+    assert isinstance(started.prepare(_config(folders[1]), 1), Prepared)
+    victim = _pids(started)[1]
+    os.kill(victim, signal.SIGSTOP)
+    outcome: list[ExecutorDied] = []
+
+    def exchange() -> None:
+        try:
+            started.execute(StepPlan(step=0, swap=1))
+        except ExecutorDied as error:
+            outcome.append(error)
+
+    waiting = threading.Thread(target=exchange)
+    waiting.start()
+    _until(lambda: started.hanging_rank() == 1)  # rank 0 is in the exchange, and waits
+    os.kill(victim, signal.SIGKILL)
+    _until(started.dead_rank)
+    message = str(started.dead_rank())
+    assert "rank 1 died" in message
+    assert "SIGKILL" in message
+    started.close()
+    waiting.join(timeout=120)
+    assert len(outcome) == 1
