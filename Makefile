@@ -15,7 +15,7 @@ export HF_HUB_OFFLINE := 1
 MAKEFLAGS += --no-print-directory
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help setup libaio demo demo-pictures pictures test test-slow check lint types imports proto proto-check bench bench-sampling bench-load bench-tensor-parallel bench-training test-gpu bench-gpu bench-gpu-training wheel test-image image-tools test-deploy deploy-tools test-ray chaos fuzz clean distclean bench-speculation bench-quantization bench-peers bench-tenants
+.PHONY: help setup libaio demo demo-pictures pictures test test-slow check lint types imports proto proto-check bench bench-sampling bench-load bench-tensor-parallel bench-training test-gpu bench-gpu bench-gpu-training wheel test-image image-tools test-deploy deploy-tools test-ray chaos fuzz clean distclean bench-speculation bench-quantization bench-peers bench-tenants bench-hostile bench-overload bench-safety
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -111,6 +111,15 @@ bench-load: $(STAMP) ## other trainers' checkpoints to a first token, beside mer
 
 bench-tenants: $(STAMP) ## what a flood of one tenant costs another: its time to first token, alone and beside it
 	@$(PY) -m benchmarks.tenants $(if $(OUT),--out $(OUT))
+
+bench-hostile: $(STAMP) ## thousands of attacks on a server with TLS and tokens, and certificates and tokens replaced under load
+	@$(PY) -m benchmarks.hostile $(if $(OUT),--out $(OUT))
+
+bench-overload: $(STAMP) ## three times as many calls as a server can answer, for five minutes
+	@$(PY) -m benchmarks.overload $(if $(OUT),--out $(OUT))
+
+bench-safety: $(STAMP) ## what TLS and tokens cost, and calls that outlive the ranks, by turns at servers without them
+	@$(PY) -m benchmarks.safety $(if $(OUT),--out $(OUT))
 
 test-gpu: $(STAMP) ## the tests that need a CUDA device, within ten minutes; REHEARSE=1: few of them, on the CPU
 	@$(if $(REHEARSE),TESSERA_REHEARSE_GPU=1 TRITON_INTERPRET=1) $(PY) -m pytest -q -m gpu tests/gpu

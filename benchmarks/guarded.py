@@ -27,7 +27,7 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 VOCABULARY: Final = 8192
 
 
-def make_model(folder: Path, *, hidden: int = 192, layers: int = 12) -> Path:
+def make_model(folder: Path, *, hidden: int = 192, layers: int = 12, vocabulary: int = VOCABULARY) -> Path:
     """Save a small GPT-NeoX with random seeded weights, whose steps take some milliseconds on one core.
 
     It is deep and narrow, so that a step of many sequences takes hardly longer than one of a few, as on a GPU.
@@ -35,7 +35,7 @@ def make_model(folder: Path, *, hidden: int = 192, layers: int = 12) -> Path:
     torch.manual_seed(0)
     config = CONFIG_MAPPING["gpt_neox"](
         hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=hidden // 64, intermediate_size=4 * hidden,
-        vocab_size=VOCABULARY, max_position_embeddings=1024, rotary_pct=0.25,
+        vocab_size=vocabulary, max_position_embeddings=1024, rotary_pct=0.25,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     return folder

@@ -45,8 +45,9 @@ _ALONE: Final = (("grpc.use_local_subchannel_pool", 1),)
 class Site:
     """The files of a server and of those who call it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, max_streams: int) -> None:
         self.folder = folder
+        self.max_streams = max_streams
         make_certificate(folder, "ca")
         for name in ("server", "friend"):
             make_certificate(folder, name, by="ca")
@@ -73,7 +74,10 @@ class Site:
     def options(self) -> list[str]:
         files = {"--tls-cert": "server.pem", "--tls-key": "server.key", "--tls-client-ca": "ca.pem"}
         tls = [word for option, file in files.items() for word in (option, str(self.folder / file))]
-        return [*tls, "--tokens", str(self.tokens), "--audit-log", str(self.audit), "--max-num-seqs", "16"]
+        config = self.folder / "server.yaml"
+        config.write_text(f"rpc:\n  max_streams: {self.max_streams}\n")
+        files_of = ("--config", str(config), "--tokens", str(self.tokens), "--audit-log", str(self.audit))
+        return [*tls, *files_of, "--max-num-seqs", "16"]
 
     def credentials(self) -> grpc.ChannelCredentials:
         pem = [(self.folder / name).read_bytes() for name in ("ca.pem", "friend.key", "friend.pem")]
@@ -287,6 +291,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=5000, help="attacks (5000)")
     parser.add_argument("--at-once", type=int, default=32, help="attacks under way (32)")
     parser.add_argument("--times", type=int, default=20, help="how often certificates and tokens are replaced (20)")
+    parser.add_argument("--max-streams", type=int, default=100, help="rpc.max_streams of the server (100)")
     parser.add_argument("--out", type=Path, help="result file")
     options = parser.parse_args()
     results: dict[str, Any] = {}
@@ -295,7 +300,7 @@ def main() -> int:
         for name in ("attacked", "replaced"):
             folder = Path(scratch) / name
             folder.mkdir()
-            site = Site(folder)
+            site = Site(folder, options.max_streams)
             with serving(model, *site.options(), log=folder / "server.log") as server:
                 if name == "attacked":
                     results[name] = attacked(server, site, options.count, options.at_once)
@@ -304,6 +309,7 @@ def main() -> int:
             print(json.dumps({name: results[name]}, indent=1), flush=True)
     if options.out is not None:
         record = {"what": (__doc__ or "").split("\n")[0], "date": str(datetime.date.today()), "machine": machine()}
+        record["rpc.max_streams"] = str(options.max_streams)
         options.out.write_text(json.dumps({**record, **results}, indent=2) + "\n")
     return int(not all(bar for result in results.values() for bar in result["bars"].values()))
 

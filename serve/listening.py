@@ -67,6 +67,9 @@ class RpcConfig:
     max_connections: int = 4096
     """Connections to the gRPC port at once; one more is closed unanswered. Each takes a file descriptor."""
 
+    max_streams: int = 4096
+    """Calls under way on one connection; one more ends with UNAVAILABLE, in the client that makes it."""
+
     connection_idle_seconds: float = 300.0
     """A connection without a call for this long is closed; clients open a new one when they need it."""
 
@@ -106,6 +109,7 @@ class RpcConfig:
         require(
             1 <= self.max_connections <= 1_000_000, "rpc.max_connections", self.max_connections, "lie between 1 and 1000000"
         )
+        require(1 <= self.max_streams <= 1_000_000, "rpc.max_streams", self.max_streams, "lie between 1 and 1000000")
         for name in ("connection_idle_seconds", "connection_age_seconds"):
             # gRPC counts in milliseconds of 31 bits.
             require(1 <= getattr(self, name) <= 2_000_000, f"rpc.{name}", getattr(self, name), "lie between 1 and 2000000")

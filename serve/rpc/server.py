@@ -58,7 +58,7 @@ def server_options(config: RpcConfig) -> list[tuple[str, int]]:
         ("grpc.max_send_message_length", -1),
         ("grpc.max_metadata_size", 8192),
         ("grpc.absolute_max_metadata_size", 16384),
-        ("grpc.max_concurrent_streams", 4096),
+        ("grpc.max_concurrent_streams", config.max_streams),
         # A client that vanished without a word is found within 40 seconds, and its blocks are freed.
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),

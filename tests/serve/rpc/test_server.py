@@ -9,6 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from benchmarks.attacks import END_HEADERS, GENERATE, HEADERS, PREFACE, RESET, SETTINGS, call, frame
 from serve.errors import ConfigError
 from serve.rpc.server import RpcServer, server_options
 from serve.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, models_pb2, tokenizer_pb2
@@ -112,6 +113,22 @@ async def test_one_connection_too_many_is_closed_and_the_others_go_on() -> None:
         await until_closed(server.address)
         await server.inference.Generate(request())
         writer.close()
+
+
+async def test_one_connection_has_no_more_calls_at_once_than_it_may() -> None:
+    opened = b"".join(frame(HEADERS, END_HEADERS, stream, call(GENERATE)) for stream in range(1, 100, 2))
+    async with serving(rpc={"max_streams": 8}) as server:
+        host, _, port = server.address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(PREFACE + frame(SETTINGS, 0, 0) + opened)
+        refused = 0
+        async with asyncio.timeout(20):
+            while refused < 50 - 8:
+                head = await reader.readexactly(9)
+                await reader.readexactly(int.from_bytes(head[:3], "big"))
+                refused += head[3] == RESET
+        writer.close()
+        await server.inference.Generate(request())
 
 
 async def test_a_connection_without_a_call_is_closed() -> None:
