@@ -52,6 +52,10 @@ class ModelConfig:
     tensor_parallel_size: int = 1
     """Ranks that share every layer. Each takes whole heads: at most as many ranks as query heads."""
 
+    pipeline_parallel_size: int = 1
+    """Stages that share the layers, one after another, each of ``tensor_parallel_size`` ranks: at most as many as layers. Of
+    two numbers of ranks the one with fewer stages answers sooner; a stage needs little of the network before it."""
+
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of weights, activations and cache: ``auto`` is the checkpoint's own."""
 
@@ -90,6 +94,20 @@ class ModelConfig:
     def __post_init__(self) -> None:
         require(bool(self.path), "model.path", self.path, "name a checkpoint folder")
         require(self.tensor_parallel_size >= 1, "model.tensor_parallel_size", self.tensor_parallel_size, "be at least 1")
+        stages = self.pipeline_parallel_size
+        require(stages >= 1, "model.pipeline_parallel_size", stages, "be at least 1")
+        require(
+            stages == 1 or not self.draft_model,
+            "model.pipeline_parallel_size",
+            stages,
+            "be 1 with model.draft_model; guesses that are looked up in texts are computed by any number of stages",
+        )
+        require(
+            stages == 1 or not self.verify_logits,
+            "model.pipeline_parallel_size",
+            stages,
+            "be 1 with model.verify_logits, which compares ranks that share every layer",
+        )
         require(
             self.quantization_group in (32, 64, 128), "model.quantization_group", self.quantization_group, "be 32, 64 or 128"
         )
@@ -113,6 +131,11 @@ class ModelConfig:
             self.max_model_len,
             "be at least 2",
         )
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of all stages."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def served_name(self) -> str:
@@ -351,11 +374,18 @@ class ServerConfig:
     nodes: NodesConfig = field(default_factory=NodesConfig)
 
     def __post_init__(self) -> None:
+        stages = self.model.pipeline_parallel_size
         require(
-            self.model.tensor_parallel_size % self.nodes.count == 0,
-            "model.tensor_parallel_size",
-            self.model.tensor_parallel_size,
+            self.model.num_ranks % self.nodes.count == 0,
+            "model.tensor_parallel_size" + (f" times model.pipeline_parallel_size ({stages})" if stages > 1 else ""),
+            self.model.num_ranks,
             f"be a multiple of nodes.count, which is {self.nodes.count}",
+        )
+        require(
+            stages == 1 or self.kernels.cuda_graphs != "on",
+            "model.pipeline_parallel_size",
+            stages,
+            "be 1 with kernels.cuda_graphs on: no step is captured in which stages wait for one another",
         )
         require(
             not self.model.draft_model or self.scheduler.speculative_tokens > 0,
@@ -363,3 +393,8 @@ class ServerConfig:
             self.scheduler.speculative_tokens,
             "be at least 1 with model.draft_model, which guesses so many",
         )
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks on each machine."""
+        return self.model.num_ranks // self.nodes.count

@@ -86,16 +86,23 @@ class Metrics:
     """Owns the registry and every series in it. May be called from any thread."""
 
     def __init__(
-        self, *, version: str, num_ranks: int, model_name: str = "", clock: Callable[[], float] = time.monotonic
+        self,
+        *,
+        version: str,
+        num_ranks: int,
+        num_stages: int = 1,
+        model_name: str = "",
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Make all series, at zero.
 
         Args:
             version: of the package, for ``build_info``.
-            num_ranks: how many values the label ``rank`` has.
+            num_ranks: how many values the label ``rank`` has; those ranks fall into ``num_stages``.
             model_name: the name clients see, which every series bears where it is shown.
             clock: the one that arrivals are on.
         """
+        self._num_stages = num_stages
         disable_created_metrics()  # type: ignore[no-untyped-call]  # prometheus_client leaves it unannotated
         self.registry = CollectorRegistry()
         """The series without ``model_name``, which is put on as they are shown: what counts pays nothing for it."""
@@ -114,8 +121,8 @@ class Metrics:
         info.labels(version, platform.python_version()).set(1)
         self._model_info = self._gauge(
             "model_info", "1 for the model being served.",
-            "model", "family", "dtype", "device", "tensor_parallel_size", "max_model_len", "num_parameters", "checkpoint_step",
-            "attention", "linear", "kernels",
+            "model", "family", "dtype", "device", "tensor_parallel_size", "pipeline_parallel_size", "max_model_len",
+            "num_parameters", "checkpoint_step", "attention", "linear", "kernels",
         )  # fmt: skip
         self._last_stats: EngineStats | None = None
 
@@ -259,8 +266,9 @@ class Metrics:
         """What the ranks serve from now on."""
         self._model_info.clear()
         self._model_info.labels(
-            model, facts.family, facts.dtype, facts.device, str(len(self._rank_up)), str(facts.max_model_len),
-            str(facts.num_parameters), "" if facts.checkpoint_step is None else str(facts.checkpoint_step),
+            model, facts.family, facts.dtype, facts.device, str(len(self._rank_up) // self._num_stages),
+            str(self._num_stages), str(facts.max_model_len), str(facts.num_parameters),
+            "" if facts.checkpoint_step is None else str(facts.checkpoint_step),
             facts.attention, facts.linear, facts.kernels,
         ).set(1)  # fmt: skip
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from serve.config import ModelConfig, ServerConfig
 from serve.engine.plan import DRAFTED, Span
 from serve.errors import ConfigError
+from serve.model.heads import Stage
 from serve.worker.batch import SequenceState, SequenceTable, Supposed
 from serve.worker.loader import RankModel, Stopwatch, bytes_per_block, load_rank, opened, survey
 from serve.worker.parallel import Ranks
@@ -60,7 +61,7 @@ def draft_bytes_per_block(config: ServerConfig, rank: int, device: torch.device)
         raise ConfigError(
             "model.draft_model: its angles depend on the length of a text; such a model is served, but guesses nothing"
         )
-    return bytes_per_block(found, drafting, found.heads.shared_heads(0).width)
+    return bytes_per_block(found, drafting, found.heads.shared_heads(0).width, Stage())
 
 
 def load_draft(config: ServerConfig, served: RankModel, rank: int) -> RankModel | None:
@@ -113,7 +114,7 @@ class Drafting:
         guesses = [0] * sum(len(span.proposed) for span in wanted)
         if self._model is not None:
             guesses = [token for tokens in self._guesses(self._model, wanted) for token in tokens]
-        if self._ranks.size > 1:
+        if self._ranks.count > 1:
             guesses = self._ranks.numbers_of_first(guesses, self._served.device)
         left = iter(guesses)
 

@@ -24,13 +24,14 @@ from serve.model.attention import Backend, StepState
 from serve.model.checks import check_dtype, check_max_model_len, check_quantization, extended_positions, length_rule
 from serve.model.families import Family, head_cut, head_dim
 from serve.model.fit import given_of
-from serve.model.heads import KEY, HeadCut, check_tensor_parallel
+from serve.model.heads import KEY, HeadCut, Stage, check_pipeline_parallel, check_tensor_parallel
 from serve.model.kernels.build import built_for, load_cpu_kernels
 from serve.model.kernels.compiler import KernelUnavailable
 from serve.model.lean import call_leaves_directly
 from serve.model.load import Blueprint, Filler, build_on_meta, choose_dtype, read_config
 from serve.model.pretrained import vocabulary_rows
 from serve.model.shards import ShardOf
+from serve.model.stages import keep_stage
 from serve.types import LengthRule
 from serve.worker.complete import (
     page_attention,
@@ -57,9 +58,10 @@ class RankModel:
     """One rank's model, ready to run steps."""
 
     body: nn.Module
-    """transformers' base model: ids and positions to last hidden states."""
+    """transformers' base model: ids and positions to last hidden states. Of a stage that is not the last, to those behind its
+    last layer; one that is not the first waits in each call for those before its first."""
     head: nn.Module
-    """Hidden states [R, hidden] to this rank's logits [R, vocabulary columns]."""
+    """Hidden states [R, hidden] to this rank's logits [R, vocabulary columns]; only the last stage has it."""
     head_widths: tuple[int, ...]
     """Vocabulary columns of each rank."""
     state: StepState
@@ -109,7 +111,7 @@ def load_rank(
         num_blocks: how many blocks there are, where that was chosen for another model.
 
     Raises:
-        ConfigError: the checkpoint, the family or the tensor-parallel size is at fault.
+        ConfigError: the checkpoint, the family or a number of ranks is at fault.
     """
     with opened(config, everything=rank == 0) as checkpoint:
         plan = survey(checkpoint, config, device)
@@ -134,7 +136,7 @@ def load_rank(
         sampling=choose_sampling(device, kernels),
         graph_sizes=sizes_to_capture(config, plan.family, plan.length_rule, model, device, attention),
         body=model.base_model,
-        head=whole_head(model),
+        head=whole_head(model) if ranks.stage.is_last else nn.Identity(),
         head_widths=vocabulary_widths(plan.vocab_size, config.model.tensor_parallel_size),
         state=state,
         facts=facts,
@@ -151,8 +153,9 @@ def _with_cache(
 ) -> StepState:
     """Put the cache and all that ranks exchange into a model whose weights are there."""
     model = plan.blueprint.model
+    layers = ranks.stage.layers(plan.layers)
     caches = allocate(
-        layers=int(plan.model_config.num_hidden_layers),
+        layers=layers.width,
         num_blocks=blocks.count,
         kv_heads=blocks.kv_heads,
         head_dim=head_dim(plan.model_config),
@@ -160,13 +163,15 @@ def _with_cache(
         dtype=plan.cache_dtype,
         device=device,
     )
-    state = page_attention(model, plan.family, caches, backend, plan.heads, ranks.rank, plan.max_model_len)
+    state = page_attention(
+        model, plan.family, caches, backend, plan.heads, ranks.rank, plan.max_model_len, first_layer=layers.begin
+    )
     if plan.length_rule is not None:
         turn_by_own_lengths(model, plan.length_rule, state)
     sum_norms(model, plan.family, plan.heads, ranks)
     sum_embedding(model, ranks)
     sum_experts(model, plan.family, ranks)
-    if plan.family.scaled_embedding:
+    if plan.family.scaled_embedding and ranks.stage.is_first:
         scale_embedding(model)
     return state
 
@@ -205,6 +210,11 @@ class Survey:
     """Rows of the whole embedding; a rank's own model has fewer once it is cut."""
     eos_ids: tuple[int, ...]
 
+    @property
+    def layers(self) -> int:
+        """Layers of the whole model."""
+        return int(self.model_config.num_hidden_layers)
+
 
 def survey(checkpoint: Checkpoint, config: ServerConfig, device: torch.device) -> Survey:
     """Find everything wrong with a checkpoint that can be found without memory for it and without the other ranks.
@@ -221,6 +231,7 @@ def survey(checkpoint: Checkpoint, config: ServerConfig, device: torch.device) -
         multiple=family.head_blocks,
         repeats=any(KEY in kinds for kinds in family.rows.values()),
     )
+    check_pipeline_parallel(int(model_config.num_hidden_layers), config.model.pipeline_parallel_size)
     dtype = choose_dtype(checkpoint, config.model.dtype)
     check_dtype(dtype_name(dtype), device.type)
     check_quantization(config.model.quantization, device.type, family)
@@ -255,11 +266,13 @@ def _read_weights(
     """
     model, dtype = plan.blueprint.model, plan.blueprint.dtype
     shards: dict[str, ShardOf] = dict(shard(model, plan.family, plan.heads, ranks)) if ranks.size > 1 else {}
+    if ranks.stage.count > 1:
+        keep_stage(model, plan.family, ranks.stage, device, lambda shape: ranks.receive(shape, dtype, device))
     watch.lap("build")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     captured = captures_on_cpu(config, device)
-    kernels = None if captured else _load_kernels(config.kernels.cache_dir, ranks.rank, device, dtype)
+    kernels = None if captured else _load_kernels(config.kernels.cache_dir, ranks.number, device, dtype)
     linear, packer = choose_linear(config.model, device, dtype, kernels, captured=captured)
     filler = Filler(model, shards, device, ProductMaker(packer, ranks, activations(model, plan.family)))
     filler.fill(checkpoint, plan.blueprint)
@@ -279,10 +292,10 @@ class _Blocks:
     """What they take of what, in words."""
 
 
-def bytes_per_block(plan: Survey, config: ServerConfig, kv_heads: int) -> int:
-    """Bytes of one block of a rank that has so many key/value heads."""
+def bytes_per_block(plan: Survey, config: ServerConfig, kv_heads: int, stage: Stage) -> int:
+    """Bytes of one block of a rank of this stage that has so many key/value heads."""
     return block_bytes(
-        layers=int(plan.model_config.num_hidden_layers),
+        layers=stage.layers(plan.layers).width,
         kv_heads=kv_heads,
         head_dim=head_dim(plan.model_config),
         block_tokens=config.cache.block_tokens,
@@ -294,12 +307,11 @@ def _choose_blocks(
     plan: Survey, config: ServerConfig, ranks: Ranks, device: torch.device, beside: int, num_blocks: int | None
 ) -> _Blocks:
     """Agree with the other ranks on how many blocks each of them has memory for."""
-    size = config.model.tensor_parallel_size
     kv_heads = plan.heads.shared_heads(ranks.rank).width
-    each = bytes_per_block(plan, config, kv_heads) + beside
+    each = bytes_per_block(plan, config, kv_heads, ranks.stage) + beside
     if num_blocks is not None:
         return _Blocks(count=num_blocks, kv_heads=kv_heads, memory="")
-    memory = choose_memory(config.cache, device, size)
+    memory = choose_memory(config.cache, device, config.ranks_per_node)
     mine = choose_num_blocks(
         memory,
         cache=config.cache,

@@ -135,7 +135,7 @@ class NodeStarter:
         self._interface = interface_of(self._address)
         self._key = read_key(nodes.agents_key_file, "nodes.agents_key_file")
         self._context, self._certificate = server_context(nodes.agents_tls_cert, nodes.agents_tls_key)
-        self._count, self._per_node = nodes.count, model.tensor_parallel_size // nodes.count
+        self._count, self._per_node = nodes.count, config.ranks_per_node
         self._device, self._patience_seconds = model.device, config.supervisor.start_timeout_seconds
         self._local = local or ProgramStarter()
         self._nodes: dict[int, _Node] = {}

@@ -96,14 +96,15 @@ def _load(
 
         device = choose_device(config.model.device, int(os.environ["LOCAL_RANK"]))
         os.environ["DS_ACCELERATOR"] = device.type  # DeepSpeed guesses otherwise, and warns that it does
-        size, memory = config.model.tensor_parallel_size, None if shared_fd < 0 else shared_fd
+        size, stages = config.model.tensor_parallel_size, config.model.pipeline_parallel_size
+        memory, patience_seconds = None if shared_fd < 0 else shared_fd, config.supervisor.start_timeout_seconds
         torch.set_grad_enabled(False)
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # read when torch is loaded, perhaps for other ranks
         model, ranks = load_rank(
             config,
             rank,
             device,
-            lambda: join_ranks(rank, size, device, rendezvous, memory, config.supervisor.start_timeout_seconds, progress),
+            lambda: join_ranks(rank, size, device, rendezvous, memory, patience_seconds, progress, stages),
             Stopwatch((("import", time.monotonic() - began),)),
             beside=draft_bytes_per_block(config, rank, device),
         )
@@ -152,7 +153,8 @@ def choose_device(wanted: str, rank: int) -> torch.device:
         return torch.device("cpu")
     if rank >= torch.cuda.device_count():
         raise ConfigError(
-            f"model.tensor_parallel_size asks for rank {rank}; there are {torch.cuda.device_count()} CUDA devices"
+            f"model.tensor_parallel_size and model.pipeline_parallel_size ask for {rank + 1} or more devices; there are "
+            f"{torch.cuda.device_count()} CUDA devices"
         )
     return torch.device("cuda", rank)
 
