@@ -63,7 +63,7 @@ lint: $(STAMP) ## ruff: rules and format
 	@echo "lint: clean"
 
 types: $(STAMP) ## mypy strict over everything but generated code
-	@$(PY) -m mypy --no-error-summary
+	@$(PY) -m mypy --no-error-summary --num-workers $(WORKERS)
 	@echo "types: clean"
 
 imports: $(STAMP) ## who may import whom, and that what is drawn and listed from the code is what it says
@@ -105,8 +105,8 @@ bench-training: $(STAMP) ## step time beside a bare DeepSpeed loop and HF Traine
 bench-load: $(STAMP) ## other trainers' checkpoints to a first token, beside merging and from_pretrained; writes 6 GB to .cache/load
 	@$(PY) -m benchmarks.load
 
-test-gpu: $(STAMP) ## the tests that need a CUDA device
-	@$(PY) -m pytest -q -m gpu
+test-gpu: $(STAMP) ## the tests that need a CUDA device, within ten minutes; REHEARSE=1: few of them, on the CPU
+	@$(if $(REHEARSE),TESSERA_REHEARSE_GPU=1 TRITON_INTERPRET=1) $(PY) -m pytest -q -m gpu tests/gpu
 
 bench-gpu: $(STAMP) ## decoding on a CUDA device by shape, batch and context, beside transformers; REHEARSE=1: tiny, on the CPU
 	@$(PY) -m benchmarks.gpu $(if $(REHEARSE),--rehearse)
@@ -137,6 +137,9 @@ deploy-tools:
 	@command -v haproxy >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
 	    { apt-get update -qq && apt-get install -y -qq haproxy; } >/dev/null 2>&1; } || \
 	    echo "several servers are tried behind Debian's haproxy (apt-get install haproxy)"
+	@command -v ip >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	    { apt-get update -qq && apt-get install -y -qq iproute2; } >/dev/null 2>&1; } || \
+	    echo "several machines are tried in network namespaces by iproute2 (apt-get install iproute2), as root"
 	@[ -x .cache/deploy-tools/bin/checkov ] || { $(PYTHON) -m venv .cache/deploy-tools && .cache/deploy-tools/bin/python -m pip install -q \
 	    --disable-pip-version-check kubernetes-validate==1.37.0 checkov==3.3.30; } >/dev/null 2>&1 || \
 	    echo "the manifests are tried with kubernetes-validate and checkov, which pip could not install"
@@ -152,8 +155,8 @@ test-ray: $(STAMP) ## the example for Ray Data on a Ray of two workers, which is
 	@$(PY) -m pip install -q --disable-pip-version-check -c constraints.txt 'ray[data]==2.60.0'
 	@$(PY) -m pytest -q -rs tests/serve/client/offline/test_ray.py
 
-chaos: $(STAMP) ## ranks killed and frozen under load, twenty times each, and the history of every call; CASE=kill for one
-	@$(PY) -m tests.chaos $(CASE)
+chaos: $(STAMP) ## faults of many kinds under load, and the history of every call; CASE=kill for one, ROUNDS=20 for the whole
+	@$(PY) -m tests.chaos $(CASE) $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(OUT),--out $(OUT))
 
 fuzz: $(STAMP) ## mutated requests, plans, settings, tokens and checkpoints, half a minute each; TARGET=pickles for one
 	@$(PY) -m tests.fuzz $(TARGET)

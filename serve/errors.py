@@ -6,6 +6,7 @@ ServeError
 │   ├── NotFound                no such model or request                               NOT_FOUND
 │   ├── DuplicateRequest        a live request has this id                             ALREADY_EXISTS
 │   ├── QueueFull               queue limits reached; retry later                      RESOURCE_EXHAUSTED
+│   │   ├── PutOut              it waited, and left for another tenant's               RESOURCE_EXHAUSTED
 │   │   └── TenantLimited       the caller's own limits are reached; retry later        RESOURCE_EXHAUSTED
 │   ├── SlowReader              the client did not read its stream in time             RESOURCE_EXHAUSTED
 │   ├── DeadlineExpired         the call's deadline passed, queued or running          DEADLINE_EXCEEDED
@@ -78,6 +79,10 @@ class QueueFull(RequestError):
         self.reason = reason
         """``requests`` or ``tokens``: the limit that was met; a label value of ``tessera_rejections_total``."""
         self.retry_after_seconds = retry_after_seconds
+
+
+class PutOut(QueueFull):
+    """The request waited in a full queue, and left for one of another tenant that had less than its part of it."""
 
 
 class TenantLimited(QueueFull):

@@ -37,13 +37,14 @@ from serve.errors import (
     EngineDown,
     Loading,
     NotFinite,
+    PutOut,
     QueueFull,
     RequestAborted,
     ServeError,
     SlowReader,
     Unavailable,
 )
-from serve.series import SECONDS, Course, Maker, QueueSeries, RankSeries, RequestSeries, ServedSeries, exemplar_of
+from serve.series import SECONDS, Course, GpuSeries, Maker, QueueSeries, RankSeries, RequestSeries, ServedSeries, exemplar_of
 from serve.types import FinishReason, RequestFailed
 
 METHODS: Final = (
@@ -66,6 +67,7 @@ END_OF_ERROR: Final[dict[type[ServeError], str]] = {
     RequestAborted: "cancelled",
     DeadlineExpired: "deadline",
     SlowReader: "slow_reader",
+    PutOut: "put_out",
     Draining: "draining",
     EngineDown: "engine_down",
 }
@@ -102,7 +104,6 @@ class Metrics:
             model_name: the name clients see, which every series bears where it is shown.
             clock: the one that arrivals are on.
         """
-        self._num_stages = num_stages
         disable_created_metrics()  # type: ignore[no-untyped-call]  # prometheus_client leaves it unannotated
         self.registry = CollectorRegistry()
         """The series without ``model_name``, which is put on as they are shown: what counts pays nothing for it."""
@@ -115,15 +116,11 @@ class Metrics:
         make = Maker(self.registry)
         self.lengths = RequestSeries(make, (*END_OF_ERROR.values(), "broke"))
         self.ranks = RankSeries(make, num_ranks)
+        self.gpus = GpuSeries(make)
         self._queue = QueueSeries(make, clock)
-        self._served = ServedSeries(make)
+        self._served = ServedSeries(make, num_ranks, num_stages)
         info = self._gauge("build_info", "Always 1; what is running.", "version", "python")
         info.labels(version, platform.python_version()).set(1)
-        self._model_info = self._gauge(
-            "model_info", "1 for the model being served.",
-            "model", "family", "dtype", "device", "tensor_parallel_size", "pipeline_parallel_size", "max_model_len",
-            "num_parameters", "checkpoint_step", "attention", "linear", "kernels",
-        )  # fmt: skip
         self._last_stats: EngineStats | None = None
 
     def _make_request_series(self) -> None:
@@ -260,17 +257,12 @@ class Metrics:
             gauge.set(1)
         for phase, seconds in facts.load_seconds:
             self._load_seconds.labels(phase).set(seconds)
+        self.gpus.names = facts.gpus
         self.model_served(facts, model=model)
 
     def model_served(self, facts: ModelFacts, *, model: str) -> None:
         """What the ranks serve from now on."""
-        self._model_info.clear()
-        self._model_info.labels(
-            model, facts.family, facts.dtype, facts.device, str(len(self._rank_up) // self._num_stages),
-            str(self._num_stages), str(facts.max_model_len), str(facts.num_parameters),
-            "" if facts.checkpoint_step is None else str(facts.checkpoint_step),
-            facts.attention, facts.linear, facts.kernels,
-        ).set(1)  # fmt: skip
+        self._served.model(facts, model)
 
     def engine_stopped(self) -> None:
         """The engine is gone, and everything it held and its ranks with it."""

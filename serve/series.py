@@ -8,6 +8,8 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from serve.engine.executor import ModelFacts
+
 SECONDS: Final = (
     0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75,
     1.0, 1.5, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0, 1280.0, 2560.0,
@@ -151,10 +153,62 @@ class RankSeries:
         self._failures.labels(reason).inc()
 
 
-class ServedSeries:
-    """What the server does with requests now, and how old what it serves is."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuFigures:
+    """What is known of the GPU of a rank; ``None`` for what it does not tell."""
+
+    rank: int
+    gpu: str
+    """Its UUID."""
+    memory_used_bytes: float | None = None
+    memory_bytes: float | None = None
+    utilization_ratio: float | None = None
+    temperature_celsius: float | None = None
+    power_watts: float | None = None
+    clock_hertz: float | None = None
+
+
+class GpuSeries:
+    """The ranks' GPUs, of all processes on them. No series where there are none, or what a GPU tells is not read."""
 
     def __init__(self, make: Maker) -> None:
+        self.names: tuple[str, ...] = ()
+        """UUIDs of the ranks' GPUs, rank 0's first."""
+        told = {
+            "memory_used_bytes": "Memory of the rank's GPU that is taken, by whomever.",
+            "memory_bytes": "Memory that the rank's GPU has.",
+            "utilization_ratio": "Share of the last moment in which the rank's GPU computed anything.",
+            "temperature_celsius": "Temperature of the rank's GPU.",
+            "power_watts": "What the rank's GPU takes of electricity.",
+            "clock_hertz": "Clock of the multiprocessors of the rank's GPU.",
+        }
+        self._gauges = {name: make.gauge(f"gpu_{name}", help_, "rank", "gpu") for name, help_ in told.items()}
+        self._shown: set[tuple[str, str, str]] = set()
+
+    def tell(self, gpus: Sequence[GpuFigures]) -> None:
+        """Show these figures and no others."""
+        shown = set()
+        for figures in gpus:
+            for name, gauge in self._gauges.items():
+                if (value := getattr(figures, name)) is not None:
+                    gauge.labels(str(figures.rank), figures.gpu).set(value)
+                    shown.add((name, str(figures.rank), figures.gpu))
+        for name, rank, gpu in self._shown - shown:
+            self._gauges[name].remove(rank, gpu)
+        self._shown = shown
+
+
+class ServedSeries:
+    """What the server does with requests now, what model it serves, and how old that is."""
+
+    def __init__(self, make: Maker, num_ranks: int, num_stages: int) -> None:
+        """``num_stages``: how many stages those ranks fall into."""
+        self._sizes = str(num_ranks // num_stages), str(num_stages)
+        self._model = make.gauge(
+            "model_info", "1 for the model being served.",
+            "model", "family", "dtype", "device", "tensor_parallel_size", "pipeline_parallel_size", "max_model_len",
+            "num_parameters", "checkpoint_step", "attention", "linear", "kernels",
+        )  # fmt: skip
         self._state = make.gauge("server_state", "1 for what the server does with new requests at this moment.", "state")
         self._reloads = make.counter("reloads", "Reloads that ended, by how.", "result")
         self._written = make.gauge("checkpoint_timestamp_seconds", "When the checkpoint that is served was written.")
@@ -162,6 +216,14 @@ class ServedSeries:
         for result in RELOAD_RESULTS:
             self._reloads.labels(result)
         self.entered("loading")
+
+    def model(self, facts: ModelFacts, name: str) -> None:
+        """The ranks serve a model, under this name."""
+        self._model.clear()
+        self._model.labels(
+            name, facts.family, facts.dtype, facts.device, *self._sizes, str(facts.max_model_len), str(facts.num_parameters),
+            "" if facts.checkpoint_step is None else str(facts.checkpoint_step), facts.attention, facts.linear, facts.kernels,
+        ).set(1)  # fmt: skip
 
     def entered(self, state: str) -> None:
         """The server is in another state."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from serve.engine.admission import Admission
 from serve.engine.events import failed_event, finished_event, prompt_event, token_event
 from serve.engine.executor import Executor, ModelFacts
-from serve.engine.limits import EngineLimits, check_fits, check_queue, retry_after_seconds
+from serve.engine.limits import EngineLimits, check_fits
 from serve.engine.opening import Opening
 from serve.engine.plan import Sampled, Span, StepPlan, StepResult
 from serve.engine.prefix_cache import PrefixCache
+from serve.engine.queued import Queued
 from serve.engine.registry import Registry
 from serve.engine.scheduler import Scheduler
 from serve.engine.sequence import LiveRequest, Sequence, SequenceState
@@ -64,7 +66,8 @@ class Engine:
         self._under_way = UnderWay(executor, clock, may_run_ahead=limits.async_scheduling)
         self._cache = PrefixCache(facts.num_blocks, facts.block_tokens)
         self._scheduler = Scheduler(self._cache, limits)
-        self._registry = Registry()
+        self._registry = Registry(Queued(limits.max_queued_requests, limits.max_queued_tokens))
+        self.admission = Admission(self._registry.queue, limits, self._under_way.totals)
         self._events: list[Event] = []
         self._prompt_tokens = 0
         self._generation_tokens = 0
@@ -96,9 +99,9 @@ class Engine:
         return EngineStats(
             num_running=running,
             num_waiting=len(self._registry) - running,
-            queued_requests=self._registry.queued_requests,
-            queued_tokens=self._registry.queued_tokens,
-            queued_since_seconds=self._registry.queued_since_seconds,
+            queued_requests=self._registry.queue.requests,
+            queued_tokens=self._registry.queue.tokens,
+            queued_since_seconds=self._registry.queue.since_seconds,
             kv_blocks_used=self._cache.pool.num_used,
             kv_blocks_cached=self._cache.pool.num_kept,
             kv_blocks_total=self._cache.pool.num_blocks,
@@ -127,14 +130,10 @@ class Engine:
         check_fits(generation, self._facts)
         if generation.request_id in self._registry:
             raise DuplicateRequest(f"a request with the id {generation.request_id!r} is still alive")
-        totals = self._under_way.totals
-        check_queue(
-            generation,
-            self._limits,
-            requests=self._registry.queued_requests,
-            tokens=self._registry.queued_tokens,
-            retry_after_seconds=retry_after_seconds(self._registry.queued_tokens, totals.tokens, totals.seconds),
-        )
+        leaving, put_out = self.admission.make_room(generation)
+        for request in leaving:
+            assert put_out is not None, "who leaves the queue is told why"
+            self._fail(request, put_out)
         request = self._opening.open(generation, self._facts, self._cache)
         self._registry.add(request)
         self._scheduler.enqueue(request.sequences[0])

@@ -38,6 +38,8 @@ class ModelFacts:
     """How keys depend on the length of their sequence; ``None`` in most models, where they do not."""
     cache_memory: str = ""
     """What the blocks take of which memory, and why that, in words, for the log."""
+    gpus: tuple[str, ...] = ()
+    """UUIDs of the ranks' GPUs, rank 0's first; of each rank alone before they are put together."""
 
 
 @dataclass(frozen=True, slots=True)

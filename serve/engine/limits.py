@@ -5,11 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from serve.engine.executor import ModelFacts
-from serve.errors import InvalidRequest, QueueFull
+from serve.errors import InvalidRequest
 from serve.types import Generation
-
-_MIN_RETRY_SECONDS = 1.0
-_MAX_RETRY_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,35 +62,3 @@ def _check_room(num_prompt: int, max_new: int, room: int, rule: str) -> None:
         raise InvalidRequest.of(
             "stopping.max_new_tokens", f"{num_prompt} prompt tokens and {max_new} new ones are too many; {rule}"
         )
-
-
-def check_queue(
-    generation: Generation, limits: EngineLimits, *, requests: int, tokens: int, retry_after_seconds: float
-) -> None:
-    """Refuse what would make the queue too long, given the requests and prompt tokens that are in it.
-
-    Raises:
-        QueueFull: with the limit that was met.
-    """
-    if requests >= limits.max_queued_requests:
-        message = f"{requests} requests are waiting, which is the limit; try again in {retry_after_seconds:.0f} s"
-        raise QueueFull(message, reason="requests", retry_after_seconds=retry_after_seconds)
-    if requests and tokens + len(generation.prompt_ids) > limits.max_queued_tokens:
-        message = (
-            f"{tokens} prompt tokens are waiting, and {len(generation.prompt_ids)} more would exceed the limit of "
-            f"{limits.max_queued_tokens}; try again in {retry_after_seconds:.0f} s"
-        )
-        raise QueueFull(message, reason="tokens", retry_after_seconds=retry_after_seconds)
-
-
-def retry_after_seconds(queued_tokens: int, step_tokens: int, step_seconds: float) -> float:
-    """When the queue may have room: the time its prompts take at the speed so far, within reason.
-
-    Args:
-        queued_tokens: prompt tokens that wait.
-        step_tokens: positions that were computed in all steps so far.
-        step_seconds: the time those took.
-    """
-    if not step_tokens:
-        return _MIN_RETRY_SECONDS
-    return min(_MAX_RETRY_SECONDS, max(_MIN_RETRY_SECONDS, queued_tokens * step_seconds / step_tokens))

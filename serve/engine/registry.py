@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
 from serve.engine.lazy_heap import LazyHeap
+from serve.engine.queued import Queued
 from serve.engine.sequence import LiveRequest
 from serve.types import RequestId
 
@@ -12,16 +11,15 @@ from serve.types import RequestId
 class Registry:
     """The live requests by id.
 
-    Always true (see ``check``): a request with a deadline is in the heap of deadlines; the queue's figures are those of
-    the requests without ``started_seconds``.
+    Always true (see ``check``): a request with a deadline is in the heap of deadlines; in the queue are the requests without
+    ``started_seconds``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, queue: Queued) -> None:
+        self.queue = queue
+        """Those that wait for their first step. For others to read."""
         self._requests: dict[RequestId, LiveRequest] = {}
         self._deadlines: LazyHeap[RequestId] = LazyHeap()
-        # Arrivals, the oldest first: a plain dict would look long for its first entry where many have left.
-        self._queued: OrderedDict[RequestId, float] = OrderedDict()
-        self.queued_tokens = 0
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -45,16 +43,6 @@ class Registry:
         key = self._deadlines.first_key()
         return key[0] if key is not None else None
 
-    @property
-    def queued_requests(self) -> int:
-        """Requests that wait for their first step."""
-        return len(self._queued)
-
-    @property
-    def queued_since_seconds(self) -> float | None:
-        """When the one of those that waits longest arrived."""
-        return next(iter(self._queued.values()), None)
-
     def get(self, request_id: RequestId) -> LiveRequest | None:
         return self._requests.get(request_id)
 
@@ -62,15 +50,14 @@ class Registry:
         """A new request, queued."""
         generation = request.generation
         self._requests[generation.request_id] = request
-        self._queued[generation.request_id] = generation.arrival_seconds
-        self.queued_tokens += request.num_prompt_tokens
+        self.queue.add(request)
         if generation.deadline_seconds is not None:
             self._deadlines.push(generation.request_id, (generation.deadline_seconds,))
 
     def start(self, request: LiveRequest, now: float) -> None:
         """A step of a request begins: with the first one it is queued no longer."""
         if request.started_seconds is None:
-            self._leave_queue(request)
+            self.queue.remove(request)
             request.started_seconds = now
 
     def remove(self, request: LiveRequest) -> None:
@@ -78,7 +65,7 @@ class Registry:
         del self._requests[request.generation.request_id]
         self._deadlines.discard(request.generation.request_id)
         if request.started_seconds is None:
-            self._leave_queue(request)
+            self.queue.remove(request)
 
     def overdue(self, now: float) -> LiveRequest | None:
         """The request whose deadline passed first, if any has."""
@@ -93,16 +80,10 @@ class Registry:
         """The requests that began and whose tokens must all be made by the same weights. Looks at each request."""
         return tuple(r for r in self._requests.values() if r.is_pinned and r.started_seconds is not None)
 
-    def _leave_queue(self, request: LiveRequest) -> None:
-        del self._queued[request.generation.request_id]
-        self.queued_tokens -= request.num_prompt_tokens
-
     def check(self) -> None:
         """Assert what must always hold. Cost grows with the requests: for tests."""
         self._deadlines.check()
-        queued = [request for request in self._requests.values() if request.started_seconds is None]
-        assert [request.generation.request_id for request in queued] == list(self._queued), "the queued requests are wrong"
-        assert sum(request.num_prompt_tokens for request in queued) == self.queued_tokens, "the queued tokens are wrong"
+        self.queue.check([request for request in self._requests.values() if request.started_seconds is None])
         for request_id, request in self._requests.items():
             has_deadline = request.generation.deadline_seconds is not None
             assert (request_id in self._deadlines) == has_deadline, f"the deadline of {request_id} is not kept"

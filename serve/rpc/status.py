@@ -24,6 +24,7 @@ STATUS_OF: Final[Mapping[type[errors.RequestError], StatusCode]] = {
     errors.NotFound: StatusCode.NOT_FOUND,
     errors.DuplicateRequest: StatusCode.ALREADY_EXISTS,
     errors.QueueFull: StatusCode.RESOURCE_EXHAUSTED,  # ours; retry later, or elsewhere
+    errors.PutOut: StatusCode.RESOURCE_EXHAUSTED,
     errors.TenantLimited: StatusCode.RESOURCE_EXHAUSTED,
     errors.SlowReader: StatusCode.RESOURCE_EXHAUSTED,
     errors.DeadlineExpired: StatusCode.DEADLINE_EXCEEDED,

@@ -11,15 +11,16 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
+from serve.engine.admission import Admission
 from serve.engine.engine import Engine
 from serve.engine.stats import EngineStats
 from serve.engine.swap import Swapped
-from serve.errors import EngineDown, RequestBroke, RequestError, ServeError
+from serve.errors import EngineDown, QueueFull, RequestBroke, RequestError, ServeError
 from serve.metrics import Metrics
 from serve.runtime.commands import Abort, Add, Command, Drop, FlushPrefixCache, SwapWeights, Wake
 from serve.runtime.ledger import Ledger
 from serve.runtime.stream import Stream
-from serve.types import Event, RequestFailed, RequestId, SequenceFinished
+from serve.types import Event, Generation, RequestFailed, RequestId, SequenceFinished
 
 Delivery = tuple[Stream, Event]
 T = TypeVar("T")
@@ -35,7 +36,7 @@ _log = logging.getLogger(__name__)
 class EngineThread:
     """Owns the engine while it runs, and knows which stream each live request answers to.
 
-    One thread, the supervisor's, calls ``run`` and ``fail``; ``send``, ``stats`` and the
+    One thread, the supervisor's, calls ``run`` and ``fail``; ``send``, ``refusal``, ``stats`` and the
     ``step_started_seconds`` are for any thread.
 
     Always true between two iterations: every request that is alive in the engine has a route,
@@ -62,12 +63,28 @@ class EngineThread:
         """The engine's latest figures; ``None`` before the first engine runs."""
         self.step_started_seconds: float | None = None
         """When the step in progress began; ``None`` between steps."""
+        self._admission: Admission | None = None
+        self._sent = self._taken = (0, 0)
+        """Requests, and tokens of their prompts, that were sent here; and those the engine was given or will never be."""
         self._looked_seconds: float | None = None
         """When the loop last looked at its commands; ``None`` while there is no engine."""
 
     def send(self, command: Command) -> None:
-        """Queue a command. Any thread."""
+        """Queue a command. Any thread; requests come from one."""
+        if isinstance(command, Add):
+            self._sent = _plus(self._sent, command)
         self._commands.put(command)
+
+    def refusal(self, generation: Generation) -> QueueFull | None:
+        """What the engine would refuse a request with that were sent now; ``None`` where it may take it. Any thread.
+
+        A request that is refused so need not wait until the step that is being computed has ended.
+        """
+        if self._admission is None:
+            return None
+        taken = self._taken  # read before the other, so that the difference is none of what was never sent
+        coming = self._sent[0] - taken[0], self._sent[1] - taken[1]
+        return self._admission.refusal(generation, coming)
 
     @property
     def backlog(self) -> int:
@@ -89,6 +106,7 @@ class EngineThread:
             Exception: a defect of the engine; treat it the same way.
         """
         self.stats = engine.stats()
+        self._admission = engine.admission
         self._looked_seconds = self._clock()
         try:
             while True:
@@ -178,6 +196,8 @@ class EngineThread:
     def _obey(self, engine: Engine, command: Command) -> None:
         match command:
             case Add(stream=stream):
+                # First, or it would be counted twice for a moment, and another refused that may wait.
+                self._taken = _plus(self._taken, command)
                 self._add(engine, stream)
             case Drop(stream=stream, error=error):
                 if self._routes.get(stream.request_id) is stream:
@@ -248,6 +268,7 @@ class EngineThread:
     def _refuse(self, command: Command, error: RequestError) -> None:
         match command:
             case Add(stream=stream):
+                self._taken = _plus(self._taken, command)
                 if not stream.ended:
                     self._metrics.rejected(error)
                     self._outbox.append((stream, RequestFailed(request_id=stream.request_id, error=error)))
@@ -259,6 +280,10 @@ class EngineThread:
                 _refuse_answer(done, error)
             case Drop() | Wake():
                 pass
+
+
+def _plus(counted: tuple[int, int], command: Add) -> tuple[int, int]:
+    return counted[0] + 1, counted[1] + len(command.stream.generation.prompt_ids)
 
 
 def _refuse_answer(future: Future[T], error: RequestError) -> None:

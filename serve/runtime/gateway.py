@@ -12,7 +12,7 @@ from typing import ParamSpec
 from serve.engine.engine import Engine
 from serve.engine.executor import Executor, ModelFacts
 from serve.engine.stats import EngineStats
-from serve.errors import Draining, EngineDown, Loading, QueueFull, RequestAborted, ServeError, StartError
+from serve.errors import Draining, EngineDown, Loading, RequestAborted, ServeError, StartError
 from serve.metrics import Metrics
 from serve.runtime.commands import Abort, Add, Drop, FlushPrefixCache
 from serve.runtime.edition import Edition
@@ -122,11 +122,11 @@ class Gateway:
 
         Raises:
             Loading, EngineDown, Draining: the server takes no requests now, or serves another edition by now.
-            QueueFull: so many requests wait to be looked at that the queue is full beyond doubt.
+            QueueFull: the queue is full, together with the requests that the engine has not looked at yet.
 
         The stream's first event may still be ``QueueFull``, ``DuplicateRequest`` or ``InvalidRequest``, from the engine.
         """
-        self._refuse_for(self._server.refusal(edition) or self._overload())
+        self._refuse_for(self._server.refusal(edition) or self._bridge.refusal(generation))
         return self._admit(generation)
 
     @contextlib.contextmanager
@@ -143,7 +143,7 @@ class Gateway:
         with self._flight.call() as call:
 
             def start(generation: Generation) -> Stream:
-                self._refuse_for(call.error or self._overload())
+                self._refuse_for(call.error or self._bridge.refusal(generation))
                 return self._admit(generation)
 
             yield start
@@ -287,12 +287,6 @@ class Gateway:
         if reason is not None:
             self._metrics.rejected(reason)
             raise reason
-
-    def _overload(self) -> QueueFull | None:
-        limit = self.config.admission.max_queued_requests
-        if self._bridge.backlog >= limit + self.config.scheduler.max_num_seqs:
-            return QueueFull(f"{limit} requests are waiting already", reason="requests", retry_after_seconds=1.0)
-        return None
 
     def _admit(self, generation: Generation) -> Stream:
         stream = Stream(

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Final
 
 from serve.metrics import Metrics
+from serve.runtime.gpu_figures import GpuWatch
 from serve.runtime.seams import RankGroup
 
 LOOK_SECONDS: Final = 5.0
-"""Between two looks at the ranks' memory."""
+"""Between two looks at the ranks' memory, and at their GPUs."""
 
 
 class RankFigures:
@@ -18,6 +19,7 @@ class RankFigures:
     def __init__(self, metrics: Metrics, clock: Callable[[], float]) -> None:
         self._metrics = metrics
         self._clock = clock
+        self._gpus = GpuWatch(metrics.gpus)
         self._looked: tuple[RankGroup, float] | None = None
 
     def tell(self, group: RankGroup) -> None:
@@ -27,3 +29,4 @@ class RankFigures:
         if self._looked is None or self._looked[0] is not group or now - self._looked[1] >= LOOK_SECONDS:
             self._looked = group, now
             self._metrics.ranks.memory(group.memory())
+            self._gpus.look()

@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
@@ -49,14 +50,29 @@ _log = logging.getLogger(__name__)
 class Agent:
     """Joins a server again and again, and has the ranks that it asks for on this node while they are joined."""
 
-    def __init__(self, host: str, port: int, key: bytes, *, node: int | None, authority: str, starter: RankStarter) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        key: bytes,
+        *,
+        node: int | None,
+        authority: str,
+        starter: RankStarter,
+        leave_seconds: float | None = None,
+    ) -> None:
         """Nothing is joined yet.
 
         Args:
             node: the number of this node, 1 or more; the server's is 0.
             authority: file of the certificates that the server's must be signed by; empty: the key alone tells it.
+            leave_seconds: how long a server that was joined once may be gone before this ends too; ``None``: for ever.
         """
         self._host, self._port, self._key, self._node = host, port, key, node
+        self._leave_seconds = leave_seconds
+        self._left: float | None = None
+        """When the server was lost; ``None`` before it was joined, and while it is."""
+        self._joined = self._ending = False
         self._context = agent_context(authority)
         self._starter = starter
         # One thread for all of them, which lives as long as this process: the kernel ends ranks with the thread that made them.
@@ -64,28 +80,52 @@ class Agent:
         self._ranks: dict[int, RankProcess] = {}
         self._watches: set[asyncio.Task[None]] = set()
 
-    async def run(self) -> None:
-        """Join, serve, and join again, for ever.
+    def end(self, linger_seconds: float) -> None:
+        """Have ``run`` return: at once where nothing is joined, else when the server leaves, which may take so long."""
+        self._ending = True
+        if not self._joined or not linger_seconds:
+            self._run.cancel()
+        else:
+            asyncio.get_running_loop().call_later(linger_seconds, self._run.cancel)
+
+    async def until_done(self) -> None:
+        """Join, serve, and join again, until ``end`` is called or the server is gone for good.
 
         Raises:
             Refused: the server does not hold the key.
         """
+        self._run = asyncio.ensure_future(self._serve())
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._run
+
+    def _is_over(self) -> bool:
+        if self._left is None or self._leave_seconds is None:
+            return False
+        return time.monotonic() - self._left > self._leave_seconds
+
+    async def _serve(self) -> None:
         said = ""
         while True:
             try:
                 link, node = await self._join()
             except (OSError, LinkLost, TimeoutError) as error:
+                if self._is_over():
+                    _log.info("the server has been gone for %.0f s", self._leave_seconds)
+                    return
                 if (says := str(error) or type(error).__name__) != said:
                     _log.warning("not joined with %s:%d, trying again: %s", self._host, self._port, says)
                     said = says
                 await asyncio.sleep(_AGAIN_SECONDS)
                 continue
-            said = ""
+            said, self._joined = "", True
             _log.info("node %d has joined %s:%d", node, self._host, self._port)
             try:
                 _log.warning("the link to the server was lost: %s", await link.run(functools.partial(self._handle, link)))
             finally:
-                await self._end()
+                self._joined, self._left = False, time.monotonic()
+                await self._end_ranks()
+            if self._ending:
+                return
 
     async def _join(self) -> tuple[Link, int]:
         async with asyncio.timeout(HANDSHAKE_SECONDS):
@@ -156,7 +196,7 @@ class Agent:
             for end in sockets:
                 end.close()
 
-    async def _end(self) -> None:
+    async def _end_ranks(self) -> None:
         """Kill the ranks and collect them."""
         while self._watches:
             for process in self._ranks.values():
@@ -175,24 +215,25 @@ def main(arguments: Sequence[str]) -> int:
             starter: RankStarter = ProgramStarter()
             if can_fork("auto"):
                 starter = stack.enter_context(contextlib.closing(ForkStarter(2, "auto", stall_seconds=_STALL_SECONDS)))
-            agent = Agent(host, port, key, node=node, authority=given.ca_file, starter=starter)
+            agent = Agent(
+                host, port, key, node=node, authority=given.ca_file, starter=starter, leave_seconds=given.leave_after_seconds
+            )
         except ConfigError as error:
             print(f"tessera-serve agent: {error}", file=sys.stderr)
             return error.exit_code
         try:
-            asyncio.run(_until_told(agent))
+            asyncio.run(_until_told(agent, given.linger_seconds))
         except Refused as error:
             print(f"tessera-serve agent: {error}", file=sys.stderr)
             return 1
     return 0
 
 
-async def _until_told(agent: Agent) -> None:
-    loop, running = asyncio.get_running_loop(), asyncio.ensure_future(agent.run())
+async def _until_told(agent: Agent, linger_seconds: float) -> None:
+    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, running.cancel)
-    with contextlib.suppress(asyncio.CancelledError):
-        await running
+        loop.add_signal_handler(number, agent.end, linger_seconds)
+    await agent.until_done()
 
 
 def _server(given: str | None, environment: Mapping[str, str]) -> tuple[str, int]:
@@ -226,4 +267,23 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--key-file", required=True, metavar="FILE", help="The key that the server has as --agents-key-file.")
     parser.add_argument("--ca-file", default="", metavar="FILE", help="Certificates that the server's is to be signed by.")
     parser.add_argument("--node", type=int, metavar="N", help=f"This node, from 1 on. (default: {', '.join(_NODES)})")
+    parser.add_argument(
+        "--linger-seconds",
+        type=_seconds,
+        default=0.0,
+        metavar="S",
+        help="After SIGTERM, wait so long for the server to leave: launchers tell all nodes at once; it drains. (default: 0)",
+    )
+    parser.add_argument(
+        "--leave-after-seconds",
+        type=_seconds,
+        metavar="S",
+        help="End, with 0, when a server that was joined has been gone for so long. (default: never)",
+    )
     return parser
+
+
+def _seconds(text: str) -> float:
+    if (seconds := float(text)) >= 0:  # not a number is not
+        return seconds
+    raise ValueError

@@ -54,11 +54,16 @@ class DecodeGraphs:
         began, make = time.monotonic(), _maker(self._model.device)
         for size in sorted(self._inputs.steps, reverse=True):
             step = self._inputs.steps[size]
-            # Once before, so that all that is made on first use is there: tiles, compiled kernels, communicators.
-            self.compute(step)
             graph = make()
             try:
+                # Once before, so that all that is made on first use is there: tiles, compiled kernels, communicators.
+                self.compute(step)
                 hidden_TE, logits_TV = graph.capture(lambda step=step: self.compute(step))  # type: ignore[misc]  # bound now
+            except torch.OutOfMemoryError as error:
+                raise StartError(
+                    f"kernels.cuda_graph_max_batch: there is no memory left for a step of {size} rows beside weights and KV "
+                    "blocks; a smaller --cuda-graph-max-batch, --kv-cache-gib or --memory-fraction, or --cuda-graphs off, fits"
+                ) from error
             except CaptureError as error:
                 raise StartError(
                     f"kernels.cuda_graphs: a step of {size} rows cannot be captured: {error}; --cuda-graphs off serves without"

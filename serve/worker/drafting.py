@@ -21,9 +21,10 @@ from serve.engine.plan import DRAFTED, Span
 from serve.errors import ConfigError
 from serve.model.heads import Stage
 from serve.worker.batch import SequenceState, SequenceTable, Supposed
-from serve.worker.loader import RankModel, Stopwatch, bytes_per_block, load_rank, opened, survey
+from serve.worker.loader import RankModel, Stopwatch, load_rank, opened, survey
 from serve.worker.parallel import Ranks
 from serve.worker.sampling.sampler import sample
+from serve.worker.sizing import bytes_per_block
 
 _CHUNK_TOKENS = 512
 """Positions that are computed at once: bounds what the first guess of a long text takes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import selectors
@@ -131,7 +132,7 @@ class RankExecutor:
             process = self._starter.start(
                 NewRank(
                     number=number,
-                    environment=rank_environment(number, size, self._config.model.device),
+                    environment=rank_environment(number, size, self._config.model.device, self._config.model.gpus),
                     sockets=(theirs.fileno(), their_orders.fileno(), their_pulse.fileno()),
                     rendezvous=rendezvous,
                     shared=shared,
@@ -181,7 +182,7 @@ class RankExecutor:
         if failures:
             # A configuration error explains the others' deaths, not the other way round.
             raise min(failures, key=lambda failure: not failure.configured).error()
-        return facts[0]
+        return dataclasses.replace(facts[0], gpus=tuple(gpu for number in sorted(facts) for gpu in facts[number].gpus))
 
     def _lost_while_it_started(self, rank: _Rank) -> str:
         """What became of a rank whose connection has gone: the kernel closes that a moment before the dead can be collected."""
@@ -286,10 +287,11 @@ class RankExecutor:
             if self._closed:
                 return "the ranks were stopped"
             dead = [(code, rank) for rank in self._ranks if (code := rank.process.poll()) is not None]
+            self._listen()
         if dead:
-            # The others end by themselves, with an exit code, when one that a signal ended has gone.
-            _, first = min(dead, key=lambda each: (each[0] >= 0, each[1].number))
-            for_memory = self._killed_for_memory(first)
+            _, first = min(dead, key=lambda each: (_comes_behind(*each), each[1].number))
+            words = first.vitals.last_words
+            for_memory = self._killed_for_memory(first) or (words is not None and words.kind == "memory")
             return Loss(f"rank {first.number} died: {self._how_it_ended(first)}", "memory" if for_memory else "died")
         limit = self._config.supervisor.heartbeat_timeout_seconds
         for number, age in enumerate(self.heartbeat_ages()):
@@ -371,6 +373,8 @@ class RankExecutor:
             return "it closed its connection"
         if isinstance(rank.process, RemoteProcess) and rank.process.how:
             return rank.process.how
+        if rank.vitals.last_words is not None:
+            return rank.vitals.last_words.sentence
         if code >= 0:
             return f"exit code {code}"
         return self._killed_for_memory(rank) or f"signal {signal.Signals(-code).name}"
@@ -380,3 +384,15 @@ class RankExecutor:
         if isinstance(rank.process, RemoteProcess) or rank.process.poll() != -signal.SIGKILL:
             return None
         return limits.killed_for_memory(self._kills_before)
+
+
+def _comes_behind(code: int, rank: _Rank) -> int:
+    """How far behind the first of all deaths a dead rank's own is likely to be.
+
+    Who loses its device says so. When it has gone, or one that a signal ended, others fail to exchange anything with it, and
+    end by themselves.
+    """
+    words = rank.vitals.last_words
+    if words is not None and words.kind != "exchange":
+        return 0
+    return 1 if code < 0 else 2

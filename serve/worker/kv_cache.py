@@ -16,6 +16,8 @@ from serve.model.attention import LayerCache
 _LOG = logging.getLogger(__name__)
 
 GIB = 1 << 30
+LIBRARIES_BYTES = GIB // 2
+"""What a GPU's context and libraries take of it in each process."""
 _CPU_SHARE = 0.25
 _CPU_MOST_BYTES = 4 * GIB
 _SCALES = torch.bfloat16
@@ -52,17 +54,21 @@ class CacheMemory:
         return f"{self.num_bytes / GIB:.2f} GiB a rank, {self.why}"
 
 
-def choose_memory(cache: CacheConfig, device: torch.device, local_ranks: int) -> CacheMemory:
+def choose_memory(cache: CacheConfig, device: torch.device, local_ranks: int, *, steps_bytes: int = 0) -> CacheMemory:
     """How much memory this rank's blocks may take.
 
-    ``cache.kv_cache_gib`` decides where it is given. Else, on a GPU, what ``cache.memory_fraction`` leaves after the weights;
-    on the CPU a quarter of the free memory shared by the local ranks, at most 4 GiB each. Free is what the container's limits
-    leave, too.
+    ``cache.kv_cache_gib`` decides where it is given. Else, on a GPU, what ``cache.memory_fraction`` of it leaves beside the
+    rank's weights, its libraries and its steps, and no more than is free: others may have the rest. On the CPU it is a quarter
+    of the free memory shared by the local ranks, at most 4 GiB each. Free is what the container's limits leave, too.
+
+    Args:
+        steps_bytes: what the largest step and all captured ones take of a GPU beside weights and blocks.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        left = int(free - (1.0 - cache.memory_fraction) * total)
-        where = f"{_gib(free)} free on the device"
+        own = torch.cuda.memory_reserved(device) + LIBRARIES_BYTES
+        left = min(int(cache.memory_fraction * total) - own, free) - steps_bytes
+        where = f"{_gib(free)} free on the device, {_gib(own)} taken, {_gib(steps_bytes)} kept for steps"
     else:
         free = limits.memory_available()
         left = min(_CPU_MOST_BYTES, int(free * _CPU_SHARE / local_ranks))
@@ -123,3 +129,15 @@ def allocate(
         )
         for _ in range(layers)
     ]
+
+
+def enlarge(caches: list[LayerCache], others: list[LayerCache]) -> None:
+    """Let the tensors of each layer's cache be those of others, wherever they are held. What was in them is lost."""
+    for cache, other in zip(caches, others, strict=True):
+        pairs = [(cache.keys, other.keys), (cache.values, other.values)]
+        if cache.key_scales is not None and other.key_scales is not None:
+            pairs.append((cache.key_scales, other.key_scales))
+        if cache.value_scales is not None and other.value_scales is not None:
+            pairs.append((cache.value_scales, other.value_scales))
+        for tensor, new in pairs:
+            tensor.set_(new)  # type: ignore[call-overload]  # the stub knows storages alone

@@ -20,11 +20,11 @@ from serve.config import ServerConfig
 from serve.engine.executor import ModelFacts
 from serve.errors import ConfigError
 from serve.model.angles import turn_by_own_lengths
-from serve.model.attention import Backend, StepState
+from serve.model.attention import Backend, LayerCache, StepState
 from serve.model.checks import check_dtype, check_max_model_len, check_quantization, extended_positions, length_rule
 from serve.model.families import Family, head_cut, head_dim
 from serve.model.fit import given_of
-from serve.model.heads import KEY, HeadCut, Stage, check_pipeline_parallel, check_tensor_parallel
+from serve.model.heads import KEY, HeadCut, check_pipeline_parallel, check_tensor_parallel
 from serve.model.kernels.build import built_for, load_cpu_kernels
 from serve.model.kernels.compiler import KernelUnavailable
 from serve.model.lean import call_leaves_directly
@@ -33,6 +33,7 @@ from serve.model.pretrained import vocabulary_rows
 from serve.model.shards import ShardOf
 from serve.model.stages import keep_stage
 from serve.types import LengthRule
+from serve.worker import gpus
 from serve.worker.complete import (
     page_attention,
     plain_embedding,
@@ -43,12 +44,14 @@ from serve.worker.complete import (
     whole_head,
 )
 from serve.worker.computing import captures_on_cpu, choose_attention, choose_linear, sizes_to_capture
+from serve.worker.device_faults import weights_that_do_not_fit
 from serve.worker.finite import check_weights
-from serve.worker.kv_cache import GIB, allocate, block_bytes, cache_dtype, choose_memory, choose_num_blocks
+from serve.worker.kv_cache import allocate, cache_dtype, enlarge
 from serve.worker.parallel import Ranks, shard, vocabulary_widths
 from serve.worker.products import ProductMaker, activations
 from serve.worker.sampling.backend import SamplingBackend
 from serve.worker.sampling.sampler import choose_sampling
+from serve.worker.sizing import Blocks, choose_blocks, few_blocks, is_measured
 
 _LOG = logging.getLogger(__name__)
 
@@ -100,6 +103,7 @@ def load_rank(
     *,
     beside: int = 0,
     num_blocks: int | None = None,
+    trial: Callable[[RankModel, Ranks], int] | None = None,
 ) -> tuple[RankModel, Ranks]:
     """Load this rank's part of the configured checkpoint.
 
@@ -109,6 +113,7 @@ def load_rank(
     Args:
         beside: bytes that another model's keys and values of one block take on this rank.
         num_blocks: how many blocks there are, where that was chosen for another model.
+        trial: what steps take of the device beside weights and blocks; asked before those are counted, of a model with few.
 
     Raises:
         ConfigError: the checkpoint, the family or a number of ranks is at fault.
@@ -120,17 +125,16 @@ def load_rank(
         step = checkpoint.step
 
     model = plan.blueprint.model
-    blocks = _choose_blocks(plan, config, ranks, device, beside, num_blocks)
+    tried = trial if num_blocks is None and is_measured(config, device) else None
+    blocks = few_blocks(plan, config, ranks) if tried else choose_blocks(plan, config, ranks, device, beside, num_blocks)
     ranks.share(kernels)
     attention, backend = choose_attention(device, kernels, plan.cache_dtype, captured=captures_on_cpu(config, device))
-    state = _with_cache(plan, blocks, config, ranks, device, backend)
+    caches = _blank(plan, blocks, config, ranks, device)
+    state = _with_cache(plan, caches, ranks, backend)
     watch.lap("cache")
-    facts = dataclasses.replace(
-        _facts(plan, blocks, config.cache.block_tokens, device),
-        checkpoint_step=step,
-        attention=attention, linear=linear, kernels=built_for(kernels),
-        load_seconds=tuple(watch.phases),
-    )  # fmt: skip
+    computing = (attention, linear, built_for(kernels))
+    facts = dataclasses.replace(_facts(plan, blocks, config.cache.block_tokens, device, computing), checkpoint_step=step)
+    facts = dataclasses.replace(facts, load_seconds=tuple(watch.phases))
     call_leaves_directly(model)
     rank_model = RankModel(
         sampling=choose_sampling(device, kernels),
@@ -145,17 +149,22 @@ def load_rank(
         filler=filler,
         survey=plan,
     )
+    if tried is not None:
+        blocks = choose_blocks(plan, config, ranks, device, beside, None, steps_bytes=tried(rank_model, ranks))
+        enlarge(caches, _blank(plan, blocks, config, ranks, device))
+        rank_model = dataclasses.replace(rank_model, facts=_with_blocks(facts, plan, blocks))
     return rank_model, ranks
 
 
-def _with_cache(
-    plan: Survey, blocks: _Blocks, config: ServerConfig, ranks: Ranks, device: torch.device, backend: Backend
-) -> StepState:
-    """Put the cache and all that ranks exchange into a model whose weights are there."""
-    model = plan.blueprint.model
-    layers = ranks.stage.layers(plan.layers)
-    caches = allocate(
-        layers=layers.width,
+def _with_blocks(facts: ModelFacts, plan: Survey, blocks: Blocks) -> ModelFacts:
+    most = min(plan.max_model_len, blocks.count * facts.block_tokens)
+    return dataclasses.replace(facts, num_blocks=blocks.count, max_model_len=most, cache_memory=blocks.memory)
+
+
+def _blank(plan: Survey, blocks: Blocks, config: ServerConfig, ranks: Ranks, device: torch.device) -> list[LayerCache]:
+    """The blocks of every layer of this rank, all zeros."""
+    return allocate(
+        layers=ranks.stage.layers(plan.layers).width,
         num_blocks=blocks.count,
         kv_heads=blocks.kv_heads,
         head_dim=head_dim(plan.model_config),
@@ -163,9 +172,13 @@ def _with_cache(
         dtype=plan.cache_dtype,
         device=device,
     )
-    state = page_attention(
-        model, plan.family, caches, backend, plan.heads, ranks.rank, plan.max_model_len, first_layer=layers.begin
-    )
+
+
+def _with_cache(plan: Survey, caches: list[LayerCache], ranks: Ranks, backend: Backend) -> StepState:
+    """Put the cache and all that ranks exchange into a model whose weights are there."""
+    model = plan.blueprint.model
+    first = ranks.stage.layers(plan.layers).begin
+    state = page_attention(model, plan.family, caches, backend, plan.heads, ranks.rank, plan.max_model_len, first_layer=first)
     if plan.length_rule is not None:
         turn_by_own_lengths(model, plan.length_rule, state)
     sum_norms(model, plan.family, plan.heads, ranks)
@@ -176,8 +189,10 @@ def _with_cache(
     return state
 
 
-def _facts(plan: Survey, blocks: _Blocks, block_tokens: int, device: torch.device) -> ModelFacts:
-    """What the engine is told of the model and its cache."""
+def _facts(
+    plan: Survey, blocks: Blocks, block_tokens: int, device: torch.device, computing: tuple[str, str, str]
+) -> ModelFacts:
+    """What the engine is told of the model and its cache. ``computing``: what computes attention and linear layers, and how."""
     return ModelFacts(
         family=plan.family.name,
         vocab_size=plan.vocab_size,
@@ -191,6 +206,10 @@ def _facts(plan: Survey, blocks: _Blocks, block_tokens: int, device: torch.devic
         checkpoint_step=None,
         length_rule=plan.length_rule,
         cache_memory=blocks.memory,
+        gpus=(gpus.uuid_of(device),) if device.type == "cuda" else (),
+        attention=computing[0],
+        linear=computing[1],
+        kernels=computing[2],
     )
 
 
@@ -275,55 +294,16 @@ def _read_weights(
     kernels = None if captured else _load_kernels(config.kernels.cache_dir, ranks.number, device, dtype)
     linear, packer = choose_linear(config.model, device, dtype, kernels, captured=captured)
     filler = Filler(model, shards, device, ProductMaker(packer, ranks, activations(model, plan.family)))
-    filler.fill(checkpoint, plan.blueprint)
+    free = gpus.free_bytes(device)
+    try:
+        filler.fill(checkpoint, plan.blueprint)
+    except torch.OutOfMemoryError as error:
+        needed = plan.blueprint.num_parameters * dtype.itemsize
+        raise ConfigError(
+            weights_that_do_not_fit(config, gpus.name_of(device), weight_bytes=needed, free_bytes=free, itemsize=dtype.itemsize)
+        ) from error
     watch.lap("weights")
     return kernels, linear, filler
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Blocks:
-    """The KV blocks of one rank."""
-
-    count: int
-    """Blocks in the rank's pool; the same on every rank."""
-    kv_heads: int
-    """Key/value heads in each."""
-    memory: str
-    """What they take of what, in words."""
-
-
-def bytes_per_block(plan: Survey, config: ServerConfig, kv_heads: int, stage: Stage) -> int:
-    """Bytes of one block of a rank of this stage that has so many key/value heads."""
-    return block_bytes(
-        layers=stage.layers(plan.layers).width,
-        kv_heads=kv_heads,
-        head_dim=head_dim(plan.model_config),
-        block_tokens=config.cache.block_tokens,
-        dtype=plan.cache_dtype,
-    )
-
-
-def _choose_blocks(
-    plan: Survey, config: ServerConfig, ranks: Ranks, device: torch.device, beside: int, num_blocks: int | None
-) -> _Blocks:
-    """Agree with the other ranks on how many blocks each of them has memory for."""
-    kv_heads = plan.heads.shared_heads(ranks.rank).width
-    each = bytes_per_block(plan, config, kv_heads, ranks.stage) + beside
-    if num_blocks is not None:
-        return _Blocks(count=num_blocks, kv_heads=kv_heads, memory="")
-    memory = choose_memory(config.cache, device, config.ranks_per_node)
-    mine = choose_num_blocks(
-        memory,
-        cache=config.cache,
-        scheduler=config.scheduler,
-        max_model_len=plan.max_model_len,
-        bytes_per_block=each,
-    )
-    count = ranks.smallest(mine)
-    told = f"{count * each / GIB:.2f} of {memory}"
-    if plan.cache_dtype != plan.blueprint.dtype:
-        told += f", in {str(plan.cache_dtype).removeprefix('torch.')}"
-    return _Blocks(count=count, kv_heads=kv_heads, memory=told)
 
 
 def rehearse(config: ServerConfig, device: torch.device) -> None:

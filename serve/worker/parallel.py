@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
+from torch.distributed import distributed_c10d
 from transformers import PreTrainedModel
 
 from serve.errors import ConfigError
@@ -185,6 +186,14 @@ class Ranks:
             return None
         group: dist.ProcessGroup = dist.new_group(backend="gloo")
         return group
+
+    def limit_exchanges(self, seconds: float) -> None:
+        """From now on a rank ends when an exchange of GPUs takes so long; until now others may have had much to load.
+
+        An exchange in a captured step is not seen by this limit: there, the server's own limit of a step ends the ranks.
+        """
+        if self.size > 1 and dist.get_backend() == "nccl":
+            distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
 
     def close(self) -> None:
         if self.count > 1 and dist.is_initialized():

@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from host.process import name_process
@@ -26,12 +27,15 @@ from serve.config import ServerConfig
 from serve.errors import ConfigError, StartError
 from serve.worker import wire
 from serve.worker.progress import Progress
-from serve.worker.vitals import PULSE
+from serve.worker.vitals import PULSE, LastWords
 
 if TYPE_CHECKING:
     import torch
 
+    from serve.engine.plan import StepPlan
     from serve.worker.exchange import Exchange
+    from serve.worker.loader import RankModel
+    from serve.worker.parallel import Ranks
     from serve.worker.runner import Runner
 
 RANK_NAME: Final = "tessera-rank-"
@@ -40,6 +44,9 @@ PULSE_SECONDS: Final = 0.25
 _BEATS_PER_LOOK: Final = 8
 """Heartbeats from one look at the device's memory to the next."""
 _PR_SET_PDEATHSIG: Final = 1
+
+FaultOf = Callable[[Exception, "StepPlan"], LastWords | None]
+"""What is to be said of a step that failed, where the device is to blame."""
 
 _log = logging.getLogger(__name__)
 
@@ -67,9 +74,9 @@ def main(arguments: list[str]) -> int:
         else:
             loaded = _load(config, rank, rendezvous, shared_fd, steps, began, progress)
             if loaded is not None:
-                runner, exchange = loaded
+                runner, exchange, fault_of = loaded
                 exchange.start(orders)
-                _serve(runner, exchange, steps, progress)
+                _serve(runner, exchange, steps, progress, pulse, fault_of)
     except wire.ConnectionLost:
         pass  # the server is gone; so is the work
     # Threads of communication libraries may hold on to a peer that is dead already: leave without asking them.
@@ -79,13 +86,19 @@ def main(arguments: list[str]) -> int:
 
 def _load(
     config: ServerConfig, rank: int, rendezvous: str, shared_fd: int, steps: socket.socket, began: float, progress: Progress
-) -> tuple[Runner, Exchange] | None:
-    """Load the model and report; ``None`` when that failed and was reported."""
+) -> tuple[Runner, Exchange, FaultOf] | None:
+    """Load the model and report; ``None`` when that failed and was reported.
+
+    Returns:
+        What computes steps, what exchanges weights between them, and what is to be said of a step that fails.
+    """
+    name = "the device"
     try:
         import torch
 
         import serve.worker.lean_imports  # noqa: F401  # before what it imports for the others
         from serve.model.weight_memory import gather_pages
+        from serve.worker import gpus
         from serve.worker.canary import check_forward
         from serve.worker.drafting import draft_bytes_per_block, load_draft
         from serve.worker.exchange import Exchange
@@ -95,6 +108,9 @@ def _load(
         from serve.worker.verify import verify_logits
 
         device = choose_device(config.model.device, int(os.environ["LOCAL_RANK"]))
+        name = gpus.name_of(device)  # asked for while it is well
+        gpus.tell(device, rank, config.ranks_per_node)
+        gpus.keep_within(device, config.cache)
         os.environ["DS_ACCELERATOR"] = device.type  # DeepSpeed guesses otherwise, and warns that it does
         size, stages = config.model.tensor_parallel_size, config.model.pipeline_parallel_size
         memory, patience_seconds = None if shared_fd < 0 else shared_fd, config.supervisor.start_timeout_seconds
@@ -107,6 +123,7 @@ def _load(
             lambda: join_ranks(rank, size, device, rendezvous, memory, patience_seconds, progress, stages),
             Stopwatch((("import", time.monotonic() - began),)),
             beside=draft_bytes_per_block(config, rank, device),
+            trial=_trial(config, progress),
         )
         runner = Runner(model, ranks, load_draft(config, model, rank))
         with progress.with_others():
@@ -115,24 +132,67 @@ def _load(
                 verify_logits(config, model, ranks)
             if runner.graphs is not None:
                 runner.graphs.capture()
+        ranks.limit_exchanges(config.supervisor.step_timeout_seconds)
     except StartError as error:
         wire.send(steps, wire.encode(wire.Failed(str(error), configured=isinstance(error, ConfigError))))
         return None
     except Exception as error:
         _log.exception("the rank could not be loaded")
-        wire.send(steps, wire.encode(wire.Failed(f"{type(error).__name__}: {error}", configured=False)))
+        wire.send(steps, wire.encode(wire.Failed(_why_not_loaded(error, rank, name), configured=False)))
         return None
     progress.waiting = True  # from here on it has nothing to do but what it is told
     wire.send(steps, wire.encode(wire.Ready(model.facts)))
     gather_pages()
-    return runner, Exchange(config, model, ranks, runner)
+    return runner, Exchange(config, model, ranks, runner), _faults(config, model, ranks, name)
 
 
-def _serve(runner: Runner, exchange: Exchange, steps: socket.socket, progress: Progress) -> None:
+def _trial(config: ServerConfig, progress: Progress) -> Callable[[RankModel, Ranks], int]:
+    from serve.worker.trial import bytes_of_steps
+
+    def trial(model: RankModel, ranks: Ranks) -> int:
+        with progress.with_others():
+            return bytes_of_steps(config, model, ranks)
+
+    return trial
+
+
+def _why_not_loaded(error: Exception, rank: int, device: str) -> str:
+    if "torch" in sys.modules:
+        from serve.worker.device_faults import fault
+
+        if (words := fault(error, device, "while the model was loaded")) is not None:
+            return f"rank {rank}: {words.sentence}"
+    return f"{type(error).__name__}: {error}"
+
+
+def _faults(config: ServerConfig, model: RankModel, ranks: Ranks, device: str) -> FaultOf:
+    from serve.worker.device_faults import step_fault
+    from serve.worker.sizing import bytes_per_block
+
+    kv_heads = model.survey.heads.shared_heads(ranks.rank).width
+    block_bytes = bytes_per_block(model.survey, config, kv_heads, ranks.stage)
+
+    def fault_of(error: Exception, plan: StepPlan) -> LastWords | None:
+        return step_fault(error, device, plan, config, num_blocks=model.facts.num_blocks, block_bytes=block_bytes)
+
+    return fault_of
+
+
+def _serve(
+    runner: Runner, exchange: Exchange, steps: socket.socket, progress: Progress, pulse: socket.socket, fault_of: FaultOf
+) -> None:
     while True:
         plan = wire.decode_plan(wire.receive(steps))
         progress.mark()
-        result = runner.execute(plan) if plan.swap is None else exchange.take(plan)
+        try:
+            result = runner.execute(plan) if plan.swap is None else exchange.take(plan)
+        except Exception as error:
+            if (words := fault_of(error, plan)) is None:
+                raise
+            _log.error("%s", words.sentence, exc_info=True)
+            pulse.send(words.encode())
+            logging.shutdown()
+            os._exit(1)  # a device that failed may keep a process from ending in any other way
         progress.mark()
         if result is not None:
             wire.send(steps, wire.encode(result))
@@ -152,9 +212,13 @@ def choose_device(wanted: str, rank: int) -> torch.device:
     if wanted == "cpu" or not available:
         return torch.device("cpu")
     if rank >= torch.cuda.device_count():
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        why = "" if visible is None else f", by CUDA_VISIBLE_DEVICES {visible!r}"
+        if visible is not None and "MIG-" in visible:
+            why += ", of which CUDA shows a process one slice (MIG)"
         raise ConfigError(
-            f"model.tensor_parallel_size and model.pipeline_parallel_size ask for {rank + 1} or more devices; there are "
-            f"{torch.cuda.device_count()} CUDA devices"
+            f"model.tensor_parallel_size (times model.pipeline_parallel_size) asks for rank {rank}; there are "
+            f"{torch.cuda.device_count()} CUDA devices{why}"
         )
     return torch.device("cuda", rank)
 

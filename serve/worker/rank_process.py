@@ -28,6 +28,13 @@ _FOR_SEVERAL: Final = ("deepspeed.module_inject.auto_tp",)
 _LOOK_SECONDS: Final = 0.5
 _NVIDIA: Final = Path("/dev/nvidiactl")
 
+_EXCHANGE_OF_GPUS: Final = {
+    # An exchange that fails, or takes too long, ends the process at once; it does not wait for a peer that is gone.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
+    "TORCH_NCCL_BLOCKING_WAIT": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+
 _log = logging.getLogger(__name__)
 
 
@@ -266,8 +273,12 @@ def rank_starter(config: ServerConfig) -> Iterator[ForkStarter | None]:
         yield starter
 
 
-def rank_environment(number: int, size: int, device: str) -> dict[str, str]:
-    """The rank's environment: ours, and its fair share of the cores, loopback only, nothing fetched."""
+def rank_environment(number: int, size: int, device: str, gpus: str = "") -> dict[str, str]:
+    """The rank's environment: ours, and its fair share of the cores, loopback only, nothing fetched.
+
+    Args:
+        gpus: ``model.gpus``.
+    """
     cores = limits.usable_cores()
     on_cpu = device == "cpu"
     return {
@@ -280,7 +291,9 @@ def rank_environment(number: int, size: int, device: str) -> dict[str, str]:
         # Weights and KV blocks on two-mebibyte pages: reading all weights per token is a fifth faster.
         "THP_MEM_ALLOC_ENABLE": "1",
         "LOCAL_RANK": str(number),
-        **({"DS_ACCELERATOR": "cpu"} if on_cpu else {}),
+        **({"DS_ACCELERATOR": "cpu"} if on_cpu else _EXCHANGE_OF_GPUS),
+        # All of the ranks' GPUs, in their order, so that whether they reach one another can be asked.
+        **({"CUDA_VISIBLE_DEVICES": gpus, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if gpus else {}),
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
         "HF_HUB_OFFLINE": "1",

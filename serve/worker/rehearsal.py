@@ -34,7 +34,7 @@ async def rehearse(config: ServerConfig, starter: ForkStarter | None = None) -> 
         ConfigError: the checkpoint or an option is at fault.
         RankStartError: the process failed, or took longer than ``supervisor.start_timeout_seconds``.
     """
-    told, environment = wire.encode_config(config), rank_environment(0, 1, config.model.device)
+    told, environment = wire.encode_config(config), rank_environment(0, 1, config.model.device, config.model.gpus)
     output = RankOutput("serve.rehearsal")
     try:
         async with asyncio.timeout(config.supervisor.start_timeout_seconds):

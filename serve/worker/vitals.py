@@ -7,8 +7,9 @@ import os
 import socket
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import psutil
 
@@ -16,8 +17,32 @@ PULSE: Final = struct.Struct("!?QQ")
 """A heartbeat: whether the rank waits for others, its count, and its device memory; see ``serve.worker.progress``."""
 _LOOK_SECONDS: Final = 0.5
 """Between two looks at what a rank that loads has done."""
-_MESSAGE_BYTES: Final = 64
+_MESSAGE_BYTES: Final = 2048
+_MARK: Final = b"!"
+"""What last words begin with, and no heartbeat."""
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True, slots=True)
+class LastWords:
+    """Why a rank ends itself, sent where its heartbeats are: a return code does not tell."""
+
+    kind: Literal["memory", "device", "exchange"]
+    """What failed: the device's memory was too small, the device broke, or ranks could not exchange what they must."""
+    sentence: str
+
+    def encode(self) -> bytes:
+        """As one message."""
+        return (_MARK + f"{self.kind} {self.sentence}".encode())[:_MESSAGE_BYTES]
+
+    @staticmethod
+    def decode(message: bytes) -> LastWords | None:
+        """What a message says; ``None`` for a heartbeat, or for what no rank sends."""
+        if not message.startswith(_MARK):
+            return None
+        word, _, sentence = message.removeprefix(_MARK).decode(errors="replace").partition(" ")
+        kinds: tuple[Literal["memory", "device", "exchange"], ...] = ("memory", "device", "exchange")
+        return next((LastWords(kind, sentence) for kind in kinds if kind == word), None)
 
 
 class Vitals:
@@ -37,6 +62,8 @@ class Vitals:
         self.count = 0
         self.waiting = False
         self.device_bytes = 0
+        self.last_words: LastWords | None = None
+        """What it said of its end, if it ended itself and could."""
         self._process_id = process_id
         self._pulse = pulse
         self._work = Work(process_id, now)
@@ -45,8 +72,11 @@ class Vitals:
         """Take in the heartbeats that have come."""
         with contextlib.suppress(BlockingIOError, OSError):
             while message := self._pulse.recv(_MESSAGE_BYTES):
-                self.waiting, self.count, self.device_bytes = PULSE.unpack(message)
                 self.heard = now
+                if (words := LastWords.decode(message)) is not None:
+                    self.last_words = words
+                else:
+                    self.waiting, self.count, self.device_bytes = PULSE.unpack(message)
 
     def resident_bytes(self) -> int:
         """What the process has in memory; 0 where the system does not tell, or it is gone."""

@@ -5,19 +5,22 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import grpc
 
-from serve.v1 import inference_pb2
+from serve.v1 import inference_pb2, inference_pb2_grpc
 from tests.support.server import Server
 
 NUM_STREAMS = 32
 NUM_SCRIPTS = 40
 """Different requests: each is made many times, and says the same each time."""
 CALL_SECONDS = 400.0
+_PAUSE_SECONDS = 0.05
+"""After a call that was refused."""
 
 
 def script(number: int) -> inference_pb2.GenerateRequest:
@@ -49,10 +52,10 @@ class Call:
     """Monotonic time of its newest token."""
 
 
-def run(server: Server, call: Call) -> None:
+def run(stub: inference_pb2_grpc.InferenceStub, call: Call) -> None:
     """Make a call and write down all of it."""
     try:
-        for event in server.inference.GenerateStream(script(call.script), timeout=CALL_SECONDS):
+        for event in stub.GenerateStream(script(call.script), timeout=CALL_SECONDS):
             if event.WhichOneof("event") == "finish":
                 call.num_ends += 1
             call.ids.extend(event.delta.token_ids)
@@ -66,20 +69,26 @@ def run(server: Server, call: Call) -> None:
 class Load:
     """Callers who make one call after another, and the history of it all."""
 
-    def __init__(self, server: Server, seed: int) -> None:
-        self._server = server
+    def __init__(self, server: Server, seed: int, streams: int | None = None) -> None:
+        """
+        Args:
+            streams: callers at once; ``NUM_STREAMS`` where nothing else is asked for.
+        """
+        self._stub: inference_pb2_grpc.InferenceStub = server.inference
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._draw = random.Random(seed)
         self.calls: list[Call] = []
-        self._threads = [threading.Thread(target=self._work) for _ in range(NUM_STREAMS)]
+        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(streams or NUM_STREAMS)]
 
     def _work(self) -> None:
         while not self._stop.is_set():
             with self._lock:
                 call = Call(self._draw.randrange(NUM_SCRIPTS))
                 self.calls.append(call)
-            run(self._server, call)
+            run(self._stub, call)
+            if call.code != "OK":
+                self._stop.wait(_PAUSE_SECONDS)
 
     @contextmanager
     def going_on(self) -> Iterator[None]:
@@ -89,9 +98,13 @@ class Load:
         try:
             yield
         finally:
-            self._stop.set()
-            for thread in self._threads:
-                thread.join(CALL_SECONDS)
+            self.stop()
+
+    def stop(self) -> None:
+        """Make no more calls, and wait for those that were made."""
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(CALL_SECONDS)
 
     def under_way(self) -> list[Call]:
         """Calls that have said something and have not ended."""
@@ -100,14 +113,15 @@ class Load:
 
     @property
     def num_ended(self) -> int:
+        """Calls that were answered to their end."""
         with self._lock:
-            return sum(call.code is not None for call in self.calls)
+            return sum(call.code == "OK" for call in self.calls)
 
 
 def undisturbed(server: Server) -> dict[int, list[int]]:
     """What each script says when nothing happens."""
     calls = [Call(number) for number in range(NUM_SCRIPTS)]
-    threads = [threading.Thread(target=run, args=(server, call)) for call in calls]
+    threads = [threading.Thread(target=run, args=(server.inference, call)) for call in calls]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -122,20 +136,39 @@ class Verdict:
 
     calls: int
     lost: dict[str, int]
-    """Calls that ended otherwise than well, by how."""
+    """Calls that ended otherwise than well and than they may, by how."""
     wrong: int
-    """Calls that ended well and said something else than they should, or ended more than once or not at all."""
+    """Calls that said something else than they should, or ended well more than once or not at all."""
+    excused: dict[str, int]
+    """Calls that ended otherwise than well as they may, by how."""
 
 
-def judge(calls: list[Call], expected: dict[int, list[int]]) -> Verdict:
-    """Compare every call with what it must have said."""
-    lost: dict[str, int] = {}
+def _never(call: Call) -> bool:
+    return False
+
+
+def was_refused(call: Call) -> bool:
+    """Whether a call was turned away before it said anything: whoever made it can make it again."""
+    return call.code == "UNAVAILABLE" and not call.ids
+
+
+def was_unavailable(call: Call) -> bool:
+    """Whether a call was turned away, or cut short by the end of its server."""
+    return call.code == "UNAVAILABLE"
+
+
+def judge(calls: list[Call], expected: dict[int, list[int]], may_end: Callable[[Call], bool] = _never) -> Verdict:
+    """Compare every call with what it must have said.
+
+    Args:
+        may_end: whether a call that did not end well may end as it did.
+    """
+    lost, excused = Counter[str](), Counter[str]()
     wrong = 0
     for call in calls:
         if call.code != "OK":
-            name = call.code or "never ended"
-            lost[name] = lost.get(name, 0) + 1
-            wrong += call.ids != expected[call.script][: len(call.ids)]
+            (excused if may_end(call) else lost)[call.code or "never ended"] += 1
+            wrong += call.ids != expected[call.script][: len(call.ids)] or call.num_ends > 0
         else:
             wrong += call.ids != expected[call.script] or call.num_ends != 1
-    return Verdict(len(calls), lost, wrong)
+    return Verdict(len(calls), dict(lost), wrong, dict(excused))

@@ -15,7 +15,7 @@ def call(*, ids: list[int] | None = None, code: str | None = "OK", num_ends: int
 
 def test_a_call_that_said_all_of_it_once_is_well() -> None:
     verdict = judge([call(), call()], EXPECTED)
-    assert (verdict.calls, verdict.lost, verdict.wrong) == (2, {}, 0)
+    assert (verdict.calls, verdict.lost, verdict.wrong, verdict.excused) == (2, {}, 0, {})
 
 
 @pytest.mark.parametrize(

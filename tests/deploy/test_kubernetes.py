@@ -15,14 +15,15 @@ import pytest
 import yaml
 
 from finetune.config.load import load_config
+from serve.worker.agent import DEFAULT_PORT
 from tests.repo.documents import REPOSITORY, help_of, options_in
 
 KUBERNETES = REPOSITORY / "deploy/kubernetes"
 TOOLS = REPOSITORY / ".cache/deploy-tools/bin"
 """Where ``make deploy-tools`` puts what pip has."""
-OVERLAYS = ("cpu", "gpu", "gpus", "nodes", "train")
-SERVING = OVERLAYS[:-1]
-OTHERS_KINDS = ("JobSet", "PodMonitor", "PrometheusRule", "ScaledObject")
+SERVING = ("cpu", "gpu", "gpus", "nodes")
+OVERLAYS = (*SERVING, "leader-worker", "train")
+OTHERS_KINDS = ("JobSet", "LeaderWorkerSet", "PodMonitor", "PrometheusRule", "ScaledObject")
 """Of operators, for which there is no schema here."""
 MOST_SECONDS = 300.0
 
@@ -55,7 +56,7 @@ def the(kind: str, documents: list[dict[str, Any]]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_every_manifest_is_one_of_kubernetes_to_the_letter(overlay: str, tmp_path: Path) -> None:
-    documents = rendered(overlay)
+    documents = with_what_operators_make(rendered(overlay))
     core = tmp_path / f"{overlay}.yaml"
     core.write_text(yaml.safe_dump_all([document for document in documents if document["kind"] not in OTHERS_KINDS]))
     run(program("kubernetes-validate", "make deploy-tools"), "--strict", core)
@@ -67,15 +68,30 @@ def test_checkov_finds_nothing_that_is_not_argued_beside_it(overlay: str, tmp_pa
     if os.geteuid() != 0:
         pytest.skip("not tried: checkov is run without a network, for which unshare needs root")
     file = tmp_path / f"{overlay}.yaml"
-    documents = rendered(overlay)
-    jobs = [document for document in documents if document["kind"] == "JobSet"]
-    documents += [job_of(document) for document in jobs]  # which it knows, and JobSets it does not
+    documents = with_what_operators_make(rendered(overlay))
     file.write_text(yaml.safe_dump_all(documents))
     options = ("--framework", "kubernetes", "--skip-download", "--soft-fail", "--output", "json")
     checked = json.loads(run("unshare", "--net", checkov, "-f", file, *options))
     failed = [(check["check_id"], check["check_name"], check["resource"]) for check in checked["results"]["failed_checks"]]
     assert failed == []
     assert checked["summary"]["passed"] > 20
+
+
+def with_what_operators_make(documents: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The documents, and what operators make of theirs, which schemas and rules know."""
+    made = [job_of(document) for document in documents if document["kind"] == "JobSet"]
+    for document in documents:
+        if document["kind"] == "LeaderWorkerSet":
+            made += [deployment_of(document, role) for role in ("leader", "worker")]
+    return [*documents, *made]
+
+
+def deployment_of(group: dict[str, Any], role: str) -> dict[str, Any]:
+    """The pods of one role of a LeaderWorkerSet, as a Deployment has pods."""
+    template = group["spec"]["leaderWorkerTemplate"][f"{role}Template"]
+    metadata = {**group["metadata"], "name": f"{group['metadata']['name']}-{role}"}
+    spec = {"selector": {"matchLabels": template["metadata"]["labels"]}, "template": template}
+    return {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": metadata, "spec": spec}
 
 
 def job_of(job_set: dict[str, Any]) -> dict[str, Any]:
@@ -158,3 +174,35 @@ def test_the_job_that_trains_runs_a_file_that_is_accepted(tmp_path: Path) -> Non
     mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
     assert config.run.output.startswith("/runs/")
     assert {"/runs", "/run/tessera", "/dev/shm", "/tmp"} == mounts
+
+
+def test_a_group_of_leader_and_worker_is_one_server_and_its_agents() -> None:
+    documents = rendered("leader-worker")
+    assert not [document for document in documents if document["kind"] == "Deployment"]
+    spec = the("LeaderWorkerSet", documents)["spec"]["leaderWorkerTemplate"]
+    leader, worker = (spec[f"{role}Template"]["spec"] for role in ("leader", "worker"))
+    (server,), (agent,) = leader["containers"], worker["containers"]
+    given = dict(word.split("=", 1) for word in server["args"] if "=" in word)
+    asked = dict(word.split("=", 1) for word in agent["args"][1:])
+    assert {word.partition("=")[0] for word in server["args"]} <= options_in(help_of("serve"))
+    assert agent["args"][0] == "agent"
+    assert asked.keys() <= options_in(help_of("serve", "agent"))
+    assert int(given["--nodes"]) == spec["size"]
+    for container in (server, agent):
+        gpus = container["resources"]["limits"]["nvidia.com/gpu"]
+        assert gpus * spec["size"] == int(given["--tensor-parallel-size"])
+    assert server["image"] == agent["image"]
+    assert agent["volumeMounts"] == server["volumeMounts"], "checkpoint and key lie at the same paths"
+    assert given["--agents-key-file"] == asked["--key-file"]
+    port = {each["name"]: each["containerPort"] for each in server["ports"]}["agents"]
+    assert port == DEFAULT_PORT, "where an agent that is told nothing joins"
+    assert given["--agents-listen"] == f"$(POD_IP):{port}"
+    drains = server["lifecycle"]["preStop"]["sleep"]["seconds"] + float(given["--drain-seconds"])
+    assert float(asked["--linger-seconds"]) > drains, "ranks are there for as long as streams are"
+    assert min(leader["terminationGracePeriodSeconds"], worker["terminationGracePeriodSeconds"]) >= drains + 10
+    budget, services = the("PodDisruptionBudget", documents)["spec"]["selector"], documents
+    selectors = [each["spec"]["selector"] for each in services if each["kind"] == "Service"] + [budget["matchLabels"]]
+    labels = [spec[f"{role}Template"]["metadata"]["labels"] for role in ("leader", "worker")]
+    assert all(selector.items() <= labels[0].items() and not selector.items() <= labels[1].items() for selector in selectors)
+    (policy,) = (each["spec"] for each in documents if each["metadata"]["name"] == "tessera-group")
+    assert all(policy["podSelector"]["matchLabels"].items() <= each.items() for each in labels)

@@ -1,4 +1,4 @@
-"""The same parity on a CUDA device: ``make test-gpu``. Elsewhere these tests are skipped, and say so."""
+"""A server on a CUDA device beside transformers: ``make test-gpu``. Elsewhere these tests are skipped, and say so."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch
 
 from serve.v1 import inference_pb2
+from tests.gpu.device import DEVICE, ON_DEVICE, REHEARSED, some
 from tests.support import reference
-from tests.support.models import FAMILIES, VOCABULARY, save
+from tests.support.models import VOCABULARY, save
 from tests.support.server import Server, serving
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")]
+pytestmark = ON_DEVICE
+FAMILIES = ("gpt_neox", "llama", "gemma2")
+"""Every family is compared without a server around it; of a server three are enough: plain, grouped, and with soft-caps."""
+LENGTHS, TOKENS = ((1, 17, 40), 6) if REHEARSED else ((1, 17, 64, 200, 300), 64)
 
 
 def _generate(server: Server, prompt: list[int], tokens: int) -> list[int]:
@@ -26,15 +29,13 @@ def _generate(server: Server, prompt: list[int], tokens: int) -> list[int]:
     return list(server.inference.Generate(request, timeout=120).completions[0].token_ids)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_parity_on_cuda(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", some(FAMILIES, "llama"))
+def test_a_server_says_what_transformers_does(family: str, tmp_path: Path) -> None:
     folder = save(family, tmp_path / family, with_tokenizer=False)
     model = reference.load(folder)
     source = random.Random(1)
-    prompts = [[source.randrange(1, VOCABULARY) for _ in range(length)] for length in (1, 17, 64, 200, 300)]
-    with (
-        serving(folder, "--dtype", "float32", "--max-step-tokens", "64", device="cuda") as server,
-        ThreadPoolExecutor(5) as pool,
-    ):
-        got = list(pool.map(lambda prompt: _generate(server, prompt, 64), prompts))
-    assert got == [reference.greedy(model, prompt, 64) for prompt in prompts]
+    prompts = [[source.randrange(1, VOCABULARY) for _ in range(length)] for length in LENGTHS]
+    options = ("--dtype", "float32", "--max-step-tokens", "64", "--max-num-seqs", "4", "--kv-cache-gib", "0.02")
+    with serving(folder, *options, "--cuda-graphs", "on", device=DEVICE) as server, ThreadPoolExecutor(len(prompts)) as pool:
+        got = list(pool.map(lambda prompt: _generate(server, prompt, TOKENS), prompts))
+    assert got == [reference.greedy(model, prompt, TOKENS) for prompt in prompts]

@@ -8,10 +8,24 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Final
+from xml.etree import ElementTree
 
 import pytest
 
 ROOT: Final = Path(__file__).resolve().parents[2]
+FOR_A_DEVICE: Final = [path for path in Path(__file__).parent.glob("test_*.py") if path != Path(__file__)]
+
+
+@pytest.mark.slow
+def test_the_tests_for_a_device_pass_on_the_cpu(tmp_path: Path) -> None:
+    """By the command of ``make test-gpu REHEARSE=1``; none is left out."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/gpu", "--junit-xml", str(tmp_path / "told.xml")]
+    environment = os.environ | {"TESSERA_REHEARSE_GPU": "1", "TRITON_INTERPRET": "1", "HF_HUB_OFFLINE": "1"}
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=850)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    cases = list(ElementTree.parse(tmp_path / "told.xml").iter("testcase"))
+    assert {case.get("classname") for case in cases} == {f"tests.gpu.{path.stem}" for path in FOR_A_DEVICE}
+    assert [case.get("name") for case in cases if case.find("skipped") is not None] == []
 
 
 @pytest.mark.slow

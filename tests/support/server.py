@@ -104,19 +104,23 @@ def until(condition: Callable[[], T], seconds: float = 400.0, every: float = 0.0
 
 
 @contextmanager
-def serving(model: Path, *options: str, device: str = "cpu", exit_code: int = 0, under: Sequence[str] = ()) -> Iterator[Server]:
-    """Start ``python -m serve`` on free ports, wait for its ready line, stop it at the end and expect ``exit_code``.
+def started(
+    model: Path, *options: str, device: str = "cpu", under: Sequence[str] = (), program: Sequence[str] = ("serve",)
+) -> Iterator[tuple[subprocess.Popen[str] | warm.Program, list[str]]]:
+    """Start ``python -m serve`` on free ports; its process and its log so far. What still runs at the end is killed.
 
     It is forked, see ``tests.support.warm``, where that makes no difference.
 
     Args:
         under: words before the command: a program that becomes the server.
+        program: the module that is run and what it is told first, for one that becomes the server in its own way.
     """
-    words = ["--model", str(model), "--port", "0", "--metrics-port", "0", "--device", device, *options]
+    module, *first = program
+    words = [*first, "--model", str(model), "--port", "0", "--metrics-port", "0", "--device", device, *options]
     process: subprocess.Popen[str] | warm.Program
     if under or device != "cpu" or not warm.can_fork(os.environ):
         process = subprocess.Popen(
-            [*under, sys.executable, "-m", "serve", *words],
+            [*under, sys.executable, "-m", module, *words],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -124,29 +128,45 @@ def serving(model: Path, *options: str, device: str = "cpu", exit_code: int = 0,
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )
     else:
-        process = warm.start("serve", words)
+        process = warm.start(module, words)
     assert process.stdout is not None
     assert process.stderr is not None
     log: list[str] = []
     reader = threading.Thread(target=_collect, args=(process.stderr, log), daemon=True)
     reader.start()
-    watchdog = threading.Timer(START_SECONDS, process.kill)
-    watchdog.start()
     try:
-        line = process.stdout.readline()
-        watchdog.cancel()
-        assert line.startswith("tessera ready "), f"no ready line but {line!r}; its log:\n{''.join(log)}"
-        server = Server(process, dict(word.split("=", 1) for word in line.split()[2:]), log)
-        yield server
-        assert server.stop() == exit_code, f"the server ended badly; its log:\n{''.join(log)}"
+        yield process, log
     finally:
-        watchdog.cancel()
         if process.poll() is None:
             process.kill()
             process.wait()
         reader.join()
         process.stdout.close()
         process.stderr.close()
+
+
+@contextmanager
+def serving(
+    model: Path,
+    *options: str,
+    device: str = "cpu",
+    exit_code: int = 0,
+    under: Sequence[str] = (),
+    program: Sequence[str] = ("serve",),
+) -> Iterator[Server]:
+    """``started``, and waited for until it is ready; it is stopped at the end and must end with ``exit_code``."""
+    with started(model, *options, device=device, under=under, program=program) as (process, log):
+        assert process.stdout is not None
+        watchdog = threading.Timer(START_SECONDS, process.kill)
+        watchdog.start()
+        try:
+            line = process.stdout.readline()
+        finally:
+            watchdog.cancel()
+        assert line.startswith("tessera ready "), f"no ready line but {line!r}; its log:\n{''.join(log)}"
+        server = Server(process, dict(word.split("=", 1) for word in line.split()[2:]), log)
+        yield server
+        assert server.stop() == exit_code, f"the server ended badly; its log:\n{''.join(log)}"
 
 
 def _collect(stream: IO[str], lines: list[str]) -> None:

@@ -81,11 +81,14 @@ class CudaGraph:
 
         Raises:
             CaptureError: the step does what a graph cannot hold.
+            torch.OutOfMemoryError: the device has no room for what it makes.
         """
         # NCCL's watchdog asks events of its own thread about its work, which the other modes forbid.
         try:
             with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
                 return step()
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             raise CaptureError(str(error)) from error
 

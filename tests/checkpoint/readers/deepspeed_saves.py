@@ -25,6 +25,9 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
+# Of use to inference alone, and a minute of compiling on a machine that has not built it yet.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
 LLAMA = {
     "model_type": "llama",
     "vocab_size": 101,

@@ -106,26 +106,31 @@ async def test_what_can_never_fit_is_refused_by_field() -> None:
         assert error.violations[0].field == "stopping.max_new_tokens"
 
 
-async def test_a_full_queue_refuses_by_number_and_by_tokens() -> None:
+async def test_a_full_queue_refuses_at_once_by_number_and_by_tokens() -> None:
     async with bench(admission={"max_queued_requests": 2, "max_queued_tokens": 100}, scheduler={"max_num_seqs": 1}) as b:
-        b.ranks.open.clear()
+        b.ranks.open.clear()  # no step ends before all of these have been refused
         running = b.gateway.start(request("running"))
         await b.until(b.ranks.in_step.is_set)
         waiting = b.gateway.start(request("waiting", prompt_ids=(1,) * 60))
-        too_long = b.gateway.start(request("long", prompt_ids=(1,) * 60))
+        with pytest.raises(QueueFull, match="60 prompt tokens are waiting, and 60 more") as full:
+            b.gateway.start(request("long", prompt_ids=(1,) * 60))
+        assert full.value.reason == "tokens"
+        assert full.value.retry_after_seconds > 0
         also_waiting = b.gateway.start(request("also"))
-        # Three commands are unread: one more than 2 waiting and 1 running is full beyond doubt.
         with pytest.raises(QueueFull, match="2 requests are waiting"):
             b.gateway.start(request("flood"))
         b.ranks.open.set()
-        _, error = await read(too_long)
-        assert isinstance(error, QueueFull)
-        assert error.reason == "tokens"
-        assert error.retry_after_seconds > 0
         for stream in (running, waiting, also_waiting):
             assert (await read(stream))[1] is None
         assert b.value("rejections_total", reason="requests") == 1
         assert b.value("rejections_total", reason="tokens") == 1
+
+
+async def test_room_in_the_queue_is_used_again_and_again() -> None:
+    async with bench(admission={"max_queued_requests": 1}, scheduler={"max_num_seqs": 1}) as b:
+        for number in range(20):
+            _, error = await read(b.gateway.start(request(f"r{number}")))
+            assert error is None
 
 
 async def test_a_deadline_ends_a_request_that_waits_and_one_that_runs() -> None:

@@ -52,6 +52,8 @@ END_REASONS = (
 REJECTION_REASONS = ("requests", "tokens", "loading", "draining", "engine_down")
 
 NAMES = {
+    "gpu_clock_hertz", "gpu_memory_bytes", "gpu_memory_used_bytes", "gpu_power_watts", "gpu_temperature_celsius",
+    "gpu_utilization_ratio",
     "checkpoint_timestamp_seconds", "engine_failures", "queue_oldest_seconds", "rank_memory_bytes", "reloads",
     "request_decode_time_seconds", "request_generation_tokens", "request_prefill_time_seconds", "request_prompt_tokens",
     "request_time_per_output_token_seconds", "request_unstarted_queue_time_seconds", "server_state", "wasted_tokens",

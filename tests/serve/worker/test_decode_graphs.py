@@ -30,6 +30,7 @@ from serve.worker.parallel import Ranks
 from serve.worker.rank_process import rank_environment
 from serve.worker.runner import Runner
 from serve.worker.sampling.backend import TorchSampling
+from serve.worker.sizing import Blocks
 from tests.serve.worker.captured import load_captured, tokens_of_both_ways
 from tests.serve.worker.family_worker import BLOCK_TOKENS, generate, load, settings
 from tests.serve.worker.test_loader import VARIANTS
@@ -141,8 +142,8 @@ def test_no_familys_decoding_step_copies_anything_between_host_and_device(name: 
     with loader.opened(config, everything=False) as checkpoint:
         plan = loader.survey(checkpoint, config, meta)
     model = plan.blueprint.model.to(meta)
-    blocks = loader._Blocks(count=9, kv_heads=plan.heads.shared_heads(0).width, memory="")
-    state = loader._with_cache(plan, blocks, config, ALONE, meta, StaticTorchBackend())
+    blocks = Blocks(count=9, kv_heads=plan.heads.shared_heads(0).width, memory="")
+    state = loader._with_cache(plan, loader._blank(plan, blocks, config, meta), ALONE, StaticTorchBackend())
     step = DecodeInputs((4,), plan.max_model_len, BLOCK_TOKENS, meta, by_length=plan.length_rule is not None).steps[4]
     head, state.layout = whole_head(model), step.layout
     with torch.inference_mode(), OnlyDevice() as looked:
@@ -246,6 +247,18 @@ def test_a_model_that_waits_for_the_device_is_told_with_what_serves_it(tmp_path:
     graphs = Runner(model, ALONE).graphs
     assert graphs is not None
     with pytest.raises(StartError, match=r"a step of 4 rows cannot be captured: .*; --cuda-graphs off serves without"):
+        graphs.capture()
+
+
+def test_a_step_without_memory_is_told_with_what_would_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = Runner(load_captured(saved("gpt_neox", tmp_path), ALONE), ALONE).graphs
+    assert graphs is not None
+
+    def compute(step: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(graphs, "compute", compute)
+    with pytest.raises(StartError, match=r"no memory left for a step of 4 rows beside .*; a smaller --cuda-graph-max-batch"):
         graphs.capture()
 
 

@@ -16,10 +16,11 @@ from serve.types import BlockId, SamplingParams, SequenceId
 from serve.worker.batch import SequenceState, SequenceTable, Supposed
 from serve.worker.drafting import Drafting, draft_bytes_per_block, draft_config, load_draft
 from serve.worker.executor import RankExecutor
-from serve.worker.loader import RankModel, Stopwatch, bytes_per_block, load_rank
+from serve.worker.loader import RankModel, Stopwatch, load_rank
 from serve.worker.parallel import Ranks
 from serve.worker.sampling.native import NativeSampling
 from serve.worker.sampling.sampler import sample
+from serve.worker.sizing import bytes_per_block
 from tests.serve.engine.engines import ids_of, make_engine, make_request, run
 from tests.serve.worker.test_sampled_rows import chi_square_limit
 from tests.serve.worker.test_sampler import _state as state

@@ -25,6 +25,7 @@ from serve.engine.executor import loss_reason
 from serve.engine.plan import Span, Start, StepPlan
 from serve.errors import ConfigError
 from serve.types import BlockId, SamplingParams, SequenceId
+from serve.worker.agent import Agent
 from serve.worker.executor import RankExecutor
 from serve.worker.link import Joined, Link, LinkLost, Refused, agent_context, join
 from serve.worker.nodes import NodeStarter
@@ -168,6 +169,31 @@ def test_nothing_but_tls_a_greeting_and_the_key_is_answered(folder: Path, nodes:
         ):
             connection.sendall(malformed)
             assert connection.recv(4096) == b""
+
+
+def test_an_agent_stays_for_the_servers_drain_and_ends_when_a_server_is_gone_for_good(folder: Path, forks: ForkStarter) -> None:
+    """Launchers tell all nodes to end at once, and a server that drains still needs the others."""
+
+    async def ends(linger_seconds: float | None, leave_seconds: float | None) -> bool:
+        """Whether the agent ends before the server does, once it is told to with ``linger_seconds``."""
+        with contextlib.ExitStack() as server:
+            nodes = server.enter_context(NodeStarter(_config(folder), forks))
+            key = (folder / "key").read_bytes()
+            agent = Agent("127.0.0.2", nodes.port, key, node=1, authority="", starter=forks, leave_seconds=leave_seconds)
+            running = asyncio.ensure_future(agent.until_done())
+            while not agent._joined:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            if linger_seconds is not None:
+                agent.end(linger_seconds)
+                await asyncio.wait((running,), timeout=0.2 if linger_seconds else None)
+            before = running.done()
+            await asyncio.to_thread(server.close)
+        await running
+        return before
+
+    assert asyncio.run(ends(0.0, None))
+    assert not asyncio.run(ends(600.0, None)), "it stays while the server does, and then ends"
+    assert not asyncio.run(ends(None, 0.0)), "nobody told it; the server was gone"
 
 
 def test_the_proof_of_one_handshake_is_none_in_another(folder: Path, nodes: NodeStarter) -> None:

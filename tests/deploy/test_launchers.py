@@ -1,0 +1,148 @@
+"""The launchers' files, started by torchrun itself and by a stand-in for Slurm, with both nodes on this machine's loopback."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+
+from host.modules import import_path
+from serve.v1 import inference_pb2, inference_pb2_grpc
+from tests.deploy import srun
+from tests.repo.documents import REPOSITORY
+from tests.support.models import save
+from tests.support.server import serving, until
+
+pytestmark = [pytest.mark.deploy, pytest.mark.timeout(900)]
+
+LAUNCHERS = REPOSITORY / "deploy/launchers"
+FIRST, SECOND = "127.0.0.2", "127.0.0.3"
+TOKENS = 400
+MOST_SECONDS = 300.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("launchers")
+    (root / "key").write_text(secrets.token_hex(32))
+    save("gpt_neox", root / "model")
+    return root
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[int]:
+    """What one process says."""
+    with serving(folder / "model") as alone:
+        return ids_of(stream(alone.address))
+
+
+def stream(address: str) -> Any:
+    request = inference_pb2.GenerateRequest(token_ids={"ids": [5, 6, 7]})
+    request.stopping.max_new_tokens, request.stopping.ignore_eos, request.sampling.temperature = TOKENS, True, 0.0
+    stub: Any = inference_pb2_grpc.InferenceStub(grpc.insecure_channel(address))  # type: ignore[no-untyped-call]
+    return stub.GenerateStream(request, timeout=MOST_SECONDS)
+
+
+def ids_of(events: Any) -> list[int]:
+    return [token for event in events for token in event.delta.token_ids]
+
+
+def free_port(address: str) -> str:
+    with socket.create_server((address, 0)) as taken:
+        return str(taken.getsockname()[1])
+
+
+def options(folder: Path) -> list[str]:
+    """For ``tessera-node.sh``: its key, and what the server is given."""
+    words = [str(folder / "key"), "--model", str(folder / "model"), "--tensor-parallel-size", "2"]
+    return [*words, "--device", "cpu", "--port", "0", "--metrics-port", "0"]
+
+
+@contextlib.contextmanager
+def started(*words: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
+    """A launcher; it and all below it are gone at the end."""
+    path = f"{variables.pop('first_on_path', '')}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PYTHONPATH": import_path(os.environ), "PATH": path, "DS_ACCELERATOR": "cpu", **variables}
+    process = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True)
+    below: list[psutil.Process] = []
+    try:
+        yield process
+        below = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+    finally:
+        if process.poll() is None:
+            below = below or psutil.Process(process.pid).children(recursive=True)
+            process.kill()
+        for member in below:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def address_of(launcher: subprocess.Popen[str]) -> str:
+    """Where the server that it has started answers."""
+    assert launcher.stdout is not None
+    line = next(line for line in launcher.stdout if "tessera ready " in line)
+    return next(word.removeprefix("grpc=") for word in line.split() if word.startswith("grpc="))
+
+
+def below(launcher: subprocess.Popen[str], *, agent: bool) -> psutil.Process:
+    """The server that a launcher has started, or the agent: the first process that bears its command."""
+    for process in psutil.Process(launcher.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            words = process.cmdline()
+            if any(word.endswith("tessera-serve") for word in words) and ("agent" in words) == agent:
+                return process
+    raise AssertionError("it is not running")
+
+
+def test_by_torchrun_a_killed_agent_comes_back_and_all_end_when_the_server_does(folder: Path, expected: list[int]) -> None:
+    meets = ["--master-addr", FIRST, "--master-port", free_port(FIRST), "--nnodes", "2", "--nproc-per-node", "1"]
+    variables = {"AGENTS_PORT": free_port(FIRST), "LEAVE_SECONDS": "1"}
+    node = [str(LAUNCHERS / "tessera-node.sh"), *options(folder)]
+    with contextlib.ExitStack() as launchers:
+        first, second = (
+            launchers.enter_context(started("torchrun", "--no-python", "--node-rank", number, *meets, *node, **variables))
+            for number in ("0", "1")
+        )
+        events = stream(address_of(first))
+        said = list(next(events).delta.token_ids)
+        below(second, agent=True).kill()
+        assert said + ids_of(events) == expected
+        below(first, agent=False).send_signal(signal.SIGTERM)
+        assert (first.wait(MOST_SECONDS), second.wait(MOST_SECONDS)) == (0, 0)
+
+
+def test_by_slurm_a_job_that_is_told_to_end_drains_first(folder: Path, expected: list[int], tmp_path: Path) -> None:
+    for name, does in (
+        ("srun", f'exec {sys.executable} {srun.__file__} "$@"'),
+        ("scontrol", f'[ "$*" = "show hostnames node[1-2]" ] && printf "{FIRST}\\n{SECOND}\\n"'),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    job = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2", "SLURM_SUBMIT_DIR": str(LAUNCHERS)}
+    words = ["bash", str(LAUNCHERS / "tessera.sbatch"), *options(folder)]
+    with started(*words, first_on_path=f"{tmp_path}{os.pathsep}", AGENTS_PORT=free_port(FIRST), **job) as batch:
+        events = stream(address_of(batch))
+        said = list(next(events).delta.token_ids)
+        batch.send_signal(signal.SIGTERM)  # to every node at once
+        assert said + ids_of(events) == expected
+        assert batch.wait(MOST_SECONDS) == 0
+
+
+def test_a_node_that_no_launcher_has_started_is_told_what_is_missing(folder: Path) -> None:
+    with started(str(LAUNCHERS / "tessera-node.sh"), *options(folder)) as alone:
+        until(lambda: alone.poll() is not None)
+        assert alone.returncode == 2

@@ -1,0 +1,193 @@
+"""What is said when a device fails, and by whom it is heard."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+
+from serve.config import CacheConfig, ModelConfig, SchedulerConfig, ServerConfig
+from serve.engine.executor import loss_reason
+from serve.engine.plan import Span, StepPlan
+from serve.errors import ConfigError
+from serve.model.load import Filler
+from serve.types import SequenceId
+from serve.worker import executor as executors
+from serve.worker import rank_loop, wire
+from serve.worker.device_faults import fault, step_fault, weights_that_do_not_fit
+from serve.worker.executor import RankExecutor
+from serve.worker.parallel import Ranks
+from serve.worker.progress import Progress
+from serve.worker.vitals import PULSE, LastWords, Vitals
+from tests.serve.worker.family_worker import load
+from tests.support.models import save
+
+DEVICE = "cuda:1 (NVIDIA H200, GPU-8f1c)"
+GIB = 1 << 30
+OUT_OF_MEMORY = torch.OutOfMemoryError(
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 23.64 GiB of which 312.00 MiB is free."
+)
+
+
+def _config(**cache: float) -> ServerConfig:
+    return ServerConfig(
+        model=ModelConfig(path="model"), cache=CacheConfig(**cache), scheduler=SchedulerConfig(max_step_tokens=512)
+    )
+
+
+def _plan(*counts: int) -> StepPlan:
+    return StepPlan(step=7, spans=tuple(Span(sequence=SequenceId(i), start=0, count=count) for i, count in enumerate(counts)))
+
+
+def _said(plan: StepPlan, error: Exception = OUT_OF_MEMORY, *, num_blocks: int = 2000, **cache: float) -> LastWords | None:
+    return step_fault(error, DEVICE, plan, _config(**cache), num_blocks=num_blocks, block_bytes=8 << 20)
+
+
+def test_a_step_without_memory_is_told_with_a_cache_and_a_step_that_would_fit() -> None:
+    assert _said(_plan(400, 100, 12)) == LastWords(
+        "memory",
+        f"{DEVICE} ran out of memory in a step of 512 tokens of 3 sequences, for want of 2.00 GiB: --kv-cache-gib 13.1 leaves "
+        "room for it, with 1680 blocks (26880 positions) of now 2000; --max-step-tokens 256 makes such a step half as large; "
+        "a --memory-fraction below 0.9 leaves more to steps",
+    )
+
+
+def test_a_step_of_decoding_without_memory_is_told_with_fewer_sequences() -> None:
+    words = _said(_plan(1, 1, 1, 1), kv_cache_gib=15.6)
+    assert words is not None
+    assert "--max-num-seqs 2 makes such a step half as large" in words.sentence
+    assert "--max-step-tokens" not in words.sentence
+    assert "--memory-fraction" not in words.sentence, "the size of the cache was given"
+
+
+def test_a_cache_that_could_not_give_enough_is_not_advised() -> None:
+    words = _said(_plan(512), num_blocks=100)
+    assert words is not None
+    assert "--kv-cache-gib" not in words.sentence
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "said"),
+    [
+        (torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered\nmore"), "device", "uncorrectable ECC error"),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), "device", "illegal memory access"),
+        (RuntimeError("CUBLAS_STATUS_EXECUTION_FAILED when calling cublasGemmEx"), "device", "CUBLAS_STATUS_EXECUTION_FAILED"),
+        (RuntimeError("Triton Error [CUDA]: an illegal memory access"), "device", "Triton Error"),
+        (RuntimeError("NCCL communicator was aborted on rank 1. CUDA error: x"), "exchange", "NCCL communicator was aborted"),
+    ],
+    ids=["ecc", "access", "cublas", "triton", "nccl"],
+)
+def test_a_broken_device_is_told_by_its_name_and_a_lost_exchange_as_such(error: Exception, kind: str, said: str) -> None:
+    words = _said(_plan(1), error)
+    assert words is not None
+    assert words.kind == kind
+    assert said in words.sentence
+    assert "\n" not in words.sentence
+    assert (DEVICE in words.sentence) == (kind == "device")
+
+
+def test_what_is_no_fault_of_the_device_is_told_as_before() -> None:
+    assert fault(RuntimeError("mat1 and mat2 shapes cannot be multiplied"), DEVICE, "") is None
+    assert _said(_plan(1), ValueError("no")) is None
+
+
+def test_weights_that_do_not_fit_are_told_with_ranks_and_types_that_do() -> None:
+    said = weights_that_do_not_fit(
+        ServerConfig(model=ModelConfig(path="model")), DEVICE, weight_bytes=40 * GIB, free_bytes=22 * GIB, itemsize=2
+    )
+    assert said == (
+        f"the weights take 40.0 GiB on each of 1 ranks, and {DEVICE} had 22.0 GiB free: --tensor-parallel-size 3 leaves each "
+        "rank 13.3 GiB of them; --quantization int8 takes about 55%; --quantization int4 takes about 30%"
+    )
+
+
+def test_last_words_are_heard_among_heartbeats_and_cut_where_they_are_long() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        ours.setblocking(False)
+        vitals = Vitals(1, 0, ours, 0.0)
+        theirs.send(PULSE.pack(False, 3, 40))
+        theirs.send(LastWords("device", "é" * 5000).encode())
+        vitals.listen(1.0)
+    assert (vitals.count, vitals.device_bytes) == (3, 40)
+    assert vitals.last_words is not None
+    assert vitals.last_words.kind == "device"
+    assert 900 < len(vitals.last_words.sentence) < 1100
+
+
+def test_weights_without_memory_are_refused_as_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(*_: object) -> None:
+        raise OUT_OF_MEMORY
+
+    monkeypatch.setattr(Filler, "fill", fill)
+    folder = save("gpt2", tmp_path / "model", with_tokenizer=False)
+    with pytest.raises(
+        ConfigError, match=r"^the weights take 0.0 GiB on each of 1 ranks, and the cpu had .* GiB free: --tensor"
+    ):
+        load(folder, 1, Ranks(0, 1))
+
+
+class _Failing:
+    """A runner whose device fails in its first step."""
+
+    def execute(self, plan: StepPlan) -> None:
+        raise torch.AcceleratorError("CUDA error: unspecified launch failure")
+
+
+def test_a_rank_whose_device_fails_in_a_step_says_so_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr("os._exit", end)
+    (told, steps), (heard, pulse) = socket.socketpair(), socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with told, steps, heard, pulse:
+        heard.setblocking(False)
+        wire.send(told, wire.encode(_plan(1)))
+        with pytest.raises(SystemExit) as ended:
+            rank_loop._serve(_Failing(), None, steps, Progress(), pulse, lambda error, plan: fault(error, DEVICE, "in a step"))
+        vitals = Vitals(1, 0, heard, 0.0)
+        vitals.listen(1.0)
+    assert ended.value.code == 1
+    assert vitals.last_words == LastWords("device", f"{DEVICE} failed in a step: CUDA error: unspecified launch failure")
+
+
+class _Ended:
+    """A process that has ended with a return code."""
+
+    def __init__(self, code: int) -> None:
+        self.pid, self.code = 0, code
+
+    def poll(self) -> int:
+        return self.code
+
+
+@pytest.mark.parametrize(
+    ("words", "codes", "said", "reason"),
+    [
+        ({1: LastWords("device", "cuda:1 failed")}, (-6, 1), "rank 1 died: cuda:1 failed", "died"),
+        ({0: LastWords("exchange", "NCCL"), 1: LastWords("memory", "none left")}, (1, 1), "rank 1 died: none left", "memory"),
+        ({0: LastWords("exchange", "NCCL")}, (1, -9), "rank 1 died: signal SIGKILL", "died"),
+        ({0: LastWords("exchange", "NCCL")}, (1, 0), "rank 0 died: NCCL", "died"),
+    ],
+    ids=["device before abort", "memory before exchange", "a signal before exchange", "exchange alone"],
+)
+def test_of_several_deaths_that_which_brought_the_others_is_named(
+    words: dict[int, LastWords], codes: tuple[int, int], said: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("host.limits.killed_for_memory", lambda before: None)
+    executor = RankExecutor(_config())
+    pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in codes]
+    for number, (code, (ours, theirs)) in enumerate(zip(codes, pairs, strict=True)):
+        ours.setblocking(False)
+        if number in words:
+            theirs.send(words[number].encode())
+        vitals = Vitals(number, 0, ours, 0.0)
+        executor._ranks.append(executors._Rank(number, _Ended(code), ours, ours, ours, 0.0, vitals, None))
+    executor._ready = True
+    loss = executor.dead_rank()
+    assert (loss, loss_reason(loss)) == (said, reason)
+    for pair in pairs:
+        for end in pair:
+            end.close()

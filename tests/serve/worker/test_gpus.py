@@ -1,0 +1,88 @@
+"""Which GPU a rank takes, and what the ranks of several GPUs are told of their exchange."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from serve.config import ModelConfig, NodesConfig, ServerConfig
+from serve.errors import ConfigError
+from serve.worker.parallel import Ranks
+from serve.worker.rank_loop import choose_device
+from serve.worker.rank_process import rank_environment
+
+UUIDS = "GPU-8f1c2b3a-0d41-4f2e-9c56-77aa0b1c2d3e,GPU-00000000-0d41-4f2e-9c56-77aa0b1c2d3e"
+SLICE = "MIG-8f1c2b3a-0d41-4f2e-9c56-77aa0b1c2d3e"
+
+
+def test_ranks_take_the_gpus_that_are_named_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    model = ModelConfig(path="model", tensor_parallel_size=2, gpus="3,1")
+    for number in range(2):
+        environment = rank_environment(number, 2, model.device, model.gpus)
+        assert (environment["CUDA_VISIBLE_DEVICES"], environment["LOCAL_RANK"]) == ("3,1", str(number))
+        assert environment["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID", "as nvidia-smi numbers them"
+    assert rank_environment(0, 2, "cuda")["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
+
+
+@pytest.mark.parametrize(("gpus", "size"), [("0", 1), ("2,0,1", 2), (UUIDS, 2), (SLICE, 1), ("MIG-GPU-8f1c/3/0", 1)])
+def test_gpus_are_named_by_number_or_uuid(gpus: str, size: int) -> None:
+    assert ModelConfig(path="model", gpus=gpus, tensor_parallel_size=size).gpus == gpus
+
+
+@pytest.mark.parametrize(
+    ("gpus", "size", "device", "rule"),
+    [
+        ("0", 2, "auto", "name one GPU for each of 2 ranks"),
+        ("0,0", 2, "auto", "be different numbers or UUIDs"),
+        ("0;1", 2, "auto", "be different numbers or UUIDs"),
+        ("0,", 1, "cuda", "be different numbers or UUIDs"),
+        ("-1", 1, "cuda", "be different numbers or UUIDs"),
+        ("0", 1, "cpu", "be empty with model.device cpu"),
+        (f"0,{SLICE}", 2, "auto", "name whole GPUs for several ranks"),
+    ],
+)
+def test_names_of_gpus_that_cannot_be_are_refused(gpus: str, size: int, device: str, rule: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^model.gpus .*{rule}"):
+        ModelConfig(path="model", gpus=gpus, tensor_parallel_size=size, device=device)
+
+
+def test_gpus_of_several_nodes_are_named_on_each() -> None:
+    nodes = NodesConfig(count=2, agents_listen="10.0.0.1:1", agents_key_file="key")
+    with pytest.raises(ConfigError, match=r"^model.gpus .* CUDA_VISIBLE_DEVICES of each node"):
+        ServerConfig(model=ModelConfig(path="model", gpus="0,1", tensor_parallel_size=2), nodes=nodes)
+
+
+def test_a_rank_without_a_gpu_is_told_what_is_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"{SLICE},{SLICE}0")
+    assert choose_device("auto", 0) == torch.device("cuda", 0)
+    with pytest.raises(ConfigError, match=r"there are 1 CUDA devices, by CUDA_VISIBLE_DEVICES 'MIG-.*one slice \(MIG\)$"):
+        choose_device("auto", 1)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    with pytest.raises(ConfigError, match=r"asks for rank 1; there are 1 CUDA devices$"):
+        choose_device("auto", 1)
+
+
+def test_a_failed_exchange_of_gpus_ends_a_rank_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    environment = rank_environment(1, 2, "cuda")
+    assert environment["TORCH_NCCL_BLOCKING_WAIT"] == "0"
+    assert environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
+
+
+@pytest.mark.parametrize(("backend", "size", "limited"), [("nccl", 2, True), ("nccl", 1, False), ("gloo", 2, False)])
+def test_an_exchange_of_gpus_may_take_as_long_as_a_step(
+    backend: str, size: int, limited: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[timedelta] = []
+    monkeypatch.setattr(dist, "get_backend", lambda: backend)
+    monkeypatch.setattr(distributed_c10d, "_set_pg_timeout", limits.append)
+    Ranks(0, size).limit_exchanges(120.0)
+    assert limits == [timedelta(seconds=120)] * limited

@@ -1,0 +1,130 @@
+"""Blocks are counted when steps have shown what they take: here on the CPU, where nothing is taken of a device."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from serve.config import CacheConfig, KernelsConfig, SchedulerConfig, ServerConfig
+from serve.engine.plan import StepPlan
+from serve.worker import gpus, sizing
+from serve.worker.kv_cache import GIB, LIBRARIES_BYTES, CacheMemory, choose_memory
+from serve.worker.loader import RankModel, Stopwatch, load_rank
+from serve.worker.parallel import Ranks
+from serve.worker.runner import Runner
+from serve.worker.trial import bytes_of_steps
+from tests.serve.worker.family_worker import generate, load, settings
+from tests.support.models import save
+
+ALONE, CPU = Ranks(0, 1), torch.device("cpu")
+MEMORY = 3 << 20
+
+
+@pytest.fixture(autouse=True)
+def _without_gradients() -> Iterator[None]:
+    torch.set_num_threads(1)
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> ServerConfig:
+    folder = save("llama", tmp_path / "llama", with_tokenizer=False)
+    return dataclasses.replace(
+        settings(folder, 1, "float32"),
+        cache=CacheConfig(),
+        kernels=KernelsConfig(cuda_graphs="on"),
+        scheduler=SchedulerConfig(max_num_seqs=4, max_step_tokens=32),
+    )
+
+
+def test_blocks_are_counted_after_steps_were_captured_and_tried_and_the_model_has_them(
+    config: ServerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[object] = []
+
+    def memory(cache: CacheConfig, device: torch.device, local_ranks: int, *, steps_bytes: int = 0) -> CacheMemory:
+        order.append(("count", steps_bytes))
+        return CacheMemory(MEMORY - steps_bytes, "for this test")
+
+    def trial(model: RankModel, ranks: Ranks) -> int:
+        order.append(("try", model.facts.num_blocks))
+        assert bytes_of_steps(config, model, ranks) == 0, "of no device"
+        return 1 << 20
+
+    monkeypatch.setattr(sizing, "choose_memory", memory)
+    model, _ = load_rank(config, 0, CPU, lambda: ALONE, Stopwatch(), trial=trial)
+    each = sizing.bytes_per_block(model.survey, config, model.survey.heads.shared_heads(0).width)
+    assert order == [("try", 33), ("count", 1 << 20)]
+    assert model.facts.num_blocks == min((2 << 20) // each, 4 * 512 // 16) > 33
+    runner = Runner(model, ALONE)
+    assert runner.graphs is not None
+    runner.graphs.capture()
+    assert generate(runner, ALONE) == generate(Runner(load(Path(config.model.path), 1, ALONE), ALONE), ALONE)
+
+
+def test_the_step_that_is_tried_is_the_largest_that_there_can_be(config: ServerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: list[StepPlan] = []
+    execute = Runner.execute
+    monkeypatch.setattr(Runner, "execute", lambda runner, plan: plans.append(plan) or execute(runner, plan))
+
+    def trial(model: RankModel, ranks: Ranks) -> int:
+        return bytes_of_steps(config, model, ranks)
+
+    load_rank(config, 0, CPU, lambda: ALONE, Stopwatch(), trial=trial)
+    largest, last = plans
+    assert [span.count for span in largest.spans] == [8, 8, 8, 8]
+    assert all(span.sample for span in largest.spans)
+    assert set(last.dropped) == {start.sequence for start in largest.starts}, "nothing of it stays"
+
+
+@pytest.mark.parametrize(("changed", "why"), [({"kv_cache_gib": 0.004}, "its size is given"), ({}, "nothing is captured")])
+def test_nothing_is_tried_where_it_would_decide_nothing(changed: dict[str, float], why: str, config: ServerConfig) -> None:
+    config = dataclasses.replace(config, cache=CacheConfig(**changed))
+    if not changed:
+        config = dataclasses.replace(config, kernels=KernelsConfig())
+
+    def trial(model: RankModel, ranks: Ranks) -> int:
+        pytest.fail(why)
+
+    load_rank(config, 0, CPU, lambda: ALONE, Stopwatch(), trial=trial)
+
+
+@pytest.mark.parametrize(
+    ("free", "fraction", "steps", "expected"),
+    [
+        (60 * GIB, 0.9, 0, 72 * GIB - 20 * GIB - LIBRARIES_BYTES),
+        (60 * GIB, 0.9, 5 * GIB, 72 * GIB - 25 * GIB - LIBRARIES_BYTES),
+        (30 * GIB, 0.9, 5 * GIB, 25 * GIB),
+        (30 * GIB, 0.45, 0, 36 * GIB - 20 * GIB - LIBRARIES_BYTES),
+    ],
+    ids=["alone", "room for steps", "another process has most of it", "half of a device that another server has half of"],
+)
+def test_blocks_of_a_gpu_have_what_its_share_leaves_and_no_more_than_is_free(
+    free: int, fraction: float, steps: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 20 * GIB)
+    memory = choose_memory(CacheConfig(memory_fraction=fraction), torch.device("cuda", 0), 1, steps_bytes=steps)
+    assert memory.num_bytes == expected
+    assert f"{steps / GIB:.1f} GiB kept for steps" in str(memory)
+
+
+@pytest.mark.parametrize(
+    ("reached", "said"),
+    [
+        (lambda one, other: True, "all 3 GPUs reach one another's memory (peer-to-peer)"),
+        (
+            lambda one, other: {one, other} == {0, 1},
+            "no peer-to-peer between GPUs 0 and 2, 1 and 2: what they exchange goes through the host's memory, which is slower",
+        ),
+    ],
+    ids=["all", "two of three"],
+)
+def test_whether_gpus_reach_one_another_is_told(reached: object, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", reached)
+    assert gpus.exchange_of(3) == said
