@@ -179,7 +179,7 @@ class NodesConfig:
     """Ranks on several machines."""
 
     count: int = 1
-    """Machines that share the ranks evenly, this one first; on each of the others ``tessera-serve agent`` runs."""
+    """Machines that share the ranks near evenly, this one first; on each of the others ``tessera-serve agent`` runs."""
 
     agents_listen: str = ""
     """``HOST:PORT`` at which agents join, by TLS and a key; ranks of all nodes meet and exchange activations at that address,
@@ -245,10 +245,10 @@ class ServerConfig:
     def __post_init__(self) -> None:
         stages = self.model.pipeline_parallel_size
         require(
-            self.model.num_ranks % self.nodes.count == 0,
+            self.model.num_ranks >= self.nodes.count,
             "model.tensor_parallel_size" + (f" times model.pipeline_parallel_size ({stages})" if stages > 1 else ""),
             self.model.num_ranks,
-            f"be a multiple of nodes.count, which is {self.nodes.count}",
+            f"be at least nodes.count, which is {self.nodes.count}: each machine has a rank",
         )
         require(
             stages == 1 or self.kernels.cuda_graphs != "on",
@@ -270,6 +270,7 @@ class ServerConfig:
         )
 
     @property
-    def ranks_per_node(self) -> int:
-        """Ranks on each machine."""
-        return self.model.num_ranks // self.nodes.count
+    def ranks_per_node(self) -> tuple[int, ...]:
+        """Ranks on each machine, this one first: near evenly, the first ones take what is left over."""
+        share, rest = divmod(self.model.num_ranks, self.nodes.count)
+        return tuple(share + (node < rest) for node in range(self.nodes.count))

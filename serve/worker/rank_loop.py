@@ -109,7 +109,7 @@ def _load(
 
         device = choose_device(config.model.device, int(os.environ["LOCAL_RANK"]))
         name = gpus.name_of(device)  # asked for while it is well
-        gpus.tell(device, rank, config.ranks_per_node)
+        gpus.tell(device, rank, config.ranks_per_node[0])
         gpus.keep_within(device, config.cache)
         os.environ["DS_ACCELERATOR"] = device.type  # DeepSpeed guesses otherwise, and warns that it does
         size, stages = config.model.tensor_parallel_size, config.model.pipeline_parallel_size

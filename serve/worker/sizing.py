@@ -101,7 +101,8 @@ def choose_blocks(
     each = bytes_per_block(plan, config, kv_heads, ranks.stage) + beside
     if num_blocks is not None:
         return Blocks(count=num_blocks, kv_heads=kv_heads, memory="")
-    memory = choose_memory(config.cache, device, config.ranks_per_node, steps_bytes=steps_bytes)
+    # Of several machines the one with most ranks: the rank with least room decides for all.
+    memory = choose_memory(config.cache, device, max(config.ranks_per_node), steps_bytes=steps_bytes)
     mine = choose_num_blocks(
         memory,
         cache=config.cache,

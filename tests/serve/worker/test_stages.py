@@ -204,7 +204,8 @@ def test_what_stages_cannot_do_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"be 1 with kernels\.cuda_graphs on"):
         dataclasses.replace(two, kernels=KernelsConfig(cuda_graphs="on"))
     nodes = NodesConfig(count=3, agents_listen="127.0.0.1:0", agents_key_file="key")
-    with pytest.raises(ConfigError, match=r"times model\.pipeline_parallel_size \(2\) is 2; it must be a multiple of nodes"):
+    with pytest.raises(ConfigError, match=r"times model\.pipeline_parallel_size \(2\) is 2; it must be at least nodes"):
         dataclasses.replace(two, nodes=nodes)
-    three = dataclasses.replace(two, model=ModelConfig(path="x", tensor_parallel_size=3, pipeline_parallel_size=2), nodes=nodes)
-    assert (three.model.num_ranks, three.ranks_per_node) == (6, 2)
+    for size, each in ((2, (2, 1, 1)), (3, (2, 2, 2))):
+        model = ModelConfig(path="x", tensor_parallel_size=size, pipeline_parallel_size=2)
+        assert dataclasses.replace(two, model=model, nodes=nodes).ranks_per_node == each
