@@ -192,8 +192,9 @@ class Ranks:
 
         An exchange in a captured step is not seen by this limit: there, the server's own limit of a step ends the ranks.
         """
-        if self.size > 1 and dist.get_backend() == "nccl":
-            distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
+        if self.count > 1 and dist.get_backend() == "nccl":
+            for group in dict.fromkeys((None, self.group)):  # of all ranks, and of the stage's
+                distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
     def close(self) -> None:
         if self.count > 1 and dist.is_initialized():

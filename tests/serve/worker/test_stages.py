@@ -16,22 +16,25 @@ import torch
 from torch import Tensor
 
 from checkpoint import Checkpoint
-from serve.config import KernelsConfig, ModelConfig, NodesConfig, SchedulerConfig, ServerConfig
+from serve.config import CacheConfig, KernelsConfig, ModelConfig, NodesConfig, SchedulerConfig, ServerConfig
 from serve.errors import ConfigError
 from serve.model.heads import Piece, Stage, check_pipeline_parallel
+from serve.worker import sizing
 from serve.worker.canary import check_forward
+from serve.worker.kv_cache import CacheMemory
 from serve.worker.loader import RankModel, Stopwatch, load_rank
 from serve.worker.parallel import Ranks
 from serve.worker.progress import Progress
 from serve.worker.runner import Runner
 from serve.worker.vitals import Vitals, furthest_behind
-from tests.serve.worker.family_worker import generate, load, settings
+from tests.serve.worker.family_worker import BLOCK_TOKENS, generate, load, settings
 from tests.support.models import save
 
 T = TypeVar("T")
 
 STAGES = 2
 PATIENCE_SECONDS = 400.0
+MEMORY = 1 << 20
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("gpt_neox", {}),
     "gpt2, whose head is its embedding": ("gpt2", {}),
@@ -87,9 +90,9 @@ def _neighbours() -> list[Beside]:
     return [Beside(number, ways) for number in range(STAGES)]
 
 
-def _stage(folder: Path, ranks: Ranks) -> RankModel:
+def _stage(folder: Path, ranks: Ranks, num_blocks: int | None = 80) -> RankModel:
     config = settings(folder, 1, "float32", STAGES)
-    return load_rank(config, ranks.number, torch.device("cpu"), lambda: ranks, Stopwatch(), num_blocks=80)[0]
+    return load_rank(config, ranks.number, torch.device("cpu"), lambda: ranks, Stopwatch(), num_blocks=num_blocks)[0]
 
 
 def _side_by_side(work: Callable[[int], T]) -> list[T]:
@@ -126,6 +129,23 @@ def test_stages_say_what_the_whole_model_says_each_from_its_own_tensors_and_cach
         assert read[0] & read[1] == tied, "what two stages read is the tensor that both embed and judge by"
     each = [sum(parameter.numel() for parameter in model.body.parameters()) for model in models]
     assert 0 < each[1] < each[0] < sum(parameter.numel() for parameter in whole.body.parameters())
+
+
+def test_ranks_of_all_stages_share_the_memory_and_the_one_with_most_layers_says_how_many_blocks_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, sharing = save("gpt_neox", tmp_path, with_tokenizer=False), []
+
+    def memory(cache: CacheConfig, device: torch.device, local_ranks: int, *, steps_bytes: int = 0) -> CacheMemory:
+        sharing.append(local_ranks)
+        return CacheMemory(MEMORY, "for this test")
+
+    monkeypatch.setattr(sizing, "choose_memory", memory)
+    neighbours = _neighbours()
+    models = _side_by_side(lambda number: _stage(folder, neighbours[number], None))
+    assert sharing == [STAGES] * STAGES
+    most = 2 * 2 * 4 * 16 * BLOCK_TOKENS * 4  # bytes of two layers' keys and values of 4 heads of 16 numbers
+    assert [model.facts.num_blocks for model in models] == [MEMORY // most] * STAGES
 
 
 def test_layers_are_dealt_out_near_evenly_and_none_twice() -> None:
@@ -200,6 +220,8 @@ def test_what_stages_cannot_do_is_refused_by_name() -> None:
     ):
         with pytest.raises(ConfigError, match=rf"model\.pipeline_parallel_size is \d; it must {rule}"):
             ModelConfig(**{"path": "x", "pipeline_parallel_size": 2, **change})
+    with pytest.raises(ConfigError, match=r"name one GPU for each of 4 ranks"):
+        ModelConfig(path="x", tensor_parallel_size=2, pipeline_parallel_size=2, gpus="0,1")
     two = ServerConfig(model=ModelConfig(path="x", pipeline_parallel_size=2), scheduler=SchedulerConfig(speculative_tokens=4))
     with pytest.raises(ConfigError, match=r"be 1 with kernels\.cuda_graphs on"):
         dataclasses.replace(two, kernels=KernelsConfig(cuda_graphs="on"))
