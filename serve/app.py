@@ -181,7 +181,8 @@ async def _reopen(config: ServerConfig, try_out: Callable[[ServerConfig], Awaita
 
 
 def _metrics(served: ModelConfig, version: str) -> Metrics:
-    metrics = Metrics(version=version, num_ranks=served.tensor_parallel_size, model_name=served.served_name)
+    stages = served.pipeline_parallel_size
+    metrics = Metrics(version=version, num_ranks=served.num_ranks, num_stages=stages, model_name=served.served_name)
     metrics.follows(served.watch)
     return metrics
 
@@ -326,8 +327,8 @@ def ready_line(config: ServerConfig, facts: ModelFacts | None, address: str, met
     assert facts is not None, "a server that serves knows its model"
     return (
         f"tessera ready grpc={address} metrics={metrics_url} model={config.model.served_name} "
-        f"tp={config.model.tensor_parallel_size} dtype={facts.dtype} kv_blocks={facts.num_blocks}"
-        + ("" if facts.checkpoint_step is None else f" step={facts.checkpoint_step}")
+        f"tp={config.model.tensor_parallel_size} pp={config.model.pipeline_parallel_size} dtype={facts.dtype} "
+        f"kv_blocks={facts.num_blocks}" + ("" if facts.checkpoint_step is None else f" step={facts.checkpoint_step}")
     )
 
 

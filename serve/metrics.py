@@ -88,13 +88,19 @@ class Metrics:
     """Owns the registry and every series in it. May be called from any thread."""
 
     def __init__(
-        self, *, version: str, num_ranks: int, model_name: str = "", clock: Callable[[], float] = time.monotonic
+        self,
+        *,
+        version: str,
+        num_ranks: int,
+        num_stages: int = 1,
+        model_name: str = "",
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Make all series, at zero.
 
         Args:
             version: of the package, for ``build_info``.
-            num_ranks: how many values the label ``rank`` has.
+            num_ranks: how many values the label ``rank`` has; those ranks fall into ``num_stages``.
             model_name: the name clients see, which every series bears where it is shown.
             clock: the one that arrivals are on.
         """
@@ -112,14 +118,9 @@ class Metrics:
         self.ranks = RankSeries(make, num_ranks)
         self.gpus = GpuSeries(make)
         self._queue = QueueSeries(make, clock)
-        self._served = ServedSeries(make)
+        self._served = ServedSeries(make, num_ranks, num_stages)
         info = self._gauge("build_info", "Always 1; what is running.", "version", "python")
         info.labels(version, platform.python_version()).set(1)
-        self._model_info = self._gauge(
-            "model_info", "1 for the model being served.",
-            "model", "family", "dtype", "device", "tensor_parallel_size", "max_model_len", "num_parameters", "checkpoint_step",
-            "attention", "linear", "kernels",
-        )  # fmt: skip
         self._last_stats: EngineStats | None = None
 
     def _make_request_series(self) -> None:
@@ -261,12 +262,7 @@ class Metrics:
 
     def model_served(self, facts: ModelFacts, *, model: str) -> None:
         """What the ranks serve from now on."""
-        self._model_info.clear()
-        self._model_info.labels(
-            model, facts.family, facts.dtype, facts.device, str(len(self._rank_up)), str(facts.max_model_len),
-            str(facts.num_parameters), "" if facts.checkpoint_step is None else str(facts.checkpoint_step),
-            facts.attention, facts.linear, facts.kernels,
-        ).set(1)  # fmt: skip
+        self._served.model(facts, model)
 
     def engine_stopped(self) -> None:
         """The engine is gone, and everything it held and its ranks with it."""

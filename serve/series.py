@@ -8,6 +8,7 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from serve.engine.executor import ModelFacts
 from serve.engine.stats import Recomputed
 
 SECONDS: Final = (
@@ -204,9 +205,16 @@ class GpuSeries:
 
 
 class ServedSeries:
-    """What the server does with requests now, and how old what it serves is."""
+    """What the server does with requests now, what model it serves, and how old that is."""
 
-    def __init__(self, make: Maker) -> None:
+    def __init__(self, make: Maker, num_ranks: int, num_stages: int) -> None:
+        """``num_stages``: how many stages those ranks fall into."""
+        self._sizes = str(num_ranks // num_stages), str(num_stages)
+        self._model = make.gauge(
+            "model_info", "1 for the model being served.",
+            "model", "family", "dtype", "device", "tensor_parallel_size", "pipeline_parallel_size", "max_model_len",
+            "num_parameters", "checkpoint_step", "attention", "linear", "kernels",
+        )  # fmt: skip
         self._state = make.gauge("server_state", "1 for what the server does with new requests at this moment.", "state")
         self._reloads = make.counter("reloads", "Reloads that ended, by how.", "result")
         self._written = make.gauge("checkpoint_timestamp_seconds", "When the checkpoint that is served was written.")
@@ -214,6 +222,14 @@ class ServedSeries:
         for result in RELOAD_RESULTS:
             self._reloads.labels(result)
         self.entered("loading")
+
+    def model(self, facts: ModelFacts, name: str) -> None:
+        """The ranks serve a model, under this name."""
+        self._model.clear()
+        self._model.labels(
+            name, facts.family, facts.dtype, facts.device, *self._sizes, str(facts.max_model_len), str(facts.num_parameters),
+            "" if facts.checkpoint_step is None else str(facts.checkpoint_step), facts.attention, facts.linear, facts.kernels,
+        ).set(1)  # fmt: skip
 
     def entered(self, state: str) -> None:
         """The server is in another state."""

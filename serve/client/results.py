@@ -222,6 +222,8 @@ class Model:
     has_chat_template: bool
     """Whether conversations and ``render_chat`` work."""
     limits: RequestLimits
+    pipeline_parallel_size: int = 1
+    """Stages that share the layers, one after another, each of ``tensor_parallel_size`` processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,6 +296,7 @@ def model(message: models_pb2.Model) -> Model:
         dtype=message.dtype,
         device=message.device,
         tensor_parallel_size=message.tensor_parallel_size,
+        pipeline_parallel_size=message.pipeline_parallel_size or 1,  # a server of an older release says nothing
         eos_ids=tuple(message.eos_ids),
         checkpoint_step=_step(message),
         has_tokenizer=message.has_tokenizer,

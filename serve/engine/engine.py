@@ -287,8 +287,7 @@ class Engine:
         self._swapped = Swapped(swap, result.refused, self._clock() - began, num_running)
 
     def _launch(self, began: float) -> None:
-        plan = self._scheduler.schedule()
-        if plan is not None:
+        if (plan := self._scheduler.schedule()) is not None:
             for start in plan.starts:
                 self._registry.start(self._scheduler.running[start.sequence].request, began)
             self._under_way.launch(plan, began)
@@ -311,8 +310,7 @@ class Engine:
                 self._fail(seq.request, (NotFinite if fault.not_finite else RequestBroke)(fault.message))
         running = self._scheduler.running
         for span in plan.spans:
-            seq = running.get(span.sequence)
-            if seq is None:
+            if (seq := running.get(span.sequence)) is None:
                 continue
             request, computed = seq.request, span.start + span.count - len(span.proposed)
             if not request.prompt_ready and computed >= request.num_prompt_tokens:
@@ -364,8 +362,7 @@ class Engine:
             broke.__cause__ = error
             self._fail(request, broke)
             return
-        if not seq.tells_text:
-            text = ""
+        text = text if seq.tells_text else ""
         is_told = stop is None or not stop.is_by_id or request.rule.include_stop
         if is_told or text:
             self._events.append(token_event(seq, text, token_id if is_told else None, answer.logprob))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from checkpoint import Given, Structure
 from checkpoint.errors import CheckpointError
-from checkpoint.model.config import attention_heads, key_value_heads, positions
+from checkpoint.model.config import attention_heads, key_value_heads, layers, positions
 from serve.config import ModelConfig
 from serve.errors import ConfigError
 from serve.model.checks import check_dtype, check_max_model_len, check_quantization, extended_positions
 from serve.model.families import family_of
-from serve.model.heads import check_tensor_parallel
+from serve.model.heads import check_pipeline_parallel, check_tensor_parallel
 
 _CONFIG = "config.json"
 
@@ -42,6 +42,8 @@ def check_fit(model: ModelConfig, structure: Structure) -> None:
     heads, shared, limit = attention_heads(config), key_value_heads(config), positions(config)
     if heads is not None and shared is not None:
         check_tensor_parallel(heads, shared, model.tensor_parallel_size, multiple=family.head_blocks)
+    if (depth := layers(config)) is not None:
+        check_pipeline_parallel(depth, model.pipeline_parallel_size)
     if limit is not None:
         check_max_model_len(model.max_model_len, limit, extended_positions(limit, config))
     check_dtype(str(config.get("dtype") or config.get("torch_dtype")) if model.dtype == "auto" else model.dtype, model.device)

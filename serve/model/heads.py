@@ -1,4 +1,4 @@
-"""Which heads of a model each tensor-parallel rank computes. No torch: also asked before there is a rank."""
+"""Which heads of a model each rank computes, and which layers each stage. No torch: also asked before there is a rank."""
 
 from __future__ import annotations
 
@@ -85,6 +85,41 @@ class HeadCut:
 
     def _heads(self, kind: str) -> int:
         return self.query if kind == QUERY else self.shared
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One of the groups of ranks that have a model's layers, one after another."""
+
+    number: int = 0
+    """Counted from 0, in the order of the layers."""
+    count: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it has the embedding."""
+        return self.number == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it has the head, and so draws the tokens."""
+        return self.number == self.count - 1
+
+    def layers(self, whole: int) -> Piece:
+        """Its layers of a model of so many: near even, the first stages taking what is left over, the last one the head."""
+        return near_even(whole, self.count, self.number)
+
+
+def check_pipeline_parallel(layers: int, count: int) -> None:
+    """Refuse more stages than there are layers.
+
+    Raises:
+        ConfigError: that.
+    """
+    if count > layers:
+        raise ConfigError(
+            f"model.pipeline_parallel_size is {count}; the model's {layers} layers can be dealt out to at most as many stages"
+        )
 
 
 def near_even(total: int, size: int, rank: int) -> Piece:

@@ -227,7 +227,7 @@ class SliceReader:
         if not _is_stored(self._checkpoint, name):
             name = stored_name(self._blueprint.family, name)
         try:
-            return self._checkpoint.resolve(name)
+            return self._checkpoint.resolve(name, self._blueprint.aliases)  # a stage may have the alias alone
         except CheckpointError as error:
             raise ConfigError(str(error)) from error
 

@@ -35,6 +35,7 @@ def _message(model: ServedModel) -> models_pb2.Model:
         dtype=facts.dtype,
         device=facts.device,
         tensor_parallel_size=model.config.model.tensor_parallel_size,
+        pipeline_parallel_size=model.config.model.pipeline_parallel_size,
         eos_ids=facts.eos_ids,
         checkpoint_step=facts.checkpoint_step,
         has_tokenizer=model.tokenizer is not None,

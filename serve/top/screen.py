@@ -54,11 +54,12 @@ def _head(now: Reading) -> Panel:
     state = next((labels["state"] for labels, value in now.each("server_state") if value), "unknown")
     step = f" step {model['checkpoint_step']}" if model.get("checkpoint_step") else ""
     started = now.total("process_start_time_seconds")
+    stages = model.get("pipeline_parallel_size", "1")
     up = "" if started is None else f", up {in_words(max(0.0, time.time() - started))}"
     text = Text.assemble(
         (model.get("model", "no model yet") + step, "bold"),
         f"  {model.get('family', '')} {model.get('dtype', '')} on {model.get('device', '?')}",
-        f" × {model.get('tensor_parallel_size', '?')}",
+        f" × {model.get('tensor_parallel_size', '?')}" + (f" × {stages} stages" if stages != "1" else ""),
         f"  attention {model.get('attention', '?')}, linear {model.get('linear', '?')}",
         f"\nversion {build.get('version', '?')}{up}, restarts {count(now.total('engine_restarts_total'))}  ",
         (state, "bold green" if state == "serving" else "bold yellow"),

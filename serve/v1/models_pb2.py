@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15serve/v1/models.proto\x12\x08serve.v1\"\x1f\n\x0fGetModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\"5\n\x12ListModelsResponse\x12\x1f\n\x06models\x18\x01 \x03(\x0b\x32\x0f.serve.v1.Model\"\xc3\x02\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x66\x61mily\x18\x02 \x01(\t\x12\x16\n\x0enum_parameters\x18\x03 \x01(\x04\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x07 \x01(\t\x12\x1c\n\x14tensor_parallel_size\x18\x08 \x01(\r\x12\x0f\n\x07\x65os_ids\x18\t \x03(\r\x12\x1c\n\x0f\x63heckpoint_step\x18\n \x01(\x04H\x00\x88\x01\x01\x12\x15\n\rhas_tokenizer\x18\x0b \x01(\x08\x12\x19\n\x11has_chat_template\x18\x0c \x01(\x08\x12\'\n\x06limits\x18\r \x01(\x0b\x32\x17.serve.v1.RequestLimitsB\x12\n\x10_checkpoint_step\"\xba\x01\n\rRequestLimits\x12\x15\n\rnum_sequences\x18\x01 \x01(\r\x12\x10\n\x08logprobs\x18\x02 \x01(\r\x12\x14\n\x0cstop_strings\x18\x03 \x01(\r\x12\x19\n\x11stop_string_bytes\x18\x04 \x01(\r\x12\x10\n\x08stop_ids\x18\x05 \x01(\r\x12\x12\n\nlogit_bias\x18\x06 \x01(\r\x12\x14\n\x0cprompt_bytes\x18\x07 \x01(\x04\x12\x13\n\x0bscore_items\x18\x08 \x01(\r2\x89\x01\n\x06Models\x12\x36\n\x08GetModel\x12\x19.serve.v1.GetModelRequest\x1a\x0f.serve.v1.Model\x12G\n\nListModels\x12\x1b.serve.v1.ListModelsRequest\x1a\x1c.serve.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15serve/v1/models.proto\x12\x08serve.v1\"\x1f\n\x0fGetModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\"5\n\x12ListModelsResponse\x12\x1f\n\x06models\x18\x01 \x03(\x0b\x32\x0f.serve.v1.Model\"\xe3\x02\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x66\x61mily\x18\x02 \x01(\t\x12\x16\n\x0enum_parameters\x18\x03 \x01(\x04\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x07 \x01(\t\x12\x1c\n\x14tensor_parallel_size\x18\x08 \x01(\r\x12\x0f\n\x07\x65os_ids\x18\t \x03(\r\x12\x1c\n\x0f\x63heckpoint_step\x18\n \x01(\x04H\x00\x88\x01\x01\x12\x15\n\rhas_tokenizer\x18\x0b \x01(\x08\x12\x19\n\x11has_chat_template\x18\x0c \x01(\x08\x12\'\n\x06limits\x18\r \x01(\x0b\x32\x17.serve.v1.RequestLimits\x12\x1e\n\x16pipeline_parallel_size\x18\x0e \x01(\rB\x12\n\x10_checkpoint_step\"\xba\x01\n\rRequestLimits\x12\x15\n\rnum_sequences\x18\x01 \x01(\r\x12\x10\n\x08logprobs\x18\x02 \x01(\r\x12\x14\n\x0cstop_strings\x18\x03 \x01(\r\x12\x19\n\x11stop_string_bytes\x18\x04 \x01(\r\x12\x10\n\x08stop_ids\x18\x05 \x01(\r\x12\x12\n\nlogit_bias\x18\x06 \x01(\r\x12\x14\n\x0cprompt_bytes\x18\x07 \x01(\x04\x12\x13\n\x0bscore_items\x18\x08 \x01(\r2\x89\x01\n\x06Models\x12\x36\n\x08GetModel\x12\x19.serve.v1.GetModelRequest\x1a\x0f.serve.v1.Model\x12G\n\nListModels\x12\x1b.serve.v1.ListModelsRequest\x1a\x1c.serve.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,9 +38,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTMODELSRESPONSE']._serialized_start=89
   _globals['_LISTMODELSRESPONSE']._serialized_end=142
   _globals['_MODEL']._serialized_start=145
-  _globals['_MODEL']._serialized_end=468
-  _globals['_REQUESTLIMITS']._serialized_start=471
-  _globals['_REQUESTLIMITS']._serialized_end=657
-  _globals['_MODELS']._serialized_start=660
-  _globals['_MODELS']._serialized_end=797
+  _globals['_MODEL']._serialized_end=500
+  _globals['_REQUESTLIMITS']._serialized_start=503
+  _globals['_REQUESTLIMITS']._serialized_end=689
+  _globals['_MODELS']._serialized_start=692
+  _globals['_MODELS']._serialized_end=829
 # @@protoc_insertion_point(module_scope)

@@ -23,7 +23,7 @@ class ListModelsResponse(_message.Message):
     def __init__(self, models: _Optional[_Iterable[_Union[Model, _Mapping]]] = ...) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("name", "family", "num_parameters", "vocab_size", "max_model_len", "dtype", "device", "tensor_parallel_size", "eos_ids", "checkpoint_step", "has_tokenizer", "has_chat_template", "limits")
+    __slots__ = ("name", "family", "num_parameters", "vocab_size", "max_model_len", "dtype", "device", "tensor_parallel_size", "eos_ids", "checkpoint_step", "has_tokenizer", "has_chat_template", "limits", "pipeline_parallel_size")
     NAME_FIELD_NUMBER: _ClassVar[int]
     FAMILY_FIELD_NUMBER: _ClassVar[int]
     NUM_PARAMETERS_FIELD_NUMBER: _ClassVar[int]
@@ -37,6 +37,7 @@ class Model(_message.Message):
     HAS_TOKENIZER_FIELD_NUMBER: _ClassVar[int]
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
+    PIPELINE_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
     name: str
     family: str
     num_parameters: int
@@ -50,7 +51,8 @@ class Model(_message.Message):
     has_tokenizer: bool
     has_chat_template: bool
     limits: RequestLimits
-    def __init__(self, name: _Optional[str] = ..., family: _Optional[str] = ..., num_parameters: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., tensor_parallel_size: _Optional[int] = ..., eos_ids: _Optional[_Iterable[int]] = ..., checkpoint_step: _Optional[int] = ..., has_tokenizer: _Optional[bool] = ..., has_chat_template: _Optional[bool] = ..., limits: _Optional[_Union[RequestLimits, _Mapping]] = ...) -> None: ...
+    pipeline_parallel_size: int
+    def __init__(self, name: _Optional[str] = ..., family: _Optional[str] = ..., num_parameters: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., tensor_parallel_size: _Optional[int] = ..., eos_ids: _Optional[_Iterable[int]] = ..., checkpoint_step: _Optional[int] = ..., has_tokenizer: _Optional[bool] = ..., has_chat_template: _Optional[bool] = ..., limits: _Optional[_Union[RequestLimits, _Mapping]] = ..., pipeline_parallel_size: _Optional[int] = ...) -> None: ...
 
 class RequestLimits(_message.Message):
     __slots__ = ("num_sequences", "logprobs", "stop_strings", "stop_string_bytes", "stop_ids", "logit_bias", "prompt_bytes", "score_items")

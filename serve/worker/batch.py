@@ -29,7 +29,7 @@ class SequenceState:
     table_row: int = 0
     """Where its blocks stand in the rank's ``BlockTables``."""
     drawn: int = 0
-    """The token that its last span sampled, on rank 0; on the others, what rank 0 told them."""
+    """The token that its last span sampled, on the rank that answers; on the others, what it told them."""
     drafted: tuple[int, tuple[int, ...]] = (0, ())
     """Positions that the draft model has computed of known tokens, and what it was given after them as if it were known."""
     _seen: Seen | None = None

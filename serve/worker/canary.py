@@ -49,10 +49,12 @@ def check_forward(config: ModelConfig, model: RankModel, ranks: Ranks, runner: R
     """
     weights_are_finite = all(is_finite(weight) for part in (model.body, model.head) for weight in part.parameters())
     is_good, layer = _try_forward(model, runner, _plans(model.facts))
-    if ranks.smallest(int(is_good and weights_are_finite)):
+    bad = _first_bad_stage(ranks, is_good and weights_are_finite)
+    if bad == ranks.stage.count:
         return
     # One rank reads the whole checkpoint once more; the others wait for what it finds.
-    raise ConfigError(ranks.told_by_first(_fault(config, model, layer) if ranks.rank == 0 else ""))
+    tells = (ranks.stage.number, ranks.rank) == (bad, 0)
+    raise ConfigError(ranks.told_by_first(_fault(config, model, layer) if tells else "", bad))
 
 
 def forward_fault(model: RankModel, ranks: Ranks, runner: Runner) -> str:
@@ -65,7 +67,14 @@ def forward_fault(model: RankModel, ranks: Ranks, runner: Runner) -> str:
     runner.execute(StepPlan(step=0, dropped=(_SEQUENCE,)))
     if ranks.all_say(is_good, model.device):
         return ""
-    return ranks.told_by_first(_bad_range(model, layer) if ranks.rank == 0 else "")
+    bad = _first_bad_stage(ranks, is_good)
+    tells = (ranks.stage.number, ranks.rank) == (bad, 0)
+    return ranks.told_by_first(_bad_range(model, layer) if tells else "", bad)
+
+
+def _first_bad_stage(ranks: Ranks, is_good: bool) -> int:
+    """The first stage with a rank whose numbers are bad: those behind it have them from there. All stages' number, if none."""
+    return ranks.smallest(ranks.stage.count if is_good else ranks.stage.number)
 
 
 def _try_forward(model: RankModel, runner: Runner, plans: Iterable[StepPlan]) -> tuple[bool, str | None]:

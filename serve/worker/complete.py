@@ -27,8 +27,10 @@ def page_attention(
     heads: HeadCut,
     rank: int,
     max_model_len: int,
+    *,
+    first_layer: int = 0,
 ) -> StepState:
-    """Put paged attention into every layer."""
+    """Put paged attention into every layer. ``first_layer`` is the whole model's number of the first one that is here."""
     register_interface()
     config = model.config
     scale = head_dim(config) ** -0.5 if family.scaled else 1.0
@@ -38,7 +40,7 @@ def page_attention(
     state = StepState()
     modules = attention_modules(model, family)
     assert len(modules) == len(caches), f"{family.name}: {len(modules)} attention modules, {len(caches)} layers"
-    for layer, (module, cache) in enumerate(zip(modules, caches, strict=True)):
+    for layer, (module, cache) in enumerate(zip(modules, caches, strict=True), first_layer):
         sinks_H = module.get_parameter("sinks").float() if family.sinks else None
         rules = PLAIN if bias_HL is None and sinks_H is None else ScoreRules(sinks_H=sinks_H, bias_HL=bias_HL)
         attach(module, PagedAttention(cache, state, backend, attention_window(config, layer), rules), family, scale)

@@ -66,6 +66,8 @@ def sizes_to_capture(
     if wanted == "off" or (wanted == "auto" and device.type != "cuda"):
         return ()
     why = _obstacle(family, rule, model, device, attention)
+    if config.model.pipeline_parallel_size > 1:
+        why = "stages wait for one another in every step"
     if why and wanted == "on":
         raise ConfigError(f"kernels.cuda_graphs is on; {why}: choose auto, or off")
     if why:

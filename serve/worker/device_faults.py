@@ -66,13 +66,14 @@ def weights_that_do_not_fit(config: ServerConfig, device: str, *, weight_bytes: 
         free_bytes: of the device, before the first weight came.
         itemsize: bytes of one weight.
     """
-    size = config.model.tensor_parallel_size
-    ranks = max(size + 1, math.ceil(weight_bytes / (config.cache.memory_fraction * max(1, free_bytes))))
-    ways = [f"--tensor-parallel-size {ranks} leaves each rank {weight_bytes / ranks / GIB:.1f} GiB of them"]
+    now, stages = config.model.num_ranks, config.model.pipeline_parallel_size
+    needed = math.ceil(weight_bytes / (config.cache.memory_fraction * max(1, free_bytes)) / stages)
+    size = max(config.model.tensor_parallel_size + 1, needed)
+    ways = [f"--tensor-parallel-size {size} leaves each rank {weight_bytes / (size * stages) / GIB:.1f} GiB of them"]
     if config.model.quantization == "none":
         ways += [f"--quantization {name} takes about {share / itemsize:.0%}" for name, share in (("int8", 1.1), ("int4", 0.6))]
     return (
-        f"the weights take {weight_bytes / size / GIB:.1f} GiB on each of {size} ranks, and {device} had "
+        f"the weights take {weight_bytes / now / GIB:.1f} GiB on each of {now} ranks, and {device} had "
         f"{free_bytes / GIB:.1f} GiB free: {'; '.join(ways)}"
     )
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from serve.config import ModelConfig, ServerConfig
 from serve.engine.plan import DRAFTED, Span
 from serve.errors import ConfigError
+from serve.model.heads import Stage
 from serve.model.sending import send
 from serve.worker.batch import SequenceState, SequenceTable, Supposed
 from serve.worker.loader import RankModel, Stopwatch, load_rank, opened, survey, with_blocks
@@ -63,7 +64,7 @@ def draft_bytes_per_block(config: ServerConfig, rank: int, device: torch.device)
         raise ConfigError(
             "model.draft_model: its angles depend on the length of a text; such a model is served, but guesses nothing"
         )
-    return bytes_per_block(found, drafting, found.heads.shared_heads(0).width)
+    return bytes_per_block(found, drafting, found.heads.shared_heads(0).width, Stage())
 
 
 def load_draft(config: ServerConfig, served: RankModel, rank: int) -> RankModel | None:
@@ -94,7 +95,7 @@ def with_blocks_of(served: RankModel, draft: RankModel | None, config: ServerCon
         return None
     _require_positions(draft, served)
     blocks = Blocks(count=served.facts.num_blocks, kv_heads=draft.survey.heads.shared_heads(0).width, memory="")
-    return with_blocks(draft, draft_config(config), blocks)
+    return with_blocks(draft, draft_config(config), Ranks(0, 1), blocks)
 
 
 def _require_positions(draft: RankModel, served: RankModel) -> None:
@@ -133,7 +134,7 @@ class Drafting:
         guesses = [0] * sum(len(span.proposed) for span in wanted)
         if self._model is not None:
             guesses = [token for tokens in self._guesses(self._model, wanted) for token in tokens]
-        if self._ranks.size > 1:
+        if self._ranks.count > 1:
             guesses = self._ranks.numbers_of_first(guesses, self._served.device)
         left = iter(guesses)
 

@@ -129,7 +129,9 @@ class Exchange:
             candidate.checkpoint.close()
 
     def take(self, plan: StepPlan) -> StepResult | None:
-        """Compute with the weights of the plan from now on, on all ranks or on none; ``None`` on every rank but 0.
+        """Compute with the weights of the plan from now on, on all ranks or on none.
+
+        ``None`` on every rank but the one that answers.
 
         Weights that were read already are taken by turning pointers. The others are read now, a layer in the place of the
         other, and the old ones read back where they cannot be.
@@ -153,7 +155,7 @@ class Exchange:
                 gather_pages_beside()
         if graphs is not None:
             graphs.capture()
-        return StepResult(step=plan.step, refused=refused) if self._ranks.rank == 0 else None
+        return StepResult(step=plan.step, refused=refused) if self._ranks.answers else None
 
     def _put(self, candidate: _Candidate) -> str:
         """Let the new weights take the old ones' places. Returns why they cannot, on some rank."""

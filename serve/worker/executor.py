@@ -69,6 +69,8 @@ class RankExecutor:
         self._config = config
         self._starter = starter or ProgramStarter()
         self._ranks: list[_Rank] = []
+        self._answers = config.model.num_ranks - config.model.tensor_parallel_size
+        """The rank that has the results: the first of the last stage."""
         self._under_way: deque[int] = deque()
         """Numbers of the steps that the ranks were given and have not answered."""
         self._received: deque[StepResult] = deque()
@@ -87,14 +89,15 @@ class RankExecutor:
             ConfigError: the checkpoint or an option is at fault.
             RankStartError: a rank failed, took longer than ``supervisor.start_timeout_seconds``, or ``close`` was called.
         """
-        size = self._config.model.tensor_parallel_size
+        model = self._config.model
         # The ranks meet through a file without a name: no port is opened for it, and nothing is left however they end.
-        # The same of what they exchange activations through.
-        rendezvous, shared = os.memfd_create("tessera-rendezvous"), os.memfd_create("tessera-shared")
+        # The same of what they exchange activations through, those of each stage among themselves.
+        rendezvous = os.memfd_create("tessera-rendezvous")
+        shared = [os.memfd_create("tessera-shared") for _ in range(model.pipeline_parallel_size)]
         try:
-            for number in range(size):
+            for number in range(model.num_ranks):
                 self._unless_closed()
-                rank = self._spawn(number, size, rendezvous, shared)
+                rank = self._spawn(number, model.num_ranks, rendezvous, shared[number // model.tensor_parallel_size])
                 with self._lock:
                     if not self._closed:
                         self._ranks.append(rank)
@@ -114,8 +117,8 @@ class RankExecutor:
             self.close()
             raise
         finally:
-            os.close(rendezvous)
-            os.close(shared)
+            for descriptor in (rendezvous, *shared):
+                os.close(descriptor)
 
     def _spawn(self, number: int, size: int, rendezvous: int, shared: int) -> _Rank:
         ours, theirs = socket.socketpair()
@@ -207,7 +210,7 @@ class RankExecutor:
         self._under_way.append(plan.step)
 
     def collect(self) -> StepResult:
-        """Wait for rank 0's result of the oldest plan that was sent.
+        """Wait for the result of the oldest plan that was sent, from the first rank of the last stage.
 
         Raises:
             ExecutorDied: a rank is gone, or ``close`` was called meanwhile.
@@ -215,13 +218,13 @@ class RankExecutor:
         return self._received.popleft() if self._received else self._receive()
 
     def _receive(self) -> StepResult:
-        step = self._under_way.popleft()
+        step, number = self._under_way.popleft(), self._answers
         try:
-            result = wire.decode_result(wire.receive(self._ranks[0].steps))
+            result = wire.decode_result(wire.receive(self._ranks[number].steps))
         except (wire.ConnectionLost, IndexError) as error:
             raise self._died(error) from error
         except wire.Malformed as error:
-            raise ExecutorDied(f"rank 0 answered step {step} with {error}") from None
+            raise ExecutorDied(f"rank {number} answered step {step} with {error}") from None
         if result.step != step:
             raise ExecutorDied(f"step {step} was answered by step {result.step}")
         return result

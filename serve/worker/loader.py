@@ -24,13 +24,14 @@ from serve.model.attention import Backend, LayerCache, StepState
 from serve.model.checks import check_dtype, check_max_model_len, check_quantization, extended_positions, length_rule
 from serve.model.families import Family, head_cut, head_dim
 from serve.model.fit import given_of
-from serve.model.heads import KEY, HeadCut, check_tensor_parallel
+from serve.model.heads import KEY, HeadCut, check_pipeline_parallel, check_tensor_parallel
 from serve.model.kernels.build import built_for, load_cpu_kernels
 from serve.model.kernels.compiler import KernelUnavailable
 from serve.model.lean import call_leaves_directly
 from serve.model.load import Blueprint, Filler, build_on_meta, choose_dtype, read_config
 from serve.model.pretrained import vocabulary_rows
 from serve.model.shards import ShardOf
+from serve.model.stages import keep_stage
 from serve.types import LengthRule
 from serve.worker import gpus
 from serve.worker.complete import (
@@ -60,9 +61,10 @@ class RankModel:
     """One rank's model, ready to run steps."""
 
     body: nn.Module
-    """transformers' base model: ids and positions to last hidden states."""
+    """transformers' base model: ids and positions to last hidden states. Of a stage that is not the last, to those behind its
+    last layer; one that is not the first waits in each call for those before its first."""
     head: nn.Module
-    """Hidden states [R, hidden] to this rank's logits [R, vocabulary columns]."""
+    """Hidden states [R, hidden] to this rank's logits [R, vocabulary columns]; only the last stage has it."""
     head_widths: tuple[int, ...]
     """Vocabulary columns of each rank."""
     state: StepState
@@ -116,7 +118,7 @@ def load_rank(
         trial: what steps take of the device beside weights and blocks; asked before those are counted, of a model with few.
 
     Raises:
-        ConfigError: the checkpoint, the family or the tensor-parallel size is at fault.
+        ConfigError: the checkpoint, the family or a number of ranks is at fault.
     """
     with opened(config, everything=rank == 0) as checkpoint:
         plan = survey(checkpoint, config, device)
@@ -129,7 +131,7 @@ def load_rank(
     blocks = few_blocks(plan, config, ranks) if tried else choose_blocks(plan, config, ranks, device, beside, num_blocks)
     ranks.share(kernels)
     attention, backend = choose_attention(device, kernels, plan.cache_dtype, captured=captures_on_cpu(config, device))
-    caches = _blank(plan, blocks, config, device)
+    caches = _blank(plan, blocks, config, ranks, device)
     state = _with_cache(plan, caches, ranks, backend)
     watch.lap("cache")
     computing = (attention, linear, built_for(kernels))
@@ -140,7 +142,7 @@ def load_rank(
         sampling=choose_sampling(device, kernels),
         graph_sizes=sizes_to_capture(config, plan.family, plan.length_rule, model, device, attention),
         body=model.base_model,
-        head=whole_head(model),
+        head=whole_head(model) if ranks.stage.is_last else nn.Identity(),
         head_widths=vocabulary_widths(plan.vocab_size, config.model.tensor_parallel_size),
         state=state,
         caches=caches,
@@ -152,22 +154,22 @@ def load_rank(
     )
     if tried is not None:
         blocks = choose_blocks(plan, config, ranks, device, beside, None, steps_bytes=tried(rank_model, ranks))
-        rank_model = with_blocks(rank_model, config, blocks)
+        rank_model = with_blocks(rank_model, config, ranks, blocks)
     return rank_model, ranks
 
 
-def with_blocks(model: RankModel, config: ServerConfig, blocks: Blocks) -> RankModel:
-    """The same model with other blocks, all zeros. ``config``: what it was loaded by."""
-    enlarge(model.caches, _blank(model.survey, blocks, config, model.device))
+def with_blocks(model: RankModel, config: ServerConfig, ranks: Ranks, blocks: Blocks) -> RankModel:
+    """The same model with other blocks, all zeros. ``config`` and ``ranks``: what it was loaded by."""
+    enlarge(model.caches, _blank(model.survey, blocks, config, ranks, model.device))
     most = min(model.survey.max_model_len, blocks.count * model.facts.block_tokens)
     facts = dataclasses.replace(model.facts, num_blocks=blocks.count, max_model_len=most, cache_memory=blocks.memory)
     return dataclasses.replace(model, facts=facts)
 
 
-def _blank(plan: Survey, blocks: Blocks, config: ServerConfig, device: torch.device) -> list[LayerCache]:
-    """Every layer's blocks, all zeros."""
+def _blank(plan: Survey, blocks: Blocks, config: ServerConfig, ranks: Ranks, device: torch.device) -> list[LayerCache]:
+    """The blocks of every layer of this rank, all zeros."""
     return allocate(
-        layers=int(plan.model_config.num_hidden_layers),
+        layers=ranks.stage.layers(plan.layers).width,
         num_blocks=blocks.count,
         kv_heads=blocks.kv_heads,
         head_dim=head_dim(plan.model_config),
@@ -180,13 +182,14 @@ def _blank(plan: Survey, blocks: Blocks, config: ServerConfig, device: torch.dev
 def _with_cache(plan: Survey, caches: list[LayerCache], ranks: Ranks, backend: Backend) -> StepState:
     """Put the cache and all that ranks exchange into a model whose weights are there."""
     model = plan.blueprint.model
-    state = page_attention(model, plan.family, caches, backend, plan.heads, ranks.rank, plan.max_model_len)
+    first = ranks.stage.layers(plan.layers).begin
+    state = page_attention(model, plan.family, caches, backend, plan.heads, ranks.rank, plan.max_model_len, first_layer=first)
     if plan.length_rule is not None:
         turn_by_own_lengths(model, plan.length_rule, state)
     sum_norms(model, plan.family, plan.heads, ranks)
     sum_embedding(model, ranks)
     sum_experts(model, plan.family, ranks)
-    if plan.family.scaled_embedding:
+    if plan.family.scaled_embedding and ranks.stage.is_first:
         scale_embedding(model)
     return state
 
@@ -231,6 +234,11 @@ class Survey:
     """Rows of the whole embedding; a rank's own model has fewer once it is cut."""
     eos_ids: tuple[int, ...]
 
+    @property
+    def layers(self) -> int:
+        """Layers of the whole model."""
+        return int(self.model_config.num_hidden_layers)
+
 
 def survey(checkpoint: Checkpoint, config: ServerConfig, device: torch.device) -> Survey:
     """Find everything wrong with a checkpoint that can be found without memory for it and without the other ranks.
@@ -247,6 +255,7 @@ def survey(checkpoint: Checkpoint, config: ServerConfig, device: torch.device) -
         multiple=family.head_blocks,
         repeats=any(KEY in kinds for kinds in family.rows.values()),
     )
+    check_pipeline_parallel(int(model_config.num_hidden_layers), config.model.pipeline_parallel_size)
     dtype = choose_dtype(checkpoint, config.model.dtype)
     check_dtype(dtype_name(dtype), device.type)
     check_quantization(config.model.quantization, device.type, family)
@@ -281,11 +290,13 @@ def _read_weights(
     """
     model, dtype = plan.blueprint.model, plan.blueprint.dtype
     shards: dict[str, ShardOf] = dict(shard(model, plan.family, plan.heads, ranks)) if ranks.size > 1 else {}
+    if ranks.stage.count > 1:
+        keep_stage(model, plan.family, ranks.stage, device, lambda shape: ranks.receive(shape, dtype, device))
     watch.lap("build")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     captured = captures_on_cpu(config, device)
-    kernels = None if captured else _load_kernels(config.kernels.cache_dir, ranks.rank, device, dtype)
+    kernels = None if captured else _load_kernels(config.kernels.cache_dir, ranks.number, device, dtype)
     linear, packer = choose_linear(config.model, device, dtype, kernels, captured=captured)
     filler = Filler(model, shards, device, ProductMaker(packer, ranks, activations(model, plan.family)))
     free = gpus.free_bytes(device)

@@ -135,7 +135,9 @@ class NodeStarter:
         self._interface = interface_of(self._address)
         self._key = read_key(nodes.agents_key_file, "nodes.agents_key_file")
         self._context, self._certificate = server_context(nodes.agents_tls_cert, nodes.agents_tls_key)
-        self._count, self._per_node = nodes.count, model.tensor_parallel_size // nodes.count
+        self._count, self._per_node = nodes.count, config.ranks_per_node
+        self._places = [(node, local) for node, count in enumerate(self._per_node) for local in range(count)]
+        """Of each rank: its node, and its number there."""
         self._device, self._patience_seconds = model.device, config.supervisor.start_timeout_seconds
         self._local = local or ProgramStarter()
         self._nodes: dict[int, _Node] = {}
@@ -239,10 +241,10 @@ class NodeStarter:
             self._meeting = socket.create_server((self._address, 0))
         assert self._meeting is not None, "rank 0 is started first"
         address, port = self._meeting.getsockname()
-        node, local_number = divmod(rank.number, self._per_node)
+        node, local_number = self._places[rank.number]
         placed = dataclasses.replace(rank, meeting=f"{address}:{port}", rendezvous=self._meeting.fileno())
         if node == 0:
-            environment = rank_environment(local_number, self._per_node, self._device) | self._interface
+            environment = rank_environment(local_number, self._per_node[0], self._device) | self._interface
             return self._local.start(dataclasses.replace(placed, environment=environment), unless)
         return self._start_there(node, local_number, placed, unless)
 
@@ -250,7 +252,7 @@ class NodeStarter:
         sockets = [socket.socket(fileno=os.dup(descriptor)) for descriptor in rank.sockets]
 
         def begin(run: int) -> Begin:
-            return Begin(run, rank.number, local_number, self._per_node, self._device, rank.meeting, rank.log_level)
+            return Begin(run, rank.number, local_number, self._per_node[node], self._device, rank.meeting, rank.log_level)
 
         async def ask() -> _AgentsProcess:
             if (joined := self._nodes.get(node)) is None:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Final
+
+_MOST_IN_STAGE: Final = 1 << 20
+"""More than what one stage counts in one step."""
 
 
 class Progress:
@@ -25,6 +29,15 @@ class Progress:
     def mark(self) -> None:
         """One thing more."""
         self.count += 1
+
+    def reach(self, stage: int, stages: int) -> None:
+        """The step's part of a stage begins, or with ``stage`` equal to ``stages`` the step ends.
+
+        A stage has counts of its own range, above those of the stages before it. So one that waits for an earlier stage is not
+        behind it, and one that is through with a step is not behind those that are not.
+        """
+        whole = stages * _MOST_IN_STAGE
+        self.count = max(self.count, self.count // whole * whole + stage * _MOST_IN_STAGE)
 
     @contextmanager
     def with_others(self) -> Iterator[None]:

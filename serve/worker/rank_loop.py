@@ -109,10 +109,11 @@ def _load(
 
         device = choose_device(config.model.device, int(os.environ["LOCAL_RANK"]))
         name = gpus.name_of(device)  # asked for while it is well
-        gpus.tell(device, rank, config.model.tensor_parallel_size)
+        gpus.tell(device, rank, config.ranks_per_node[0])
         gpus.keep_within(device, config.cache)
         os.environ["DS_ACCELERATOR"] = device.type  # DeepSpeed guesses otherwise, and warns that it does
-        size, memory = config.model.tensor_parallel_size, None if shared_fd < 0 else shared_fd
+        size, stages = config.model.tensor_parallel_size, config.model.pipeline_parallel_size
+        memory, patience_seconds = None if shared_fd < 0 else shared_fd, config.supervisor.start_timeout_seconds
         torch.set_grad_enabled(False)
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # read when torch is loaded, perhaps for other ranks
         tried: list[RankModel | None] = []
@@ -121,7 +122,7 @@ def _load(
             config,
             rank,
             device,
-            lambda: join_ranks(rank, size, device, rendezvous, memory, config.supervisor.start_timeout_seconds, progress),
+            lambda: join_ranks(rank, size, device, rendezvous, memory, patience_seconds, progress, stages),
             Stopwatch((("import", time.monotonic() - began),)),
             beside=beside,
             trial=_trial(config, progress, tried),
@@ -145,7 +146,7 @@ def _load(
     progress.waiting = True  # from here on it has nothing to do but what it is told
     wire.send(steps, wire.encode(wire.Ready(model.facts)))
     gather_pages_beside()
-    return runner, Exchange(config, model, ranks, runner), _faults(config, model, rank, name, beside)
+    return runner, Exchange(config, model, ranks, runner), _faults(config, model, ranks, name, beside)
 
 
 def _trial(config: ServerConfig, progress: Progress, drafts: list[RankModel | None]) -> Callable[[RankModel, Ranks], int]:
@@ -170,12 +171,13 @@ def _why_not_loaded(error: Exception, rank: int, device: str) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _faults(config: ServerConfig, model: RankModel, rank: int, device: str, beside: int) -> FaultOf:
+def _faults(config: ServerConfig, model: RankModel, ranks: Ranks, device: str, beside: int) -> FaultOf:
     """``beside``: what a draft model's keys and values of a block take."""
     from serve.worker.device_faults import step_fault
     from serve.worker.sizing import bytes_per_block
 
-    block_bytes = bytes_per_block(model.survey, config, model.survey.heads.shared_heads(rank).width) + beside
+    kv_heads = model.survey.heads.shared_heads(ranks.rank).width
+    block_bytes = bytes_per_block(model.survey, config, kv_heads, ranks.stage) + beside
 
     def fault_of(error: Exception, plan: StepPlan) -> LastWords | None:
         return step_fault(error, device, plan, config, num_blocks=model.facts.num_blocks, block_bytes=block_bytes)
@@ -222,7 +224,8 @@ def choose_device(wanted: str, rank: int) -> torch.device:
         if visible is not None and "MIG-" in visible:
             why += ", of which CUDA shows a process one slice (MIG)"
         raise ConfigError(
-            f"model.tensor_parallel_size asks for rank {rank}; there are {torch.cuda.device_count()} CUDA devices{why}"
+            f"model.tensor_parallel_size (times model.pipeline_parallel_size) asks for rank {rank}; there are "
+            f"{torch.cuda.device_count()} CUDA devices{why}"
         )
     return torch.device("cuda", rank)
 

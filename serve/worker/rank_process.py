@@ -265,7 +265,7 @@ class ForkStarter:
 @contextlib.contextmanager
 def rank_starter(config: ServerConfig) -> Iterator[ForkStarter | None]:
     """What ranks are forked from while this lasts, if they are. Its imports begin here, beside all else that a start does."""
-    size, device, stall_seconds = config.model.tensor_parallel_size, config.model.device, config.supervisor.load_stall_seconds
+    size, device, stall_seconds = config.model.num_ranks, config.model.device, config.supervisor.load_stall_seconds
     if not (config.supervisor.fork_ranks and can_fork(device)):
         yield None
         return

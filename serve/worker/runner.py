@@ -23,7 +23,7 @@ _HEAD_ROWS = 64
 
 
 class Runner:
-    """One rank's side of every step. Every rank runs the same plan; rank 0 samples and has the result."""
+    """One rank's side of every step. All run the same plan; the first rank of the last stage samples and has the result."""
 
     def __init__(self, model: RankModel, ranks: Ranks, draft: RankModel | None = None) -> None:
         """``draft``: the draft model, where there is one, on rank 0."""
@@ -40,13 +40,27 @@ class Runner:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult | None:
-        """Compute one step; ``None`` on every rank but 0."""
+        """Compute one step; ``None`` on every rank but the one that answers."""
         self._share_drawn(plan)
         self._table.learn(plan)
         if not plan.spans:
-            return StepResult(step=plan.step) if self._ranks.rank == 0 else None
+            return StepResult(step=plan.step) if self._ranks.answers else None
         batch = self._table.batch(self._drafting.guess(plan.spans))
         hidden_TE, logits_TV = self._compute(batch)
+        if self._ranks.stage.is_last:
+            result = self._result(plan, batch, hidden_TE, logits_TV)
+        else:
+            self._ranks.hand_on(hidden_TE)
+            result = None
+        self._ranks.end_step()
+        return result
+
+    def _result(self, plan: StepPlan, batch: Batch, hidden_TE: Tensor, logits_TV: Tensor | None) -> StepResult | None:
+        """What a step says, by the last hidden states; ``None`` on every rank of the last stage but the first.
+
+        Args:
+            logits_TV: this rank's logits, where they were computed with the step.
+        """
         prompts = self._prompt_logprobs(hidden_TE, batch)
         sampled: list[Sampled] = []
         unsampled: list[SequenceFault] = []
@@ -60,7 +74,7 @@ class Runner:
                 own_RV = logits_TV[send(torch.tensor(batch.sample_rows), logits_TV.device)]
             sampled, unsampled = self._sample(own_RV.float(), batch)
             self._table.keep_drawn((answer.sequence, answer.token_id) for answer in sampled)
-        if self._ranks.rank != 0:
+        if not self._ranks.answers:
             return None
         told, faults = _read(prompts)
         faults.update((fault.sequence, fault) for fault in unsampled)
@@ -83,7 +97,9 @@ class Runner:
         return hidden_1TE[0], None
 
     def _sample(self, own_RV: Tensor, batch: Batch) -> tuple[list[Sampled], list[SequenceFault]]:
-        """The next token of each row, on rank 0. Of rows that want the likeliest one ranks exchange two numbers, not logits.
+        """The next token of each row, on the stage's rank 0.
+
+        Of rows that want the likeliest one ranks exchange two numbers, not logits.
 
         Args:
             own_RV: this rank's logits, in fp32.
@@ -96,18 +112,18 @@ class Runner:
         return ([], []) if logits_RV is None else sample(logits_RV, batch.sampled, self._model.sampling)
 
     def _share_drawn(self, plan: StepPlan) -> None:
-        """Let every rank know the tokens that spans continue with, which rank 0 drew."""
-        continued = [span.sequence for span in plan.spans if span.continues] if self._ranks.size > 1 else []
+        """Let every rank know the tokens that spans continue with, which the rank that answers drew."""
+        continued = [span.sequence for span in plan.spans if span.continues] if self._ranks.count > 1 else []
         if continued:
             drawn = self._ranks.numbers_of_first(self._table.drawn(continued), self._model.device)
             self._table.keep_drawn(zip(continued, drawn, strict=True))
 
     def _logits(self, hidden_RE: Tensor) -> Tensor | None:
-        """Logits of some rows, [R, V] in fp32, on rank 0."""
+        """Logits of some rows, [R, V] in fp32, on the stage's rank 0."""
         return self._ranks.gather_columns(self._model.head(hidden_RE[None])[0].float(), self._model.head_widths)
 
     def _prompt_logprobs(self, hidden_TE: Tensor, batch: Batch) -> list[LaunchedPrompt]:
-        """What rank 0 will tell of the step's prompt positions; nothing is read before the whole step is launched."""
+        """What the rank that answers will tell of prompt positions; nothing is read before the whole step is launched."""
         launched: list[LaunchedPrompt] = []
         for state, row, position, count in batch.prompt_rows:
             wanted = state.start.prompt_logprobs

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 
 from serve.config import ServerConfig
 from serve.model.families import head_dim
-from serve.model.heads import HeadCut
+from serve.model.heads import HeadCut, Stage
 from serve.model.load import Blueprint
 from serve.worker.computing import captures_on_cpu
 from serve.worker.kv_cache import GIB, block_bytes, choose_memory, choose_num_blocks
@@ -25,6 +25,9 @@ class Surveyed(Protocol):
 
     @property
     def model_config(self) -> PretrainedConfig: ...
+
+    @property
+    def layers(self) -> int: ...
 
     @property
     def blueprint(self) -> Blueprint: ...
@@ -66,10 +69,10 @@ def few_blocks(plan: Surveyed, config: ServerConfig, ranks: Ranks) -> Blocks:
     return Blocks(count=count, kv_heads=plan.heads.shared_heads(ranks.rank).width, memory="")
 
 
-def bytes_per_block(plan: Surveyed, config: ServerConfig, kv_heads: int) -> int:
-    """Bytes of one block of a rank that has so many key/value heads."""
+def bytes_per_block(plan: Surveyed, config: ServerConfig, kv_heads: int, stage: Stage) -> int:
+    """Bytes of one block of a rank of this stage that has so many key/value heads."""
     return block_bytes(
-        layers=int(plan.model_config.num_hidden_layers),
+        layers=stage.layers(plan.layers).width,
         kv_heads=kv_heads,
         head_dim=head_dim(plan.model_config),
         block_tokens=config.cache.block_tokens,
@@ -94,12 +97,12 @@ def choose_blocks(
         num_blocks: as many as this, where it is decided already.
         steps_bytes: what steps take of a device beside weights and blocks.
     """
-    size = config.model.tensor_parallel_size
     kv_heads = plan.heads.shared_heads(ranks.rank).width
-    each = bytes_per_block(plan, config, kv_heads) + beside
+    each = bytes_per_block(plan, config, kv_heads, ranks.stage) + beside
     if num_blocks is not None:
         return Blocks(count=num_blocks, kv_heads=kv_heads, memory="")
-    memory = choose_memory(config.cache, device, size, steps_bytes=steps_bytes)
+    # Of several machines the one with most ranks: the rank with least room decides for all.
+    memory = choose_memory(config.cache, device, max(config.ranks_per_node), steps_bytes=steps_bytes)
     mine = choose_num_blocks(
         memory,
         cache=config.cache,

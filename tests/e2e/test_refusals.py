@@ -86,6 +86,7 @@ def test_a_family_that_is_not_served(folder: Path, tmp_path: Path) -> None:
     ("change", "options", "rule"),
     [
         ({}, ("--tensor-parallel-size", "5"), "1, 2, 3, 4"),
+        ({}, ("--pipeline-parallel-size", "4"), "the model's 3 layers can be dealt out to at most as many stages"),
         ({}, ("--max-model-len", "513"), "the model has 512 positions"),
         ({"model_type": "bert"}, (), "model_type is 'bert'"),
         ({"eos_token_id": 509}, (), "from 0 to 508"),

@@ -1,7 +1,7 @@
-"""One rank that loads model after model, in one process group, and generates greedily: ``python -m … RANK SIZE FOLDER``.
+"""One rank that loads model after model, in one process group, and generates: ``python -m … RANK SIZE FOLDER STAGES``.
 
-FOLDER has a checkpoint in each of its folders. Rank 0 writes what was generated, by folder and prompt, to its tokens-SIZE.json,
-and the first prompt's logits in bf16, by folder, to its logits-SIZE.pt.
+FOLDER has a checkpoint in each of its folders. The rank that answers writes what was generated, by folder and prompt, to
+tokens-SIZExSTAGES.json, and the first prompt's logits in bf16, by folder, to logits-SIZExSTAGES.pt.
 """
 
 from __future__ import annotations
@@ -38,9 +38,16 @@ IN_INT8 = "int8-cache"
 VERIFIED, VERDICTS = "phi3", "verdicts"
 
 
-def settings(folder: Path, size: int, dtype: str) -> ServerConfig:
+def settings(folder: Path, size: int, dtype: str, stages: int = 1) -> ServerConfig:
     return ServerConfig(
-        model=ModelConfig(path=str(folder), dtype=dtype, device="cpu", tensor_parallel_size=size, max_model_len=512),
+        model=ModelConfig(
+            path=str(folder),
+            dtype=dtype,
+            device="cpu",
+            tensor_parallel_size=size,
+            pipeline_parallel_size=stages,
+            max_model_len=512,
+        ),
         cache=CacheConfig(
             kv_cache_gib=0.004, block_tokens=BLOCK_TOKENS, kv_cache_dtype="int8" if folder.name == IN_INT8 else "auto"
         ),
@@ -50,7 +57,8 @@ def settings(folder: Path, size: int, dtype: str) -> ServerConfig:
 
 def load(folder: Path, size: int, ranks: Ranks, dtype: str = "float32") -> RankModel:
     """This rank's part of a checkpoint."""
-    return load_rank(settings(folder, size, dtype), ranks.rank, torch.device("cpu"), lambda: ranks, Stopwatch())[0]
+    config = settings(folder, size, dtype, ranks.stage.count)
+    return load_rank(config, ranks.number, torch.device("cpu"), lambda: ranks, Stopwatch())[0]
 
 
 def verdicts(folder: Path, ranks: Ranks, model: RankModel) -> list[str]:
@@ -69,7 +77,7 @@ def verdicts(folder: Path, ranks: Ranks, model: RankModel) -> list[str]:
 
 @torch.inference_mode()
 def logits(model: RankModel, ranks: Ranks, prompt: tuple[int, ...] = PROMPTS[0]) -> torch.Tensor | None:
-    """What the ranks make of a prompt, [T, V] in fp32, on rank 0."""
+    """What the ranks make of a prompt, [T, V] in fp32, on the rank that answers."""
     sequence, blocks = SequenceId(0), tuple(BlockId(block) for block in range(-(-len(prompt) // BLOCK_TOKENS)))
     start = Start(sequence=sequence, index=0, token_ids=prompt, num_prompt_tokens=len(prompt), sampling=SamplingParams())
     span = Span(sequence=sequence, start=0, count=len(prompt), new_blocks=blocks, sample=True)
@@ -80,6 +88,9 @@ def logits(model: RankModel, ranks: Ranks, prompt: tuple[int, ...] = PROMPTS[0])
     hidden_1TE = model.body(
         input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, return_dict=True
     ).last_hidden_state
+    if not ranks.stage.is_last:
+        ranks.hand_on(hidden_1TE[0])
+        return None
     return ranks.gather_columns(model.head(hidden_1TE)[0].float(), model.head_widths)
 
 
@@ -114,34 +125,35 @@ def generate(runner: Runner, ranks: Ranks, prompts: Sequence[tuple[int, ...]] = 
             done[i] += count
         result = runner.execute(StepPlan(step=step, starts=tuple(starts), spans=tuple(spans)))
         sampled = {item.sequence: item.token_id for item in result.sampled} if result is not None else {}
-        for sequence, token in json.loads(ranks.told_by_first(json.dumps(list(sampled.items())))):
+        for sequence, token in json.loads(ranks.told_by_first(json.dumps(list(sampled.items())), ranks.stage.count - 1)):
             got[sequence].append(token)
         step += 1
     runner.execute(StepPlan(step=step, dropped=tuple(SequenceId(i) for i in range(len(prompts)))))
     return got
 
 
-def main(rank: int, size: int, root: Path) -> None:
+def main(rank: int, size: int, root: Path, stages: int) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
-    memory = os.open(root / f"memory-{size}", os.O_RDWR | os.O_CREAT)
-    ranks = join_ranks(rank, size, torch.device("cpu"), root / f"meeting-{size}", memory, 120.0, Progress())
+    way = f"{size}x{stages}"
+    memory = os.open(root / f"memory-{way}-{rank // size}", os.O_RDWR | os.O_CREAT)
+    ranks = join_ranks(rank, size, torch.device("cpu"), root / f"meeting-{way}", memory, 120.0, Progress(), stages)
     answers: dict[str, object] = {}
     in_bf16: dict[str, torch.Tensor | None] = {}
     for folder in sorted(path for path in root.iterdir() if path.is_dir()):
         try:
             model = load(folder, size, ranks)
             answers[folder.name] = generate(Runner(model, ranks), ranks)
-            if folder.name == VERIFIED:
+            if folder.name == VERIFIED and stages == 1:
                 answers[VERDICTS] = verdicts(folder, ranks, model)
             in_bf16[folder.name] = logits(load(folder, size, ranks, "bfloat16"), ranks)
         except ConfigError as refused:
             answers[folder.name] = str(refused)
-    if rank == 0:
-        (root / f"tokens-{size}.json").write_text(json.dumps(answers))
-        torch.save(in_bf16, root / f"logits-{size}.pt")
+    if ranks.answers:
+        (root / f"tokens-{way}.json").write_text(json.dumps(answers))
+        torch.save(in_bf16, root / f"logits-{way}.pt")
     ranks.close()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]))

@@ -109,15 +109,16 @@ def judged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return Judged(root, answers, exact_and_theirs)
 
 
-def by_ranks(root: Path, size: int) -> dict[str, Any]:
+def by_ranks(root: Path, size: int, stages: int = 1) -> dict[str, Any]:
     """What a group of ranks generates from each checkpoint, or why it does not."""
+    count, words = size * stages, [str(size), str(root), str(stages)]
     ranks = [
-        warm.start("tests.serve.worker.family_worker", [str(rank), str(size), str(root)], rank_environment(rank, size, "cpu"))
-        for rank in range(size)
+        warm.start("tests.serve.worker.family_worker", [str(rank), *words], rank_environment(rank, count, "cpu"))
+        for rank in range(count)
     ]
     said = [rank.communicate(timeout=600)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * size, said
-    answers: dict[str, Any] = json.loads((root / f"tokens-{size}.json").read_text())
+    assert [rank.returncode for rank in ranks] == [0] * count, said
+    answers: dict[str, Any] = json.loads((root / f"tokens-{size}x{stages}.json").read_text())
     return answers
 
 
@@ -146,4 +147,12 @@ def test_several_ranks_give_the_tokens_of_transformers(size: int, judged: Judged
     assert same == "the same"
     assert "first after layers.1;" in different, "what one rank has wrong is told by its layer"
     assert {name for name in judged.tokens if name not in refused and got[folder_of(name)] != judged.tokens[name]} == set()
-    assert judged.further(torch.load(judged.root / f"logits-{size}.pt")) == {}, "in bf16, too"
+    assert judged.further(torch.load(judged.root / f"logits-{size}x1.pt")) == {}, "in bf16, too"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("judged", [ALL], indirect=True, ids=["all"])
+def test_two_stages_of_two_ranks_give_the_tokens_of_transformers(judged: Judged) -> None:
+    got = by_ranks(judged.root, 2, 2)
+    assert {name for name in judged.tokens if got[folder_of(name)] != judged.tokens[name]} == set()
+    assert judged.further(torch.load(judged.root / "logits-2x2.pt")) == {}, "in bf16, too"

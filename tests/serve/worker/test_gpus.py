@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import cast
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.distributed import distributed_c10d
 
 from serve.config import ModelConfig, NodesConfig, ServerConfig
 from serve.errors import ConfigError
+from serve.model.heads import Stage
 from serve.worker.parallel import Ranks
 from serve.worker.rank_loop import choose_device
 from serve.worker.rank_process import rank_environment
@@ -77,12 +79,15 @@ def test_a_failed_exchange_of_gpus_ends_a_rank_whatever_the_environment_says(mon
     assert environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
 
 
-@pytest.mark.parametrize(("backend", "size", "limited"), [("nccl", 2, True), ("nccl", 1, False), ("gloo", 2, False)])
-def test_an_exchange_of_gpus_may_take_as_long_as_a_step(
-    backend: str, size: int, limited: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("backend", "size", "stages", "limited"), [("nccl", 2, 1, 1), ("nccl", 1, 1, 0), ("gloo", 2, 1, 0), ("nccl", 1, 2, 2)]
+)
+def test_an_exchange_of_gpus_may_take_as_long_as_a_step_within_a_stage_and_between_them(
+    backend: str, size: int, stages: int, limited: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits: list[timedelta] = []
+    limits: list[tuple[timedelta, object]] = []
+    own = None if stages == 1 else object()
     monkeypatch.setattr(dist, "get_backend", lambda: backend)
-    monkeypatch.setattr(distributed_c10d, "_set_pg_timeout", limits.append)
-    Ranks(0, size).limit_exchanges(120.0)
-    assert limits == [timedelta(seconds=120)] * limited
+    monkeypatch.setattr(distributed_c10d, "_set_pg_timeout", lambda *limit: limits.append(limit))
+    Ranks(0, size, stage=Stage(0, stages), group=cast("dist.ProcessGroup | None", own)).limit_exchanges(120.0)
+    assert limits == [(timedelta(seconds=120), group) for group in (None, own)[:limited]]

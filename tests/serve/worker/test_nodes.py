@@ -233,8 +233,8 @@ def test_the_proof_of_one_handshake_is_none_in_another(folder: Path, nodes: Node
 def test_options_of_several_nodes_are_refused_by_name(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"nodes\.agents_listen"):
         NodesConfig(count=2)
-    with pytest.raises(ConfigError, match=r"multiple of nodes\.count"):
-        dataclasses.replace(_config(folder), model=ModelConfig(path="x", tensor_parallel_size=3))
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size is 1; it must be at least nodes\.count"):
+        dataclasses.replace(_config(folder), model=ModelConfig(path="x"))
     short = folder / "short"
     short.write_text("short")
     for change, message in (

@@ -11,6 +11,7 @@ import torch
 
 from serve.config import CacheConfig, KernelsConfig, SchedulerConfig, ServerConfig
 from serve.engine.plan import Span, StepPlan
+from serve.model.heads import Stage
 from serve.worker import gpus, sizing
 from serve.worker.drafting import Drafting, draft_bytes_per_block, with_blocks_of
 from serve.worker.kv_cache import GIB, LIBRARIES_BYTES, CacheMemory, choose_memory
@@ -61,7 +62,7 @@ def test_blocks_are_counted_after_steps_were_captured_and_tried_and_the_model_ha
 
     monkeypatch.setattr(sizing, "choose_memory", memory)
     model, _ = load_rank(config, 0, CPU, lambda: ALONE, Stopwatch(), trial=trial)
-    each = sizing.bytes_per_block(model.survey, config, model.survey.heads.shared_heads(0).width)
+    each = sizing.bytes_per_block(model.survey, config, model.survey.heads.shared_heads(0).width, Stage())
     assert order == [("try", 33), ("count", 1 << 20)]
     assert model.facts.num_blocks == min((2 << 20) // each, 4 * 512 // 16) > 33
     runner = Runner(model, ALONE)

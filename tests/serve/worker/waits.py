@@ -127,7 +127,7 @@ def on_meta(folder: Path, backend: Backend) -> RankModel:
         plan = loader.survey(checkpoint, config, META)
     model = plan.blueprint.model.to(META)
     blocks = Blocks(count=99, kv_heads=plan.heads.shared_heads(0).width, memory="")
-    caches = loader._blank(plan, blocks, config, META)
+    caches = loader._blank(plan, blocks, config, alone, META)
     state = loader._with_cache(plan, caches, alone, backend)
     call_leaves_directly(model)
     return RankModel(
