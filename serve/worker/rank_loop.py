@@ -244,10 +244,11 @@ def _beat(pulse: socket.socket, progress: Progress) -> None:
 
 def _device_bytes() -> int:
     """What torch has taken of the devices' memory for this process; looking initialises no device."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
+    cuda = sys.modules.get("torch.cuda")
+    is_initialized = getattr(cuda, "is_initialized", None)  # not there yet while another thread imports torch
+    if cuda is None or is_initialized is None or not is_initialized():
         return 0
-    return sum(torch.cuda.memory_reserved(device) for device in range(torch.cuda.device_count()))
+    return sum(cuda.memory_reserved(device) for device in range(cuda.device_count()))
 
 
 def die_with_parent() -> None:

@@ -1,12 +1,16 @@
-"""Who is to blame when ranks fall silent while the model is loaded, or hang in a step."""
+"""Ranks say that they are well; who is to blame when they fall silent while the model is loaded, or hang in a step."""
 
 from __future__ import annotations
 
 import socket
+import sys
 from collections.abc import Iterator
+from types import ModuleType
 
 import pytest
 
+from serve.worker import rank_loop
+from serve.worker.progress import Progress
 from serve.worker.vitals import PULSE, Vitals, furthest_behind, stalled
 
 LIMIT = 10.0
@@ -70,3 +74,17 @@ def test_of_a_rank_whose_work_cannot_be_seen_nothing_is_said(ranks: list[Vitals]
         for rank in ranks:
             rank.look(NOW + second)
     assert stalled(ranks, NOW + 20, LIMIT) is None
+
+
+def test_a_heart_beats_while_another_thread_is_in_the_middle_of_importing_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
+    monkeypatch.setitem(sys.modules, "torch.cuda", half := ModuleType("torch.cuda"))
+    progress = Progress()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs, monkeypatch.context() as patch:
+        patch.setattr(rank_loop.time, "sleep", lambda seconds: ours.shutdown(socket.SHUT_RDWR))  # one beat, and nobody listens
+        patch.setattr(rank_loop.os, "_exit", lambda status: None)
+        rank_loop._beat(theirs, progress)
+        assert PULSE.unpack(ours.recv(100)) == (progress.waiting, progress.count, 0)
+    vars(half).update(is_initialized=lambda: True, device_count=lambda: 2, memory_reserved=lambda device: 40 + device)
+    assert rank_loop._device_bytes() == 81
