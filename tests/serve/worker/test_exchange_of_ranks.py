@@ -69,7 +69,12 @@ def take(executor: RankExecutor, folder: Path, number: int, *, beside: bool) -> 
     prepared = executor.prepare(config, number)
     assert isinstance(prepared, Prepared)
     assert prepared.beside == beside
-    refused = executor.execute(StepPlan(step=number, swap=number)).refused
+    limit = threading.Timer(60.0, executor.close)  # ranks that disagree wait for one another
+    limit.start()
+    try:
+        refused = executor.execute(StepPlan(step=number, swap=number)).refused
+    finally:
+        limit.cancel()
     executor.forget_prepared()
     return refused
 
