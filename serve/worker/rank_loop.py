@@ -116,8 +116,7 @@ def _load(
         memory, patience_seconds = None if shared_fd < 0 else shared_fd, config.supervisor.start_timeout_seconds
         torch.set_grad_enabled(False)
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # read when torch is loaded, perhaps for other ranks
-        tried: list[RankModel | None] = []
-        beside = draft_bytes_per_block(config, rank, device)
+        tried, beside = list[RankModel | None](), draft_bytes_per_block(config, rank, device)
         model, ranks = load_rank(
             config,
             rank,
@@ -127,8 +126,7 @@ def _load(
             beside=beside,
             trial=_trial(config, progress, tried),
         )
-        draft = with_blocks_of(model, tried[0], config) if tried else load_draft(config, model, rank)
-        runner = Runner(model, ranks, draft)
+        runner = Runner(model, ranks, with_blocks_of(model, tried[0], config) if tried else load_draft(config, model, rank))
         with progress.with_others():
             check_forward(config.model, model, ranks, runner)
             if config.model.verify_logits:
