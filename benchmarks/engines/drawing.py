@@ -23,7 +23,7 @@ BAR: Final = 1.10
 def draw(record: dict[str, Any], path: Path) -> None:
     """Write an SVG of the cells that are there, one row each; the same record gives the same file."""
     cells = list(record["cells"].items())
-    with pyplot.rc_context({"svg.hashsalt": "tessera", "font.size": 9}):
+    with pyplot.rc_context({"svg.hashsalt": "tessera", "svg.fonttype": "none", "font.size": 9}):
         figure, axes = pyplot.subplots(figsize=(8, 1.4 + 0.28 * len(cells)), layout="constrained")
         for peer, (mark, colour) in MARKS.items():
             points = [
@@ -41,7 +41,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
         axes.set_xlabel("Tessera over gRPC, times the peer's speed (median of paired turns); dotted: 1.10")
         axes.grid(axis="x", alpha=0.3)
         if axes.get_legend_handles_labels()[0]:
-            axes.legend(loc="lower right", fontsize=8)
+            figure.legend(loc="outside lower center", ncols=len(MARKS), fontsize=8)
         axes.set_title(f"{record['machine']['device']}, {record['date']}", fontsize=9)
         figure.savefig(path, metadata={"Date": None})
         pyplot.close(figure)

@@ -12,13 +12,12 @@ from benchmarks.engines.systems.answering import answer
 
 
 class OpenVino:
-    """A pipeline at each precision of the cache that was asked for: OpenVINO's own choice, and fp32 where it must be exact."""
+    """A pipeline whose cache has the precision that OpenVINO chooses, and for a moment one in fp32 where it must be exact."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._settings = settings
         self.versions = {"openvino": openvino.__version__, "openvino-genai": openvino_genai.__version__}
         self._usual = self._pipeline({})
-        self._exact: Any = None
 
     def _pipeline(self, properties: dict[str, str]) -> Any:
         scheduler = openvino_genai.SchedulerConfig()
@@ -34,12 +33,11 @@ class OpenVino:
 
     def generate(self, prompts: list[list[int]], tokens: int, exact: bool) -> list[list[int]]:
         """See ``Engine``."""
-        if exact and self._exact is None:
-            self._exact = self._pipeline({"KV_CACHE_PRECISION": "f32"})
+        pipeline = self._pipeline({"KV_CACHE_PRECISION": "f32"}) if exact else self._usual
         config = openvino_genai.GenerationConfig()
         config.max_new_tokens, config.ignore_eos, config.do_sample = tokens, True, False
         inputs = [openvino.Tensor(np.array([prompt], dtype=np.int64)) for prompt in prompts]
-        answers = (self._exact if exact else self._usual).generate(inputs, [config] * len(prompts))
+        answers = pipeline.generate(inputs, [config] * len(prompts))
         return [list(map(int, answer.m_generation_ids[0])) for answer in answers]
 
     def close(self) -> None:
