@@ -80,7 +80,7 @@ def quantizing_packer(quantization: str, group: int, dtype: torch.dtype, kernels
         kernels: as ``load_cpu_kernels`` gives them; ``None`` where there are none.
     """
     bits = BITS[quantization]
-    supported = kernels is not None and bool(kernels.tessera_linear_supported(dtype == torch.bfloat16))
+    supported = kernels is not None and bool(kernels.tessera_linear_quantized_supported(dtype == torch.bfloat16))
     own = _Own(kernels) if kernels is not None and supported else None
 
     def pack(weight_OI: Tensor, bias_O: Tensor | None, activation: str = "none") -> Matmul:

@@ -3,7 +3,7 @@
 // Shapes.  M rows   I input features   O output features
 //
 // Packed weights: panels of 32 outputs, [O / 32, I, 32] in fp32 and [O / 32, I / 2, 32, 2] in bf16 (two neighbouring inputs
-// side by side, as the processor's bf16 dot product wants them; I is even there), outputs padded with zeros. One panel is one
+// side by side, as a processor's bf16 dot product wants them; I is even there), outputs padded with zeros. One panel is one
 // stream of memory; groups of up to eight rows share what was read of it.
 #include <cstdint>
 #include <cstring>
@@ -153,7 +153,7 @@ void linear(const typename kind::number* x, int64_t M, int64_t stride, const typ
 extern "C" {
 
 int tessera_linear_supported([[maybe_unused]] int is_bf16) {
-#if defined(__AVX512BF16__)
+#if defined(TESSERA_BF16_LANES)
     return 1;
 #elif defined(__AVX512F__)
     return !is_bf16;
@@ -178,7 +178,7 @@ void tessera_linear(int is_bf16, int threads, const void* x, int64_t M, int64_t 
         linear<Fp32>(static_cast<const float*>(x), M, stride, static_cast<const float*>(packed), static_cast<const float*>(bias),
                      Activation(activation), static_cast<float*>(y), O, I, threads);
 #endif
-#ifdef __AVX512BF16__
+#ifdef TESSERA_BF16_LANES
     if (is_bf16)
         linear<Bf16>(static_cast<const uint16_t*>(x), M, stride, static_cast<const uint16_t*>(packed),
                      static_cast<const uint16_t*>(bias), Activation(activation), static_cast<uint16_t*>(y), O, I, threads);

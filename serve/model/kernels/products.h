@@ -69,21 +69,43 @@ struct Fp32 {
     static void save(number* target, __m512 sum, __mmask16 lanes) { _mm512_mask_storeu_ps(target, lanes, sum); }
 };
 
-#ifdef __AVX512BF16__
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+#define TESSERA_BF16_LANES
+
 struct Bf16 {
     typedef uint16_t number;
     static constexpr int64_t kInputs = 2;
+#ifdef __AVX512BF16__
     static __m512 multiply(__m512 sum, const number* weights, const number* x) {
         int32_t pair;
         std::memcpy(&pair, x, 4);
         return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(weights), (__m512bh)_mm512_set1_epi32(pair));
     }
+    static __m256i round(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
+#else
+    // Without an instruction for it: a bf16 number is the upper half of an fp32 one, so a shift or a mask makes it one.
+    static __m512 multiply(__m512 sum, const number* weights, const number* x) {
+        uint32_t pair;
+        std::memcpy(&pair, x, 4);
+        const __m512i both = _mm512_loadu_si512(weights);
+        const __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
+        const __m512 odd = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(int32_t(0xffff0000u))));
+        sum = _mm512_fmadd_ps(even, _mm512_castsi512_ps(_mm512_set1_epi32(int32_t(pair << 16))), sum);
+        return _mm512_fmadd_ps(odd, _mm512_castsi512_ps(_mm512_set1_epi32(int32_t(pair & 0xffff0000u))), sum);
+    }
+    // To the nearest, in the middle to the even one; what is no number stays none, whichever of its bits are set.
+    static __m256i round(__m512 x) {
+        const __m512i bits = _mm512_castps_si512(x), upper = _mm512_srli_epi32(bits, 16);
+        const __m512i is_odd = _mm512_and_si512(upper, _mm512_set1_epi32(1));
+        __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(is_odd, _mm512_set1_epi32(0x7fff))), 16);
+        rounded = _mm512_mask_or_epi32(rounded, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), upper, _mm512_set1_epi32(0x40));
+        return _mm512_cvtepi32_epi16(rounded);
+    }
+#endif
     static __m512 load(const number* source, __mmask16 lanes) {
         return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, source)), 16));
     }
-    static void save(number* target, __m512 sum, __mmask16 lanes) {
-        _mm256_mask_storeu_epi16(target, lanes, (__m256i)_mm512_cvtneps_pbh(sum));
-    }
+    static void save(number* target, __m512 sum, __mmask16 lanes) { _mm256_mask_storeu_epi16(target, lanes, round(sum)); }
 };
 #endif
 

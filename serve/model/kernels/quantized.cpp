@@ -199,6 +199,18 @@ void multiply_whole(const Call<scalar>& call, const void* packed, const void* sc
 
 extern "C" {
 
+int tessera_linear_quantized_supported([[maybe_unused]] int is_bf16) {
+#if defined(__AVX512BF16__)
+    return 1;
+#elif defined(__AVX512F__)
+    return !is_bf16;
+#elif defined(TESSERA_AVX2)
+    return 1;
+#else
+    return 0;
+#endif
+}
+
 // How many inputs of an output lie side by side in packed weights; I must be a multiple of it.
 int tessera_linear_quantized_together([[maybe_unused]] int is_bf16) {
 #ifdef __AVX512BF16__
@@ -209,7 +221,7 @@ int tessera_linear_quantized_together([[maybe_unused]] int is_bf16) {
 }
 
 // x is [M, I] with rows ``stride`` apart; ``group`` is even. y is [M, O], contiguous. ``bits`` is 8 or 4.
-// Supported where ``tessera_linear_supported`` says so.
+// Supported where ``tessera_linear_quantized_supported`` says so.
 void tessera_linear_quantized([[maybe_unused]] int is_bf16, [[maybe_unused]] int bits, [[maybe_unused]] int threads,
                               [[maybe_unused]] const void* x, [[maybe_unused]] int64_t M, [[maybe_unused]] int64_t stride,
                               [[maybe_unused]] const void* packed, [[maybe_unused]] const void* scales,
