@@ -65,7 +65,7 @@ class Scheduler:
         self.num_running_requests = 0
         self.preemptions = 0
         self.gave_way = 0
-        """Those of the preemptions that another tenant's share asked for."""
+        """Preemptions that another tenant's share of the places asked for."""
         self.recomputed = Recomputed()
         self.cache_queries = 0
         self.cache_hits = 0
