@@ -238,7 +238,9 @@ def _beat(pulse: socket.socket, progress: Progress) -> None:
 def _device_bytes() -> int:
     """What torch has taken of the devices' memory for this process; looking initialises no device."""
     torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
+    # Another thread may be importing torch at this moment: it may be there without all that it will have.
+    is_initialized = getattr(getattr(torch, "cuda", None), "is_initialized", None)
+    if torch is None or is_initialized is None or not is_initialized():
         return 0
     return sum(torch.cuda.memory_reserved(device) for device in range(torch.cuda.device_count()))
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import socket
+import sys
+import types
 from collections.abc import Iterator
 
 import pytest
 
+from serve.worker import rank_loop
 from serve.worker.vitals import PULSE, Vitals, furthest_behind, stalled
 
 LIMIT = 10.0
@@ -70,3 +73,12 @@ def test_of_a_rank_whose_work_cannot_be_seen_nothing_is_said(ranks: list[Vitals]
         for rank in ranks:
             rank.look(NOW + second)
     assert stalled(ranks, NOW + 20, LIMIT) is None
+
+
+def test_the_heart_of_a_rank_that_imports_torch_at_this_moment_beats_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module is there from the beginning of its import, and what it has comes later."""
+    half = types.ModuleType("torch")
+    monkeypatch.setitem(sys.modules, "torch", half)
+    assert rank_loop._device_bytes() == 0
+    half.cuda = types.ModuleType("torch.cuda")  # type: ignore[attr-defined]  # torch has it
+    assert rank_loop._device_bytes() == 0
