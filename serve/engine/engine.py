@@ -309,10 +309,8 @@ class Engine:
         for fault in result.faults:
             if (seq := self._scheduler.running.get(fault.sequence)) is not None:  # a sibling's fault may have ended it
                 self._fail(seq.request, (NotFinite if fault.not_finite else RequestBroke)(fault.message))
-        running = self._scheduler.running
         for span in plan.spans:
-            seq = running.get(span.sequence)
-            if seq is None:
+            if (seq := self._scheduler.running.get(span.sequence)) is None:
                 continue
             request, computed = seq.request, span.start + span.count - len(span.proposed)
             if not request.prompt_ready and computed >= request.num_prompt_tokens:
@@ -364,8 +362,7 @@ class Engine:
             broke.__cause__ = error
             self._fail(request, broke)
             return
-        if not seq.tells_text:
-            text = ""
+        text = text if seq.tells_text else ""
         is_told = stop is None or not stop.is_by_id or request.rule.include_stop
         if is_told or text:
             self._events.append(token_event(seq, text, token_id if is_told else None, answer.logprob))
