@@ -308,9 +308,8 @@ class Engine:
         for fault in result.faults:
             if (seq := self._scheduler.running.get(fault.sequence)) is not None:  # a sibling's fault may have ended it
                 self._fail(seq.request, (NotFinite if fault.not_finite else RequestBroke)(fault.message))
-        running = self._scheduler.running
         for span in plan.spans:
-            if (seq := running.get(span.sequence)) is None:
+            if (seq := self._scheduler.running.get(span.sequence)) is None:
                 continue
             request, computed = seq.request, span.start + span.count - len(span.proposed)
             if not request.prompt_ready and computed >= request.num_prompt_tokens:
