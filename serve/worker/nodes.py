@@ -137,7 +137,7 @@ class NodeStarter:
         self._context, self._certificate = server_context(nodes.agents_tls_cert, nodes.agents_tls_key)
         self._count, self._per_node = nodes.count, config.ranks_per_node
         self._places = [(node, local) for node, count in enumerate(self._per_node) for local in range(count)]
-        """Of each rank: its node, and its number there."""
+        """The node of each rank, and its number there."""
         self._device, self._patience_seconds = model.device, config.supervisor.start_timeout_seconds
         self._local = local or ProgramStarter()
         self._nodes: dict[int, _Node] = {}
