@@ -102,7 +102,7 @@ def _load(
         from serve.worker.canary import check_forward
         from serve.worker.drafting import draft_bytes_per_block, load_draft, with_blocks_of
         from serve.worker.exchange import Exchange
-        from serve.worker.loader import Stopwatch, load_rank
+        from serve.worker.loader import RankModel, Stopwatch, load_rank
         from serve.worker.parallel import join_ranks
         from serve.worker.runner import Runner
         from serve.worker.verify import verify_logits

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -153,7 +154,7 @@ def test_rows_that_sample_nothing_and_prompts_are_told_as_they_are_without_graph
     model, results = load_captured(saved("gemma2", tmp_path), ALONE), []
     first, _ = decode_plan(1, (5, 20, 33), SAMPLING[:3])
     starts = (first.starts[0], dataclasses.replace(first.starts[1], prompt_logprobs=2), first.starts[2])
-    before = (first.spans[0], dataclasses.replace(first.spans[1], count=10), first.spans[2])
+    before = (first.spans[0], msgspec.structs.replace(first.spans[1], count=10), first.spans[2])
     spans = tuple(
         Span(sequence=SequenceId(i), start=start, count=1, sample=sample)
         for i, (start, sample) in enumerate(((4, True), (10, False), (32, True)))

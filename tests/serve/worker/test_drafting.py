@@ -12,6 +12,7 @@ import torch
 from serve.config import CacheConfig, ModelConfig, SchedulerConfig, ServerConfig
 from serve.engine.plan import DRAFTED, Span, Start, StepPlan
 from serve.errors import ConfigError
+from serve.model.heads import Stage
 from serve.types import BlockId, SamplingParams, SequenceId
 from serve.worker.batch import SequenceState, SequenceTable, Supposed
 from serve.worker.drafting import Drafting, draft_bytes_per_block, draft_config, load_draft
@@ -149,7 +150,7 @@ def test_both_caches_together_take_no_more_than_was_given(folders: dict[str, Pat
     settings = config(folders, "other")
     given = settings.cache.kv_cache_gib
     assert given is not None
-    each = bytes_per_block(served.survey, settings, 4) + bytes_per_block(draft.survey, settings, 2)
+    each = bytes_per_block(served.survey, settings, 4, Stage()) + bytes_per_block(draft.survey, settings, 2, Stage())
     count = served.facts.num_blocks
     assert count == draft.facts.num_blocks < plain.facts.num_blocks or count * each <= given * 2**30
     assert draft_bytes_per_block(settings, 1, CPU) == 0, "rank 0 alone has it"

@@ -123,7 +123,7 @@ def test_tokens_that_are_proposed_are_computed_by_the_same_lengths(judged: Judge
     """They reach beyond the lengths at which angles change, where sequences start again."""
     texts = [[*prompt(PROMPTS[name]), *tokens] for name, tokens in judged.tokens.items()]
 
-    def guess(_: Lookup, token_ids: list[int], count: int) -> tuple[int, ...]:
+    def guess(_: Lookup, token_ids: list[int], count: int, least: int) -> tuple[int, ...]:
         (text,) = (text for text in texts if text[: len(token_ids)] == token_ids and len(text) > len(token_ids) > 15)
         return (*text[len(token_ids) :][: count - 1], 1)
 

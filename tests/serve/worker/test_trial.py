@@ -168,7 +168,7 @@ def test_a_draft_model_is_there_and_guesses_before_blocks_are_counted_and_has_as
     assert draft is not None
     assert model.facts.num_blocks > 33
     assert {len(cache.keys) for cache in (*model.caches, *draft.caches)} == {model.facts.num_blocks}
-    own = sizing.bytes_per_block(model.survey, config, model.survey.heads.shared_heads(0).width)
+    own = sizing.bytes_per_block(model.survey, config, model.survey.heads.shared_heads(0).width, Stage())
     assert model.facts.num_blocks == min(MEMORY // (own + beside), 4 * 512 // 16)
     runner = Runner(model, ALONE, draft)
     assert generate(runner, ALONE) == generate(Runner(load(Path(config.model.path), 1, ALONE), ALONE), ALONE)
