@@ -242,7 +242,7 @@ class Supervisor:
         except Exception as defect:
             if not self._stop.is_set() and life.cause is None and not life.replaced:
                 _log.exception("the engine broke")
-            life.broke = True
+            life.broke = engine is not None  # before there is one, nothing of what waits for these ranks was touched
             self._condemn(life, f"{type(defect).__name__} in the engine")
         if life.cause is not None:
             error = RankStartError(life.cause)

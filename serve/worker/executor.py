@@ -92,9 +92,10 @@ class RankExecutor:
         model = self._config.model
         # The ranks meet through a file without a name: no port is opened for it, and nothing is left however they end.
         # The same of what they exchange activations through, those of each stage among themselves.
-        rendezvous = os.memfd_create("tessera-rendezvous")
-        shared = [os.memfd_create("tessera-shared") for _ in range(model.pipeline_parallel_size)]
+        files: list[int] = []
         try:
+            files.append(rendezvous := os.memfd_create("tessera-rendezvous"))
+            files += (shared := [os.memfd_create("tessera-shared") for _ in range(model.pipeline_parallel_size)])
             for number in range(model.num_ranks):
                 self._unless_closed()
                 rank = self._spawn(number, model.num_ranks, rendezvous, shared[number // model.tensor_parallel_size])
@@ -113,11 +114,13 @@ class RankExecutor:
                 self._ready = True
                 self._on_device = facts.device != "cpu"
             return facts
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if isinstance(error, OSError):  # no descriptors, no processes: that may pass
+                raise RankStartError(f"the ranks could not be started: {error}") from error
             raise
         finally:
-            for descriptor in (rendezvous, *shared):
+            for descriptor in files:
                 os.close(descriptor)
 
     def _spawn(self, number: int, size: int, rendezvous: int, shared: int) -> _Rank:
@@ -163,9 +166,8 @@ class RankExecutor:
                 ready = selector.select(timeout=max(0.0, min(left, _LOOK_SECONDS)))
                 self._unless_closed()
                 if not ready and left <= 0.0:
-                    raise RankStartError(
-                        f"the ranks were not ready within {self._config.supervisor.start_timeout_seconds:.0f} s"
-                    )
+                    limit = self._config.supervisor.start_timeout_seconds
+                    raise RankStartError(f"the ranks were not ready within {limit:.0f} s")
                 for key, _ in ready:
                     rank = key.data
                     selector.unregister(rank.steps)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 
 import pytest
 
@@ -86,19 +87,22 @@ async def test_without_resume_a_stream_that_has_said_something_ends_and_the_rest
         assert b.value("requests_kept_total") == 1
 
 
-async def test_ranks_that_die_while_they_start_keep_everybody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error", [RankStartError("rank 0 ended while it started"), OSError(errno.EMFILE, "Too many open files")]
+)
+async def test_ranks_that_cannot_be_started_keep_everybody_waiting(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     monkeypatch.setattr(supervisor, "FIRST_BACKOFF_SECONDS", 0.0)
 
     def prepare(ranks: FakeRanks, life: int) -> None:
-        ranks.start_error = RankStartError("rank 0 ended while it started") if life in (1, 2) else None
+        ranks.start_error = error if life in (1, 2) else None
         ranks.hold_after = 3 if life == 0 else None
 
     async with bench(prepare) as b:
         stream = b.gateway.start(request(tokens=9))
         await b.until_held()
         b.ranks.kill()
-        events, error = await read(stream)
-        assert error is None
+        events, end = await read(stream)
+        assert end is None
         assert ids_of(events) == expected_ids((5, 6, 7), 9)
         assert len(b.groups) == 4
 
