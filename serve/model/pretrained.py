@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
@@ -35,6 +36,9 @@ class _MakesFrequencies(Protocol):
 
 
 _MAKER: Final[_Maker] = AutoModelForCausalLM
+_ONE_AT_A_TIME: Final = threading.Lock()
+"""Held while a model is made without values: transformers switches them off for the whole process, and two threads that did it
+at once would leave them off."""
 
 
 class _NoLargeMemory(TorchFunctionMode):
@@ -70,7 +74,7 @@ def _is_small(func: Callable[..., Any], args: Sequence[Any], options: Mapping[st
 
 def new_model_on_meta(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
     """The model that a configuration describes, in evaluation mode: its shapes and types, without any memory or value."""
-    with no_init_weights(), _NoLargeMemory():
+    with _ONE_AT_A_TIME, no_init_weights(), _NoLargeMemory():
         model = _MAKER.from_config(config, dtype=dtype, attn_implementation=attention)
     model.tie_weights()
     nn.Module.eval(model)

@@ -211,7 +211,8 @@ class SequenceTable:
                 positions.extend(range(first, end))
                 slots.extend([state.blocks[p // size] * size + p % size for p in range(first, end)])
         # One transfer for all that a step's tokens are; torch reads an array far faster than lists.
-        staged_3T = torch.frombuffer(array("q", ids + positions + slots), dtype=torch.int64).view(3, -1)
+        numbers = array("q", ids + positions + slots)
+        staged_3T = torch.frombuffer(numbers, dtype=torch.int64).view(3, -1) if ids else torch.empty(3, 0, dtype=torch.int64)
         staged_3T = send(staged_3T, self._device)
         return staged_3T, StepLayout(
             slots=staged_3T[2],

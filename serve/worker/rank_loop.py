@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from host.process import name_process
@@ -117,15 +118,9 @@ def _load(
         torch.set_grad_enabled(False)
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # read when torch is loaded, perhaps for other ranks
         tried, beside = list[RankModel | None](), draft_bytes_per_block(config, rank, device)
-        model, ranks = load_rank(
-            config,
-            rank,
-            device,
-            lambda: join_ranks(rank, size, device, rendezvous, memory, patience_seconds, progress, stages),
-            Stopwatch((("import", time.monotonic() - began),)),
-            beside=beside,
-            trial=_trial(config, progress, tried),
-        )
+        join = partial(join_ranks, rank, size, device, rendezvous, memory, patience_seconds, progress, stages)
+        watch = Stopwatch((("import", time.monotonic() - began),))
+        model, ranks = load_rank(config, rank, device, join, watch, beside=beside, trial=_trial(config, progress, tried))
         runner = Runner(model, ranks, with_blocks_of(model, tried[0], config) if tried else load_draft(config, model, rank))
         with progress.with_others():
             check_forward(config.model, model, ranks, runner)

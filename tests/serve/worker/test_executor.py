@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import json
 import logging
 import math
@@ -246,21 +245,6 @@ def test_a_rank_that_is_frozen_while_it_loads_is_noticed(model: Path) -> None:
         os.kill(_pids(executor)[1], signal.SIGSTOP)
         _until(executor.dead_rank)
         assert "rank 1 is frozen while the model is loaded" in str(executor.dead_rank())
-
-
-def test_ranks_for_which_there_are_no_descriptors_are_not_started_and_may_be_later(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    before = len(os.listdir("/proc/self/fd"))
-    for owner, name in ((os, "memfd_create"), (socket, "socketpair")):
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, name, refuse)
-            with pytest.raises(RankStartError, match=re.escape(f"the ranks could not be started: [Errno {errno.EMFILE}]")):
-                RankExecutor(_config(model)).start()
-    assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.parametrize("moment", ["before it was configured", "while it loads"])

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import re
 import signal
+import socket
 import threading
 from pathlib import Path
 
@@ -98,3 +101,18 @@ def test_a_stop_during_the_imports_is_obeyed(model: Path) -> None:
         executor.close()
         thread.join(timeout=400)
     assert [str(error) for error in raised] == ["the ranks were stopped while they started"]
+
+
+def test_ranks_for_which_there_are_no_descriptors_are_not_started_and_may_be_later(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    before = len(os.listdir("/proc/self/fd"))
+    for owner, name in ((os, "memfd_create"), (socket, "socketpair")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, refuse)
+            with pytest.raises(RankStartError, match=re.escape(f"the ranks could not be started: [Errno {errno.EMFILE}]")):
+                RankExecutor(options(model, 1)).start()
+    assert len(os.listdir("/proc/self/fd")) == before
