@@ -101,7 +101,7 @@ class Field:
     def expected(self) -> dict[int, list[int]]:
         """What each script says when nothing happens."""
         with self.server() as server:
-            return undisturbed(server)
+            return undisturbed(server, self.model)
 
     @contextmanager
     def server(self, *options: str) -> Iterator[Server]:
@@ -220,7 +220,7 @@ def under_load(
     """
     expected = field.expected
     run(server.inference, Call(0))  # what a server makes for its first call is there from then on
-    leftovers, load, held = Leftovers(), Load(server, field.seed), Held(server.process.pid)
+    leftovers, load, held = Leftovers(), Load(server, field.seed, expected), Held(server.process.pid)
     before = server.metrics()
     leftovers.saw(ranks_of(server))
     with load.going_on():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import signal
 import threading
+from collections.abc import Collection
 
 import psutil
 
@@ -19,7 +20,7 @@ from tests.chaos.case import (
     ranks_of,
     streams_under_way,
 )  # fmt: skip
-from tests.chaos.history import CALL_SECONDS, NUM_SCRIPTS, Call, Load, judge, script, was_refused, was_unavailable
+from tests.chaos.history import CALL_SECONDS, Call, Load, judge, script, was_refused, was_unavailable
 from tests.chaos.leftovers import Leftovers
 from tests.support.server import serving, until
 
@@ -31,8 +32,8 @@ _AGAIN_AND_AGAIN = 100_000
 class _Callers:
     """The Python client's calls, which it makes again by itself as often as it must."""
 
-    def __init__(self, address: str, draw: random.Random) -> None:
-        self.calls = [Call(draw.randrange(NUM_SCRIPTS)) for _ in range(_CALLERS)]
+    def __init__(self, address: str, draw: random.Random, scripts: Collection[int]) -> None:
+        self.calls = [Call(number) for number in draw.choices(sorted(scripts), k=_CALLERS)]
         self._address = address
         self._threads = [threading.Thread(target=self._run, args=(call,), daemon=True) for call in self.calls]
         for thread in self._threads:
@@ -65,10 +66,10 @@ def _killed(field: Field, report: Report, rounds: int) -> None:
     for _ in field.turns(report, rounds):
         leftovers = Leftovers()
         with serving(field.model, *RANKS, *port, exit_code=-signal.SIGKILL, program=field.program) as server:
-            load = Load(server, draw.randrange(1 << 30))
+            load = Load(server, draw.randrange(1 << 30), expected)
             with load.going_on():
                 streams_under_way(load)
-                callers = _Callers(server.address, draw)
+                callers = _Callers(server.address, draw, expected)
                 until(lambda server=server: server.metrics()["tessera_num_requests_running"] > 0)  # type: ignore[misc]
                 at_a_random_moment(draw, 0.5)
                 ranks_of(server)
@@ -84,7 +85,7 @@ def _killed(field: Field, report: Report, rounds: int) -> None:
             again = judge(callers.end(), expected)
             report.count("calls that the client made again", again.calls)
             report.expect(not again.lost and not again.wrong, f"calls that were made again: {again.lost}, {again.wrong} wrong")
-            load = Load(server, draw.randrange(1 << 30))
+            load = Load(server, draw.randrange(1 << 30), expected)
             with load.going_on():
                 goes_on(load)
             report.judge(load, expected)

@@ -132,7 +132,7 @@ def _drain(field: Field, report: Report, rounds: int) -> None:
         leftovers = Leftovers()
         with serving(field.model, *RANKS, *_PATIENT, program=field.program) as server:
             leftovers.saw(ranks_of(server))
-            load = Load(server, draw.randrange(1 << 30))
+            load = Load(server, draw.randrange(1 << 30), expected)
             with load.going_on():
                 streams_under_way(load)
                 server.process.send_signal(signal.SIGTERM)
@@ -171,7 +171,7 @@ def _start(field: Field, report: Report, rounds: int) -> None:
             if line.startswith("tessera ready "):  # it was too late to keep the server from serving
                 report.count("served all the same")
                 server = Server(process, dict(word.split("=", 1) for word in line.split()[2:]), log)
-                call = Call(0)
+                call = Call(min(expected))
                 run(server.inference, call)
                 report.expect(
                     judge([call], expected) == Verdict(1, {}, 0, {}), f"an answer after the start is not well: {call.code}"
@@ -185,7 +185,7 @@ def _start(field: Field, report: Report, rounds: int) -> None:
         left = leftovers.left()
         report.expect(not left, f"left over: {left}")
     with field.server() as server:
-        call = Call(1)
+        call = Call(max(expected))
         run(server.inference, call)
         report.expect(judge([call], expected) == Verdict(1, {}, 0, {}), "the next start does not serve well")
 

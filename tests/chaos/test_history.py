@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from serve.types import SamplingParams
 from tests.chaos.history import NUM_SCRIPTS, Call, judge, script
+from tests.support import reference
+from tests.support.decisive import is_decisive
+from tests.support.models import save
 
 EXPECTED = {3: [7, 8, 9]}
 
@@ -40,3 +46,17 @@ def test_no_two_scripts_are_alike_and_each_is_the_same_each_time() -> None:
     made = [script(number).SerializeToString() for number in range(NUM_SCRIPTS)]
     assert len(set(made)) == NUM_SCRIPTS
     assert made == [script(number).SerializeToString() for number in range(NUM_SCRIPTS)]
+
+
+def test_an_answer_that_rounding_could_change_is_none_to_go_by(tmp_path: Path) -> None:
+    model = reference.load(save("gpt_neox", tmp_path / "model"))
+    prompt, greedy = (5, 6, 7), SamplingParams()
+    answer = reference.greedy(model, prompt, 40)
+    assert is_decisive(model, prompt, answer, greedy)
+    assert not is_decisive(model, prompt, [*answer[:20], answer[20] + 1, *answer[21:]], greedy), (
+        "another token than the likeliest"
+    )
+    nearest = reference.logprobs(model, [*prompt, *answer])[len(prompt) - 1].topk(2)
+    (first, second), rival = nearest.values.tolist(), int(nearest.indices[1])
+    tied = SamplingParams(logit_bias=((rival, first - second),))
+    assert not is_decisive(model, prompt, answer, tied), "two tokens that are as likely"

@@ -80,7 +80,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def expected(model: Path) -> dict[int, list[int]]:
     """What one process says."""
     with serving(model) as alone:
-        return undisturbed(alone)
+        return undisturbed(alone, model)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_streams_over_machines_outlive_a_cut_cable_and_a_frozen_machine_and_say_
         options += ["--nodes", str(len(ranks)), "--agents-listen", f"{first.address}:{JOIN}", "--agents-key-file", str(key)]
         with serving(model, *options, under=first.under) as server:
             assert (len(server.rank_pids()), *map(ranks_below, running)) == ranks
-            load = Load(server, seed=0, streams=STREAMS)
+            load = Load(server, 0, expected, streams=STREAMS)
             with load.going_on():
                 all_under_way(load)
                 second.cut()

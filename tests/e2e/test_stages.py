@@ -28,13 +28,13 @@ def test_stages_of_several_ranks_say_what_one_process_says_lose_no_call_and_take
     first = reference.load(save_step(root, 1, "gpt_neox", tmp_path / "first"))
     options = ["--max-num-seqs", str(STREAMS), "--max-step-tokens", "32"]
     with serving(root, *options) as alone:
-        expected = undisturbed(alone)
+        expected = undisturbed(alone, tmp_path / "first")
     with serving(root, *options, "--tensor-parallel-size", "2", "--pipeline-parallel-size", "2") as server:
         model = server.models.GetModel(models_pb2.GetModelRequest(), timeout=400)
         assert (model.tensor_parallel_size, model.pipeline_parallel_size) == (2, 2)
         assert (len(ranks(server)), server.ready["tp"], server.ready["pp"]) == (4, "2", "2")
         says_what_transformers_says(server, first)
-        load = Load(server, seed=0, streams=STREAMS)
+        load = Load(server, 0, expected, streams=STREAMS)
         with load.going_on():
             for victim in (1, 2):  # a second rank, and the one that draws
                 until(lambda: len(load.under_way()) == STREAMS)
@@ -54,7 +54,7 @@ def test_stages_of_several_ranks_say_what_one_process_says_lose_no_call_and_take
         assert ranks(server) == serving_ranks, "they took the weights between two steps"
         assert server.metrics()["tessera_weight_swaps_total"] == 1
 
-        last = Load(server, seed=1, streams=STREAMS)
+        last = Load(server, 1, expected, streams=STREAMS)
         with last.going_on():
             until(lambda: len(last.under_way()) == STREAMS)
             ending = last.under_way()

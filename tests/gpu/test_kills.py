@@ -46,7 +46,8 @@ def _serve_and_die(folder: Path, number: int) -> tuple[Verdict, list[Call], dict
     """One server, its share of the deaths, and the history of its calls."""
     options = ("--dtype", "float32", "--max-num-seqs", "16", "--kv-cache-gib", "0.05", "--cuda-graph-max-batch", "16")
     with serving(folder, *options, device=DEVICE) as server:
-        expected, load = undisturbed(server), Load(server, number)
+        expected = undisturbed(server, folder)
+        load = Load(server, number, expected)
         with load.going_on():
             for _ in range(DEATHS // SERVERS):
                 _die(server, load)
