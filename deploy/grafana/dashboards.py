@@ -149,6 +149,19 @@ SERVING = (
     ),
     Panel("Memory of ranks", "bytes", ((f"tessera_rank_memory_bytes{OF} > 0", "{{instance}} rank {{rank}} {{where}}"),)),
     Panel(
+        "Memory of GPUs",
+        "bytes",
+        (
+            (f"tessera_gpu_memory_used_bytes{OF}", "{{instance}} rank {{rank}}"),
+            (f"max(tessera_gpu_memory_bytes{OF})", "one has"),
+        ),
+        "Taken by whomever. This and what follows of GPUs needs the extra `gpu`.",
+    ),
+    Panel("GPUs compute", "percentunit", ((f"tessera_gpu_utilization_ratio{OF}", "{{instance}} rank {{rank}}"),)),
+    Panel("Temperature of GPUs", "celsius", ((f"tessera_gpu_temperature_celsius{OF}", "{{instance}} rank {{rank}}"),)),
+    Panel("Power of GPUs", "watt", ((f"tessera_gpu_power_watts{OF}", "{{instance}} rank {{rank}}"),)),
+    Panel("Clock of GPUs", "hertz", ((f"tessera_gpu_clock_hertz{OF}", "{{instance}} rank {{rank}}"),)),
+    Panel(
         "Losses, reloads",
         "none",
         (
