@@ -52,6 +52,9 @@ class InstantExecutor:
             result = wire.decode_result(wire.encode(result))
         self._results.append(result)
 
+    def wait(self, seconds: float) -> None:
+        """See ``serve.engine.executor.Executor``: results are there at once."""
+
     def collect(self) -> StepResult:
         """See ``serve.engine.executor.Executor``."""
         return self._results.popleft()

@@ -152,7 +152,9 @@ class Engine:
 
     def expire(self) -> None:
         """End the requests whose deadline has passed; ``step`` does so by itself."""
-        self._expire(self._clock())
+        while (request := self._registry.overdue(self._clock())) is not None:
+            where = "while it waited in the queue" if request.started_seconds is None else "while it ran"
+            self._fail(request, DeadlineExpired(f"the request's deadline passed {where}"))
 
     def fail_all(self, error: RequestError) -> tuple[Event, ...]:
         """End every live request with ``error``; returns all events that were not handed out yet."""
@@ -224,6 +226,11 @@ class Engine:
             except InvalidRequest as error:  # by the new ranks, which found less memory
                 self._fail(request, error)
 
+    def await_planning(self) -> None:
+        """Wait while it is too early to plan a step ahead: a request that is added after this can be part of it."""
+        if self._swap is None:
+            self._under_way.await_planning()
+
     def step(self) -> tuple[Event, ...]:
         """Admit, schedule, launch, settle, emit.
 
@@ -236,12 +243,11 @@ class Engine:
         Raises:
             ExecutorDied: the ranks are lost; call ``lose_ranks`` or ``fail_all`` next.
         """
-        began = self._clock()
-        self._expire(began)
+        self.expire()
         if self._swap is not None:
             while self._under_way:
                 self._settle()
-            if self._is_due(self._swap, began):
+            if self._is_due(self._swap, self._clock()):
                 self._exchange_weights(self._swap)
         if not self._under_way:
             self._launch(self._clock())
@@ -259,11 +265,6 @@ class Engine:
             assert self._cache.pool.num_used == 0, f"{self._cache.pool.num_used} blocks are held and no request is alive"
 
     # A step's parts.
-
-    def _expire(self, now: float) -> None:
-        while (request := self._registry.overdue(now)) is not None:
-            where = "while it waited in the queue" if request.started_seconds is None else "while it ran"
-            self._fail(request, DeadlineExpired(f"the request's deadline passed {where}"))
 
     def _is_due(self, swap: Swap, now: float) -> bool:
         """Whether no request holds the exchange up; what has had its time ends."""

@@ -103,6 +103,10 @@ class Executor(Protocol):
         """
         ...
 
+    def wait(self, seconds: float) -> None:
+        """Wait until the result that ``collect`` would give is there, or the ranks are lost; at most so many seconds."""
+        ...
+
     def collect(self) -> StepResult:
         """Wait for the result of the oldest step that was launched and not collected.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,6 +17,12 @@ _WORTH = 0.01
 step more: where steps are long it would be the one who pays, for next to nothing."""
 _WEIGHT = 0.125
 """How much the latest step counts in the running means."""
+_LATELY = 16
+"""Steps of each size of which the shortest tells how long the next one takes at least."""
+_LEAD_SECONDS = 0.002
+"""A step is planned so long before the one under way can end, and ``_LEADS`` more."""
+_LEADS = (4.0, 0.1)
+"""So many times what the ranks would wait without a plan, and this share of a step."""
 
 
 @dataclass(slots=True)
@@ -24,6 +30,8 @@ class _Step:
     plan: StepPlan
     began: float
     """On the engine's clock: when it began to be planned."""
+    size: int
+    """Of its positions, by powers of two: steps of one size take about as long."""
 
 
 class UnderWay:
@@ -51,6 +59,10 @@ class UnderWay:
         """Seconds from an answer to the next launch, lately."""
         self._each = 0.0
         """Seconds of a step, lately."""
+        self._computing = 0.0
+        """When the ranks had nothing else to do any more than the oldest step."""
+        self._took: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_LATELY))
+        """By a step's size: for how long the ranks computed, lately."""
         self.totals = StepTotals()
 
     def __len__(self) -> int:
@@ -64,6 +76,26 @@ class UnderWay:
         """
         return self._may_run_ahead and len(self._steps) == 1 and self._between >= _WORTH * self._each
 
+    @property
+    def spare_seconds(self) -> float:
+        """For how long the step after the one under way need not be planned yet: a request that comes meanwhile is in it.
+
+        Where steps of its size took the ranks longer lately; else the step is planned at once.
+        """
+        if not self.pays_ahead or not (took := self._took.get(self._steps[0].size)):
+            return 0.0
+        shortest, (waits, share) = min(took), _LEADS
+        lead = _LEAD_SECONDS + waits * self._between + share * shortest
+        return max(0.0, self._computing + shortest - lead - self._clock())
+
+    def await_planning(self) -> None:
+        """Wait for ``spare_seconds``, or until the ranks have answered."""
+        if (seconds := self.spare_seconds) > 0.0:
+            began = self._clock()
+            self._executor.wait(seconds)
+            if self._collected is not None:  # nothing was done here meanwhile for which ranks would have to wait
+                self._collected += self._clock() - began
+
     def launch(self, plan: StepPlan, began: float) -> None:
         """Give the ranks a step, which began to be planned at ``began``.
 
@@ -71,7 +103,9 @@ class UnderWay:
             ExecutorDied: the ranks are lost.
         """
         self._executor.launch(plan)
-        self._steps.append(_Step(plan, began))
+        if not self._steps:
+            self._computing = self._clock()
+        self._steps.append(_Step(plan, began, sum(span.count for span in plan.spans).bit_length()))
         if self._collected is not None:
             self._between += _WEIGHT * (self._clock() - self._collected - self._between)
             self._collected = None
@@ -82,10 +116,12 @@ class UnderWay:
         Raises:
             ExecutorDied: the ranks are lost, or the result does not answer the plan.
         """
-        plan = self._steps[0].plan
+        step = self._steps[0]
         result = self._executor.collect()
         self._collected = self._clock()
-        return plan, result, check_result(plan, result, vocab_size)
+        self._took[step.size].append(self._collected - self._computing)
+        self._computing = self._collected
+        return step.plan, result, check_result(step.plan, result, vocab_size)
 
     def end(self, *, goes_on: bool) -> None:
         """The result of the oldest step was applied.

@@ -110,6 +110,7 @@ class EngineThread:
         self._looked_seconds = self._clock()
         try:
             while True:
+                engine.await_planning()
                 self._take_commands(engine)
                 self._looked_seconds = self._clock()
                 if should_leave():

@@ -29,6 +29,10 @@ class RankGroup(Protocol):
         """See ``serve.engine.executor.Executor``."""
         ...
 
+    def wait(self, seconds: float) -> None:
+        """See ``serve.engine.executor.Executor``."""
+        ...
+
     def collect(self) -> StepResult:
         """See ``serve.engine.executor.Executor``."""
         ...

@@ -45,7 +45,7 @@ class StepWatch:
 
     A step that was launched while another was under way is in progress once that one is collected.
 
-    ``launch``, ``collect`` and ``execute`` belong to the engine's thread; everything else may be called from another.
+    ``launch``, ``wait``, ``collect`` and ``execute`` belong to the engine's thread; everything else may be called from another.
     """
 
     def __init__(self, executor: Executor, config: SupervisorConfig, clock: Callable[[], float]) -> None:
@@ -69,6 +69,10 @@ class StepWatch:
         if self._step is None:
             self._begin_next()
         self._executor.launch(plan)
+
+    def wait(self, seconds: float) -> None:
+        """See ``serve.engine.executor.Executor``."""
+        self._executor.wait(seconds)
 
     def collect(self) -> StepResult:
         """See ``serve.engine.executor.Executor``."""

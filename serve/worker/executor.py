@@ -13,7 +13,6 @@ import subprocess
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
 from typing import Final
 
 from host import limits
@@ -23,8 +22,9 @@ from serve.engine.plan import StepPlan, StepResult
 from serve.errors import RankStartError
 from serve.worker import wire
 from serve.worker.preparation import Preparation
+from serve.worker.rank import Rank
 from serve.worker.rank_output import RankOutput
-from serve.worker.rank_process import NewRank, ProgramStarter, RankProcess, RankStarter, RemoteProcess, rank_environment
+from serve.worker.rank_process import NewRank, ProgramStarter, RankStarter, rank_environment
 from serve.worker.vitals import Vitals, furthest_behind, stalled
 
 _REAP_SECONDS: Final = 10.0
@@ -38,26 +38,11 @@ _LOOK_SECONDS: Final = 0.5
 _log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class _Rank:
-    """One rank's process and our ends of its three sockets."""
-
-    number: int
-    process: RankProcess
-    steps: socket.socket
-    orders: socket.socket
-    pulse: socket.socket
-    started: float
-    """Monotonic time."""
-    vitals: Vitals
-    output: RankOutput
-
-
 class RankExecutor:
     """A group of ranks that live and die together.
 
-    ``start``, ``launch``, ``collect`` and ``execute`` belong to one thread; everything else may be called from another.
-    The thread that calls ``start`` must outlive the ranks: the kernel ends them with it.
+    ``start``, ``launch``, ``wait``, ``collect`` and ``execute`` belong to one thread, which must outlive the ranks: the kernel
+    ends them with it. Everything else may be called from another.
     """
 
     def __init__(self, config: ServerConfig, starter: RankStarter | None = None) -> None:
@@ -68,7 +53,7 @@ class RankExecutor:
         """
         self._config = config
         self._starter = starter or ProgramStarter()
-        self._ranks: list[_Rank] = []
+        self._ranks: list[Rank] = []
         self._answers = config.model.num_ranks - config.model.tensor_parallel_size
         """The rank that has the results: the first of the last stage."""
         self._under_way: deque[int] = deque()
@@ -123,7 +108,7 @@ class RankExecutor:
             for descriptor in files:
                 os.close(descriptor)
 
-    def _spawn(self, number: int, size: int, rendezvous: int, shared: int) -> _Rank:
+    def _spawn(self, number: int, size: int, rendezvous: int, shared: int) -> Rank:
         ours, theirs = socket.socketpair()
         our_orders, their_orders = socket.socketpair()
         our_pulse, their_pulse = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -148,7 +133,8 @@ class RankExecutor:
         our_pulse.setblocking(False)
         now = time.monotonic()
         _log.info("rank %d started: process %d", number, process.pid)
-        return _Rank(number, process, ours, our_orders, our_pulse, now, Vitals(number, process.pid, our_pulse, now), output)
+        vitals = Vitals(number, process.pid, our_pulse, now)
+        return Rank(number, process, ours, our_orders, our_pulse, now, vitals, output, self._kills_before)
 
     def _unless_closed(self) -> None:
         if self._closed:
@@ -186,11 +172,11 @@ class RankExecutor:
             raise min(failures, key=lambda failure: not failure.configured).error()
         return dataclasses.replace(facts[0], gpus=tuple(gpu for number in sorted(facts) for gpu in facts[number].gpus))
 
-    def _lost_while_it_started(self, rank: _Rank) -> str:
+    def _lost_while_it_started(self, rank: Rank) -> str:
         """What became of a rank whose connection has gone: the kernel closes that a moment before the dead can be collected."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             rank.process.wait(_LOSS_SECONDS)
-        return f"rank {rank.number} ended while it started: {self._how_it_ended(rank)}"
+        return f"rank {rank.number} ended while it started: {rank.how_it_ended()}"
 
     def launch(self, plan: StepPlan) -> None:
         """Send one plan to every rank.
@@ -210,6 +196,11 @@ class RankExecutor:
         except wire.ConnectionLost as error:
             raise self._died(error) from error
         self._under_way.append(plan.step)
+
+    def wait(self, seconds: float) -> None:
+        """See ``serve.engine.executor.Executor``."""
+        if self._under_way and not self._received:
+            wire.await_message(self._ranks[self._answers].steps, seconds)
 
     def collect(self) -> StepResult:
         """Wait for the result of the oldest plan that was sent, from the first rank of the last stage.
@@ -291,10 +282,10 @@ class RankExecutor:
             dead = [(code, rank) for rank in self._ranks if (code := rank.process.poll()) is not None]
             self._listen()
         if dead:
-            _, first = min(dead, key=lambda each: (_comes_behind(*each), each[1].number))
+            _, first = min(dead, key=lambda each: (each[1].comes_behind(each[0]), each[1].number))
             words = first.vitals.last_words
-            for_memory = self._killed_for_memory(first) or (words is not None and words.kind == "memory")
-            return Loss(f"rank {first.number} died: {self._how_it_ended(first)}", "memory" if for_memory else "died")
+            for_memory = first.killed_for_memory() or (words is not None and words.kind == "memory")
+            return Loss(f"rank {first.number} died: {first.how_it_ended()}", "memory" if for_memory else "died")
         limit = self._config.supervisor.heartbeat_timeout_seconds
         for number, age in enumerate(self.heartbeat_ages()):
             if age > limit:
@@ -342,8 +333,8 @@ class RankExecutor:
             self._closed = True
             self._end(self._ranks)
 
-    def _end(self, ranks: list[_Rank]) -> None:
-        ended = {rank.number: self._how_it_ended(rank) for rank in ranks if rank.process.poll() is not None}
+    def _end(self, ranks: list[Rank]) -> None:
+        ended = {rank.number: rank.how_it_ended() for rank in ranks if rank.process.poll() is not None}
         for rank in ranks:
             if rank.process.poll() is None:
                 rank.process.kill()  # also ends a frozen one
@@ -358,7 +349,7 @@ class RankExecutor:
                 end.close()
 
     @staticmethod
-    def _collect(rank: _Rank, how: str) -> None:
+    def _collect(rank: Rank, how: str) -> None:
         """Wait for a killed process. One that waits in the kernel, for a device or a file system, may not die for long."""
         try:
             rank.process.wait(timeout=_REAP_SECONDS)
@@ -368,33 +359,3 @@ class RankExecutor:
         rank.output.wait()
         lived = time.monotonic() - rank.started
         _log.info("rank %d ended after %.1f s: %s (process %d)", rank.number, lived, how, rank.process.pid)
-
-    def _how_it_ended(self, rank: _Rank) -> str:
-        code = rank.process.poll()
-        if code is None:
-            return "it closed its connection"
-        if isinstance(rank.process, RemoteProcess) and rank.process.how:
-            return rank.process.how
-        if rank.vitals.last_words is not None:
-            return rank.vitals.last_words.sentence
-        if code >= 0:
-            return f"exit code {code}"
-        return self._killed_for_memory(rank) or f"signal {signal.Signals(-code).name}"
-
-    def _killed_for_memory(self, rank: _Rank) -> str | None:
-        """How the kernel took a rank's memory back, in words, where it did."""
-        if isinstance(rank.process, RemoteProcess) or rank.process.poll() != -signal.SIGKILL:
-            return None
-        return limits.killed_for_memory(self._kills_before)
-
-
-def _comes_behind(code: int, rank: _Rank) -> int:
-    """How far behind the first of all deaths a dead rank's own is likely to be.
-
-    Who loses its device says so. When it has gone, or one that a signal ended, others fail to exchange anything with it, and
-    end by themselves.
-    """
-    words = rank.vitals.last_words
-    if words is not None and words.kind != "exchange":
-        return 0
-    return 1 if code < 0 else 2

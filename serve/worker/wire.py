@@ -7,8 +7,10 @@ upgraded while it ran and the processes that it starts are of the new release.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import select
 import socket
 import struct
 from typing import Final, TypeVar
@@ -123,6 +125,14 @@ def send(connection: socket.socket, payload: bytes) -> None:
         connection.sendall(_LENGTH.pack(len(payload)) + payload)
     except OSError as error:
         raise ConnectionLost(str(error)) from error
+
+
+def await_message(connection: socket.socket, seconds: float) -> None:
+    """Wait until there is something to receive, or the other side is gone; at most so many seconds."""
+    looks = select.poll()
+    with contextlib.suppress(ValueError):  # closed by another thread, which ``receive`` tells
+        looks.register(connection, select.POLLIN)
+        looks.poll(1000 * seconds)
 
 
 def receive(connection: socket.socket) -> bytes:

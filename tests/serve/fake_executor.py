@@ -116,6 +116,9 @@ class Deferred:
         """See ``serve.engine.executor.Executor``."""
         vars(self).setdefault("launched", deque()).append(plan)
 
+    def wait(self, seconds: float) -> None:
+        """See ``serve.engine.executor.Executor``: what is asked for is computed when it is collected."""
+
     def collect(self) -> StepResult:
         """See ``serve.engine.executor.Executor``."""
         return self.execute(vars(self)["launched"].popleft())

@@ -23,14 +23,23 @@ class Taking(FakeExecutor):
         super().__init__(MODEL)
         self._clock = clock
         self._seconds = seconds
+        self._computed = 0.0
+        """For how long somebody has waited for the step in progress."""
+        self.waited: list[float] = []
         self.most_under_way = 0
 
     def launch(self, plan: StepPlan) -> None:
         super().launch(plan)
         self.most_under_way = max(self.most_under_way, len(vars(self)["launched"]))
 
+    def wait(self, seconds: float) -> None:
+        self.waited.append(seconds)
+        self._clock.now += seconds
+        self._computed += seconds
+
     def collect(self) -> StepResult:
-        self._clock.now += self._seconds
+        self._clock.now += self._seconds - self._computed
+        self._computed = 0.0
         return super().collect()
 
 
@@ -55,6 +64,50 @@ def test_steps_are_planned_ahead_where_the_ranks_would_wait_for_a_good_part_of_o
     go_on(engine, clock, 30, between)
     assert executor.most_under_way == ahead
     assert engine.stats().last_step is not None
+
+
+def late(engine: Engine, clock: Clock, steps: int, between: float) -> list[int]:
+    """The same by the engine's thread, which takes requests when it is late enough; returns the steps under way then."""
+    under_way = []
+    for _ in range(steps):
+        engine.await_planning()
+        under_way.append(len(engine._under_way))
+        engine.step()
+        clock.now += between
+    return under_way
+
+
+def test_a_step_is_planned_ahead_no_sooner_than_its_ranks_may_need_it() -> None:
+    """What comes while the ranks compute a step is part of the next one."""
+    clock = Clock()
+    executor = Taking(clock, 0.1)
+    engine = make_engine(MODEL, executor=executor, clock=clock, async_scheduling=True)
+    engine.add(make_request("runs", max_new=200))
+    late(engine, clock, 20, 0.002)
+    executor.waited.clear()
+    began = clock.now
+    assert late(engine, clock, 10, 0.002) == [1] * 10
+    assert clock.now - began == pytest.approx(10 * 0.1, rel=0.03), "the ranks waited for nobody"
+    assert len(executor.waited) == 10
+    assert all(0.06 < seconds < 0.09 for seconds in executor.waited), "most of a step, and some time before its end"
+
+    engine.await_planning()
+    engine.add(make_request("comes", prompt=(4, 5), max_new=5))
+    events = [*engine.step(), *engine.step()]
+    assert ids_of(events, "comes") == expected_tokens((4, 5), 1), "it waited for the step under way and for no other"
+
+
+def test_a_step_is_not_waited_for_where_none_of_its_size_was_seen() -> None:
+    clock = Clock()
+    executor = Taking(clock, 0.1)
+    engine = make_engine(MODEL, executor=executor, clock=clock, async_scheduling=True, max_step_tokens=64)
+    engine.add(make_request("runs", max_new=200))
+    late(engine, clock, 20, 0.002)
+    engine.add(make_request("long", prompt=tuple(range(1, 129)), max_new=2))
+    late(engine, clock, 1, 0.002)  # its first chunk is under way now
+    executor.waited.clear()
+    engine.await_planning()
+    assert executor.waited == []
 
 
 def test_time_in_which_nothing_was_asked_for_is_not_time_that_ranks_waited() -> None:

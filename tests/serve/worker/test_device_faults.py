@@ -14,12 +14,12 @@ from serve.engine.plan import Span, StepPlan
 from serve.errors import ConfigError
 from serve.model.load import Filler
 from serve.types import SequenceId
-from serve.worker import executor as executors
 from serve.worker import rank_loop, wire
 from serve.worker.device_faults import fault, step_fault, weights_that_do_not_fit
 from serve.worker.executor import RankExecutor
 from serve.worker.parallel import Ranks
 from serve.worker.progress import Progress
+from serve.worker.rank import Rank
 from serve.worker.vitals import PULSE, LastWords, Vitals
 from tests.serve.worker.family_worker import load
 from tests.support.models import save
@@ -184,7 +184,7 @@ def test_of_several_deaths_that_which_brought_the_others_is_named(
         if number in words:
             theirs.send(words[number].encode())
         vitals = Vitals(number, 0, ours, 0.0)
-        executor._ranks.append(executors._Rank(number, _Ended(code), ours, ours, ours, 0.0, vitals, None))
+        executor._ranks.append(Rank(number, _Ended(code), ours, ours, ours, 0.0, vitals, None, 0))
     executor._ready = True
     loss = executor.dead_rank()
     assert (loss, loss_reason(loss)) == (said, reason)

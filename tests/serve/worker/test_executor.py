@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import re
+import select
 import shutil
 import signal
 import socket
@@ -28,17 +29,20 @@ from serve.engine.executor import ExecutorDied, loss_reason
 from serve.engine.plan import Span, Start, StepPlan
 from serve.errors import ConfigError, RankStartError
 from serve.types import BlockId, SamplingParams, SequenceId
-from serve.worker import executor as executors
 from serve.worker import wire
 from serve.worker.executor import RankExecutor
 from serve.worker.loader import Stopwatch, load_rank
 from serve.worker.parallel import Ranks
+from serve.worker.rank import Rank
 from serve.worker.rank_output import RankOutput
 from serve.worker.rank_process import ForkStarter
 from serve.worker.vitals import Vitals
 from tests.support.kernels import cpu_kernels
 from tests.support.models import build, save
 from tests.support.shared_memory import abandoned, in_shared_memory
+
+CALL_SECONDS = 120.0
+"""No call takes so long."""
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +200,7 @@ def test_a_rank_that_cannot_be_killed_keeps_neither_the_step_nor_the_server(
     for number, ((steps, _), (orders, _), (pulse, _)) in enumerate(pairs):
         vitals, output = Vitals(number, 0, pulse, 0.0), RankOutput("serve.rank", number)
         output.handed_over()  # to nobody: its thread ends
-        executor._ranks.append(executors._Rank(number, Undying(), steps, orders, pulse, 0.0, vitals, output))
+        executor._ranks.append(Rank(number, Undying(), steps, orders, pulse, 0.0, vitals, output, 0))
     outcome: list[BaseException] = []
 
     def wait_for_ever() -> None:
@@ -215,6 +219,23 @@ def test_a_rank_that_cannot_be_killed_keeps_neither_the_step_nor_the_server(
     for pair in pairs:
         for _, theirs in pair:
             theirs.close()
+
+
+def test_who_waits_for_a_step_wakes_when_it_is_computed_and_when_the_ranks_are_closed(started: RankExecutor) -> None:
+    started.wait(math.inf)  # nothing is under way, so there is nothing to wait for
+    started.launch(_plan(0))
+    started.wait(CALL_SECONDS)
+    assert select.select([started._ranks[0].steps], [], [], 0)[0], "its result is there"
+    assert started.collect().step == 0
+    for rank in started._ranks:
+        rank.process.send_signal(signal.SIGSTOP)
+    started.launch(_plan(1))
+    waiting = threading.Thread(target=started.wait, args=(CALL_SECONDS,))
+    waiting.start()
+    started.close()
+    waiting.join(CALL_SECONDS / 2)
+    assert not waiting.is_alive()
+    started.wait(CALL_SECONDS)  # closed by now
 
 
 @contextmanager
@@ -254,7 +275,7 @@ def test_what_killed_a_rank_that_starts_is_told_though_its_connection_goes_first
     """The kernel closes a dead process's sockets before the process can be collected: the first look finds it alive."""
     executor = RankExecutor(_config(model, size=1))
 
-    def kill(rank: executors._Rank) -> None:
+    def kill(rank: Rank) -> None:
         monkeypatch.setattr(rank.process, "poll", lambda: rank.process.returncode)  # nothing collects it but a wait
         os.kill(rank.process.pid, signal.SIGKILL)
         _until(lambda: psutil.Process(rank.process.pid).status() == psutil.STATUS_ZOMBIE)
