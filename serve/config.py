@@ -216,6 +216,10 @@ class KernelsConfig:
     """Whether steps of one token of each sequence are captured when the ranks start, as CUDA graphs: ``auto`` does so on GPUs
     where a model can be, ``on`` refuses one that cannot, and on the CPU captures and replays them in plain torch, slowly."""
 
+    record_steps: bool = True
+    """Whether on the CPU steps of one token of each of few sequences are recorded as lists of kernels' calls and replayed,
+    without Python between the calls; nothing else changes by it."""
+
     cuda_graph_max_batch: int = 256
     """Sequences of the largest step that is captured, at most ``max_num_seqs``; larger ones are launched piece by piece."""
 

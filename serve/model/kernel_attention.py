@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from serve.model.attention import PLAIN, LayerCache, Rotary, ScoreRules, StepLayout
+from serve.model.recording import KINDS, Job, active
+
+_ATTENTION: Final = KINDS.index("attention")
 
 
 class _Step(ctypes.Structure):
@@ -63,7 +67,6 @@ class CpuKernelBackend:
         self._kernels.tessera_attend.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.POINTER(_Step))
         self._kernels.tessera_attend.restype = None
         self._max_rows = int(self._kernels.tessera_max_rows())
-        self._tiles: tuple[StepLayout, int, Tensor] | None = None
 
     def attend(
         self,
@@ -123,20 +126,25 @@ class CpuKernelBackend:
             scale,
             rules.softcap,
         )
-        self._kernels.tessera_attend(query_THD.dtype == torch.bfloat16, torch.get_num_threads(), ctypes.byref(step))
+        is_bf16 = query_THD.dtype == torch.bfloat16
+        self._kernels.tessera_attend(is_bf16, torch.get_num_threads(), ctypes.byref(step))
+        if (recorder := active()) is not None:
+            recorder.note(Job(_ATTENTION, is_bf16, None, ctypes.addressof(step)), step)
         return out_THD
 
     def _tiles_of(self, layout: StepLayout, tile_tokens: int) -> Tensor:
         """int32 [items, 3] of (row of its table, first token, tokens): the same for every layer of a step, so made once."""
-        if self._tiles is None or self._tiles[0] is not layout or self._tiles[1] != tile_tokens:
+        made = layout.made.get(tile_tokens)
+        if made is None:
             starts = layout.query_starts
             tiles = [
                 (row, first, min(tile_tokens, starts[i + 1] - first))
                 for i, row in enumerate(layout.table_rows)
                 for first in range(starts[i], starts[i + 1], tile_tokens)
             ]
-            self._tiles = (layout, tile_tokens, torch.tensor(tiles, dtype=torch.int32))
-        return self._tiles[2]
+            layout.made[tile_tokens] = made = torch.tensor(tiles, dtype=torch.int32)
+        assert isinstance(made, Tensor)
+        return made
 
 
 def _place(tensor: Tensor | None) -> int | None:

@@ -14,12 +14,16 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor, nn
 
+from serve.model.recording import KINDS, Job, active
 from serve.model.weight_memory import WeightMemory
 
 # Shapes.  M rows, over all leading dimensions   I input features   O output features
 
 Matmul = Callable[[Tensor], Tensor]
 """x [..., I] -> x @ weight.T [..., O], with bias and activation where the maker was given them."""
+
+
+_PRODUCT: Final = KINDS.index("product")
 
 
 class Product:
@@ -176,6 +180,12 @@ class _Own:
                 outputs,
                 inputs,
             )
+            if (recorder := active()) is not None:
+                job = Job(_PRODUCT, is_bf16, rows_MI.data_ptr(), None, packed.data_ptr())
+                job.bias = None if bias_O is None else bias_O.data_ptr()
+                job.out, job.rows, job.width, job.inputs = out_MO.data_ptr(), rows, outputs, inputs
+                job.x_stride, job.out_stride, job.activation = rows_MI.stride(0), outputs, kind
+                recorder.note(job)
             return out_MO.view(*x.shape[:-1], outputs)
 
         return matmul

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from serve.model.linear import ACTIVATIONS, Matmul, Packer, plain
+from serve.model.recording import KINDS, Job, active
 
 # Shapes.  O output features   I input features   G groups of inputs   P panels of 32 outputs
 
 BITS: Final = {"int8": 8, "int4": 4}
 """Values of ``model.quantization`` that round to whole numbers."""
+_QUANTIZED: Final = KINDS.index("quantized")
 _PANEL: Final = 32
 _ROWS_AT_ONCE: Final = 2048
 """Outputs that are rounded in one go: what they take in fp32 bounds the memory beside the weight itself."""
@@ -147,6 +149,13 @@ class _Own:
                 inputs,
                 group,
             )
+            if (recorder := active()) is not None:
+                job = Job(_QUANTIZED, is_bf16, rows_MI.data_ptr(), None, packed.data_ptr(), scales.data_ptr())
+                job.bias = None if bias_O is None else bias_O.data_ptr()
+                job.out, job.rows, job.width, job.inputs = out_MO.data_ptr(), rows, outputs, inputs
+                job.x_stride, job.out_stride, job.activation = rows_MI.stride(0), outputs, kind
+                job.bits, job.group = bits, group
+                recorder.note(job)
             return out_MO.view(*x.shape[:-1], outputs)
 
         return matmul

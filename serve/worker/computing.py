@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from typing import Final
 
 import torch
 from transformers import PreTrainedModel
@@ -21,6 +22,9 @@ from serve.model.quantized import quantizing_packer
 from serve.types import LengthRule
 
 _LOG = logging.getLogger(__name__)
+
+_MOST_RECORDED: Final = 32
+"""Sequences of the largest step that is recorded on the CPU."""
 
 
 def choose_linear(
@@ -63,6 +67,8 @@ def sizes_to_capture(
         ConfigError: they are asked for and cannot be captured.
     """
     wanted = config.kernels.cuda_graphs
+    if device.type == "cpu" and wanted != "on":
+        return _sizes_to_record(config, rule, attention)
     if wanted == "off" or (wanted == "auto" and device.type != "cuda"):
         return ()
     why = _obstacle(family, rule, model, device, attention)
@@ -74,6 +80,19 @@ def sizes_to_capture(
         _LOG.info("decoding steps are not captured: %s", why)
         return ()
     return graph_sizes(min(config.scheduler.max_num_seqs, config.kernels.cuda_graph_max_batch))
+
+
+def _sizes_to_record(config: ServerConfig, rule: LengthRule | None, attention: str) -> tuple[int, ...]:
+    """The same where kernels compute on the CPU: every number up to ``_MOST_RECORDED``; with more, Python's part is small."""
+    angles_come_from_host = rule is not None and rule.each_length
+    if (
+        not config.kernels.record_steps
+        or attention != "kernel"
+        or angles_come_from_host
+        or config.model.pipeline_parallel_size > 1
+    ):
+        return ()
+    return tuple(range(1, min(config.scheduler.max_num_seqs, _MOST_RECORDED) + 1))
 
 
 def _obstacle(family: Family, rule: LengthRule | None, model: PreTrainedModel, device: torch.device, attention: str) -> str:

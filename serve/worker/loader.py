@@ -29,7 +29,9 @@ from serve.model.kernels.build import built_for, load_cpu_kernels
 from serve.model.kernels.compiler import KernelUnavailable
 from serve.model.lean import call_leaves_directly
 from serve.model.load import Blueprint, Filler, build_on_meta, choose_dtype, read_config
+from serve.model.norms import compute_norms
 from serve.model.pretrained import vocabulary_rows
+from serve.model.recording import Steps
 from serve.model.shards import ShardOf
 from serve.model.stages import keep_stage
 from serve.types import LengthRule
@@ -81,6 +83,8 @@ class RankModel:
     """Reads the weights of another checkpoint of the same shapes."""
     survey: Survey
     """What the checkpoint was found to be."""
+    kernels: ctypes.CDLL | None = None
+    """The CPU kernels, where they apply."""
 
 
 class Stopwatch:
@@ -137,6 +141,8 @@ def load_rank(
     computing = (attention, linear, built_for(kernels))
     facts = dataclasses.replace(_facts(plan, blocks, config.cache.block_tokens, device, computing), checkpoint_step=step)
     facts = dataclasses.replace(facts, load_seconds=tuple(watch.phases))
+    if kernels is not None:
+        compute_norms(model, Steps(kernels))
     call_leaves_directly(model)
     rank_model = RankModel(
         sampling=choose_sampling(device, kernels),
@@ -151,6 +157,7 @@ def load_rank(
         stored=plan.blueprint.stored,
         filler=filler,
         survey=plan,
+        kernels=kernels,
     )
     if tried is not None:
         blocks = choose_blocks(plan, config, ranks, device, beside, None, steps_bytes=tried(rank_model, ranks))

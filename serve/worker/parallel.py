@@ -23,6 +23,7 @@ from serve.model.experts import cut_experts
 from serve.model.families import Family, Rows
 from serve.model.heads import HeadCut, Piece, Stage
 from serve.model.localise import cut_by_hand, localise
+from serve.model.recording import anew
 from serve.model.shards import ShardOf
 from serve.worker.progress import Progress
 from serve.worker.shared import SharedMemory
@@ -102,12 +103,15 @@ class Ranks:
     def sum_(self, tensor: Tensor) -> Tensor:
         """Sum over the ranks, in place."""
         if self.size > 1:
-            self._progress.mark()
-            if self._shared is not None and self._shared.takes(tensor):
-                self._shared.sum_(tensor)
-            else:
-                dist.all_reduce(tensor, group=self.group)
+            anew(self._sum, tensor)
         return tensor
+
+    def _sum(self, tensor: Tensor) -> None:
+        self._progress.mark()
+        if self._shared is not None and self._shared.takes(tensor):
+            self._shared.sum_(tensor)
+        else:
+            dist.all_reduce(tensor, group=self.group)
 
     def gather_columns(self, tensor_RV: Tensor, widths: tuple[int, ...]) -> Tensor | None:
         """The stage's rank 0 gets its ranks' columns side by side, [R, sum of widths]; the others get ``None``."""

@@ -16,6 +16,7 @@ from serve.worker.decode_inputs import DecodeInputs
 from serve.worker.drafting import Drafting
 from serve.worker.loader import RankModel
 from serve.worker.parallel import Ranks
+from serve.worker.recorded_steps import RecordedSteps
 from serve.worker.sampling.sampler import LaunchedPrompt, likeliest, prompt_logprobs, sample, wants_likeliest
 
 _HEAD_ROWS = 64
@@ -33,8 +34,10 @@ class Runner:
         if model.graph_sizes:
             by_length = facts.length_rule is not None
             inputs = DecodeInputs(model.graph_sizes, facts.max_model_len, facts.block_tokens, model.device, by_length=by_length)
-        self.graphs = None if inputs is None else DecodeGraphs(model, inputs)
+        self.graphs: DecodeGraphs | RecordedSteps | None = None
         """Captured decoding steps, where the model has some; without ``capture`` they are computed as all others are."""
+        if inputs is not None:
+            self.graphs = DecodeGraphs(model, inputs) if model.kernels is None else RecordedSteps(model, inputs)
         self._table = SequenceTable(facts.block_tokens, model.device, facts.length_rule, inputs)
         self._drafting = Drafting(draft, self._table, model, ranks)
 

@@ -19,7 +19,7 @@ _WAITS: Final = frozenset(
     ("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "unique_dim", "bincount")
 )
 """Operations whose result, or whose shape, the host must wait for."""
-_FROM_HOST: Final = frozenset(("lift_fresh", "lift_fresh_copy", "lift"))
+FROM_HOST: Final = frozenset(("lift_fresh", "lift_fresh_copy", "lift"))
 """What ``torch.tensor`` does: a copy from the host, in a captured step of numbers that never change again."""
 _FINE_STEP: Final = 16
 
@@ -137,7 +137,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         options = kwargs or {}
-        if waits_for_device(func, args) or func.overloadpacket.__name__ in _FROM_HOST:
+        if waits_for_device(func, args) or func.overloadpacket.__name__ in FROM_HOST:
             raise CaptureError(f"{func} cannot be captured: the host waits for the device, or hands it numbers of its own")
         out = func(*args, **options)
         given = {_place(leaf) for leaf in tree_leaves((args, options)) if isinstance(leaf, Tensor)}

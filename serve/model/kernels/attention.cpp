@@ -14,6 +14,9 @@
 #include <type_traits>
 #include <vector>
 
+#include <omp.h>
+
+#include "parts.h"
 #include "vectors.h"
 
 namespace {
@@ -268,47 +271,53 @@ void store_item(const Step& step, int64_t item) {
     }
 }
 
+// By all threads of the parallel region that it is called in.
 template <typename scalar, typename stored, int kD>
-void attend_all(const Step& step, int threads) {
+void attend_all(const Step& step) {
     const int64_t items = step.num_tiles * step.kv_heads;
     // With tiles enough for all threads, a thread takes all heads of a tile: their parts of a block lie side by side.
-    const int64_t chunk = step.num_tiles >= kTilesPerThread * threads ? step.kv_heads : 1;
-#pragma omp parallel num_threads(threads)
-    {
+    const int64_t chunk = step.num_tiles >= kTilesPerThread * omp_get_num_threads() ? step.kv_heads : 1;
 #pragma omp for schedule(static)
-        for (int64_t item = 0; item < step.tokens * step.kv_heads; ++item) store_item<scalar, stored>(step, item);
+    for (int64_t item = 0; item < step.tokens * step.kv_heads; ++item) store_item<scalar, stored>(step, item);
 #pragma omp for schedule(dynamic, chunk)
-        for (int64_t item = 0; item < items; ++item) attend_item<scalar, stored, kD>(step, item);
-    }
+    for (int64_t item = 0; item < items; ++item) attend_item<scalar, stored, kD>(step, item);
 }
 
 template <typename scalar, typename stored>
-void attend(const Step& step, int threads) {
+void attend_by(const Step& step) {
     if (step.block_tokens == kLanes) {
         switch (step.head_dim) {
-            case 16: return attend_all<scalar, stored, 16>(step, threads);
-            case 32: return attend_all<scalar, stored, 32>(step, threads);
-            case 64: return attend_all<scalar, stored, 64>(step, threads);
-            case 80: return attend_all<scalar, stored, 80>(step, threads);
-            case 96: return attend_all<scalar, stored, 96>(step, threads);
-            case 128: return attend_all<scalar, stored, 128>(step, threads);
-            case 256: return attend_all<scalar, stored, 256>(step, threads);
+            case 16: return attend_all<scalar, stored, 16>(step);
+            case 32: return attend_all<scalar, stored, 32>(step);
+            case 64: return attend_all<scalar, stored, 64>(step);
+            case 80: return attend_all<scalar, stored, 80>(step);
+            case 96: return attend_all<scalar, stored, 96>(step);
+            case 128: return attend_all<scalar, stored, 128>(step);
+            case 256: return attend_all<scalar, stored, 256>(step);
         }
     }
-    attend_all<scalar, stored, 0>(step, threads);
+    attend_all<scalar, stored, 0>(step);
 }
 
 }  // namespace
 
+void tessera::attend(const Job& job) {
+    const Step& step = *static_cast<const Step*>(job.y);
+    if (step.key_scales)
+        (job.is_bf16 ? attend_by<bf16, int8_t> : attend_by<float, int8_t>)(step);
+    else
+        (job.is_bf16 ? attend_by<bf16, bf16> : attend_by<float, float>)(step);
+}
+
 extern "C" {
 
-int tessera_kernel_version() { return 9; }
+int tessera_kernel_version() { return 10; }
 int tessera_max_rows() { return kMaxRows; }
 
 void tessera_attend(int is_bf16, int threads, const Step* step) {
-    if (step->key_scales)
-        (is_bf16 ? attend<bf16, int8_t> : attend<float, int8_t>)(*step, threads);
-    else
-        (is_bf16 ? attend<bf16, bf16> : attend<float, float>)(*step, threads);
+    tessera::Job job = {};
+    job.is_bf16 = is_bf16, job.y = step;
+#pragma omp parallel num_threads(threads)
+    tessera::attend(job);
 }
 }

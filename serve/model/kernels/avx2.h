@@ -4,6 +4,7 @@
 // Shapes.  M rows   I input features   O output features.  Panels of 32 outputs as linear.cpp and quantized.cpp say.
 #pragma once
 
+#include "parts.h"
 #include "products.h"
 
 #if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
@@ -11,7 +12,7 @@
 
 #include <immintrin.h>
 
-#include <memory>
+#include <vector>
 
 namespace {
 
@@ -188,8 +189,13 @@ struct Call {
     Activation activation;
     scalar* y;
     int64_t O, I;
-    int threads;
 };
+
+template <typename scalar>
+Call<scalar> call_of(const tessera::Job& job) {
+    return {static_cast<const scalar*>(job.x), job.rows,  job.x_stride, static_cast<const scalar*>(job.bias), Activation(job.activation),
+            static_cast<scalar*>(job.out),     job.width, job.inputs};
+}
 
 template <typename scalar>
 void finish(const Call<scalar>& call, int64_t p, int64_t m, int rows, float (*sums)[kPanel]) {
@@ -230,39 +236,38 @@ void widen_panel(const Weights& weights, int64_t I, float* wide) {
     }
 }
 
-// ``weights_of(p)`` gives the weights of a panel.
+// By all threads of the parallel region that it is called in. ``weights_of(p)`` gives the weights of a panel.
 template <typename scalar, typename Make>
 void multiply_rows(const Call<scalar>& call, const Make& weights_of) {
     constexpr bool is_wide = sizeof(scalar) == sizeof(float), is_narrow = decltype(weights_of(0))::kIsNarrow;
-    const int64_t panels = panels_of(call.O), most = call.M < kBlockRows ? call.M : kBlockRows;
-    const std::unique_ptr<float[]> inputs(is_wide ? nullptr : new float[size_t(most * call.I)]);
+    const int64_t panels = panels_of(call.O);
+    thread_local std::vector<float> inputs, scratch;
     for (int64_t m = 0; m < call.M; m += kBlockRows) {
         const int64_t rows = call.M - m < kBlockRows ? call.M - m : kBlockRows;
         const int64_t stride = is_wide ? call.stride : call.I;
-        const float* x = inputs.get();
+        const bool widens = is_narrow && rows > kFewRows;
+        if (widens && scratch.size() < size_t(call.I * kPanel)) scratch.resize(size_t(call.I * kPanel));
+        const float* x;
         if constexpr (is_wide) {
             x = call.x + m * stride;
-        } else {
-#pragma omp parallel for num_threads(call.threads) if (rows > kRows)
-            for (int64_t r = 0; r < rows; ++r) widen(call.x + (m + r) * call.stride, inputs.get() + r * call.I, call.I);
+        } else {  // each thread for itself: next to nothing beside the products, and nobody waits
+            if (inputs.size() < size_t(rows * call.I)) inputs.resize(size_t(rows * call.I));
+            for (int64_t r = 0; r < rows; ++r) widen(call.x + (m + r) * call.stride, inputs.data() + r * call.I, call.I);
+            x = inputs.data();
         }
-#pragma omp parallel num_threads(call.threads)
-        {
-            const bool widens = is_narrow && rows > kFewRows;
-            const std::unique_ptr<float[]> scratch(widens ? new float[size_t(call.I * kPanel)] : nullptr);
+        float* const wide = scratch.data();
 // Dynamic, since another thread of the machine may hold one of ours up: the others then take over its panels.
 #pragma omp for schedule(dynamic, 4)
-            for (int64_t p = 0; p < panels; ++p) {
-                const auto weights = weights_of(p);
-                if constexpr (is_narrow) {
-                    if (widens) {
-                        widen_panel(weights, call.I, scratch.get());
-                        panel_times_all(widened(weights, scratch.get()), call, p, m, rows, x, stride);
-                        continue;
-                    }
+        for (int64_t p = 0; p < panels; ++p) {
+            const auto weights = weights_of(p);
+            if constexpr (is_narrow) {
+                if (widens) {
+                    widen_panel(weights, call.I, wide);
+                    panel_times_all(widened(weights, wide), call, p, m, rows, x, stride);
+                    continue;
                 }
-                panel_times_all(weights, call, p, m, rows, x, stride);
             }
+            panel_times_all(weights, call, p, m, rows, x, stride);
         }
     }
 }

@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "avx2.h"
+#include "parts.h"
 
 namespace {
 
@@ -117,12 +118,13 @@ void panel_times_rows(const typename kind::number* panel, const typename kind::n
     }
 }
 
+// By all threads of the parallel region that it is called in.
 template <typename kind>
 void linear(const typename kind::number* x, int64_t M, int64_t stride, const typename kind::number* packed,
-            const typename kind::number* bias, Activation activation, typename kind::number* y, int64_t O, int64_t I, int threads) {
+            const typename kind::number* bias, Activation activation, typename kind::number* y, int64_t O, int64_t I) {
     const int64_t panels = panels_of(O), blocks = (M + kBlockRows - 1) / kBlockRows;
 // Dynamic, since another thread of the machine may hold one of ours up: the others then take over its panels.
-#pragma omp parallel for schedule(dynamic, 4) num_threads(threads)
+#pragma omp for schedule(dynamic, 4)
     for (int64_t item = 0; item < blocks * panels; ++item) {
         const int64_t p = item / blocks, first = item % blocks * kBlockRows;
         const int64_t end = first + kBlockRows < M ? first + kBlockRows : M;
@@ -150,6 +152,29 @@ void linear(const typename kind::number* x, int64_t M, int64_t stride, const typ
 
 }  // namespace
 
+void tessera::multiply([[maybe_unused]] const Job& job) {
+#ifdef __AVX512F__
+    const auto by = [&](auto kind) {
+        typedef typename decltype(kind)::number number;
+        linear<decltype(kind)>(static_cast<const number*>(job.x), job.rows, job.x_stride, static_cast<const number*>(job.weight),
+                               static_cast<const number*>(job.bias), Activation(job.activation), static_cast<number*>(job.out),
+                               job.width, job.inputs);
+    };
+    if (!job.is_bf16) by(Fp32{});
+#endif
+#ifdef TESSERA_BF16_LANES
+    if (job.is_bf16) by(Bf16{});
+#endif
+#ifdef TESSERA_AVX2
+    const int64_t panel = kPanel * job.inputs;
+    if (job.is_bf16)
+        multiply_rows(call_of<bf16>(job),
+                      [&](int64_t p) { return PlainBf16{static_cast<const uint16_t*>(job.weight) + p * panel}; });
+    else
+        multiply_rows(call_of<float>(job), [&](int64_t p) { return PlainFp32{static_cast<const float*>(job.weight) + p * panel}; });
+#endif
+}
+
 extern "C" {
 
 int tessera_linear_supported([[maybe_unused]] int is_bf16) {
@@ -173,25 +198,10 @@ void tessera_linear_pack(int is_bf16, int threads, const void* plain, void* pack
 // x is [M, I] with rows ``stride`` apart; in bf16 I must be even. y is [M, O], contiguous.
 void tessera_linear(int is_bf16, int threads, const void* x, int64_t M, int64_t stride, const void* packed, const void* bias,
                     int activation, void* y, int64_t O, int64_t I) {
-#ifdef __AVX512F__
-    if (!is_bf16)
-        linear<Fp32>(static_cast<const float*>(x), M, stride, static_cast<const float*>(packed), static_cast<const float*>(bias),
-                     Activation(activation), static_cast<float*>(y), O, I, threads);
-#endif
-#ifdef TESSERA_BF16_LANES
-    if (is_bf16)
-        linear<Bf16>(static_cast<const uint16_t*>(x), M, stride, static_cast<const uint16_t*>(packed),
-                     static_cast<const uint16_t*>(bias), Activation(activation), static_cast<uint16_t*>(y), O, I, threads);
-#endif
-#ifdef TESSERA_AVX2
-    if (is_bf16)
-        multiply_rows(Call<bf16>{static_cast<const bf16*>(x), M, stride, static_cast<const bf16*>(bias), Activation(activation),
-                                 static_cast<bf16*>(y), O, I, threads},
-                      [&](int64_t p) { return PlainBf16{static_cast<const uint16_t*>(packed) + p * kPanel * I}; });
-    else
-        multiply_rows(Call<float>{static_cast<const float*>(x), M, stride, static_cast<const float*>(bias), Activation(activation),
-                                  static_cast<float*>(y), O, I, threads},
-                      [&](int64_t p) { return PlainFp32{static_cast<const float*>(packed) + p * kPanel * I}; });
-#endif
+    tessera::Job job = {};
+    job.is_bf16 = is_bf16, job.x = x, job.rows = M, job.x_stride = stride, job.weight = packed, job.bias = bias;
+    job.activation = activation, job.out = y, job.width = job.out_stride = O, job.inputs = I;
+#pragma omp parallel num_threads(threads)
+    tessera::multiply(job);
 }
 }

@@ -154,29 +154,27 @@ void panel_times_all(Weights weights, const Layer& layer, int64_t p, const typen
 #undef TESSERA_ROWS
 }
 
+// By all threads of the parallel region that it is called in.
 template <typename kind, int bits>
-void multiply(const Layer& layer, const typename kind::number* x, int64_t M, int64_t stride, typename kind::number* y, int threads) {
+void multiply(const Layer& layer, const typename kind::number* x, int64_t M, int64_t stride, typename kind::number* y) {
     const int64_t panels = panels_of(layer.O), blocks = (M + kBlockRows - 1) / kBlockRows;
     constexpr int64_t step = kind::kInputs;
-#pragma omp parallel num_threads(threads)
-    {
-        std::unique_ptr<typename kind::number[]> scratch(M > kRows ? new typename kind::number[size_t(layer.I * kPanel)] : nullptr);
+    std::unique_ptr<typename kind::number[]> scratch(M > kRows ? new typename kind::number[size_t(layer.I * kPanel)] : nullptr);
 #pragma omp for schedule(dynamic, 4)
-        for (int64_t item = 0; item < blocks * panels; ++item) {
-            const int64_t p = item / blocks, first = item % blocks * kBlockRows;
-            const int64_t end = first + kBlockRows < M ? first + kBlockRows : M;
-            const Narrow<kind, bits> narrow{layer.packed + p * kPanel * layer.I * bits / 8};
-            if (end - first <= kRows) {
-                panel_times_all<kind>(narrow, layer, p, x, first, end, stride, y);
-                continue;
-            }
-            __m512 w[2];
-            for (int64_t i = 0; i < layer.I; i += step) {
-                narrow.at(i, w);
-                for (int h = 0; h < 2; ++h) _mm512_storeu_ps(scratch.get() + i * kPanel + h * kPanel / 2 * step, w[h]);
-            }
-            panel_times_all<kind>(Wide<kind>{scratch.get()}, layer, p, x, first, end, stride, y);
+    for (int64_t item = 0; item < blocks * panels; ++item) {
+        const int64_t p = item / blocks, first = item % blocks * kBlockRows;
+        const int64_t end = first + kBlockRows < M ? first + kBlockRows : M;
+        const Narrow<kind, bits> narrow{layer.packed + p * kPanel * layer.I * bits / 8};
+        if (end - first <= kRows) {
+            panel_times_all<kind>(narrow, layer, p, x, first, end, stride, y);
+            continue;
         }
+        __m512 w[2];
+        for (int64_t i = 0; i < layer.I; i += step) {
+            narrow.at(i, w);
+            for (int h = 0; h < 2; ++h) _mm512_storeu_ps(scratch.get() + i * kPanel + h * kPanel / 2 * step, w[h]);
+        }
+        panel_times_all<kind>(Wide<kind>{scratch.get()}, layer, p, x, first, end, stride, y);
     }
 }
 
@@ -196,6 +194,27 @@ void multiply_whole(const Call<scalar>& call, const void* packed, const void* sc
 #endif
 
 }  // namespace
+
+void tessera::multiply_quantized([[maybe_unused]] const Job& job) {
+#ifdef __AVX512F__
+    const Layer layer{static_cast<const uint8_t*>(job.weight), static_cast<const float*>(job.scales), job.bias,
+                      Activation(job.activation), job.width, job.inputs, job.group};
+    if (!job.is_bf16)
+        (job.bits == 8 ? ::multiply<FromFp32, 8> : ::multiply<FromFp32, 4>)(layer, static_cast<const float*>(job.x), job.rows, job.x_stride,
+                                                                        static_cast<float*>(job.out));
+#endif
+#ifdef __AVX512BF16__
+    if (job.is_bf16)
+        (job.bits == 8 ? ::multiply<FromBf16, 8> : ::multiply<FromBf16, 4>)(layer, static_cast<const uint16_t*>(job.x), job.rows,
+                                                                        job.x_stride, static_cast<uint16_t*>(job.out));
+#endif
+#ifdef TESSERA_AVX2
+    if (job.is_bf16)
+        (job.bits == 8 ? multiply_whole<8, bf16> : multiply_whole<4, bf16>)(call_of<bf16>(job), job.weight, job.scales, job.group);
+    else
+        (job.bits == 8 ? multiply_whole<8, float> : multiply_whole<4, float>)(call_of<float>(job), job.weight, job.scales, job.group);
+#endif
+}
 
 extern "C" {
 
@@ -222,32 +241,13 @@ int tessera_linear_quantized_together([[maybe_unused]] int is_bf16) {
 
 // x is [M, I] with rows ``stride`` apart; ``group`` is even. y is [M, O], contiguous. ``bits`` is 8 or 4.
 // Supported where ``tessera_linear_quantized_supported`` says so.
-void tessera_linear_quantized([[maybe_unused]] int is_bf16, [[maybe_unused]] int bits, [[maybe_unused]] int threads,
-                              [[maybe_unused]] const void* x, [[maybe_unused]] int64_t M, [[maybe_unused]] int64_t stride,
-                              [[maybe_unused]] const void* packed, [[maybe_unused]] const void* scales,
-                              [[maybe_unused]] const void* bias, [[maybe_unused]] int activation, [[maybe_unused]] void* y,
-                              [[maybe_unused]] int64_t O, [[maybe_unused]] int64_t I, [[maybe_unused]] int64_t group) {
-#ifdef __AVX512F__
-    const Layer layer{static_cast<const uint8_t*>(packed), static_cast<const float*>(scales), bias, Activation(activation), O, I, group};
-    if (!is_bf16)
-        (bits == 8 ? multiply<FromFp32, 8> : multiply<FromFp32, 4>)(layer, static_cast<const float*>(x), M, stride,
-                                                                    static_cast<float*>(y), threads);
-#endif
-#ifdef __AVX512BF16__
-    if (is_bf16)
-        (bits == 8 ? multiply<FromBf16, 8> : multiply<FromBf16, 4>)(layer, static_cast<const uint16_t*>(x), M, stride,
-                                                                    static_cast<uint16_t*>(y), threads);
-#endif
-#ifdef TESSERA_AVX2
-    if (is_bf16) {
-        const Call<bf16> call{static_cast<const bf16*>(x), M, stride, static_cast<const bf16*>(bias), Activation(activation),
-                              static_cast<bf16*>(y), O, I, threads};
-        (bits == 8 ? multiply_whole<8, bf16> : multiply_whole<4, bf16>)(call, packed, scales, group);
-    } else {
-        const Call<float> call{static_cast<const float*>(x), M, stride, static_cast<const float*>(bias), Activation(activation),
-                               static_cast<float*>(y), O, I, threads};
-        (bits == 8 ? multiply_whole<8, float> : multiply_whole<4, float>)(call, packed, scales, group);
-    }
-#endif
+void tessera_linear_quantized(int is_bf16, int bits, int threads, const void* x, int64_t M, int64_t stride, const void* packed,
+                              const void* scales, const void* bias, int activation, void* y, int64_t O, int64_t I, int64_t group) {
+    tessera::Job job = {};
+    job.is_bf16 = is_bf16, job.bits = bits, job.x = x, job.rows = M, job.x_stride = stride, job.weight = packed;
+    job.scales = scales, job.bias = bias, job.activation = activation, job.out = y, job.width = job.out_stride = O;
+    job.inputs = I, job.group = group;
+#pragma omp parallel num_threads(threads)
+    tessera::multiply_quantized(job);
 }
 }

@@ -1,0 +1,31 @@
+// One kernel's call as a value, and the kernels as parts of a parallel region: every thread of the region calls them with the same
+// job, and none returns before all have done theirs.
+#pragma once
+
+#include <cstdint>
+
+namespace tessera {
+
+// ``KINDS`` of serve/model/recording.py.
+enum Kind : int64_t { kProduct, kQuantized, kAttention, kAdd, kMultiply, kLayerNorm, kRmsNorm, kLookUp };
+
+// ``Job`` of serve/model/recording.py. What a field means beyond its name: where the kind's own function is.
+struct Job {
+    int64_t kind, is_bf16;
+    const void* x;       // [rows, width or inputs], rows ``x_stride`` numbers apart
+    const void* y;       // the other summand or factor, ``y_stride`` apart; of attention its ``Step``, of a look-up int64 [rows]
+    const void* weight;  // packed for products, of a norm [width], of a look-up the table
+    const void* scales;  // of quantized weights
+    const void* bias;
+    void* out;           // rows ``out_stride`` apart
+    int64_t rows, width, inputs, x_stride, y_stride, out_stride;
+    int64_t activation;  // of a product; of an RMSNorm how it is rounded
+    int64_t bits, group; // of quantized weights
+    double epsilon;
+};
+
+void multiply(const Job& job);            // linear.cpp
+void multiply_quantized(const Job& job);  // quantized.cpp
+void attend(const Job& job);              // attention.cpp
+
+}  // namespace tessera

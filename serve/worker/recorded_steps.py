@@ -1,0 +1,129 @@
+"""Steps of one token of each of few sequences on the CPU, recorded once for each number of sequences and replayed."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from serve.model.attention import StepLayout
+from serve.model.cuda.graphs import CaptureError
+from serve.model.recording import Program, Recorder, StepMemory, Steps
+from serve.worker.decode_inputs import DecodeInputs, DecodeStep
+from serve.worker.loader import RankModel
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A step's results."""
+
+    hidden_TE: Tensor
+    """Last hidden states; of a replay overwritten by the next one, of this number of rows or another."""
+    logits_TV: Tensor
+    """This rank's logits of every row in fp32; overwritten so, too."""
+
+
+@dataclass(slots=True)
+class _Size:
+    """What is known of the steps of so many rows."""
+
+    computed: bool = False
+    """Whether one was computed, by which all is there that is made on first use."""
+    program: Program | None = None
+    results: Computed | None = None
+    proven: bool = False
+    """Whether a replay gave what the same step gives without."""
+
+
+class RecordedSteps:
+    """Owns the recorded steps of one model.
+
+    The first step of so many rows is computed as all others are, the second is recorded while it is computed, the third is
+    replayed and computed beside that: from the fourth on it is replayed, if both gave the same bits. A model whose step cannot
+    be recorded goes on as before, and the log says so once. What ranks exchange they exchange in the same order each way.
+    """
+
+    def __init__(self, model: RankModel, inputs: DecodeInputs) -> None:
+        assert model.kernels is not None, "kernels' calls are what is replayed"
+        self._model = model
+        self._inputs = inputs
+        self._steps = Steps(model.kernels)
+        self._memory = StepMemory()
+        self._sizes: dict[int, _Size] = {}
+        self._begun = False
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Numbers of rows whose steps are replayed."""
+        return tuple(rows for rows, size in self._sizes.items() if size.proven)
+
+    def capture(self) -> None:
+        """Record steps from now on."""
+        self._begun = True
+
+    def forget(self) -> None:
+        """Give up all that was recorded: before weights are exchanged, whose addresses it holds."""
+        self._begun = False
+        self._sizes.clear()
+
+    def replay(self, layout: StepLayout) -> Computed | None:
+        """Compute the step whose inputs were filled; ``None`` where that is to be done as usual."""
+        rows = len(layout.table_rows)
+        step = self._inputs.steps.get(rows)
+        if not self._begun or step is None or step.layout is not layout:
+            return None
+        size = self._sizes.setdefault(rows, _Size())
+        if not size.computed:
+            size.computed = True
+            return None
+        if size.program is None:
+            return self._record(size, step)
+        size.program.replay()
+        assert size.results is not None, "results belong to the program"
+        return size.results if size.proven else self._prove(size, step)
+
+    def _record(self, size: _Size, step: DecodeStep) -> Computed | None:
+        try:
+            with Recorder(self._steps, self._memory) as recorder:
+                results = self._compute(step)
+        except CaptureError as error:
+            self._give_up(f"it cannot be recorded: {error}")
+            return None
+        size.program, size.results = recorder.program(), results
+        _log.debug(
+            "recorded a step of %d rows in %d parts; by torch: %s",
+            len(step.layout.table_rows),
+            size.program.parts,
+            ", ".join(sorted(recorder.torch_operations)) or "nothing",
+        )
+        return results
+
+    def _prove(self, size: _Size, step: DecodeStep) -> Computed:
+        """Compare a replay with the same step, computed once more: keys and values are written where they were."""
+        assert size.results is not None, "results belong to the program"
+        expected = self._compute(step)
+        size.proven = _same(size.results.hidden_TE, expected.hidden_TE) and _same(size.results.logits_TV, expected.logits_TV)
+        if not size.proven:
+            self._give_up("a replay gave other numbers")
+        return expected
+
+    def _give_up(self, why: str) -> None:
+        _log.warning(
+            "a %s's decoding step is computed by Python in every step, which is slower: %s", self._model.facts.family, why
+        )
+        self.forget()
+
+    def _compute(self, step: DecodeStep) -> Computed:
+        self._model.state.layout = step.layout
+        hidden_1TE = self._model.body(
+            input_ids=step.input_ids, position_ids=step.position_ids, use_cache=False, return_dict=True
+        ).last_hidden_state
+        return Computed(hidden_1TE[0], self._model.head(hidden_1TE)[0].float())
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    return bool(torch.equal(x, y) or torch.equal(x.nan_to_num(), y.nan_to_num()))
