@@ -33,7 +33,7 @@ class Captured:
     logits_TV: Tensor
     """This rank's logits of every row, in the model's type."""
     likeliest_2T: Tensor | None
-    """Of every row the likeliest token, and whether its logit is finite: int64, on the stage's rank 0."""
+    """The likeliest token of every row, and whether its logit is finite: int64, on the stage's rank 0."""
     gathering: Graph
     """Brings all ranks' logits to ``whole_TV``, for who wants more than the likeliest token; all ranks replay it."""
     whole_TV: Tensor | None

@@ -121,7 +121,7 @@ class Runner:
         return ([], []) if logits_RV is None else sample(logits_RV, states, self._model.sampling)
 
     def _sample_captured(self, captured: Captured, batch: Batch) -> tuple[list[Sampled], list[SequenceFault]]:
-        """The same of a captured step, which has found the likeliest tokens, and whose draws are captured, too."""
+        """What ``_sample`` gives, of a captured step: it has found the likeliest tokens, and its draws are captured, too."""
         rows, states = batch.sample_rows, batch.sampled
         if wants_likeliest(states):
             return ([], []) if captured.likeliest_2T is None else likeliest_answers(captured.likeliest_2T, rows, states)
