@@ -103,6 +103,11 @@ class TuneConfig:
             rule = "be none for pretrain: every stage keeps its own part on its device; add stages, or offload with `tune`"
             require(getattr(self.offload, name) == "none", f"offload.{name}", getattr(self.offload, name), rule)
         require(self.lora is None, "lora", "set", "be absent for pretrain; `tessera-finetune tune` trains adapters")
+        activations = self.activations
+        rule = "be auto or mask for pretrain, whose stages make a mask"
+        require(activations.packed_attention != "varlen", "activations.packed_attention", "varlen", rule)
+        rule = "be rows for pretrain, whose head is cut into pieces"
+        require(activations.loss == "rows", "activations.loss", activations.loss, rule)
         check_splittable(self.model)
 
     def _check_batch(self) -> None:

@@ -120,7 +120,7 @@ def forecast(
         speeds: of this machine, if measured; of hardware that is described they say nothing.
         process_bytes: host memory of one rank without a model, if measured; 0 takes the usual figure.
     """
-    facts = facts_of(config, hf_config, precision, on_gpu=hardware.device == "cuda")
+    facts = facts_of(config, hf_config, precision, on_gpu=hardware.device == "cuda", command=command)
     layout = layout_of(config, device=hardware.device, precision=precision, command=command)
     need = need_of(facts, layout)
     if pace is None and speeds is not None and is_measurable(config, hardware.device) and not hardware.described:

@@ -18,6 +18,8 @@ from finetune.forecast.follow import Trace, What, follow
 from finetune.forecast.work import Work
 from finetune.model.adapters import add_adapters
 from finetune.model.build import build_empty
+from finetune.model.loss import check_fused_loss
+from finetune.model.packed_attention import is_by_length
 from finetune.model.pretrained import head_of
 from finetune.model.recompute import recompute_blocks
 from finetune.optimizers.kinds import KINDS
@@ -83,16 +85,26 @@ class ModelFacts:
         return self.multiplied * (4 + 2 * share) + 12 * self.layers * self.hidden * seq_len
 
 
-def facts_of(config: TuneConfig, hf_config: PretrainedConfig, precision: str, *, on_gpu: bool) -> ModelFacts:
-    """Build the run's model on fake tensors, adapters and recomputation included, and follow one micro-batch through it."""
+def facts_of(
+    config: TuneConfig, hf_config: PretrainedConfig, precision: str, *, on_gpu: bool, command: str = "tune"
+) -> ModelFacts:
+    """Build the run's model on fake tensors, adapters and recomputation included, and follow one micro-batch through it.
+
+    Raises:
+        ConfigError: the run's attention or loss is asked for by name, and cannot be computed there.
+    """
+    device, packed = "cuda" if on_gpu else "cpu", packing_of(config) == "isolate"
+    by_length = packed and command == "tune" and is_by_length(config.activations.packed_attention, hf_config, device, precision)
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     if on_gpu:
         hf_config = _without_attention_dropout(hf_config)
     with torch.device("meta"):  # adapters move themselves to their layer's device, which fake tensors cannot follow
         model = build_empty(hf_config, dtype, nullcontext())
         wrapped = _prepared(model, config)
+    if config.activations.loss == "fused":
+        check_fused_loss(device, precision, model)
     whole_logits = config.activations.loss_rows == 0
-    trace, work = follow(wrapped, model, config, packed=packing_of(config) == "isolate", whole_logits=whole_logits)
+    trace, work = follow(wrapped, model, config, packed=packed, masked=packed and not by_length, whole_logits=whole_logits)
     trained = sum(p.numel() for p in wrapped.parameters() if p.requires_grad)
     every = [p.numel() for p in wrapped.parameters()]
     names = matrices_of(wrapped, config.algorithm)

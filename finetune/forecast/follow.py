@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, masking_utils
 
 from finetune.config import TuneConfig
 from finetune.forecast.work import Tally, Work
+from finetune.model.fused_loss import fused_rows
 from finetune.model.hooks import after_each_gradient
 from finetune.model.isolation import BY_MASK
 from finetune.model.loss import HeadLoss, chunk_rows, token_losses
@@ -55,26 +56,27 @@ Trace = tuple[Event, ...]
 
 
 def follow(
-    wrapped: nn.Module, model: PreTrainedModel, config: TuneConfig, *, packed: bool, whole_logits: bool
+    wrapped: nn.Module, model: PreTrainedModel, config: TuneConfig, *, packed: bool, masked: bool, whole_logits: bool
 ) -> tuple[Trace, Work]:
     """Follow one micro-batch through the model's forward and backward pass: what it holds, and what it computes.
 
     Args:
         wrapped: the model as it is trained, adapters included; its tensors are replaced by fake ones.
         packed: whether rows hold several samples that do not see each other.
+        masked: whether a mask keeps them apart. Attention by lengths takes the memory of rows of one sample each.
         whole_logits: whether the loss is taken from all logits at once.
     """
     with FakeTensorMode():
         _pretend(wrapped)
         seen = _Witness(wrapped)
         shape = (config.batch.micro, config.data.seq_len)
-        with seen, _loss_as_trained(model, config, packed, whole_logits) as chunked, _masks_as_trained(packed):
+        with seen, _loss_as_trained(model, config, packed, whole_logits) as chunked, _masks_as_trained(masked):
             inputs = torch.zeros(shape, dtype=torch.int64)
             targets = torch.zeros(shape, dtype=torch.int64)
             more: dict[str, torch.Tensor] = {}
             if packed:
                 more["position_ids"] = torch.zeros(shape, dtype=torch.int64)
-                if model.config.model_type in BY_MASK:
+                if masked and model.config.model_type in BY_MASK:
                     more["attention_mask"] = torch.ones(shape[0], 1, shape[1], shape[1], dtype=torch.bool)
             output = wrapped(input_ids=inputs, use_cache=False, **more).logits
             loss = output if chunked else token_losses(output, targets)
@@ -89,7 +91,7 @@ def follow(
 def _count_head(tally: Tally, model: PreTrainedModel, config: TuneConfig) -> None:
     weight = _head_of(model).weight
     count = config.batch.micro * config.data.seq_len
-    rows = min(count, config.activations.loss_rows or chunk_rows(count, len(weight)))
+    rows = _rows_at_once(config, count, weight)
     vocab, hidden = weight.shape
     tally.head(count, rows, hidden, vocab, trained=weight.requires_grad, width=weight.itemsize)
 
@@ -116,13 +118,13 @@ def _pretend(model: nn.Module) -> None:
 
 
 @contextmanager
-def _masks_as_trained(packed: bool) -> Iterator[None]:
+def _masks_as_trained(masked: bool) -> Iterator[None]:
     """Let transformers leave out the mask of rows that are one sample each.
 
     It looks at the positions for that, which fake tensors do not have, and would make the mask to be safe: a square for each
     row, kept by every layer.
     """
-    if packed:
+    if masked:
         yield
         return
     looks = masking_utils.find_packed_sequence_indices
@@ -140,17 +142,25 @@ def _loss_as_trained(model: PreTrainedModel, config: TuneConfig, packed: bool, w
         yield False
         return
     head = _head_of(model)
-    count = config.batch.micro * config.data.seq_len
-    rows = config.activations.loss_rows or chunk_rows(count, len(head.weight))
+    rows = _rows_at_once(config, config.batch.micro * config.data.seq_len, head.weight)
+    chosen = packed and config.activations.loss == "rows"
 
     def forward(input: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-            input.flatten(0, -2), head.weight, min(count, rows), packed
+            input.flatten(0, -2), head.weight, rows, chosen
         )
         return loss
 
     head.forward = forward  # type: ignore[method-assign]  # of this layer alone
     yield True
+
+
+def _rows_at_once(config: TuneConfig, count: int, weight_VH: torch.Tensor) -> int:
+    """Rows of logits that the loss of ``count`` targets has at once."""
+    vocab, hidden = weight_VH.shape
+    if config.activations.loss == "fused":
+        return fused_rows(count, vocab, hidden)
+    return min(count, config.activations.loss_rows or chunk_rows(count, vocab))
 
 
 def _head_of(model: PreTrainedModel) -> nn.Linear:

@@ -52,17 +52,20 @@ def check_isolation(config: PretrainedConfig, packing: str) -> None:
         )
 
 
-def forward_inputs(batch: Microbatch, config: PretrainedConfig, device: torch.device) -> dict[str, torch.Tensor | bool]:
+def forward_inputs(
+    batch: Microbatch, config: PretrainedConfig, device: torch.device, *, masked: bool = True
+) -> dict[str, torch.Tensor | bool]:
     """Keyword arguments of a causal language model's forward for ``batch``.
 
     Args:
         config: the model's transformers configuration.
+        masked: whether a mask keeps its samples apart, and not ``finetune.model.packed_attention``.
     """
     inputs: dict[str, torch.Tensor | bool] = {"input_ids": batch.inputs.to(device), "use_cache": False}
     if batch.segments is not None:
         segments = batch.segments.to(device)
         inputs["position_ids"] = positions_of(segments)
-        if config.model_type in BY_MASK:
+        if masked and config.model_type in BY_MASK:
             mask = mask_of(segments)
             # Eager attention adds the mask to its scores; the others take it as it is.
             eager = config._attn_implementation == "eager"

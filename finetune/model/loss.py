@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from finetune.data.targets import IGNORE_INDEX
+from finetune.errors import ConfigError
+from finetune.model.fused_loss import LigerLoss, fused_linear_cross_entropy, obstacle
 from finetune.model.pretrained import head_of
 
 _CHUNK_BYTES: Final = {"cpu": (16 << 20, 32 << 20), "cuda": (128 << 20, 256 << 20)}
@@ -43,19 +45,22 @@ class HeadLoss:
 
     Args:
         rows: target rows whose logits exist at once; ``None`` chooses, see ``chunk_rows``.
+        fused: what computes it instead.
     """
 
-    def __init__(self, model: PreTrainedModel, rows: int | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, rows: int | None = None, fused: LigerLoss | None = None) -> None:
         head = head_of(model)
         assert isinstance(head, nn.Linear), "supports() was asked before"
-        self._rows = rows
         self._targets_T: Tensor | None = None
         whole = head.forward
 
         def forward(input: Tensor) -> Tensor:
             if self._targets_T is None:
                 return whole(input)
-            return linear_cross_entropy(input.flatten(0, -2), head.weight, head.bias, self._targets_T, self._rows)
+            hidden_NH = input.flatten(0, -2)
+            if fused is not None:
+                return fused_linear_cross_entropy(hidden_NH, head.weight, head.bias, self._targets_T, fused)
+            return linear_cross_entropy(hidden_NH, head.weight, head.bias, self._targets_T, rows)
 
         head.forward = forward  # type: ignore[method-assign]  # of this layer alone
 
@@ -88,6 +93,19 @@ def linear_cross_entropy(
         hidden_NH, weight_VH, bias_V, targets_N, rows, torch.is_grad_enabled()
     )
     return loss
+
+
+def check_fused_loss(device: str, precision: str, model: PreTrainedModel) -> None:
+    """Refuse ``activations.loss: fused`` where it cannot be computed.
+
+    Raises:
+        ConfigError: names the key and the way out.
+    """
+    why = obstacle(device, precision)
+    if not why and not HeadLoss.supports(model):
+        why = f"a {model.config.model_type} model changes its logits after its output layer, or has none that is linear"
+    if why:
+        raise ConfigError(f"activations.loss is fused; {why}: choose rows")
 
 
 def chunk_rows(num_targets: int, vocab_size: int, device: str = "cpu") -> int:

@@ -178,6 +178,7 @@ def _engine(job: Job, hf_config: PretrainedConfig, fill: Fill, fill_adapters: Fi
         precision=job.precision,
         cpu_adam=job.cpu_adam,
         disk=disk,
+        isolated=job.prepared.packing == "isolate",
     )
 
 

@@ -15,28 +15,42 @@ from serve.model.attention import StepLayout
 from serve.model.cuda.graphs import CaptureError, CpuGraph, CudaGraph, Graph
 from serve.worker.decode_inputs import DecodeInputs, DecodeStep
 from serve.worker.loader import RankModel
+from serve.worker.parallel import Ranks
+from serve.worker.sampling.backend import SamplingBackend, TorchSampling
+from serve.worker.sampling.captured import CapturedSampling
+from serve.worker.sampling.sampler import first_columns, likeliest
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """One step that can be replayed."""
+    """One step that can be replayed. What is in its tensors is overwritten by each replay, of this size or another."""
 
     graph: Graph
     hidden_TE: Tensor
-    """Last hidden states, overwritten by each replay, of this size or another."""
+    """Last hidden states."""
     logits_TV: Tensor
-    """This rank's logits of every row, in the model's type; overwritten so, too."""
+    """This rank's logits of every row, in the model's type."""
+    likeliest_2T: Tensor | None
+    """The likeliest token of every row, and whether its logit is finite: int64, on the stage's rank 0."""
+    gathering: Graph
+    """Brings all ranks' logits to ``whole_TV``, for who wants more than the likeliest token; all ranks replay it."""
+    whole_TV: Tensor | None
+    """fp32, on the stage's rank 0."""
+    sampling: SamplingBackend
+    """Samples from the first rows of ``whole_TV``, there."""
 
 
 class DecodeGraphs:
     """Owns the captured steps of one model. All ranks capture the same sizes in the same order, the largest first."""
 
-    def __init__(self, model: RankModel, inputs: DecodeInputs) -> None:
+    def __init__(self, model: RankModel, inputs: DecodeInputs, ranks: Ranks) -> None:
         self._model = model
         self._inputs = inputs
+        self._ranks = ranks
         self._captured: dict[int, Captured] = {}
+        self._begins_S = first_columns(model.head_widths, model.device)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -52,13 +66,10 @@ class DecodeGraphs:
         """
         self.forget()
         began, make = time.monotonic(), _maker(self._model.device)
+        whole_TV = self.place_for_logits()
         for size in sorted(self._inputs.steps, reverse=True):
-            step = self._inputs.steps[size]
-            graph = make()
             try:
-                # Once before, so that all that is made on first use is there: tiles, compiled kernels, communicators.
-                self.compute(step)
-                hidden_TE, logits_TV = graph.capture(lambda step=step: self.compute(step))  # type: ignore[misc]  # bound now
+                self._captured[size] = self._capture(self._inputs.steps[size], make, whole_TV[:size])
             except torch.OutOfMemoryError as error:
                 raise StartError(
                     f"kernels.cuda_graph_max_batch: there is no memory left for a step of {size} rows beside weights and KV "
@@ -68,9 +79,38 @@ class DecodeGraphs:
                 raise StartError(
                     f"kernels.cuda_graphs: a step of {size} rows cannot be captured: {error}; --cuda-graphs off serves without"
                 ) from error
-            self._captured[size] = Captured(graph, hidden_TE, logits_TV)
         seconds = time.monotonic() - began
         _log.info("captured %d decoding steps, of up to %d rows, in %.1f s", len(self.sizes), self.sizes[0], seconds)
+
+    def _capture(self, step: DecodeStep, make: Callable[[], Graph], whole_TV: Tensor) -> Captured:
+        """``whole_TV``: see ``gather``."""
+        # Each once before, so that all that is made on first use is there: tiles, compiled kernels, communicators.
+        self.compute(step)
+        graph = make()
+        hidden_TE, logits_TV, *at_first = graph.capture(lambda: self.compute(step))
+        self.gather(logits_TV, whole_TV)
+        gathering = make()
+        gathering.capture(lambda: self.gather(logits_TV, whole_TV))
+        found = None if self._ranks.rank else whole_TV
+        return Captured(
+            graph=graph,
+            hidden_TE=hidden_TE,
+            logits_TV=logits_TV,
+            likeliest_2T=at_first[0] if at_first else None,
+            gathering=gathering,
+            whole_TV=found,
+            sampling=self._model.sampling if found is None else self._capture_draws(found, make),
+        )
+
+    def _capture_draws(self, whole_TV: Tensor, make: Callable[[], Graph]) -> SamplingBackend:
+        """What samples from these logits: as captured, or, where a device does not capture that, as ever."""
+        draws = CapturedSampling(whole_TV)
+        try:
+            draws.capture(make)
+        except CaptureError as error:
+            _log.warning("tokens are drawn after steps of %d rows, not captured with them: %s", len(whole_TV), error)
+            return self._model.sampling
+        return draws
 
     def forget(self) -> None:
         """Give up all that was captured: before weights are exchanged, whose addresses it holds."""
@@ -84,13 +124,28 @@ class DecodeGraphs:
         captured.graph.replay()
         return captured
 
-    def compute(self, step: DecodeStep) -> tuple[Tensor, Tensor]:
-        """The same, not captured: last hidden states, and this rank's logits."""
+    def compute(self, step: DecodeStep) -> tuple[Tensor, ...]:
+        """The same, not captured: last hidden states, this rank's logits, and on the stage's rank 0 ``likeliest_2T``."""
         self._model.state.layout = step.layout
         hidden_1TE = self._model.body(
             input_ids=step.input_ids, position_ids=step.position_ids, use_cache=False, return_dict=True
         ).last_hidden_state
-        return hidden_1TE[0], self._model.head(hidden_1TE)[0]
+        logits_TV = self._model.head(hidden_1TE)[0]
+        peaks_T, places_T = TorchSampling().peaks(logits_TV)
+        parts_TX = self._ranks.gather_columns(torch.stack((peaks_T.float(), places_T.float()), dim=1), (2,) * self._ranks.size)
+        return hidden_1TE[0], logits_TV, *([] if parts_TX is None else [likeliest(parts_TX, self._begins_S)])
+
+    def gather(self, logits_TV: Tensor, whole_TV: Tensor) -> tuple[()]:
+        """Write all ranks' logits to one place, in fp32, on the stage's rank 0."""
+        gathered_TV = self._ranks.gather_columns(logits_TV, self._model.head_widths)
+        if gathered_TV is not None:
+            whole_TV.copy_(gathered_TV)
+        return ()
+
+    def place_for_logits(self) -> Tensor:
+        """Where steps of all sizes have their whole logits, one after the other; of no size on other ranks than the first."""
+        columns = 0 if self._ranks.rank else sum(self._model.head_widths)
+        return torch.empty(max(self._inputs.steps), columns, dtype=torch.float32, device=self._model.device)
 
 
 def _maker(device: torch.device) -> Callable[[], Graph]:

@@ -11,13 +11,21 @@ from serve.engine.plan import PromptLogprobs, Sampled, SequenceFault, StepPlan, 
 from serve.model.sending import send
 from serve.types import SequenceId
 from serve.worker.batch import Batch, SequenceTable
-from serve.worker.decode_graphs import DecodeGraphs
+from serve.worker.decode_graphs import Captured, DecodeGraphs
 from serve.worker.decode_inputs import DecodeInputs
 from serve.worker.drafting import Drafting
 from serve.worker.loader import RankModel
 from serve.worker.parallel import Ranks
-from serve.worker.recorded_steps import RecordedSteps
-from serve.worker.sampling.sampler import LaunchedPrompt, likeliest, prompt_logprobs, sample, wants_likeliest
+from serve.worker.recorded_steps import Computed, RecordedSteps
+from serve.worker.sampling.sampler import (
+    LaunchedPrompt,
+    first_columns,
+    likeliest,
+    likeliest_answers,
+    prompt_logprobs,
+    sample,
+    wants_likeliest,
+)
 
 _HEAD_ROWS = 64
 """Rows of prompt logits computed at once: bounds what a request for prompt logprobs can take."""
@@ -37,7 +45,8 @@ class Runner:
         self.graphs: DecodeGraphs | RecordedSteps | None = None
         """Captured decoding steps, where the model has some; without ``capture`` they are computed as all others are."""
         if inputs is not None:
-            self.graphs = DecodeGraphs(model, inputs) if model.kernels is None else RecordedSteps(model, inputs)
+            self.graphs = DecodeGraphs(model, inputs, ranks) if model.kernels is None else RecordedSteps(model, inputs)
+        self._begins_S = first_columns(model.head_widths, model.device)
         self._table = SequenceTable(facts.block_tokens, model.device, facts.length_rule, inputs)
         self._drafting = Drafting(draft, self._table, model, ranks)
 
@@ -49,33 +58,33 @@ class Runner:
         if not plan.spans:
             return StepResult(step=plan.step) if self._ranks.answers else None
         batch = self._table.batch(self._drafting.guess(plan.spans))
-        hidden_TE, logits_TV = self._compute(batch)
+        hidden_TE, replayed = self._compute(batch)
         if self._ranks.stage.is_last:
-            result = self._result(plan, batch, hidden_TE, logits_TV)
+            result = self._result(plan, batch, hidden_TE, replayed)
         else:
             self._ranks.hand_on(hidden_TE)
             result = None
         self._ranks.end_step()
         return result
 
-    def _result(self, plan: StepPlan, batch: Batch, hidden_TE: Tensor, logits_TV: Tensor | None) -> StepResult | None:
+    def _result(
+        self, plan: StepPlan, batch: Batch, hidden_TE: Tensor, replayed: Captured | Computed | None
+    ) -> StepResult | None:
         """What a step says, by the last hidden states; ``None`` on every rank of the last stage but the first.
 
         Args:
-            logits_TV: this rank's logits, where they were computed with the step.
+            replayed: what was computed besides, where the step was captured or recorded.
         """
         prompts = self._prompt_logprobs(hidden_TE, batch)
         sampled: list[Sampled] = []
         unsampled: list[SequenceFault] = []
         if batch.sample_rows:
-            if logits_TV is None:
-                rows_R = send(torch.tensor(batch.sample_rows), hidden_TE.device)
-                own_RV = self._model.head(hidden_TE[rows_R][None])[0]
-            elif batch.sample_rows == tuple(range(len(batch.sample_rows))):
-                own_RV = logits_TV[: len(batch.sample_rows)]
+            if replayed is None:
+                sampled, unsampled = self._sample(self._model.head(_rows(hidden_TE, batch.sample_rows)[None])[0], batch)
+            elif isinstance(replayed, Captured):
+                sampled, unsampled = self._sample_captured(replayed, batch)
             else:
-                own_RV = logits_TV[send(torch.tensor(batch.sample_rows), logits_TV.device)]
-            sampled, unsampled = self._sample(own_RV.float(), batch)
+                sampled, unsampled = self._sample(_rows(replayed.logits_TV, batch.sample_rows), batch)
             self._table.keep_drawn((answer.sequence, answer.token_id) for answer in sampled)
         if not self._ranks.answers:
             return None
@@ -88,11 +97,11 @@ class Runner:
             faults=tuple(faults.values()),
         )
 
-    def _compute(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """Last hidden states, and, where the step was captured, this rank's logits of every row."""
-        captured = None if self.graphs is None else self.graphs.replay(batch.layout)
-        if captured is not None:
-            return captured.hidden_TE, captured.logits_TV
+    def _compute(self, batch: Batch) -> tuple[Tensor, Captured | Computed | None]:
+        """Last hidden states, and, where the step was captured or recorded, what was computed with them."""
+        replayed = None if self.graphs is None else self.graphs.replay(batch.layout)
+        if replayed is not None:
+            return replayed.hidden_TE, replayed
         self._model.state.layout = batch.layout
         hidden_1TE = self._model.body(
             input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, return_dict=True
@@ -105,14 +114,27 @@ class Runner:
         Of rows that want the likeliest one ranks exchange two numbers, not logits.
 
         Args:
-            own_RV: this rank's logits, in fp32.
+            own_RV: this rank's logits.
         """
-        if self._ranks.size > 1 and wants_likeliest(batch.sampled):
+        own_RV, states = own_RV.float(), batch.sampled
+        if self._ranks.size > 1 and wants_likeliest(states):
             peaks_R, places_R = self._model.sampling.peaks(own_RV.contiguous())
             parts_RX = self._ranks.gather_columns(torch.stack((peaks_R, places_R.float()), dim=1), (2,) * self._ranks.size)
-            return ([], []) if parts_RX is None else likeliest(parts_RX, self._model.head_widths, batch.sampled)
+            if parts_RX is None:
+                return [], []
+            return likeliest_answers(likeliest(parts_RX, self._begins_S), range(len(states)), states)
         logits_RV = self._ranks.gather_columns(own_RV, self._model.head_widths)
-        return ([], []) if logits_RV is None else sample(logits_RV, batch.sampled, self._model.sampling)
+        return ([], []) if logits_RV is None else sample(logits_RV, states, self._model.sampling)
+
+    def _sample_captured(self, captured: Captured, batch: Batch) -> tuple[list[Sampled], list[SequenceFault]]:
+        """What ``_sample`` gives, of a captured step: it has found the likeliest tokens, and its draws are captured, too."""
+        rows, states = batch.sample_rows, batch.sampled
+        if wants_likeliest(states):
+            return ([], []) if captured.likeliest_2T is None else likeliest_answers(captured.likeliest_2T, rows, states)
+        if rows != tuple(range(len(rows))):  # between them is one of a prompt that ends later
+            return self._sample(_rows(captured.logits_TV, rows), batch)
+        captured.gathering.replay()
+        return ([], []) if captured.whole_TV is None else sample(captured.whole_TV[: len(rows)], states, captured.sampling)
 
     def _share_drawn(self, plan: StepPlan) -> None:
         """Let every rank know the tokens that spans continue with, which the rank that answers drew."""
@@ -139,6 +161,13 @@ class Runner:
                     targets = state.token_ids[first : first + rows]
                     launched.append(prompt_logprobs(logits_RV, state.start.sequence, first, targets, wanted))
         return launched
+
+
+def _rows(tensor_TX: Tensor, rows: Sequence[int]) -> Tensor:
+    """Some rows; a view where they are the first."""
+    if rows == tuple(range(len(rows))):
+        return tensor_TX[: len(rows)]
+    return tensor_TX[send(torch.tensor(rows), tensor_TX.device)]
 
 
 def _read(launched: Sequence[LaunchedPrompt]) -> tuple[list[PromptLogprobs], dict[SequenceId, SequenceFault]]:

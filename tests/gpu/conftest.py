@@ -8,7 +8,15 @@ from typing import Final
 import pytest
 
 MINUTES: Final = 10.0
-ORDER: Final = ("test_device_kernels", "test_families", "test_cuda_graphs", "test_cuda", "test_memory", "test_kills")
+ORDER: Final = (
+    "test_device_kernels",
+    "test_families",
+    "test_cuda_graphs",
+    "test_packed",
+    "test_cuda",
+    "test_memory",
+    "test_kills",
+)
 _BEGAN: Final = time.monotonic()
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from serve.engine.plan import StepResult
 from serve.worker.runner import Runner
 from serve.worker.sampling.backend import TorchSampling
 from tests.gpu.device import ALONE, DEVICE, ON_DEVICE, REHEARSED, reserved_bytes, some, waits_of_host
@@ -53,6 +54,20 @@ def test_a_step_is_launched_and_sampled_without_waiting_for_the_device(tmp_path:
     assert result is not None
     assert len(result.sampled) == 4
     assert len(waits) == (0 if REHEARSED else 1), "the copy of the tokens"
+
+
+def test_what_is_drawn_by_replays_is_what_is_drawn_after_the_step(tmp_path: Path) -> None:
+    model = load_captured(save("llama", tmp_path / "llama", with_tokenizer=False), ALONE, device=DEVICE)
+    first, second = decode_plan(1, (5, 20, 33, 12), SAMPLING)
+    results: list[StepResult | None] = []
+    for captured in (False, True):
+        runner = Runner(model, ALONE)
+        assert runner.graphs is not None
+        runner.execute(first)
+        if captured:
+            runner.graphs.capture()
+        results.append(runner.execute(second))
+    assert results[0] == results[1]
 
 
 def test_graphs_may_be_captured_again(tmp_path: Path) -> None:

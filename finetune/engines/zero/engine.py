@@ -19,7 +19,7 @@ import deepspeed.ops
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
 from finetune.config import TuneConfig, to_deepspeed
@@ -36,8 +36,10 @@ from finetune.machine.nvme import Disk, disk_settings
 from finetune.model.adapters import add_adapters, as_peft_names_them, base_of
 from finetune.model.build import build_empty, meta_shapes
 from finetune.model.dtypes import DTYPES
+from finetune.model.fused_loss import liger_loss
 from finetune.model.isolation import forward_inputs
-from finetune.model.loss import HeadLoss, token_losses
+from finetune.model.loss import HeadLoss, check_fused_loss, token_losses
+from finetune.model.packed_attention import PackedAttention, is_by_length, varlen_attention
 from finetune.model.recompute import recompute_blocks
 from finetune.optimizers.state import state_of
 from host import heap
@@ -64,6 +66,25 @@ def start_ranks(device: str, rank: int) -> torch.device:
     return torch.device(device, rank) if device == "cuda" else torch.device("cpu")
 
 
+def _packed_attention(
+    config: TuneConfig, model: PreTrainedModel, device: torch.device, precision: str
+) -> PackedAttention | None:
+    """What computes attention of rows that hold several samples; ``None`` where a mask keeps them apart."""
+    varlen = varlen_attention()
+    if not is_by_length(config.activations.packed_attention, model.config, device.type, precision) or varlen is None:
+        return None
+    return PackedAttention(model, varlen)
+
+
+def _head_loss(config: TuneConfig, model: PreTrainedModel, device: torch.device, precision: str) -> HeadLoss | None:
+    """The loss in the place of the logits; ``None`` where it is taken from whole ones."""
+    activations = config.activations
+    if activations.loss == "fused":
+        check_fused_loss(device.type, precision, model)
+        return HeadLoss(model, fused=liger_loss())
+    return HeadLoss(model, activations.loss_rows) if activations.loss_rows != 0 and HeadLoss.supports(model) else None
+
+
 class ZeroEngine(EngineBase[ZeroOptimizer]):
     """One model under DeepSpeed ZeRO on this rank.
 
@@ -81,11 +102,13 @@ class ZeroEngine(EngineBase[ZeroOptimizer]):
         precision: str,
         cpu_adam: bool,
         disk: tuple[Disk, Path] | None = None,
+        isolated: bool = False,
     ) -> None:
         """Build the model, let ``fill(model, gather)`` set its weights, and put ZeRO around it.
 
         With ``config.lora`` adapters are put beside the filled model; ``fill_adapters(model, gather)`` sets theirs. ``disk``,
-        and the run's folder on it, are needed when anything is offloaded to NVMe.
+        and the run's folder on it, are needed when anything is offloaded to NVMe. ``isolated``: rows hold several samples, each
+        of which sees itself alone.
         """
         super().__init__(device)
         self.data_rank, self.data_ranks = self.rank, self.world_size
@@ -110,8 +133,8 @@ class ZeroEngine(EngineBase[ZeroOptimizer]):
             if fill_adapters is not None:
                 fill_adapters(self.model, self.gather)
         recompute_blocks(base, config.activations.checkpoint, pin_memory=device.type == "cuda")
-        rows = config.activations.loss_rows
-        self._head_loss = HeadLoss(base, rows) if rows != 0 and HeadLoss.supports(base) else None
+        self._packed_attention = _packed_attention(config, base, device, precision) if isolated else None
+        self._head_loss = _head_loss(config, base, device, precision)
         self._state_keys = state_of(self.model, config.algorithm)
         optimizer = choose_optimizer(config, self.model, cpu_adam=cpu_adam)
         engine, *_ = deepspeed.initialize(model=self.model, optimizer=optimizer, config=ds, dist_init_required=False)
@@ -176,7 +199,11 @@ class ZeroEngine(EngineBase[ZeroOptimizer]):
             return self._forward(batch)
 
     def _forward(self, batch: Microbatch) -> torch.Tensor:
-        return self._engine(**forward_inputs(batch, base_of(self.model).config, self.device)).logits
+        packed = self._packed_attention
+        if packed is not None:
+            packed.begin(batch.inputs, batch.segments, self.device)
+        inputs = forward_inputs(batch, base_of(self.model).config, self.device, masked=packed is None)
+        return self._engine(**inputs).logits
 
     def describe(self) -> list[str]:
         """No lines: ZeRO has nothing to say before training that the configuration does not."""

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from enum import IntEnum
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -16,6 +17,9 @@ from torch import Tensor
 from serve.model.sending import send
 from serve.types import SamplingParams
 from serve.worker.sampling.seen import Seen
+
+_ROWS: Final = 64
+"""Rows whose sorted and fp64 copies are held at once."""
 
 
 class SamplingBackend(Protocol):
@@ -54,6 +58,33 @@ class Choice(NamedTuple):
     """int64 [R]."""
 
 
+class Manner(IntEnum):
+    """What drawing a row's token takes: each manner does all that those before it do."""
+
+    PLAIN = 0
+    """Temperature and min-p."""
+    CUT = 1
+    """Top-k and top-p besides: the row is sorted."""
+    TYPICAL = 2
+    """Typical-p besides: it is sorted twice."""
+
+
+def manner_of(params: SamplingParams) -> Manner:
+    """The least manner that draws by these parameters."""
+    if params.typical_p < 1.0:
+        return Manner.TYPICAL
+    return Manner.CUT if params.top_k or params.top_p < 1.0 else Manner.PLAIN
+
+
+def draw_numbers(params: Sequence[SamplingParams], uniform: Sequence[float], vocabulary: int) -> Tensor:
+    """What ``draw`` is told of each of N rows, on the host: fp64 [6, N]."""
+    rows = [
+        (p.temperature, floor_of(p), min(p.top_k, vocabulary) if p.top_k else vocabulary, p.top_p, p.typical_p, u)
+        for p, u in zip(params, uniform, strict=True)
+    ]
+    return torch.tensor(list(zip(*rows, strict=True)), dtype=torch.float64)
+
+
 class TorchSampling:
     """The reference: every device."""
 
@@ -71,56 +102,71 @@ class TorchSampling:
     ) -> Choice:
         """See ``SamplingBackend``."""
         raw_peaks_R, tokens_R = peaks_R, _ = self.peaks(logits_RV)
-        penalised = {row: each for row, each in enumerate(seen) if each is not None}
-        if penalised:
-            self._penalise(logits_RV, list(penalised), [params[row] for row in penalised], list(penalised.values()))
+        if penalise(logits_RV, params, seen):
             peaks_R, tokens_R = self.peaks(logits_RV)
-        draws = [row for row, p in enumerate(params) if p.temperature > 0]
-        if draws:
-            drawn_N = self._draw(logits_RV, draws, [params[row] for row in draws], [uniform[row] for row in draws])
-            tokens_R[send(torch.tensor(draws), tokens_R.device)] = drawn_N
+        drawn = [(row, manner_of(p)) for row, p in enumerate(params) if p.temperature > 0]
+        for manner in sorted({manner for _, manner in drawn}):
+            rows = [row for row, own in drawn if own is manner]
+            rows_N = send(torch.tensor(rows), logits_RV.device)
+            numbers_6N = draw_numbers([params[row] for row in rows], [uniform[row] for row in rows], logits_RV.shape[1])
+            tokens_R[rows_N] = draw(logits_RV[rows_N], send(numbers_6N, logits_RV.device), manner)
         return Choice(raw_peaks_R, peaks_R, tokens_R)
 
-    def _penalise(self, logits_RV: Tensor, rows: Sequence[int], params: Sequence[SamplingParams], seen: Sequence[Seen]) -> None:
-        """Change what each of N rows has seen, in place."""
-        device = logits_RV.device
-        lengths = [len(s.ids) for s in seen]
 
-        def spread(values: Sequence[float]) -> Tensor:
-            return send(torch.from_numpy(np.repeat(values, lengths)), device)
+def penalise(logits_RV: Tensor, params: Sequence[SamplingParams], seen: Sequence[Seen | None]) -> bool:
+    """Change what rows have seen by their penalties, in place; whether any has seen something."""
+    rows = [row for row, each in enumerate(seen) if each is not None]
+    if not rows:
+        return False
+    device, known = logits_RV.device, [each for each in seen if each is not None]
+    lengths = [len(each.ids) for each in known]
 
-        row_M = spread(rows)
-        id_M = send(torch.cat([torch.frombuffer(s.ids, dtype=torch.int32) for s in seen]).long(), device)
-        times_M = send(torch.cat([torch.frombuffer(s.times, dtype=torch.int32) for s in seen]).float(), device)
-        again_M = spread([p.repetition_penalty for p in params]).float()
-        value_M = logits_RV[row_M, id_M]
-        value_M = torch.where(value_M > 0, value_M / again_M, value_M * again_M)
-        presence_M, frequency_M = spread([p.presence_penalty for p in params]), spread([p.frequency_penalty for p in params])
-        minus_M = presence_M.float() + frequency_M.float() * times_M
-        logits_RV[row_M, id_M] = value_M - torch.where(times_M > 0, minus_M, 0.0)
+    def spread(values: Sequence[float]) -> Tensor:
+        return send(torch.from_numpy(np.repeat(values, lengths)), device)
 
-    def _draw(
-        self, logits_RV: Tensor, rows: Sequence[int], params: Sequence[SamplingParams], uniform: Sequence[float]
-    ) -> Tensor:
-        """A token for each of N rows, int64 [N]."""
-        device = logits_RV.device
-        temperature_N = send(torch.tensor([p.temperature for p in params], dtype=torch.float32), device)
-        logits_NV = logits_RV[send(torch.tensor(rows), device)]
-        # Shift before dividing: a tiny temperature then sends everything but the peak to -inf instead of overflowing.
-        logits_NV = (logits_NV - logits_NV.max(dim=1, keepdim=True).values) / temperature_N[:, None]
-        floor_N = send(torch.tensor([floor_of(p) for p in params], dtype=torch.float32), device)
-        logits_NV.masked_fill_(logits_NV < floor_N[:, None], -math.inf)
-        cut = [n for n, p in enumerate(params) if p.top_k or p.top_p < 1.0 or p.typical_p < 1.0]
-        if cut:
-            which_C = send(torch.tensor(cut), device)
-            logits_NV[which_C] = _truncated(logits_NV[which_C], [params[n] for n in cut])
-        mass_NV = torch.exp(logits_NV).double().cumsum(dim=1)
-        total_N1 = mass_NV[:, -1:].contiguous()
-        target_N1 = send(torch.tensor(uniform, dtype=torch.float64), device)[:, None] * total_N1
-        chosen_N = torch.searchsorted(mass_NV, target_N1, right=True).squeeze(1)
-        # u * total may round up to the total, one past the last token with any mass.
-        last_N = torch.searchsorted(mass_NV, total_N1).squeeze(1)
-        return torch.minimum(chosen_N, last_N).clamp_(max=logits_NV.shape[1] - 1)
+    row_M = spread(rows)
+    id_M = send(torch.cat([torch.frombuffer(each.ids, dtype=torch.int32) for each in known]).long(), device)
+    times_M = send(torch.cat([torch.frombuffer(each.times, dtype=torch.int32) for each in known]).float(), device)
+    again_M = spread([params[row].repetition_penalty for row in rows]).float()
+    value_M = logits_RV[row_M, id_M]
+    value_M = torch.where(value_M > 0, value_M / again_M, value_M * again_M)
+    presence_M = spread([params[row].presence_penalty for row in rows])
+    frequency_M = spread([params[row].frequency_penalty for row in rows])
+    minus_M = presence_M.float() + frequency_M.float() * times_M
+    logits_RV[row_M, id_M] = value_M - torch.where(times_M > 0, minus_M, 0.0)
+    return True
+
+
+def draw(logits_NV: Tensor, numbers_6N: Tensor, manner: Manner) -> Tensor:
+    """A token for each of N rows, int64 [N]: see ``SamplingBackend.choose``. May be captured.
+
+    A row gets the same token in each manner that does all that it asks for.
+
+    Args:
+        logits_NV: fp32, after the penalties; not changed.
+        numbers_6N: ``draw_numbers``, on the same device. A row whose temperature is 0 gets some token or other.
+    """
+    return torch.cat(
+        [
+            _drawn(logits_NV[first : first + _ROWS], numbers_6N[:, first : first + _ROWS], manner)
+            for first in range(0, logits_NV.shape[0], _ROWS)
+        ]
+    )
+
+
+def _drawn(logits_NV: Tensor, numbers_6N: Tensor, manner: Manner) -> Tensor:
+    temperature_N1, floor_N1 = numbers_6N[:2].float()[:, :, None].unbind()
+    # Shift before dividing: a tiny temperature then sends everything but the peak to -inf instead of overflowing.
+    logits_NV = (logits_NV - logits_NV.max(dim=1, keepdim=True).values) / temperature_N1
+    logits_NV.masked_fill_(logits_NV < floor_N1, -math.inf)
+    if manner > Manner.PLAIN:
+        logits_NV = _truncated(logits_NV, *numbers_6N[2:5, :, None].unbind(), typical=manner is Manner.TYPICAL)
+    mass_NV = torch.exp(logits_NV).double().cumsum(dim=1)
+    total_N1 = mass_NV[:, -1:].contiguous()
+    chosen_N = torch.searchsorted(mass_NV, numbers_6N[5, :, None] * total_N1, right=True).squeeze(1)
+    # u * total may round up to the total, one past the last token with any mass.
+    last_N = torch.searchsorted(mass_NV, total_N1).squeeze(1)
+    return torch.minimum(chosen_N, last_N).clamp_(max=logits_NV.shape[1] - 1)
 
 
 def floor_of(params: SamplingParams) -> float:
@@ -128,26 +174,18 @@ def floor_of(params: SamplingParams) -> float:
     return math.log(params.min_p) if params.min_p > 0.0 else -math.inf
 
 
-def _truncated(logits_CV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+def _truncated(logits_CV: Tensor, top_k_C1: Tensor, top_p_C1: Tensor, typical_p_C1: Tensor, *, typical: bool) -> Tensor:
     """Top-k, then top-p, then typical-p: what is cut is -inf. ``logits_CV`` has the peaks at 0."""
-    vocabulary = logits_CV.shape[1]
-
-    def column(values: Sequence[float]) -> Tensor:
-        return send(torch.tensor(values, dtype=torch.float64), logits_CV.device)[:, None]
-
-    top_k_C1 = column([min(p.top_k, vocabulary) if p.top_k else vocabulary for p in params])
-    top_p_C1 = column([p.top_p for p in params])
     values_CV, ids_CV = logits_CV.sort(dim=1, descending=True, stable=True)
-    place_V = torch.arange(vocabulary, device=logits_CV.device)
+    place_V = torch.arange(logits_CV.shape[1], device=logits_CV.device)
     kept_CV = (place_V < top_k_C1) & values_CV.isfinite()
     mass_CV = torch.exp(values_CV.double()) * kept_CV
     total_C1 = mass_CV.sum(dim=1, keepdim=True)
     # A token stays while the mass before it is short of top_p: the smallest set that reaches it.
     before_CV = (mass_CV.cumsum(dim=1) - mass_CV) / total_C1
     kept_CV &= (before_CV < top_p_C1) | (top_p_C1 >= 1.0) | (place_V == 0)
-    typical_p = [p.typical_p for p in params]
-    if min(typical_p) < 1.0:
-        kept_CV &= _typical(values_CV, kept_CV, column(typical_p))
+    if typical:
+        kept_CV &= _typical(values_CV, kept_CV, typical_p_C1) | (typical_p_C1 >= 1.0)
     values_CV = values_CV.masked_fill(~kept_CV, -math.inf)
     return torch.empty_like(logits_CV).scatter_(1, ids_CV, values_CV)
 
@@ -159,6 +197,6 @@ def _typical(values_CV: Tensor, kept_CV: Tensor, typical_p_C1: Tensor) -> Tensor
     entropy_C1 = -(mass_CV * logprobs_CV.masked_fill(~kept_CV, 0.0)).sum(dim=1, keepdim=True)
     order_CV = (-logprobs_CV - entropy_C1).abs().argsort(dim=1, stable=True)
     mass_CV = mass_CV.gather(1, order_CV)
-    near_CV = mass_CV.cumsum(dim=1) - mass_CV < typical_p_C1
-    near_CV[:, 0] = True
-    return torch.empty_like(near_CV).scatter_(1, order_CV, near_CV) | (typical_p_C1 >= 1.0)
+    place_V = torch.arange(values_CV.shape[1], device=values_CV.device)
+    near_CV = (mass_CV.cumsum(dim=1) - mass_CV < typical_p_C1) | (place_V == 0)
+    return torch.empty_like(near_CV).scatter_(1, order_CV, near_CV)

@@ -82,7 +82,7 @@ def sample(
         launched = logprobs_of(raw_WV, tokens_R[wanted_W], num_top)
     chosen_3R = torch.stack((tokens_R, raw_peaks_R.isfinite(), peaks_R.isfinite()))
     logprobs = {} if launched is None else dict(zip(wanted, launched.read(), strict=True))
-    return _answers(states, chosen_3R, logprobs)
+    return _answers(states, chosen_3R.tolist(), logprobs)
 
 
 def wants_likeliest(states: Sequence[SampledSequence]) -> bool:
@@ -96,26 +96,44 @@ def wants_likeliest(states: Sequence[SampledSequence]) -> bool:
     )
 
 
-def likeliest(
-    parts_RX: Tensor, widths: Sequence[int], states: Sequence[SampledSequence]
-) -> tuple[list[Sampled], list[SequenceFault]]:
-    """The same as ``sample`` where ``wants_likeliest``, of what each rank has found in its own columns of the logits.
+def first_columns(widths: Sequence[int], device: torch.device) -> Tensor:
+    """Each rank's first column of the logits, int64 [ranks]: ``begins_S`` of ``likeliest``."""
+    widths_S = torch.tensor(widths)
+    return send(widths_S.cumsum(dim=0) - widths_S, device)
+
+
+def likeliest(parts_RX: Tensor, begins_S: Tensor) -> Tensor:
+    """Each row's likeliest token, of what each rank has found in its own columns of the logits. May be captured.
 
     Args:
         parts_RX: fp32 [R, 2 * ranks], of each rank its largest logit and the place of it, as ``peaks`` gives them.
-        widths: columns of each rank.
+        begins_S: int64, each rank's first column, on the same device.
+
+    Returns:
+        As ``likeliest_answers`` takes it.
     """
-    peaks_RS, places_RS = parts_RX.view(-1, len(widths), 2).unbind(dim=2)
+    peaks_RS, places_RS = parts_RX.view(-1, len(begins_S), 2).unbind(dim=2)
     peaks_R = peaks_RS.amax(dim=1)  # NaN where one is NaN
     first_R = (peaks_RS == peaks_R[:, None]).int().argmax(dim=1)
-    widths_S = send(torch.tensor(widths), parts_RX.device)
-    begins_S = widths_S.cumsum(dim=0) - widths_S
     tokens_R = places_RS.gather(1, first_R[:, None])[:, 0].long() + begins_S[first_R]
-    return _answers(states, torch.stack((tokens_R, peaks_R.isfinite(), peaks_R.isfinite())), {})
+    return torch.stack((tokens_R, peaks_R.isfinite()))
+
+
+def likeliest_answers(
+    likeliest_2T: Tensor, rows: Sequence[int], states: Sequence[SampledSequence]
+) -> tuple[list[Sampled], list[SequenceFault]]:
+    """The same as ``sample`` where ``wants_likeliest``.
+
+    Args:
+        likeliest_2T: int64, of some rows of logits the likeliest token, and whether its logit is finite.
+        rows: which of them ``states`` are of.
+    """
+    tokens, finite = ([line[row] for row in rows] for line in likeliest_2T.tolist())
+    return _answers(states, (tokens, finite, finite), {})
 
 
 def _answers(
-    states: Sequence[SampledSequence], chosen_3R: Tensor, logprobs: Mapping[int, TokenLogprob]
+    states: Sequence[SampledSequence], chosen_3R: Sequence[Sequence[int]], logprobs: Mapping[int, TokenLogprob]
 ) -> tuple[list[Sampled], list[SequenceFault]]:
     """What is told of each row.
 
@@ -123,8 +141,7 @@ def _answers(
         chosen_3R: each row's token, and whether its largest logit was finite as it came, and after all that was changed.
         logprobs: by row, where they are wanted.
     """
-    tokens, finite, possible = chosen_3R.tolist()
-
+    tokens, finite, possible = chosen_3R
     sampled: list[Sampled] = []
     faults: list[SequenceFault] = []
     counts = False

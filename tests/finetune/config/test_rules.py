@@ -229,6 +229,10 @@ TOGETHER: dict[str, tuple[Any, str]] = {
         lambda: offload(**CPU, zenflow=ZenFlowConfig(share=0.2)),
         "offload.zenflow is ZenFlowConfig(share=0.2, update_every=4, select_every=64); it must be absent unless offload.method",
     ),
+    "rows of a loss that chooses its own": (
+        lambda: ActivationConfig(loss="fused", loss_rows=8),
+        "activations.loss_rows is 8; it must be unset with activations.loss fused",
+    ),
     "two tokenizers": (
         lambda: TokenizerConfig(path="t", train=TrainTokenizerConfig(vocab_size=300)),
         "tokenizer.path is 't'; it must be absent when tokenizer.train is set",
@@ -287,6 +291,16 @@ def test_a_step_has_the_samples_that_were_asked_for_however_they_are_shared(seed
         ("pretrain", {}, "zero.stage is 3; it must be 0 or 1 for pretrain"),
         ("pretrain", {"offload": offload(**CPU)}, "offload.optimizer is 'cpu'; it must be none for pretrain"),
         ("pretrain", {"lora": LoraConfig()}, "lora is 'set'; it must be absent for pretrain; `tessera-finetune tune`"),
+        (
+            "pretrain",
+            {"activations": ActivationConfig(packed_attention="varlen")},
+            "activations.packed_attention is 'varlen'; it must be auto or mask for pretrain",
+        ),
+        (
+            "pretrain",
+            {"activations": ActivationConfig(loss="fused")},
+            "activations.loss is 'fused'; it must be rows for pretrain",
+        ),
     ],
 )
 def test_what_one_command_cannot_do_is_told_with_the_one_that_can(command: str, sections: dict[str, Any], said: str) -> None:

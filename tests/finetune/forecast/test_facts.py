@@ -10,11 +10,14 @@ import pytest
 import torch
 
 from finetune.config import ActivationConfig, BatchConfig, LoraConfig, ModelConfig
+from finetune.errors import ConfigError
 from finetune.forecast.estimate import model_config_of
 from finetune.forecast.facts import facts_of
+from finetune.model import fused_loss
 from finetune.model.build import build_empty
 from finetune.model.loss import token_losses
 from tests.finetune.forecast.support import NEW, config_of
+from tests.finetune.stand_ins import CountedLiger
 
 
 @pytest.mark.parametrize("model_type", ["gpt_neox", "gpt2", "llama", "gpt_neo", "opt"])
@@ -101,6 +104,41 @@ def test_masks_are_counted_where_samples_are_packed_alone(packing: Any) -> None:
     made = facts_of(config, hf_config, "fp32", on_gpu=False).trace
     square = 2 * 640 * 640 * 4
     assert (sum(event.size == square for event in made) > 0) is (packing == "isolate")
+
+
+def test_attention_by_lengths_is_counted_without_masks() -> None:
+    """Where a GPU computes it, unless a mask is asked for; ``pretrain`` always makes one."""
+    config = config_of()
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, seq_len=640, packing="isolate"))
+    hf_config = model_config_of(config)
+
+    def squares(wanted: Any, precision: str = "bf16", *, on_gpu: bool = True, command: str = "tune") -> bool:
+        asked = dataclasses.replace(config, activations=ActivationConfig(packed_attention=wanted))
+        made = facts_of(asked, hf_config, precision, on_gpu=on_gpu, command=command).trace
+        return any(event.size in (width * 2 * 640 * 640 for width in (1, 2, 4)) for event in made)
+
+    assert not squares("auto")
+    assert not squares("varlen")
+    assert squares("mask")
+    assert squares("auto", "fp32")
+    assert squares("auto", on_gpu=False)
+    assert squares("auto", command="pretrain")
+    with pytest.raises(ConfigError, match=r"activations\.packed_attention is varlen; it is for GPUs"):
+        squares("varlen", on_gpu=False)
+
+
+def test_the_fused_loss_is_counted_with_the_rows_that_its_library_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_loss, "liger_loss", CountedLiger)
+    new = {**NEW, "vocab_size": 8192}
+    found = []
+    for activations in (ActivationConfig(loss="fused"), ActivationConfig(loss_rows=1), ActivationConfig(loss_rows=0)):
+        config = dataclasses.replace(config_of(new=new), activations=activations)
+        found.append(facts_of(config, model_config_of(config), "bf16", on_gpu=True).activation_bytes)
+    assert found[0] == found[1], "a vocabulary 128 times the hidden size: one of 96 rows"
+    assert found[0] < found[2]
+    config = dataclasses.replace(config_of(new=new), activations=ActivationConfig(loss="fused"))
+    with pytest.raises(ConfigError, match=r"activations\.loss is fused; liger-kernel's is for GPUs"):
+        facts_of(config, model_config_of(config), "bf16", on_gpu=False)
 
 
 def test_model_flops_are_six_a_weight_and_the_attention() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from serve.config import KernelsConfig
 from serve.worker.batch import Batch
+from serve.worker.decode_graphs import Captured
 from serve.worker.loader import RankModel, Stopwatch, load_rank
 from serve.worker.parallel import Ranks
 from serve.worker.runner import Runner
@@ -45,13 +46,13 @@ def _following(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> list[Step]:
     steps: list[Step] = []
     compute = runner._compute
 
-    def follow(batch: Batch) -> tuple[Tensor, Tensor | None]:
-        hidden_TE, logits_TV = compute(batch)
+    def follow(batch: Batch) -> tuple[Tensor, Captured | None]:
+        hidden_TE, captured = compute(batch)
         rows = len(batch.sampled)
         if batch.layout.query_starts[-1] == len(batch.layout.table_rows):
-            own_TV = runner._model.head(hidden_TE[None])[0] if logits_TV is None else logits_TV
-            steps.append(Step(rows, logits_TV is not None, hidden_TE[:rows].clone(), own_TV[:rows].clone()))
-        return hidden_TE, logits_TV
+            own_TV = runner._model.head(hidden_TE[None])[0] if captured is None else captured.logits_TV
+            steps.append(Step(rows, captured is not None, hidden_TE[:rows].clone(), own_TV[:rows].clone()))
+        return hidden_TE, captured
 
     monkeypatch.setattr(runner, "_compute", follow)
     return steps

@@ -94,8 +94,13 @@ def logits(model: RankModel, ranks: Ranks, prompt: tuple[int, ...] = PROMPTS[0])
     return ranks.gather_columns(model.head(hidden_1TE)[0].float(), model.head_widths)
 
 
-def generate(runner: Runner, ranks: Ranks, prompts: Sequence[tuple[int, ...]] = PROMPTS) -> list[list[int]]:
-    """Greedy continuations of all prompts, computed side by side; every rank gets them."""
+def generate(
+    runner: Runner,
+    ranks: Ranks,
+    prompts: Sequence[tuple[int, ...]] = PROMPTS,
+    sampling: Sequence[SamplingParams] = (),
+) -> list[list[int]]:
+    """Continuations of all prompts, greedy where nothing else is said, computed side by side; every rank gets them."""
     blocks_each = -(-(max(map(len, prompts)) + NEW_TOKENS) // BLOCK_TOKENS)
     got: list[list[int]] = [[] for _ in prompts]
     done = [0] * len(prompts)
@@ -109,9 +114,8 @@ def generate(runner: Runner, ranks: Ranks, prompts: Sequence[tuple[int, ...]] = 
             count = min(CHUNK, total - done[i])
             new_blocks = tuple(BlockId(i * blocks_each + block) for block in range(blocks_each)) if step == 0 else ()
             if step == 0:
-                start = Start(
-                    sequence=SequenceId(i), index=0, token_ids=prompt, num_prompt_tokens=len(prompt), sampling=SamplingParams()
-                )
+                params = sampling[i] if sampling else SamplingParams()
+                start = Start(sequence=SequenceId(i), index=0, token_ids=prompt, num_prompt_tokens=len(prompt), sampling=params)
                 starts.append(start)
             span = Span(
                 sequence=SequenceId(i),

@@ -1,7 +1,7 @@
 """One rank that generates with captured decoding steps, and without: ``python -m … RANK SIZE FOLDER``.
 
-FOLDER has a checkpoint in each of its folders. Every rank writes, by folder, the sizes it captured in their order and what was
-generated both ways, to its graphs-RANK.json.
+FOLDER has a checkpoint in each of its folders. Every rank writes, by folder, the sizes it captured in their order, what it
+exchanges in the graphs of each size, and what was generated both ways, greedily and by draws, to its graphs-RANK.json.
 """
 
 from __future__ import annotations
@@ -11,14 +11,39 @@ import os
 import sys
 import warnings
 from pathlib import Path
+from typing import cast
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
+from serve.model.cuda.graphs import CpuGraph
+from serve.types import SamplingParams
+from serve.worker.decode_graphs import DecodeGraphs
 from serve.worker.parallel import join_ranks
 from serve.worker.progress import Progress
 from serve.worker.runner import Runner
 from tests.serve.worker.captured import load_captured
 from tests.serve.worker.family_worker import generate
+
+DRAWN = (
+    SamplingParams(temperature=1.0, top_k=50, seed=1),
+    SamplingParams(temperature=1.3, typical_p=0.9, presence_penalty=0.5, seed=2),
+    SamplingParams(),
+)
+
+
+def exchanged(graphs: DecodeGraphs) -> list[list[list[tuple[str, tuple[int, ...]]]]]:
+    """What the graphs of each size exchange, in their order: the operation, and the shape that this rank brings."""
+
+    def brought(arguments: object) -> tuple[int, ...]:
+        return tuple([leaf.shape for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)][-1])
+
+    def of(graph: CpuGraph) -> list[tuple[str, tuple[int, ...]]]:
+        return [(str(call), brought(given)) for call, given, _, _ in graph._operations if call.namespace == "c10d"]
+
+    sizes = graphs._captured.values()
+    return [[of(cast(CpuGraph, each.graph)), of(cast(CpuGraph, each.gathering))] for each in sizes]
 
 
 def main(rank: int, size: int, root: Path) -> None:
@@ -31,9 +56,10 @@ def main(rank: int, size: int, root: Path) -> None:
     for folder in sorted(path for path in root.iterdir() if path.is_dir()):
         runner = Runner(load_captured(folder, ranks), ranks)
         assert runner.graphs is not None
-        eager = generate(runner, ranks)
+        told[folder.name] = mine = {"eager": generate(runner, ranks), "drawn eager": generate(runner, ranks, sampling=DRAWN)}
         runner.graphs.capture()
-        told[folder.name] = {"eager": eager, "sizes": runner.graphs.sizes, "replayed": generate(runner, ranks)}
+        mine |= {"replayed": generate(runner, ranks), "drawn": generate(runner, ranks, sampling=DRAWN)}
+        mine |= {"sizes": runner.graphs.sizes, "exchanged": exchanged(runner.graphs)}
     (root / f"graphs-{rank}.json").write_text(json.dumps(told))
     ranks.close()
 

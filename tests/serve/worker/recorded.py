@@ -50,13 +50,13 @@ class Following:
         self._compute = self.runner._compute
         self.runner._compute = self._follow  # type: ignore[method-assign]  # what a step gave is seen nowhere else
 
-    def _follow(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        hidden_TE, logits_TV = self._compute(batch)
+    def _follow(self, batch: Batch) -> tuple[torch.Tensor, Any]:
+        hidden_TE, replayed = self._compute(batch)
         if batch.layout.query_starts[-1] == len(batch.layout.table_rows):
-            own_TV = self.runner._model.head(hidden_TE[None])[0].float() if logits_TV is None else logits_TV
+            own_TV = self.runner._model.head(hidden_TE[None])[0].float() if replayed is None else replayed.logits_TV
             numbers = torch.cat((hidden_TE.float().flatten(), own_TV.flatten()))
             self.digests.append(hashlib.sha256(numbers.numpy().tobytes()).hexdigest())
-        return hidden_TE, logits_TV
+        return hidden_TE, replayed
 
     def decode(self, rows: int) -> None:
         """Start so many sequences, compute ``STEPS`` tokens of each, and forget them."""

@@ -22,6 +22,7 @@ from serve.model.cuda.static import StaticTorchBackend
 from serve.model.families import FAMILIES
 from serve.types import BlockId, SamplingParams, SequenceId
 from serve.worker import loader
+from serve.worker.decode_graphs import DecodeGraphs
 from serve.worker.decode_inputs import DecodeInputs
 from serve.worker.loader import Stopwatch, load_rank
 from serve.worker.parallel import Ranks
@@ -113,14 +114,14 @@ def test_no_familys_decoding_step_copies_anything_between_host_and_device(name: 
     """On ``meta``, where a tensor has no numbers: whoever asks for one fails, and so does who mixes devices."""
     model = on_meta(saved(name, tmp_path), StaticTorchBackend())
     by_length = model.facts.length_rule is not None
-    step = DecodeInputs((4,), model.facts.max_model_len, BLOCK_TOKENS, META, by_length=by_length).steps[4]
-    model.state.layout = step.layout
+    inputs = DecodeInputs((4,), model.facts.max_model_len, BLOCK_TOKENS, META, by_length=by_length)
+    graphs = DecodeGraphs(model, inputs, ALONE)
+    place_TV = graphs.place_for_logits()
     with torch.inference_mode(), OnlyDevice() as looked:
-        hidden_1TE = model.body(
-            input_ids=step.input_ids, position_ids=step.position_ids, use_cache=False, return_dict=True
-        ).last_hidden_state
-        logits_TV = model.head(hidden_1TE)[0]
-    assert logits_TV.shape == (4, VOCABULARY)
+        _, logits_TV, likeliest_2T = graphs.compute(inputs.steps[4])
+        graphs.gather(logits_TV, place_TV)
+    assert logits_TV.shape == place_TV.shape == (4, VOCABULARY)
+    assert likeliest_2T.shape == (2, 4)
     assert looked.found == []
 
 
@@ -286,3 +287,9 @@ def test_two_ranks_capture_the_same_sizes_in_the_same_order_and_replay_what_they
         assert first[name]["sizes"] == [4, 2, 1]
         assert first[name]["replayed"] == first[name]["eager"]
         assert first[name]["eager"] == generate(Runner(load(tmp_path / name, 1, ALONE), ALONE), ALONE)
+        assert first[name]["drawn"] == first[name]["drawn eager"] != first[name]["eager"]
+    for size, (step, gathering) in zip((4, 2, 1), first["gpt_neox"]["exchanged"], strict=True):
+        *sums, likeliest = step
+        assert {name for name, _ in sums} == {"c10d.allreduce_.default"}, "what layers sum is in the step"
+        assert likeliest == ["c10d.gather_.default", [size, 2]], "so are each row's largest logit and its place"
+        assert gathering == [["c10d.gather_.default", [size, -(-VOCABULARY // 2)]]], "all logits, for who wants more"

@@ -12,7 +12,7 @@ import torch
 from serve.worker.batch import SequenceState, Supposed
 from serve.worker.sampling.backend import SamplingBackend, TorchSampling
 from serve.worker.sampling.native import NativeSampling
-from serve.worker.sampling.sampler import likeliest, sample, wants_likeliest
+from serve.worker.sampling.sampler import first_columns, likeliest, likeliest_answers, sample, wants_likeliest
 from tests.serve.worker.test_sampler import _state as state
 from tests.support.kernels import cpu_kernels
 
@@ -34,7 +34,8 @@ def test_the_likeliest_of_all_ranks_is_the_likeliest_of_all_columns(backend: Sam
         states.append(Supposed(states[4], (int(torch.randint(0, 4, (), generator=generator)),)))
         assert wants_likeliest(states)
         parts = [torch.stack([*backend.peaks(part.contiguous())], dim=1).float() for part in logits.split(widths, dim=1)]
-        assert likeliest(torch.cat(parts, dim=1), widths, states) == sample(logits, states, backend)
+        found = likeliest(torch.cat(parts, dim=1), first_columns(widths, torch.device("cpu")))
+        assert likeliest_answers(found, range(len(states)), states) == sample(logits, states, backend)
 
 
 @pytest.mark.parametrize(
