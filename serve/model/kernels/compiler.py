@@ -23,7 +23,7 @@ SCRATCH = "building-"
 _SOURCES = tuple(
     Path(__file__).with_name(name) for name in ("attention.cpp", "group.cpp", "linear.cpp", "quantized.cpp", "sampling.cpp")
 )
-_HEADERS = tuple(Path(__file__).with_name(name) for name in ("avx2.h", "products.h", "vectors.h"))
+_HEADERS = tuple(Path(__file__).with_name(name) for name in ("avx2.h", "panels.h", "products.h", "vectors.h"))
 _FLAGS = (
     "-O3",
     "-std=c++17",
