@@ -59,7 +59,6 @@ class CpuKernelBackend:
     """Attention by the C++ kernel: fp32 and bf16 on the CPU, nothing gathered."""
 
     rotates = True
-    _TILE_TOKENS = 16
 
     def __init__(self, kernels: ctypes.CDLL) -> None:
         """``kernels`` as ``load_cpu_kernels`` gives them."""
@@ -91,7 +90,7 @@ class CpuKernelBackend:
         kv_heads, block_tokens = layer.values.shape[1:3]
         _check_rules(rules, heads, max(layout.context_lengths), block_tokens)
         out_THD = torch.empty(tokens, heads, width, dtype=query_THD.dtype)
-        tiles = self._tiles_of(layout, max(1, min(self._TILE_TOKENS, self._max_rows // (heads // kv_heads))))
+        tiles = self._tiles_of(layout, max(1, self._max_rows // (heads // kv_heads)))
         cosines, sines, turned = (rotary[0].data_ptr(), rotary[1].data_ptr(), rotary[0].shape[1]) if rotary else (None, None, 0)
         step = _Step(
             query_THD.data_ptr(),

@@ -16,8 +16,8 @@
 
 #include <omp.h>
 
+#include "panels.h"
 #include "parts.h"
-#include "vectors.h"
 
 namespace {
 
@@ -50,9 +50,8 @@ struct Step {
     float softcap;              // 0: none; else scores become softcap * tanh(score / softcap)
 };
 
-constexpr int kMaxRows = 64;    // query rows of one work item: tile tokens times query heads per key/value head
+constexpr int kMaxRows = 96;    // query rows of one work item: tile tokens times query heads per key/value head
 constexpr int kTilesPerThread = 4;
-constexpr float kLowest = -3.0e38f;
 
 // The first R features of one head's query or key after the rotary embedding (Su et al. 2021), as GPT-NeoX and Llama turn them.
 template <typename scalar>
@@ -67,79 +66,6 @@ inline void rotate(const Step& step, const scalar* head, int64_t token, float* o
     }
 }
 
-// One query row against one block: positions [begin, end) of the block are seen.
-struct Row {
-    const float* query;  // [D], scaled
-    float* sum;          // [D]
-    float* peak;
-    float* mass;
-    const float* bias;   // [S] of this block, or null
-    const float* key_scales;    // [S] of this block each, or null
-    const float* value_scales;
-    float softcap;
-};
-
-// What lies outside [begin, end) may be another sequence's leftovers, NaN included: it is never multiplied.
-inline void attend_block(const Row& row, const float* keys, const float* values, int64_t begin, int64_t end, int64_t D, int64_t S,
-                         float* scores) {
-    for (int64_t s = 0; s < S; ++s) scores[s] = 0.0f;
-    for (int64_t d = 0; d < D; ++d)
-        for (int64_t s = begin; s < end; ++s) scores[s] += row.query[d] * keys[d * S + s];
-    if (row.key_scales)
-        for (int64_t s = begin; s < end; ++s) scores[s] *= row.key_scales[s];
-    if (row.softcap != 0.0f)
-        for (int64_t s = begin; s < end; ++s) scores[s] = row.softcap * std::tanh(scores[s] / row.softcap);
-    if (row.bias)
-        for (int64_t s = begin; s < end; ++s) scores[s] += row.bias[s];
-    float peak = *row.peak;
-    for (int64_t s = begin; s < end; ++s) peak = scores[s] > peak ? scores[s] : peak;
-    const float shrink = exp_nonpositive(*row.peak - peak);
-    *row.peak = peak;
-    *row.mass *= shrink;
-    for (int64_t d = 0; d < D; ++d) row.sum[d] *= shrink;
-    for (int64_t s = begin; s < end; ++s) {
-        const float weight = exp_nonpositive(scores[s] - peak);
-        *row.mass += weight;
-        const float share = row.value_scales ? weight * row.value_scales[s] : weight;
-        for (int64_t d = 0; d < D; ++d) row.sum[d] += share * values[s * D + d];
-    }
-}
-
-// The same for blocks of 16 positions and a head size known when this is compiled.
-template <int kD>
-inline void attend_block_of_lanes(const Row& row, const float* keys, const float* values, int64_t begin, int64_t end) {
-    static_assert(kD % kLanes == 0, "the head size must be whole vectors");
-    vec partial[4] = {};
-    for (int d = 0; d < kD; d += 4)
-        for (int u = 0; u < 4; ++u) partial[u] += row.query[d + u] * load(keys + (d + u) * kLanes);
-    vec scores = (partial[0] + partial[1]) + (partial[2] + partial[3]);
-    if (row.key_scales) scores *= load(row.key_scales);
-    if (row.softcap != 0.0f) scores = row.softcap * tanh_of(scores * (1.0f / row.softcap));
-    if (row.bias) scores += load(row.bias);
-    const ivec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    const ivec seen = (lane >= int32_t(begin)) & (lane < int32_t(end));
-    scores = seen ? scores : all(kLowest);
-
-    const float before = *row.peak, block_peak = highest(scores);
-    const float peak = block_peak > before ? block_peak : before;
-    const vec weights = exp_nonpositive(scores - peak);
-    float weight[kLanes], share[kLanes];
-    save(weights, weight);
-    save(row.value_scales ? weights * load(row.value_scales) : weights, share);
-
-    vec sum[kD / kLanes];
-    const float shrink = block_peak > before ? exp_nonpositive(before - peak) : 1.0f;
-    for (int v = 0; v < kD / kLanes; ++v) sum[v] = load(row.sum + v * kLanes) * shrink;
-    float mass = *row.mass * shrink;
-    for (int64_t s = begin; s < end; ++s) {
-        mass += weight[s];
-        for (int v = 0; v < kD / kLanes; ++v) sum[v] += share[s] * load(values + s * kD + v * kLanes);
-    }
-    for (int v = 0; v < kD / kLanes; ++v) save(sum[v], row.sum + v * kLanes);
-    *row.mass = mass;
-    *row.peak = peak;
-}
-
 // Ask for a block's keys and values of one head, into the second-level cache: it can wait for more lines at once than the first.
 template <typename stored>
 inline void prefetch_block(const Step& step, int64_t block, int64_t head, int64_t numbers) {
@@ -151,80 +77,146 @@ inline void prefetch_block(const Step& step, int64_t block, int64_t head, int64_
     for (int64_t i = 0; i < numbers; i += line) __builtin_prefetch(values + i, 0, 2);
 }
 
-// stored: what the caches hold, int8_t or the queries' own type. kD: the head size where it is common and blocks have 16
-// positions, else 0.
-template <typename scalar, typename stored, int kD>
-void attend_item(const Step& step, int64_t item) {
-    const int64_t D = kD ? kD : step.head_dim, S = kD ? kLanes : step.block_tokens;
-    const int32_t* tile = step.tiles + 3 * (item / step.kv_heads);
-    const int64_t head = item % step.kv_heads;
-    const int64_t group = step.query_heads / step.kv_heads;
-    const int64_t tokens = tile[2], rows = tokens * group;
-    const int32_t* table = step.tables + tile[0] * step.table_width;
-    const int32_t* positions = step.positions + tile[1];
-    constexpr bool kScaled = std::is_same_v<stored, int8_t>;
+// A tile of consecutive tokens of one sequence, and one key/value head.
+template <typename Kind, typename scalar>
+class Item {
+    typedef typename Kind::stored stored;
+    typedef typename Kind::word word;
+    static constexpr bool kScaled = std::is_same_v<stored, int8_t>;
 
-    thread_local std::vector<float> scratch;
-    scratch.resize(size_t(rows * (2 * D + 2) + 3 * S + 2 * D * S));
-    float* queries = scratch.data();
-    float* sums = queries + rows * D;
-    float* peaks = sums + rows * D;
-    float* masses = peaks + rows;
-    float* scores = masses + rows;
-    float* key_scales = scores + S;
-    float* value_scales = key_scales + S;
-    float* wide_keys = value_scales + S;
-    float* wide_values = wide_keys + D * S;
+public:
+    Item(const Step& given, int64_t tile, int64_t own_head)
+        : step(given), D(given.head_dim), S(given.block_tokens), width((D + kPart - 1) / kPart * kPart), head(own_head),
+          group(given.query_heads / given.kv_heads), first_token(given.tiles[3 * tile + 1]), rows(given.tiles[3 * tile + 2] * group),
+          panels((rows + kPanelRows - 1) / kPanelRows), table(given.tables + given.tiles[3 * tile] * given.table_width),
+          positions(given.positions + first_token), lies_in_tiles(S == kPart && D % kPart == 0) {}
 
-    for (int64_t r = 0; r < rows; ++r) {
-        const scalar* source = static_cast<const scalar*>(step.query) + (tile[1] + r / group) * step.query_stride_token +
-                               (head * group + r % group) * step.query_stride_head;
-        rotate(step, source, tile[1] + r / group, queries + r * D);
-        for (int64_t d = step.rotary_dim; d < D; ++d) queries[r * D + d] = to_float(source[d]);
-        for (int64_t d = 0; d < D; ++d) queries[r * D + d] *= step.scale;
-        for (int64_t d = 0; d < D; ++d) sums[r * D + d] = 0.0f;
-        // A sink is a score that was seen already and whose value is zero.
-        peaks[r] = step.sinks ? step.sinks[head * group + r % group] : kLowest;
-        masses[r] = step.sinks ? 1.0f : 0.0f;
+    void attend() {
+        take_scratch();
+        for (int64_t p = 0; p < panels; ++p) begin_panel(p);
+        const int64_t last = positions[rows / group - 1], first = first_seen(positions[0]);
+        Tile<stored> tile{};
+        tile.D = D, tile.width = width, tile.scale = step.scale, tile.softcap = step.softcap;
+        for (int64_t base = first / kTile * kTile; base <= last; base += kTile) {
+            find_tile(base, first > base ? first : base, last < base + kTile ? last : base + kTile - 1, tile);
+            for (int64_t p = 0; p < panels; ++p) attend_panel_from(p, base, tile);
+        }
+        for (int64_t r = 0; r < rows; ++r) finish(r);
     }
 
-    const int64_t last = positions[tokens - 1];
-    const int64_t first = step.window && positions[0] >= step.window ? positions[0] - step.window + 1 : 0;
-    for (int64_t b = first / S; b <= last / S; ++b) {
-        if (b < last / S)
-            prefetch_block<stored>(step, table[b + 1], head, D * S);
-        else if (head + 1 < step.kv_heads)
-            prefetch_block<stored>(step, table[first / S], head + 1, D * S);
-        const int64_t base = (int64_t(table[b]) * step.kv_heads + head) * D * S;
-        const float* keys = widen(static_cast<const stored*>(step.key_cache) + base, wide_keys, D * S);
-        const float* values = widen(static_cast<const stored*>(step.value_cache) + base, wide_values, D * S);
-        if constexpr (kScaled) {
-            widen(step.key_scales + base / D, key_scales, S);
-            widen(step.value_scales + base / D, value_scales, S);
-        }
-        for (int64_t r = 0; r < rows; ++r) {
-            const int64_t position = positions[r / group];
-            const int64_t end = position - b * S + 1 < S ? position - b * S + 1 : S;
-            const int64_t low = step.window ? position - step.window + 1 - b * S : 0;
-            const int64_t begin = low > 0 ? low : 0;
-            if (begin >= end) continue;
-            const float* bias = step.bias ? step.bias + (head * group + r % group) * step.bias_positions + b * S : nullptr;
-            const Row row = {queries + r * D, sums + r * D, peaks + r, masses + r, bias,
-                             kScaled ? key_scales : nullptr, kScaled ? value_scales : nullptr, step.softcap};
-            if constexpr (kD > 0)
-                attend_block_of_lanes<kD>(row, keys, values, begin, end);
-            else
-                attend_block(row, keys, values, begin, end, D, S, scores);
+private:
+    const Step& step;
+    const int64_t D, S, width, head, group, first_token, rows, panels;
+    const int32_t* table;
+    const int32_t* positions;
+    const bool lies_in_tiles;  // then the cache's blocks are a tile's parts
+    word* queries;
+    float *sums, *peaks, *masses, *scales, *turned;
+    stored *own_keys, *own_values;
+
+    int64_t first_seen(int64_t position) const { return step.window && position >= step.window ? position - step.window + 1 : 0; }
+    int64_t first_row(int64_t panel) const { return panel * rows / panels; }
+    const stored* keys_of(int64_t block) const {
+        return static_cast<const stored*>(step.key_cache) + (int64_t(table[block]) * step.kv_heads + head) * D * S;
+    }
+    const stored* values_of(int64_t block) const {
+        return static_cast<const stored*>(step.value_cache) + (int64_t(table[block]) * step.kv_heads + head) * D * S;
+    }
+
+    void take_scratch() {
+        thread_local std::vector<float> scratch;
+        scratch.resize(size_t(rows * (D + width + 1 + kWidth) + D + 2 * kTile + (lies_in_tiles ? 0 : kTile * (D + width)) + 16));
+        float* free = scratch.data() + (64 - reinterpret_cast<uintptr_t>(scratch.data()) % 64) % 64 / sizeof(float);
+        const auto take = [&](int64_t numbers) { return (free += numbers) - numbers; };
+        sums = take(rows * width), scales = take(2 * kTile), masses = take(rows * kWidth), peaks = take(rows), turned = take(D);
+        queries = reinterpret_cast<word*>(take(rows * D));
+        if (!lies_in_tiles) {
+            own_keys = reinterpret_cast<stored*>(take(kTile * D));
+            own_values = reinterpret_cast<stored*>(take(kTile * width));
+            std::memset(static_cast<void*>(own_values), 0, size_t(kTile * width) * sizeof(stored));
         }
     }
 
-    for (int64_t r = 0; r < rows; ++r) {
-        scalar* target = static_cast<scalar*>(step.out) +
-                         ((tile[1] + r / group) * step.query_heads + head * group + r % group) * D;
-        const float inverse = 1.0f / masses[r];
-        for (int64_t d = 0; d < D; ++d) from_float(sums[r * D + d] * inverse, target[d]);
+    void begin_panel(int64_t panel) {
+        const int64_t begin = first_row(panel), count = first_row(panel + 1) - begin;
+        for (int64_t r = begin; r < begin + count; ++r) {
+            const int64_t token = first_token + r / group, own = head * group + r % group;
+            const scalar* source = static_cast<const scalar*>(step.query) + token * step.query_stride_token + own * step.query_stride_head;
+            rotate(step, source, token, turned);
+            for (int64_t d = step.rotary_dim; d < D; ++d) turned[d] = to_float(source[d]);
+            word* target = queries + begin * (D / Kind::kInputs) + r - begin;
+            for (int64_t d = 0; d < D; d += Kind::kInputs) target[d / Kind::kInputs * count] = Kind::word_of(turned + d);
+            // A sink is a score that was seen already and whose value is zero.
+            peaks[r] = step.sinks ? step.sinks[own] : kLowest;
+            for (int i = 0; i < kWidth; ++i) masses[r * kWidth + i] = 0.0f;
+            masses[r * kWidth] = step.sinks ? 1.0f : 0.0f;
+        }
+        for (int64_t i = begin * width; i < (begin + count) * width; ++i) sums[i] = 0.0f;
     }
-}
+
+    // Where keys and values of positions [from, to] of the tile lie.
+    void find_tile(int64_t base, int64_t from, int64_t to, Tile<stored>& tile) {
+        if (kScaled) {
+            tile.key_scales = scales, tile.value_scales = scales + kTile;
+            for (int64_t position = from; position <= to; ++position) {
+                const int64_t place = (int64_t(table[position / S]) * step.kv_heads + head) * S + position % S;
+                scales[position - base] = to_float(step.key_scales[place]);
+                scales[kTile + position - base] = to_float(step.value_scales[place]);
+            }
+        }
+        if (lies_in_tiles) {
+            for (int64_t block = from / S; block <= to / S; ++block) {
+                tile.keys[block - base / S] = keys_of(block);
+                tile.values[block - base / S] = values_of(block);
+            }
+            return;
+        }
+        for (int part = 0; part < kParts; ++part) {
+            tile.keys[part] = own_keys + part * kPart * D;
+            tile.values[part] = own_values + part * kPart * width;
+        }
+        for (int64_t position = from; position <= to; ++position) {
+            const int64_t place = position - base;
+            const stored* key = keys_of(position / S) + position % S;
+            stored* own = own_keys + place / kPart * kPart * D + place % kPart;
+            for (int64_t d = 0; d < D; ++d) own[d * kPart] = key[d * S];
+            std::memcpy(own_values + place * width, values_of(position / S) + position % S * D, size_t(D) * sizeof(stored));
+        }
+    }
+
+    void attend_panel_from(int64_t panel, int64_t base, const Tile<stored>& tile) {
+        const int64_t begin = first_row(panel);
+        const int count = int(first_row(panel + 1) - begin);
+        Seen seen;
+        for (int r = 0; r < count; ++r) {
+            const int64_t position = positions[(begin + r) / group], own = head * group + (begin + r) % group;
+            const int64_t low = first_seen(position) - base, high = position + 1 - base;
+            seen.begin[r] = low < 0 ? 0 : low > kTile ? kTile : int(low);
+            seen.end[r] = high < 0 ? 0 : high > kTile ? kTile : int(high);
+            seen.bias[r] = step.bias ? step.bias + own * step.bias_positions + base : nullptr;
+        }
+        if (seen.begin[0] >= seen.end[count - 1]) return;
+        seen.first_part = seen.begin[0] / kPart, seen.end_part = (seen.end[count - 1] + kPart - 1) / kPart;
+        seen.bias_positions = int(step.bias_positions - base < kTile ? step.bias_positions - base : kTile);
+        attend_panel_of<kPanelRows>(count, tile, seen,
+                                    {queries + begin * (D / Kind::kInputs), sums + begin * width, peaks + begin, masses + begin * kWidth});
+    }
+
+    template <int R>
+    static void attend_panel_of(int count, const Tile<stored>& tile, const Seen& seen, const Panel& panel) {
+        if constexpr (R > 1)
+            if (count < R) return attend_panel_of<R - 1>(count, tile, seen, panel);
+        attend_panel<Kind, R>(tile, seen, panel);
+    }
+
+    void finish(int64_t r) const {
+        scalar* target = static_cast<scalar*>(step.out) + ((first_token + r / group) * step.query_heads + head * group + r % group) * D;
+        float mass = 0.0f;
+        for (int i = 0; i < kWidth; ++i) mass += masses[r * kWidth + i];
+        const float inverse = 1.0f / mass;
+        for (int64_t d = 0; d < D; ++d) from_float(sums[r * width + d] * inverse, target[d]);
+    }
+};
 
 // Numbers as whole ones between -127 and 127, ``stride`` apart, and their scale, rounded before anything is divided by it. NaN or
 // infinity makes the scale NaN, and with it whatever reads the position.
@@ -247,9 +239,8 @@ inline bf16 narrow(const float* numbers, int64_t count, int8_t* out, int64_t str
 
 // One token's key and value of one head, into their slot.
 template <typename scalar, typename stored>
-void store_item(const Step& step, int64_t item) {
+void store_item(const Step& step, int64_t token, int64_t head) {
     const int64_t D = step.head_dim, S = step.block_tokens;
-    const int64_t token = item / step.kv_heads, head = item % step.kv_heads;
     const int64_t offset = step.slots[token] % S;
     const int64_t base = (step.slots[token] / S * step.kv_heads + head) * D * S;
     const scalar* key = static_cast<const scalar*>(step.key) + token * step.key_stride_token + head * step.key_stride_head;
@@ -272,46 +263,39 @@ void store_item(const Step& step, int64_t item) {
 }
 
 // By all threads of the parallel region that it is called in.
-template <typename scalar, typename stored, int kD>
+template <typename Kind, typename scalar>
 void attend_all(const Step& step) {
     const int64_t items = step.num_tiles * step.kv_heads;
     // With tiles enough for all threads, a thread takes all heads of a tile: their parts of a block lie side by side.
     const int64_t chunk = step.num_tiles >= kTilesPerThread * omp_get_num_threads() ? step.kv_heads : 1;
+    const int64_t runs = (step.tokens + kPart - 1) / kPart;
 #pragma omp for schedule(static)
-    for (int64_t item = 0; item < step.tokens * step.kv_heads; ++item) store_item<scalar, stored>(step, item);
-#pragma omp for schedule(dynamic, chunk)
-    for (int64_t item = 0; item < items; ++item) attend_item<scalar, stored, kD>(step, item);
-}
-
-template <typename scalar, typename stored>
-void attend_by(const Step& step) {
-    if (step.block_tokens == kLanes) {
-        switch (step.head_dim) {
-            case 16: return attend_all<scalar, stored, 16>(step);
-            case 32: return attend_all<scalar, stored, 32>(step);
-            case 64: return attend_all<scalar, stored, 64>(step);
-            case 80: return attend_all<scalar, stored, 80>(step);
-            case 96: return attend_all<scalar, stored, 96>(step);
-            case 128: return attend_all<scalar, stored, 128>(step);
-            case 256: return attend_all<scalar, stored, 256>(step);
-        }
+    for (int64_t item = 0; item < runs * step.kv_heads; ++item) {
+        // Tokens that follow one another share lines of their block's keys.
+        const int64_t first = item / step.kv_heads * kPart, end = first + kPart < step.tokens ? first + kPart : step.tokens;
+        for (int64_t token = first; token < end; ++token) store_item<scalar, typename Kind::stored>(step, token, item % step.kv_heads);
     }
-    attend_all<scalar, stored, 0>(step);
+// From the last on: a prompt's last tiles see the most, and what comes last should be short.
+#pragma omp for schedule(dynamic, chunk)
+    for (int64_t item = 0; item < items; ++item)
+        Item<Kind, scalar>(step, step.num_tiles - 1 - item / step.kv_heads, item % step.kv_heads).attend();
 }
 
 }  // namespace
 
 void tessera::attend(const Job& job) {
     const Step& step = *static_cast<const Step*>(job.y);
-    if (step.key_scales)
-        (job.is_bf16 ? attend_by<bf16, int8_t> : attend_by<float, int8_t>)(step);
-    else
-        (job.is_bf16 ? attend_by<bf16, bf16> : attend_by<float, float>)(step);
+    if (step.key_scales) return (job.is_bf16 ? attend_all<Single<int8_t>, bf16> : attend_all<Single<int8_t>, float>)(step);
+    if (!job.is_bf16) return attend_all<Single<float>, float>(step);
+#ifdef TESSERA_PAIRS
+    if (step.block_tokens == kPart && step.head_dim % kPart == 0) return attend_all<Pairs, bf16>(step);
+#endif
+    attend_all<Single<bf16>, bf16>(step);
 }
 
 extern "C" {
 
-int tessera_kernel_version() { return 10; }
+int tessera_kernel_version() { return 11; }
 int tessera_max_rows() { return kMaxRows; }
 
 void tessera_attend(int is_bf16, int threads, const Step* step) {

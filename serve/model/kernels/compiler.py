@@ -15,7 +15,7 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-VERSION = 10
+VERSION = 11
 """What a library of these sources answers when it is asked for its version."""
 SCRATCH = "building-"
 """How the folder of a build that is going on begins, beside the library that it makes."""
@@ -24,7 +24,7 @@ _SOURCES = tuple(
     Path(__file__).with_name(name)
     for name in ("attention.cpp", "group.cpp", "linear.cpp", "quantized.cpp", "sampling.cpp", "steps.cpp")
 )
-_HEADERS = tuple(Path(__file__).with_name(name) for name in ("avx2.h", "parts.h", "products.h", "vectors.h"))
+_HEADERS = tuple(Path(__file__).with_name(name) for name in ("avx2.h", "panels.h", "parts.h", "products.h", "vectors.h"))
 _FLAGS = (
     "-O3",
     "-std=c++17",

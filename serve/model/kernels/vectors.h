@@ -49,45 +49,65 @@ inline vec load(const float* source) {
 }
 inline void save(vec value, float* target) { std::memcpy(target, &value, sizeof(value)); }
 inline vec all(float x) { return vec{} + x; }
-inline float highest(vec value) {
+
+// The same of vectors of any size.
+template <typename V>
+inline V load_as(const float* source) {
+    V out;
+    std::memcpy(&out, source, sizeof(out));
+    return out;
+}
+template <typename V>
+inline void save_as(V value, float* target) {
+    std::memcpy(target, &value, sizeof(value));
+}
+template <typename V>
+inline V filled(float x) {
+    return x - V{};
+}
+template <typename V>
+inline float highest(V value) {
     float peak = value[0];
-    for (int i = 1; i < kLanes; ++i) peak = value[i] > peak ? value[i] : peak;
+    for (int i = 1; i < int(sizeof(V) / sizeof(float)); ++i) peak = value[i] > peak ? value[i] : peak;
     return peak;
 }
 
 // exp(x) for x <= 0, relative error about 2e-7: 2^n times a polynomial of the remainder (Cephes' coefficients).
-inline vec exp_nonpositive(vec x) {
-    x = x < all(-87.0f) ? all(-87.0f) : x;
-    const vec magic = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to the nearest integer
-    const vec n = (x * 1.44269504088896341f + magic) - magic;
-    const vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    vec p = all(1.9875691500e-4f);
+template <typename V>
+inline V exp_nonpositive(V x) {
+    typedef decltype(x < x) I;  // whole numbers of the same size
+    x = x < filled<V>(-87.0f) ? filled<V>(-87.0f) : x;
+    const V magic = filled<V>(12582912.0f);  // 1.5 * 2^23: adding it rounds to the nearest integer
+    const V n = (x * 1.44269504088896341f + magic) - magic;
+    const V r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    V p = filled<V>(1.9875691500e-4f);
     p = p * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    const ivec bits = (__builtin_convertvector(n, ivec) + 127) << 23;
-    vec scale;
+    const I bits = (__builtin_convertvector(n, I) + 127) << 23;
+    V scale;
     std::memcpy(&scale, &bits, sizeof(scale));
     return p * scale;
 }
 inline float exp_nonpositive(float x) { return exp_nonpositive(all(x))[0]; }
 
 // tanh(x), relative error about 3e-7: by exp where it is far from 0, by its series where that difference would cancel.
-inline vec tanh_of(vec x) {
-    const vec size = x < all(0.0f) ? -x : x;
-    const vec e = exp_nonpositive(-2.0f * size);
-    const vec far = (1.0f - e) / (1.0f + e);
-    const vec square = size * size;
-    vec p = all(62.0f / 2835.0f);
+template <typename V>
+inline V tanh_of(V x) {
+    const V size = x < filled<V>(0.0f) ? -x : x;
+    const V e = exp_nonpositive(-2.0f * size);
+    const V far = (1.0f - e) / (1.0f + e);
+    const V square = size * size;
+    V p = filled<V>(62.0f / 2835.0f);
     p = p * square - 17.0f / 315.0f;
     p = p * square + 2.0f / 15.0f;
     p = p * square - 1.0f / 3.0f;
     p = p * square + 1.0f;
-    const vec out = size < all(0.25f) ? p * size : far;
-    return x < all(0.0f) ? -out : out;
+    const V out = size < filled<V>(0.25f) ? p * size : far;
+    return x < filled<V>(0.0f) ? -out : out;
 }
 
 }  // namespace

@@ -1,0 +1,175 @@
+"""What attention over blocks costs in a prompt's step: ``python -m benchmarks.attention``.
+
+One layer's attention of prompts of several shapes: the compiled kernel, and torch's ``scaled_dot_product_attention`` over keys and
+values that lie side by side already, in turns in one process. The kernel also writes the step's keys and values to their
+blocks. ``--beside LIBRARY`` takes turns with kernels that were built from other sources, of the same interface. Kernels of another level than the
+processor's best (``--level x86-64-v3``) are compiled into a folder for the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import datetime
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from benchmarks.serving import RESULTS, machine
+from serve.model.attention import StepLayout
+from serve.model.kernel_attention import CpuKernelBackend
+from serve.model.kernels.ahead import build_ahead
+from serve.model.kernels.build import built_for, load_cpu_kernels
+from serve.worker.kv_cache import allocate
+
+BLOCK_TOKENS: Final = 16
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Heads of a layer: those of queries, those of keys and values, and their size."""
+
+    queries: int
+    keys: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """Sequences of a step, all alike: how many, their tokens in this step, and the positions that the cache has of them before."""
+
+    sequences: int
+    tokens: int
+    before: int = 0
+
+
+SHAPES: Final = {
+    "12 heads of 64": Heads(12, 12, 64),
+    "16 heads of 64": Heads(16, 16, 64),
+    "16 heads of 64, 4 of keys": Heads(16, 4, 64),
+    "16 heads of 128": Heads(16, 16, 128),
+}
+WORKS: Final = {
+    "1 x 1,024": Work(1, 1024),
+    "8 x 512": Work(8, 512),
+    "256 after 768": Work(1, 256, 768),
+    "8 x 1 after 1,023": Work(8, 1, 1023),
+}
+
+
+def layout_of(work: Work) -> StepLayout:
+    """The step's layout; blocks in an order that is not that of memory."""
+    length = work.before + work.tokens
+    blocks = -(-length // BLOCK_TOKENS)
+    order = torch.randperm(work.sequences * blocks).int().view(work.sequences, blocks)
+    positions = torch.arange(work.before, length)
+    slots = order[:, positions // BLOCK_TOKENS] * BLOCK_TOKENS + positions % BLOCK_TOKENS
+    return StepLayout(
+        slots=slots.flatten().long(),
+        positions=positions.int().repeat(work.sequences),
+        query_starts=tuple(range(0, work.sequences * work.tokens + 1, work.tokens)),
+        context_lengths=(length,) * work.sequences,
+        block_tables=order,
+        table_rows=tuple(range(work.sequences)),
+    )
+
+
+def calls(heads: Heads, work: Work, dtype: torch.dtype, libraries: dict[str, ctypes.CDLL]) -> dict[str, Callable[[], object]]:
+    """One layer's attention by who computes it."""
+    torch.manual_seed(0)
+    layout, size = layout_of(work), heads.size
+    tokens, length = work.sequences * work.tokens, work.before + work.tokens
+    [cache] = allocate(
+        layers=1,
+        num_blocks=layout.block_tables.numel(),
+        kv_heads=heads.keys,
+        head_dim=size,
+        block_tokens=BLOCK_TOKENS,
+        dtype=dtype,
+        device=torch.device("cpu"),
+    )
+    cache.keys.normal_()
+    cache.values.normal_()
+    query, key, value = (torch.randn(tokens, count, size).to(dtype) for count in (heads.queries, heads.keys, heads.keys))
+    found: dict[str, Callable[[], object]] = {}
+    for name, library in libraries.items():
+        backend = CpuKernelBackend(library)
+        found[name] = lambda backend=backend: backend.attend(query, key, value, cache, layout, scale=size**-0.5, window=0)
+    batch = query.view(work.sequences, work.tokens, heads.queries, size).transpose(1, 2)
+    lying = [torch.randn(work.sequences, heads.keys, length, size).to(dtype) for _ in range(2)]
+    row, column = torch.arange(work.before, length)[:, None], torch.arange(length)[None]
+    rules = {"attn_mask": column <= row} if work.before else {"is_causal": True}
+    found["torch"] = lambda: torch.nn.functional.scaled_dot_product_attention(
+        batch, *lying, scale=size**-0.5, enable_gqa=heads.keys != heads.queries, **rules
+    )
+    return found
+
+
+def measure(dtype: torch.dtype, libraries: dict[str, ctypes.CDLL], repeats: int, only: str) -> dict[str, dict[str, object]]:
+    """Milliseconds by shape and work and by who computes, and what torch takes for each of the kernel's; medians."""
+    cells: dict[str, dict[str, object]] = {}
+    for cell, heads, work in ((f"{shape}: {name}", SHAPES[shape], WORKS[name]) for shape in SHAPES for name in WORKS):
+        if only not in cell:
+            continue
+        systems = calls(heads, work, dtype, libraries)
+        seconds: dict[str, list[float]] = {who: [] for who in systems}
+        for _ in range(repeats + 1):
+            for who, call in systems.items():
+                began = time.perf_counter()
+                call()
+                seconds[who].append(time.perf_counter() - began)
+        medians = {who: 1e3 * statistics.median(each[1:]) for who, each in seconds.items()}
+        ratios = {f"{who} / kernel": round(each / medians["kernel"], 3) for who, each in medians.items() if who != "kernel"}
+        cells[cell] = {who: round(each, 3) for who, each in medians.items()} | ratios
+        pairs = work.sequences * (work.tokens * work.before + work.tokens * (work.tokens + 1) // 2)
+        rate = 4e-6 * pairs * heads.queries * heads.size / medians["kernel"]
+        cells[cell]["kernel's GFLOP/s"] = round(rate, 1)
+        print(f"{dtype} {cell}: {cells[cell]}", flush=True)
+    return cells
+
+
+def main() -> int:
+    """Run, print and record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=15, help="of each cell (15)")
+    parser.add_argument("--beside", metavar="LIBRARY", help="kernels built from other sources, recorded as 'before'")
+    parser.add_argument("--level", help="kernels of this level instead of the processor's best")
+    parser.add_argument("--threads", type=int, default=2, help="that compute (2)")
+    parser.add_argument("--only", default="", metavar="TEXT", help="the cells whose names have this in them")
+    parser.add_argument("--no-record", action="store_true", help="write no result file")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    with tempfile.TemporaryDirectory() as scratch:
+        built = build_ahead([options.level], Path(scratch))[0] if options.level else None
+        libraries = {"kernel": load_cpu_kernels() if built is None else ctypes.CDLL(str(built))}
+        if options.beside:
+            libraries["before"] = ctypes.CDLL(options.beside)
+        load = os.getloadavg()[0]
+        record = {
+            "what": "milliseconds of one layer's attention in a prompt's step; medians, and the others' time for the kernel's",
+            "date": datetime.date.today().isoformat(),
+            "machine": machine("cpu"),
+            "instructions": torch.backends.cpu.get_cpu_capability(),
+            "kernels": built_for(libraries["kernel"]),
+            "threads": options.threads,
+            "float32": measure(torch.float32, libraries, options.repeats, options.only),
+            "bfloat16": measure(torch.bfloat16, libraries, options.repeats, options.only),
+            "load_average": {"before": load, "after": os.getloadavg()[0]},
+        }
+    if not options.no_record:
+        target = RESULTS / f"attention-cpu-{record['date']}.json"
+        target.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

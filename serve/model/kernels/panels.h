@@ -1,0 +1,332 @@
+// What blocked attention multiplies: a panel of query rows by a tile of keys, and the weights that come of it by the tile's values.
+//
+// Shapes.  R rows of a panel   D head size   A tile is 64 positions, in four parts of 16: of each part the keys are [D, 16] and
+// the values [16, D].
+//
+// How a row's numbers are added up is the same whatever the other rows of its panel are and however many: one sum for each key over
+// the features in their order, one for each feature over a tile's keys in theirs.
+#pragma once
+
+#include "vectors.h"
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+// Floats of a register, and how many sums of rows times registers leave room for what they are made of.
+#ifndef TESSERA_WIDTH
+#if defined(__AVX512F__)
+#define TESSERA_WIDTH 16
+#elif defined(__AVX__)
+#define TESSERA_WIDTH 8
+#else
+#define TESSERA_WIDTH 4
+#endif
+#endif
+#if defined(__AVX512BF16__) && !defined(TESSERA_PAIRS)
+#define TESSERA_PAIRS
+#endif
+constexpr int kWidth = TESSERA_WIDTH;
+constexpr int kMostSums = kWidth == 16 ? 24 : 12;
+
+typedef float wide __attribute__((vector_size(4 * kWidth)));
+typedef int32_t iwide __attribute__((vector_size(4 * kWidth)));
+
+constexpr float kLowest = -3.0e38f;
+constexpr int kTile = 64;
+constexpr int kPart = 16;
+constexpr int kParts = kTile / kPart;
+constexpr int kVectors = kPart / kWidth;              // registers of a part's keys
+constexpr int kPanelRows = kMostSums / (kWidth == 16 ? 2 : kVectors);
+// With few rows, parts and columns are taken side by side so that enough additions are under way.
+constexpr int together(int rows, int most) {
+    int parts = 1;
+    while (parts < most && rows * parts * 2 * kVectors <= kMostSums) parts *= 2;
+    return parts;
+}
+
+inline wide load_wide(const float* source) { return load_as<wide>(source); }
+inline wide load_wide(const bf16* source) {
+#if defined(__AVX512F__) && TESSERA_WIDTH == 16
+    return (wide)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(source))), 16);
+#elif defined(__AVX2__) && TESSERA_WIDTH == 8
+    return (wide)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source))), 16);
+#else
+    wide out;
+    for (int i = 0; i < kWidth; ++i) out[i] = to_float(source[i]);
+    return out;
+#endif
+}
+inline wide load_wide(const int8_t* source) {
+#if defined(__AVX512F__) && TESSERA_WIDTH == 16
+    return (wide)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source))));
+#elif defined(__AVX2__) && TESSERA_WIDTH == 8
+    return (wide)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(source))));
+#else
+    wide out;
+    for (int i = 0; i < kWidth; ++i) out[i] = float(source[i]);
+    return out;
+#endif
+}
+
+// What is multiplied, and in which pieces. A word holds kInputs neighbouring features of a query, or weights of neighbouring keys.
+template <typename type>
+struct Single {
+    typedef type stored;
+    typedef float word;
+    typedef wide factors;
+    static constexpr int kInputs = 1;
+    static void narrow(float*, int) {}
+    static float word_of(const float* features) { return *features; }
+    static factors keys(const stored* feature, int v) { return load_wide(feature + v * kWidth); }
+    static factors values(const stored* row, int64_t) { return load_wide(row); }
+    static factors only(factors row, int) { return row; }
+    static wide add(wide sum, factors row, word by) { return sum + row * by; }
+};
+
+#ifdef TESSERA_PAIRS
+static_assert(kWidth == 16, "pairs of bf16 numbers are multiplied sixteen at once");
+
+// Products of bf16 numbers, two of which are added at once: the queries are rounded to bf16 as the model's own would be, the weights too.
+struct Pairs {
+    typedef bf16 stored;
+    typedef uint32_t word;
+    typedef uint16_t factors __attribute__((vector_size(64)));
+    static constexpr int kInputs = 2;
+    static word word_of(const float* features) {
+        bf16 pair[2];
+        from_float(features[0], pair[0]);
+        from_float(features[1], pair[1]);
+        return word(pair[0].bits) | word(pair[1].bits) << 16;
+    }
+    // A tile's weights, to words in their place.
+    static void narrow(float* numbers, int count) {
+        for (int i = 0; i < count; i += kWidth) {
+#ifdef __AVX512BF16__
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(reinterpret_cast<uint16_t*>(numbers) + i),
+                                (__m256i)_mm512_cvtneps_pbh((__m512)load_wide(numbers + i)));
+#else
+            bf16 out[kWidth];
+            for (int k = 0; k < kWidth; ++k) from_float(numbers[i + k], out[k]);
+            std::memcpy(reinterpret_cast<uint16_t*>(numbers) + i, out, sizeof(out));
+#endif
+        }
+    }
+    static factors side_by_side(factors rows) {  // rows: sixteen numbers of one, then sixteen of the next
+        const factors order = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
+                               8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+        return __builtin_shuffle(rows, order);
+    }
+    static factors keys(const stored* feature, int) {
+        factors rows;
+        std::memcpy(&rows, feature, sizeof(rows));
+        return side_by_side(rows);
+    }
+    static factors values(const stored* row, int64_t width) {
+        factors rows;
+        std::memcpy(&rows, row, 32);
+        std::memcpy(reinterpret_cast<char*>(&rows) + 32, row + width, 32);
+        return side_by_side(rows);
+    }
+    // Those of the first row, or of the second, alone.
+    static factors only(factors row, int which) {
+        const iwide kept = iwide{} + int32_t(which ? 0xffff0000u : 0x0000ffffu);
+        return (factors)((iwide)row & kept);
+    }
+    static wide add(wide sum, factors row, word by) {
+#ifdef __AVX512BF16__
+        return (wide)_mm512_dpbf16_ps((__m512)sum, (__m512bh)row, (__m512bh)_mm512_set1_epi32(int32_t(by)));
+#else
+        const iwide both = (iwide)row, upper = iwide{} + int32_t(0xffff0000u);
+        return sum + (wide)(both << 16) * to_float(bf16{uint16_t(by)}) + (wide)(both & upper) * to_float(bf16{uint16_t(by >> 16)});
+#endif
+    }
+};
+#endif
+
+// A tile of keys, for all rows of a work item.
+template <typename stored>
+struct Tile {
+    const stored* keys[kParts];
+    const stored* values[kParts];
+    int64_t D, width;          // features of a key; of a value, with those that make them whole parts
+    const float* key_scales;   // [64] each, or null
+    const float* value_scales;
+    float scale, softcap;
+};
+
+// What each row of a panel sees of a tile: positions [begin, end), neither of which decreases from row to row.
+struct Seen {
+    int begin[kPanelRows], end[kPanelRows];
+    int first_part, end_part;       // those of which a row sees something
+    const float* bias[kPanelRows];  // from the tile's first position on, or null
+    int bias_positions;             // how many there are from there on
+};
+
+struct Panel {
+    const void* queries;  // words, [D / kInputs, R]
+    float* sums;          // [R, width]
+    float* peaks;         // [R]
+    float* masses;        // [R, kWidth]: parts of a sum
+};
+
+template <typename Kind, int R, int P>
+inline void score_parts(const Tile<typename Kind::stored>& tile, int first, const typename Kind::word* queries, float* scores) {
+    wide sums[R][P * kVectors] = {};
+    for (int64_t d = 0; d < tile.D; d += Kind::kInputs, queries += R) {
+        typename Kind::factors keys[P * kVectors];
+#pragma GCC unroll 16
+        for (int p = 0; p < P; ++p)
+#pragma GCC unroll 4
+            for (int v = 0; v < kVectors; ++v) keys[p * kVectors + v] = Kind::keys(tile.keys[first + p] + d * kPart, v);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
+            for (int k = 0; k < P * kVectors; ++k) sums[r][k] = Kind::add(sums[r][k], keys[k], queries[r]);
+    }
+    for (int r = 0; r < R; ++r)
+        for (int k = 0; k < P * kVectors; ++k) save_as(sums[r][k], scores + r * kTile + first * kPart + k * kWidth);
+}
+
+template <typename Kind, int R>
+inline void score(const Tile<typename Kind::stored>& tile, const Seen& seen, const typename Kind::word* queries, float* scores) {
+    constexpr int P = together(R, kParts);
+    int part = seen.first_part;
+    for (; part + P <= seen.end_part; part += P) score_parts<Kind, R, P>(tile, part, queries, scores);
+    for (; part < seen.end_part; ++part) score_parts<Kind, R, 1>(tile, part, queries, scores);
+}
+
+inline wide bias_of(const float* bias, int place, int positions) {
+    if (place + kWidth <= positions) return load_wide(bias + place);
+    wide out = {};
+    for (int i = 0; place + i < positions; ++i) out[i] = bias[place + i];
+    return out;
+}
+
+// One row's scores after all rules, the unseen ones far below; the highest of them.
+template <typename stored>
+inline float rule(const Tile<stored>& tile, const Seen& seen, int r, float* scores) {
+    const int from = seen.first_part * kPart, to = seen.end_part * kPart;
+    const bool all = seen.begin[r] <= from && seen.end[r] >= to;
+    iwide lane;
+    for (int i = 0; i < kWidth; ++i) lane[i] = i;
+    wide most = filled<wide>(kLowest);
+    for (int i = from; i < to; i += kWidth) {
+        wide x = load_wide(scores + i) * tile.scale;
+        if (tile.key_scales) x *= load_wide(tile.key_scales + i);
+        if (tile.softcap != 0.0f) x = tile.softcap * tanh_of(x * (1.0f / tile.softcap));
+        if (seen.bias[r]) x += bias_of(seen.bias[r], i, seen.bias_positions);
+        if (!all) {
+            const iwide place = lane + i;
+            x = (place >= seen.begin[r]) & (place < seen.end[r]) ? x : filled<wide>(kLowest);
+        }
+        save_as(x, scores + i);
+        most = x > most ? x : most;
+    }
+    return highest(most);
+}
+
+// Scores become weights; returns by what each row's sums shrink.
+template <typename Kind, int R>
+inline void weigh(const Tile<typename Kind::stored>& tile, const Seen& seen, const Panel& panel, float* scores, float* shrinks) {
+    const int from = seen.first_part * kPart, to = seen.end_part * kPart;
+    float peaks[R], falls[(R + kWidth - 1) / kWidth * kWidth] = {};
+    for (int r = 0; r < R; ++r) {
+        const float most = rule(tile, seen, r, scores + r * kTile);
+        peaks[r] = most > panel.peaks[r] ? most : panel.peaks[r];
+        falls[r] = panel.peaks[r] - peaks[r];
+        panel.peaks[r] = peaks[r];
+    }
+    for (int r = 0; r < R; r += kWidth) save_as(exp_nonpositive(load_wide(falls + r)), falls + r);
+    for (int r = 0; r < R; ++r) {
+        float* row = scores + r * kTile;
+        shrinks[r] = falls[r];
+        wide mass = load_wide(panel.masses + r * kWidth) * falls[r];
+        if (seen.begin[r] >= seen.end[r]) {  // then its highest may be one that it does not see
+            for (int i = from; i < to; i += kWidth) save_as(wide{}, row + i);
+        } else {
+            for (int i = from; i < to; i += kWidth) {
+                const wide weights = exp_nonpositive(load_wide(row + i) - peaks[r]);
+                mass += weights;
+                save_as(tile.value_scales ? weights * load_wide(tile.value_scales + i) : weights, row + i);
+            }
+        }
+        save_as(mass, panel.masses + r * kWidth);
+        Kind::narrow(row, kTile);
+    }
+}
+
+template <typename Kind, int R, int C>
+inline void add_word(const typename Kind::stored* values, int64_t width, const typename Kind::word* weights, wide (&sums)[R][C]) {
+    typename Kind::factors rows[C];
+#pragma GCC unroll 16
+    for (int c = 0; c < C; ++c) rows[c] = Kind::values(values + c * kWidth, width);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
+        for (int c = 0; c < C; ++c) sums[r][c] = Kind::add(sums[r][c], rows[c], weights[r * kTile]);
+}
+
+// The same where some rows do not see the keys of the word: what they do not see, which may be no number at all, is left out.
+template <typename Kind, int R, int C>
+inline void add_seen_of_word(const typename Kind::stored* values, int64_t width, const typename Kind::word* weights, const Seen& seen, int key,
+                             wide (&sums)[R][C]) {
+    for (int c = 0; c < C; ++c) {
+        const typename Kind::factors rows = Kind::values(values + c * kWidth, width);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) {
+            const bool first = key >= seen.begin[r] && key < seen.end[r];
+            const int last_key = key + Kind::kInputs - 1;
+            const bool last = last_key >= seen.begin[r] && last_key < seen.end[r];
+            const typename Kind::word weight = weights[r * kTile];
+            if (first && last) sums[r][c] = Kind::add(sums[r][c], rows, weight);
+            else if (first || last) sums[r][c] = Kind::add(sums[r][c], Kind::only(rows, last), weight);
+        }
+    }
+}
+
+// Values of the tile times the weights, for 16 U features from ``feature`` on, added to the sums after these have shrunk.
+template <typename Kind, int R, int U>
+inline void add_values(const Tile<typename Kind::stored>& tile, const Seen& seen, const typename Kind::word* weights, int64_t feature,
+                       const float* shrinks, float* sums) {
+    constexpr int C = U * kVectors, K = Kind::kInputs;
+    wide parts[R][C] = {};
+    const int least = seen.begin[0], most = seen.end[R - 1];
+    // Words of which every row sees every key, if there are any.
+    int all_from = (seen.begin[R - 1] + K - 1) / K * K, all_to = seen.end[0] / K * K;
+    if (all_from >= all_to) all_from = all_to = most;
+    for (int part = least / kPart; part * kPart < most; ++part) {
+        const typename Kind::stored* values = tile.values[part] + feature;
+        const int base = part * kPart;
+        const int from = (base > least ? base : least) / K * K, to = base + kPart < most ? base + kPart : most;
+        int key = from;
+        for (const int border = all_from < to ? all_from : to; key < border; key += K)
+            add_seen_of_word<Kind, R, C>(values + (key - base) * tile.width, tile.width, weights + key / K, seen, key, parts);
+        for (const int border = all_to < to ? all_to : to; key < border; key += K)
+            add_word<Kind, R, C>(values + (key - base) * tile.width, tile.width, weights + key / K, parts);
+        for (; key < to; key += K)
+            add_seen_of_word<Kind, R, C>(values + (key - base) * tile.width, tile.width, weights + key / K, seen, key, parts);
+    }
+    for (int r = 0; r < R; ++r)
+        for (int c = 0; c < C; ++c) {
+            float* place = sums + r * tile.width + feature + c * kWidth;
+            save_as(load_wide(place) * shrinks[r] + parts[r][c], place);
+        }
+}
+
+template <typename Kind, int R>
+void attend_panel(const Tile<typename Kind::stored>& tile, const Seen& seen, const Panel& panel) {
+    typedef typename Kind::word word;
+    alignas(64) float scores[R * kTile];
+    float shrinks[R];
+    score<Kind, R>(tile, seen, static_cast<const word*>(panel.queries), scores);
+    weigh<Kind, R>(tile, seen, panel, scores, shrinks);
+    const word* weights = reinterpret_cast<const word*>(scores);
+    constexpr int U = together(R, 4);
+    int64_t feature = 0;
+    for (; feature + U * kPart <= tile.width; feature += U * kPart) add_values<Kind, R, U>(tile, seen, weights, feature, shrinks, panel.sums);
+    for (; feature < tile.width; feature += kPart) add_values<Kind, R, 1>(tile, seen, weights, feature, shrinks, panel.sums);
+}
+
+}  // namespace
