@@ -22,10 +22,12 @@ from serve.engine.executor import ExecutorDied, Loss, ModelFacts, Prepared, Unli
 from serve.engine.plan import StepPlan, StepResult
 from serve.errors import RankStartError
 from serve.worker import wire
+from serve.worker.orders import Orders
 from serve.worker.preparation import Preparation
 from serve.worker.rank_output import RankOutput
 from serve.worker.rank_process import NewRank, ProgramStarter, RankProcess, RankStarter, RemoteProcess, rank_environment
-from serve.worker.vitals import Vitals, furthest_behind, stalled
+from serve.worker.recordings import Recordings
+from serve.worker.vitals import Vitals, comes_behind, furthest_behind, stalled
 
 _REAP_SECONDS: Final = 10.0
 _LOSS_SECONDS: Final = 1.0
@@ -78,6 +80,7 @@ class RankExecutor:
         self._closed = False
         self._ready = False
         self._on_device = False
+        self._orders: Orders | None = None
         self._prepares: Preparation | None = None
         self._kills_before = limits.memory_kills()
         self._lock = threading.Lock()
@@ -253,17 +256,23 @@ class RankExecutor:
         """Have the ranks give back the memory of what was prepared and not taken, or of what was served before."""
         self._preparation().forget()
 
+    def recordings(self) -> Recordings:
+        """What the ranks record of their steps. ``ExecutorDied`` once ``close`` was called."""
+        return Recordings(self._orders_to_ranks())
+
     def _preparation(self) -> Preparation:
+        orders = self._orders_to_ranks()
+        with self._lock:
+            self._prepares = self._prepares or Preparation(orders, shared_memory=not self._on_device)
+            return self._prepares
+
+    def _orders_to_ranks(self) -> Orders:
         with self._lock:
             if self._closed:
                 raise ExecutorDied("the ranks were stopped")
-            if self._prepares is None:
-                self._prepares = Preparation(
-                    [rank.orders for rank in self._ranks],
-                    self._config.supervisor.start_timeout_seconds,
-                    shared_memory=not self._on_device,
-                )
-            return self._prepares
+            if self._orders is None:
+                self._orders = Orders([rank.orders for rank in self._ranks], self._config.supervisor.start_timeout_seconds)
+            return self._orders
 
     def _cause_of_loss(self) -> str | None:
         """As ``dead_rank``, which knows of a death a moment after the dead one's connection has gone."""
@@ -291,7 +300,7 @@ class RankExecutor:
             dead = [(code, rank) for rank in self._ranks if (code := rank.process.poll()) is not None]
             self._listen()
         if dead:
-            _, first = min(dead, key=lambda each: (_comes_behind(*each), each[1].number))
+            _, first = min(dead, key=lambda each: (comes_behind(each[0], each[1].vitals), each[1].number))
             words = first.vitals.last_words
             for_memory = self._killed_for_memory(first) or (words is not None and words.kind == "memory")
             return Loss(f"rank {first.number} died: {self._how_it_ended(first)}", "memory" if for_memory else "died")
@@ -386,15 +395,3 @@ class RankExecutor:
         if isinstance(rank.process, RemoteProcess) or rank.process.poll() != -signal.SIGKILL:
             return None
         return limits.killed_for_memory(self._kills_before)
-
-
-def _comes_behind(code: int, rank: _Rank) -> int:
-    """How far behind the first of all deaths a dead rank's own is likely to be.
-
-    Who loses its device says so. When it has gone, or one that a signal ended, others fail to exchange anything with it, and
-    end by themselves.
-    """
-    words = rank.vitals.last_words
-    if words is not None and words.kind != "exchange":
-        return 0
-    return 1 if code < 0 else 2

@@ -142,6 +142,18 @@ def furthest_behind(ranks: Sequence[Vitals]) -> int | None:
     return ranks[counts.index(lowest)].number if counts.count(lowest) == 1 else None
 
 
+def comes_behind(code: int, dead: Vitals) -> int:
+    """How far behind the first of all deaths that of a rank which ended with ``code`` is likely to be.
+
+    Who loses its device says so. When it has gone, or one that a signal ended, others fail to exchange anything with it, and
+    end by themselves.
+    """
+    words = dead.last_words
+    if words is not None and words.kind != "exchange":
+        return 0
+    return 1 if code < 0 else 2
+
+
 def _work_of(process_id: int) -> tuple[int, ...]:
     """Page faults and processor time of the main thread, bytes read by the process; empty where the system does not tell."""
     folder = Path(f"/proc/{process_id}")
