@@ -13,6 +13,7 @@ ServeError
 │   ├── RequestAborted          cancelled by the client or by Admin.Abort              CANCELLED
 │   ├── FeatureOff              this model or server cannot do it (no chat template)   FAILED_PRECONDITION
 │   ├── ReloadRefused           the folder holds nothing that can be served            FAILED_PRECONDITION
+│   ├── ProfileRefused          steps cannot be recorded now                           FAILED_PRECONDITION
 │   ├── NotAuthenticated        missing or wrong token                                 UNAUTHENTICATED
 │   ├── NotPermitted            the token lacks the scope of the method                PERMISSION_DENIED
 │   ├── Unavailable             loading, draining or engine down; retry                UNAVAILABLE
@@ -107,6 +108,10 @@ class FeatureOff(RequestError):
 
 class ReloadRefused(RequestError):
     """The model was not loaded again; the one before is served. For operators alone: the message may name files."""
+
+
+class ProfileRefused(RequestError):
+    """Steps are not recorded: another recording goes on, or the ranks cannot."""
 
 
 class NotAuthenticated(RequestError):

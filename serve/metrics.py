@@ -51,7 +51,7 @@ METHODS: Final = (
     "Generate", "GenerateStream", "GenerateBatch", "Score",
     "Tokenize", "Detokenize", "RenderChat",
     "GetModel", "ListModels",
-    "Abort", "Drain", "Reload", "FlushPrefixCache", "GetLoad",
+    "Abort", "Drain", "Reload", "FlushPrefixCache", "Profile", "GetLoad",
 )  # fmt: skip
 """Values of the label ``method``; anything else counts as ``_OTHER``."""
 

@@ -315,6 +315,32 @@ class AsyncClient:
         """
         await self._call(self._admin.Reload, admin_pb2.ReloadRequest(), timeout)
 
+    async def profile(
+        self, steps: int = 10, *, ranks: Sequence[int] = (), seconds: int = 60, timeout: float | None = None
+    ) -> dict[int, bytes]:
+        """Have ranks record their next steps with torch's profiler; returns each one's trace. Needs the Admin service.
+
+        A trace is Chrome's JSON, compressed by gzip: for a file ``NAME.json.gz``, which https://ui.perfetto.dev or
+        ``chrome://tracing`` opens. Nothing is tried again.
+
+        Args:
+            steps: how many, 100 at most.
+            ranks: which; all of them without.
+            seconds: the recording ends then, however many steps there were; 600 at most.
+
+        Raises:
+            TesseraError: FAILED_PRECONDITION, another recording goes on; DEADLINE_EXCEEDED, nothing was asked of the server
+                meanwhile; UNAVAILABLE, a rank died.
+        """
+        message = filled(admin_pb2.ProfileRequest(steps=steps, seconds=seconds), ranks=ranks)
+        left, traces = self._deadline(timeout).remaining_seconds, dict[int, bytes]()
+        try:
+            async for part in self._admin.Profile(message, timeout=left, metadata=self._metadata):
+                results.trace_parts(traces, part)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, self.address) from error
+        return traces
+
     async def is_serving(self, *, timeout: float = 5.0) -> bool:
         """Whether the server would take a request now; False also when there is none."""
         try:

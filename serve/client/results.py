@@ -305,6 +305,11 @@ def model(message: models_pb2.Model) -> Model:
     )
 
 
+def trace_parts(traces: dict[int, bytes], message: admin_pb2.ProfilePart) -> None:
+    """Add a piece to its rank's trace."""
+    traces[message.rank] = traces.get(message.rank, b"") + message.data
+
+
 def load(message: admin_pb2.GetLoadResponse) -> Load:
     """How busy the server says it is."""
     return Load(

@@ -59,6 +59,18 @@ class Unlike:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """How far a rank is with the steps that it was told to record."""
+
+    num_steps: int
+    is_over: bool
+    num_bytes: int = 0
+    """How long its trace is, once it is over; 0 where there is none."""
+    failure: str = ""
+    """Why there is none, where something failed."""
+
+
 LossReason = Literal["died", "memory", "frozen", "hangs", "start", "broke"]
 
 

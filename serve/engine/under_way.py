@@ -31,7 +31,7 @@ class _Step:
     began: float
     """On the engine's clock: when it began to be planned."""
     size: int
-    """Of its positions, by powers of two: steps of one size take about as long."""
+    """How many positions it has, by powers of two: steps of one size take about as long."""
 
 
 class UnderWay:

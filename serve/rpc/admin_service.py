@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Final
 
-from serve.errors import InvalidRequest, NotFound, Unavailable
+from serve.errors import InvalidRequest, NotFound, Unavailable, Violation
 from serve.rpc.checks import REQUEST_ID
 from serve.rpc.context import Context
 from serve.rpc.scoring import Scorer
@@ -20,6 +22,11 @@ STATE: Final = {
     State.DOWN: admin_pb2.SERVER_STATE_DOWN,
     State.STOPPED: admin_pb2.SERVER_STATE_STOPPED,
 }
+MOST_STEPS: Final = 100
+"""That one recording may have."""
+MOST_SECONDS: Final = 600
+_STEPS, _SECONDS = 10, 60
+"""What a recording has that says nothing else."""
 
 
 class AdminService:
@@ -54,6 +61,16 @@ class AdminService:
         """Forget cached prefixes."""
         return admin_pb2.FlushPrefixCacheResponse(blocks=await self._gateway.flush_prefix_cache())
 
+    async def Profile(self, request: admin_pb2.ProfileRequest, context: Context) -> AsyncIterator[admin_pb2.ProfilePart]:
+        """Have ranks record their next steps."""
+        num_ranks = self._gateway.config.model.num_ranks
+        _check_profile(request, num_ranks)
+        ranks = tuple(request.ranks) or tuple(range(num_ranks))
+        parts = self._gateway.profile(request.steps or _STEPS, ranks, request.seconds or _SECONDS)
+        async with aclosing(parts):
+            async for part in parts:
+                yield admin_pb2.ProfilePart(rank=part.rank, steps=part.steps, data=part.data)
+
     async def GetLoad(self, request: admin_pb2.GetLoadRequest, context: Context) -> admin_pb2.GetLoadResponse:
         """How busy the server is; figures of an engine that is not there are 0."""
         config = self._gateway.config
@@ -70,3 +87,19 @@ class AdminService:
         for name in ("num_running", "num_waiting", "queued_tokens", "kv_blocks_used", "kv_blocks_cached", "kv_blocks_total"):
             setattr(load, name, getattr(stats, name))
         return load
+
+
+def _check_profile(request: admin_pb2.ProfileRequest, num_ranks: int) -> None:
+    """
+    Raises:
+        InvalidRequest: a field breaks its rule.
+    """
+    wrong = []
+    if request.steps > MOST_STEPS:
+        wrong.append(Violation("steps", f"is {request.steps}; it must be 1 to {MOST_STEPS}, or 0 for {_STEPS}"))
+    if request.seconds > MOST_SECONDS:
+        wrong.append(Violation("seconds", f"is {request.seconds}; it must be 1 to {MOST_SECONDS}, or 0 for {_SECONDS}"))
+    if any(rank >= num_ranks for rank in request.ranks) or len(set(request.ranks)) < len(request.ranks):
+        wrong.append(Violation("ranks", f"must name ranks of 0 to {num_ranks - 1}, each once"))
+    if wrong:
+        raise InvalidRequest(wrong)

@@ -42,6 +42,7 @@ SCOPES_OF: Final[Mapping[str, frozenset[str] | None]] = {
     "/serve.v1.Admin/Drain": frozenset({"admin"}),
     "/serve.v1.Admin/Reload": frozenset({"admin"}),
     "/serve.v1.Admin/FlushPrefixCache": frozenset({"admin"}),
+    "/serve.v1.Admin/Profile": frozenset({"admin"}),
     "/serve.v1.Admin/GetLoad": frozenset({"admin"}),
     "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo": _ALL,
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _ALL,

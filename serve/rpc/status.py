@@ -31,6 +31,7 @@ STATUS_OF: Final[Mapping[type[errors.RequestError], StatusCode]] = {
     errors.RequestAborted: StatusCode.CANCELLED,
     errors.FeatureOff: StatusCode.FAILED_PRECONDITION,
     errors.ReloadRefused: StatusCode.FAILED_PRECONDITION,
+    errors.ProfileRefused: StatusCode.FAILED_PRECONDITION,
     errors.NotAuthenticated: StatusCode.UNAUTHENTICATED,
     errors.NotPermitted: StatusCode.PERMISSION_DENIED,
     errors.Unavailable: StatusCode.UNAVAILABLE,  # clients retry exactly this one by themselves

@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import ParamSpec
 
 from serve.engine.engine import Engine
 from serve.engine.executor import Executor, ModelFacts
 from serve.engine.stats import EngineStats
-from serve.errors import Draining, EngineDown, Loading, RequestAborted, ServeError, StartError
+from serve.errors import Draining, EngineDown, Loading, ProfileRefused, RequestAborted, ServeError, StartError
 from serve.metrics import Metrics
 from serve.runtime.commands import Abort, Add, Drop, FlushPrefixCache
 from serve.runtime.edition import Edition
 from serve.runtime.engine_thread import Delivery, EngineThread
 from serve.runtime.flight import Flight
+from serve.runtime.profiles import Part, Profiles
 from serve.runtime.reload import Reload
 from serve.runtime.seams import RankGroup
 from serve.runtime.state import ServerState, State
@@ -83,6 +84,7 @@ class Gateway:
         self._reload = Reload(
             self._server, self._flight, self._supervisor, metrics, reopen=reopen, drain_seconds=self.config.rpc.drain_seconds
         )
+        self._profiles = Profiles(self._supervisor.recordings)
 
     @property
     def state(self) -> State:
@@ -199,6 +201,18 @@ class Gateway:
     async def reload(self) -> None:
         """Serve what the model's folder holds by now, or raise why not: see ``Reload.run``."""
         await self._reload.run()
+
+    def profile(self, steps: int, ranks: Sequence[int], seconds: float) -> AsyncGenerator[Part, None]:
+        """Have ranks record their next steps; see ``Profiles.record``.
+
+        Raises:
+            Loading, EngineDown, Draining: there is no engine.
+            ProfileRefused: the model is being loaded again.
+        """
+        self._server.require_engine()
+        if self._reload.goes_on:
+            raise ProfileRefused("the model is being loaded again; ask when that has ended")
+        return self._profiles.record(steps, ranks, seconds)
 
     # What the composition root asks for.
 

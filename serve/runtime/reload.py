@@ -60,6 +60,11 @@ class Reload:
         """Whether the supervisor exchanges one engine for another at this moment."""
         return self._exchange is not None
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether there is an exchange at this moment, in whoever's hand."""
+        return self._task is not None
+
     async def run(self) -> None:
         """Read the model's folder again and serve what is in it now: its newest checkpoint, for a folder of several.
 

@@ -2,13 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from serve.config import ServerConfig
-from serve.engine.executor import ModelFacts, Prepared, Unlike
+from serve.engine.executor import ModelFacts, Prepared, Recorded, Unlike
 from serve.engine.plan import StepPlan, StepResult
 from serve.errors import EngineDown, StartError
 from serve.runtime.edition import Edition
+
+
+class Recordings(Protocol):
+    """What ranks record of their steps, one recording at a time. Every method blocks; any thread.
+
+    Raises, each of them:
+        RankStartError: a rank could not do it.
+        ExecutorDied: the ranks are lost, or do not answer.
+    """
+
+    def begin(self, ranks: Sequence[int], steps: int, at_most_seconds: float) -> None:
+        """Have ranks record their next steps, for so long at most. Answers before a step was computed."""
+        ...
+
+    def told(self, ranks: Sequence[int]) -> tuple[Recorded, ...]:
+        """How far each of them is."""
+        ...
+
+    def part(self, rank: int, offset: int) -> bytes:
+        """What a rank's trace has from there on, as much as is sent at once; nothing behind its end."""
+        ...
+
+    def forget(self, ranks: Sequence[int]) -> None:
+        """Have them give their traces back, and record no more."""
+        ...
 
 
 class RankGroup(Protocol):
@@ -53,6 +79,14 @@ class RankGroup(Protocol):
 
     def forget_prepared(self) -> None:
         """Give back the memory of what was prepared and not taken, or of what was served before. Blocks; any thread."""
+        ...
+
+    def recordings(self) -> Recordings:
+        """What the ranks record of their steps. Any thread.
+
+        Raises:
+            ExecutorDied: ``close`` was called.
+        """
         ...
 
     def heartbeat_ages(self) -> tuple[float, ...]:

@@ -6,7 +6,6 @@ import dataclasses
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from serve.engine.engine import Engine
 from serve.engine.executor import Executor, ExecutorDied, Loss, ModelFacts, Unlike, loss_reason
@@ -17,8 +16,9 @@ from serve.runtime.commands import Wake
 from serve.runtime.edition import Edition
 from serve.runtime.engine_thread import EngineThread
 from serve.runtime.exchange import Exchange
+from serve.runtime.life import Life
 from serve.runtime.rank_figures import RankFigures
-from serve.runtime.seams import LifeListener, RankGroup
+from serve.runtime.seams import LifeListener, RankGroup, Recordings
 from serve.runtime.step_watch import StepWatch
 
 POLL_SECONDS = 0.05
@@ -36,25 +36,6 @@ START_GRACE_SECONDS = 10.0
 """The ranks' own start deadline comes first: it knows more about what went wrong."""
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Life:
-    """One group of ranks and what was found out about it."""
-
-    edition: Edition
-    group: RankGroup
-    started_seconds: float
-    steps: StepWatch
-    facts: ModelFacts | None = None
-    """What its ranks said, with what they serve by now."""
-    serving: bool = False
-    replaced: bool = False
-    """It ends because another edition is to be served."""
-    broke: bool = False
-    """The engine itself failed: nothing that it holds is to be trusted."""
-    cause: str | None = None
-    """Why it must end; set once, by whoever finds out first."""
 
 
 class Supervisor:
@@ -86,8 +67,8 @@ class Supervisor:
         self._figures = RankFigures(metrics, clock)
         self._clock = clock
         self._stop = threading.Event()
-        self._lock = threading.Lock()  # guards what follows, and cause and replaced of every _Life
-        self._life: _Life | None = None
+        self._lock = threading.Lock()  # guards what follows, and cause and replaced of every Life
+        self._life: Life | None = None
         self._edition = edition
         self._num_swaps = 0
         self._kept: tuple[Engine, Edition] | None = None
@@ -162,10 +143,23 @@ class Supervisor:
             self._take_over(life, edition, dataclasses.replace(life.facts, checkpoint_step=step))
         return swapped
 
-    def _lives(self, life: _Life) -> bool:
+    def recordings(self) -> Recordings:
+        """What the ranks that serve record of their steps. Any thread.
+
+        Raises:
+            EngineDown: there are none.
+            ExecutorDied: they are being ended.
+        """
+        with self._lock:
+            life = self._life
+        if life is None or not self._lives(life):
+            raise _engine_down()
+        return life.group.recordings()
+
+    def _lives(self, life: Life) -> bool:
         return life is self._life and life.serving and life.cause is None and not life.replaced and not self._stop.is_set()
 
-    def _take_over(self, life: _Life, edition: Edition, facts: ModelFacts) -> None:
+    def _take_over(self, life: Life, edition: Edition, facts: ModelFacts) -> None:
         with self._lock:
             life.edition, life.facts = edition, facts
             if life is self._life:
@@ -203,16 +197,16 @@ class Supervisor:
             self._stop.wait(_backoff_seconds(failures))
         self._give_up(None, farewell)
 
-    def _begin(self) -> _Life | None:
+    def _begin(self) -> Life | None:
         """Make the next group, unless the server stops."""
         with self._lock:
             if self._stop.is_set():
                 return None
             group = self._make_group(self._edition)
-            self._life = _Life(self._edition, group, self._clock(), StepWatch(group, self._config, self._clock))
+            self._life = Life(self._edition, group, self._clock(), StepWatch(group, self._config, self._clock))
             return self._life
 
-    def _take_back(self, life: _Life, error: StartError) -> bool:
+    def _take_back(self, life: Life, error: StartError) -> bool:
         """Whether this life was a reload's and never served; the edition before it is then due again."""
         with self._lock:
             if life.serving or self._previous is None or life.edition is not self._edition:
@@ -222,7 +216,7 @@ class Supervisor:
         self._listener.taken_back(error)
         return True
 
-    def _live_once(self, life: _Life) -> tuple[StartError, bool]:
+    def _live_once(self, life: Life) -> tuple[StartError, bool]:
         """Start the ranks, serve, and clear up. Returns why it ended and whether a step succeeded."""
         engine: Engine | None = None
         steps_before = 0
@@ -250,7 +244,7 @@ class Supervisor:
         self._end(life, engine)
         return error, did_work
 
-    def _engine_on(self, life: _Life, facts: ModelFacts, *, is_same_folder: bool) -> Engine:
+    def _engine_on(self, life: Life, facts: ModelFacts, *, is_same_folder: bool) -> Engine:
         """The engine that waited for these ranks, or a new one."""
         if self._kept is None:
             return self._make_engine(life.edition, facts, life.steps)
@@ -258,7 +252,7 @@ class Supervisor:
         engine.revive(facts, life.steps, same_weights=is_same_folder and served is life.edition)
         return engine
 
-    def _announce(self, life: _Life, engine: Engine, facts: ModelFacts) -> None:
+    def _announce(self, life: Life, engine: Engine, facts: ModelFacts) -> None:
         with self._lock:
             if life.replaced:
                 return
@@ -273,14 +267,14 @@ class Supervisor:
         )  # fmt: skip
         self._listener.engine_up(life.edition, facts)
 
-    def _end(self, life: _Life, engine: Engine | None) -> None:
+    def _end(self, life: Life, engine: Engine | None) -> None:
         """Tell the clients first, then kill what is left of the ranks: the killing may take a moment."""
         self._metrics.engine_stopped()
         if not self._keep(life, engine):
             self._give_up(engine, self._farewell(life))
         self._close(life)
 
-    def _keep(self, life: _Life, engine: Engine | None) -> bool:
+    def _keep(self, life: Life, engine: Engine | None) -> bool:
         """Whether what the engine holds waits for the next ranks; an earlier one that waits already goes on waiting."""
         if not self._config.requeue or self._stop.is_set() or life.replaced or life.broke:
             return False
@@ -300,19 +294,19 @@ class Supervisor:
         kept, self._kept = self._kept, None
         self._bridge.fail(engine or (kept and kept[0]), error)
 
-    def _farewell(self, life: _Life) -> Unavailable:
+    def _farewell(self, life: Life) -> Unavailable:
         if self._stop.is_set():
             return Draining("the server is stopping")
         return Loading("the model is being loaded again") if life.replaced else _engine_down()
 
     @staticmethod
-    def _close(life: _Life) -> None:
+    def _close(life: Life) -> None:
         try:
             life.group.close()
         except Exception:
             _log.exception("the ranks could not be cleared up in order")
 
-    def _condemn(self, life: _Life, cause: str) -> None:
+    def _condemn(self, life: Life, cause: str) -> None:
         """This life is over: say so, once."""
         with self._lock:
             if life.cause is not None or self._stop.is_set():
@@ -344,7 +338,7 @@ class Supervisor:
                 self._bridge.send(Wake())
             looked = self._clock()
 
-    def _excuse(self, life: _Life, seconds: float) -> None:
+    def _excuse(self, life: Life, seconds: float) -> None:
         """This process did not run for so long: what looks silent or slow says nothing about the ranks yet."""
         _log.warning("the server stood still for %.1f s: it was stopped, or its machine had no time for it", seconds)
         life.started_seconds += seconds
@@ -352,7 +346,7 @@ class Supervisor:
             life.steps.excuse(seconds)
         self._stop.wait(WAKE_SECONDS)
 
-    def _find_cause(self, life: _Life) -> str | None:
+    def _find_cause(self, life: Life) -> str | None:
         """What is wrong with this life, if anything is."""
         if not life.serving:
             limit = self._config.start_timeout_seconds
@@ -369,11 +363,11 @@ class Supervisor:
             return f"{type(defect).__name__} while watching the ranks"
         return cause
 
-    def _is_step_overdue(self, life: _Life) -> bool:
+    def _is_step_overdue(self, life: Life) -> bool:
         began = self._bridge.step_started_seconds
         return began is not None and self._clock() - began > life.steps.limit_seconds()
 
-    def _show_stacks(self, life: _Life) -> None:
+    def _show_stacks(self, life: Life) -> None:
         """The only trace of why the ranks hang; they are gone in a moment."""
         try:
             life.group.dump_stacks()

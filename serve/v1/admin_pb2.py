@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14serve/v1/admin.proto\x12\x08serve.v1\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x0f\n\rAbortResponse\"\x0e\n\x0c\x44rainRequest\"\x0f\n\rDrainResponse\"\x0f\n\rReloadRequest\"\x10\n\x0eReloadResponse\"\x19\n\x17\x46lushPrefixCacheRequest\"*\n\x18\x46lushPrefixCacheResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\"\x10\n\x0eGetLoadRequest\"\x91\x02\n\x0fGetLoadResponse\x12$\n\x05state\x18\x01 \x01(\x0e\x32\x15.serve.v1.ServerState\x12\x13\n\x0bnum_running\x18\x02 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x03 \x01(\r\x12\x15\n\rqueued_tokens\x18\x04 \x01(\x04\x12\x16\n\x0ekv_blocks_used\x18\x05 \x01(\r\x12\x18\n\x10kv_blocks_cached\x18\x06 \x01(\r\x12\x17\n\x0fkv_blocks_total\x18\x07 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x08 \x01(\r\x12\x1b\n\x13max_queued_requests\x18\t \x01(\r\x12\x19\n\x11max_queued_tokens\x18\n \x01(\x04*\xab\x01\n\x0bServerState\x12\x1c\n\x18SERVER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14SERVER_STATE_LOADING\x10\x01\x12\x18\n\x14SERVER_STATE_SERVING\x10\x02\x12\x19\n\x15SERVER_STATE_DRAINING\x10\x03\x12\x15\n\x11SERVER_STATE_DOWN\x10\x04\x12\x18\n\x14SERVER_STATE_STOPPED\x10\x05\x32\xd3\x02\n\x05\x41\x64min\x12\x38\n\x05\x41\x62ort\x12\x16.serve.v1.AbortRequest\x1a\x17.serve.v1.AbortResponse\x12\x38\n\x05\x44rain\x12\x16.serve.v1.DrainRequest\x1a\x17.serve.v1.DrainResponse\x12;\n\x06Reload\x12\x17.serve.v1.ReloadRequest\x1a\x18.serve.v1.ReloadResponse\x12Y\n\x10\x46lushPrefixCache\x12!.serve.v1.FlushPrefixCacheRequest\x1a\".serve.v1.FlushPrefixCacheResponse\x12>\n\x07GetLoad\x12\x18.serve.v1.GetLoadRequest\x1a\x19.serve.v1.GetLoadResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14serve/v1/admin.proto\x12\x08serve.v1\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x0f\n\rAbortResponse\"\x0e\n\x0c\x44rainRequest\"\x0f\n\rDrainResponse\"\x0f\n\rReloadRequest\"\x10\n\x0eReloadResponse\"\x19\n\x17\x46lushPrefixCacheRequest\"*\n\x18\x46lushPrefixCacheResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\"?\n\x0eProfileRequest\x12\r\n\x05steps\x18\x01 \x01(\r\x12\r\n\x05ranks\x18\x02 \x03(\r\x12\x0f\n\x07seconds\x18\x03 \x01(\r\"8\n\x0bProfilePart\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\r\n\x05steps\x18\x02 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"\x10\n\x0eGetLoadRequest\"\x91\x02\n\x0fGetLoadResponse\x12$\n\x05state\x18\x01 \x01(\x0e\x32\x15.serve.v1.ServerState\x12\x13\n\x0bnum_running\x18\x02 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x03 \x01(\r\x12\x15\n\rqueued_tokens\x18\x04 \x01(\x04\x12\x16\n\x0ekv_blocks_used\x18\x05 \x01(\r\x12\x18\n\x10kv_blocks_cached\x18\x06 \x01(\r\x12\x17\n\x0fkv_blocks_total\x18\x07 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x08 \x01(\r\x12\x1b\n\x13max_queued_requests\x18\t \x01(\r\x12\x19\n\x11max_queued_tokens\x18\n \x01(\x04*\xab\x01\n\x0bServerState\x12\x1c\n\x18SERVER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14SERVER_STATE_LOADING\x10\x01\x12\x18\n\x14SERVER_STATE_SERVING\x10\x02\x12\x19\n\x15SERVER_STATE_DRAINING\x10\x03\x12\x15\n\x11SERVER_STATE_DOWN\x10\x04\x12\x18\n\x14SERVER_STATE_STOPPED\x10\x05\x32\x91\x03\n\x05\x41\x64min\x12\x38\n\x05\x41\x62ort\x12\x16.serve.v1.AbortRequest\x1a\x17.serve.v1.AbortResponse\x12\x38\n\x05\x44rain\x12\x16.serve.v1.DrainRequest\x1a\x17.serve.v1.DrainResponse\x12;\n\x06Reload\x12\x17.serve.v1.ReloadRequest\x1a\x18.serve.v1.ReloadResponse\x12Y\n\x10\x46lushPrefixCache\x12!.serve.v1.FlushPrefixCacheRequest\x1a\".serve.v1.FlushPrefixCacheResponse\x12<\n\x07Profile\x12\x18.serve.v1.ProfileRequest\x1a\x15.serve.v1.ProfilePart0\x01\x12>\n\x07GetLoad\x12\x18.serve.v1.GetLoadRequest\x1a\x19.serve.v1.GetLoadResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'serve.v1.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SERVERSTATE']._serialized_start=521
-  _globals['_SERVERSTATE']._serialized_end=692
+  _globals['_SERVERSTATE']._serialized_start=644
+  _globals['_SERVERSTATE']._serialized_end=815
   _globals['_ABORTREQUEST']._serialized_start=34
   _globals['_ABORTREQUEST']._serialized_end=68
   _globals['_ABORTRESPONSE']._serialized_start=70
@@ -49,10 +49,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FLUSHPREFIXCACHEREQUEST']._serialized_end=180
   _globals['_FLUSHPREFIXCACHERESPONSE']._serialized_start=182
   _globals['_FLUSHPREFIXCACHERESPONSE']._serialized_end=224
-  _globals['_GETLOADREQUEST']._serialized_start=226
-  _globals['_GETLOADREQUEST']._serialized_end=242
-  _globals['_GETLOADRESPONSE']._serialized_start=245
-  _globals['_GETLOADRESPONSE']._serialized_end=518
-  _globals['_ADMIN']._serialized_start=695
-  _globals['_ADMIN']._serialized_end=1034
+  _globals['_PROFILEREQUEST']._serialized_start=226
+  _globals['_PROFILEREQUEST']._serialized_end=289
+  _globals['_PROFILEPART']._serialized_start=291
+  _globals['_PROFILEPART']._serialized_end=347
+  _globals['_GETLOADREQUEST']._serialized_start=349
+  _globals['_GETLOADREQUEST']._serialized_end=365
+  _globals['_GETLOADRESPONSE']._serialized_start=368
+  _globals['_GETLOADRESPONSE']._serialized_end=641
+  _globals['_ADMIN']._serialized_start=818
+  _globals['_ADMIN']._serialized_end=1219
 # @@protoc_insertion_point(module_scope)

@@ -1,6 +1,8 @@
+from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
@@ -55,6 +57,26 @@ class FlushPrefixCacheResponse(_message.Message):
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     blocks: int
     def __init__(self, blocks: _Optional[int] = ...) -> None: ...
+
+class ProfileRequest(_message.Message):
+    __slots__ = ("steps", "ranks", "seconds")
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    steps: int
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    seconds: int
+    def __init__(self, steps: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., seconds: _Optional[int] = ...) -> None: ...
+
+class ProfilePart(_message.Message):
+    __slots__ = ("rank", "steps", "data")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    steps: int
+    data: bytes
+    def __init__(self, rank: _Optional[int] = ..., steps: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class GetLoadRequest(_message.Message):
     __slots__ = ()

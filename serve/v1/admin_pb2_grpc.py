@@ -55,6 +55,11 @@ class AdminStub:
                 request_serializer=serve_dot_v1_dot_admin__pb2.FlushPrefixCacheRequest.SerializeToString,
                 response_deserializer=serve_dot_v1_dot_admin__pb2.FlushPrefixCacheResponse.FromString,
                 _registered_method=True)
+        self.Profile = channel.unary_stream(
+                '/serve.v1.Admin/Profile',
+                request_serializer=serve_dot_v1_dot_admin__pb2.ProfileRequest.SerializeToString,
+                response_deserializer=serve_dot_v1_dot_admin__pb2.ProfilePart.FromString,
+                _registered_method=True)
         self.GetLoad = channel.unary_unary(
                 '/serve.v1.Admin/GetLoad',
                 request_serializer=serve_dot_v1_dot_admin__pb2.GetLoadRequest.SerializeToString,
@@ -98,6 +103,16 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Profile(self, request, context):
+        """Have ranks record their next steps with torch's profiler, and send each one's trace: Chrome's JSON, compressed by gzip. It
+        has names and times of operations and modules, and each step's number and size; nothing of what was asked or answered.
+        FAILED_PRECONDITION while another goes on or the model is being loaded again; DEADLINE_EXCEEDED where no step came in
+        time; UNAVAILABLE where a rank dies meanwhile. Requests go on, in steps that take longer while they are recorded.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetLoad(self, request, context):
         """How busy the server is at this moment.
         """
@@ -127,6 +142,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.FlushPrefixCache,
                     request_deserializer=serve_dot_v1_dot_admin__pb2.FlushPrefixCacheRequest.FromString,
                     response_serializer=serve_dot_v1_dot_admin__pb2.FlushPrefixCacheResponse.SerializeToString,
+            ),
+            'Profile': grpc.unary_stream_rpc_method_handler(
+                    servicer.Profile,
+                    request_deserializer=serve_dot_v1_dot_admin__pb2.ProfileRequest.FromString,
+                    response_serializer=serve_dot_v1_dot_admin__pb2.ProfilePart.SerializeToString,
             ),
             'GetLoad': grpc.unary_unary_rpc_method_handler(
                     servicer.GetLoad,
@@ -243,6 +263,33 @@ class Admin:
             '/serve.v1.Admin/FlushPrefixCache',
             serve_dot_v1_dot_admin__pb2.FlushPrefixCacheRequest.SerializeToString,
             serve_dot_v1_dot_admin__pb2.FlushPrefixCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Profile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/serve.v1.Admin/Profile',
+            serve_dot_v1_dot_admin__pb2.ProfileRequest.SerializeToString,
+            serve_dot_v1_dot_admin__pb2.ProfilePart.FromString,
             options,
             channel_credentials,
             insecure,

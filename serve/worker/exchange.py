@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
-import sys
-import threading
 import traceback
 from dataclasses import dataclass, field
 from typing import Final
@@ -15,7 +12,6 @@ from transformers import PretrainedConfig
 
 from checkpoint import Checkpoint
 from host import limits
-from host.process import give_way
 from serve.config import ServerConfig
 from serve.engine.plan import StepPlan, StepResult
 from serve.errors import ConfigError, StartError
@@ -27,9 +23,6 @@ from serve.worker.loader import RankModel, Survey, opened, survey
 from serve.worker.parallel import Ranks
 from serve.worker.runner import Runner
 
-_NICENESS: Final = 10
-_SWITCH_SECONDS: Final = 0.0005
-"""How long this thread may keep the one that computes waiting for the interpreter."""
 _NO_MATTER: Final = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
 """Keys of config.json that say nothing about what is computed."""
 
@@ -53,8 +46,9 @@ class _Candidate:
 class Exchange:
     """Owns what the rank may compute with next.
 
-    ``follow`` runs on a thread of its own, ``take`` on the one that computes. The server sends a plan with ``swap`` only after
-    every rank has answered that it is ready, and no order until it was carried out: so neither waits for the other.
+    ``answer`` belongs to the thread that follows orders, ``take`` to the one that computes. The server sends a plan with
+    ``swap`` only after every rank has answered that it is ready, and no order until it was carried out: so neither waits for
+    the other.
     """
 
     def __init__(self, config: ServerConfig, model: RankModel, ranks: Ranks, runner: Runner) -> None:
@@ -64,23 +58,8 @@ class Exchange:
         self._runner = runner
         self._candidate: _Candidate | None = None
 
-    def start(self, orders: socket.socket) -> None:
-        """Follow orders from now on, beside the steps."""
-        sys.setswitchinterval(_SWITCH_SECONDS)
-        threading.Thread(target=self._follow, args=(orders,), daemon=True, name="exchange").start()
-
-    def _follow(self, orders: socket.socket) -> None:
-        give_way(_NICENESS)
-        torch.set_grad_enabled(False)
-        if self._model.device.type == "cuda":
-            torch.cuda.set_device(self._model.device)
-        try:
-            while True:
-                wire.send(orders, wire.encode(self._answer(wire.decode_order(wire.receive(orders)))))
-        except wire.ConnectionLost:
-            pass  # the server is gone, and the thread that computes ends the process
-
-    def _answer(self, order: wire.Order) -> wire.Report:
+    def answer(self, order: wire.Look | wire.Prepare | wire.Forget) -> wire.Report:
+        """Do what an order says."""
         try:
             match order:
                 case wire.Look(config=config):

@@ -21,10 +21,12 @@ from serve.engine.executor import ExecutorDied, Loss, ModelFacts, Prepared, Unli
 from serve.engine.plan import StepPlan, StepResult
 from serve.errors import RankStartError
 from serve.worker import wire
+from serve.worker.orders import Orders
 from serve.worker.preparation import Preparation
 from serve.worker.rank import Rank
 from serve.worker.rank_output import RankOutput
 from serve.worker.rank_process import NewRank, ProgramStarter, RankStarter, rank_environment
+from serve.worker.recordings import Recordings
 from serve.worker.vitals import Vitals, furthest_behind, stalled
 
 _REAP_SECONDS: Final = 10.0
@@ -63,6 +65,7 @@ class RankExecutor:
         self._closed = False
         self._ready = False
         self._on_device = False
+        self._orders: Orders | None = None
         self._prepares: Preparation | None = None
         self._kills_before = limits.memory_kills()
         self._lock = threading.Lock()
@@ -244,17 +247,23 @@ class RankExecutor:
         """Have the ranks give back the memory of what was prepared and not taken, or of what was served before."""
         self._preparation().forget()
 
+    def recordings(self) -> Recordings:
+        """What the ranks record of their steps. ``ExecutorDied`` once ``close`` was called."""
+        return Recordings(self._orders_to_ranks())
+
     def _preparation(self) -> Preparation:
+        orders = self._orders_to_ranks()
+        with self._lock:
+            self._prepares = self._prepares or Preparation(orders, shared_memory=not self._on_device)
+            return self._prepares
+
+    def _orders_to_ranks(self) -> Orders:
         with self._lock:
             if self._closed:
                 raise ExecutorDied("the ranks were stopped")
-            if self._prepares is None:
-                self._prepares = Preparation(
-                    [rank.orders for rank in self._ranks],
-                    self._config.supervisor.start_timeout_seconds,
-                    shared_memory=not self._on_device,
-                )
-            return self._prepares
+            if self._orders is None:
+                self._orders = Orders([rank.orders for rank in self._ranks], self._config.supervisor.start_timeout_seconds)
+            return self._orders
 
     def _cause_of_loss(self) -> str | None:
         """As ``dead_rank``, which knows of a death a moment after the dead one's connection has gone."""

@@ -3,38 +3,33 @@
 from __future__ import annotations
 
 import logging
-import socket
 import threading
-import time
 from collections.abc import Sequence
-from typing import Final, TypeVar
+from typing import Final
 
 from serve.config import ServerConfig
 from serve.engine.executor import ExecutorDied, Prepared, Unlike
-from serve.errors import RankStartError
+from serve.errors import StartError
 from serve.worker import wire
+from serve.worker.orders import Orders
 
 _GIB: Final = 1 << 30
 _KEPT_FREE: Final = 0.1
 """Share of the free memory that new weights leave alone."""
 
-R = TypeVar("R", bound=wire.Report)
 _log = logging.getLogger(__name__)
 
 
 class Preparation:
-    """Orders to the ranks, one at a time, each answered by every rank. Any thread."""
+    """One at a time. Any thread."""
 
-    def __init__(self, orders: Sequence[socket.socket], timeout_seconds: float, *, shared_memory: bool) -> None:
-        """Send on sockets that the ranks listen to.
-
+    def __init__(self, orders: Orders, *, shared_memory: bool) -> None:
+        """
         Args:
-            orders: one for each rank, rank 0 first.
-            timeout_seconds: how long an answer may take.
+            orders: reach the ranks.
             shared_memory: whether the ranks' weights lie in the memory of one machine.
         """
         self._orders = orders
-        self._timeout_seconds = timeout_seconds
         self._shared_memory = shared_memory
         self._lock = threading.Lock()
 
@@ -65,8 +60,8 @@ class Preparation:
 
     def _forget(self) -> None:
         try:
-            self._ask(wire.Forget())
-        except (ExecutorDied, RankStartError) as error:
+            self._orders.ask(wire.Forget())
+        except (ExecutorDied, StartError) as error:
             _log.debug("the ranks were told to forget prepared weights: %s", error)
 
     def _fits(self, ranks: Sequence[wire.Alike], limit_gib: float | None) -> bool:
@@ -79,19 +74,8 @@ class Preparation:
         return all(rank.num_bytes <= (1.0 - _KEPT_FREE) * rank.free_bytes for rank in ranks)
 
     def _ask(self, order: wire.Order) -> list[wire.Report]:
-        payload, deadline = wire.encode(order), time.monotonic() + self._timeout_seconds
         try:
-            for orders in self._orders:
-                wire.send(orders, payload)
-            reports = []
-            for orders in self._orders:
-                orders.settimeout(max(0.001, deadline - time.monotonic()))
-                reports.append(wire.decode_report(wire.receive(orders)))
-                orders.settimeout(None)
-        except (wire.ConnectionLost, wire.Malformed, OSError) as error:
-            raise ExecutorDied(f"the ranks did not answer while they prepared other weights: {error}") from error
-        failures = [report for report in reports if isinstance(report, wire.Failed)]
-        if failures:
+            return self._orders.ask(order)
+        except StartError:
             self._forget()
-            raise min(failures, key=lambda failure: not failure.configured).error()
-        return reports
+            raise

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     import torch
 
     from serve.engine.plan import StepPlan
-    from serve.worker.exchange import Exchange
     from serve.worker.loader import RankModel
+    from serve.worker.order_loop import OrderLoop
     from serve.worker.parallel import Ranks
     from serve.worker.runner import Runner
 
@@ -75,9 +75,9 @@ def main(arguments: list[str]) -> int:
         else:
             loaded = _load(config, rank, rendezvous, shared_fd, steps, began, progress)
             if loaded is not None:
-                runner, exchange, fault_of = loaded
-                exchange.start(orders)
-                _serve(runner, exchange, steps, progress, pulse, fault_of)
+                runner, order_loop, fault_of = loaded
+                order_loop.start(orders)
+                _serve(runner, order_loop, steps, progress, pulse, fault_of)
     except wire.ConnectionLost:
         pass  # the server is gone; so is the work
     # Threads of communication libraries may hold on to a peer that is dead already: leave without asking them.
@@ -87,11 +87,11 @@ def main(arguments: list[str]) -> int:
 
 def _load(
     config: ServerConfig, rank: int, rendezvous: str, shared_fd: int, steps: socket.socket, began: float, progress: Progress
-) -> tuple[Runner, Exchange, FaultOf] | None:
+) -> tuple[Runner, OrderLoop, FaultOf] | None:
     """Load the model and report; ``None`` when that failed and was reported.
 
     Returns:
-        What computes steps, what exchanges weights between them, and what is to be said of a step that fails.
+        What computes steps, what follows orders beside them, and what is to be said of a step that fails.
     """
     name = "the device"
     try:
@@ -104,7 +104,9 @@ def _load(
         from serve.worker.drafting import draft_bytes_per_block, load_draft, with_blocks_of
         from serve.worker.exchange import Exchange
         from serve.worker.loader import RankModel, Stopwatch, load_rank
+        from serve.worker.order_loop import OrderLoop
         from serve.worker.parallel import join_ranks
+        from serve.worker.recording import Recorder
         from serve.worker.runner import Runner
         from serve.worker.verify import verify_logits
 
@@ -139,7 +141,8 @@ def _load(
     progress.waiting = True  # from here on it has nothing to do but what it is told
     wire.send(steps, wire.encode(wire.Ready(model.facts)))
     gather_pages_beside()
-    return runner, Exchange(config, model, ranks, runner), _faults(config, model, ranks, name, beside)
+    order_loop = OrderLoop(Exchange(config, model, ranks, runner), Recorder(model), device)
+    return runner, order_loop, _faults(config, model, ranks, name, beside)
 
 
 def _trial(config: ServerConfig, progress: Progress, drafts: list[RankModel | None]) -> Callable[[RankModel, Ranks], int]:
@@ -179,13 +182,17 @@ def _faults(config: ServerConfig, model: RankModel, ranks: Ranks, device: str, b
 
 
 def _serve(
-    runner: Runner, exchange: Exchange, steps: socket.socket, progress: Progress, pulse: socket.socket, fault_of: FaultOf
+    runner: Runner, order_loop: OrderLoop, steps: socket.socket, progress: Progress, pulse: socket.socket, fault_of: FaultOf
 ) -> None:
+    recorder = order_loop.recorder
     while True:
+        if recorder.is_on:
+            recorder.attend(steps)
         plan = wire.decode_plan(wire.receive(steps))
         progress.mark()
+        execute = runner.execute if plan.swap is None else order_loop.exchange.take
         try:
-            result = runner.execute(plan) if plan.swap is None else exchange.take(plan)
+            result = recorder.record(plan, execute) if recorder.is_on else execute(plan)
         except Exception as error:
             if (words := fault_of(error, plan)) is None:
                 raise

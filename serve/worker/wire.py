@@ -18,7 +18,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from serve.config import ServerConfig
-from serve.engine.executor import ModelFacts
+from serve.engine.executor import ModelFacts, Recorded
 from serve.engine.plan import StepPlan, StepResult
 from serve.errors import ConfigError, RankStartError, StartError
 
@@ -82,7 +82,19 @@ class Differs(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-Report = Ready | Failed | Fine | Alike | Differs
+class Told(msgspec.Struct, frozen=True, tag=True):
+    """How far a rank is with what it was told to record."""
+
+    recorded: Recorded
+
+
+class Part(msgspec.Struct, frozen=True, tag=True):
+    """Some bytes of a trace; none behind its end."""
+
+    data: bytes
+
+
+Report = Ready | Failed | Fine | Alike | Differs | Told | Part
 
 
 class Look(msgspec.Struct, frozen=True, tag=True):
@@ -104,7 +116,30 @@ class Forget(msgspec.Struct, frozen=True, tag=True):
     """Whatever is ready is not needed, nor what was exchanged last. Answered by ``Fine``."""
 
 
-Order = Look | Prepare | Forget
+class Record(msgspec.Struct, frozen=True, tag=True):
+    """Record the next steps. Answered by ``Fine`` or ``Failed``."""
+
+    steps: int
+    at_most_seconds: float
+    """The recording ends then, however many steps there were."""
+
+
+class TellRecorded(msgspec.Struct, frozen=True, tag=True):
+    """Say how far the recording is. Answered by ``Told``."""
+
+
+class SendPart(msgspec.Struct, frozen=True, tag=True):
+    """Send what the trace has from there on. Answered by ``Part``."""
+
+    offset: int
+
+
+class ForgetRecorded(msgspec.Struct, frozen=True, tag=True):
+    """The trace is not needed any more, nor what is still to be recorded. Answered by ``Fine``."""
+
+
+Recording = Record | TellRecorded | SendPart | ForgetRecorded
+Order = Look | Prepare | Forget | Recording
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _OPENING: Final = msgspec.msgpack.Decoder(Opening)

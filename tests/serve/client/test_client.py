@@ -159,6 +159,9 @@ async def test_the_other_services_are_there() -> None:
             with pytest.raises(TesseraError) as caught:
                 client.abort("nobody")
             assert caught.value.code == "NOT_FOUND"
+            assert client.profile(ranks=(0,)) == {0: b"trace of 0"}
+            with pytest.raises(TesseraError, match="INVALID_ARGUMENT"):
+                client.profile(1000)
             client.reload()
             assert len(server.lives) == 2
             client.drain()
@@ -338,6 +341,9 @@ async def test_the_asyncio_client_does_the_same() -> None:
             await client.abort("nobody")
         with pytest.raises(TesseraError, match="INVALID_ARGUMENT"):
             await client.generate("")
+        assert await client.profile(ranks=(0,)) == {0: b"trace of 0"}
+        with pytest.raises(TesseraError, match="INVALID_ARGUMENT"):
+            await client.profile(1000)
         await client.reload()
         assert len(server.lives) == 2
         await client.drain()

@@ -30,6 +30,7 @@ from serve.text.tokenizer import load_tokenizer
 from serve.tracing.seam import Tracing
 from serve.v1 import admin_pb2_grpc, inference_pb2, inference_pb2_grpc, models_pb2_grpc, tokenizer_pb2_grpc
 from tests.serve.fake_executor import Deferred, FakeExecutor, fake_facts
+from tests.serve.fake_recordings import FakeRecordings
 from tests.serve.runtime.ranks import PATIENCE_SECONDS
 from tests.support.tokenizers import make_folder
 
@@ -67,6 +68,7 @@ class FakeRanks(Deferred):
         self.num_steps = 0
         self.last_step: int | None = None
         """Steps wait once this many were computed; ``None`` lets them go on."""
+        self.recorded = FakeRecordings()
         self._facts = facts
         self._closed = threading.Event()
         self._dead = False
@@ -92,6 +94,9 @@ class FakeRanks(Deferred):
 
     def forget_prepared(self) -> None:
         pass
+
+    def recordings(self) -> FakeRecordings:
+        return self.recorded
 
     def heartbeat_ages(self) -> tuple[float, ...]:
         return (0.0,)
@@ -163,7 +168,7 @@ class RunningServer:
 
 def config_of(**sections: dict[str, Any]) -> ServerConfig:
     return ServerConfig(
-        model=ModelConfig(path="/models/fake", name="fake"),
+        model=ModelConfig(**{"path": "/models/fake", "name": "fake", **sections.get("model", {})}),
         scheduler=SchedulerConfig(**sections.get("scheduler", {})),
         admission=AdmissionConfig(**sections.get("admission", {})),
         rpc=RpcConfig(**{"port": 0, **sections.get("rpc", {})}),

@@ -17,6 +17,7 @@ from tests.serve.rpc.random_messages import random_messages
 MESSAGES = int(os.environ.get("TESSERA_MESSAGES", "400"))
 SEED = int(os.environ.get("TESSERA_SEED", "1"))
 STREAMS = ("GenerateBatch", "ServerReflectionInfo")
+ANSWER_STREAMS = ("GenerateStream", "Profile")
 WARM_UP = 100
 MOST_HOLD_SECONDS = 0.1
 MOST_KEPT_BYTES = 32 * 1024 * 1024
@@ -58,7 +59,7 @@ def send(channel: grpc.Channel, path: str, data: bytes) -> str:
             method = channel.stream_stream(path, request_serializer=bytes, response_deserializer=bytes)
             for _ in method(iter([data, data]), timeout=60):
                 pass
-        elif path.endswith("GenerateStream"):
+        elif path.endswith(ANSWER_STREAMS):
             for _ in channel.unary_stream(path, request_serializer=bytes, response_deserializer=bytes)(data, timeout=60):
                 pass
         else:

@@ -16,7 +16,7 @@ from serve.runtime import engine_thread
 from serve.runtime.edition import Edition
 from serve.runtime.state import State
 from serve.v1 import admin_pb2, models_pb2, tokenizer_pb2, types_pb2
-from tests.serve.rpc.running import EOS, FakeRanks, request, serving, state_is, tokenizer
+from tests.serve.rpc.running import EOS, FakeRanks, RunningServer, request, serving, state_is, tokenizer
 from tests.serve.rpc.test_validation import violations
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -172,6 +172,32 @@ async def test_a_reload_that_cannot_be_says_why_and_harms_nobody() -> None:
         assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
         assert "tensor w is missing" in caught.value.details()
         assert await check(server.channel) == SERVING
+
+
+async def code_of_profile(server: RunningServer, **fields: Any) -> tuple[grpc.StatusCode, str]:
+    try:
+        async for _ in server.admin.Profile(admin_pb2.ProfileRequest(**fields)):
+            pass
+    except grpc.aio.AioRpcError as error:
+        return error.code(), error.details() or ""
+    return grpc.StatusCode.OK, ""
+
+
+async def test_a_profile_says_what_it_is_asked_for_and_refuses_what_it_cannot_be() -> None:
+    async with serving(model={"tensor_parallel_size": 2}) as server:
+        assert await code_of_profile(server) == (grpc.StatusCode.OK, "")
+        assert await code_of_profile(server, steps=100, ranks=[1], seconds=600) == (grpc.StatusCode.OK, "")
+        assert server.lives[-1].recorded.begun == [((0, 1), 10, 60), ((1,), 100, 600)]
+        for wrong in ({"steps": 101}, {"seconds": 601}, {"ranks": [2]}, {"ranks": [1, 1]}):
+            code, details = await code_of_profile(server, **wrong)
+            assert code is grpc.StatusCode.INVALID_ARGUMENT
+            assert next(iter(wrong)) in details
+        server.lives[-1].recorded.over.clear()
+        first = asyncio.ensure_future(code_of_profile(server))
+        await server.until(lambda: len(server.lives[-1].recorded.begun) == 3)
+        assert (await code_of_profile(server))[0] is grpc.StatusCode.FAILED_PRECONDITION
+        server.lives[-1].recorded.dead = True
+        assert (await first)[0] is grpc.StatusCode.UNAVAILABLE
 
 
 async def check(channel: Any, service: str = "") -> int:

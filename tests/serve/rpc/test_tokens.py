@@ -75,11 +75,12 @@ async def test_a_token_opens_what_its_scopes_say_and_nothing_else(tmp_path: Path
             "score": lambda **with_: running.inference.Score(score, **with_),
             "tokenize": lambda **with_: running.tokenizer.Tokenize(tokenizer_pb2.TokenizeRequest(text="a"), **with_),
             "load": lambda **with_: running.admin.GetLoad(admin_pb2.GetLoadRequest(), **with_),
+            "profile": lambda **with_: running.admin.Profile(admin_pb2.ProfileRequest(), **with_),
         }
         opens = {
             writer: {"generate", "stream", "batch", "tokenize"},
             scorer: {"score", "tokenize"},
-            admin: {"load"},
+            admin: {"load", "profile"},
             metrics: set(),
         }
         for token, opened in opens.items():

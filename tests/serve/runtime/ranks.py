@@ -33,6 +33,7 @@ from serve.types import (
     TokensOut,
 )
 from tests.serve.fake_executor import Deferred
+from tests.serve.fake_recordings import FakeRecordings
 
 PATIENCE_SECONDS = 60.0
 """For what other threads do; a test that works never waits so long, however busy the machine is."""
@@ -100,6 +101,7 @@ class FakeRanks(Deferred):
         self.refused = ""
         """Why prepared weights are refused when they are to be taken."""
         self.num_forgets = 0
+        self.recorded = FakeRecordings()
         self._weights = 0
         self._closed = threading.Event()
         self._num_ranks = num_ranks
@@ -157,6 +159,9 @@ class FakeRanks(Deferred):
 
     def forget_prepared(self) -> None:
         self.num_forgets += 1
+
+    def recordings(self) -> FakeRecordings:
+        return self.recorded
 
     def heartbeat_ages(self) -> tuple[float, ...]:
         return (0.01,) * self._num_ranks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -136,6 +137,10 @@ class _Failing:
         raise torch.AcceleratorError("CUDA error: unspecified launch failure")
 
 
+def _in_a_step(error: Exception, plan: StepPlan) -> LastWords | None:
+    return fault(error, DEVICE, "in a step")
+
+
 def test_a_rank_whose_device_fails_in_a_step_says_so_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     def end(code: int) -> None:
         raise SystemExit(code)
@@ -145,8 +150,9 @@ def test_a_rank_whose_device_fails_in_a_step_says_so_and_ends(monkeypatch: pytes
     with told, steps, heard, pulse:
         heard.setblocking(False)
         wire.send(told, wire.encode(_plan(1)))
+        told_nothing = SimpleNamespace(recorder=SimpleNamespace(is_on=False))
         with pytest.raises(SystemExit) as ended:
-            rank_loop._serve(_Failing(), None, steps, Progress(), pulse, lambda error, plan: fault(error, DEVICE, "in a step"))
+            rank_loop._serve(_Failing(), told_nothing, steps, Progress(), pulse, _in_a_step)
         vitals = Vitals(1, 0, heard, 0.0)
         vitals.listen(1.0)
     assert ended.value.code == 1

@@ -20,6 +20,7 @@ from serve.model.load import Filling, SliceReader
 from serve.worker import wire
 from serve.worker.exchange import Exchange
 from serve.worker.loader import Stopwatch, load_rank
+from serve.worker.orders import Orders
 from serve.worker.parallel import Ranks
 from serve.worker.preparation import Preparation
 from serve.worker.runner import Runner
@@ -78,7 +79,7 @@ def test_weights_are_read_beside_the_old_where_all_ranks_have_memory_for_both(
     answers: list[list[wire.Report]] = [[wire.Alike(3 * GIB, gib * GIB, checkpoint_step=7), wire.Fine()] for gib in free]
     config = ServerConfig(model=ModelConfig(path="newer", swap_memory_gib=limit_gib))
     with told(answers) as (orders, heard):
-        assert Preparation(orders, 60.0, shared_memory=shared).prepare(config, 4) == Prepared(7, beside)
+        assert Preparation(Orders(orders, 60.0), shared_memory=shared).prepare(config, 4) == Prepared(7, beside)
     assert heard == [[wire.Look(config), wire.Prepare(4, beside)]] * 2
 
 
@@ -86,7 +87,7 @@ def test_ranks_that_find_another_model_forget_it_and_it_is_told() -> None:
     alike, differs = wire.Alike(1, GIB, None), wire.Differs("config.json has another hidden_size")
     config = ServerConfig(model=ModelConfig(path="newer"))
     with told([[alike, wire.Fine()], [differs, wire.Fine()]]) as (orders, heard):
-        assert Preparation(orders, 60.0, shared_memory=True).prepare(config, 1) == Unlike(differs.reason)
+        assert Preparation(Orders(orders, 60.0), shared_memory=True).prepare(config, 1) == Unlike(differs.reason)
     assert heard == [[wire.Look(config), wire.Forget()]] * 2
 
 
@@ -95,7 +96,7 @@ def test_a_rank_that_cannot_read_makes_all_forget() -> None:
     config = ServerConfig(model=ModelConfig(path="newer"))
     alike, fine = wire.Alike(1, GIB, None), wire.Fine()
     with told([[alike, fine, fine], [alike, failed, fine]]) as (orders, heard), pytest.raises(ConfigError, match="is missing"):
-        Preparation(orders, 60.0, shared_memory=True).prepare(config, 1)
+        Preparation(Orders(orders, 60.0), shared_memory=True).prepare(config, 1)
     assert [orders_of[-1] for orders_of in heard] == [wire.Forget()] * 2
 
 
@@ -110,12 +111,12 @@ class Served:
 
     def take(self, folder: Path, *, beside: bool) -> str:
         """Why the weights were refused; "" where they were taken."""
-        assert isinstance(self.exchange._answer(wire.Look(config_of(folder))), wire.Alike)
-        assert self.exchange._answer(wire.Prepare(1, beside)) == wire.Fine()
+        assert isinstance(self.exchange.answer(wire.Look(config_of(folder))), wire.Alike)
+        assert self.exchange.answer(wire.Prepare(1, beside)) == wire.Fine()
         with torch.inference_mode():
             result = self.exchange.take(StepPlan(step=9, swap=1))
         assert result is not None
-        assert self.exchange._answer(wire.Forget()) == wire.Fine()
+        assert self.exchange.answer(wire.Forget()) == wire.Fine()
         return result.refused
 
     def tokens(self) -> list[int]:
@@ -167,5 +168,5 @@ def test_weights_that_take_the_old_ones_places_do_so_a_module_at_a_time(
 
 def test_a_checkpoint_of_other_shapes_is_told_as_another_model(folders: tuple[Path, Path], tmp_path: Path) -> None:
     served = Served(folders[0])
-    answer = served.exchange._answer(wire.Look(config_of(save("gpt2", tmp_path, with_tokenizer=False, n_layer=2, n_embd=32))))
+    answer = served.exchange.answer(wire.Look(config_of(save("gpt2", tmp_path, with_tokenizer=False, n_layer=2, n_embd=32))))
     assert answer == wire.Differs("config.json has another n_embd")

@@ -9,7 +9,6 @@ import logging
 import math
 import os
 import re
-import select
 import shutil
 import signal
 import socket
@@ -40,9 +39,6 @@ from serve.worker.vitals import Vitals
 from tests.support.kernels import cpu_kernels
 from tests.support.models import build, save
 from tests.support.shared_memory import abandoned, in_shared_memory
-
-CALL_SECONDS = 120.0
-"""No call takes so long."""
 
 
 @pytest.fixture(scope="module")
@@ -219,23 +215,6 @@ def test_a_rank_that_cannot_be_killed_keeps_neither_the_step_nor_the_server(
     for pair in pairs:
         for _, theirs in pair:
             theirs.close()
-
-
-def test_who_waits_for_a_step_wakes_when_it_is_computed_and_when_the_ranks_are_closed(started: RankExecutor) -> None:
-    started.wait(math.inf)  # nothing is under way, so there is nothing to wait for
-    started.launch(_plan(0))
-    started.wait(CALL_SECONDS)
-    assert select.select([started._ranks[0].steps], [], [], 0)[0], "its result is there"
-    assert started.collect().step == 0
-    for rank in started._ranks:
-        rank.process.send_signal(signal.SIGSTOP)
-    started.launch(_plan(1))
-    waiting = threading.Thread(target=started.wait, args=(CALL_SECONDS,))
-    waiting.start()
-    started.close()
-    waiting.join(CALL_SECONDS / 2)
-    assert not waiting.is_alive()
-    started.wait(CALL_SECONDS)  # closed by now
 
 
 @contextmanager

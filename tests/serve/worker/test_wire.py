@@ -8,6 +8,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 
 import msgspec
@@ -172,3 +173,22 @@ def test_a_closed_connection_and_an_absurd_length_are_told_apart_from_messages()
         here.close()
         with pytest.raises(wire.ConnectionLost, match="closed"):
             wire.receive(there)
+
+
+def test_who_waits_for_a_message_wakes_when_it_comes_and_when_one_side_is_gone() -> None:
+    ours, theirs = socket.socketpair()
+
+    def wakes(waker: Callable[[], object]) -> bool:
+        waiting = threading.Thread(target=wire.await_message, args=(ours, 400.0), daemon=True)
+        waiting.start()
+        waker()
+        waiting.join(200.0)
+        return not waiting.is_alive()
+
+    wire.await_message(ours, 0.0)  # nothing comes, and no longer is waited
+    assert wakes(lambda: wire.send(theirs, b"result"))
+    assert wire.receive(ours) == b"result"
+    assert wakes(lambda: ours.shutdown(socket.SHUT_RDWR))
+    theirs.close()
+    ours.close()
+    assert wakes(lambda: None)

@@ -1,0 +1,71 @@
+"""A rank's thread that follows orders beside the steps, at low priority."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+import threading
+from typing import Final
+
+import torch
+
+from host.process import give_way
+from serve.errors import StartError
+from serve.worker import wire
+from serve.worker.exchange import Exchange
+from serve.worker.recording import Recorder
+
+_NICENESS: Final = 10
+_SWITCH_SECONDS: Final = 0.0005
+"""How long this thread may keep the one that computes waiting for the interpreter."""
+
+_log = logging.getLogger(__name__)
+
+
+class OrderLoop:
+    """Answers every order, one after the other: those about weights by an exchange, those about recordings by a recorder."""
+
+    def __init__(self, exchange: Exchange, recorder: Recorder, device: torch.device) -> None:
+        self.exchange = exchange
+        self.recorder = recorder
+        self._device = device
+
+    def start(self, orders: socket.socket) -> None:
+        """Follow orders from now on."""
+        sys.setswitchinterval(_SWITCH_SECONDS)
+        threading.Thread(target=self._follow, args=(orders,), daemon=True, name="orders").start()
+
+    def _follow(self, orders: socket.socket) -> None:
+        give_way(_NICENESS)
+        torch.set_grad_enabled(False)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        try:
+            while True:
+                wire.send(orders, wire.encode(self._answer(wire.decode_order(wire.receive(orders)))))
+        except wire.ConnectionLost:
+            pass  # the server is gone, and the thread that computes ends the process
+
+    def _answer(self, order: wire.Order) -> wire.Report:
+        if not isinstance(order, wire.Recording):
+            return self.exchange.answer(order)
+        try:
+            return self._recording(order)
+        except StartError as error:
+            return wire.Failed(str(error), configured=False)
+        except Exception as error:
+            _log.exception("what was to be recorded cannot be")
+            return wire.Failed(f"{type(error).__name__}: {error}", configured=False)
+
+    def _recording(self, order: wire.Recording) -> wire.Report:
+        match order:
+            case wire.Record(steps=steps, at_most_seconds=seconds):
+                self.recorder.begin(steps, seconds)
+            case wire.TellRecorded():
+                return wire.Told(self.recorder.told())
+            case wire.SendPart(offset=offset):
+                return wire.Part(self.recorder.part(offset))
+            case wire.ForgetRecorded():
+                self.recorder.forget()
+        return wire.Fine()

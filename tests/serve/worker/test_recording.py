@@ -1,0 +1,213 @@
+"""A rank records steps when it is told to, for as long as it is told, and computes the same."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from serve.engine.executor import Recorded
+from serve.engine.plan import StepPlan, StepResult
+from serve.errors import RankStartError
+from serve.worker import recording, wire
+from serve.worker.exchange import Exchange
+from serve.worker.order_loop import OrderLoop
+from serve.worker.parallel import Ranks
+from serve.worker.recording import Recorder
+from serve.worker.runner import Runner
+from tests.serve.worker.family_worker import generate, load, settings
+from tests.support.models import save
+
+
+class Served:
+    """A model on one rank, of which steps are recorded as the rank's loop does it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.ranks = Ranks(0, 1)
+        self.model = load(folder, 1, self.ranks)
+        self.runner = Runner(self.model, self.ranks)
+        self.recorder = Recorder(self.model)
+        self.plans: list[StepPlan] = []
+
+    def execute(self, plan: StepPlan) -> StepResult | None:
+        self.plans.append(plan)
+        return self.recorder.record(plan, self.runner.execute) if self.recorder.is_on else self.runner.execute(plan)
+
+    def tokens(self) -> list[list[int]]:
+        return generate(self, self.ranks)  # type: ignore[arg-type]  # all that is asked of a runner is ``execute``
+
+    def trace(self) -> dict[str, Any]:
+        data = b""
+        while part := self.recorder.part(len(data)):
+            data += part
+        found: dict[str, Any] = json.loads(gzip.decompress(data))
+        return found
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    return Served(save("gpt_neox", tmp_path_factory.mktemp("model") / "neox", with_tokenizer=False))
+
+
+@pytest.fixture(autouse=True)
+def forgotten(served: Served) -> Iterator[None]:
+    yield
+    served.recorder.forget()
+
+
+def in_the_dicts(served: Served) -> list[tuple[str, object]]:
+    return [
+        (f"{path}.{name}", value)
+        for path, module in served.model.body.named_modules()
+        for name, value in module.__dict__.items()
+        if callable(value)
+    ]
+
+
+def test_the_next_steps_are_recorded_and_those_after_them_are_not(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "_PIECE_BYTES", 1000)
+    plain, before = served.tokens(), in_the_dicts(served)
+    served.recorder.begin(4, 60.0)
+    assert served.recorder.told() == Recorded(0, is_over=False)
+    served.plans.clear()
+    assert served.tokens() == plain
+    assert not served.recorder.is_on
+    assert in_the_dicts(served) == before, "no module keeps what names it"
+    told = served.recorder.told()
+    assert (told.num_steps, told.is_over, told.failure) == (4, True, "")
+    assert told.num_bytes > 1000
+    names = [event["name"] for event in served.trace()["traceEvents"] if event.get("ph") == "X"]
+    steps = [name for name in names if name.startswith("step ")]
+    assert steps == [f"step {p.step}: {p.num_tokens} positions of {len(p.spans)} sequences" for p in served.plans[:4]]
+    assert sum(name == "GPTNeoXLayer layers.1" for name in names) == 4
+    assert sum(name.endswith(" layers.2.attention.query_key_value") for name in names) == 4, "also of what is called directly"
+    assert any(name.startswith("aten::") for name in names)
+
+
+def test_a_trace_holds_nothing_of_a_prompt(served: Served) -> None:
+    served.recorder.begin(2, 60.0)
+    served.tokens()
+    served.recorder.told()
+    for event in served.trace()["traceEvents"]:
+        unknown = set(event.get("args", {})) - {
+            "External id", "Record function id", "Ev Idx", "name", "labels", "sort_index", "Op count",
+            "Fwd thread id", "Sequence number",
+        }  # fmt: skip
+        assert not unknown, f"{event['name']} tells {unknown}: shapes, values or stacks"
+
+
+def test_a_recording_without_a_step_is_over_when_its_time_is(served: Served) -> None:
+    served.recorder.begin(4, 0.0)
+    assert served.recorder.told() == Recorded(0, is_over=True)
+    assert not served.recorder.is_on
+    served.tokens()
+    assert served.recorder.told() == Recorded(0, is_over=True)
+
+
+def one_step(served: Served) -> None:
+    served.execute(StepPlan(step=1))
+
+
+def test_a_recording_that_waits_for_a_step_in_vain_ends_with_what_it_has(served: Served) -> None:
+    quiet, other = socket.socketpair()
+    with quiet, other:
+        served.recorder.begin(4, 0.5)
+        one_step(served)
+        served.recorder.attend(quiet)
+        told = served.recorder.told()
+        assert (told.num_steps, told.is_over) == (1, True)
+        assert told.num_bytes > 0
+
+
+def test_one_that_is_given_up_ends_at_once_and_until_then_there_is_no_other(served: Served) -> None:
+    quiet, other = socket.socketpair()
+    with quiet, other:
+        served.recorder.begin(4, 600.0)
+        one_step(served)
+        with pytest.raises(RankStartError, match="not ended yet"):
+            served.recorder.begin(1, 60.0)
+        served.recorder.forget()
+        served.recorder.attend(quiet)
+        assert not served.recorder.is_on
+        assert served.recorder.part(0) == b""
+        served.recorder.begin(1, 60.0)
+        one_step(served)
+        assert served.recorder.told().num_steps == 1
+
+
+def test_a_plan_that_comes_is_not_waited_for_longer(served: Served) -> None:
+    steps, other = socket.socketpair()
+    with steps, other:
+        served.recorder.begin(2, 600.0)
+        one_step(served)
+        other.sendall(b"a plan")
+        served.recorder.attend(steps)
+        assert served.recorder.is_on
+        one_step(served)
+        assert served.recorder.told().num_steps == 2
+
+
+def test_a_trace_that_is_too_large_is_not_sent(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit in ("MAX_TRACE_BYTES", "_MAX_FILE_BYTES"):
+        with monkeypatch.context() as patch:
+            patch.setattr(recording, limit, 100)
+            served.recorder.begin(1, 60.0)
+            one_step(served)
+            told = served.recorder.told()
+        assert (told.is_over, told.num_bytes) == (True, 0)
+        assert "ask for fewer steps" in told.failure
+
+
+def test_a_profiler_that_fails_ends_the_recording_and_no_step(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = served.tokens()
+    for method in ("start_trace", "stop_trace"):
+        real = getattr(torch.profiler.profile, method)
+
+        def fail(profiler: torch.profiler.profile, ends: bool = method == "stop_trace", real: Any = real) -> None:
+            if ends:
+                real(profiler)  # or it would go on for the tests that follow
+            raise RuntimeError("broken")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.profiler.profile, method, fail)
+            served.recorder.begin(2, 60.0)
+            assert served.tokens() == plain
+            told = served.recorder.told()
+        assert (told.is_over, told.failure) == (True, "torch's profiler failed (RuntimeError)")
+        assert not served.recorder.is_on
+
+
+def test_orders_begin_tell_fetch_and_forget(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serve.worker.order_loop.give_way", lambda niceness: None)
+    folder = Path(served.model.facts.family)
+    exchange = Exchange(settings(folder, 1, "float32"), served.model, served.ranks, served.runner)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ask = partial(_ask, ours)
+        OrderLoop(exchange, served.recorder, torch.device("cpu")).start(theirs)
+        assert ask(wire.Record(1, 60.0)) == wire.Fine()
+        served.execute(StepPlan(step=1))
+        told = ask(wire.TellRecorded())
+        assert isinstance(told, wire.Told)
+        assert told.recorded.is_over
+        assert isinstance(part := ask(wire.SendPart(0)), wire.Part)
+        assert len(part.data) == told.recorded.num_bytes
+        assert ask(wire.ForgetRecorded()) == wire.Fine()
+        assert ask(wire.SendPart(0)) == wire.Part(b"")
+        ours.shutdown(socket.SHUT_RDWR)
+        for thread in threading.enumerate():
+            if thread.name == "orders":
+                thread.join()
+
+
+def _ask(orders: socket.socket, order: wire.Order) -> wire.Report:
+    wire.send(orders, wire.encode(order))
+    return wire.decode_report(wire.receive(orders))
