@@ -97,9 +97,15 @@ public:
         const int64_t last = positions[rows / group - 1], first = first_seen(positions[0]);
         Tile<stored> tile{};
         tile.D = D, tile.width = width, tile.scale = step.scale, tile.softcap = step.softcap;
+        tile.has_rules = kScaled || step.softcap != 0.0f || step.bias || !(step.scale > 0.0f);
         for (int64_t base = first / kTile * kTile; base <= last; base += kTile) {
             find_tile(base, first > base ? first : base, last < base + kTile ? last : base + kTile - 1, tile);
-            for (int64_t p = 0; p < panels; ++p) attend_panel_from(p, base, tile);
+            for (int64_t p = 0; p < panels; ++p) {
+                look(p, base, seen[p]);
+                if (seen[p].end_part > seen[p].first_part) weigh_panel_of<kPanelRows>(rows_of(p), tile, seen[p], panel_at(p));
+            }
+            for (int64_t p = 0; p < panels; ++p)
+                if (seen[p].end_part > seen[p].first_part) add_panel_of<kPanelRows>(rows_of(p), tile, seen[p], panel_at(p));
         }
         for (int64_t r = 0; r < rows; ++r) finish(r);
     }
@@ -111,11 +117,13 @@ private:
     const int32_t* positions;
     const bool lies_in_tiles;  // then the cache's blocks are a tile's parts
     word* queries;
-    float *sums, *peaks, *masses, *scales, *turned;
+    float *sums, *peaks, *masses, *shrinks, *scores, *scales, *turned;
+    Seen* seen;
     stored *own_keys, *own_values;
 
     int64_t first_seen(int64_t position) const { return step.window && position >= step.window ? position - step.window + 1 : 0; }
     int64_t first_row(int64_t panel) const { return panel * rows / panels; }
+    int rows_of(int64_t panel) const { return int(first_row(panel + 1) - first_row(panel)); }
     const stored* keys_of(int64_t block) const {
         return static_cast<const stored*>(step.key_cache) + (int64_t(table[block]) * step.kv_heads + head) * D * S;
     }
@@ -124,11 +132,15 @@ private:
     }
 
     void take_scratch() {
+        thread_local std::vector<Seen> own_seen;
+        own_seen.resize(size_t(panels));
+        seen = own_seen.data();
         thread_local std::vector<float> scratch;
-        scratch.resize(size_t(rows * (D + width + 1 + kWidth) + D + 2 * kTile + (lies_in_tiles ? 0 : kTile * (D + width)) + 16));
+        scratch.resize(size_t(rows * (D + width + 2 + kWidth + kTile) + D + 2 * kTile + (lies_in_tiles ? 0 : kTile * (D + width)) + 16));
         float* free = scratch.data() + (64 - reinterpret_cast<uintptr_t>(scratch.data()) % 64) % 64 / sizeof(float);
         const auto take = [&](int64_t numbers) { return (free += numbers) - numbers; };
-        sums = take(rows * width), scales = take(2 * kTile), masses = take(rows * kWidth), peaks = take(rows), turned = take(D);
+        sums = take(rows * width), scores = take(rows * kTile), scales = take(2 * kTile), masses = take(rows * kWidth);
+        peaks = take(rows), shrinks = take(rows), turned = take(D);
         queries = reinterpret_cast<word*>(take(rows * D));
         if (!lies_in_tiles) {
             own_keys = reinterpret_cast<stored*>(take(kTile * D));
@@ -184,10 +196,10 @@ private:
         }
     }
 
-    void attend_panel_from(int64_t panel, int64_t base, const Tile<stored>& tile) {
+    // What the panel's rows see of the tile from ``base`` on.
+    void look(int64_t panel, int64_t base, Seen& seen) const {
         const int64_t begin = first_row(panel);
-        const int count = int(first_row(panel + 1) - begin);
-        Seen seen;
+        const int count = rows_of(panel);
         for (int r = 0; r < count; ++r) {
             const int64_t position = positions[(begin + r) / group], own = head * group + (begin + r) % group;
             const int64_t low = first_seen(position) - base, high = position + 1 - base;
@@ -195,18 +207,30 @@ private:
             seen.end[r] = high < 0 ? 0 : high > kTile ? kTile : int(high);
             seen.bias[r] = step.bias ? step.bias + own * step.bias_positions + base : nullptr;
         }
-        if (seen.begin[0] >= seen.end[count - 1]) return;
-        seen.first_part = seen.begin[0] / kPart, seen.end_part = (seen.end[count - 1] + kPart - 1) / kPart;
+        const bool any = seen.begin[0] < seen.end[count - 1];
+        seen.first_part = any ? seen.begin[0] / kPart : 0;
+        seen.end_part = any ? (seen.end[count - 1] + kPart - 1) / kPart : 0;
         seen.bias_positions = int(step.bias_positions - base < kTile ? step.bias_positions - base : kTile);
-        attend_panel_of<kPanelRows>(count, tile, seen,
-                                    {queries + begin * (D / Kind::kInputs), sums + begin * width, peaks + begin, masses + begin * kWidth});
+    }
+
+    Panel panel_at(int64_t panel) const {
+        const int64_t begin = first_row(panel);
+        return {queries + begin * (D / Kind::kInputs), sums + begin * width, peaks + begin, masses + begin * kWidth, shrinks + begin,
+                scores + begin * kTile};
     }
 
     template <int R>
-    static void attend_panel_of(int count, const Tile<stored>& tile, const Seen& seen, const Panel& panel) {
+    static void weigh_panel_of(int count, const Tile<stored>& tile, const Seen& seen, const Panel& panel) {
         if constexpr (R > 1)
-            if (count < R) return attend_panel_of<R - 1>(count, tile, seen, panel);
-        attend_panel<Kind, R>(tile, seen, panel);
+            if (count < R) return weigh_panel_of<R - 1>(count, tile, seen, panel);
+        weigh_panel<Kind, R>(tile, seen, panel);
+    }
+
+    template <int R>
+    static void add_panel_of(int count, const Tile<stored>& tile, const Seen& seen, const Panel& panel) {
+        if constexpr (R > 1)
+            if (count < R) return add_panel_of<R - 1>(count, tile, seen, panel);
+        add_panel<Kind, R>(tile, seen, panel);
     }
 
     void finish(int64_t r) const {
@@ -295,7 +319,7 @@ void tessera::attend(const Job& job) {
 
 extern "C" {
 
-int tessera_kernel_version() { return 11; }
+int tessera_kernel_version() { return 12; }
 int tessera_max_rows() { return kMaxRows; }
 
 void tessera_attend(int is_bf16, int threads, const Step* step) {

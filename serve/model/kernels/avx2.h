@@ -22,12 +22,14 @@ constexpr int64_t kAhead = 2048; // bytes of a panel between what is used and wh
 constexpr int64_t kFewRows = 12; // with more it pays to widen a panel once and to use it several times
 
 // Weights of one panel. ``at<k>`` gives those of input i + k and the outputs from ``first`` registers on; ``join`` adds sums of
-// inputs from ``begin`` on to a total; ``chunk`` says how many inputs may be summed before.
+// inputs from ``begin`` on to a total; ``chunk`` says how many inputs may be summed before. Of ``stretch`` inputs, whole chunks, the
+// weights stay in the first-level cache while all rows use them.
 struct PlainFp32 {
     static constexpr int kTogether = 1;  // inputs side by side
     static constexpr bool kIsNarrow = false;
     const float* panel;
     int64_t chunk() const { return kChunk; }
+    int64_t stretch() const { return kChunk; }
     int64_t border(int64_t, int64_t I) const { return I; }
     template <int k, int H>
     void at(int64_t i, int first, __m256 (&out)[H]) const {
@@ -42,6 +44,7 @@ struct PlainBf16 {
     static constexpr bool kIsNarrow = true;
     const uint16_t* panel;
     int64_t chunk() const { return kChunk; }
+    int64_t stretch() const { return kChunk; }
     int64_t border(int64_t, int64_t I) const { return I; }
     template <int k, int H>
     void at(int64_t i, int first, __m256 (&out)[H]) const {
@@ -60,6 +63,7 @@ struct Scaled {
     const float* scales;
     int64_t group;
     int64_t chunk() const { return group < kChunk ? group : kChunk; }
+    int64_t stretch() const { return group < kChunk ? kChunk / group * group : group; }
     int64_t border(int64_t begin, int64_t I) const {
         const int64_t next = (begin / group + 1) * group;
         return next < I ? next : I;
@@ -121,16 +125,21 @@ inline void add_products(const Weights& weights, int64_t i, int first, const flo
     }
 }
 
+// Inputs of a panel, [from, to) of I; what they add to goes on from ``out`` where they are not the first.
+struct Inputs {
+    int64_t from, to, I;
+};
+
 // H registers of a panel's outputs times R rows, the sums split U ways so that additions do not wait for one another.
 template <typename Weights, int R, int H, int U>
-void part_times_rows(const Weights& weights, int first, int64_t I, const float* x, int64_t stride, float (*out)[kPanel], bool asks) {
+void part_times_rows(const Weights& weights, int first, Inputs inputs, const float* x, int64_t stride, float (*out)[kPanel], bool asks) {
     constexpr int step = Weights::kTogether;
     constexpr int64_t bytes = sizeof(*weights.panel) * kPanel * step;
     __m256 totals[R][H];
     for (int r = 0; r < R; ++r)
-        for (int h = 0; h < H; ++h) totals[r][h] = _mm256_setzero_ps();
-    for (int64_t begin = 0; begin < I;) {
-        const int64_t most = begin + weights.chunk(), border = weights.border(begin, I), end = most < border ? most : border;
+        for (int h = 0; h < H; ++h) totals[r][h] = inputs.from ? _mm256_loadu_ps(out[r] + (first + h) * kWidth) : _mm256_setzero_ps();
+    for (int64_t begin = inputs.from; begin < inputs.to;) {
+        const int64_t most = begin + weights.chunk(), border = weights.border(begin, inputs.I), end = most < border ? most : border;
         __m256 sums[U][R][H];
         for (int u = 0; u < U; ++u)
             for (int r = 0; r < R; ++r)
@@ -165,13 +174,13 @@ void part_times_rows(const Weights& weights, int first, int64_t I, const float* 
 // One or two rows take a panel in one go, which is one stream of memory; more rows take it in two, the second from the cache.
 // Processors do not foresee well that the first skips every other line: what comes is asked for where ``is_first`` says so.
 template <typename Weights>
-void panel_times_rows(const Weights& weights, int rows, int64_t I, const float* x, int64_t stride, float (*out)[kPanel], bool is_first) {
-#define TESSERA_HALVES(R, U)                                                     \
-    part_times_rows<Weights, R, 2, U>(weights, 0, I, x, stride, out, is_first); \
-    part_times_rows<Weights, R, 2, U>(weights, 2, I, x, stride, out, false)
+void panel_times_rows(const Weights& weights, int rows, Inputs inputs, const float* x, int64_t stride, float (*out)[kPanel], bool is_first) {
+#define TESSERA_HALVES(R, U)                                                          \
+    part_times_rows<Weights, R, 2, U>(weights, 0, inputs, x, stride, out, is_first); \
+    part_times_rows<Weights, R, 2, U>(weights, 2, inputs, x, stride, out, false)
     switch (rows) {
-        case 1: part_times_rows<Weights, 1, 4, 2>(weights, 0, I, x, stride, out, false); break;
-        case 2: part_times_rows<Weights, 2, 4, 1>(weights, 0, I, x, stride, out, false); break;
+        case 1: part_times_rows<Weights, 1, 4, 2>(weights, 0, inputs, x, stride, out, false); break;
+        case 2: part_times_rows<Weights, 2, 4, 1>(weights, 0, inputs, x, stride, out, false); break;
         case 3: TESSERA_HALVES(3, 2); break;
         case 4: TESSERA_HALVES(4, 1); break;
         case 5: TESSERA_HALVES(5, 1); break;
@@ -191,6 +200,8 @@ struct Call {
     int64_t O, I;
 };
 
+typedef float eight __attribute__((vector_size(32)));
+
 template <typename scalar>
 Call<scalar> call_of(const tessera::Job& job) {
     return {static_cast<const scalar*>(job.x), job.rows,  job.x_stride, static_cast<const scalar*>(job.bias), Activation(job.activation),
@@ -198,34 +209,42 @@ Call<scalar> call_of(const tessera::Job& job) {
 }
 
 template <typename scalar>
-void finish(const Call<scalar>& call, int64_t p, int64_t m, int rows, float (*sums)[kPanel]) {
+void finish(const Call<scalar>& call, int64_t p, int64_t m, int64_t rows, float (*sums)[kPanel]) {
     const int64_t place = p * kPanel, outputs = call.O - place < kPanel ? call.O - place : kPanel;
     float bias[kPanel] = {};
     if (call.bias)
         for (int64_t o = 0; o < outputs; ++o) bias[o] = to_float(call.bias[place + o]);
-    for (int r = 0; r < rows; ++r) {
-        for (int o = 0; o < kPanel; o += kLanes) save(activate(call.activation, load(sums[r] + o) + load(bias + o)), sums[r] + o);
+    for (int64_t r = 0; r < rows; ++r) {
+        for (int o = 0; o < kPanel; o += kWidth)
+            save_as(activate(call.activation, load_as<eight>(sums[r] + o) + load_as<eight>(bias + o)), sums[r] + o);
         scalar* target = call.y + (m + r) * call.O + place;
         for (int64_t o = 0; o < outputs; ++o) from_float(sums[r][o], target[o]);
     }
 }
 
-// A panel times ``rows`` rows from m on, by groups of as equal a size as can be.
-template <typename scalar, typename Weights>
-void panel_times_all(const Weights& weights, const Call<scalar>& call, int64_t p, int64_t m, int64_t rows, const float* x, int64_t stride) {
-    float sums[kMostRows][kPanel];
-    for (int64_t done = 0; done < rows;) {
-        const int64_t left = rows - done, groups = (left + kMostRows - 1) / kMostRows;
-        const int count = int((left + groups - 1) / groups);
-        panel_times_rows(weights, count, call.I, x + done * stride, stride, sums, done == 0);
-        finish(call, p, m + done, count, sums);
-        done += count;
+// A panel times ``rows`` rows from m on, by groups of as equal a size as can be. Many rows take a stretch of its inputs after the other,
+// before each of which ``ready`` is told of it.
+template <typename scalar, typename Weights, typename Ready>
+void panel_times_all(const Weights& weights, const Call<scalar>& call, int64_t p, int64_t m, int64_t rows, const float* x, int64_t stride,
+                     const Ready& ready) {
+    alignas(64) float sums[kBlockRows][kPanel];
+    const int64_t length = rows > kMostRows ? weights.stretch() : call.I;
+    for (int64_t from = 0; from < call.I; from += length) {
+        const Inputs inputs{from, from + length < call.I ? from + length : call.I, call.I};
+        ready(inputs);
+        for (int64_t done = 0; done < rows;) {
+            const int64_t left = rows - done, groups = (left + kMostRows - 1) / kMostRows;
+            const int count = int((left + groups - 1) / groups);
+            panel_times_rows(weights, count, inputs, x + done * stride, stride, sums + done, done == 0);
+            done += count;
+        }
     }
+    finish(call, p, m, rows, sums);
 }
 
 template <typename Weights>
-void widen_panel(const Weights& weights, int64_t I, float* wide) {
-    for (int64_t i = 0; i < I; i += Weights::kTogether) {
+void widen_panel(const Weights& weights, Inputs inputs, float* wide) {
+    for (int64_t i = inputs.from; i < inputs.to; i += Weights::kTogether) {
         __m256 w[4];
         weights.template at<0, 4>(i, 0, w);
         for (int h = 0; h < 4; ++h) _mm256_storeu_ps(wide + i * kPanel + h * kWidth, w[h]);
@@ -262,12 +281,12 @@ void multiply_rows(const Call<scalar>& call, const Make& weights_of) {
             const auto weights = weights_of(p);
             if constexpr (is_narrow) {
                 if (widens) {
-                    widen_panel(weights, call.I, wide);
-                    panel_times_all(widened(weights, wide), call, p, m, rows, x, stride);
+                    panel_times_all(widened(weights, wide), call, p, m, rows, x, stride,
+                                    [&](Inputs inputs) { widen_panel(weights, inputs, wide); });
                     continue;
                 }
             }
-            panel_times_all(weights, call, p, m, rows, x, stride);
+            panel_times_all(weights, call, p, m, rows, x, stride, [](Inputs) {});
         }
     }
 }

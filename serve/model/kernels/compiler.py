@@ -15,7 +15,7 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-VERSION = 11
+VERSION = 12
 """What a library of these sources answers when it is asked for its version."""
 SCRATCH = "building-"
 """How the folder of a build that is going on begins, beside the library that it makes."""

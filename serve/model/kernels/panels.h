@@ -154,6 +154,7 @@ struct Tile {
     const float* key_scales;   // [64] each, or null
     const float* value_scales;
     float scale, softcap;
+    bool has_rules;            // whether anything but the scale changes a score
 };
 
 // What each row of a panel sees of a tile: positions [begin, end), neither of which decreases from row to row.
@@ -169,6 +170,8 @@ struct Panel {
     float* sums;          // [R, width]
     float* peaks;         // [R]
     float* masses;        // [R, kWidth]: parts of a sum
+    float* shrinks;       // [R]: by what the sums shrink before the tile's values are added
+    float* scores;        // [R, 64], then weights, which Pairs keep in the first half of each row
 };
 
 template <typename Kind, int R, int P>
@@ -204,55 +207,85 @@ inline wide bias_of(const float* bias, int place, int positions) {
     return out;
 }
 
-// One row's scores after all rules, the unseen ones far below; the highest of them.
+inline float top(wide x) {
+#pragma GCC unroll 4
+    for (int step = kWidth / 2; step > 0; step /= 2) {
+        iwide other;
+        for (int i = 0; i < kWidth; ++i) other[i] = i ^ step;
+        const wide y = __builtin_shuffle(x, other);
+        x = x > y ? x : y;
+    }
+    return x[0];
+}
+
+// Makes one row's scores what the rules say, less a factor that all of them share, and those of unseen keys lower than any; returns the
+// highest. One copy for panels of all sizes: the compiler may join a product and a sum in one of several.
 template <typename stored>
-inline float rule(const Tile<stored>& tile, const Seen& seen, int r, float* scores) {
-    const int from = seen.first_part * kPart, to = seen.end_part * kPart;
-    const bool all = seen.begin[r] <= from && seen.end[r] >= to;
+__attribute__((noinline)) float rule(const Tile<stored>& tile, const Seen& seen, int r, float* scores) {
     iwide lane;
     for (int i = 0; i < kWidth; ++i) lane[i] = i;
     wide most = filled<wide>(kLowest);
-    for (int i = from; i < to; i += kWidth) {
-        wide x = load_wide(scores + i) * tile.scale;
-        if (tile.key_scales) x *= load_wide(tile.key_scales + i);
-        if (tile.softcap != 0.0f) x = tile.softcap * tanh_of(x * (1.0f / tile.softcap));
-        if (seen.bias[r]) x += bias_of(seen.bias[r], i, seen.bias_positions);
-        if (!all) {
-            const iwide place = lane + i;
-            x = (place >= seen.begin[r]) & (place < seen.end[r]) ? x : filled<wide>(kLowest);
+    for (int i = seen.first_part * kPart; i < seen.end_part * kPart; i += kWidth) {
+        wide x = load_wide(scores + i);
+        if (tile.has_rules) {
+            x *= tile.scale;
+            if (tile.key_scales) x *= load_wide(tile.key_scales + i);
+            if (tile.softcap != 0.0f) x = tile.softcap * tanh_of(x * (1.0f / tile.softcap));
+            if (seen.bias[r]) x += bias_of(seen.bias[r], i, seen.bias_positions);
         }
+        const iwide place = lane + i;
+        x = (place >= seen.begin[r]) & (place < seen.end[r]) ? x : filled<wide>(kLowest);
         save_as(x, scores + i);
         most = x > most ? x : most;
     }
-    return highest(most);
+    return top(most);
 }
 
-// Scores become weights; returns by what each row's sums shrink.
-template <typename Kind, int R>
-inline void weigh(const Tile<typename Kind::stored>& tile, const Seen& seen, const Panel& panel, float* scores, float* shrinks) {
+template <typename stored>
+inline float highest_of(const Tile<stored>& tile, const Seen& seen, int r, float* scores) {
     const int from = seen.first_part * kPart, to = seen.end_part * kPart;
+    if (tile.has_rules || seen.begin[r] > from || seen.end[r] < to) return rule(tile, seen, r, scores);
+    wide most = filled<wide>(kLowest);
+    for (int i = from; i < to; i += kWidth) {
+        const wide x = load_wide(scores + i);
+        most = x > most ? x : most;
+    }
+    return top(most);
+}
+
+// Scores become weights.
+template <typename Kind, int R>
+inline void weigh(const Tile<typename Kind::stored>& tile, const Seen& seen, const Panel& panel) {
+    const int from = seen.first_part * kPart, to = seen.end_part * kPart;
+    const float factor = tile.has_rules ? 1.0f : tile.scale;
     float peaks[R], falls[(R + kWidth - 1) / kWidth * kWidth] = {};
     for (int r = 0; r < R; ++r) {
-        const float most = rule(tile, seen, r, scores + r * kTile);
+        const float most = highest_of(tile, seen, r, panel.scores + r * kTile) * factor;
         peaks[r] = most > panel.peaks[r] ? most : panel.peaks[r];
         falls[r] = panel.peaks[r] - peaks[r];
         panel.peaks[r] = peaks[r];
     }
     for (int r = 0; r < R; r += kWidth) save_as(exp_nonpositive(load_wide(falls + r)), falls + r);
     for (int r = 0; r < R; ++r) {
-        float* row = scores + r * kTile;
-        shrinks[r] = falls[r];
-        wide mass = load_wide(panel.masses + r * kWidth) * falls[r];
+        float* row = panel.scores + r * kTile;
+        panel.shrinks[r] = falls[r];
+        wide mass = {};
         if (seen.begin[r] >= seen.end[r]) {  // then its highest may be one that it does not see
             for (int i = from; i < to; i += kWidth) save_as(wide{}, row + i);
+        } else if (tile.value_scales) {
+            for (int i = from; i < to; i += kWidth) {
+                const wide weights = exp_nonpositive(load_wide(row + i) * factor - peaks[r]);
+                mass += weights;
+                save_as(weights * load_wide(tile.value_scales + i), row + i);
+            }
         } else {
             for (int i = from; i < to; i += kWidth) {
-                const wide weights = exp_nonpositive(load_wide(row + i) - peaks[r]);
+                const wide weights = exp_nonpositive(load_wide(row + i) * factor - peaks[r]);
                 mass += weights;
-                save_as(tile.value_scales ? weights * load_wide(tile.value_scales + i) : weights, row + i);
+                save_as(weights, row + i);
             }
         }
-        save_as(mass, panel.masses + r * kWidth);
+        save_as(load_wide(panel.masses + r * kWidth) * falls[r] + mass, panel.masses + r * kWidth);
         Kind::narrow(row, kTile);
     }
 }
@@ -315,18 +348,22 @@ inline void add_values(const Tile<typename Kind::stored>& tile, const Seen& seen
         }
 }
 
+// The two halves of a panel's attention to a tile. Each is done for all panels before the other begins, so that the tile's keys stay in
+// the first-level cache, then its values.
 template <typename Kind, int R>
-void attend_panel(const Tile<typename Kind::stored>& tile, const Seen& seen, const Panel& panel) {
-    typedef typename Kind::word word;
-    alignas(64) float scores[R * kTile];
-    float shrinks[R];
-    score<Kind, R>(tile, seen, static_cast<const word*>(panel.queries), scores);
-    weigh<Kind, R>(tile, seen, panel, scores, shrinks);
-    const word* weights = reinterpret_cast<const word*>(scores);
+__attribute__((noinline)) void weigh_panel(const Tile<typename Kind::stored>& tile, const Seen& seen, const Panel& panel) {
+    score<Kind, R>(tile, seen, static_cast<const typename Kind::word*>(panel.queries), panel.scores);
+    weigh<Kind, R>(tile, seen, panel);
+}
+
+template <typename Kind, int R>
+__attribute__((noinline)) void add_panel(const Tile<typename Kind::stored>& tile, const Seen& seen, const Panel& panel) {
+    const typename Kind::word* weights = reinterpret_cast<const typename Kind::word*>(panel.scores);
     constexpr int U = together(R, 4);
     int64_t feature = 0;
-    for (; feature + U * kPart <= tile.width; feature += U * kPart) add_values<Kind, R, U>(tile, seen, weights, feature, shrinks, panel.sums);
-    for (; feature < tile.width; feature += kPart) add_values<Kind, R, 1>(tile, seen, weights, feature, shrinks, panel.sums);
+    for (; feature + U * kPart <= tile.width; feature += U * kPart)
+        add_values<Kind, R, U>(tile, seen, weights, feature, panel.shrinks, panel.sums);
+    for (; feature < tile.width; feature += kPart) add_values<Kind, R, 1>(tile, seen, weights, feature, panel.shrinks, panel.sums);
 }
 
 }  // namespace

@@ -22,17 +22,19 @@ inline int64_t panels_of(int64_t outputs) { return (outputs + kPanel - 1) / kPan
 enum Activation { kNone, kGelu, kGeluTanh, kSilu, kRelu };
 
 // 1 / (1 + exp(-x)) without overflow on either side.
-inline vec sigmoid(vec x) {
-    const vec shrunk = exp_nonpositive(x < 0.0f ? x : -x);
-    return (x < 0.0f ? shrunk : all(1.0f)) / (shrunk + 1.0f);
+template <typename V>
+inline V sigmoid(V x) {
+    const V shrunk = exp_nonpositive(x < 0.0f ? x : -x);
+    return (x < 0.0f ? shrunk : filled<V>(1.0f)) / (shrunk + 1.0f);
 }
 
 // The normal distribution's mass below x, by erfc(a) = exp(-a Q(a)), a = |x| / sqrt(2). Q is a polynomial fitted for this file
 // over [0, 5]: erfc within 5e-8; beyond, where it is below 2e-12, it is 0.
-inline vec normal_mass(vec x) {
-    const vec whole = (x < 0.0f ? -x : x) * 0.70710678118654752f;
-    const vec a = whole > 5.0f ? all(5.0f) : whole;
-    vec q = all(5.165622e-07f);
+template <typename V>
+inline V normal_mass(V x) {
+    const V whole = (x < 0.0f ? -x : x) * 0.70710678118654752f;
+    const V a = whole > 5.0f ? filled<V>(5.0f) : whole;
+    V q = filled<V>(5.165622e-07f);
     q = q * a - 1.1645552e-05f;
     q = q * a + 1.1069056e-04f;
     q = q * a - 5.6475616e-04f;
@@ -42,16 +44,17 @@ inline vec normal_mass(vec x) {
     q = q * a + 1.0283731e-01f;
     q = q * a + 6.3660970e-01f;
     q = q * a + 1.1283797f;
-    const vec half_tail = whole > 5.0f ? all(0.0f) : exp_nonpositive(-a * q) * 0.5f;
+    const V half_tail = whole > 5.0f ? filled<V>(0.0f) : exp_nonpositive(-a * q) * 0.5f;
     return x < 0.0f ? half_tail : 1.0f - half_tail;
 }
 
-inline vec activate(Activation activation, vec x) {
+template <typename V>
+inline V activate(Activation activation, V x) {
     switch (activation) {
         case kGelu: return x * normal_mass(x);
         case kGeluTanh: return x * sigmoid(1.5957691216057308f * (x + 0.044715f * x * x * x));
         case kSilu: return x * sigmoid(x);
-        case kRelu: return x < 0.0f ? all(0.0f) : x;
+        case kRelu: return x < 0.0f ? filled<V>(0.0f) : x;
         case kNone: break;
     }
     return x;

@@ -49,6 +49,11 @@ inline vec load(const float* source) {
 }
 inline void save(vec value, float* target) { std::memcpy(target, &value, sizeof(value)); }
 inline vec all(float x) { return vec{} + x; }
+inline float highest(vec value) {
+    float peak = value[0];
+    for (int i = 1; i < kLanes; ++i) peak = value[i] > peak ? value[i] : peak;
+    return peak;
+}
 
 // The same of vectors of any size.
 template <typename V>
@@ -65,16 +70,10 @@ template <typename V>
 inline V filled(float x) {
     return x - V{};
 }
-template <typename V>
-inline float highest(V value) {
-    float peak = value[0];
-    for (int i = 1; i < int(sizeof(V) / sizeof(float)); ++i) peak = value[i] > peak ? value[i] : peak;
-    return peak;
-}
 
 // exp(x) for x <= 0, relative error about 2e-7: 2^n times a polynomial of the remainder (Cephes' coefficients).
 template <typename V>
-inline V exp_nonpositive(V x) {
+__attribute__((always_inline)) inline V exp_nonpositive(V x) {
     typedef decltype(x < x) I;  // whole numbers of the same size
     x = x < filled<V>(-87.0f) ? filled<V>(-87.0f) : x;
     const V magic = filled<V>(12582912.0f);  // 1.5 * 2^23: adding it rounds to the nearest integer

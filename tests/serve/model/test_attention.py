@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 
@@ -16,14 +17,14 @@ from serve.model.attach import INTERFACE_NAME, register_interface
 from serve.model.attention import Backend, LayerCache, ScoreRules, StepLayout, TorchBackend
 from serve.model.kernel_attention import CpuKernelBackend
 from serve.worker.kv_cache import allocate
-from tests.support.kernels import cpu_kernels
+from tests.support.kernels import LEVELS, cpu_kernels, kernels_of
 
 
-@pytest.fixture(params=["torch", "kernel"])
+@pytest.fixture(params=["torch", *LEVELS])
 def backend(request: pytest.FixtureRequest) -> Backend:
     if request.param == "torch":
         return TorchBackend()
-    return CpuKernelBackend(cpu_kernels())
+    return CpuKernelBackend(kernels_of(request.param))
 
 
 class _Sequence:
@@ -35,6 +36,13 @@ class _Sequence:
         self.key = torch.randn(length, kv_heads, head_dim).to(dtype)
         self.value = torch.randn(length, kv_heads, head_dim).to(dtype)
         self.blocks: list[int] = []
+
+    def part(self, begin: int, end: int) -> _Sequence:
+        """The sequence as it is when the positions from ``begin`` to ``end`` are computed."""
+        part = copy.copy(self)
+        part.length, part.new = end, end - begin
+        part.query, part.key, part.value = self.query[:end], self.key[:end], self.value[:end]
+        return part
 
     def expected(self, scale: float, window: int, rules: ScoreRules | None = None) -> Tensor:
         """Outputs of the last ``new`` positions, from the definition, in float64."""
@@ -216,6 +224,39 @@ def test_strided_inputs_are_read_where_they_lie(backend: Backend) -> None:
     out = backend.attend(query, key, value, cache, layout, scale=0.2, window=0)
 
     torch.testing.assert_close(out.double(), sequence.expected(0.2, 0), rtol=3e-6, atol=3e-6)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block_tokens"), [(4, 4, 64, 16), (8, 2, 32, 16), (4, 1, 20, 8)])
+@pytest.mark.parametrize("window", [0, 90])
+@pytest.mark.parametrize("ruled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_token_has_the_same_bits_alone_in_a_chunk_and_beside_others(
+    heads: int, kv_heads: int, head_dim: int, block_tokens: int, window: int, ruled: bool, dtype: torch.dtype, level: str
+) -> None:
+    torch.manual_seed(head_dim)
+    random.seed(7)
+    kernel = CpuKernelBackend(kernels_of(level))
+    rules = ScoreRules(softcap=2.5, sinks_H=torch.randn(heads), bias_HL=torch.randn(heads, 208)) if ruled else ScoreRules()
+    sequences = [_Sequence(length, length, heads, kv_heads, head_dim, dtype) for length in (203, 37, 130)]
+
+    def outputs(*parts: _Sequence) -> tuple[Tensor, ...]:
+        size = {"layers": 1, "num_blocks": 64, "kv_heads": kv_heads, "head_dim": head_dim, "block_tokens": block_tokens}
+        [cache] = allocate(**size, dtype=dtype, device=torch.device("cpu"))  # type: ignore[arg-type]
+        _poison(cache)
+        layout = _lay_out(list(parts), block_tokens, 64)
+        for part in parts:
+            _fill_history(part, cache, block_tokens)
+        new = [torch.cat([getattr(s, name)[s.length - s.new :] for s in parts]) for name in ("query", "key", "value")]
+        out = kernel.attend(*new, cache, layout, scale=head_dim**-0.5, window=window, rules=rules)
+        return out.split([part.new for part in parts])
+
+    first, second, third = outputs(*sequences)
+    assert torch.equal(outputs(sequences[2])[0], third)
+    for begin, end in [(0, 1), (0, 64), (64, 203), (150, 151), (63, 66), (127, 132), (77, 200), (202, 203)]:
+        chunk, beside = outputs(sequences[0].part(begin, end), sequences[1])
+        assert torch.equal(chunk, first[begin:end])
+        assert torch.equal(beside, second)
 
 
 @pytest.mark.parametrize("asked", [{"position_bias": torch.zeros(1)}, {"is_causal": False}, {"something_new": 0.0}])
