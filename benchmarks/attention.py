@@ -1,7 +1,7 @@
 """What attention over blocks costs in a prompt's step: ``python -m benchmarks.attention``.
 
 One layer's attention of prompts of several shapes: the compiled kernel, which also writes the step's keys and values to their
-blocks, and torch's ``scaled_dot_product_attention`` over keys and values that lie side by side already, in turns in one process.
+blocks, and torch's ``scaled_dot_product_attention`` over keys and values that lie side by side, in turns in one process.
 ``--beside LIBRARY`` takes turns with kernels that were built from other sources, of the same interface. Kernels of another
 level than the processor's best (``--level x86-64-v3``) are compiled into a folder for the run.
 """

@@ -13,6 +13,9 @@ from serve.model.recording import KINDS, Job, active
 
 _ATTENTION: Final = KINDS.index("attention")
 
+_LEAST_TOKENS: Final = 16
+_TILES_PER_THREAD: Final = 4
+
 
 class _Step(ctypes.Structure):
     """``Step`` of kernels/attention.cpp."""
@@ -90,7 +93,9 @@ class CpuKernelBackend:
         kv_heads, block_tokens = layer.values.shape[1:3]
         _check_rules(rules, heads, max(layout.context_lengths), block_tokens)
         out_THD = torch.empty(tokens, heads, width, dtype=query_THD.dtype)
-        tiles = self._tiles_of(layout, max(1, self._max_rows // (heads // kv_heads)))
+        # Large ones, so that what is read of the cache serves many rows, where all threads have some to do.
+        shared = tokens * kv_heads // (_TILES_PER_THREAD * torch.get_num_threads())
+        tiles = self._tiles_of(layout, max(1, min(self._max_rows // (heads // kv_heads), max(_LEAST_TOKENS, shared))))
         cosines, sines, turned = (rotary[0].data_ptr(), rotary[1].data_ptr(), rotary[0].shape[1]) if rotary else (None, None, 0)
         step = _Step(
             query_THD.data_ptr(),

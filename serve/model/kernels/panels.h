@@ -207,15 +207,23 @@ inline wide bias_of(const float* bias, int place, int positions) {
     return out;
 }
 
-inline float top(wide x) {
-#pragma GCC unroll 4
-    for (int step = kWidth / 2; step > 0; step /= 2) {
-        iwide other;
-        for (int i = 0; i < kWidth; ++i) other[i] = i ^ step;
-        const wide y = __builtin_shuffle(x, other);
-        x = x > y ? x : y;
+// The highest of a vector's numbers, by halves.
+template <int count>
+inline float top(const float (&numbers)[count]) {
+    if constexpr (count == 1) {
+        return numbers[0];
+    } else {
+        typedef float half __attribute__((vector_size(2 * count)));
+        const half low = load_as<half>(numbers), high = load_as<half>(numbers + count / 2);
+        float higher[count / 2];
+        save_as(low > high ? low : high, higher);
+        return top(higher);
     }
-    return x[0];
+}
+inline float top(wide x) {
+    float numbers[kWidth];
+    save_as(x, numbers);
+    return top(numbers);
 }
 
 // Makes one row's scores what the rules say, less a factor that all of them share, and those of unseen keys lower than any; returns the
