@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 import torch
@@ -28,7 +29,7 @@ class KernelNorm:
 
     def __init__(self, module: nn.Module, steps: Steps, epsilon: float, rounding: str | None) -> None:
         """``rounding``: one of ``ROUNDINGS`` of an RMSNorm, ``None`` of a layer norm."""
-        self._plain = module.forward
+        self._plain: Callable[[Tensor], Tensor] = module.forward
         self._weights = module._parameters
         self._steps = steps
         self._epsilon = epsilon
@@ -63,8 +64,6 @@ def compute_norms(model: nn.Module, steps: Steps) -> None:
         if weight is None or weight.dtype not in (torch.float32, torch.bfloat16) or weight.dim() != 1:
             continue
         rounding = _BY_CLASS.get(type(module).__name__)
-        if type(module) is nn.LayerNorm:
-            module.forward = KernelNorm(module, steps, module.eps, None)
-        elif rounding is not None:
+        if type(module) is nn.LayerNorm or rounding is not None:
             epsilon = getattr(module, "variance_epsilon", None) or module.eps
-            module.forward = KernelNorm(module, steps, float(epsilon), rounding)  # type: ignore[arg-type]  # a number in each
+            module.__dict__["forward"] = KernelNorm(module, steps, float(epsilon), rounding)  # type: ignore[arg-type]  # a number in each

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from serve.model.cuda.graphs import FROM_HOST, CaptureError, waits_for_device
 
-KINDS: Final = ("product", "quantized", "attention", "add", "multiply", "layer_norm", "rms_norm", "look_up")
+KINDS: Final = ("product", "quantized", "attention", "add", "multiply", "layer_norm", "rms_norm", "look_up", "widen")
 """``Kind`` of kernels/parts.h, in its order."""
 _ALIGNMENT_BYTES: Final = 64
 _SLOT_BYTES: Final = 256
@@ -304,6 +304,21 @@ def _look_up(recorder: Recorder, table: Tensor, ids: Tensor, *_: object) -> Tens
     return out
 
 
+def _widen(recorder: Recorder, x: Tensor, dtype: torch.dtype | None = None, *more: object, **others: object) -> Tensor | None:
+    """A copy in fp32 of numbers in bf16."""
+    if x.dtype is not torch.bfloat16 or dtype is not torch.float32 or any((*more, *others.values())) or not _computable(x):
+        return None
+    width = x.shape[-1] if x.dim() else 0
+    stride = row_stride(x, width) if x.numel() else None
+    if stride is None:
+        return None
+    out = recorder.memory.empty(x.shape, dtype)
+    job = Job(kind=KINDS.index("widen"), x=x.data_ptr(), out=out.data_ptr(), rows=x.numel() // width, width=width)
+    job.x_stride, job.out_stride = stride, width
+    recorder.steps.one(job)
+    return out
+
+
 _ATEN: Final = torch.ops.aten
 _BLANK: Final = frozenset(
     (
@@ -320,5 +335,7 @@ _BY_KERNEL: Final[dict[object, Callable[..., Tensor | None]]] = {
     _ATEN.mul.Tensor: partial(_of_two, "multiply"),
     _ATEN.add_.Tensor: _add_in_place,
     _ATEN.embedding.default: _look_up,
+    _ATEN.to.dtype: _widen,  # in inference mode what it is made of is not seen
+    _ATEN._to_copy.default: _widen,
 }
 """What computes the same bits as an operation of torch, or ``None`` of arguments that it does not take."""

@@ -120,9 +120,8 @@ class Ranks:
         self._progress.mark()
         if self._shared is not None:
             return self._shared.gather_columns(tensor_RV, widths)
-        widest = max(widths)
         # gloo wants equal shapes; the odd vocabulary's narrower shards travel with padding.
-        padded = nn.functional.pad(tensor_RV, (0, widest - tensor_RV.shape[1])).contiguous()
+        padded = nn.functional.pad(tensor_RV, (0, max(widths) - tensor_RV.shape[1])).contiguous()
         parts = [torch.empty_like(padded) for _ in widths] if self.rank == 0 else None
         dist.gather(padded, parts, dst=self.number - self.rank, group=self.group)
         return torch.cat([part[:, :w] for part, w in zip(parts, widths, strict=True)], dim=1) if parts else None
@@ -137,8 +136,7 @@ class Ranks:
             return self._shared.numbers_of_first(numbers)
         tensor = torch.tensor(numbers, dtype=torch.int64, device=device)
         dist.broadcast(tensor, src=self.count - self.size)
-        told: list[int] = tensor.tolist()
-        return told
+        return [int(number) for number in tensor.tolist()]
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """What the same rank of the stage before has handed on: the beginning of this stage's part of a step."""

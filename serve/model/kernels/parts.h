@@ -7,7 +7,7 @@
 namespace tessera {
 
 // ``KINDS`` of serve/model/recording.py.
-enum Kind : int64_t { kProduct, kQuantized, kAttention, kAdd, kMultiply, kLayerNorm, kRmsNorm, kLookUp };
+enum Kind : int64_t { kProduct, kQuantized, kAttention, kAdd, kMultiply, kLayerNorm, kRmsNorm, kLookUp, kWiden };
 
 // ``Job`` of serve/model/recording.py. What a field means beyond its name: where the kind's own function is.
 struct Job {

@@ -98,7 +98,7 @@ void compute_row(const Job& job, int64_t row) {
     }
 }
 
-inline bool is_by_rows(const Job& job) { return job.kind >= tessera::kAdd; }
+inline bool is_by_rows(const Job& job) { return job.kind >= tessera::kAdd && job.kind != tessera::kWiden; }
 
 // Whether a row of a job depends on nothing but the same row of the one before, and lies where no other row of that one does: then
 // a thread goes on with its rows without waiting for the others. Memory that one job is through with the next may have, so with
@@ -118,6 +118,17 @@ void compute_rows(const Job* jobs, int64_t count) {
         for (int64_t j = 0; j < count; ++j) (jobs->is_bf16 ? compute_row<bf16> : compute_row<float>)(jobs[j], row);
 }
 
+// bf16 numbers as fp32; rows are long here, and few.
+void widen_rows(const Job& job) {
+    constexpr int64_t kRun = 4096;
+    const int64_t runs = (job.width + kRun - 1) / kRun;
+#pragma omp for schedule(static)
+    for (int64_t item = 0; item < job.rows * runs; ++item) {
+        const int64_t row = item / runs, begin = item % runs * kRun, count = job.width - begin < kRun ? job.width - begin : kRun;
+        widen(row_of<bf16>(job.x, job.x_stride, row) + begin, static_cast<float*>(job.out) + row * job.out_stride + begin, count);
+    }
+}
+
 }  // namespace
 
 extern "C" {
@@ -132,6 +143,7 @@ void tessera_steps(const tessera::Job* jobs, int64_t count, int threads) {
             case tessera::kProduct: tessera::multiply(job); break;
             case tessera::kQuantized: tessera::multiply_quantized(job); break;
             case tessera::kAttention: tessera::attend(job); break;
+            case tessera::kWiden: widen_rows(job); break;
             default:
                 while (next < count && goes_on(jobs[next - 1], jobs[next])) ++next;
                 compute_rows(jobs + at, next - at);

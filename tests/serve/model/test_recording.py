@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,9 +16,13 @@ from tests.support.kernels import LEVELS, kernels_of
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-@pytest.fixture(params=LEVELS)
-def steps(request: pytest.FixtureRequest) -> Steps:
-    return Steps(kernels_of(request.param))
+@pytest.fixture(params=[(level, threads) for level in LEVELS for threads in (1, 2)])
+def steps(request: pytest.FixtureRequest) -> Iterator[Steps]:
+    level, threads = request.param
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    yield Steps(kernels_of(level))
+    torch.set_num_threads(before)
 
 
 def bits(tensor: Tensor) -> list[int]:
@@ -54,6 +58,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]], bool]] 
     "halves of a row": (by_gate, [(1, 6, 64), (1, 6, 32)], True),
     "sums one after the other": (lambda x, y: ((x + y) + (x * y)) + (x + x), [(1, 8, 129), (1, 8, 129)], True),
     "wide, narrow and wide again": (lambda x, y: (x + x)[..., :16] + y + (y * y), [(1, 8, 48), (1, 8, 16)], True),
+    "a copy in fp32": (lambda x, y: (x + y).float(), [(1, 3, 9000), (1, 3, 9000)], True),
     "what no kernel computes": (lambda x, y: (x.sin() + y).amax(dim=1), [(1, 4, 40), (1, 4, 40)], False),
     "results of several": (lambda x, y: torch.topk(x + y, 3, dim=-1)[0] * 1.0, [(1, 4, 40), (1, 4, 40)], False),
     "views": (lambda x, y: (x.view(4, 2, 20).transpose(0, 1) + y).reshape(8, 20), [(1, 4, 40), (2, 4, 20)], False),
