@@ -51,6 +51,7 @@ class HeadLoss:
     def __init__(self, model: PreTrainedModel, rows: int | None = None, fused: LigerLoss | None = None) -> None:
         head = head_of(model)
         assert isinstance(head, nn.Linear), "supports() was asked before"
+        self.is_fused = fused is not None
         self._targets_T: Tensor | None = None
         whole = head.forward
 

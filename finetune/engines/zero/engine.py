@@ -206,8 +206,9 @@ class ZeroEngine(EngineBase[ZeroOptimizer]):
         return self._engine(**inputs).logits
 
     def describe(self) -> list[str]:
-        """No lines: ZeRO has nothing to say before training that the configuration does not."""
-        return []
+        """Which libraries of GPUs take part."""
+        found = ["packed samples are kept apart by their lengths, without a mask"] if self._packed_attention else []
+        return found + (["the loss is liger-kernel's"] if self._head_loss is not None and self._head_loss.is_fused else [])
 
     def _diagnose(self, batches: Sequence[Microbatch], skipped: str) -> str | None:
         """Where this step's first value that is not finite came from, the same on every rank."""

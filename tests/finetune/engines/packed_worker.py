@@ -42,7 +42,7 @@ def batch(step: int, rank: int) -> Microbatch:
 
 
 def losses(way: str, rank: int) -> dict[str, Any]:
-    """Of every step; and how often what stands for a library was called."""
+    """Those of every step; what was said before, and how often what stands for a library was called."""
     varlen, liger = CountedVarlen(), CountedLiger()
     activations = ActivationConfig(
         loss="fused" if way == "fused" else "rows", checkpoint="device" if "recomputed" in way else "none"
@@ -77,7 +77,12 @@ def losses(way: str, rank: int) -> dict[str, Any]:
         batches = [Microbatch(each.inputs, each.targets) for each in batches]
     found = [engine.train_step([each], 1e-2).loss for each in batches]
     total, count = engine.evaluate(batches[:1])
-    return {"losses": [*found, total / count], "varlen": varlen.calls, "liger": liger.calls}
+    return {
+        "losses": [*found, total / count],
+        "varlen": varlen.calls,
+        "liger": liger.calls,
+        "said": engine.describe(),
+    }
 
 
 def main(out: Path) -> None:

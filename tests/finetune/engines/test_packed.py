@@ -21,6 +21,8 @@ def test_every_way_of_keeping_samples_apart_learns_the_same(tmp_path: Path) -> N
     for way in WAYS[:4]:
         assert found[way]["losses"] == pytest.approx(masked, rel=1e-5), way
     assert found["seen by all"]["losses"] != pytest.approx(masked, rel=1e-3), "these samples would notice one another"
+    by_length, fused = ["packed samples are kept apart by their lengths, without a mask"], ["the loss is liger-kernel's"]
+    assert [found[way]["said"] for way in WAYS] == [[], by_length, by_length, fused, []]
     passes = STEPS + 1  # one more to evaluate
     assert {way: (found[way]["varlen"], found[way]["liger"]) for way in WAYS} == {
         "mask": (0, 0),

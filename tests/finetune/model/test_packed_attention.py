@@ -24,7 +24,7 @@ from finetune.model.packed_attention import (
     varlen_attention,
 )
 from finetune.model.recompute import recompute_blocks
-from tests.finetune.model.test_isolation import loss_of, packed, tiny
+from tests.finetune.model.test_isolation import LENGTH, loss_of, packed, tiny
 from tests.finetune.stand_ins import CountedVarlen
 
 CPU = torch.device("cpu")
@@ -104,6 +104,22 @@ def test_what_stands_for_the_kernel_takes_what_torchs_takes() -> None:
         own = list(inspect.signature(ours).parameters)[1:]
         assert own[:7] == names[:7]
         assert set(own) <= set(names)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_torchs_own_takes_what_it_is_given_and_gives_gradients(family: str) -> None:
+    """On ``meta``, where it checks its arguments and computes nothing."""
+    theirs, meta = varlen_attention(), torch.device("meta")
+    assert theirs is not None
+    batch, _ = packed()
+    model = tiny(family).to(meta, torch.bfloat16)
+    model.config.pad_token_id = None  # or transformers would look for it among the ids
+    attention = PackedAttention(model, theirs)
+    attention.begin(batch.inputs, batch.segments, meta)
+    logits = model(**forward_inputs(batch, model.config, meta, masked=False)).logits
+    assert logits.shape == (2, LENGTH, 50)
+    logits.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 SIZES = "it computes multiples of 8 up to 256"
