@@ -15,7 +15,7 @@ export HF_HUB_OFFLINE := 1
 MAKEFLAGS += --no-print-directory
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help setup libaio demo demo-pictures pictures test test-slow check lint types imports proto proto-check bench bench-sampling bench-load bench-tensor-parallel bench-training test-gpu bench-gpu bench-gpu-training wheel test-image image-tools test-deploy deploy-tools test-ray chaos fuzz clean distclean bench-speculation bench-quantization bench-peers bench-tenants bench-hostile bench-overload bench-safety
+.PHONY: help setup libaio demo demo-pictures dashboard-pictures pictures test test-slow check lint types imports proto proto-check bench bench-sampling bench-load bench-tensor-parallel bench-training test-gpu bench-gpu bench-gpu-training wheel test-image image-tools test-deploy deploy-tools test-ray chaos fuzz clean distclean bench-speculation bench-quantization bench-peers bench-tenants bench-hostile bench-overload bench-safety
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +41,9 @@ demo: $(STAMP) ## train a small GPT, keep it as shards, serve it on two ranks, s
 
 demo-pictures: $(STAMP) ## run the demo and keep its screen, curves and report in docs/
 	@$(PY) docs/demo.py
+
+dashboard-pictures: $(STAMP) ## train and serve a small GPT under Prometheus, and draw what the dashboards ask of it in docs/
+	@$(PY) docs/dashboards.py
 
 # NVMe offload needs libaio, which pip does not have. Where it is missing and we may install it, we do; its test says if it is missing.
 libaio:

@@ -17,7 +17,7 @@ from serve.errors import ConfigError
 from serve.rpc.audit import Audit, note
 from serve.rpc.identity import CALLER, Caller
 from serve.rpc.tokens import Limits
-from serve.v1 import inference_pb2
+from serve.v1 import admin_pb2, inference_pb2
 from tests.serve.rpc.running import request
 from tests.serve.rpc.test_tokens import bearer, code_of, guarded, make
 
@@ -80,6 +80,17 @@ async def test_every_call_has_a_line_with_its_tenant_and_what_it_used(tmp_path: 
         assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line["time"])
         assert re.fullmatch(r"ipv[46]:.*:\d+", line["peer"])
         assert 0 <= line["seconds"] < 600
+
+
+async def test_whoever_has_steps_recorded_is_in_the_book(tmp_path: Path) -> None:
+    file, log = tmp_path / "tokens.json", tmp_path / "audit.log"
+    operator, writer = make(file, "operator", "admin"), make(file, "writer", "generate")
+    async with guarded(file, audit_log=str(log)) as running:
+        assert await code_of(running.admin.Profile(admin_pb2.ProfileRequest(), **bearer(operator))) is grpc.StatusCode.OK
+        denied = running.admin.Profile(admin_pb2.ProfileRequest(), **bearer(writer))
+        assert await code_of(denied) is grpc.StatusCode.PERMISSION_DENIED
+    told = [(line["method"], line["tenant"], line["code"]) for line in lines(log)]
+    assert told == [("serve.v1.Admin/Profile", "operator", "OK"), ("serve.v1.Admin/Profile", "", "PERMISSION_DENIED")]
 
 
 async def test_no_log_has_a_word_of_prompts_answers_or_tokens(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

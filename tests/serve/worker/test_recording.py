@@ -187,6 +187,7 @@ def test_a_profiler_that_fails_ends_the_recording_and_no_step(served: Served, mo
 
 def test_orders_begin_tell_fetch_and_forget(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("serve.worker.order_loop.give_way", lambda niceness: None)
+    monkeypatch.setattr("serve.worker.order_loop.sys.setswitchinterval", lambda seconds: None)
     folder = Path(served.model.facts.family)
     exchange = Exchange(settings(folder, 1, "float32"), served.model, served.ranks, served.runner)
     ours, theirs = socket.socketpair()
