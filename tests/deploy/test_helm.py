@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -85,16 +86,18 @@ def test_nothing_of_a_release_bears_the_name_of_another(tmp_path: Path) -> None:
 
 def test_values_reach_the_server() -> None:
     digest = "sha256:" + "0" * 64
-    given = {
-        "image": {"digest": digest}, "drainSeconds": 120, "extraArgs": ["--log-format", "json"], "sharedMemory": "2Gi",
-        "model": {"claim": "weights"}, "networkPolicy": False,
+    values = {
+        "image": {"digest": digest}, "drainSeconds": 120, "drainLeastSeconds": 7, "extraArgs": ["--log-format", "json"],
+        "sharedMemory": "2Gi", "model": {"claim": "weights"}, "networkPolicy": False,
     }  # fmt: skip
-    found = objects(given)
+    found = objects(values)
     assert {kind for kind, _ in found} == {"Deployment", "Service", "PodDisruptionBudget"}
     pod = found["Deployment", "tessera"]["spec"]["template"]["spec"]
     assert pod["containers"][0]["image"] == f"tessera@{digest}"
     assert pod["containers"][0]["args"][-2:] == ["--log-format", "json"]
     assert pod["terminationGracePeriodSeconds"] >= 120 + 10
+    given = dict(pairwise(pod["containers"][0]["args"]))
+    assert (given["--drain-seconds"], given["--drain-least-seconds"]) == ("120", "7")
     assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == "weights"
     assert pod["volumes"][1]["emptyDir"]["sizeLimit"] == "2Gi"
 

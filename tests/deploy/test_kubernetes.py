@@ -26,6 +26,8 @@ OVERLAYS = (*SERVING, "leader-worker", "train")
 OTHERS_KINDS = ("JobSet", "LeaderWorkerSet", "PodMonitor", "PrometheusRule", "ScaledObject")
 """Of operators, for which there is no schema here."""
 MOST_SECONDS = 300.0
+BALANCERS_HEAR_SECONDS = 2.0
+"""Twice what HAProxy and Envoy, as deploy/ has them, need to take out a server that says NOT_SERVING."""
 
 pytestmark = [pytest.mark.deploy, pytest.mark.timeout(600)]
 
@@ -110,7 +112,9 @@ def test_a_pod_has_time_to_drain_and_says_what_it_takes(overlay: str) -> None:
     given = dict(pairwise(arguments))
     assert {word for word in arguments if word.startswith("--")} <= options_in(help_of("serve"))
     wait = container["lifecycle"]["preStop"]["sleep"]["seconds"]
-    assert pod["terminationGracePeriodSeconds"] >= wait + float(given["--drain-seconds"]) + 10
+    least = float(given["--drain-least-seconds"])
+    assert least >= BALANCERS_HEAR_SECONDS
+    assert pod["terminationGracePeriodSeconds"] >= wait + max(least, float(given["--drain-seconds"])) + 10
     memory = float(container["resources"]["limits"]["memory"].removesuffix("Gi"))
     ranks = int(given["--tensor-parallel-size"])
     assert container["resources"]["requests"]["memory"] == container["resources"]["limits"]["memory"]
@@ -197,6 +201,7 @@ def test_a_group_of_leader_and_worker_is_one_server_and_its_agents() -> None:
     port = {each["name"]: each["containerPort"] for each in server["ports"]}["agents"]
     assert port == DEFAULT_PORT, "where an agent that is told nothing joins"
     assert given["--agents-listen"] == f"$(POD_IP):{port}"
+    assert float(given["--drain-least-seconds"]) >= BALANCERS_HEAR_SECONDS
     drains = server["lifecycle"]["preStop"]["sleep"]["seconds"] + float(given["--drain-seconds"])
     assert float(asked["--linger-seconds"]) > drains, "ranks are there for as long as streams are"
     assert min(leader["terminationGracePeriodSeconds"], worker["terminationGracePeriodSeconds"]) >= drains + 10

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +104,26 @@ def test_deployments_use_options_that_exist(where: str) -> None:
 def test_the_pod_outlives_its_drain() -> None:
     (deployment,) = documents_of(DEPLOY / "kubernetes/base/deployment.yaml")
     pod = deployment["spec"]["template"]["spec"]
-    arguments = pod["containers"][0]["args"]
-    assert pod["terminationGracePeriodSeconds"] >= float(arguments[arguments.index("--drain-seconds") + 1]) + 10
+    given = dict(pairwise(pod["containers"][0]["args"]))
+    assert pod["terminationGracePeriodSeconds"] >= float(given["--drain-seconds"]) + 10
+
+
+def test_a_server_that_ends_stays_until_the_balancers_of_deploy_have_heard_of_it() -> None:
+    """Of each balancer the interval of its checks, and how many must fail; the manifests give twice that."""
+    (deployment,) = documents_of(DEPLOY / "kubernetes/base/deployment.yaml")
+    least = float(dict(pairwise(deployment["spec"]["template"]["spec"]["containers"][0]["args"]))["--drain-least-seconds"])
+    haproxy = re.search(r"check inter (\d+)ms fall (\d+)", (DEPLOY / "haproxy/haproxy.cfg").read_text())
+    assert haproxy is not None
+    (envoy,) = documents_of(DEPLOY / "envoy/envoy.yaml")
+    (checks,) = {
+        (check["interval"], check["unhealthy_threshold"])
+        for cluster in envoy["static_resources"]["clusters"]
+        for check in cluster["health_checks"]
+    }
+    needed = [int(haproxy[1]) / 1000 * int(haproxy[2]), float(checks[0].removesuffix("s")) * checks[1]]
+    assert least >= 2 * max(needed)
+    assert "rpc.drain_least_seconds: 2" in (DEPLOY / "systemd/tessera-serve.service").read_text()
+    assert f"drainLeastSeconds: {least:g}" in (DEPLOY / "helm/tessera/values.yaml").read_text()
 
 
 def test_prometheus_scrapes_the_port_that_is_served() -> None:

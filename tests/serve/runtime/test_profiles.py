@@ -9,7 +9,7 @@ import pytest
 
 from serve.errors import DeadlineExpired, EngineDown, Loading, ProfileRefused
 from serve.runtime.profiles import Part
-from tests.serve.runtime.ranks import Bench, FakeRanks, bench, expected_ids, ids_of, read, request
+from tests.serve.runtime.ranks import PATIENCE_SECONDS, Bench, FakeRanks, bench, expected_ids, ids_of, read, request
 
 
 async def recorded(b: Bench, steps: int = 5, ranks: tuple[int, ...] = (0, 1), seconds: float = 60.0) -> list[Part]:
@@ -36,7 +36,7 @@ async def test_a_second_recording_is_refused_until_the_first_has_ended() -> None
         first = asyncio.create_task(recorded(b))
         await b.until(lambda: b.ranks.recorded.begun)
         with pytest.raises(ProfileRefused, match="already"):
-            await recorded(b)
+            await asyncio.wait_for(recorded(b), PATIENCE_SECONDS)
         b.ranks.recorded.over.set()
         assert await first
         assert await recorded(b)
