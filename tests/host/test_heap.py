@@ -1,0 +1,39 @@
+"""What the C library keeps of memory, looked at in processes of their own."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+
+import pytest
+
+from host.modules import import_path
+
+HEAPS = """
+import ctypes, sys, threading
+from host import heap
+heap.share_arenas(int(sys.argv[1]))
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+all_have_some = threading.Barrier(8)
+def take():
+    assert libc.malloc(1000)
+    all_have_some.wait()
+threads = [threading.Thread(target=take) for _ in range(8)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+libc.malloc_info(0, ctypes.c_void_p.in_dll(libc, "stdout"))
+libc.fflush(None)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has such heaps")
+def test_threads_share_the_heaps_that_there_are() -> None:
+    def heaps(count: int) -> int:
+        words = [sys.executable, "-c", HEAPS, str(count)]
+        done = subprocess.run(words, env={"PYTHONPATH": import_path({})}, capture_output=True, text=True, check=True)
+        return done.stdout.count("<heap nr=")
+
+    assert heaps(2) == 2
+    assert heaps(6) > 2, "each of the threads would have one of its own"
