@@ -60,7 +60,7 @@ class Unlike:
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class Profiled:
     """How far a rank is with the steps that it was told to record."""
 
     num_steps: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -85,17 +86,12 @@ class CpuKernelBackend:
     ) -> Tensor:
         """See ``Backend``."""
         query_THD, key_TGD, value_TGD = _rows(query_THD), _rows(key_TGD), _rows(value_TGD)
-        # The kernel sees addresses alone.
-        assert {key_TGD.dtype, value_TGD.dtype} == {query_THD.dtype}
-        assert layer.keys.dtype == (query_THD.dtype if layer.key_scales is None else torch.int8)
-        assert rotary is None or {part.dtype for part in rotary} == {query_THD.dtype}
+        _check_types(query_THD.dtype, (key_TGD, value_TGD, *(rotary or ())), layer)
         tokens, heads, width = query_THD.shape
         kv_heads, block_tokens = layer.values.shape[1:3]
         _check_rules(rules, heads, max(layout.context_lengths), block_tokens)
         out_THD = torch.empty(tokens, heads, width, dtype=query_THD.dtype)
-        # Large ones, so that what is read of the cache serves many rows, where all threads have some to do.
-        shared = tokens * kv_heads // (_TILES_PER_THREAD * torch.get_num_threads())
-        tiles = self._tiles_of(layout, max(1, min(self._max_rows // (heads // kv_heads), max(_LEAST_TOKENS, shared))))
+        tiles = self._tiles_of(layout, tokens, heads, kv_heads)
         cosines, sines, turned = (rotary[0].data_ptr(), rotary[1].data_ptr(), rotary[0].shape[1]) if rotary else (None, None, 0)
         step = _Step(
             query_THD.data_ptr(),
@@ -136,8 +132,11 @@ class CpuKernelBackend:
             recorder.note(Job(_ATTENTION, is_bf16, None, ctypes.addressof(step)), step)
         return out_THD
 
-    def _tiles_of(self, layout: StepLayout, tile_tokens: int) -> Tensor:
+    def _tiles_of(self, layout: StepLayout, tokens: int, heads: int, kv_heads: int) -> Tensor:
         """int32 [items, 3] of (row of its table, first token, tokens): the same for every layer of a step, so made once."""
+        # Large ones, so that what is read of the cache serves many rows, where all threads have some to do.
+        shared = tokens * kv_heads // (_TILES_PER_THREAD * torch.get_num_threads())
+        tile_tokens = max(1, min(self._max_rows // (heads // kv_heads), max(_LEAST_TOKENS, shared)))
         made = layout.made.get(tile_tokens)
         if made is None:
             starts = layout.query_starts
@@ -153,6 +152,12 @@ class CpuKernelBackend:
 
 def _place(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
+
+
+def _check_types(dtype: torch.dtype, others: Sequence[Tensor], layer: LayerCache) -> None:
+    """The kernel sees addresses alone: what it is given must be of the type of the queries."""
+    assert {part.dtype for part in others} == {dtype}
+    assert layer.keys.dtype == (dtype if layer.key_scales is None else torch.int8)
 
 
 def _rows(tensor: Tensor) -> Tensor:

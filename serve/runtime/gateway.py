@@ -84,7 +84,7 @@ class Gateway:
         self._reload = Reload(
             self._server, self._flight, self._supervisor, metrics, reopen=reopen, drain_seconds=self.config.rpc.drain_seconds
         )
-        self._profiles = Profiles(self._supervisor.recordings)
+        self._profiles = Profiles(self._supervisor.profiling)
 
     @property
     def state(self) -> State:

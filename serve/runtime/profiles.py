@@ -1,4 +1,4 @@
-"""Recordings of the ranks' steps, from the order to the last byte of the last trace."""
+"""Profiling of the ranks' steps, from the order to the last byte of the last trace."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, ParamSpec, TypeVar
 
-from serve.engine.executor import ExecutorDied, Recorded
+from serve.engine.executor import ExecutorDied, Profiled
 from serve.errors import DeadlineExpired, EngineDown, ProfileRefused, RankStartError
-from serve.runtime.seams import Recordings
+from serve.runtime.seams import Profiling
 
 _LOOK_SECONDS: Final = 0.05
 """Between two looks at how far the ranks are."""
@@ -35,12 +35,12 @@ class Part:
 class Profiles:
     """Has the ranks record steps, one recording at a time. Belongs to the event loop."""
 
-    def __init__(self, recordings: Callable[[], Recordings]) -> None:
+    def __init__(self, profiling: Callable[[], Profiling]) -> None:
         """
         Args:
-            recordings: those of the ranks that serve; raises ``EngineDown`` or ``ExecutorDied`` where there are none.
+            profiling: those of the ranks that serve; raises ``EngineDown`` or ``ExecutorDied`` where there are none.
         """
-        self._recordings = recordings
+        self._profiling = profiling
         self._goes_on = False
 
     async def record(self, steps: int, ranks: Sequence[int], seconds: float) -> AsyncGenerator[Part, None]:
@@ -55,25 +55,25 @@ class Profiles:
             raise ProfileRefused("steps are being recorded already; ask when that has ended")
         self._goes_on = True
         try:
-            recordings = _told(self._recordings)
+            profiling = _told(self._profiling)
             try:
-                for recorded, rank in zip(await self._made(recordings, steps, ranks, seconds), ranks, strict=True):
+                for recorded, rank in zip(await self._made(profiling, steps, ranks, seconds), ranks, strict=True):
                     offset = 0
-                    while data := await asyncio.to_thread(_told, recordings.part, rank, offset):
+                    while data := await asyncio.to_thread(_told, profiling.part, rank, offset):
                         yield Part(rank, recorded.num_steps, data)
                         offset += len(data)
             finally:
                 # Also where the call was cancelled: what was begun is ended by itself before the next may begin.
-                await asyncio.shield(asyncio.create_task(_forgotten(recordings, ranks)))
+                await asyncio.shield(asyncio.create_task(_forgotten(profiling, ranks)))
         finally:
             self._goes_on = False
 
-    async def _made(self, recordings: Recordings, steps: int, ranks: Sequence[int], seconds: float) -> tuple[Recorded, ...]:
+    async def _made(self, profiling: Profiling, steps: int, ranks: Sequence[int], seconds: float) -> tuple[Profiled, ...]:
         """What each rank has once all have ended."""
-        await asyncio.to_thread(_told, recordings.begin, ranks, steps, seconds)
+        await asyncio.to_thread(_told, profiling.begin, ranks, steps, seconds)
         _log.info("recording %d steps, for %g s at most", steps, seconds)
         while True:
-            found = await asyncio.to_thread(_told, recordings.told, ranks)
+            found = await asyncio.to_thread(_told, profiling.told, ranks)
             if all(each.is_over for each in found):
                 break
             await asyncio.sleep(_LOOK_SECONDS)
@@ -94,6 +94,6 @@ def _told(ask: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         raise ProfileRefused(str(error)) from error
 
 
-async def _forgotten(recordings: Recordings, ranks: Sequence[int]) -> None:
+async def _forgotten(profiling: Profiling, ranks: Sequence[int]) -> None:
     with contextlib.suppress(EngineDown, ProfileRefused):
-        await asyncio.to_thread(_told, recordings.forget, ranks)
+        await asyncio.to_thread(_told, profiling.forget, ranks)

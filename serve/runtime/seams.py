@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from serve.config import ServerConfig
-from serve.engine.executor import ModelFacts, Prepared, Recorded, Unlike
+from serve.engine.executor import ModelFacts, Prepared, Profiled, Unlike
 from serve.engine.plan import StepPlan, StepResult
 from serve.errors import EngineDown, StartError
 from serve.runtime.edition import Edition
 
 
-class Recordings(Protocol):
+class Profiling(Protocol):
     """What ranks record of their steps, one recording at a time. Every method blocks; any thread.
 
     Raises, each of them:
@@ -24,7 +24,7 @@ class Recordings(Protocol):
         """Have ranks record their next steps, for so long at most. Answers before a step was computed."""
         ...
 
-    def told(self, ranks: Sequence[int]) -> tuple[Recorded, ...]:
+    def told(self, ranks: Sequence[int]) -> tuple[Profiled, ...]:
         """How far each of them is."""
         ...
 
@@ -81,7 +81,7 @@ class RankGroup(Protocol):
         """Give back the memory of what was prepared and not taken, or of what was served before. Blocks; any thread."""
         ...
 
-    def recordings(self) -> Recordings:
+    def profiling(self) -> Profiling:
         """What the ranks record of their steps. Any thread.
 
         Raises:

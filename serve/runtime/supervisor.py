@@ -18,7 +18,7 @@ from serve.runtime.engine_thread import EngineThread
 from serve.runtime.exchange import Exchange
 from serve.runtime.life import Life
 from serve.runtime.rank_figures import RankFigures
-from serve.runtime.seams import LifeListener, RankGroup, Recordings
+from serve.runtime.seams import LifeListener, Profiling, RankGroup
 from serve.runtime.step_watch import StepWatch
 
 POLL_SECONDS = 0.05
@@ -143,7 +143,7 @@ class Supervisor:
             self._take_over(life, edition, dataclasses.replace(life.facts, checkpoint_step=step))
         return swapped
 
-    def recordings(self) -> Recordings:
+    def profiling(self) -> Profiling:
         """What the ranks that serve record of their steps. Any thread.
 
         Raises:
@@ -154,7 +154,7 @@ class Supervisor:
             life = self._life
         if life is None or not self._lives(life):
             raise _engine_down()
-        return life.group.recordings()
+        return life.group.profiling()
 
     def _lives(self, life: Life) -> bool:
         return life is self._life and life.serving and life.cause is None and not life.replaced and not self._stop.is_set()

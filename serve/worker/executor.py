@@ -23,10 +23,10 @@ from serve.errors import RankStartError
 from serve.worker import wire
 from serve.worker.orders import Orders
 from serve.worker.preparation import Preparation
+from serve.worker.profiling import Profiling
 from serve.worker.rank import Rank
 from serve.worker.rank_output import RankOutput
 from serve.worker.rank_process import NewRank, ProgramStarter, RankStarter, rank_environment
-from serve.worker.recordings import Recordings
 from serve.worker.vitals import Vitals, furthest_behind, stalled
 
 _REAP_SECONDS: Final = 10.0
@@ -247,9 +247,9 @@ class RankExecutor:
         """Have the ranks give back the memory of what was prepared and not taken, or of what was served before."""
         self._preparation().forget()
 
-    def recordings(self) -> Recordings:
+    def profiling(self) -> Profiling:
         """What the ranks record of their steps. ``ExecutorDied`` once ``close`` was called."""
-        return Recordings(self._orders_to_ranks())
+        return Profiling(self._orders_to_ranks())
 
     def _preparation(self) -> Preparation:
         orders = self._orders_to_ranks()

@@ -138,12 +138,9 @@ def load_rank(
     caches = _blank(plan, blocks, config, ranks, device)
     state = _with_cache(plan, caches, ranks, backend)
     watch.lap("cache")
-    computing = (attention, linear, built_for(kernels))
-    facts = dataclasses.replace(_facts(plan, blocks, config.cache.block_tokens, device, computing), checkpoint_step=step)
-    facts = dataclasses.replace(facts, load_seconds=tuple(watch.phases))
-    if kernels is not None:
-        compute_norms(model, Steps(kernels))
-    call_leaves_directly(model)
+    facts = _facts(plan, blocks, config.cache.block_tokens, device, (attention, linear, built_for(kernels)))
+    facts = dataclasses.replace(facts, checkpoint_step=step, load_seconds=tuple(watch.phases))
+    _quicken(model, kernels)
     rank_model = RankModel(
         sampling=choose_sampling(device, kernels),
         graph_sizes=sizes_to_capture(config, plan.family, plan.length_rule, model, device, attention),
@@ -163,6 +160,13 @@ def load_rank(
         blocks = choose_blocks(plan, config, ranks, device, beside, None, steps_bytes=tried(rank_model, ranks))
         rank_model = with_blocks(rank_model, config, ranks, blocks)
     return rank_model, ranks
+
+
+def _quicken(model: nn.Module, kernels: ctypes.CDLL | None) -> None:
+    """Let kernels compute the norms, where there are some, and leave out what torch does around a module's forward."""
+    if kernels is not None:
+        compute_norms(model, Steps(kernels))
+    call_leaves_directly(model)
 
 
 def with_blocks(model: RankModel, config: ServerConfig, ranks: Ranks, blocks: Blocks) -> RankModel:

@@ -14,7 +14,7 @@ from host.process import give_way
 from serve.errors import StartError
 from serve.worker import wire
 from serve.worker.exchange import Exchange
-from serve.worker.recording import Recorder
+from serve.worker.profiler import Profiler
 
 _NICENESS: Final = 10
 _SWITCH_SECONDS: Final = 0.0005
@@ -24,11 +24,11 @@ _log = logging.getLogger(__name__)
 
 
 class OrderLoop:
-    """Answers every order, one after the other: those about weights by an exchange, those about recordings by a recorder."""
+    """Answers every order, one after the other: those about weights by an exchange, those about profiles by a profiler."""
 
-    def __init__(self, exchange: Exchange, recorder: Recorder, device: torch.device) -> None:
+    def __init__(self, exchange: Exchange, profiler: Profiler, device: torch.device) -> None:
         self.exchange = exchange
-        self.recorder = recorder
+        self.profiler = profiler
         self._device = device
 
     def start(self, orders: socket.socket) -> None:
@@ -48,24 +48,24 @@ class OrderLoop:
             pass  # the server is gone, and the thread that computes ends the process
 
     def _answer(self, order: wire.Order) -> wire.Report:
-        if not isinstance(order, wire.Recording):
+        if not isinstance(order, wire.ProfilingOrder):
             return self.exchange.answer(order)
         try:
-            return self._recording(order)
+            return self._profiling(order)
         except StartError as error:
             return wire.Failed(str(error), configured=False)
         except Exception as error:
             _log.exception("what was to be recorded cannot be")
             return wire.Failed(f"{type(error).__name__}: {error}", configured=False)
 
-    def _recording(self, order: wire.Recording) -> wire.Report:
+    def _profiling(self, order: wire.ProfilingOrder) -> wire.Report:
         match order:
-            case wire.Record(steps=steps, at_most_seconds=seconds):
-                self.recorder.begin(steps, seconds)
-            case wire.TellRecorded():
-                return wire.Told(self.recorder.told())
+            case wire.Profile(steps=steps, at_most_seconds=seconds):
+                self.profiler.begin(steps, seconds)
+            case wire.TellProfiled():
+                return wire.Told(self.profiler.told())
             case wire.SendPart(offset=offset):
-                return wire.Part(self.recorder.part(offset))
-            case wire.ForgetRecorded():
-                self.recorder.forget()
+                return wire.Part(self.profiler.part(offset))
+            case wire.ForgetProfiled():
+                self.profiler.forget()
         return wire.Fine()

@@ -106,7 +106,7 @@ def _load(
         from serve.worker.loader import RankModel, Stopwatch, load_rank
         from serve.worker.order_loop import OrderLoop
         from serve.worker.parallel import join_ranks
-        from serve.worker.recording import Recorder
+        from serve.worker.profiler import Profiler
         from serve.worker.runner import Runner
         from serve.worker.verify import verify_logits
 
@@ -141,7 +141,7 @@ def _load(
     progress.waiting = True  # from here on it has nothing to do but what it is told
     wire.send(steps, wire.encode(wire.Ready(model.facts)))
     gather_pages_beside()
-    order_loop = OrderLoop(Exchange(config, model, ranks, runner), Recorder(model), device)
+    order_loop = OrderLoop(Exchange(config, model, ranks, runner), Profiler(model), device)
     return runner, order_loop, _faults(config, model, ranks, name, beside)
 
 
@@ -184,15 +184,15 @@ def _faults(config: ServerConfig, model: RankModel, ranks: Ranks, device: str, b
 def _serve(
     runner: Runner, order_loop: OrderLoop, steps: socket.socket, progress: Progress, pulse: socket.socket, fault_of: FaultOf
 ) -> None:
-    recorder = order_loop.recorder
+    profiler = order_loop.profiler
     while True:
-        if recorder.is_on:
-            recorder.attend(steps)
+        if profiler.is_on:
+            profiler.attend(steps)
         plan = wire.decode_plan(wire.receive(steps))
         progress.mark()
         execute = runner.execute if plan.swap is None else order_loop.exchange.take
         try:
-            result = recorder.record(plan, execute) if recorder.is_on else execute(plan)
+            result = profiler.record(plan, execute) if profiler.is_on else execute(plan)
         except Exception as error:
             if (words := fault_of(error, plan)) is None:
                 raise

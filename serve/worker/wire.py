@@ -18,7 +18,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from serve.config import ServerConfig
-from serve.engine.executor import ModelFacts, Recorded
+from serve.engine.executor import ModelFacts, Profiled
 from serve.engine.plan import StepPlan, StepResult
 from serve.errors import ConfigError, RankStartError, StartError
 
@@ -85,7 +85,7 @@ class Differs(msgspec.Struct, frozen=True, tag=True):
 class Told(msgspec.Struct, frozen=True, tag=True):
     """How far a rank is with what it was told to record."""
 
-    recorded: Recorded
+    recorded: Profiled
 
 
 class Part(msgspec.Struct, frozen=True, tag=True):
@@ -116,7 +116,7 @@ class Forget(msgspec.Struct, frozen=True, tag=True):
     """Whatever is ready is not needed, nor what was exchanged last. Answered by ``Fine``."""
 
 
-class Record(msgspec.Struct, frozen=True, tag=True):
+class Profile(msgspec.Struct, frozen=True, tag=True):
     """Record the next steps. Answered by ``Fine`` or ``Failed``."""
 
     steps: int
@@ -124,7 +124,7 @@ class Record(msgspec.Struct, frozen=True, tag=True):
     """The recording ends then, however many steps there were."""
 
 
-class TellRecorded(msgspec.Struct, frozen=True, tag=True):
+class TellProfiled(msgspec.Struct, frozen=True, tag=True):
     """Say how far the recording is. Answered by ``Told``."""
 
 
@@ -134,12 +134,12 @@ class SendPart(msgspec.Struct, frozen=True, tag=True):
     offset: int
 
 
-class ForgetRecorded(msgspec.Struct, frozen=True, tag=True):
+class ForgetProfiled(msgspec.Struct, frozen=True, tag=True):
     """The trace is not needed any more, nor what is still to be recorded. Answered by ``Fine``."""
 
 
-Recording = Record | TellRecorded | SendPart | ForgetRecorded
-Order = Look | Prepare | Forget | Recording
+ProfilingOrder = Profile | TellProfiled | SendPart | ForgetProfiled
+Order = Look | Prepare | Forget | ProfilingOrder
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _OPENING: Final = msgspec.msgpack.Decoder(Opening)

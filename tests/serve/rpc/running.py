@@ -30,7 +30,7 @@ from serve.text.tokenizer import load_tokenizer
 from serve.tracing.seam import Tracing
 from serve.v1 import admin_pb2_grpc, inference_pb2, inference_pb2_grpc, models_pb2_grpc, tokenizer_pb2_grpc
 from tests.serve.fake_executor import Deferred, FakeExecutor, fake_facts
-from tests.serve.fake_recordings import FakeRecordings
+from tests.serve.fake_profiling import FakeProfiling
 from tests.serve.runtime.ranks import PATIENCE_SECONDS
 from tests.support.tokenizers import make_folder
 
@@ -68,7 +68,7 @@ class FakeRanks(Deferred):
         self.num_steps = 0
         self.last_step: int | None = None
         """Steps wait once this many were computed; ``None`` lets them go on."""
-        self.recorded = FakeRecordings()
+        self.recorded = FakeProfiling()
         self._facts = facts
         self._closed = threading.Event()
         self._dead = False
@@ -95,7 +95,7 @@ class FakeRanks(Deferred):
     def forget_prepared(self) -> None:
         pass
 
-    def recordings(self) -> FakeRecordings:
+    def profiling(self) -> FakeProfiling:
         return self.recorded
 
     def heartbeat_ages(self) -> tuple[float, ...]:

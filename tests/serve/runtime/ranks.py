@@ -33,7 +33,7 @@ from serve.types import (
     TokensOut,
 )
 from tests.serve.fake_executor import Deferred
-from tests.serve.fake_recordings import FakeRecordings
+from tests.serve.fake_profiling import FakeProfiling
 
 PATIENCE_SECONDS = 60.0
 """For what other threads do; a test that works never waits so long, however busy the machine is."""
@@ -101,7 +101,7 @@ class FakeRanks(Deferred):
         self.refused = ""
         """Why prepared weights are refused when they are to be taken."""
         self.num_forgets = 0
-        self.recorded = FakeRecordings()
+        self.recorded = FakeProfiling()
         self._weights = 0
         self._closed = threading.Event()
         self._num_ranks = num_ranks
@@ -160,7 +160,7 @@ class FakeRanks(Deferred):
     def forget_prepared(self) -> None:
         self.num_forgets += 1
 
-    def recordings(self) -> FakeRecordings:
+    def profiling(self) -> FakeProfiling:
         return self.recorded
 
     def heartbeat_ages(self) -> tuple[float, ...]:

@@ -150,7 +150,7 @@ def test_a_rank_whose_device_fails_in_a_step_says_so_and_ends(monkeypatch: pytes
     with told, steps, heard, pulse:
         heard.setblocking(False)
         wire.send(told, wire.encode(_plan(1)))
-        told_nothing = SimpleNamespace(recorder=SimpleNamespace(is_on=False))
+        told_nothing = SimpleNamespace(profiler=SimpleNamespace(is_on=False))
         with pytest.raises(SystemExit) as ended:
             rank_loop._serve(_Failing(), told_nothing, steps, Progress(), pulse, _in_a_step)
         vitals = Vitals(1, 0, heard, 0.0)

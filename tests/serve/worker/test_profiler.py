@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from serve.engine.executor import Recorded
+from serve.engine.executor import Profiled
 from serve.engine.plan import StepPlan, StepResult
 from serve.errors import RankStartError
-from serve.worker import recording, wire
+from serve.worker import wire
 from serve.worker.exchange import Exchange
 from serve.worker.order_loop import OrderLoop
 from serve.worker.parallel import Ranks
-from serve.worker.recording import Recorder
+from serve.worker.profiler import Profiler
 from serve.worker.runner import Runner
 from tests.serve.worker.family_worker import generate, load, settings
 from tests.support.models import save
@@ -34,19 +34,19 @@ class Served:
         self.ranks = Ranks(0, 1)
         self.model = load(folder, 1, self.ranks)
         self.runner = Runner(self.model, self.ranks)
-        self.recorder = Recorder(self.model)
+        self.profiler = Profiler(self.model)
         self.plans: list[StepPlan] = []
 
     def execute(self, plan: StepPlan) -> StepResult | None:
         self.plans.append(plan)
-        return self.recorder.record(plan, self.runner.execute) if self.recorder.is_on else self.runner.execute(plan)
+        return self.profiler.record(plan, self.runner.execute) if self.profiler.is_on else self.runner.execute(plan)
 
     def tokens(self) -> list[list[int]]:
         return generate(self, self.ranks)  # type: ignore[arg-type]  # all that is asked of a runner is ``execute``
 
     def trace(self) -> dict[str, Any]:
         data = b""
-        while part := self.recorder.part(len(data)):
+        while part := self.profiler.part(len(data)):
             data += part
         found: dict[str, Any] = json.loads(gzip.decompress(data))
         return found
@@ -60,7 +60,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
 @pytest.fixture(autouse=True)
 def forgotten(served: Served) -> Iterator[None]:
     yield
-    served.recorder.forget()
+    served.profiler.forget()
 
 
 def in_the_dicts(served: Served) -> list[tuple[str, object]]:
@@ -73,15 +73,15 @@ def in_the_dicts(served: Served) -> list[tuple[str, object]]:
 
 
 def test_the_next_steps_are_recorded_and_those_after_them_are_not(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(profilers, "_PIECE_BYTES", 1000)
     plain, before = served.tokens(), in_the_dicts(served)
-    served.recorder.begin(4, 60.0)
-    assert served.recorder.told() == Recorded(0, is_over=False)
+    served.profiler.begin(4, 60.0)
+    assert served.profiler.told() == Profiled(0, is_over=False)
     served.plans.clear()
     assert served.tokens() == plain
-    assert not served.recorder.is_on
+    assert not served.profiler.is_on
     assert in_the_dicts(served) == before, "no module keeps what names it"
-    told = served.recorder.told()
+    told = served.profiler.told()
     assert (told.num_steps, told.is_over, told.failure) == (4, True, "")
     assert told.num_bytes > 1000
     names = [event["name"] for event in served.trace()["traceEvents"] if event.get("ph") == "X"]
@@ -93,9 +93,9 @@ def test_the_next_steps_are_recorded_and_those_after_them_are_not(served: Served
 
 
 def test_a_trace_holds_nothing_of_a_prompt(served: Served) -> None:
-    served.recorder.begin(2, 60.0)
+    served.profiler.begin(2, 60.0)
     served.tokens()
-    served.recorder.told()
+    served.profiler.told()
     for event in served.trace()["traceEvents"]:
         unknown = set(event.get("args", {})) - {
             "External id", "Record function id", "Ev Idx", "name", "labels", "sort_index", "Op count",
@@ -105,11 +105,11 @@ def test_a_trace_holds_nothing_of_a_prompt(served: Served) -> None:
 
 
 def test_a_recording_without_a_step_is_over_when_its_time_is(served: Served) -> None:
-    served.recorder.begin(4, 0.0)
-    assert served.recorder.told() == Recorded(0, is_over=True)
-    assert not served.recorder.is_on
+    served.profiler.begin(4, 0.0)
+    assert served.profiler.told() == Profiled(0, is_over=True)
+    assert not served.profiler.is_on
     served.tokens()
-    assert served.recorder.told() == Recorded(0, is_over=True)
+    assert served.profiler.told() == Profiled(0, is_over=True)
 
 
 def one_step(served: Served) -> None:
@@ -119,10 +119,10 @@ def one_step(served: Served) -> None:
 def test_a_recording_that_waits_for_a_step_in_vain_ends_with_what_it_has(served: Served) -> None:
     quiet, other = socket.socketpair()
     with quiet, other:
-        served.recorder.begin(4, 0.5)
+        served.profiler.begin(4, 0.5)
         one_step(served)
-        served.recorder.attend(quiet)
-        told = served.recorder.told()
+        served.profiler.attend(quiet)
+        told = served.profiler.told()
         assert (told.num_steps, told.is_over) == (1, True)
         assert told.num_bytes > 0
 
@@ -130,38 +130,38 @@ def test_a_recording_that_waits_for_a_step_in_vain_ends_with_what_it_has(served:
 def test_one_that_is_given_up_ends_at_once_and_until_then_there_is_no_other(served: Served) -> None:
     quiet, other = socket.socketpair()
     with quiet, other:
-        served.recorder.begin(4, 600.0)
+        served.profiler.begin(4, 600.0)
         one_step(served)
         with pytest.raises(RankStartError, match="not ended yet"):
-            served.recorder.begin(1, 60.0)
-        served.recorder.forget()
-        served.recorder.attend(quiet)
-        assert not served.recorder.is_on
-        assert served.recorder.part(0) == b""
-        served.recorder.begin(1, 60.0)
+            served.profiler.begin(1, 60.0)
+        served.profiler.forget()
+        served.profiler.attend(quiet)
+        assert not served.profiler.is_on
+        assert served.profiler.part(0) == b""
+        served.profiler.begin(1, 60.0)
         one_step(served)
-        assert served.recorder.told().num_steps == 1
+        assert served.profiler.told().num_steps == 1
 
 
 def test_a_plan_that_comes_is_not_waited_for_longer(served: Served) -> None:
     steps, other = socket.socketpair()
     with steps, other:
-        served.recorder.begin(2, 600.0)
+        served.profiler.begin(2, 600.0)
         one_step(served)
         other.sendall(b"a plan")
-        served.recorder.attend(steps)
-        assert served.recorder.is_on
+        served.profiler.attend(steps)
+        assert served.profiler.is_on
         one_step(served)
-        assert served.recorder.told().num_steps == 2
+        assert served.profiler.told().num_steps == 2
 
 
 def test_a_trace_that_is_too_large_is_not_sent(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     for limit in ("MAX_TRACE_BYTES", "_MAX_FILE_BYTES"):
         with monkeypatch.context() as patch:
-            patch.setattr(recording, limit, 100)
-            served.recorder.begin(1, 60.0)
+            patch.setattr(profilers, limit, 100)
+            served.profiler.begin(1, 60.0)
             one_step(served)
-            told = served.recorder.told()
+            told = served.profiler.told()
         assert (told.is_over, told.num_bytes) == (True, 0)
         assert "ask for fewer steps" in told.failure
 
@@ -178,11 +178,11 @@ def test_a_profiler_that_fails_ends_the_recording_and_no_step(served: Served, mo
 
         with monkeypatch.context() as patch:
             patch.setattr(torch.profiler.profile, method, fail)
-            served.recorder.begin(2, 60.0)
+            served.profiler.begin(2, 60.0)
             assert served.tokens() == plain
-            told = served.recorder.told()
+            told = served.profiler.told()
         assert (told.is_over, told.failure) == (True, "torch's profiler failed (RuntimeError)")
-        assert not served.recorder.is_on
+        assert not served.profiler.is_on
 
 
 def test_orders_begin_tell_fetch_and_forget(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,15 +193,15 @@ def test_orders_begin_tell_fetch_and_forget(served: Served, monkeypatch: pytest.
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ask = partial(_ask, ours)
-        OrderLoop(exchange, served.recorder, torch.device("cpu")).start(theirs)
-        assert ask(wire.Record(1, 60.0)) == wire.Fine()
+        OrderLoop(exchange, served.profiler, torch.device("cpu")).start(theirs)
+        assert ask(wire.Profile(1, 60.0)) == wire.Fine()
         served.execute(StepPlan(step=1))
-        told = ask(wire.TellRecorded())
+        told = ask(wire.TellProfiled())
         assert isinstance(told, wire.Told)
         assert told.recorded.is_over
         assert isinstance(part := ask(wire.SendPart(0)), wire.Part)
         assert len(part.data) == told.recorded.num_bytes
-        assert ask(wire.ForgetRecorded()) == wire.Fine()
+        assert ask(wire.ForgetProfiled()) == wire.Fine()
         assert ask(wire.SendPart(0)) == wire.Part(b"")
         ours.shutdown(socket.SHUT_RDWR)
         for thread in threading.enumerate():

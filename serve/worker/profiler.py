@@ -23,7 +23,7 @@ from typing import Final
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from serve.engine.executor import Recorded
+from serve.engine.executor import Profiled
 from serve.engine.plan import StepPlan, StepResult
 from serve.errors import RankStartError
 from serve.model.labels import Labels
@@ -68,7 +68,7 @@ class _Take:
     """Held for a change of the state: two threads look at it."""
 
 
-class Recorder:
+class Profiler:
     """Records steps when it is told to. While it is not, all that a step has of it is two looks at ``is_on``.
 
     A trace has names and times of operations and of the model's modules, and each step's number and size: no shapes, no values,
@@ -101,18 +101,18 @@ class Recorder:
         self._take = _Take(profiler, steps, time.monotonic() + at_most_seconds)
         self.is_on = True
 
-    def told(self) -> Recorded:
+    def told(self) -> Profiled:
         """How far the recording is. The trace is written by whoever asks first once it has ended."""
         take = self._take
         if take is None:
-            return Recorded(0, is_over=True)
+            return Profiled(0, is_over=True)
         with take.lock:
             if take.state is _State.WAITING and time.monotonic() >= take.deadline_seconds:
                 take.state, self.is_on = _State.OVER, False
         if take.state is _State.STOPPED:
             _write(take)
             take.state = _State.OVER
-        return Recorded(take.num_steps, take.state is _State.OVER, len(take.trace), take.failure)
+        return Profiled(take.num_steps, take.state is _State.OVER, len(take.trace), take.failure)
 
     def part(self, offset: int) -> bytes:
         """What the trace has from there on, as much as is sent at once; nothing behind its end."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from serve.engine.executor import ExecutorDied, Recorded
+from serve.engine.executor import ExecutorDied, Profiled
 
 
-class FakeRecordings:
-    """Recordings of two ranks. Tests reach in from the event loop's thread."""
+class FakeProfiling:
+    """Profiling of two ranks. Tests reach in from the event loop's thread."""
 
     PART_BYTES = 4
 
@@ -29,10 +29,10 @@ class FakeRecordings:
         self._alive()
         self.begun.append((tuple(ranks), steps, at_most_seconds))
 
-    def told(self, ranks: Sequence[int]) -> tuple[Recorded, ...]:
+    def told(self, ranks: Sequence[int]) -> tuple[Profiled, ...]:
         self._alive()
         steps = self.begun[-1][1] if self.num_steps is None else self.num_steps
-        return tuple(Recorded(steps, self.over.is_set(), len(self.traces[rank]), self.failure) for rank in ranks)
+        return tuple(Profiled(steps, self.over.is_set(), len(self.traces[rank]), self.failure) for rank in ranks)
 
     def part(self, rank: int, offset: int) -> bytes:
         self._alive()

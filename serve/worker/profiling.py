@@ -1,27 +1,27 @@
-"""Recordings of steps, as the server has the ranks make them and fetches them."""
+"""Profiling of steps, as the server has the ranks make them and fetches them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from serve.engine.executor import Recorded
+from serve.engine.executor import Profiled
 from serve.worker import wire
 from serve.worker.orders import Orders
 
 
-class Recordings:
-    """One recording at a time; see ``serve.runtime.seams.Recordings``. Any thread."""
+class Profiling:
+    """One recording at a time; see ``serve.runtime.seams.Profiling``. Any thread."""
 
     def __init__(self, orders: Orders) -> None:
         self._orders = orders
 
     def begin(self, ranks: Sequence[int], steps: int, at_most_seconds: float) -> None:
         """Have these ranks record their next steps."""
-        self._orders.ask(wire.Record(steps, at_most_seconds), ranks)
+        self._orders.ask(wire.Profile(steps, at_most_seconds), ranks)
 
-    def told(self, ranks: Sequence[int]) -> tuple[Recorded, ...]:
+    def told(self, ranks: Sequence[int]) -> tuple[Profiled, ...]:
         """How far each of them is."""
-        answers = self._orders.ask(wire.TellRecorded(), ranks)
+        answers = self._orders.ask(wire.TellProfiled(), ranks)
         return tuple(answer.recorded for answer in answers if isinstance(answer, wire.Told))
 
     def part(self, rank: int, offset: int) -> bytes:
@@ -31,4 +31,4 @@ class Recordings:
 
     def forget(self, ranks: Sequence[int]) -> None:
         """Have them give their traces back, and record no more."""
-        self._orders.ask(wire.ForgetRecorded(), ranks)
+        self._orders.ask(wire.ForgetProfiled(), ranks)
