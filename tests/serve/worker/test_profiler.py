@@ -17,6 +17,7 @@ import torch
 from serve.engine.executor import Profiled
 from serve.engine.plan import StepPlan, StepResult
 from serve.errors import RankStartError
+from serve.worker import profiler as profilers
 from serve.worker import wire
 from serve.worker.exchange import Exchange
 from serve.worker.order_loop import OrderLoop
