@@ -91,7 +91,7 @@ class CpuKernelBackend:
         kv_heads, block_tokens = layer.values.shape[1:3]
         _check_rules(rules, heads, max(layout.context_lengths), block_tokens)
         out_THD = torch.empty(tokens, heads, width, dtype=query_THD.dtype)
-        tiles = self._tiles_of(layout, tokens, heads, kv_heads)
+        tiles = self._tiles_of(layout, self._tile_tokens(tokens, heads, kv_heads))
         cosines, sines, turned = (rotary[0].data_ptr(), rotary[1].data_ptr(), rotary[0].shape[1]) if rotary else (None, None, 0)
         step = _Step(
             query_THD.data_ptr(),
@@ -132,11 +132,13 @@ class CpuKernelBackend:
             recorder.note(Job(_ATTENTION, is_bf16, None, ctypes.addressof(step)), step)
         return out_THD
 
-    def _tiles_of(self, layout: StepLayout, tokens: int, heads: int, kv_heads: int) -> Tensor:
-        """int32 [items, 3] of (row of its table, first token, tokens): the same for every layer of a step, so made once."""
-        # Large ones, so that what is read of the cache serves many rows, where all threads have some to do.
+    def _tile_tokens(self, tokens: int, heads: int, kv_heads: int) -> int:
+        """Many, so that what is read of the cache serves many rows, where that leaves every thread some tiles."""
         shared = tokens * kv_heads // (_TILES_PER_THREAD * torch.get_num_threads())
-        tile_tokens = max(1, min(self._max_rows // (heads // kv_heads), max(_LEAST_TOKENS, shared)))
+        return max(1, min(self._max_rows // (heads // kv_heads), max(_LEAST_TOKENS, shared)))
+
+    def _tiles_of(self, layout: StepLayout, tile_tokens: int) -> Tensor:
+        """int32 [items, 3] of (row of its table, first token, tokens): the same for every layer of a step, so made once."""
         made = layout.made.get(tile_tokens)
         if made is None:
             starts = layout.query_starts

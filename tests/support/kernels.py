@@ -6,16 +6,20 @@ import ctypes
 import functools
 import tempfile
 from pathlib import Path
+from typing import Final
 
 import pytest
 
 from serve.model.kernels.ahead import build_ahead, processor_words
 from serve.model.kernels.build import load_cpu_kernels
-from serve.model.kernels.compiler import KernelUnavailable
+from serve.model.kernels.compiler import KernelUnavailable, compile_kernels, find_compiler
 
 BEST = "best"
 LEVELS = (BEST, "x86-64-v3") if "avx512f" in processor_words() else (BEST,)
 """What ``kernels_of`` gives here: where the best are for AVX-512, those for AVX2 alone too."""
+
+WIDE: Final = "sixteen lanes"
+"""Attention as processors with AVX512-BF16 compute it, on any: sixteen lanes, products of pairs of bf16 numbers written out."""
 
 
 def cpu_kernels() -> ctypes.CDLL:
@@ -30,9 +34,15 @@ def cpu_kernels() -> ctypes.CDLL:
 
 @functools.cache
 def kernels_of(level: str) -> ctypes.CDLL:
-    """The kernels of one of ``LEVELS``; others than the best are compiled once for this process, in seconds."""
+    """The kernels of one of ``LEVELS``, or ``WIDE``; others than the best are compiled once for this process, in seconds."""
     best = cpu_kernels()
     if level == BEST:
         return best
     with tempfile.TemporaryDirectory() as folder:
+        if level == WIDE:
+            compiler, library = find_compiler(), Path(folder, "wide.so")
+            if compiler is None:
+                pytest.skip("no compiler here")
+            compile_kernels(compiler, ("-march=native", "-DTESSERA_WIDTH=16", "-DTESSERA_PAIRS"), library)
+            return ctypes.CDLL(str(library))
         return ctypes.CDLL(str(build_ahead([level], Path(folder))[0]))

@@ -17,10 +17,12 @@ from serve.model.attach import INTERFACE_NAME, register_interface
 from serve.model.attention import Backend, LayerCache, ScoreRules, StepLayout, TorchBackend
 from serve.model.kernel_attention import CpuKernelBackend
 from serve.worker.kv_cache import allocate
-from tests.support.kernels import LEVELS, cpu_kernels, kernels_of
+from tests.support.kernels import LEVELS, WIDE, cpu_kernels, kernels_of
+
+EVERY_LEVEL = (*LEVELS, pytest.param(WIDE, marks=pytest.mark.slow))
 
 
-@pytest.fixture(params=["torch", *LEVELS])
+@pytest.fixture(params=["torch", *EVERY_LEVEL])
 def backend(request: pytest.FixtureRequest) -> Backend:
     if request.param == "torch":
         return TorchBackend()
@@ -230,7 +232,7 @@ def test_strided_inputs_are_read_where_they_lie(backend: Backend) -> None:
 @pytest.mark.parametrize("window", [0, 90])
 @pytest.mark.parametrize("ruled", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", EVERY_LEVEL)
 def test_a_token_has_the_same_bits_alone_in_a_chunk_and_beside_others(
     heads: int, kv_heads: int, head_dim: int, block_tokens: int, window: int, ruled: bool, dtype: torch.dtype, level: str
 ) -> None:
