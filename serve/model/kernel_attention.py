@@ -126,11 +126,13 @@ class CpuKernelBackend:
             scale,
             rules.softcap,
         )
-        is_bf16 = query_THD.dtype == torch.bfloat16
+        self._call(query_THD.dtype == torch.bfloat16, step)
+        return out_THD
+
+    def _call(self, is_bf16: bool, step: _Step) -> None:
         self._kernels.tessera_attend(is_bf16, torch.get_num_threads(), ctypes.byref(step))
         if (recorder := active()) is not None:
             recorder.note(Job(_ATTENTION, is_bf16, None, ctypes.addressof(step)), step)
-        return out_THD
 
     def _tiles_of(self, layout: StepLayout, tile_tokens: int) -> Tensor:
         """int32 [items, 3] of (row of its table, first token, tokens): the same for every layer of a step, so made once."""

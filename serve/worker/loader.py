@@ -138,11 +138,8 @@ def load_rank(
     caches = _blank(plan, blocks, config, ranks, device)
     state = _with_cache(plan, caches, ranks, backend)
     watch.lap("cache")
-    computing = (attention, linear, built_for(kernels))
-    facts = dataclasses.replace(_facts(plan, blocks, config.cache.block_tokens, device, computing), checkpoint_step=step)
-    facts = dataclasses.replace(facts, load_seconds=tuple(watch.phases))
-    if kernels is not None:
-        compute_norms(model, Steps(kernels))
+    facts = _facts(plan, blocks, config.cache.block_tokens, device, (attention, linear, built_for(kernels)))
+    facts = dataclasses.replace(facts, checkpoint_step=step, load_seconds=tuple(watch.phases))
     call_leaves_directly(model)
     rank_model = RankModel(
         sampling=choose_sampling(device, kernels),
@@ -314,6 +311,8 @@ def _read_weights(
         raise ConfigError(
             weights_that_do_not_fit(config, gpus.name_of(device), weight_bytes=needed, free_bytes=free, itemsize=dtype.itemsize)
         ) from error
+    if kernels is not None:
+        compute_norms(model, Steps(kernels))
     watch.lap("weights")
     return kernels, linear, filler
 
