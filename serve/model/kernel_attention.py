@@ -126,11 +126,13 @@ class CpuKernelBackend:
             scale,
             rules.softcap,
         )
-        is_bf16 = query_THD.dtype == torch.bfloat16
+        self._call(query_THD.dtype == torch.bfloat16, step)
+        return out_THD
+
+    def _call(self, is_bf16: bool, step: _Step) -> None:
         self._kernels.tessera_attend(is_bf16, torch.get_num_threads(), ctypes.byref(step))
         if (recorder := active()) is not None:
             recorder.note(Job(_ATTENTION, is_bf16, None, ctypes.addressof(step)), step)
-        return out_THD
 
     def _tile_tokens(self, tokens: int, heads: int, kv_heads: int) -> int:
         """Many, so that what is read of the cache serves many rows, where that leaves every thread some tiles."""

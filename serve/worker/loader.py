@@ -140,7 +140,7 @@ def load_rank(
     watch.lap("cache")
     facts = _facts(plan, blocks, config.cache.block_tokens, device, (attention, linear, built_for(kernels)))
     facts = dataclasses.replace(facts, checkpoint_step=step, load_seconds=tuple(watch.phases))
-    _quicken(model, kernels)
+    call_leaves_directly(model)
     rank_model = RankModel(
         sampling=choose_sampling(device, kernels),
         graph_sizes=sizes_to_capture(config, plan.family, plan.length_rule, model, device, attention),
@@ -160,13 +160,6 @@ def load_rank(
         blocks = choose_blocks(plan, config, ranks, device, beside, None, steps_bytes=tried(rank_model, ranks))
         rank_model = with_blocks(rank_model, config, ranks, blocks)
     return rank_model, ranks
-
-
-def _quicken(model: nn.Module, kernels: ctypes.CDLL | None) -> None:
-    """Let kernels compute the norms, where there are some, and leave out what torch does around a module's forward."""
-    if kernels is not None:
-        compute_norms(model, Steps(kernels))
-    call_leaves_directly(model)
 
 
 def with_blocks(model: RankModel, config: ServerConfig, ranks: Ranks, blocks: Blocks) -> RankModel:
@@ -318,6 +311,8 @@ def _read_weights(
         raise ConfigError(
             weights_that_do_not_fit(config, gpus.name_of(device), weight_bytes=needed, free_bytes=free, itemsize=dtype.itemsize)
         ) from error
+    if kernels is not None:
+        compute_norms(model, Steps(kernels))
     watch.lap("weights")
     return kernels, linear, filler
 
