@@ -66,17 +66,6 @@ inline void rotate(const Step& step, const scalar* head, int64_t token, float* o
     }
 }
 
-// Ask for a block's keys and values of one head, into the second-level cache: it can wait for more lines at once than the first.
-template <typename stored>
-inline void prefetch_block(const Step& step, int64_t block, int64_t head, int64_t numbers) {
-    constexpr int64_t line = 64 / int64_t(sizeof(stored));
-    const int64_t base = (block * step.kv_heads + head) * numbers;
-    const stored* keys = static_cast<const stored*>(step.key_cache) + base;
-    const stored* values = static_cast<const stored*>(step.value_cache) + base;
-    for (int64_t i = 0; i < numbers; i += line) __builtin_prefetch(keys + i, 0, 2);
-    for (int64_t i = 0; i < numbers; i += line) __builtin_prefetch(values + i, 0, 2);
-}
-
 // A tile of consecutive tokens of one sequence, and one key/value head.
 template <typename Kind, typename scalar>
 class Item {
