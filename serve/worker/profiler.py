@@ -28,6 +28,7 @@ from serve.engine.plan import StepPlan, StepResult
 from serve.errors import RankStartError
 from serve.model.labels import Labels
 from serve.worker.loader import RankModel
+from serve.worker.recorded_steps import RecordedSteps
 
 MAX_TRACE_BYTES: Final = 64 << 20
 """What one rank's trace may have, compressed."""
@@ -75,10 +76,15 @@ class Profiler:
     and so nothing of a prompt.
     """
 
-    def __init__(self, model: RankModel) -> None:
+    def __init__(self, model: RankModel, replayed: RecordedSteps | None = None) -> None:
+        """
+        Args:
+            replayed: the steps that are replayed on a CPU, where some are: in a trace each stands with its operations.
+        """
         self.is_on = False
         """Whether steps are to be computed by ``record``, and ``attend`` called before each is waited for."""
         self._model = model
+        self._replayed = replayed
         self._labels = Labels(model.body, model.head)
         self._take: _Take | None = None
 
@@ -163,6 +169,7 @@ class Profiler:
         if take.num_steps == 0:
             try:
                 self._labels.put()
+                self._replay(False)
                 take.profiler.start_trace()
             except Exception as error:
                 self._fail(take, error)
@@ -184,10 +191,15 @@ class Profiler:
 
     def _end(self, take: _Take, state: _State) -> None:
         self._labels.take_off()
+        self._replay(True)
         with take.lock:
             self.is_on, take.state = False, state  # in this order: once the state is seen, another recording may begin
             if take.given_up:
                 self._take = None
+
+    def _replay(self, replays: bool) -> None:
+        if self._replayed is not None:
+            self._replayed.aside = not replays
 
 
 def _write(take: _Take) -> None:

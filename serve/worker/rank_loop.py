@@ -141,7 +141,7 @@ def _load(
     progress.waiting = True  # from here on it has nothing to do but what it is told
     wire.send(steps, wire.encode(wire.Ready(model.facts)))
     gather_pages_beside()
-    order_loop = OrderLoop(Exchange(config, model, ranks, runner), Profiler(model), device)
+    order_loop = OrderLoop(Exchange(config, model, ranks, runner), Profiler(model, runner.recorded), device)
     return runner, order_loop, _faults(config, model, ranks, name, beside)
 
 

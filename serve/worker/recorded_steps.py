@@ -55,6 +55,8 @@ class RecordedSteps:
         self._memory = StepMemory()
         self._sizes: dict[int, _Size] = {}
         self._begun = False
+        self.aside = False
+        """Whether steps are computed as usual meanwhile: who profiles them wants to see what a replay does at once."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -74,7 +76,7 @@ class RecordedSteps:
         """Compute the step whose inputs were filled; ``None`` where that is to be done as usual."""
         rows = len(layout.table_rows)
         step = self._inputs.steps.get(rows)
-        if not self._begun or step is None or step.layout is not layout:
+        if not self._begun or self.aside or step is None or step.layout is not layout:
             return None
         size = self._sizes.setdefault(rows, _Size())
         if not size.computed:

@@ -50,6 +50,11 @@ class Runner:
         self._table = SequenceTable(facts.block_tokens, model.device, facts.length_rule, inputs)
         self._drafting = Drafting(draft, self._table, model, ranks)
 
+    @property
+    def recorded(self) -> RecordedSteps | None:
+        """The steps that are replayed on a CPU, where some are."""
+        return self.graphs if isinstance(self.graphs, RecordedSteps) else None
+
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Compute one step; ``None`` on every rank but the one that answers."""

@@ -35,7 +35,9 @@ class Served:
         self.ranks = Ranks(0, 1)
         self.model = load(folder, 1, self.ranks)
         self.runner = Runner(self.model, self.ranks)
-        self.profiler = Profiler(self.model)
+        if self.runner.graphs is not None:
+            self.runner.graphs.capture()
+        self.profiler = Profiler(self.model, self.runner.recorded)
         self.plans: list[StepPlan] = []
 
     def execute(self, plan: StepPlan) -> StepResult | None:
@@ -91,6 +93,29 @@ def test_the_next_steps_are_recorded_and_those_after_them_are_not(served: Served
     assert sum(name == "GPTNeoXLayer layers.1" for name in names) == 4
     assert sum(name.endswith(" layers.2.attention.query_key_value") for name in names) == 4, "also of what is called directly"
     assert any(name.startswith("aten::") for name in names)
+
+
+def test_steps_that_are_replayed_stand_with_their_operations_and_are_replayed_again_afterwards(served: Served) -> None:
+    plain = [served.tokens() for _ in range(4)]
+    recorded = served.runner.recorded
+    assert recorded is not None
+    replayed = recorded.sizes
+    assert replayed, "some steps are replayed by now"
+    served.profiler.begin(10_000, 60.0)
+    assert served.tokens() == plain[0]
+    served.profiler.forget()  # ends the recording with the next step
+    assert served.tokens() == plain[0]
+    assert (recorded.aside, recorded.sizes) == (False, replayed)
+
+
+def test_every_step_of_a_trace_has_the_models_modules(served: Served) -> None:
+    for _ in range(4):
+        served.tokens()
+    served.profiler.begin(16, 60.0)
+    served.tokens()
+    assert served.profiler.told().num_steps == 16, "prompts, and tokens after them"
+    names = [event["name"] for event in served.trace()["traceEvents"] if event.get("ph") == "X"]
+    assert sum(name == "GPTNeoXLayer layers.1" for name in names) == 16
 
 
 def test_a_trace_holds_nothing_of_a_prompt(served: Served) -> None:
