@@ -103,7 +103,7 @@ def prepare_process() -> None:
     sys.setswitchinterval(_SWITCH_SECONDS)
     # Else large messages teach it to keep such memory, once for each of gRPC's threads: a hundred megabytes after a few dozen.
     heap.give_back(_LARGE_BYTES)
-    # gRPC's threads come and go with connections: after some thousands of hostile ones their heaps kept 45 MiB, two keep 14.
+    # gRPC's threads come and go with connections: after 1,500 hostile ones their heaps kept 45 MiB, two keep 14.
     heap.share_arenas(_ARENAS)
     # Every connection is a file descriptor. The soft limit is there for programs that cannot count beyond it.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
