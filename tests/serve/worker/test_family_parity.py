@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,11 @@ REFUSED = {
 }
 
 
+Judge = Callable[[tuple[str, ...]], "Judged"]
+EVERY_ONE = pytest.param(ALL, id="all", marks=pytest.mark.slow)
+"""Those of each way are among them: what is slow for every one is not tried with those alone before."""
+
+
 def folder_of(name: str) -> str:
     return name.replace(" ", "_").replace(",", "")
 
@@ -93,20 +100,25 @@ class Judged:
         return {name: ratio for name, ratio in ratios.items() if not ratio <= WORSE}
 
 
-@pytest.fixture(scope="module", params=[EACH_WAY, pytest.param(ALL, marks=pytest.mark.slow)], ids=["each way", "all"])
-def judged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Judged:
-    root = tmp_path_factory.mktemp("families")
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory: pytest.TempPathFactory) -> Judge:
+    """What judges models of these names, made once."""
     torch.set_num_threads(1)
-    answers, exact_and_theirs = {}, {}
-    for name in request.param:
-        family, changes = CASES[name]
-        folder = save(family, root / folder_of(name), with_tokenizer=False, **changes)
-        if name == FOUR_BITS:
-            folder = in_four_bits(folder, tmp_path_factory.mktemp("decoded"))
-        model = reference.load(folder)
-        answers[name] = [reference.greedy(model, prompt, NEW_TOKENS) for prompt in PROMPTS]
-        exact_and_theirs[name] = reference.in_bf16(folder, PROMPTS[0])
-    return Judged(root, answers, exact_and_theirs)
+
+    @cache
+    def judged(names: tuple[str, ...]) -> Judged:
+        root, answers, exact_and_theirs = tmp_path_factory.mktemp("families"), {}, {}
+        for name in names:
+            family, changes = CASES[name]
+            folder = save(family, root / folder_of(name), with_tokenizer=False, **changes)
+            if name == FOUR_BITS:
+                folder = in_four_bits(folder, tmp_path_factory.mktemp("decoded"))
+            model = reference.load(folder)
+            answers[name] = [reference.greedy(model, prompt, NEW_TOKENS) for prompt in PROMPTS]
+            exact_and_theirs[name] = reference.in_bf16(folder, PROMPTS[0])
+        return Judged(root, answers, exact_and_theirs)
+
+    return judged
 
 
 def by_ranks(root: Path, size: int, stages: int = 1) -> dict[str, Any]:
@@ -122,15 +134,17 @@ def by_ranks(root: Path, size: int, stages: int = 1) -> dict[str, Any]:
     return answers
 
 
-@pytest.mark.slow
-def test_one_rank_gives_the_tokens_of_transformers(judged: Judged) -> None:
+@pytest.mark.parametrize("names", [EVERY_ONE])
+def test_one_rank_gives_the_tokens_of_transformers(names: tuple[str, ...], judge: Judge) -> None:
+    judged = judge(names)
     ranks = Ranks(0, 1)
     got = {name: generate(Runner(load(judged.root / folder_of(name), 1, ranks), ranks), ranks) for name in judged.tokens}
     assert {name for name in got if got[name] != judged.tokens[name]} == set()
 
 
-def test_one_rank_in_bf16_is_as_near_to_fp32_as_transformers(judged: Judged) -> None:
-    ranks, got = Ranks(0, 1), {}
+@pytest.mark.parametrize("names", [pytest.param(EACH_WAY, id="each way"), EVERY_ONE])
+def test_one_rank_in_bf16_is_as_near_to_fp32_as_transformers(names: tuple[str, ...], judge: Judge) -> None:
+    judged, ranks, got = judge(names), Ranks(0, 1), {}
     for name in judged.tokens:
         found = logits(load(judged.root / folder_of(name), 1, ranks, "bfloat16"), ranks)
         assert found is not None
@@ -138,8 +152,16 @@ def test_one_rank_in_bf16_is_as_near_to_fp32_as_transformers(judged: Judged) -> 
     assert judged.further(got) == {}
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_several_ranks_give_the_tokens_of_transformers(size: int, judged: Judged) -> None:
+@pytest.mark.parametrize(
+    ("names", "size"),
+    [
+        pytest.param(EACH_WAY, 2, id="each way-2"),
+        pytest.param(ALL, 2, id="all-2", marks=pytest.mark.slow),
+        pytest.param(ALL, 4, id="all-4", marks=pytest.mark.slow),
+    ],
+)
+def test_several_ranks_give_the_tokens_of_transformers(names: tuple[str, ...], size: int, judge: Judge) -> None:
+    judged = judge(names)
     got = by_ranks(judged.root, size)
     refused = {name for name in judged.tokens if isinstance(got[folder_of(name)], str)}
     assert refused == REFUSED.get(size, set()) & judged.tokens.keys(), {name: got[folder_of(name)] for name in refused}
@@ -150,9 +172,9 @@ def test_several_ranks_give_the_tokens_of_transformers(size: int, judged: Judged
     assert judged.further(torch.load(judged.root / f"logits-{size}x1.pt")) == {}, "in bf16, too"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("judged", [ALL], indirect=True, ids=["all"])
-def test_two_stages_of_two_ranks_give_the_tokens_of_transformers(judged: Judged) -> None:
+@pytest.mark.parametrize("names", [EVERY_ONE])
+def test_two_stages_of_two_ranks_give_the_tokens_of_transformers(names: tuple[str, ...], judge: Judge) -> None:
+    judged = judge(names)
     got = by_ranks(judged.root, 2, 2)
     assert {name for name in judged.tokens if got[folder_of(name)] != judged.tokens[name]} == set()
     assert judged.further(torch.load(judged.root / "logits-2x2.pt")) == {}, "in bf16, too"
