@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import importlib.util
 import json
 import os
@@ -29,6 +30,15 @@ import torch
 import torch.distributed as dist
 from deepspeed_parts import layers_of, merged  # beside this script
 from transformers import AutoConfig, AutoModelForCausalLM
+
+# Taken by the ranks that need them, each of which would spend seconds on importing them for itself.
+for part in (
+    "deepspeed.checkpoint.ds_to_universal",
+    "deepspeed.pipe",
+    "peft",
+    *(f"transformers.models.{family}.modeling_{family}" for family in ("gpt2", "gpt_neox", "llama")),
+):
+    importlib.import_module(part)
 
 # Of use to inference alone, and a minute of compiling on a machine that has not built it yet.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
