@@ -53,10 +53,10 @@ libaio:
 
 # Side by side in WORKERS processes, each test file in one of them.
 test: $(STAMP) ## the tests that need no GPU, but for whole runs of training
-	@$(PY) -m pytest -q -m "not gpu and not slow and not image and not deploy" -n $(WORKERS) --dist loadfile
+	@$(PY) -m pytest -q -m "not gpu and not slow and not image and not deploy" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-slow: $(STAMP) libaio ## whole runs of training, the rest of the tests that need no GPU
-	@$(PY) -m pytest -q -m "slow and not gpu" -n $(WORKERS) --dist loadfile
+	@$(PY) -m pytest -q -m "slow and not gpu" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 check: lint types imports proto-check test test-slow ## what continuous integration runs
 

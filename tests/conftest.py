@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import logging
 import os
 import signal
@@ -18,7 +19,35 @@ import pytest
 hypothesis.settings.register_profile("tessera", deadline=None)
 hypothesis.settings.load_profile("tessera")
 
+LONGEST = (
+    "tests/finetune/train/test_resume.py",
+    "tests/serve/worker/test_family_parity.py",
+    "tests/finetune/engines/test_stage_optimizers.py",
+    "tests/finetune/model/test_adapters.py",
+    "tests/finetune/optimizers/test_optimizers.py",
+    "tests/gpu/test_rehearsals.py",
+    "tests/finetune/engines/test_pipeline.py",
+    "tests/finetune/launch/test_external.py",
+    "tests/finetune/optimizers/test_zenflow.py",
+    "tests/checkpoint/readers/test_deepspeed_saves.py",
+    "tests/serve/model/test_attention.py",
+)
+"""Files that take longest, longest first: most of a minute or more."""
+
 OURS = ("serve", "finetune", "checkpoint", "host")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where files are dealt out to processes, begin with those that take longest: one that is begun last is waited for alone.
+
+    After ``LONGEST`` come the others, those of many tests first. pytest-xdist keeps this order with ``--no-loadscope-reorder``.
+    """
+    if not hasattr(config, "workerinput"):
+        return
+    files = {item.nodeid: item.nodeid.partition("::")[0] for item in items}
+    tests = collections.Counter(files.values())
+    turns = {name: turn - len(LONGEST) for turn, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: (turns.get(name := files[item.nodeid], 0), -tests[name]))
 
 
 @pytest.fixture(autouse=True)
