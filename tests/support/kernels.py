@@ -43,7 +43,7 @@ def kernels_of(level: str) -> ctypes.CDLL:
             compiler, library = find_compiler(), Path(folder, "wide.so")
             if compiler is None:
                 pytest.skip("no compiler here")
-            # -O1, in a quarter of the time: what a processor without such lanes is told to do is nobody's code, its numbers count.
+            # -O1 takes a quarter of the time: nobody runs these instructions, what counts are the numbers that they make.
             compile_kernels(compiler, ("-march=native", "-O1", "-DTESSERA_WIDTH=16", "-DTESSERA_PAIRS"), library)
             return ctypes.CDLL(str(library))
         return ctypes.CDLL(str(build_ahead([level], Path(folder))[0]))
