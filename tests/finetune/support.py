@@ -70,7 +70,7 @@ def run_command(
 ) -> subprocess.CompletedProcess[str]:
     """Run ``tessera-finetune`` to its end; see ``tests.support.warm``."""
     if env is None and warm.can_fork(os.environ):
-        program = warm.start("finetune", [str(word) for word in words])
+        program = fork_command(words)
         try:
             out, err = program.communicate(seconds)
         except subprocess.TimeoutExpired:
@@ -86,6 +86,11 @@ def run_command(
         timeout=seconds,
         check=False,
     )
+
+
+def fork_command(words: Sequence[str | Path]) -> warm.Program:
+    """``tessera-finetune`` while it runs, forked from what has imported it; ``start_command`` starts one as a user does."""
+    return warm.start("finetune", [str(word) for word in words])
 
 
 def run_ranks(module: str, ranks: int, out: Path, *words: str | Path, seconds: float = 600) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 
 from checkpoint import open_checkpoint
 from finetune.output.folder import step_folders
-from tests.finetune.support import run_command, small_run, start_command, write_config
+from tests.finetune.support import fork_command, run_command, small_run, write_config
 from tests.finetune.train.test_tune import losses_of
 
 pytestmark = pytest.mark.slow
@@ -81,7 +80,8 @@ def test_killed_at_any_moment_it_ends_as_if_it_never_was(uninterrupted: tuple[Pa
     draw = random.Random(11)
     for _ in range(KILLS):
         words = ["tune", config, "--resume", "--run.output", output]
-        with start_command(words) as process:
+        process = fork_command(words)
+        try:
             # By the log's length rather than by the clock, then some milliseconds more: any moment between two steps.
             wanted = steps_logged(output) + draw.randrange(7)
             deadline = time.monotonic() + 120
@@ -89,7 +89,8 @@ def test_killed_at_any_moment_it_ends_as_if_it_never_was(uninterrupted: tuple[Pa
                 assert time.monotonic() < deadline, "training did not come so far"
                 time.sleep(0.002)
             time.sleep(draw.random() * 0.05)
-            process.send_signal(signal.SIGKILL)
+        finally:
+            process.kill()
             process.communicate()
         if step_folders(output / "resume"):
             with open_checkpoint(output / "resume", verify="sha256"):
