@@ -30,8 +30,13 @@ _TRAINING = (
     "finetune.launch.local",
     "finetune.engines.zero.engine",
     "finetune.train.begin",
+    # What a run takes once it needs it: a second of computing for each that draws its curves.
+    "matplotlib.backends.backend_agg",
+    "matplotlib.backends.backend_svg",
+    "peft",
+    "torch.utils.tensorboard",
 )
-_READ_EARLY = ("PYTHON", "HF_", "HUGGINGFACE", "TRANSFORMERS", "TORCH", "DS_", "LD_", "MALLOC", "GOMP", "HOME", "XDG")
+_READ_EARLY = ("PYTHON", "HF_", "HUGGINGFACE", "TRANSFORMERS", "TORCH", "DS_", "LD_", "MALLOC", "MPL", "GOMP", "HOME", "XDG")
 _SET = {
     "DS_ACCELERATOR": "cpu",
     "GOMP_SPINCOUNT": "20000",
