@@ -20,6 +20,7 @@ hypothesis.settings.register_profile("tessera", deadline=None)
 hypothesis.settings.load_profile("tessera")
 
 LONGEST = (
+    "tests/serve/model/cuda/test_kernels.py",
     "tests/finetune/train/test_resume.py",
     "tests/serve/worker/test_family_parity.py",
     "tests/finetune/engines/test_stage_optimizers.py",
