@@ -5,6 +5,7 @@
 Every system trains the same seeded GPT-NeoX on the same random batches with the same DeepSpeed settings on two ranks of this
 machine. The systems are loaded side by side and take turns of a few steps, so that a slow minute of the machine falls on all of
 them; the others wait for their turn without computing. A figure is the median of a system's steps, the first ones left out.
+With ``--beside PATH`` the training of another checkout takes turns too.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ from pathlib import Path
 from typing import IO, Any
 
 RESULTS = Path(__file__).with_name("results")
+ROOT = Path(__file__).resolve().parents[1]
 SYSTEMS = ("tessera", "deepspeed", "trainer")
+BESIDE = "checkout beside"
+"""The name of another checkout's ``tessera``."""
 MODEL = {
     "model_type": "gpt_neox", "hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6, "intermediate_size": 1536,
     "vocab_size": 16_384, "max_position_embeddings": 512,
@@ -245,14 +249,14 @@ def _memory(key: str) -> int:
 # -- all of it
 
 
-def _run(words: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
+def _run(words: list[str], environment: dict[str, str], checkout: Path = ROOT) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.training", *words],
-        env={**os.environ, **environment}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        [sys.executable, "-m", "benchmarks.training", *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        cwd=checkout, env={**os.environ, **environment, "PYTHONPATH": str(checkout)},
     )  # fmt: skip
 
 
-def step_seconds(stage: int, offload: bool, turns: int, adam: str) -> dict[str, list[float]]:
+def step_seconds(stage: int, offload: bool, turns: int, adam: str, beside: Path | None = None) -> dict[str, list[float]]:
     """Seconds of every counted step, by system: all systems in one run, a turn at a time."""
     from finetune.machine.inventory import usable_cores
     from finetune.machine.process import rank_environment
@@ -260,11 +264,14 @@ def step_seconds(stage: int, offload: bool, turns: int, adam: str) -> dict[str, 
     words = ["--stage", str(stage), "--steps", str((1 + turns) * TURN), "--adam", adam if offload else ""]
     words += ["--offload"] if offload else []
     systems: dict[str, list[subprocess.Popen[str]]] = {}
+    started = {system: (system, ROOT) for system in SYSTEMS}
+    if beside is not None:
+        started[BESIDE] = ("tessera", beside)
     with ExitStack() as stack:
-        for system in SYSTEMS:
+        for system, (worker_of, checkout) in started.items():
             shared = rank_environment(RANKS, max(1, usable_cores() // RANKS))
             systems[system] = [
-                _run(["--worker", system, *words], {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+                _run(["--worker", worker_of, *words], {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, checkout)
                 for rank in range(RANKS)
             ]
             for rank in systems[system]:
@@ -305,6 +312,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3, help="runs of the loss")
     parser.add_argument("--turns", type=int, default=8, help=f"turns of {TURN} steps that each system has")
+    parser.add_argument("--beside", type=Path, help="another checkout, whose training takes turns")
     parser.add_argument("--steps", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--worker", choices=[*SYSTEMS, "loss-chunked", "loss-whole"], help=argparse.SUPPRESS)
     parser.add_argument("--stage", type=int, default=3, help=argparse.SUPPRESS)
@@ -326,9 +334,9 @@ def main() -> int:
     cases = {"ZeRO-3, all offloaded": (3, True), "ZeRO-2": (2, False)}
     table: dict[str, dict[str, float]] = {}
     for name, (stage, offload) in cases.items():
-        runs = step_seconds(stage, offload, options.turns, adam)
+        runs = step_seconds(stage, offload, options.turns, adam, options.beside)
         medians = {system: statistics.median(values) for system, values in runs.items()}
-        table[name] = medians | {f"tessera / {peer}": medians["tessera"] / medians[peer] for peer in SYSTEMS[1:]}
+        table[name] = medians | {f"tessera / {peer}": medians["tessera"] / medians[peer] for peer in list(medians)[1:]}
         print(name, {key: round(value, 4) for key, value in table[name].items()}, flush=True)
     losses: dict[str, list[dict[str, float]]] = {"loss-chunked": [], "loss-whole": []}
     for _ in range(options.repeats):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 import torch
@@ -103,8 +103,7 @@ def facts_of(
         wrapped = _prepared(model, config)
     if config.activations.loss == "fused":
         check_fused_loss(device, precision, model)
-    whole_logits = config.activations.loss_rows == 0
-    trace, work = follow(wrapped, model, config, packed=packed, masked=packed and not by_length, whole_logits=whole_logits)
+    trace, work = _followed(wrapped, model, config, packed=packed, masked=packed and not by_length)
     trained = sum(p.numel() for p in wrapped.parameters() if p.requires_grad)
     every = [p.numel() for p in wrapped.parameters()]
     names = matrices_of(wrapped, config.algorithm)
@@ -131,6 +130,27 @@ def facts_of(
         work=work,
         saved_inputs_bytes=layers * block_input if recomputed else 0,
     )
+
+
+_followed_before: dict[tuple[str, ...], tuple[Trace, Work]] = {}
+"""What was followed last, by what it depends on: advice tries many places for the states of one and the same micro-batch."""
+_MOST_REMEMBERED = 16
+
+
+def _followed(
+    wrapped: nn.Module, model: PreTrainedModel, config: TuneConfig, *, packed: bool, masked: bool
+) -> tuple[Trace, Work]:
+    """As :func:`follow`, of a micro-batch that was followed a short while ago without following it again."""
+    where = ("zero", "offload", "save", "batch")  # where states lie, and how many micro-batches there are
+    sections = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in where}
+    built = model.config.to_json_string(use_diff=False)
+    key = tuple(map(str, (sections, config.batch.micro, built, model.dtype, packed, masked)))
+    if key not in _followed_before:
+        while len(_followed_before) >= _MOST_REMEMBERED:
+            _followed_before.pop(next(iter(_followed_before)))
+        whole_logits = config.activations.loss_rows == 0
+        _followed_before[key] = follow(wrapped, model, config, packed=packed, masked=masked, whole_logits=whole_logits)
+    return _followed_before[key]
 
 
 def packing_of(config: TuneConfig) -> str:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from finetune.config import ActivationConfig, BatchConfig, LoraConfig, ModelConfig
+from finetune.config import ActivationConfig, BatchConfig, LoraConfig, ModelConfig, OffloadConfig, ZeroConfig
 from finetune.errors import ConfigError
+from finetune.forecast import facts as facts_module
 from finetune.forecast.estimate import model_config_of
 from finetune.forecast.facts import facts_of
 from finetune.model import fused_loss
@@ -147,3 +148,28 @@ def test_model_flops_are_six_a_weight_and_the_attention() -> None:
     blocks = 3 * (64 * 192 + 64 * 64 + 2 * 64 * 160)
     assert facts.multiplied == blocks + 64 * 512, "the output layer multiplies, the embedding is looked up"
     assert facts.flops_per_token(48) == 6 * facts.multiplied + 12 * 3 * 64 * 48
+
+
+def test_a_micro_batch_is_followed_once_wherever_its_states_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    really = facts_module.follow
+    monkeypatch.setattr(facts_module, "_followed_before", {})
+    monkeypatch.setattr(facts_module, "follow", lambda *args, **named: seen.append("followed") or really(*args, **named))
+    config = config_of(zero=ZeroConfig(stage=1))
+    first = facts_of(config, model_config_of(config), "fp32", on_gpu=False)
+    elsewhere = dataclasses.replace(config, zero=ZeroConfig(stage=3), offload=OffloadConfig(optimizer="cpu"))
+    again = facts_of(elsewhere, model_config_of(elsewhere), "fp32", on_gpu=False)
+    assert seen == ["followed"]
+    assert (again.trace, again.work) == (first.trace, first.work)
+
+    others = [
+        dataclasses.replace(config, batch=BatchConfig(micro=1)),
+        dataclasses.replace(config, activations=ActivationConfig(checkpoint="device")),
+        dataclasses.replace(config, activations=ActivationConfig(loss_rows=8)),
+        dataclasses.replace(config, data=dataclasses.replace(config.data, seq_len=24)),
+        config_of(zero=ZeroConfig(stage=1), new=NEW | {"num_hidden_layers": 1}),
+    ]
+    for other in others:
+        assert facts_of(other, model_config_of(other), "fp32", on_gpu=False).trace != first.trace
+    assert facts_of(config, model_config_of(config), "bf16", on_gpu=False).trace != first.trace
+    assert len(seen) == len(others) + 2
