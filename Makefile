@@ -15,7 +15,7 @@ export HF_HUB_OFFLINE := 1
 MAKEFLAGS += --no-print-directory
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help setup libaio demo demo-pictures dashboard-pictures pictures test test-slow check lint types imports proto proto-check bench bench-sampling bench-load bench-tensor-parallel bench-training test-gpu bench-gpu bench-gpu-training wheel test-image image-tools test-deploy deploy-tools test-ray chaos fuzz clean distclean bench-speculation bench-quantization bench-peers bench-tenants bench-hostile bench-overload bench-safety
+.PHONY: help setup libaio demo demo-pictures dashboard-pictures pictures test test-slow test-all check lint types imports proto proto-check bench bench-sampling bench-load bench-tensor-parallel bench-training test-gpu bench-gpu bench-gpu-training wheel test-image image-tools test-deploy deploy-tools test-ray chaos fuzz clean distclean bench-speculation bench-quantization bench-peers bench-tenants bench-hostile bench-overload bench-safety
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,7 +58,11 @@ test: $(STAMP) ## the tests that need no GPU, but for whole runs of training
 test-slow: $(STAMP) libaio ## whole runs of training, the rest of the tests that need no GPU
 	@$(PY) -m pytest -q -m "slow and not gpu" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-check: lint types imports proto-check test test-slow ## what continuous integration runs
+# In one go: both begin with 20 seconds of looking for tests, and end with one process that waits for the other.
+test-all: $(STAMP) libaio ## test and test-slow together
+	@$(PY) -m pytest -q -m "not gpu and not image and not deploy" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+check: lint types imports proto-check test-all ## what continuous integration runs
 
 lint: $(STAMP) ## ruff: rules and format
 	@$(PY) -m ruff check -q .
