@@ -41,6 +41,7 @@ TURN = 3
 """Steps of a system before it is another one's turn. The first turn warms up and is not counted."""
 PATIENCE_SECONDS = 600.0
 """After which a rank that says nothing is ended."""
+_TUNABLES = "GLIBC_TUNABLES"
 _WAITING, _FIGURES = "waiting for a turn", "seconds of steps"
 LOSS = {"tokens": 2048, "hidden": 768, "vocab": 50_304}
 
@@ -269,7 +270,7 @@ def step_seconds(stage: int, offload: bool, turns: int, adam: str, beside: Path 
         started[BESIDE] = ("tessera", beside)
     with ExitStack() as stack:
         for system, (worker_of, checkout) in started.items():
-            shared = rank_environment(RANKS, max(1, usable_cores() // RANKS))
+            shared = {**rank_environment(RANKS, max(1, usable_cores() // RANKS)), _TUNABLES: os.environ.get(_TUNABLES, "")}
             systems[system] = [
                 _run(["--worker", worker_of, *words], {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, checkout)
                 for rank in range(RANKS)
@@ -287,6 +288,16 @@ def step_seconds(stage: int, offload: bool, turns: int, adam: str, beside: Path 
                     _pipe(rank.stdin).flush()
                 said[system] = [_wait_for(end, rank, system) for rank in ranks]
     return {system: json.loads(first.removeprefix(_FIGURES))[TURN:] for system, (first, *_) in said.items()}
+
+
+def _begin_as_ranks_do() -> None:
+    """Begin again with what this checkout tells the C library of its ranks, which reads that when a program begins."""
+    from finetune.machine.process import rank_environment
+
+    wanted = rank_environment(1, 1)[_TUNABLES]
+    if os.environ.get(_TUNABLES) != wanted:
+        again = [sys.executable, "-m", "benchmarks.training", *sys.argv[1:]]
+        os.execve(sys.executable, again, {**os.environ, _TUNABLES: wanted})
 
 
 def _wait_for(start: str, rank: subprocess.Popen[str], system: str) -> str:
@@ -323,6 +334,8 @@ def main() -> int:
     if options.worker and options.worker.startswith("loss"):
         loss_worker(options.worker == "loss-chunked", 5)
         return 0
+    if options.worker == "tessera":
+        _begin_as_ranks_do()
     if options.worker:
         worker(options.worker, options.stage, options.offload, options.steps, options.adam)
         return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -127,3 +128,42 @@ def test_what_is_imported_without_collection_is_old_afterwards() -> None:
     assert gc.get_freeze_count() == 0, "it can be collected all the same"
     old = {id(one) for one in gc.get_objects(generation=2)}
     assert all(id(one) in old for one in made)
+
+
+def test_ranks_get_large_tensors_in_large_pages_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    assert rank_environment(1, 1)["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.perturb=7")
+    assert rank_environment(1, 1)["GLIBC_TUNABLES"] == "glibc.malloc.perturb=7:glibc.malloc.hugetlb=1"
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=0:glibc.malloc.perturb=7")
+    assert rank_environment(1, 1)["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=0:glibc.malloc.perturb=7"
+
+
+LARGE = """
+import ctypes, re, sys
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+address = libc.malloc(ctypes.c_size_t(64 << 20))
+for part in re.split(r"\\n(?=[0-9a-f]+-[0-9a-f]+ )", open("/proc/self/smaps").read()):
+    begin, end = (int(number, 16) for number in part.split()[0].split("-"))
+    if begin <= address < end:
+        print("hg" in re.search(r"VmFlags:(.*)", part)[1].split())
+"""
+
+
+def test_the_c_library_does_as_ranks_tell_it() -> None:
+    kind, version = platform.libc_ver()
+    pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if (
+        kind != "glibc"
+        or tuple(map(int, version.split("."))) < (2, 35)
+        or not pages.exists()
+        or "[madvise]" not in pages.read_text()
+    ):
+        pytest.skip("large pages are asked for by glibc 2.35 and newer, where the kernel gives them to those who ask")
+    for tunables, asked in ((rank_environment(1, 1)["GLIBC_TUNABLES"], "True"), ("", "False")):
+        environment = {**os.environ, "GLIBC_TUNABLES": tunables}
+        done = subprocess.run(
+            [sys.executable, "-c", LARGE], env=environment, capture_output=True, text=True, timeout=600, check=True
+        )
+        assert done.stdout.split() == [asked]
