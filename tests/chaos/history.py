@@ -12,12 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
-from transformers import PreTrainedModel
 
-from serve.types import SamplingParams
 from serve.v1 import inference_pb2, inference_pb2_grpc
 from tests.support import reference
-from tests.support.decisive import is_decisive
+from tests.support.decisive import is_answer_decisive
 from tests.support.server import Server
 
 NUM_STREAMS = 32
@@ -139,13 +137,7 @@ def undisturbed(server: Server, folder: Path) -> dict[int, list[int]]:
         thread.join(CALL_SECONDS)
     assert all(call.code == "OK" for call in calls), "without a fault every call is answered"
     model = reference.load(folder)
-    return {call.script: call.ids for call in calls if _is_decisive(model, call)}
-
-
-def _is_decisive(model: PreTrainedModel, call: Call) -> bool:
-    request = script(call.script)
-    sampling = SamplingParams(**{field.name: value for field, value in request.sampling.ListFields()})
-    return is_decisive(model, request.token_ids.ids, call.ids, sampling)
+    return {call.script: call.ids for call in calls if is_answer_decisive(model, script(call.script), call.ids)}
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,9 @@ from grpc_health.v1 import health_pb2
 from transformers import PreTrainedModel
 
 from serve.config import SupervisorConfig
-from serve.types import SamplingParams
 from serve.v1 import inference_pb2
 from tests.support import reference
-from tests.support.decisive import is_decisive
+from tests.support.decisive import is_answer_decisive
 from tests.support.sandbox import as_the_unit
 from tests.support.server import Server, lives, serving, until
 from tests.support.shared_memory import abandoned, in_shared_memory
@@ -99,14 +98,8 @@ def undisturbed(server: Server, model: PreTrainedModel) -> dict[int, list[int]]:
     """What 32 streams say when nothing happens, none of which says what rounding decides."""
     load = _Load(server, {number: _sampled(number) for number in range(64)})
     assert load.join() == ["OK"] * 64
-    decisive = [number for number, ids in load.ids.items() if _is_decisive(model, number, ids)]
+    decisive = [number for number, ids in load.ids.items() if is_answer_decisive(model, _sampled(number), ids)]
     return {number: load.ids[number] for number in decisive[:32]}
-
-
-def _is_decisive(model: PreTrainedModel, number: int, ids: list[int]) -> bool:
-    request = _sampled(number)
-    sampling = SamplingParams(**{field.name: value for field, value in request.sampling.ListFields()})
-    return is_decisive(model, request.token_ids.ids, ids, sampling)
 
 
 @pytest.mark.parametrize("victim", [0, 1])

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from serve.engine.plan import Start
 from serve.types import SamplingParams, SequenceId
+from serve.v1 import inference_pb2
 from serve.worker.batch import SequenceState
 from serve.worker.sampling.backend import TorchSampling
 from serve.worker.sampling.sampler import sample
@@ -42,3 +43,9 @@ def is_decisive(model: PreTrainedModel, prompt: Sequence[int], answer: Sequence[
         if [each.token_id for each in chosen] != list(answer):
             return False
     return True
+
+
+def is_answer_decisive(model: PreTrainedModel, request: inference_pb2.GenerateRequest, answer: Sequence[int]) -> bool:
+    """As :func:`is_decisive`, of a request as it was sent: a prompt of ids, whose sampling has nothing but plain fields set."""
+    sampling = SamplingParams(**{field.name: value for field, value in request.sampling.ListFields()})
+    return is_decisive(model, request.token_ids.ids, answer, sampling)
