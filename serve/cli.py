@@ -1,6 +1,6 @@
 """``tessera-serve``: arguments, environment and a YAML file become a ``ServerConfig``, and a server runs with it.
 
-No other module of ``serve`` reads options from the environment.
+No other module of the server reads its options from the environment: the client and agents read theirs.
 """
 
 from __future__ import annotations

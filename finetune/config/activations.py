@@ -25,7 +25,8 @@ class ActivationConfig:
     installed."""
 
     loss_rows: int | None = None
-    """Target tokens whose logits exist at once; unset: chosen, about 32 MiB of logits (256 on a GPU). 0 holds them whole."""
+    """Target tokens whose logits exist at once; unset: a sixteenth of them, but 16 to 32 MiB of
+    logits (128 to 256 on a GPU). 0 holds them whole."""
 
     def __post_init__(self) -> None:
         require(self.loss_rows is None or self.loss_rows >= 0, "activations.loss_rows", self.loss_rows, "be 0 or more")
