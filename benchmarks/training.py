@@ -41,7 +41,6 @@ TURN = 3
 """Steps of a system before it is another one's turn. The first turn warms up and is not counted."""
 PATIENCE_SECONDS = 600.0
 """After which a rank that says nothing is ended."""
-_TUNABLES = "GLIBC_TUNABLES"
 _WAITING, _FIGURES = "waiting for a turn", "seconds of steps"
 LOSS = {"tokens": 2048, "hidden": 768, "vocab": 50_304}
 
@@ -101,6 +100,10 @@ class Turns:
 def worker(system: str, stage: int, offload: bool, steps: int, adam: str) -> None:
     """Train in turns and print the seconds of every step as JSON."""
     os.environ["DS_ACCELERATOR"] = "cpu"
+    if system == "tessera":  # as its ranks are started; an older checkout's worker does as its ranks did
+        from finetune.machine.process import LARGE_PAGES, rank_environment
+
+        os.environ[LARGE_PAGES] = rank_environment(1, 1)[LARGE_PAGES]
     import torch
 
     from finetune.engines.zero import engine
@@ -260,7 +263,7 @@ def _run(words: list[str], environment: dict[str, str], checkout: Path = ROOT) -
 def step_seconds(stage: int, offload: bool, turns: int, adam: str, beside: Path | None = None) -> dict[str, list[float]]:
     """Seconds of every counted step, by system: all systems in one run, a turn at a time."""
     from finetune.machine.inventory import usable_cores
-    from finetune.machine.process import rank_environment
+    from finetune.machine.process import LARGE_PAGES, rank_environment
 
     words = ["--stage", str(stage), "--steps", str((1 + turns) * TURN), "--adam", adam if offload else ""]
     words += ["--offload"] if offload else []
@@ -270,7 +273,8 @@ def step_seconds(stage: int, offload: bool, turns: int, adam: str, beside: Path 
         started[BESIDE] = ("tessera", beside)
     with ExitStack() as stack:
         for system, (worker_of, checkout) in started.items():
-            shared = {**rank_environment(RANKS, max(1, usable_cores() // RANKS)), _TUNABLES: os.environ.get(_TUNABLES, "")}
+            shared = rank_environment(RANKS, max(1, usable_cores() // RANKS))
+            del shared[LARGE_PAGES]  # each has it as it is started by itself
             systems[system] = [
                 _run(["--worker", worker_of, *words], {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, checkout)
                 for rank in range(RANKS)
@@ -288,16 +292,6 @@ def step_seconds(stage: int, offload: bool, turns: int, adam: str, beside: Path 
                     _pipe(rank.stdin).flush()
                 said[system] = [_wait_for(end, rank, system) for rank in ranks]
     return {system: json.loads(first.removeprefix(_FIGURES))[TURN:] for system, (first, *_) in said.items()}
-
-
-def _begin_as_ranks_do() -> None:
-    """Begin again with what this checkout tells the C library of its ranks, which reads that when a program begins."""
-    from finetune.machine.process import rank_environment
-
-    wanted = rank_environment(1, 1)[_TUNABLES]
-    if os.environ.get(_TUNABLES) != wanted:
-        again = [sys.executable, "-m", "benchmarks.training", *sys.argv[1:]]
-        os.execve(sys.executable, again, {**os.environ, _TUNABLES: wanted})
 
 
 def _wait_for(start: str, rank: subprocess.Popen[str], system: str) -> str:
@@ -334,8 +328,6 @@ def main() -> int:
     if options.worker and options.worker.startswith("loss"):
         loss_worker(options.worker == "loss-chunked", 5)
         return 0
-    if options.worker == "tessera":
-        _begin_as_ranks_do()
     if options.worker:
         worker(options.worker, options.stage, options.offload, options.steps, options.adam)
         return 0
@@ -347,7 +339,7 @@ def main() -> int:
     cases = {"ZeRO-3, all offloaded": (3, True), "ZeRO-2": (2, False)}
     table: dict[str, dict[str, float]] = {}
     for name, (stage, offload) in cases.items():
-        runs = step_seconds(stage, offload, options.turns, adam, options.beside)
+        runs = step_seconds(stage, offload, options.turns, adam, options.beside and options.beside.resolve())
         medians = {system: statistics.median(values) for system, values in runs.items()}
         table[name] = medians | {f"tessera / {peer}": medians["tessera"] / medians[peer] for peer in list(medians)[1:]}
         print(name, {key: round(value, 4) for key, value in table[name].items()}, flush=True)

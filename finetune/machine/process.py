@@ -70,20 +70,16 @@ def rank_environment(ranks: int, threads: int) -> dict[str, str]:
         "TRANSFORMERS_VERBOSITY": "error",
         "PYTHONUNBUFFERED": "1",
         "TESSERA_PARENT": str(os.getpid()),
-        "GLIBC_TUNABLES": _large_pages(os.environ.get("GLIBC_TUNABLES", "")),
+        LARGE_PAGES: os.environ.get(LARGE_PAGES, "1"),
     }
 
 
-_LARGE_PAGES = "glibc.malloc.hugetlb"
+LARGE_PAGES = "THP_MEM_ALLOC_ENABLE"
+"""torch's own switch, read at a process' first tensor: a tensor of 2 MiB or more is asked of Linux in large pages.
 
-
-def _large_pages(tunables: str) -> str:
-    """The C library's settings, and that memory of two MiB and more be asked of the kernel in large pages.
-
-    Large tensors are mapped anew in every step (``host.heap.give_back``): by pages of 4 KiB that is a twentieth of the step.
-    glibc knows the setting since 2.35, and passes over what it does not know. What a user says of it stands.
-    """
-    return tunables if _LARGE_PAGES in tunables else ":".join(filter(None, (tunables, f"{_LARGE_PAGES}=1")))
+Large tensors are mapped anew in every step (``host.heap.give_back``): by pages of 4 KiB that is a twentieth of it and more.
+glibc's ``glibc.malloc.hugetlb`` would do as much, but has the heap grow and shrink by other rules than the forecast replays.
+"""
 
 
 def _free_port() -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -131,19 +130,16 @@ def test_what_is_imported_without_collection_is_old_afterwards() -> None:
 
 
 def test_ranks_get_large_tensors_in_large_pages_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
-    assert rank_environment(1, 1)["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
-    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.perturb=7")
-    assert rank_environment(1, 1)["GLIBC_TUNABLES"] == "glibc.malloc.perturb=7:glibc.malloc.hugetlb=1"
-    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=0:glibc.malloc.perturb=7")
-    assert rank_environment(1, 1)["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=0:glibc.malloc.perturb=7"
+    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
+    assert rank_environment(1, 1)["THP_MEM_ALLOC_ENABLE"] == "1"
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "0")
+    assert rank_environment(1, 1)["THP_MEM_ALLOC_ENABLE"] == "0"
 
 
 LARGE = """
-import ctypes, re, sys
-libc = ctypes.CDLL(None)
-libc.malloc.restype = ctypes.c_void_p
-address = libc.malloc(ctypes.c_size_t(64 << 20))
+import re, torch
+tensor = torch.empty(16 << 20)
+address = tensor.data_ptr()
 for part in re.split(r"\\n(?=[0-9a-f]+-[0-9a-f]+ )", open("/proc/self/smaps").read()):
     begin, end = (int(number, 16) for number in part.split()[0].split("-"))
     if begin <= address < end:
@@ -151,19 +147,15 @@ for part in re.split(r"\\n(?=[0-9a-f]+-[0-9a-f]+ )", open("/proc/self/smaps").re
 """
 
 
-def test_the_c_library_does_as_ranks_tell_it() -> None:
-    kind, version = platform.libc_ver()
-    pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    if (
-        kind != "glibc"
-        or tuple(map(int, version.split("."))) < (2, 35)
-        or not pages.exists()
-        or "[madvise]" not in pages.read_text()
-    ):
-        pytest.skip("large pages are asked for by glibc 2.35 and newer, where the kernel gives them to those who ask")
-    for tunables, asked in ((rank_environment(1, 1)["GLIBC_TUNABLES"], "True"), ("", "False")):
-        environment = {**os.environ, "GLIBC_TUNABLES": tunables}
-        done = subprocess.run(
-            [sys.executable, "-c", LARGE], env=environment, capture_output=True, text=True, timeout=600, check=True
-        )
-        assert done.stdout.split() == [asked]
+@pytest.mark.parametrize(("value", "asked"), [(None, "True"), ("0", "False")])
+def test_torch_does_as_ranks_tell_it(value: str | None, asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists():
+        pytest.skip("this kernel has no large pages to give")
+    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
+    if value is not None:
+        monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", value)
+    environment = {**os.environ, **rank_environment(1, 1)}
+    done = subprocess.run(
+        [sys.executable, "-c", LARGE], env=environment, capture_output=True, text=True, timeout=600, check=True
+    )
+    assert done.stdout.split() == [asked]
