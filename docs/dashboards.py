@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import json
 import math
 import re
@@ -30,6 +29,7 @@ sys.path.insert(0, str(REPOSITORY))  # the packages as they lie here, installed 
 
 from examples.demo import corpus, training  # noqa: E402
 from examples.demo.children import Children, command, wait_for_line  # noqa: E402
+from finetune.observe.svg import PAGE_SETTINGS, page_element  # noqa: E402
 from serve.client import AsyncClient, TesseraError  # noqa: E402
 
 DOCS, GRAFANA = REPOSITORY / "docs", REPOSITORY / "deploy/grafana"
@@ -39,8 +39,6 @@ CHOSEN = {"$model": ".*", "$instance": ".*", "$__rate_interval": "15s"}
 TRAINING_MINUTES, SERVING_SECONDS = "1.5", 90.0
 INCHES, HIGH, ROOM = 0.6, 0.42, (0.55, 0.62)
 """One of Grafana's units across, and down; what a panel leaves free at its left and below it for numbers and legend."""
-INK = "#0a0b0c"
-"""Axes and text, until the page's own colour stands in its place."""
 STYLE = "svg { color: #374151 } @media (prefers-color-scheme: dark) { svg { color: #d1d5db } }"
 COLOURS = ("#16a34a", "#d97706", "#3b82f6", "#dc2626", "#9333ea", "#0891b2", "#ca8a04", "#be185d")
 PROMPTS = ("def read_config(path):\n", "class Connection:\n", "    def close(self):\n", "import os\nimport sys\n")
@@ -187,12 +185,7 @@ def drawn(dashboard: dict[str, Any], ask: Ask, span: float) -> str:
     panels = dashboard["panels"]
     rows = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in panels)
     width, height = 24 * INCHES, rows * HIGH + 0.3  # legends of the last row
-    ink = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "grid.color")
-    style: Any = {
-        **dict.fromkeys(ink, INK), "font.family": "sans-serif", "font.size": 8, "svg.fonttype": "none",
-        "svg.hashsalt": "tessera", "axes.prop_cycle": matplotlib.cycler(color=COLOURS),
-    }  # fmt: skip
-    file = io.StringIO()
+    style: Any = {**PAGE_SETTINGS, "font.size": 8, "axes.prop_cycle": matplotlib.cycler(color=COLOURS)}
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(width, height))
         for panel in panels:
@@ -203,9 +196,8 @@ def drawn(dashboard: dict[str, Any], ask: Ask, span: float) -> str:
                 left, below, w, h = left - ROOM[0] + 0.1, below - ROOM[1] + 0.15, w + 0.4, h + ROOM[1] - 0.15
             axes = figure.add_axes((left / width, below / height, w / width, h / height))
             (number if panel["type"] == "stat" else curves)(axes, panel, series_of(panel, ask), span)
-        figure.savefig(file, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
-    _, begin, body = file.getvalue().partition("<svg ")  # what is before it belongs to a file of its own
-    picture = (begin + body).replace(INK, "currentColor").replace(">", f"><style>{STYLE}</style>", 1)
+        picture = page_element(figure)
+    picture = picture.replace(">", f"><style>{STYLE}</style>", 1)
     # A hundredth of a point is enough.
     picture = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), picture)
     return "\n".join(line.rstrip() for line in picture.splitlines()) + "\n"

@@ -48,9 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0 done, 2 usage or configuration, 1 anything else.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
+    # By hand: argparse's sub-commands would be in the usage line, be taken after options too, and tell a stray word otherwise.
     if words[:1] == [BUILD_KERNELS]:
         return _build_kernels(words[1:])
-    if words and words[0] == "token":
+    if words[:1] == ["token"]:
         from serve.rpc import token_command
 
         return token_command.main(words[1:])

@@ -11,6 +11,8 @@ matplotlib.use("svg")
 
 from matplotlib import pyplot
 
+from finetune.observe.svg import SETTINGS
+
 MARKS: Final = {
     "openvino": ("o", "#0068b5"),
     "llama.cpp": ("s", "#d97706"),
@@ -23,7 +25,7 @@ BAR: Final = 1.10
 def draw(record: dict[str, Any], path: Path) -> None:
     """Write an SVG of the cells that are there, one row each; the same record gives the same file."""
     cells = list(record["cells"].items())
-    with pyplot.rc_context({"svg.hashsalt": "tessera", "svg.fonttype": "none", "font.size": 9}):
+    with pyplot.rc_context({**SETTINGS, "font.size": 9}):
         figure, axes = pyplot.subplots(figsize=(8, 1.4 + 0.28 * len(cells)), layout="constrained")
         for peer, (mark, colour) in MARKS.items():
             points = [

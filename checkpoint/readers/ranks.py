@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 from checkpoint.errors import CheckpointError
 from checkpoint.layout import Extent, Piece, Stored, copies, joined, whole
-from checkpoint.readers.files.pickles import StoredTensor
+from checkpoint.readers.files.pickles import DTYPES, StoredTensor
 from checkpoint.readers.files.torch_zip import Archive
 
 Part = tuple[str, Extent]
 """A file, and where in it a tensor or some rows of one lie."""
 Made = TypeVar("Made")
+_FLOATS: Final = {dtype: name for name, dtype in DTYPES.items() if "float" in name}
+"""torch's names of the dtypes that models are of, by the format's."""
 
 
 def tensors_of(archive: Archive, file: str, table: object, *, without: str = "") -> dict[str, Part]:
@@ -211,5 +213,5 @@ def divided(number: int, by: int, what: str, file: str) -> int:
 
 
 def dtype_name(stored: Stored) -> Any:
-    """What ``config.json`` calls the data type of a tensor."""
-    return {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}.get(stored.dtype)
+    """What ``config.json`` calls the data type of a tensor; ``None`` for integers, of which no model is."""
+    return _FLOATS.get(stored.dtype)

@@ -84,6 +84,7 @@ class TuneConfig:
         late = offload.method == "zenflow" and steps is not None and steps < every
         require(not late, "offload.zenflow.update_every", every, rule)
         rule = f"be none or cpu with optimizer.name {name}, which passes parts of matrices between ranks while it updates them"
+        # As their kinds declare it, which import torch and so cannot be asked here; a test holds this to them.
         require(offload.optimizer != "nvme" or name not in ("muon", "adafactor"), "offload.optimizer", "nvme", rule)
 
     def check_command(self, command: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from checkpoint.text.tokenizer_files import TOKENIZER_FORMS
 from finetune.config import SourceConfig, TuneConfig
@@ -25,13 +25,12 @@ from finetune.forecast.memory import (
 from finetune.forecast.pace import Pace
 from finetune.forecast.seconds import is_measurable, pace_of
 from finetune.forecast.speeds import Measured
+from finetune.model.dtypes import DTYPES
 from finetune.output.folder import CHECKPOINTS, RESUME, step_folders
 from finetune.units import in_gib
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-_DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +161,7 @@ def _of_all_ranks(need: Need, layout: Layout, process_bytes: int) -> dict[str, i
 def _save_bytes(config: TuneConfig, facts: ModelFacts, layout: Layout, precision: str) -> tuple[int, int]:
     """One served checkpoint, and one resume state."""
     elements = facts.trained if config.lora is not None else facts.total
-    served = _DTYPE_BYTES[precision if config.save.dtype == "auto" else config.save.dtype] * elements
+    served = DTYPES[precision if config.save.dtype == "auto" else config.save.dtype].itemsize * elements
     small_files = 2 << 20  # tokenizer, manifest, headers
     moments = sum(moment_elements(facts, layout.algorithm))
     resume = 4 * (elements + moments) + small_files if config.save.resume_state else 0

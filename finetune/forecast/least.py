@@ -27,7 +27,10 @@ _FOUR_TIMES: Final = ("gpt2", "gptj", "gpt_neo")
 """Those whose feed-forward layers are four times as wide as the model unless they say."""
 _FAMILIES: Final = (*_GROUPED, *_FOUR_TIMES, "gpt_neox", "opt")
 _STATE_BYTES: Final = {"adamw": 8, "zenflow": 8, "lion": 4, "muon": 4, "adafactor": 0}
-"""Bytes of state for a trained element, between steps, beside the fp32 weight."""
+"""Bytes of state for a trained element at least, between steps, beside the fp32 weight.
+
+A copy of what ``KINDS`` of ``finetune.optimizers.kinds`` declares, which imports torch; a test holds it to that.
+"""
 
 REMEDY: Final = "`tessera-finetune plan` with the same file and options says what to change; --anyway starts it all the same"
 

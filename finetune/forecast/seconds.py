@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Final
 
 from finetune.config import TuneConfig
 from finetune.forecast.facts import ModelFacts
@@ -13,9 +12,7 @@ from finetune.forecast.layout import Layout
 from finetune.forecast.pace import Pace
 from finetune.forecast.speeds import Measured, Speeds
 from finetune.forecast.trials import Trial
-
-_MUON_PRODUCTS: Final = 5 * 6
-"""Operations of the five iterations for each element of a matrix, over its shorter side."""
+from finetune.optimizers.kinds import KINDS
 
 
 def is_measurable(config: TuneConfig, device: str) -> bool:
@@ -48,9 +45,9 @@ def computing_of(facts: ModelFacts, layout: Layout, speeds: Speeds) -> dict[str,
         "random numbers": passes * work.drawn / speeds.drawn,
         "calls": passes * work.calls * speeds.call_seconds,
     }
-    if layout.algorithm == "muon" and facts.factors:
+    if (each := KINDS[layout.algorithm].products) and facts.factors:
         side = 2 * facts.matrices / facts.factors  # of a square matrix
-        products = _MUON_PRODUCTS * facts.matrices / layout.pipeline * side
+        products = each * facts.matrices / layout.pipeline * side
         parts["whole matrices"] = products / rate_at(speeds.products, round(side))
     return parts
 

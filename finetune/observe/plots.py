@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from finetune.observe.svg import PAGE_SETTINGS, page_element
 from finetune.output.log import read_log
 
 if TYPE_CHECKING:
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 _BLUE, _RED, _AMBER = "#3b82f6", "#dc2626", "#d97706"
 """Told apart on white and on black."""
-_INK: Final = "#0a0b0c"
-"""Axes and text of an SVG, until the page's own colour stands in its place."""
 _FEW_POINTS: Final = 2
 """So many points make no line that is seen, so they are marked."""
 _PANEL_INCHES: Final = (5.4, 2.7)
@@ -63,26 +61,14 @@ def as_svg(panels: Sequence[Panel]) -> str:
     import matplotlib
     from matplotlib.figure import Figure
 
-    ink = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "grid.color")
-    style: Any = {  # as a mapping of every name that matplotlib knows it has a type of its own
-        **dict.fromkeys(ink, _INK),
-        "font.family": "sans-serif",
-        "font.size": 9,
-        "path.simplify_threshold": 0.5,
-        "svg.fonttype": "none",  # text stays text
-        "svg.hashsalt": "tessera",
-    }
+    style: Any = {**PAGE_SETTINGS, "font.size": 9, "path.simplify_threshold": 0.5}
     columns = min(2, len(panels))
     rows = math.ceil(len(panels) / columns)
-    file = io.StringIO()
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(columns * _PANEL_INCHES[0], rows * _PANEL_INCHES[1]), layout="constrained")
         for place, panel in enumerate(panels, 1):
             _draw(figure.add_subplot(rows, columns, place), panel)
-        unsaid = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        figure.savefig(file, format="svg", transparent=True, metadata=unsaid)
-    _, begin, body = file.getvalue().partition("<svg ")  # what is before it belongs to a file of its own
-    return (begin + body).replace(_INK, "currentColor")
+        return page_element(figure)
 
 
 def draw_losses(log: Path, picture: Path) -> bool:

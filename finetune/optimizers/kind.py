@@ -1,4 +1,9 @@
-"""What an optimizer declares of itself, for all who deal with optimizers: a new one is one more file beside this."""
+"""What an optimizer declares of itself, for all who deal with optimizers.
+
+A new one is one more file beside this, its row in ``kinds.py``, and in ``config/optimization.py`` its name in the ``Literal``
+of ``optimizer.name`` and what options it has. Where torch is not imported, two things of it are repeated: how much it keeps in
+``forecast/least.py``, and whether disks are refused it in ``config/whole.py``; tests hold both to this.
+"""
 
 from __future__ import annotations
 
@@ -72,6 +77,8 @@ class OptimizerKind:
     """Bytes it computes with besides, where its state lies."""
     device_scratch: Callable[[UpdateSizes], int] = _nothing
     """Bytes it computes with besides where the ranks communicate, wherever its state lies."""
+    products: int = 0
+    """Operations of products of whole matrices in a step, for each element of a matrix, over its shorter side."""
 
     def keys_of(self, *, matrix: bool) -> tuple[str, ...]:
         """Keys of what it keeps of a parameter."""

@@ -146,4 +146,5 @@ MUON = OptimizerKind(
     tables_are_matrices=False,
     scratch=_scratch,
     device_scratch=lambda sizes: 4 * BUFFERS * sizes.matrix,
+    products=ITERATIONS * 6,  # three products of a multiplication and an addition each
 )

@@ -34,13 +34,13 @@ def main(job: Job) -> None:
         from finetune.engines.zero.engine import start_ranks
         from finetune.forecast.probe import measure
         from finetune.machine import build_ops
+        from finetune.model.dtypes import DTYPES
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     start_ranks("cpu", int(os.environ["RANK"]))
     for name, library in job.libraries.items():
         build_ops.load_op(name, Path(library))
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[job.precision]
-    speeds = measure(dtype, job.config.run.ranks)
+    speeds = measure(DTYPES[job.precision], job.config.run.ranks)
     seconds = [_seconds(trial, job) for trial in trials_of(job.config)]
     print(json.dumps({"speeds": speeds, "seconds": seconds}), flush=True)
 

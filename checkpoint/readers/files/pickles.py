@@ -136,7 +136,7 @@ _STORAGES = {
     "BoolStorage": "BOOL",
 }
 
-_DTYPES = {
+DTYPES: Final[Mapping[str, str]] = {
     "float64": "F64",
     "float32": "F32",
     "float16": "F16",
@@ -156,7 +156,7 @@ _TENSORS: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_parameter"): _Maker(_rebuild_parameter),
     ("torch", "Size"): _Maker(_counts),
     **{("torch", name): _StorageType(dtype) for name, dtype in _STORAGES.items()},
-    **{("torch", name): dtype for name, dtype in _DTYPES.items()},
+    **{("torch", name): dtype for name, dtype in DTYPES.items()},
 }
 
 _OPERATION_NAMES = """
