@@ -24,7 +24,9 @@ _SOURCES = tuple(
     Path(__file__).with_name(name)
     for name in ("attention.cpp", "group.cpp", "linear.cpp", "quantized.cpp", "sampling.cpp", "steps.cpp")
 )
-_HEADERS = tuple(Path(__file__).with_name(name) for name in ("avx2.h", "panels.h", "parts.h", "products.h", "vectors.h"))
+_HEADERS = tuple(
+    Path(__file__).with_name(name) for name in ("avx2.h", "candidates.h", "panels.h", "parts.h", "products.h", "vectors.h")
+)
 _FLAGS = (
     "-O3",
     "-std=c++17",
