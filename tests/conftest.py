@@ -52,6 +52,7 @@ LONGEST = (
 OURS = ("serve", "finetune", "checkpoint", "host")
 
 
+@pytest.hookimpl(trylast=True)  # what is counted is what was chosen
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Where files are dealt out to processes, begin with those that take longest: one that is begun last is waited for alone.
 

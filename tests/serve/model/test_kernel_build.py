@@ -12,7 +12,7 @@ from serve.cli import main
 from serve.model.kernels import ahead
 from serve.model.kernels.ahead import LEVELS, build_ahead, find_built
 from serve.model.kernels.build import NATIVE, built_for, load_cpu_kernels
-from serve.model.kernels.compiler import KernelUnavailable, locked
+from serve.model.kernels.compiler import _HEADERS, _SOURCES, KernelUnavailable, locked
 from tests.support.kernels import cpu_kernels
 
 ADVICE = r"set TESSERA_CACHE_DIR \(--cache-dir\) to a folder"
@@ -24,6 +24,11 @@ def no_kernels_built_ahead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> P
     folder = tmp_path / "ahead"
     monkeypatch.setattr(ahead, "FOLDER", folder)
     return folder
+
+
+def test_every_source_decides_whether_what_was_built_is_still_good() -> None:
+    folder = Path(ahead.__file__).parent
+    assert {*_SOURCES, *_HEADERS} == {*folder.glob("*.cpp"), *folder.glob("*.h")}
 
 
 @pytest.fixture
