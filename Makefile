@@ -11,6 +11,9 @@ INSTALL_LOG := $(VENV)/install.log
 
 # Tests and checks reach no model hub, whatever the user's environment says.
 export HF_HUB_OFFLINE := 1
+# Hundreds of processes are started in them: each reads what the first has compiled of Tessera, also where the environment has
+# Python keep nothing.
+unexport PYTHONDONTWRITEBYTECODE
 
 MAKEFLAGS += --no-print-directory
 .NOTPARALLEL:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
@@ -36,6 +38,8 @@ class _MakesFrequencies(Protocol):
 
 
 _MAKER: Final[_Maker] = AutoModelForCausalLM
+_TABLE: Final = "torch._meta_registrations"
+"""What operators do on ``meta``, those that torch defines in Python; see ``serve.worker.lean_torch``."""
 _ONE_AT_A_TIME: Final = threading.Lock()
 """Held while a model is made without values: transformers switches them off for the whole process, and two threads that did it
 at once would leave them off."""
@@ -74,8 +78,13 @@ def _is_small(func: Callable[..., Any], args: Sequence[Any], options: Mapping[st
 
 def new_model_on_meta(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
     """The model that a configuration describes, in evaluation mode: its shapes and types, without any memory or value."""
-    with _ONE_AT_A_TIME, no_init_weights(), _NoLargeMemory():
-        model = _MAKER.from_config(config, dtype=dtype, attn_implementation=attention)
+    try:
+        model = _made(config, dtype, attention)
+    except NotImplementedError:  # an operator that has no rule for ``meta`` but in torch's table, which ranks do not import
+        if _TABLE in sys.modules:
+            raise
+        importlib.import_module(_TABLE)
+        model = _made(config, dtype, attention)
     model.tie_weights()
     nn.Module.eval(model)
     made: dict[int, nn.Parameter] = {}
@@ -87,6 +96,11 @@ def new_model_on_meta(config: PretrainedConfig, dtype: torch.dtype, attention: s
             if buffer is not None and not buffer.is_meta:
                 module._buffers[name] = _on_meta(buffer)
     return model
+
+
+def _made(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+    with _ONE_AT_A_TIME, no_init_weights(), _NoLargeMemory():
+        return _MAKER.from_config(config, dtype=dtype, attn_implementation=attention)
 
 
 def _on_meta(tensor: Tensor) -> Tensor:

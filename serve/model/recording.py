@@ -208,6 +208,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
             self._paused = before
         self._recorded.append(call)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Else torch imports its compiler when a mode is first entered, to keep it from compiling what nobody compiles."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
         if self._paused:

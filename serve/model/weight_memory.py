@@ -16,6 +16,7 @@ import math
 import mmap
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -82,16 +83,23 @@ def _new_area(num_bytes: int) -> Tensor:
     return whole[begin : begin + size]
 
 
-def gather_pages_beside() -> None:
-    """As ``gather_pages``, in a thread of its own, so that steps go on meanwhile."""
-    threading.Thread(target=gather_pages, name="gather-pages", daemon=True).start()
+def gather_pages_beside(wait: Callable[[], None]) -> None:
+    """Have a thread of its own make large pages of the small ones that weights have been written to, one after the other.
+
+    Args:
+        wait: called before each page: returns when the processor is free for it, or has been waited for long enough.
+    """
+    threading.Thread(target=gather_pages, args=(wait,), name="gather-pages", daemon=True).start()
 
 
-def gather_pages() -> None:
+def gather_pages(wait: Callable[[], None] = lambda: None) -> None:
     """Make large pages of the small ones that weights have been written to, page after page.
 
     A page can be read all the time but for the moment in which it is copied. What cannot be had, for want of memory, stays as
     it is.
+
+    Args:
+        wait: called before each page.
     """
     global _small
     areas, _small = _small, []
@@ -99,6 +107,7 @@ def gather_pages() -> None:
         memory = area()
         if memory is not None:
             for number in range(memory.num_pages):
+                wait()
                 _advise(memory.first + number * HUGE_PAGE_BYTES, HUGE_PAGE_BYTES, _COLLAPSE)
         del memory  # its last tensor may be gone
 

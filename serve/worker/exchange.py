@@ -131,7 +131,7 @@ class Exchange:
         else:
             self._config = candidate.config
             if candidate.values is None:
-                gather_pages_beside()
+                gather_pages_beside(self._runner.rest.wait)
         if graphs is not None:
             graphs.capture()
         return StepResult(step=plan.step, refused=refused) if self._ranks.answers else None

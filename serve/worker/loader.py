@@ -36,6 +36,7 @@ from serve.model.shards import ShardOf
 from serve.model.stages import keep_stage
 from serve.types import LengthRule
 from serve.worker import gpus
+from serve.worker.autotp import shard, vocabulary_widths
 from serve.worker.complete import (
     page_attention,
     plain_embedding,
@@ -49,7 +50,7 @@ from serve.worker.computing import captures_on_cpu, choose_attention, choose_lin
 from serve.worker.device_faults import weights_that_do_not_fit
 from serve.worker.finite import check_weights
 from serve.worker.kv_cache import allocate, cache_dtype, enlarge
-from serve.worker.parallel import Ranks, shard, vocabulary_widths
+from serve.worker.parallel import Ranks
 from serve.worker.products import ProductMaker, activations
 from serve.worker.sampling.backend import SamplingBackend
 from serve.worker.sampling.sampler import choose_sampling
@@ -293,7 +294,9 @@ def _read_weights(
         The CPU kernels, where they apply; what computes linear layers; what can fill the model again.
     """
     model, dtype = plan.blueprint.model, plan.blueprint.dtype
-    shards: dict[str, ShardOf] = dict(shard(model, plan.family, plan.heads, ranks)) if ranks.size > 1 else {}
+    shards: dict[str, ShardOf] = {}
+    if ranks.size > 1:
+        shards |= shard(model, plan.family, plan.heads, ranks.rank, ranks.size, ranks.group)
     if ranks.stage.count > 1:
         keep_stage(model, plan.family, ranks.stage, device, lambda shape: ranks.receive(shape, dtype, device))
     watch.lap("build")

@@ -6,7 +6,8 @@ from torch import Tensor, nn
 
 from serve.model.families import Family
 from serve.model.linear import Matmul, Packer, activation_of, plain
-from serve.worker.parallel import Ranks, is_row_parallel
+from serve.worker.autotp import is_row_parallel
+from serve.worker.parallel import Ranks
 
 
 def activations(model: nn.Module, family: Family) -> dict[nn.Module, tuple[nn.Module, str]]:

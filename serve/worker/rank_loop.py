@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import importlib
 import itertools
 import logging
 import os
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 
 RANK_NAME: Final = "tessera-rank-"
 """What the system calls a rank's process, before its number."""
+LEAN: Final = ("serve.worker.lean_torch", "serve.worker.lean_imports")
+"""What imports torch and transformers for ranks."""
 PULSE_SECONDS: Final = 0.25
 _BEATS_PER_LOOK: Final = 8
 """Heartbeats from one look at the device's memory to the next."""
@@ -95,9 +98,10 @@ def _load(
     """
     name = "the device"
     try:
+        for module in LEAN:  # before they are imported in another way
+            importlib.import_module(module)
         import torch
 
-        import serve.worker.lean_imports  # noqa: F401  # before what it imports for the others
         from serve.model.weight_memory import gather_pages_beside
         from serve.worker import gpus
         from serve.worker.canary import check_forward
@@ -140,7 +144,7 @@ def _load(
         return None
     progress.waiting = True  # from here on it has nothing to do but what it is told
     wire.send(steps, wire.encode(wire.Ready(model.facts)))
-    gather_pages_beside()
+    gather_pages_beside(runner.rest.wait)
     order_loop = OrderLoop(Exchange(config, model, ranks, runner), Profiler(model, runner.recorded), device)
     return runner, order_loop, _faults(config, model, ranks, name, beside)
 

@@ -23,8 +23,8 @@ from serve.config import ServerConfig
 from serve.errors import RankStartError
 from serve.worker.vitals import Work
 
-_MODULES: Final = ("torch", "serve.worker.rank_loop", "serve.worker.lean_imports")
-_FOR_SEVERAL: Final = ("deepspeed.module_inject.auto_tp",)
+_MODULES: Final = ("serve.worker.lean_torch", "serve.worker.rank_loop", "serve.worker.lean_imports")
+_FOR_SEVERAL: Final = ("serve.worker.lean_deepspeed",)
 _LOOK_SECONDS: Final = 0.5
 _NVIDIA: Final = Path("/dev/nvidiactl")
 

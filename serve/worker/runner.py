@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from serve.worker.drafting import Drafting
 from serve.worker.loader import RankModel
 from serve.worker.parallel import Ranks
 from serve.worker.recorded_steps import Computed, RecordedSteps
+from serve.worker.rest import Rest
 from serve.worker.sampling.sampler import (
     LaunchedPrompt,
     first_columns,
@@ -49,15 +51,20 @@ class Runner:
         self._begins_S = first_columns(model.head_widths, model.device)
         self._table = SequenceTable(facts.block_tokens, model.device, facts.length_rule, inputs)
         self._drafting = Drafting(draft, self._table, model, ranks)
+        self.rest: Final = Rest()
+        """When no step is computed."""
 
     @property
     def recorded(self) -> RecordedSteps | None:
         """The steps that are replayed on a CPU, where some are."""
         return self.graphs if isinstance(self.graphs, RecordedSteps) else None
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Compute one step; ``None`` on every rank but the one that answers."""
+        with self.rest.interrupted(), torch.inference_mode():
+            return self._execute(plan)
+
+    def _execute(self, plan: StepPlan) -> StepResult | None:
         self._share_drawn(plan)
         self._table.learn(plan)
         if not plan.spans:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -56,8 +57,8 @@ def huge_bytes() -> int:
     return int(line.split()[1]) << 10
 
 
-def gather_and_wait() -> None:
-    gather_pages_beside()
+def gather_and_wait(wait: Callable[[], None] = lambda: None) -> None:
+    gather_pages_beside(wait)
     for thread in threading.enumerate():
         if thread.name == "gather-pages":
             thread.join()
@@ -70,7 +71,9 @@ def test_large_pages_are_made_of_what_was_written_and_of_nothing_else() -> None:
     memory = WeightMemory()
     tensors = [memory.empty((AREA_BYTES // 8,), torch.uint8).fill_(number) for number in range(4)]
     before, resident = huge_bytes(), resident_bytes()
-    gather_and_wait()
+    waits = list[int]()
+    gather_and_wait(lambda: waits.append(huge_bytes()))
+    assert len(waits) >= AREA_BYTES // HUGE_PAGE_BYTES, "each page waits until the processor is free"
     assert huge_bytes() - before >= AREA_BYTES // 2
     assert resident_bytes() - resident < HUGE_PAGE_BYTES
     for number, tensor in enumerate(tensors):
