@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -103,20 +104,20 @@ def calls(heads: Heads, work: Work, dtype: torch.dtype, libraries: dict[str, cty
     found: dict[str, Callable[[], object]] = {}
     for name, library in libraries.items():
         backend = CpuKernelBackend(library)
-        found[name] = lambda backend=backend: backend.attend(query, key, value, cache, layout, scale=size**-0.5, window=0)
+        found[name] = partial(backend.attend, query, key, value, cache, layout, scale=size**-0.5, window=0)
     batch = query.view(work.sequences, work.tokens, heads.queries, size).transpose(1, 2)
-    lying = [torch.randn(work.sequences, heads.keys, length, size).to(dtype) for _ in range(2)]
+    keys, values = (torch.randn(work.sequences, heads.keys, length, size).to(dtype) for _ in range(2))
     row, column = torch.arange(work.before, length)[:, None], torch.arange(length)[None]
-    rules = {"attn_mask": column <= row} if work.before else {"is_causal": True}
-    found["torch"] = lambda: torch.nn.functional.scaled_dot_product_attention(
-        batch, *lying, scale=size**-0.5, enable_gqa=heads.keys != heads.queries, **rules
-    )
+    found["torch"] = partial(
+        torch.nn.functional.scaled_dot_product_attention, batch, keys, values, column <= row if work.before else None,
+        is_causal=not work.before, scale=size**-0.5, enable_gqa=heads.keys != heads.queries,
+    )  # fmt: skip
     return found
 
 
-def measure(dtype: torch.dtype, libraries: dict[str, ctypes.CDLL], repeats: int, only: str) -> dict[str, dict[str, object]]:
+def measure(dtype: torch.dtype, libraries: dict[str, ctypes.CDLL], repeats: int, only: str) -> dict[str, dict[str, float]]:
     """Milliseconds by shape and work and by who computes, and what torch takes for each of the kernel's; medians."""
-    cells: dict[str, dict[str, object]] = {}
+    cells: dict[str, dict[str, float]] = {}
     for cell, heads, work in ((f"{shape}: {name}", SHAPES[shape], WORKS[name]) for shape in SHAPES for name in WORKS):
         if only not in cell:
             continue

@@ -37,7 +37,7 @@ WATCHED: Final = "traced and scraped / neither"
 ALIKE: Final = "neither / neither"
 
 
-class Collector(trace_service_pb2_grpc.TraceServiceServicer):  # type: ignore[misc]  # has no types
+class Collector(trace_service_pb2_grpc.TraceServiceServicer):
     """Takes traces and counts their spans."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):  # type: ignore[mi
 def collecting() -> Iterator[tuple[Collector, str]]:
     """A collector on a free port of loopback, and where it is."""
     server, collector = grpc.server(futures.ThreadPoolExecutor(max_workers=1)), Collector()
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)  # type: ignore[no-untyped-call]  # generated
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
