@@ -83,7 +83,7 @@ def _new_area(num_bytes: int) -> Tensor:
 
 
 def gather_pages_beside() -> None:
-    """As ``gather_pages``, in a thread of its own, so that steps go on meanwhile."""
+    """Make large pages of the small ones that weights were written to, in a thread of its own: steps go on meanwhile."""
     threading.Thread(target=gather_pages, name="gather-pages", daemon=True).start()
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests.repo.test_sizes import sources
 
 PACKAGES = ("checkpoint/", "configuration/", "finetune/", "host/", "serve/", "tessera/")
-BEGINNING = re.compile(r'^\s*"""(Of|Set it|Those of|The same of|As above)\b')
+BEGINNING = re.compile(r'^\s*"""((Of|Set it|Those of|The same|As above)\b|(As|Like|See) (:func:|``))')
 IGNORED = re.compile(r"# type: ignore\b(?!\[[a-z, -]+\]  # \S)")
 
 
