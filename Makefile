@@ -72,7 +72,7 @@ lint: $(STAMP) ## ruff: rules and format
 	@$(PY) -m ruff format -q --check .
 	@echo "lint: clean"
 
-types: $(STAMP) ## mypy strict over all packages and tests/support
+types: $(STAMP) ## mypy strict over all but generated code and tests
 	@$(PY) -m mypy --no-error-summary --num-workers $(WORKERS)
 	@echo "types: clean"
 

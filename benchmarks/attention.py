@@ -8,27 +8,20 @@ level than the processor's best (``--level x86-64-v3``) are compiled into a fold
 
 from __future__ import annotations
 
-import argparse
 import ctypes
-import datetime
-import json
-import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Final
 
 import torch
 
-from benchmarks.serving import RESULTS, machine
+from benchmarks import kernels
 from serve.model.attention import StepLayout
 from serve.model.kernel_attention import CpuKernelBackend
-from serve.model.kernels.ahead import build_ahead
-from serve.model.kernels.build import built_for, load_cpu_kernels
 from serve.worker.kv_cache import allocate
 
 BLOCK_TOKENS: Final = 16
@@ -103,20 +96,20 @@ def calls(heads: Heads, work: Work, dtype: torch.dtype, libraries: dict[str, cty
     found: dict[str, Callable[[], object]] = {}
     for name, library in libraries.items():
         backend = CpuKernelBackend(library)
-        found[name] = lambda backend=backend: backend.attend(query, key, value, cache, layout, scale=size**-0.5, window=0)
+        found[name] = partial(backend.attend, query, key, value, cache, layout, scale=size**-0.5, window=0)
     batch = query.view(work.sequences, work.tokens, heads.queries, size).transpose(1, 2)
-    lying = [torch.randn(work.sequences, heads.keys, length, size).to(dtype) for _ in range(2)]
+    keys, values = (torch.randn(work.sequences, heads.keys, length, size).to(dtype) for _ in range(2))
     row, column = torch.arange(work.before, length)[:, None], torch.arange(length)[None]
-    rules = {"attn_mask": column <= row} if work.before else {"is_causal": True}
-    found["torch"] = lambda: torch.nn.functional.scaled_dot_product_attention(
-        batch, *lying, scale=size**-0.5, enable_gqa=heads.keys != heads.queries, **rules
-    )
+    found["torch"] = partial(
+        torch.nn.functional.scaled_dot_product_attention, batch, keys, values, column <= row if work.before else None,
+        is_causal=not work.before, scale=size**-0.5, enable_gqa=heads.keys != heads.queries,
+    )  # fmt: skip
     return found
 
 
-def measure(dtype: torch.dtype, libraries: dict[str, ctypes.CDLL], repeats: int, only: str) -> dict[str, dict[str, object]]:
+def measure(dtype: torch.dtype, libraries: dict[str, ctypes.CDLL], repeats: int, only: str) -> dict[str, dict[str, float]]:
     """Milliseconds by shape and work and by who computes, and what torch takes for each of the kernel's; medians."""
-    cells: dict[str, dict[str, object]] = {}
+    cells: dict[str, dict[str, float]] = {}
     for cell, heads, work in ((f"{shape}: {name}", SHAPES[shape], WORKS[name]) for shape in SHAPES for name in WORKS):
         if only not in cell:
             continue
@@ -139,35 +132,23 @@ def measure(dtype: torch.dtype, libraries: dict[str, ctypes.CDLL], repeats: int,
 
 def main() -> int:
     """Run, print and record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=15, help="of each cell (15)")
+    parser = kernels.parser(__doc__)
     parser.add_argument("--beside", metavar="LIBRARY", help="kernels built from other sources, recorded as 'before'")
-    parser.add_argument("--level", help="kernels of this level instead of the processor's best")
-    parser.add_argument("--threads", type=int, default=2, help="that compute (2)")
     parser.add_argument("--only", default="", metavar="TEXT", help="the cells whose names have this in them")
-    parser.add_argument("--no-record", action="store_true", help="write no result file")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    with tempfile.TemporaryDirectory() as scratch:
-        built = build_ahead([options.level], Path(scratch))[0] if options.level else None
-        libraries = {"kernel": load_cpu_kernels() if built is None else ctypes.CDLL(str(built))}
+    with kernels.kernels_of(options.level) as library:
+        libraries = {"kernel": library}
         if options.beside:
             libraries["before"] = ctypes.CDLL(options.beside)
-        load = os.getloadavg()[0]
-        record = {
-            "what": "milliseconds of one layer's attention in a prompt's step; medians, and the others' time for the kernel's",
-            "date": datetime.date.today().isoformat(),
-            "machine": machine("cpu"),
-            "instructions": torch.backends.cpu.get_cpu_capability(),
-            "kernels": built_for(libraries["kernel"]),
-            "threads": options.threads,
-            "float32": measure(torch.float32, libraries, options.repeats, options.only),
-            "bfloat16": measure(torch.bfloat16, libraries, options.repeats, options.only),
-            "load_average": {"before": load, "after": os.getloadavg()[0]},
-        }
+        record = kernels.record_of(
+            "milliseconds of one layer's attention in a prompt's step; medians, and the others' time for the kernel's",
+            library,
+            lambda dtype: measure(dtype, libraries, options.repeats, options.only),
+            threads=options.threads,
+        )
     if not options.no_record:
-        target = RESULTS / f"attention-cpu-{record['date']}.json"
-        target.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        kernels.keep(record, "attention")
     return 0
 
 

@@ -30,6 +30,7 @@ from rich.table import Table
 
 from benchmarks.peers import ROOT
 from benchmarks.serving import NEW_TOKENS, PROMPT_TOKENS, RESULTS, decode_rate, machine, make_model
+from finetune.model.pretrained import new_model
 
 LATER, EARLIER = "this", "beside"
 _TURN: Final = """
@@ -95,8 +96,7 @@ def make_grouped(folder: Path, dtype: str) -> Path:
         hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, num_key_value_heads=4, intermediate_size=2816,
         vocab_size=50_304, max_position_embeddings=2048,
     )  # fmt: skip
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
-    model.save_pretrained(folder / f"llama-{dtype}")
+    new_model(config, getattr(torch, dtype)).save_pretrained(folder / f"llama-{dtype}")
     return folder / f"llama-{dtype}"
 
 
@@ -106,8 +106,10 @@ MODELS: Final[dict[str, Callable[[Path, str], Path]]] = {"Pythia-160M": make_mod
 def bytes_read(path: Path, dtype: str) -> int:
     """Bytes of the weights that a step reads whole: all but the input embedding."""
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
-    numbers = sum(parameter.numel() for parameter in model.parameters()) - model.get_input_embeddings().weight.numel()
-    return int(numbers) * getattr(torch, dtype).itemsize
+    embedding = model.get_input_embeddings().weight
+    assert isinstance(embedding, torch.Tensor)
+    numbers = sum(parameter.numel() for parameter in model.parameters()) - embedding.numel()
+    return numbers * int(getattr(torch, dtype).itemsize)
 
 
 def read_rate(numbers: torch.Tensor) -> float:

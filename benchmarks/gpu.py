@@ -34,11 +34,13 @@ from typing import Any, Final
 
 import torch
 from rich.console import Console
-from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, GPTNeoXConfig, GPTNeoXForCausalLM
+from transformers import AutoConfig, ContinuousBatchingConfig
 
+from benchmarks.pretrained import Generates, greedy, read_model
+from finetune.model.pretrained import new_model
 from serve.engine.plan import Span, Start, StepPlan
 from serve.options import build_config
-from serve.types import SamplingParams, SequenceId
+from serve.types import BlockId, SamplingParams, SequenceId
 from serve.worker.loader import RankModel, Stopwatch, load_rank
 from serve.worker.parallel import Ranks
 from serve.worker.runner import Runner
@@ -82,7 +84,7 @@ def make_model(folder: Path, sizes: dict[str, int], device: str, dtype: str) -> 
         return
     torch.manual_seed(0)
     with torch.device(device):
-        model = GPTNeoXForCausalLM._from_config(GPTNeoXConfig(**sizes, rotary_pct=0.25), dtype=getattr(torch, dtype))
+        model = new_model(AutoConfig.for_model("gpt_neox", **sizes, rotary_pct=0.25), getattr(torch, dtype))
     model.save_pretrained(folder)
 
 
@@ -121,7 +123,7 @@ class Decoding:
     def _span(self, number: int, start: int, count: int, *, sample: bool, continues: bool = False) -> Span:
         needed = -(-(start + count) // BLOCK_TOKENS) - self._held[number]
         self._held[number] += needed
-        blocks = tuple(next(self._blocks) for _ in range(needed))
+        blocks = tuple(BlockId(next(self._blocks)) for _ in range(needed))
         return Span(
             sequence=SequenceId(number), start=start, count=count, sample=sample, continues=continues, new_blocks=blocks
         )
@@ -133,13 +135,18 @@ class Decoding:
         assert not result.faults, result.faults[0].message
 
 
+def _timers() -> list[torch.cuda.Event]:
+    """Two moments on the device."""
+    return [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+
+
 def timed_steps(decoding: Decoding, steps: int, device: str) -> dict[str, float]:
     """Seconds of a step, and the share of it in which the device waits."""
     walls, busy = [], []
     for _ in range(3):
         decoding.step()
     for _ in range(steps):
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device == "cuda" else []
+        events = _timers() if device == "cuda" else []
         began = time.perf_counter()
         if events:
             events[0].record()
@@ -159,7 +166,7 @@ def bytes_of_step(model: RankModel, sizes: dict[str, int], batch: int, context: 
     return weights + 2 * sizes["num_hidden_layers"] * sizes["hidden_size"] * itemsize * batch * context
 
 
-def by_transformers(model: Any, prompts: list[list[int]], steps: int, device: str) -> dict[str, Any]:
+def by_transformers(model: Generates, prompts: list[list[int]], steps: int, device: str) -> dict[str, Any]:
     """Tokens a second of ``generate`` and of continuous batching, without the prompts: each is also run for one token."""
     ids = torch.tensor(prompts, device=device)
     found: dict[str, Any] = {}
@@ -168,12 +175,11 @@ def by_transformers(model: Any, prompts: list[list[int]], steps: int, device: st
         model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
 
     def continuous(tokens: int) -> None:
-        wanted = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
         room = None  # on a GPU it chooses by what is free, on the CPU by all that there is
         if device == "cpu":
             room = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=256)
         answers = model.generate_batch(
-            inputs=prompts, generation_config=wanted, continuous_batching_config=room, progress_bar=False
+            inputs=prompts, generation_config=greedy(tokens), continuous_batching_config=room, progress_bar=False
         )
         assert len(answers) == len(prompts)
 
@@ -231,7 +237,7 @@ def cells(programme: Programme, folder: Path, sizes: dict[str, int], steps: int,
     itemsize = getattr(torch, programme.dtype).itemsize
     name = torch.cuda.get_device_name() if programme.device == "cuda" else ""
     bandwidth = next((value for part, value in BANDWIDTH.items() if part in name), None)
-    peer = AutoModelForCausalLM.from_pretrained(folder, dtype=programme.dtype).to(programme.device)
+    peer = read_model(folder, programme.dtype, programme.device)
     for batch, context in wanted:
         cell: dict[str, Any] = {"batch": batch, "context": context}
         if time.monotonic() > ends:

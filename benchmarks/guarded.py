@@ -21,7 +21,9 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
 from cryptography.x509.oid import NameOID
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import AutoConfig
+
+from finetune.model.pretrained import new_model
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 VOCABULARY: Final = 8192
@@ -33,11 +35,11 @@ def make_model(folder: Path, *, hidden: int = 192, layers: int = 12, vocabulary:
     It is deep and narrow, so that a step of many sequences takes hardly longer than one of a few, as on a GPU.
     """
     torch.manual_seed(0)
-    config = CONFIG_MAPPING["gpt_neox"](
-        hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=hidden // 64, intermediate_size=4 * hidden,
-        vocab_size=vocabulary, max_position_embeddings=1024, rotary_pct=0.25,
+    config = AutoConfig.for_model(
+        "gpt_neox", hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=hidden // 64,
+        intermediate_size=4 * hidden, vocab_size=vocabulary, max_position_embeddings=1024, rotary_pct=0.25,
     )  # fmt: skip
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    new_model(config, torch.bfloat16).save_pretrained(folder)
     return folder
 
 

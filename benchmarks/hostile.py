@@ -262,7 +262,7 @@ async def replaced(server: Server, site: Site, times: int) -> dict[str, Any]:
 
         await _until(is_served)
         old, token = callers.token, await asyncio.to_thread(site.new_token, "good")
-        await _until(lambda token=token: callers.accepts(token))  # type: ignore[misc]
+        await _until(lambda token=token: callers.accepts(token))
         callers.token = token
 
         async def nobody_shows(old: str = old) -> bool:

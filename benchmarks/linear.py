@@ -9,23 +9,15 @@ the run; on a processor with more, hold the peers to the same: ``ONEDNN_MAX_CPU_
 
 from __future__ import annotations
 
-import argparse
 import ctypes
-import datetime
-import json
-import os
 import statistics
 import sys
-import tempfile
 import time
-from pathlib import Path
 from typing import Final
 
 import torch
 
-from benchmarks.serving import RESULTS, machine
-from serve.model.kernels.ahead import build_ahead
-from serve.model.kernels.build import built_for, load_cpu_kernels
+from benchmarks import kernels
 from serve.model.linear import Matmul, Packer, choose_packer, plain
 from serve.model.quantized import quantizing_packer
 
@@ -39,22 +31,22 @@ _MOST_SECONDS: Final = 2.0
 """A call that takes longer is timed once."""
 
 
-def products(dtype: torch.dtype, kernels: ctypes.CDLL) -> dict[str, list[Matmul]]:
+def products(dtype: torch.dtype, library: ctypes.CDLL) -> dict[str, list[Matmul]]:
     """Every product of a step, by who computes it."""
     torch.manual_seed(0)
     weights = [torch.randn(shape).to(dtype) * 0.02 for shape in SHAPES * LAYERS + (HEAD,)]
-    packers: dict[str, Packer | None] = {"kernel": choose_packer(CPU, dtype, kernels)[1], "plain torch": plain}
+    packers: dict[str, Packer | None] = {"kernel": choose_packer(CPU, dtype, library)[1], "plain torch": plain}
     name, onednn = choose_packer(CPU, dtype, None)
     packers |= {name: onednn} if onednn is not None else {}
-    packers |= {name: quantizing_packer(name, 32, dtype, kernels)[1] for name in ("int8", "int4")}
+    packers |= {name: quantizing_packer(name, 32, dtype, library)[1] for name in ("int8", "int4")}
     return {who: [pack(weight, None) for weight in weights] for who, pack in packers.items() if pack is not None}
 
 
-def measure(dtype: torch.dtype, kernels: ctypes.CDLL, repeats: int, threads: int) -> dict[str, dict[str, float]]:
+def measure(dtype: torch.dtype, library: ctypes.CDLL, repeats: int, threads: int) -> dict[str, dict[str, float]]:
     """Milliseconds of a step's products by rows and by who computes them; medians."""
     clock = time.thread_time if threads == 1 else time.perf_counter
     found: dict[str, dict[str, float]] = {}
-    steps = products(dtype, kernels)
+    steps = products(dtype, library)
     for rows in ROWS:
         inputs = {width: torch.randn(rows, width).to(dtype) for width in (768, 3072)}
         seconds: dict[str, list[float]] = {who: [] for who in steps}
@@ -75,33 +67,17 @@ def measure(dtype: torch.dtype, kernels: ctypes.CDLL, repeats: int, threads: int
 
 def main() -> int:
     """Run, print and record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=15, help="of each cell (15)")
-    parser.add_argument("--level", help="kernels of this level instead of the processor's best")
-    parser.add_argument("--threads", type=int, default=2, help="that compute (2)")
-    parser.add_argument("--no-record", action="store_true", help="write no result file")
-    options = parser.parse_args()
+    options = kernels.parser(__doc__).parse_args()
     torch.set_num_threads(options.threads)
-    with tempfile.TemporaryDirectory() as scratch:
-        if options.level:
-            kernels = ctypes.CDLL(str(build_ahead([options.level], Path(scratch))[0]))
-        else:
-            kernels = load_cpu_kernels()
-        load = os.getloadavg()[0]
-        record = {
-            "what": "milliseconds of four layers' and the head's products of Pythia-160M's shape, by rows; "
+    with kernels.kernels_of(options.level) as library:
+        record = kernels.record_of(
+            "milliseconds of four layers' and the head's products of Pythia-160M's shape, by rows; "
             f"{options.threads} threads, " + ("processor time" if options.threads == 1 else "wall time") + "; medians",
-            "date": datetime.date.today().isoformat(),
-            "machine": machine("cpu"),
-            "instructions": torch.backends.cpu.get_cpu_capability(),
-            "kernels": built_for(kernels),
-            "float32": measure(torch.float32, kernels, options.repeats, options.threads),
-            "bfloat16": measure(torch.bfloat16, kernels, options.repeats, options.threads),
-            "load_average": {"before": load, "after": os.getloadavg()[0]},
-        }
+            library,
+            lambda dtype: measure(dtype, library, options.repeats, options.threads),
+        )
     if not options.no_record:
-        target = RESULTS / f"linear-cpu-{record['date']}.json"
-        target.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        kernels.keep(record, "linear")
     return 0
 
 

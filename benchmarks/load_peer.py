@@ -14,7 +14,7 @@ from transformers.models.gpt_neox import modeling_gpt_neox  # noqa: F401  # its 
 
 def main(folder: str, dtype: str) -> None:
     imported = time.perf_counter()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()  # type: ignore[no-untyped-call]  # transformers leaves it unannotated
     loaded = time.perf_counter()
     with torch.inference_mode():
         ids = torch.arange(8)[None]

@@ -21,11 +21,11 @@ os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE
 import deepspeed
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from transformers import AutoModelForCausalLM, GPTNeoXConfig
+from torch.distributed.checkpoint import state_dict_saver
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 RANKS = 4
-SHAPE = {
+SHAPE: dict[str, float] = {
     "hidden_size": 1024,
     "num_hidden_layers": 24,
     "num_attention_heads": 16,
@@ -39,14 +39,16 @@ SHAPE = {
 """405 million parameters."""
 
 
-def configuration() -> GPTNeoXConfig:
-    return GPTNeoXConfig(**SHAPE, dtype="bfloat16", architectures=["GPTNeoXForCausalLM"])
+def configuration() -> PreTrainedConfig:
+    return AutoConfig.for_model("gpt_neox", **SHAPE, dtype="bfloat16", architectures=["GPTNeoXForCausalLM"])
 
 
 def make_model() -> Any:
     """The same on every rank."""
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(configuration(), dtype=torch.bfloat16, attn_implementation="eager")
+    return AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]  # transformers leaves it unannotated
+        configuration(), dtype=torch.bfloat16, attn_implementation="eager"
+    )
 
 
 def settings(stage: int, **more: Any) -> dict[str, Any]:
@@ -112,7 +114,7 @@ def pipeline(folder: Path) -> None:
 
     model = make_model()
     body = model.gpt_neox
-    blocks = [Block(model, number) for number in range(SHAPE["num_hidden_layers"])]  # type: ignore[call-overload]
+    blocks = [Block(model, number) for number in range(len(body.layers))]
     layers = [body.embed_in, *blocks, body.final_layer_norm, model.get_output_embeddings()]
     module = PipelineModule(layers=layers, num_stages=RANKS, loss_fn=lambda out, _: out.sum(), partition_method="uniform")
     optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
@@ -141,7 +143,7 @@ def fsdp(folder: Path) -> None:
     for layer in model.gpt_neox.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder / "step-1")
+    state_dict_saver.save({"model": get_model_state_dict(model)}, checkpoint_id=folder / "step-1")
 
 
 def whole(folder: Path) -> None:
@@ -165,7 +167,7 @@ def adapter(folder: Path) -> None:
     if dist.get_rank() == 0:
         base = AutoModelForCausalLM.from_pretrained(folder.with_name("hf"), dtype=torch.bfloat16)
         lora = LoraConfig(r=16, target_modules=["query_key_value", "dense"], init_lora_weights=False, task_type="CAUSAL_LM")
-        get_peft_model(base, lora).save_pretrained(folder)
+        get_peft_model(base, lora).save_pretrained(str(folder))
     dist.barrier()
 
 

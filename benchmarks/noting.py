@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import struct
 import subprocess
 import sys
@@ -38,7 +39,7 @@ def be_rank(notes: str, words: list[str]) -> None:
     receive, main_thread = wire.receive, threading.main_thread()
     file = Path(notes).open("ab", buffering=0)  # noqa: SIM115 - the rank leaves without cleaning up
 
-    def timed(connection):  # type: ignore[no-untyped-def]
+    def timed(connection: socket.socket) -> bytes:
         began = time.monotonic()
         message = receive(connection)
         if threading.current_thread() is main_thread:
@@ -59,7 +60,7 @@ def be_server(notes: str, words: list[str]) -> int:
     def starter(_: object) -> Iterator[_Noting]:
         yield _Noting(notes)
 
-    rank_process.rank_starter = starter  # type: ignore[assignment]
+    rank_process.rank_starter = starter  # type: ignore[assignment]  # of other ranks than it starts
     return cli.main(words)
 
 

@@ -14,10 +14,10 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import grpc
 import grpc.aio
@@ -111,7 +111,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 class _Caller:
     def __init__(self, load: Load) -> None:
-        tls = Tls(ca=load.ca, server_name="localhost") if load.ca else "plain"
+        tls: Tls | Literal["plain"] = Tls(ca=load.ca, server_name="localhost") if load.ca else "plain"
         self._load = load
         self._connection = Connection.of(load.address, {"credentials": tls, "token": load.token})
         self._draw = random.Random(load.seed)
@@ -170,7 +170,8 @@ class _Caller:
             code = error.code().name
             if counts and code == "RESOURCE_EXHAUSTED" and not tokens:
                 self.outcome.refused.append(time.monotonic() - began)
-                told = dict(error.trailing_metadata() or ()).get("grpc-status-details-bin", b"")
+                trailing: Iterable[tuple[str, bytes]] = error.trailing_metadata() or ()  # type: ignore[assignment]  # pairs in truth
+                told = dict(trailing).get("grpc-status-details-bin", b"")
                 self.outcome.without_retry_info += _RETRY_INFO not in told
         else:
             second = int(time.monotonic() - self._began)

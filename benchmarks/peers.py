@@ -7,22 +7,26 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import grpc
 import torch
-from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+from transformers import ContinuousBatchingConfig
 
+from benchmarks.pretrained import Generates, greedy, read_model
 from serve.config import CacheConfig, ModelConfig, SchedulerConfig, ServerConfig
 from serve.engine.engine import Engine
 from serve.engine.limits import EngineLimits
+from serve.engine.text import TextDelta
 from serve.types import Generation, RequestId, ResponseOptions, SamplingParams, StoppingParams
 from serve.v1 import inference_pb2, inference_pb2_grpc
 from serve.worker.executor import RankExecutor
 
 Prompts = Sequence[Sequence[int]]
+Dtype = Literal["float32", "bfloat16", "float16"]
+Device = Literal["cpu", "cuda"]
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -43,7 +47,7 @@ class TransformersGenerate:
 
     name = "transformers generate"
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: Generates) -> None:
         self._model = model
 
     @torch.inference_mode()
@@ -59,6 +63,7 @@ class TransformersGenerate:
             eos_token_id=None,
             pad_token_id=0,
         )
+        assert isinstance(out, torch.Tensor)
         assert out.shape[1] == ids.shape[1] + tokens
 
     def close(self) -> None:
@@ -70,18 +75,17 @@ class TransformersContinuousBatching:
 
     name = "transformers continuous batching"
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: Generates) -> None:
         self._model = model
 
     @torch.no_grad()  # it updates its buffers from a thread of its own, outside inference mode
     def generate(self, prompts: Prompts, tokens: int) -> None:
         """See ``System``."""
-        config = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
         # Blocks and budget as it would choose them with room for these sequences, so that it never has to evict.
         batching = ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=2048)
         answers = self._model.generate_batch(
             [list(prompt) for prompt in prompts],
-            generation_config=config,
+            generation_config=greedy(tokens),
             continuous_batching_config=batching,
             progress_bar=False,
         )
@@ -95,16 +99,14 @@ class TransformersContinuousBatching:
 class _NoText:
     """A text stream that writes nothing: ids are what is measured."""
 
-    def push(self, token_id: int):  # type: ignore[no-untyped-def]
-        from serve.engine.text import TextDelta
-
+    def push(self, token_id: int) -> TextDelta:
         return TextDelta("", None)
 
     def finish(self) -> str:
         return ""
 
 
-def server_config(path: Path, dtype: str, device: str, ranks: int = 1) -> ServerConfig:
+def server_config(path: Path, dtype: Dtype, device: Device, ranks: int = 1) -> ServerConfig:
     """The configuration that engine and server are measured with."""
     return ServerConfig(
         model=ModelConfig(path=str(path), dtype=dtype, device=device, tensor_parallel_size=ranks),
@@ -118,7 +120,7 @@ class TesseraEngine:
 
     name = "tessera engine"
 
-    def __init__(self, path: Path, dtype: str, device: str, ranks: int = 1) -> None:
+    def __init__(self, path: Path, dtype: Dtype, device: Device, ranks: int = 1) -> None:
         import time
 
         config = server_config(path, dtype, device, ranks)
@@ -220,7 +222,7 @@ class TesseraServer:
 
     def close(self) -> None:
         """Stop the server."""
-        self._loop.run_until_complete(self._channel.close())
+        self._loop.run_until_complete(self._channel.close(None))
         self._loop.close()
         self._process.terminate()
         self._process.wait(timeout=60)
@@ -229,8 +231,8 @@ class TesseraServer:
 
 
 @contextlib.contextmanager
-def transformers_model(path: Path, dtype: str, device: str):  # type: ignore[no-untyped-def]
+def transformers_model(path: Path, dtype: Dtype, device: Device) -> Iterator[Generates]:
     """The peers' model, freed afterwards so that systems do not share memory or cores."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval().to(device)
+    model = read_model(path, dtype, device)
     yield model
     del model

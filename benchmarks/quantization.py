@@ -31,6 +31,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
+from benchmarks.pretrained import without_progress_bars
 from benchmarks.serving import RESULTS, machine
 from serve.config import CacheConfig, ModelConfig, SchedulerConfig, ServerConfig
 from serve.engine.plan import Span, Start, StepPlan
@@ -126,7 +127,8 @@ def train(tokens_N: Tensor, folder: Path, steps: int) -> float:
         optimizer.zero_grad()
         if step % 50 == 49:
             print(f"step {step + 1} of {steps}: loss {float(loss.detach()):.3f}, {time.monotonic() - began:.0f} s", flush=True)
-    model.to(torch.bfloat16).save_pretrained(folder)
+    model.to(torch.bfloat16)  # type: ignore[arg-type]  # wrapped: mypy takes it for no method
+    model.save_pretrained(folder)
     return float(loss.detach())
 
 
@@ -199,7 +201,7 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, help="a folder for the trained model, which is taken from there if it has one")
     parser.add_argument("--no-record", action="store_true", help="write no result file")
     options = parser.parse_args()
-    transformers.utils.logging.disable_progress_bar()
+    without_progress_bars()
     torch.set_num_threads(os.cpu_count() or 1)
     began, worked = time.monotonic(), time.process_time()
     training, held_out = texts()

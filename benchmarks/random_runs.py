@@ -87,11 +87,11 @@ def _is_small(tree: Tree) -> bool:
     heads = model.get("num_attention_heads") or model["n_head"]
     inner = model.get("intermediate_size") or model.get("ffn_dim") or model["n_inner"]
     gated = model["model_type"] in ("llama", "qwen2", "mistral")
-    weights = layers * hidden * (4 * hidden + (3 if gated else 2) * inner) + hidden * model["vocab_size"]
+    weights: int = layers * hidden * (4 * hidden + (3 if gated else 2) * inner) + hidden * model["vocab_size"]
     micro, length = tree["batch"]["micro"], tree["data"]["seq_len"]
     tokens = micro * length
-    squares = 4.0 * micro * heads * length**2
-    operations = 6.0 * weights * tokens + 12.0 * layers * hidden * length * tokens
+    squares: float = 4.0 * micro * heads * length**2
+    operations: float = 6.0 * weights * tokens + 12.0 * layers * hidden * length * tokens
     if layers * squares > 8 * _MOST_SQUARES or squares > _MOST_SQUARES:
         return False
     return _FEWEST_WEIGHTS <= weights <= _MOST_WEIGHTS and 3e10 <= operations <= _MOST_OPERATIONS

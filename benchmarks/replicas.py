@@ -25,11 +25,12 @@ import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from serve.client import AsyncClient, TesseraError
+from serve.client.connection import Policy
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 REPLICAS: Final = 3
@@ -129,7 +130,7 @@ class Told:
 class Callers:
     """Callers who make one call after another, a quarter of them streams if wanted, and what became of them."""
 
-    def __init__(self, address: str, policy: str, seed: str) -> None:
+    def __init__(self, address: str, policy: Policy, seed: str) -> None:
         draw = random.Random(seed)
         self._prefixes, self._others = (
             [[draw.randrange(1, 200) for _ in range(PREFIX_TOKENS)] for _ in range(PREFIXES)] for _ in range(2)
@@ -269,11 +270,11 @@ async def struck(callers: Callers, replicas: Sequence[Replica], count: int) -> d
     return said
 
 
-async def measure(model: Path, folder: Path, count: int) -> dict[str, object]:
+async def measure(model: Path, folder: Path, count: int) -> dict[str, dict[str, Any]]:
     """All ways in one run, with one server alone as what they are compared with."""
     ports = free_ports(2 * REPLICAS)
     replicas = [Replica(model, (ports[2 * number], ports[2 * number + 1])) for number in range(REPLICAS)]
-    said: dict[str, object] = {}
+    said: dict[str, dict[str, Any]] = {}
     try:
         for replica in replicas:
             replica.start()
@@ -289,7 +290,7 @@ async def measure(model: Path, folder: Path, count: int) -> dict[str, object]:
                 callers = Callers(address, "weighted_round_robin" if name == "client" else "pick_first", seed=name)
                 await callers.warm_up()
                 taking = replicas[:1] if name == "one server" else replicas
-                result: dict[str, object] = {"even": await even(callers, taking, count)}
+                result: dict[str, Any] = {"even": await even(callers, taking, count)}
                 if name in WAYS:
                     result["how"] = WAYS[name]
                     result["struck"] = await struck(callers, replicas, count // 3)
@@ -316,8 +317,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         model = save("gpt_neox", Path(scratch) / "model")
         ways = asyncio.run(measure(model, Path(scratch), options.calls))
-    alone = ways["one server"]["even"]["prefix hits"]  # type: ignore[index]
-    beside = {name: round(ways[name]["even"]["prefix hits"] / alone, 3) for name in WAYS}  # type: ignore[index]
+    alone = ways["one server"]["even"]["prefix hits"]
+    beside = {name: round(ways[name]["even"]["prefix hits"] / alone, 3) for name in WAYS}
     result = {
         "what": "three servers of a tiny model behind HAProxy and by the client's own policy, beside one server, in one run",
         "date": datetime.date.today().isoformat(),

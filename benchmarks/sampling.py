@@ -25,7 +25,9 @@ import transformers
 from torch import Tensor
 
 from benchmarks.peers import TesseraServer
+from benchmarks.pretrained import without_progress_bars
 from benchmarks.serving import RESULTS, machine
+from finetune.model.pretrained import new_model
 from serve.engine.plan import Start
 from serve.model.kernels.build import load_cpu_kernels
 from serve.types import SamplingParams, SequenceId
@@ -181,7 +183,7 @@ def small_model(folder: Path) -> Path:
         hidden_size=256, num_hidden_layers=4, num_attention_heads=4, intermediate_size=1024, vocab_size=VOCABULARY,
         max_position_embeddings=2048,
     )  # fmt: skip
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    new_model(config).save_pretrained(folder)
     return folder
 
 
@@ -192,7 +194,7 @@ def main() -> int:
     parser.add_argument("--no-record", action="store_true", help="write no result file")
     parser.add_argument("--only-served", action="store_true", help="over gRPC alone; writes no result file")
     options = parser.parse_args()
-    transformers.utils.logging.disable_progress_bar()
+    without_progress_bars()
     over_grpc = served(options.repeats)
     missed = [name for name, bar in BARS.items() if over_grpc[name]["of greedy"] < bar]
     if options.only_served:

@@ -21,6 +21,7 @@ import torch
 from serve.engine.engine import Engine, EngineLimits
 from serve.engine.executor import ModelFacts
 from serve.engine.plan import Sampled, StepPlan, StepResult
+from serve.engine.text import TextStream
 from serve.types import Generation, RequestId, ResponseOptions, SamplingParams, StoppingParams
 from serve.worker import wire
 from serve.worker.batch import SequenceTable
@@ -77,10 +78,10 @@ def _engine(executor: InstantExecutor, running: int, waiting: int, new_tokens: i
         max_queued_tokens=(running + waiting) * PROMPT_TOKENS, prefix_caching=True,
     )  # fmt: skip
 
-    def no_text(generation: Generation, index: int) -> object:
+    def no_text(generation: Generation, index: int) -> TextStream:
         raise AssertionError("no text was asked for")
 
-    return Engine(facts=facts, limits=limits, executor=executor, open_text=no_text, clock=time.monotonic)  # type: ignore[arg-type]
+    return Engine(facts=facts, limits=limits, executor=executor, open_text=no_text, clock=time.monotonic)
 
 
 def _request(number: int, new_tokens: int) -> Generation:

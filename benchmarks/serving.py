@@ -28,6 +28,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.peers import (
+    Device,
+    Dtype,
     Prompts,
     System,
     TesseraEngine,
@@ -36,6 +38,8 @@ from benchmarks.peers import (
     TransformersGenerate,
     transformers_model,
 )
+from benchmarks.pretrained import without_advice, without_progress_bars
+from finetune.model.pretrained import new_model
 
 PROMPT_TOKENS = 64
 NEW_TOKENS = 64
@@ -47,12 +51,11 @@ RESULTS = Path(__file__).with_name("results")
 def make_model(folder: Path, dtype: str) -> Path:
     """Save a GPT-NeoX of Pythia-160M's shape."""
     torch.manual_seed(0)
-    config = transformers.GPTNeoXConfig(
-        hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3072, vocab_size=50_304,
+    config = transformers.AutoConfig.for_model(
+        "gpt_neox", hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3072, vocab_size=50_304,
         max_position_embeddings=2048, rotary_pct=0.25,
     )  # fmt: skip
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
-    model.save_pretrained(folder / dtype)
+    new_model(config, getattr(torch, dtype)).save_pretrained(folder / dtype)
     return folder / dtype
 
 
@@ -72,12 +75,12 @@ def decode_rate(measured: list[tuple[float, float]], batch: int) -> float:
     The medians of both times, not the median of their differences: what the first token takes varies by itself, with some
     systems by as much as ten tokens take.
     """
-    first, whole = (statistics.median(column) for column in zip(*measured, strict=True))
+    first, whole = statistics.median(one for one, _ in measured), statistics.median(every for _, every in measured)
     return batch * NEW_TOKENS / (whole - first)
 
 
 def measure(
-    path: Path, dtype: str, device: str, batches: list[int], repeats: int, console: Console
+    path: Path, dtype: Dtype, device: Device, batches: list[int], repeats: int, console: Console
 ) -> dict[str, dict[str, float]]:
     """Tokens/s of each system and batch size."""
     source = random.Random(0)
@@ -166,8 +169,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="result file; default: benchmarks/results/serving-<device>-<date>.json")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    without_advice()
+    without_progress_bars()
     console = Console(width=110)
     results = {}
     with tempfile.TemporaryDirectory() as scratch:

@@ -19,9 +19,8 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-import transformers
-
 from benchmarks.peers import TesseraServer
+from benchmarks.pretrained import without_progress_bars
 from benchmarks.serving import RESULTS, machine, make_model
 from serve.v1 import inference_pb2
 
@@ -109,17 +108,18 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=12, help="of each way and case (12)")
     parser.add_argument("--no-record", action="store_true", help="write no result file")
     options = parser.parse_args()
-    transformers.utils.logging.disable_progress_bar()
+    without_progress_bars()
+    results = {dtype: measure(dtype, options.turns) for dtype in options.dtypes}
     record = {
         "what": f"prompt lookup of {GUESSED} tokens at most beside plain decoding, one sequence, Pythia-160M's shape, prompts "
         f"of {PROMPT_TOKENS} tokens and {NEW_TOKENS} new ones, over gRPC, in turns of one run; medians",
         "date": datetime.date.today().isoformat(),
         "machine": machine("cpu"),
-        "results": {dtype: measure(dtype, options.turns) for dtype in options.dtypes},
+        "results": results,
     }
     if not options.no_record:
         (RESULTS / f"speculation-cpu-{record['date']}.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    return int(any(case["guessed / plain"] < case["bar"] for cases in record["results"].values() for case in cases.values()))
+    return int(any(case["guessed / plain"] < case["bar"] for cases in results.values() for case in cases.values()))
 
 
 if __name__ == "__main__":

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Final
 
 import psutil
-import transformers
 
 from benchmarks.peers import ROOT
+from benchmarks.pretrained import without_progress_bars
 from benchmarks.sampling import small_model
 from benchmarks.serving import RESULTS, machine
 
@@ -54,7 +54,7 @@ def main() -> int:
     parser.add_argument("--starts", type=int, default=15, help="after the one that warms the caches (15)")
     parser.add_argument("--no-record", action="store_true", help="write no result file")
     options = parser.parse_args()
-    transformers.utils.logging.disable_progress_bar()
+    without_progress_bars()
     with tempfile.TemporaryDirectory() as scratch:
         model = small_model(Path(scratch))
         each = [start(model) for _ in range(options.starts + 1)][1:]

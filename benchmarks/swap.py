@@ -25,11 +25,12 @@ from typing import Any, Final
 
 import grpc
 import torch
-from transformers import AutoModelForCausalLM, GPTNeoXConfig
+from transformers import AutoConfig, PreTrainedModel
 
 from benchmarks.load_server import serving
 from checkpoint import CheckpointWriter
 from finetune.machine import inventory
+from finetune.model.pretrained import new_model
 from serve.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 RESULTS: Final = Path(__file__).resolve().parent / "results"
@@ -51,14 +52,14 @@ class Stream:
     """First token and step of the checkpoint of each part."""
 
 
-def model_of(step: int) -> Any:
+def model_of(step: int) -> PreTrainedModel:
     """The model whose weights the checkpoint of this step has."""
-    config = GPTNeoXConfig(
-        hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3072, vocab_size=50_304,
+    config = AutoConfig.for_model(
+        "gpt_neox", hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3072, vocab_size=50_304,
         max_position_embeddings=2048, rotary_pct=0.25,
     )  # fmt: skip
     torch.manual_seed(step)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    return torch.nn.Module.eval(new_model(config, torch.float32))
 
 
 def write_run(root: Path) -> int:

@@ -21,14 +21,14 @@ from typing import Final
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.peers import TesseraEngine
+from benchmarks.peers import Dtype, TesseraEngine
 from benchmarks.serving import NEW_TOKENS, PROMPT_TOKENS, RESULTS, decode_rate, machine, make_model, times
 
 BAR: Final = 0.9
 """Two ranks of one thread beside one rank of two."""
 
 
-def measure(path: Path, dtype: str, batches: list[int], ranks: int, repeats: int) -> dict[int, dict[int, float]]:
+def measure(path: Path, dtype: Dtype, batches: list[int], ranks: int, repeats: int) -> dict[int, dict[int, float]]:
     """Tokens/s by number of ranks and sequences at once."""
     source = random.Random(0)
     rates: dict[int, dict[int, float]] = {1: {}, ranks: {}}

@@ -32,9 +32,10 @@ ROOT = Path(__file__).resolve().parents[1]
 SYSTEMS = ("tessera", "deepspeed", "trainer")
 BESIDE = "checkout beside"
 """The name of another checkout's ``tessera``."""
+VOCABULARY = 16_384
 MODEL = {
     "model_type": "gpt_neox", "hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6, "intermediate_size": 1536,
-    "vocab_size": 16_384, "max_position_embeddings": 512,
+    "vocab_size": VOCABULARY, "max_position_embeddings": 512,
 }  # fmt: skip
 SEQ, MICRO, ACCUMULATION, RANKS = 256, 2, 2, 2
 TURN = 3
@@ -66,7 +67,7 @@ def config(output: str, stage: int, offload: bool) -> Any:
         tokenizer=TokenizerConfig(path="unused"),
         batch=BatchConfig(micro=MICRO, accumulation=ACCUMULATION),
         optimizer=OptimizerConfig(lr=1e-4),
-        zero=ZeroConfig(stage=stage),  # type: ignore[arg-type]
+        zero=ZeroConfig(stage=stage),  # type: ignore[arg-type]  # a number of the command line
         offload=OffloadConfig(optimizer="cpu" if offload else "none", parameters="cpu" if offload and stage == 3 else "none"),
     )
 
@@ -116,7 +117,7 @@ def worker(system: str, stage: int, offload: bool, steps: int, adam: str) -> Non
     rank = int(os.environ["RANK"])
     device = engine.start_ranks("cpu", rank)
     draw = torch.Generator().manual_seed(rank)
-    tokens = torch.randint(0, MODEL["vocab_size"], (ACCUMULATION * MICRO * 4, SEQ + 1), generator=draw)  # type: ignore[call-overload]
+    tokens = torch.randint(0, VOCABULARY, (ACCUMULATION * MICRO * 4, SEQ + 1), generator=draw)
     with tempfile.TemporaryDirectory() as folder:
         run = {"tessera": _tessera, "deepspeed": _deepspeed, "trainer": _trainer}[system]
         turns = Turns()
@@ -143,16 +144,16 @@ def _tessera(config: Any, device: Any, tokens: Any, steps: int, adam: bool, turn
 
 def _model() -> Any:
     import torch
-    from transformers import AutoModelForCausalLM
 
     from finetune.model.build import new_config
+    from finetune.model.pretrained import new_model
 
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(new_config(MODEL, num_ids=2, seq_len=SEQ, end_of_text_id=0))
+    return new_model(new_config(MODEL, num_ids=2, seq_len=SEQ, end_of_text_id=0))
 
 
 def _optimizer(config: Any, model: Any, adam: bool) -> Any:
-    from finetune.engines.zero.engine import choose_optimizer
+    from finetune.engines.zero.optimizer import choose_optimizer
 
     return choose_optimizer(config, model, cpu_adam=adam)
 
@@ -201,7 +202,7 @@ def _trainer(config: Any, device: Any, tokens: Any, steps: int, adam: bool, turn
         for row in tokens.repeat(1 + steps * ACCUMULATION * MICRO * RANKS // len(tokens), 1)
     ]
     optimizer = _optimizer(config, model, adam)
-    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
     trainer = Trainer(model=model, args=arguments, train_dataset=rows, optimizers=(optimizer, schedule), callbacks=[Clock()])
     trainer.train()
 
@@ -231,7 +232,7 @@ def loss_worker(chunked: bool, repeats: int) -> None:
             loss = linear_cross_entropy(hidden, weight, None, targets)
         else:
             loss = token_losses(torch.nn.functional.linear(hidden, weight)[None], targets[None])
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         seconds.append(time.perf_counter() - began)
         added.append(_memory("VmHWM") - before - weight.numel() * weight.element_size())
     figures = {"seconds": statistics.median(seconds[1:]), "added": max(added[1:]), "loss": float(loss)}

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import json
 import statistics
 import sys
@@ -27,17 +26,17 @@ import grpc
 import psutil
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
-from benchmarks.guarded import Server, machine, make_model, serving
+from benchmarks import pairs
+from benchmarks.guarded import Server
 from benchmarks.open_loop import Load, Running
 
-STREAMS: Final = 32
 SCRAPE_SECONDS: Final = 1.0
 BAR: Final = 0.99
 WATCHED: Final = "traced and scraped / neither"
 ALIKE: Final = "neither / neither"
 
 
-class Collector(trace_service_pb2_grpc.TraceServiceServicer):  # type: ignore[misc]  # has no types
+class Collector(trace_service_pb2_grpc.TraceServiceServicer):
     """Takes traces and counts their spans."""
 
     def __init__(self) -> None:
@@ -53,7 +52,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):  # type: ignore[mi
 def collecting() -> Iterator[tuple[Collector, str]]:
     """A collector on a free port of loopback, and where it is."""
     server, collector = grpc.server(futures.ThreadPoolExecutor(max_workers=1)), Collector()
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)  # type: ignore[no-untyped-call]  # generated
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
@@ -78,12 +77,12 @@ class Asked:
         running = Running(self.load)
         if self.scraped:
             scraper.start()
-        outcome = running.outcome()
-        over.set()
-        if self.scraped:
-            scraper.join()
-        if set(outcome.codes) != {"OK"}:
-            raise RuntimeError(f"calls failed: {outcome.codes}")
+        try:
+            outcome = pairs.ended_well(running)
+        finally:
+            over.set()
+            if self.scraped:
+                scraper.join()
         taken, (seconds, count) = self._processor_seconds() - before, self._gaps()
         return 1000.0 * (seconds - gaps[0]) / (count - gaps[1]), 1000.0 * taken / sum(outcome.tokens_by_second.values())
 
@@ -109,13 +108,7 @@ class Asked:
 
 def by_turns(plain: Asked, watched: Asked, turns: int) -> dict[str, Any]:
     """The second of two servers beside the first."""
-    rows: list[tuple[tuple[float, float], tuple[float, float]]] = []
-    for number in range(turns):
-        if number % 2:
-            other, one = watched.turn(), plain.turn()
-        else:
-            one, other = plain.turn(), watched.turn()
-        rows.append((one, other))
+    rows = pairs.by_turns(plain.turn, watched.turn, turns)
     speeds, seconds = [one[0] / other[0] for one, other in rows], [other[1] / one[1] for one, other in rows]
     return {
         "speed of a stream, median of ratios": round(statistics.median(speeds), 4),
@@ -129,14 +122,10 @@ def by_turns(plain: Asked, watched: Asked, turns: int) -> dict[str, Any]:
 
 def measure(scratch: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Watched beside not watched, then two that are not, fewer times."""
-    model, results = make_model(scratch / "model", hidden=options.hidden, layers=12, vocabulary=50_304), dict[str, Any]()
+    model, results = pairs.model_of(scratch, options), dict[str, Any]()
 
     def asked(stack: contextlib.ExitStack, *words: str, scraped: bool) -> Asked:
-        server = stack.enter_context(serving(model, "--max-num-seqs", str(STREAMS), "--no-prefix-caching", *words))
-        load = Load(
-            address=server.address, seconds=options.seconds, streams=STREAMS, prompt_tokens=16, new_tokens=options.tokens
-        )  # fmt: skip
-        return Asked(server, load, scraped)
+        return Asked(*pairs.asked(stack, model, *words, seconds=options.seconds, new_tokens=options.tokens), scraped)
 
     def keep(name: str, turns: int, make: Callable[[contextlib.ExitStack], tuple[Asked, Asked]]) -> None:
         with contextlib.ExitStack() as stack:
@@ -156,22 +145,13 @@ def measure(scratch: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> int:
     """Print and record; 0 if the bar is kept."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=5.0, help="for which calls begin in a turn (5)")
-    parser.add_argument("--turns", type=int, default=8, help="of each of two servers (8)")
+    parser = pairs.parser(__doc__, seconds="for which calls begin in a turn", turns=8)
     parser.add_argument("--control-turns", type=int, default=4, help="of each of two servers that are the same (4)")
-    parser.add_argument("--tokens", type=int, default=32, help="that each call generates (32)")
-    parser.add_argument("--hidden", type=int, default=768, help="width of the model (768: Pythia-160M's shape)")
-    parser.add_argument("--out", type=Path, help="result file")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         results = measure(Path(folder), options)
-    if options.out is not None:
-        record = {
-            "what": (__doc__ or "").split("\n")[0], "date": str(datetime.date.today()), "machine": machine(),
-            "traced": "every call (--trace-ratio 1; the default is 0.01)", "scraped every": f"{SCRAPE_SECONDS:g} s",
-        }  # fmt: skip
-        options.out.write_text(json.dumps({**record, **results}, indent=2) + "\n")
+    facts = {"traced": "every call (--trace-ratio 1; the default is 0.01)", "scraped every": f"{SCRAPE_SECONDS:g} s"}
+    pairs.record(options.out, __doc__, results, **facts)
     return int(results[WATCHED]["speed of a stream, median of ratios"] < BAR)
 
 

@@ -82,7 +82,7 @@ class Extent:
         return Extent(self.dtype, tuple(shape), tuple(strides), offset)
 
     def transposed(self) -> Extent:
-        """The same elements with the order of the dimensions turned round."""
+        """The elements with the order of the dimensions turned round; nothing is read or moved."""
         return dataclasses.replace(self, shape=self.shape[::-1], strides=self.strides[::-1])
 
     def split(self, dim: int, sizes: tuple[int, ...]) -> Extent:

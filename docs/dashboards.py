@@ -181,11 +181,12 @@ def drawn(dashboard: dict[str, Any], ask: Ask, span: float) -> str:
     """A dashboard as one SVG, each panel where it says that it is."""
     import matplotlib
     from matplotlib.figure import Figure
+    from matplotlib.rcsetup import cycler
 
     panels = dashboard["panels"]
     rows = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in panels)
     width, height = 24 * INCHES, rows * HIGH + 0.3  # legends of the last row
-    style: Any = {**PAGE_SETTINGS, "font.size": 8, "axes.prop_cycle": matplotlib.cycler(color=COLOURS)}
+    style: Any = {**PAGE_SETTINGS, "font.size": 8, "axes.prop_cycle": cycler(color=COLOURS)}
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(width, height))
         for panel in panels:
@@ -209,11 +210,16 @@ def series_of(panel: dict[str, Any], ask: Ask) -> list[Series]:
     for target in panel["targets"]:
         expression = re.sub(r"\$\w+", lambda match: CHOSEN[match[0]], target["expr"])
         for labels, values in ask(expression):
-            legend = re.sub(r"{{(\w+)}}", lambda match, labels=labels: labels.get(match[1], ""), target["legendFormat"])
+            legend = legend_of(target["legendFormat"], labels)
             points = tuple((at, value) for at, value in values if math.isfinite(value))
             if points:
                 found.append(Series(legend, points))
     return found
+
+
+def legend_of(form: str, labels: dict[str, str]) -> str:
+    """A legend with the values of labels in the places of their names."""
+    return re.sub(r"{{(\w+)}}", lambda match: labels.get(match[1], ""), form)
 
 
 def number(axes: Any, panel: dict[str, Any], series: Sequence[Series], span: float) -> None:

@@ -160,15 +160,16 @@ def serving_row(model: str) -> tuple[str, ...]:
     """One model's cells: positions with weights in bf16, int8 and int4."""
     import torch
     from torch import nn
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
+    from finetune.model.pretrained import new_model
     from serve.config import CacheConfig
     from serve.worker.kv_cache import block_bytes
 
     shape = MODELS[model]
     config = AutoConfig.for_model(**shape | {"intermediate_size": shape.get("intermediate_size", 4 * shape["hidden_size"])})
     with torch.device("meta"):
-        built = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        built = new_model(config, torch.bfloat16)
     linear = [module.weight for module in built.modules() if isinstance(module, nn.Linear)]
     elements, outputs = sum(weight.numel() for weight in linear), sum(weight.shape[0] for weight in linear)
     rest = 2 * (sum(weight.numel() for weight in built.parameters()) - elements)

@@ -140,7 +140,7 @@ def _become(order: Order, descriptors: list[int], orders: socket.socket, forked_
 
 
 def _raised(descriptor: int) -> int:
-    """The same open file at a number that no place has."""
+    """The open file of a descriptor at a number that no place has; the old number is closed."""
     again = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _ABOVE)
     os.close(descriptor)
     return again

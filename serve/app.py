@@ -41,7 +41,7 @@ STOP_GRACE_SECONDS = 2.0
 """After the drain: for the last messages of calls that have ended to leave."""
 
 HURRY_GRACE_SECONDS = 0.5
-"""The same after a second signal."""
+"""After a second signal, in place of ``STOP_GRACE_SECONDS``."""
 
 _SWITCH_SECONDS = 0.0005
 """How long the loop's thread may keep the engine's waiting for the interpreter; Python's 5 ms is a good part of a step."""
@@ -292,8 +292,8 @@ def make_engine(edition: Edition, facts: ModelFacts, executor: Executor) -> Engi
 
 
 def with_checkpoint_folder(config: ServerConfig) -> ServerConfig:
-    """The same configuration with the folder that is served until the next reload: a run that writes its next checkpoint
-    meanwhile changes neither the tokenizer nor what a restarted rank loads.
+    """The configuration with the folder that is served until the next reload: a run that writes its next checkpoint meanwhile
+    changes neither the tokenizer nor what a restarted rank loads.
 
     Raises:
         ConfigError: there is no such folder, or no whole checkpoint in it.

@@ -45,7 +45,7 @@ class RotatedFile(WatchedFileHandler):
             self._tell(f"{self._what} is written again")
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """See ``logging.Handler``."""
+        """Tell of the first line of several that cannot be written; called by ``logging`` while the exception is handled."""
         self._fails = True
         if not self._failed:
             self._tell(f"{self._what} cannot be written; all else goes on, and its lines are lost: {sys.exc_info()[1]}")
@@ -123,7 +123,7 @@ def set_up(level: str, *, form: str = "text", file: str | None = None) -> None:
 
 
 def set_up_for_server(level: str) -> None:
-    """The same in a process whose standard error its server reads; see ``serve.worker.rank_output``.
+    """Log to standard error, in lines of which the server that reads them makes its own; see ``serve.worker.rank_output``.
 
     Args:
         level: of what Tessera says; of the libraries' talk, warnings are enough.

@@ -151,7 +151,7 @@ class RankSeries:
             device.set(device_bytes)
 
     def gone(self) -> None:
-        """There are no ranks."""
+        """There are no ranks any more: their memory is told as 0."""
         self.memory([(0, 0)] * len(self._memory))
 
     def lost(self, reason: str) -> None:
@@ -237,7 +237,7 @@ class ServedSeries:
             self._state.labels(name).set(name == state)
 
     def reloaded(self, result: str) -> None:
-        """A reload ended."""
+        """A reload ended with this result."""
         self._reloads.labels(result).inc()
 
     def written(self, seconds: float | None) -> None:

@@ -9,27 +9,30 @@ from tessera import neighbours
 
 
 def serve() -> int:
-    """``tessera-serve``."""
+    """Run ``tessera-serve``, the server; returns its exit code."""
     return _run("tessera-serve", "serve", "serve.cli", "main")
 
 
 def generate() -> int:
-    """``tessera-generate``."""
+    """Run ``tessera-generate``, the client; returns its exit code."""
     return _run("tessera-generate", "client", "serve.client.cli", "main")
 
 
 def health() -> int:
-    """``tessera-health``; without the look at other distributions, because a probe runs it every few seconds."""
+    """Run ``tessera-health``; returns its exit code.
+
+    Other distributions are not looked for: a probe runs it every few seconds.
+    """
     return _run("tessera-health", "client", "serve.client.health", "main", looks_around=False)
 
 
 def top() -> int:
-    """``tessera-top``."""
+    """Run ``tessera-top``, which shows a server; returns its exit code."""
     return _run("tessera-top", "serve", "serve.top.cli", "main")
 
 
 def finetune() -> int:
-    """``tessera-finetune``."""
+    """Run ``tessera-finetune``, the training commands; returns its exit code."""
     return _run("tessera-finetune", "train", "finetune.__main__", "run")
 
 

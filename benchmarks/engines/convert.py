@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 
 def openvino(source: str, out: str, precision: str) -> None:
@@ -37,5 +39,7 @@ def gguf(source: str, out: str, precision: str, llama_cpp: str) -> None:
     runpy.run_path(str(Path(llama_cpp) / "convert_hf_to_gguf.py"), run_name="__main__")
 
 
+CONVERTERS: Final[dict[str, Callable[..., None]]] = {"openvino": openvino, "ctranslate2": ctranslate2, "gguf": gguf}
+
 if __name__ == "__main__":
-    {"openvino": openvino, "ctranslate2": ctranslate2, "gguf": gguf}[sys.argv[1]](*sys.argv[2:])
+    CONVERTERS[sys.argv[1]](*sys.argv[2:])

@@ -25,7 +25,8 @@ BAR: Final = 1.10
 def draw(record: dict[str, Any], path: Path) -> None:
     """Write an SVG of the cells that are there, one row each; the same record gives the same file."""
     cells = list(record["cells"].items())
-    with pyplot.rc_context({**SETTINGS, "font.size": 9}):
+    style: Any = {**SETTINGS, "font.size": 9}  # of names, which have a type of their own in matplotlib
+    with pyplot.rc_context(style):
         figure, axes = pyplot.subplots(figsize=(8, 1.4 + 0.28 * len(cells)), layout="constrained")
         for peer, (mark, colour) in MARKS.items():
             points = [

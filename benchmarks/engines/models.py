@@ -18,6 +18,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from benchmarks.engines.cells import SHAPES, VOCABULARY
+from finetune.model.pretrained import new_model
 
 END: Final = "<|endoftext|>"
 
@@ -41,13 +42,13 @@ def write(shape: str, folder: Path) -> None:
     config = transformers.AutoConfig.for_model(
         values.pop("model_type"), **values, vocab_size=VOCABULARY[shape], bos_token_id=0, eos_token_id=0
     )
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = new_model(config, torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16())
     unfinished = folder.with_name(f"{folder.name}.unfinished")
     model.save_pretrained(unfinished)
-    wrapped = transformers.PreTrainedTokenizerFast(
+    wrapped = transformers.PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # transformers leaves it unannotated
         tokenizer_object=tokenizer(VOCABULARY[shape]), bos_token=END, eos_token=END, unk_token=END
     )
     wrapped.save_pretrained(unfinished)

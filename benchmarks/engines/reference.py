@@ -35,16 +35,20 @@ def reference_of(kitchen: Kitchen, shape: str, prompts: list[list[int]], tokens:
 def compute(model: str, question: str, out: str) -> None:
     """Greedy tokens of one padless batch, and the two likeliest of each step."""
     import torch
-    import transformers
+    from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+    from benchmarks.pretrained import read_model
 
     asked = json.loads(Path(question).read_text(encoding="utf-8"))
     ids = torch.tensor(asked["prompts"])
-    network = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    network = read_model(model, "float32")
     with torch.inference_mode():
         said = network.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=asked["tokens"], min_new_tokens=asked["tokens"],
             do_sample=False, eos_token_id=None, pad_token_id=0, output_logits=True, return_dict_in_generate=True,
         )  # fmt: skip
+    assert isinstance(said, GenerateDecoderOnlyOutput)
+    assert said.logits is not None
     values, places = torch.stack(said.logits, dim=1).topk(2)
     told = [
         {

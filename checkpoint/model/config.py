@@ -147,7 +147,7 @@ def normalized(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_one_beginning(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same with at most one id that begins a text: the first of a list, and ``None`` for a list of none."""
+    """The values with at most one ``bos_token_id``: the first of a list, and ``None`` for a list of none."""
     begins = values.get("bos_token_id")
     return dict(values) | ({"bos_token_id": begins[0] if begins else None} if isinstance(begins, list) else {})
 

@@ -38,7 +38,7 @@ def find_stored(name: str, stored: Collection[str]) -> str | None:
 
 
 def find_tied(name: str, stored: Collection[str], tied: Mapping[str, str]) -> str | None:
-    """As ``find_stored``, and where the tensor itself is absent, the stored name of one that it is tied to.
+    """The stored name of the model's tensor ``name``, else of one that it is tied to; ``None`` where none of them is stored.
 
     Args:
         tied: alias to owner; all aliases of one owner, and the owner, are one tensor.

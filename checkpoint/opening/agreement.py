@@ -27,7 +27,17 @@ class _Readable(Protocol):
 def check_tensors(
     checkpoint: _Readable, expected: Mapping[str, tuple[int, ...]], tied: Mapping[str, str], weights: Weights
 ) -> None:
-    """See ``Checkpoint.check_tensors``; ``weights`` is where the checkpoint's tensors lie."""
+    """Refuse weights that are not those of the model that ``config.json`` describes.
+
+    Args:
+        checkpoint: whose weights they are; read where tied tensors are stored twice, to compare them.
+        expected: every tensor the model has, by the model's names, and its whole shape as stored.
+        tied: alias to owner. One of them may be absent.
+        weights: where the checkpoint's tensors lie.
+
+    Raises:
+        CheckpointError: a tensor is missing, unexpected, of another shape, or not floating point, or tied ones differ.
+    """
     tensors = checkpoint.tensors
     missing = [name for name in expected if find_tied(name, tensors, tied) is None]
     if missing:

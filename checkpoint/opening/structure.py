@@ -56,7 +56,7 @@ class Structure:
         check_vocabulary(self.config, self.generation_config)
 
     def close(self) -> None:
-        """Give the files back."""
+        """Close the weights files."""
         self.weights.close()
 
     def __enter__(self) -> Self:

@@ -13,9 +13,9 @@ from checkpoint.layout import Stored
 from checkpoint.readers.ranks import Part, by_rows, transposed
 
 Tensors = Mapping[str, Stored]
-"""By ``weight`` and ``bias``."""
+"""A layer's tensors by ``weight`` and ``bias``."""
 Rows = Mapping[str, list[Part]]
-"""The same, as stretches of rows in the order of the whole."""
+"""A linear map's tensors by ``weight`` and ``bias``, each as stretches of rows in the order of the whole."""
 
 FAMILIES = ("gpt_neox", "gpt2", "llama", "mistral")
 """Model types whose names are known here."""
@@ -41,7 +41,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoder:
-    """A whole model."""
+    """All tensors of a model, by what they are for, whatever names its trainer gave them."""
 
     embedding: Stored
     positions: Stored | None = None

@@ -79,10 +79,10 @@ class Ranks:
         return None
 
     def take(self, *names: str) -> list[Part]:
-        """As ``find``, of what must be there.
+        """The parts of the first of ``names`` that is there, in the order of the ranks.
 
         Raises:
-            CheckpointError: it is not.
+            CheckpointError: none is there, or the ranks keep parts of different number of dimensions or data type.
         """
         found = self.find(*names)
         if found is None:

@@ -36,7 +36,7 @@ class Weights:
     """Where the tokenizer's files are, of a layout that names them itself."""
 
     def close(self) -> None:
-        """Give the files back."""
+        """Close the files."""
         for fd in self.files.values():
             os.close(fd)
 

@@ -43,7 +43,7 @@ def cut_dim(model_type: str, name: str, shape: tuple[int, ...]) -> int | None:
 
 
 class CutShardWriter:
-    """As ``ShardWriter``, one file for each rank. What is not cut is in the first."""
+    """Writes the tensors of one checkpoint cut for ranks, into one file for each rank. What is not cut is in the first."""
 
     def __init__(self, folder: Path, disk: Disk, *, ranks: int, model_type: str) -> None:
         self._folder, self._disk, self._model_type = folder, disk, model_type

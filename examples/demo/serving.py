@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.live import Live
+from rich.table import Table
 
 from examples.demo import metrics, screen
 from examples.demo.children import Child, Children, PartFailed, command, wait_for_line
@@ -137,7 +138,7 @@ async def _watch_blocks(server: Server, peak: list[int]) -> None:
 async def _draw(console: Console, panels: list[screen.Completion]) -> None:
     """Redraw until cancelled, and once more then; without a terminal only that last time."""
 
-    def picture() -> screen.Table:
+    def picture() -> Table:
         return screen.completions(panels, console.width, screen.panel_height(console))
 
     if not console.is_terminal:

@@ -10,9 +10,10 @@ from finetune.output.folder import CHECKPOINTS, RESUME
 
 
 def given_of(config: TuneConfig) -> Given:
-    """As ``checkpoint.open_checkpoint`` takes it; a ``tokenizer.path`` that is not there is told of where it is read.
+    """What the run's configuration says of its base, for ``checkpoint.open_checkpoint``.
 
-    The run's own saves leave nothing open but the tokenizer: what was said of the base is not said of them, and may be gone.
+    A ``tokenizer.path`` that is not there is left out here and told of where it is read. The run's own saves leave nothing open
+    but the tokenizer: what was said of the base is not said of them, and may be gone.
     """
     model, tokenizer = config.model, config.tokenizer.path
     given_tokenizer = tokenizer if tokenizer is not None and Path(tokenizer).expanduser().exists() else None

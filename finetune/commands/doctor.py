@@ -65,7 +65,7 @@ def as_json(findings: list[Finding]) -> dict[str, Any]:
 
 
 def show(findings: list[Finding], console: Console) -> None:
-    """Print a table."""
+    """Print the findings as a table: how each is, what was found, and what mends it."""
     table = Table(show_edge=False, pad_edge=False)
     for heading in ("", "what", "found", "remedy"):
         table.add_column(heading, overflow="fold")

@@ -36,7 +36,7 @@ class CommandParser(argparse.ArgumentParser):
         self._top_level, self._more_help = tuple(top_level), more_help
 
     def format_help(self) -> str:
-        """The whole help text."""
+        """The whole help text, with the meaning of every key where the command takes keys."""
         if self._more_help is not None:
             self.epilog = self._more_help()
         return super().format_help()

@@ -32,16 +32,16 @@ class SourceConfig:
     """Split of a ``datasets`` data set; unset: ``train``, or the only one."""
 
     text_key: str | None = None
-    """As ``data.text_key``."""
+    """Key of the text in a ``text`` record, as ``data.text_key``."""
 
     prompt_key: str | None = None
-    """As ``data.prompt_key``."""
+    """Key of the prompt in a ``completion`` record, as ``data.prompt_key``."""
 
     completion_key: str | None = None
-    """As ``data.completion_key``."""
+    """Key of the completion in a ``completion`` record, as ``data.completion_key``."""
 
     messages_key: str | None = None
-    """As ``data.messages_key``."""
+    """Key of the turns in a conversation, as ``data.messages_key``."""
 
     def __post_init__(self) -> None:
         require(bool(self.path), "path", self.path, "name a file, folder, glob or data set")

@@ -26,7 +26,7 @@ class Microbatch:
 
     @property
     def num_targets(self) -> int:
-        """Targets that count."""
+        """How many targets count towards the loss."""
         return int((self.targets != IGNORE_INDEX).sum())
 
 

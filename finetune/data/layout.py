@@ -140,7 +140,10 @@ def _held_from_joined(lengths: Numbers, settings: Settings) -> Numbers:
 
 
 def _held_from_whole(lengths: Numbers, settings: Settings) -> Numbers:
-    """The same for samples, which are never cut for it: at least one is held out, and one trains."""
+    """First held-out token of each sample, all of it or none: samples are not cut.
+
+    At least one is held out, and one trains, where there are two and ``eval_fraction`` is not 0.
+    """
     held_from = lengths.copy()
     if settings.eval_fraction == 0.0 or len(lengths) < 2:
         return held_from
@@ -233,7 +236,7 @@ def too_long_rule(tokens: int, seq_len: int) -> str:
 
 
 def _joined(documents: Numbers) -> Numbers:
-    """The same stream in as few stretches as possible: neighbours in a shard become one."""
+    """The stream of these stretches in as few as possible: neighbours in a shard become one."""
     if not len(documents):
         return documents
     before, after = documents[:-1], documents[1:]

@@ -44,7 +44,7 @@ class Rows(Protocol):
     def num_tokens(self) -> int: ...
 
     def rows(self, indices: Numbers) -> RowBatch:
-        """Some rows, by number."""
+        """The rows of these numbers, in this order."""
         ...
 
     def spans(self, row: int) -> list[tuple[int, int, int]]:

@@ -105,6 +105,8 @@ def copy_tokenizer(source: Path, folder: Path, key: str) -> None:
         except CheckpointError as error:
             raise ConfigError(f"{key}: {source}: {error}") from error
         return
+    # What is left are forms that only transformers reads, such as a vocab.txt, and a vocabulary with a class of its own. It
+    # writes them once; whoever opens the copy, this run included, reads it by checkpoint.text.
     try:
         from transformers import AutoTokenizer
 
@@ -173,6 +175,9 @@ def _settle_pipeline(source: Path, copy: Path) -> None:
     Where none is named it follows from the model beside the files, which may be another one in what is trained.
     Tokens that transformers would add beyond those stay out: the model has no rows for them.
     """
+    # The reader of checkpoint.text knows the classes of the families that are served. Some fifty others of transformers build
+    # pipelines too (Gemma's, BERT's, RoBERTa's), which it does not repeat: here they are asked for, so that the copy holds
+    # them, and from then on that reader gives transformers' ids of it.
     from transformers import AutoTokenizer
 
     try:

@@ -140,7 +140,7 @@ _MOST_REMEMBERED = 16
 def _followed(
     wrapped: nn.Module, model: PreTrainedModel, config: TuneConfig, *, packed: bool, masked: bool
 ) -> tuple[Trace, Work]:
-    """As :func:`follow`, of a micro-batch that was followed a short while ago without following it again."""
+    """What ``follow`` tells of a micro-batch; one that was followed a short while ago is not followed again."""
     where = ("zero", "offload", "save", "batch")  # where states lie, and how many micro-batches there are
     sections = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in where}
     built = model.config.to_json_string(use_diff=False)

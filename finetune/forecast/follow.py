@@ -29,7 +29,7 @@ from finetune.model.pretrained import head_of
 
 
 class What(Enum):
-    """Kinds of events."""
+    """Kinds of events that happen to a micro-batch's memory."""
 
     MADE = "made"
     """Storage ``number`` of ``size`` bytes."""

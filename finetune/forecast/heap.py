@@ -84,7 +84,7 @@ class Heap:
             self._leave(begin + whole, found + asked)
 
     def give(self, number: int) -> None:
-        """A piece is freed."""
+        """Free the piece of this number."""
         begin, size = self._pieces.pop(number)
         if begin < 0:
             self.mapped_bytes -= size

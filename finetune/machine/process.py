@@ -13,6 +13,12 @@ from contextlib import contextmanager
 
 from finetune.machine import inventory
 
+LARGE_PAGES = "THP_MEM_ALLOC_ENABLE"
+"""torch's own switch, read at a process' first tensor: a tensor of 2 MiB or more is asked of Linux in large pages.
+
+Large tensors are mapped anew in every step (``host.heap.give_back``): by pages of 4 KiB that is a twentieth of it and more.
+glibc's ``glibc.malloc.hugetlb`` would do as much, but has the heap grow and shrink by other rules than the forecast replays.
+"""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -72,14 +78,6 @@ def rank_environment(ranks: int, threads: int) -> dict[str, str]:
         "TESSERA_PARENT": str(os.getpid()),
         LARGE_PAGES: os.environ.get(LARGE_PAGES, "1"),
     }
-
-
-LARGE_PAGES = "THP_MEM_ALLOC_ENABLE"
-"""torch's own switch, read at a process' first tensor: a tensor of 2 MiB or more is asked of Linux in large pages.
-
-Large tensors are mapped anew in every step (``host.heap.give_back``): by pages of 4 KiB that is a twentieth of it and more.
-glibc's ``glibc.malloc.hugetlb`` would do as much, but has the heap grow and shrink by other rules than the forecast replays.
-"""
 
 
 def _free_port() -> int:

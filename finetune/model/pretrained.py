@@ -10,13 +10,13 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 
 class _Maker(Protocol):
-    """``AutoModelForCausalLM``."""
+    """What we call of ``AutoModelForCausalLM``, which has no types."""
 
     def from_config(self, config: PretrainedConfig, *, dtype: torch.dtype = ...) -> PreTrainedModel: ...
 
 
 class _Model(Protocol):
-    """``PreTrainedModel``."""
+    """What we call of ``PreTrainedModel``, which leaves it without types."""
 
     def get_output_embeddings(self) -> nn.Module | None: ...
 

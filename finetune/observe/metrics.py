@@ -65,7 +65,7 @@ class TrainMetrics:
         self._saved_at.set_to_current_time()
 
     def stepped(self, step: int, *, loss: float, rate: float, grad_norm: float, tokens: int, seconds: float) -> None:
-        """One step was taken."""
+        """One step was taken: its loss, learning rate, norm of the gradient, tokens and seconds."""
         for gauge, value in ((self._step, step), (self._loss, loss), (self._rate, rate), (self._norm, grad_norm)):
             gauge.set(value)
         self._tokens.inc(tokens)

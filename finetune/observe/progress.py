@@ -154,7 +154,7 @@ class RunProgress:
         self._lap()
 
     def saved(self, step: int, path: Path, seconds: float) -> None:
-        """Record a save."""
+        """Record a checkpoint that was saved to ``path`` in so many seconds."""
         self._write({"step": step, "saved": str(path), "seconds": round(seconds, 3)}, {})
         self._metrics.saved(seconds)
         self._line(step, f"saved {path} in {seconds:.1f} s")

@@ -54,7 +54,7 @@ class _Run(Protocol):
 
 
 class Sinks:
-    """Both of them, each if the configuration asks for it."""
+    """Writes what a run measures to TensorBoard and Weights & Biases, each if the configuration asks for it."""
 
     def __init__(self, config: TuneConfig, *, done: int) -> None:
         output = Path(config.run.output)

@@ -127,7 +127,7 @@ def fragments_of(zero: _Groups, names: Mapping[nn.Parameter, str], *, stage: int
 
 
 def ranges_of(groups: Sequence[Sequence[nn.Parameter]], names: Mapping[nn.Parameter, str]) -> list[Fragments]:
-    """The same where each rank has one range of all parameters of a group: ZeRO-1 and 2, and DeepSpeed's bf16 optimizer."""
+    """The fragments of flat tensors of which each rank has one range: ZeRO-1 and 2, and DeepSpeed's bf16 optimizer."""
     return [[_in_one_range(parameter, names[parameter]) for parameter in group] for group in groups]
 
 

@@ -63,7 +63,7 @@ class OptimizerKind:
     """An optimizer: how it is made, what it keeps, and what it needs while it updates."""
 
     name: str
-    """As ``TuneConfig.algorithm`` names it."""
+    """What ``TuneConfig.algorithm`` calls it."""
     make: Make
     state: tuple[str, ...]
     """Keys of what it keeps of each parameter, fp32 tensors as large as that."""

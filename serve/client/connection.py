@@ -158,13 +158,13 @@ class Connection:
         return cls(address, tuple(options.items()), credentials, metadata or None, given.get("affinity", False))
 
     def channel(self) -> grpc.Channel:
-        """For calls that block."""
+        """A new channel for calls that block; whoever asks closes it."""
         if self.credentials is None:
             return grpc.insecure_channel(self.address, options=self.options)
         return grpc.secure_channel(self.address, self.credentials, options=self.options)
 
     def aio_channel(self) -> grpc.aio.Channel:
-        """For asyncio."""
+        """A new channel for calls of asyncio, in whose loop it is made; whoever asks closes it."""
         if self.credentials is None:
             return grpc.aio.insecure_channel(self.address, options=self.options)
         return grpc.aio.secure_channel(self.address, self.credentials, options=self.options)

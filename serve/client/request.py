@@ -60,7 +60,7 @@ class Options(TypedDict, total=False):
     typical_p: float
     """Locally typical sampling: the probability mass kept, tokens nearest to the entropy first; above 0, at most 1."""
     seed: int
-    """The same seed gives the same tokens, whatever else is served; by default a random one, which ``Finish.seed`` tells."""
+    """Equal seeds give equal tokens, whatever else is served; by default a random one, which ``Finish.seed`` tells."""
     repetition_penalty: float
     """Divides positive and multiplies negative logits of tokens in prompt or output; 0.01 to 100, 1 changes nothing."""
     presence_penalty: float
@@ -96,7 +96,7 @@ class Options(TypedDict, total=False):
     logprobs: int
     """For each generated token its log probability and the k likeliest at its place; 0 asks for no others. By default none."""
     prompt_logprobs: int
-    """The same for the prompt's tokens."""
+    """For each prompt token its log probability and the k likeliest at its place; 0 asks for no others. By default none."""
     echo: bool
     """Whether the prompt's own text and token ids come back, in ``PromptInfo``; by default not."""
 

@@ -195,10 +195,10 @@ class RequestLimits:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The served model."""
+    """What the server says of the model that it serves."""
 
     name: str
-    """As requests name it."""
+    """The name that requests give."""
     family: str
     """Architecture, for example ``gpt_neox``."""
     num_parameters: int

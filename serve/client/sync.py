@@ -261,7 +261,7 @@ class Client:
         return tuple(self._call(self._tokenizer.Tokenize, message, timeout).token_ids)
 
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, timeout: float | None = None) -> str:
-        """Text of token ids."""
+        """The text of token ids, by default without special tokens."""
         message = filled(tokenizer_pb2.DetokenizeRequest(skip_special_tokens=skip_special_tokens), token_ids=token_ids)
         return str(self._call(self._tokenizer.Detokenize, message, timeout).text)
 

@@ -10,7 +10,7 @@ from serve.engine.sequence import Sequence
 
 @dataclass(slots=True)
 class Draft:
-    """A plan in the making."""
+    """What a step's plan has so far, and what may still come into it."""
 
     budget: int
     spare: int = 0

@@ -52,7 +52,7 @@ class Places:
         self._num_running[tenant] = self._num_running.get(tenant, 0) + 1
 
     def give_back(self, tenant: str) -> None:
-        """One runs no longer."""
+        """A sequence of the tenant runs no longer."""
         self._num_running[tenant] -= 1
         if not self._num_running[tenant]:
             del self._num_running[tenant]

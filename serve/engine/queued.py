@@ -39,7 +39,7 @@ class Queued:
 
     @property
     def requests(self) -> int:
-        """How many wait."""
+        """How many requests wait."""
         return len(self._arrivals)
 
     @property
@@ -49,7 +49,7 @@ class Queued:
 
     @property
     def ids(self) -> tuple[RequestId, ...]:
-        """In order of arrival."""
+        """Ids of the requests that wait, in order of arrival."""
         return tuple(self._arrivals)
 
     def add(self, request: LiveRequest) -> None:
@@ -61,7 +61,7 @@ class Queued:
         self.tokens += request.num_prompt_tokens
 
     def remove(self, request: LiveRequest) -> None:
-        """It waits no longer."""
+        """Take out a request that waits no longer."""
         generation = request.generation
         line = self._lines[generation.tenant]
         del line.requests[generation.request_id], self._arrivals[generation.request_id]

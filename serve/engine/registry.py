@@ -29,12 +29,12 @@ class Registry:
 
     @property
     def ids(self) -> tuple[RequestId, ...]:
-        """In order of arrival."""
+        """Ids of all live requests, in order of arrival."""
         return tuple(self._requests)
 
     @property
     def requests(self) -> tuple[LiveRequest, ...]:
-        """In order of arrival."""
+        """All live requests, in order of arrival."""
         return tuple(self._requests.values())
 
     @property

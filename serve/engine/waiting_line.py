@@ -26,7 +26,7 @@ class WaitingLine:
 
     @property
     def tenants(self) -> Set[str]:
-        """Whose sequences wait."""
+        """The tenants of whom a sequence waits."""
         return self._of.keys()
 
     def push(self, seq: Sequence, key: Key) -> None:

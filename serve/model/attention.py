@@ -214,7 +214,11 @@ class TorchBackend:
         rotary: Rotary | None = None,
         rules: ScoreRules = PLAIN,
     ) -> Tensor:
-        """See ``Backend``."""
+        """Write the step's keys and values into their slots, then attend, one sequence after the other.
+
+        Causal, each token over its own sequence's cached positions; [T, H, D] in the query's type. Queries and keys come turned
+        already: ``rotary`` must be ``None``.
+        """
         assert rotary is None, "queries and keys come turned already"
         block_tokens = layer.values.shape[2]
         block, offset = layout.slots // block_tokens, layout.slots % block_tokens

@@ -84,7 +84,10 @@ class CpuKernelBackend:
         rotary: Rotary | None = None,
         rules: ScoreRules = PLAIN,
     ) -> Tensor:
-        """See ``Backend``."""
+        """Write the step's keys and values into their slots, then attend, by one call of the kernel: [T, H, D] as the queries.
+
+        Each token attends to its own sequence's positions up to its own. With ``rotary`` queries and keys are turned first.
+        """
         query_THD, key_TGD, value_TGD = _rows(query_THD), _rows(key_TGD), _rows(value_TGD)
         _check_types(query_THD.dtype, (key_TGD, value_TGD, *(rotary or ())), layer)
         tokens, heads, width = query_THD.shape

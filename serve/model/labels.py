@@ -22,7 +22,7 @@ class Labels:
         self._before: list[tuple[nn.Module, str, object]] = []
 
     def put(self) -> None:
-        """Begin."""
+        """Label from now on: each module's forward is wrapped."""
         for model in self._models:
             for path, module in model.named_modules():
                 self._label(module, "forward", module.forward, module, path)

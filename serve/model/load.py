@@ -258,7 +258,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Filling:
-    """Values for one place."""
+    """What computes one place of the model: its parameters, or a packed product."""
 
     place: Place
     parameters: Mapping[str, nn.Parameter | None]

@@ -18,13 +18,13 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
 class _Maker(Protocol):
-    """``AutoModelForCausalLM``."""
+    """What we call of ``AutoModelForCausalLM``, which has no types."""
 
     def from_config(self, config: PretrainedConfig, *, dtype: torch.dtype, attn_implementation: str) -> PreTrainedModel: ...
 
 
 class _Model(Protocol):
-    """``PreTrainedModel``."""
+    """What we call of ``PreTrainedModel``, which leaves it without types."""
 
     def get_output_embeddings(self) -> nn.Module: ...
 

@@ -109,7 +109,7 @@ class StepMemory:
         return flat.as_strided(tensor.shape, tensor.stride())
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A contiguous one."""
+        """A contiguous tensor of this shape and type, whose numbers are not set."""
         count = math.prod(shape)
         return self._slot(count * dtype.itemsize).view(dtype)[:count].view(tuple(shape))
 
@@ -142,7 +142,7 @@ class _Again:
 
 
 class Program:
-    """A recorded step."""
+    """The jobs and calls of a recorded step, which can be carried out again."""
 
     def __init__(self, steps: Steps, recorded: Sequence[Job | Callable[[], object]], held: Sequence[object]) -> None:
         self._parts: list[Callable[[], object]] = []
@@ -191,7 +191,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         super().__exit__(*raised)  # type: ignore[no-untyped-call]  # likewise
 
     def program(self) -> Program:
-        """What was recorded."""
+        """The program of all that was recorded so far."""
         return Program(self.steps, self._recorded, self._held)
 
     def note(self, job: Job, *held: object) -> None:
@@ -200,7 +200,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         self._held.extend(held)
 
     def by_python(self, call: Callable[[], object]) -> None:
-        """See ``anew``."""
+        """Call something now, recording none of what it does, and have each replay call it again; see ``anew``."""
         before, self._paused = self._paused, True
         try:
             call()

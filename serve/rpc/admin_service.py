@@ -23,7 +23,7 @@ STATE: Final = {
     State.STOPPED: admin_pb2.SERVER_STATE_STOPPED,
 }
 MOST_STEPS: Final = 100
-"""That one recording may have."""
+"""Steps that one recording may have."""
 MOST_SECONDS: Final = 600
 _STEPS, _SECONDS = 10, 60
 """What a recording has that says nothing else."""
@@ -37,7 +37,12 @@ class AdminService:
         self._scorer = scorer
 
     async def Abort(self, request: admin_pb2.AbortRequest, context: Context) -> admin_pb2.AbortResponse:
-        """End one request."""
+        """End one request, whoever made it.
+
+        Raises:
+            InvalidRequest: the id is none.
+            NotFound: no live request has it.
+        """
         if not REQUEST_ID.fullmatch(request.request_id):
             raise InvalidRequest.of("request_id", "must be 1 to 128 characters, each of A-Z a-z 0-9 . _ : -")
         request_id = RequestId(request.request_id)

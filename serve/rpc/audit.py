@@ -57,7 +57,7 @@ def note(request_id: str = "", *, requests: int = 0, prompt_tokens: int = 0, gen
 
 
 class Entry(Protocol):
-    """A call that goes on."""
+    """A call that goes on, of which a line is written when it ends."""
 
     def ended(self, code: str) -> None:
         """It ends with this status; called once."""
@@ -65,7 +65,7 @@ class Entry(Protocol):
 
 
 class Books(Protocol):
-    """Keeps books of calls."""
+    """Keeps books of calls: who asked for what, what it used and how it ended."""
 
     def entry(self, method: str, call: Called) -> Entry:
         """A call begins, in the task that answers it."""
@@ -73,13 +73,13 @@ class Books(Protocol):
 
 
 class NoBooks:
-    """Keeps none."""
+    """Keeps no books: nothing is written of any call."""
 
     def entry(self, method: str, call: Called) -> Entry:
         return self
 
     def ended(self, code: str) -> None:
-        """Nothing is written."""
+        """A call has ended with this status; nothing is written of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ class Audit:
             self._listener.start()
 
     def entry(self, method: str, call: Called) -> Entry:
-        """See ``Books``."""
+        """Begin the books of a call, in the task that answers it: what that uses is noted until the entry's ``ended``."""
         used = Used()
         USED.set(used)
         return _Call(self, method, call.peer(), used, self._clock())

@@ -28,7 +28,7 @@ class Checks:
         self._violations: list[Violation] = []
 
     def refuse(self, field: str, rule: str) -> None:
-        """Note one broken rule."""
+        """Note that a field breaks a rule, which the message says after the field's name."""
         self._violations.append(Violation(field, rule))
 
     def settle(self) -> None:

@@ -148,7 +148,7 @@ class ResponseBuilder:
             self._message.completions.add(index=index)
 
     async def add(self, event: PromptReady | TokensOut | SequenceFinished) -> None:
-        """Take in one event."""
+        """Take one event of the request into the answer."""
         await converted(_logprobs(event), lambda: self._add(event))
 
     def _add(self, event: PromptReady | TokensOut | SequenceFinished) -> None:

@@ -33,7 +33,7 @@ Handler = Callable[[Any, Context], Any]
 """A servicer's method: (request or iterator of requests, context) -> awaitable answer, or asynchronous generator of answers."""
 
 _Request = Message | Malformed | Unread
-"""As the deserializer leaves it."""
+"""A request as the deserializer leaves it."""
 
 A = TypeVar("A")
 

@@ -14,13 +14,17 @@ class ModelService:
         self._models = models
 
     async def GetModel(self, request: models_pb2.GetModelRequest, context: Context) -> models_pb2.Model:
-        """The model by name."""
+        """Facts and limits of the model of this name, or of the one there is if none is given.
+
+        Raises:
+            NotFound: another one is served.
+        """
         model = self._models.current()
         model.require_name(request.name)
         return _message(model)
 
     async def ListModels(self, request: models_pb2.ListModelsRequest, context: Context) -> models_pb2.ListModelsResponse:
-        """Every model: one."""
+        """Facts and limits of every model that is served: of the one."""
         return models_pb2.ListModelsResponse(models=[_message(self._models.current())])
 
 

@@ -88,7 +88,7 @@ class LoadReports:
             self._num_streams -= 1
 
     def close(self) -> None:
-        """End every stream."""
+        """End every stream of reports, and those that would begin."""
         if not self._closed.done():
             self._closed.set_result(None)
 

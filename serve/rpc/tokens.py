@@ -54,7 +54,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Entry(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One token."""
+    """What the file says of one token: who shows it, what it allows, and until when."""
 
     name: Name
     """The tenant: a label of metrics, and what logs call the caller."""

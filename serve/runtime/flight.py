@@ -37,7 +37,7 @@ class Flight:
         self._is_over.set()
 
     def __len__(self) -> int:
-        """Streams in flight."""
+        """How many streams are in flight."""
         return len(self._streams)
 
     def add(self, stream: Stream) -> None:

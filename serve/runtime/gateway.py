@@ -170,7 +170,11 @@ class Gateway:
         return await asyncio.wrap_future(num_dropped)
 
     async def load(self) -> EngineStats:
-        """See ``stats``."""
+        """The engine's figures after its latest step or command, for a caller that awaits them.
+
+        Raises:
+            Loading, EngineDown, Draining: there is no engine.
+        """
         return self.stats()
 
     def stats(self) -> EngineStats:

@@ -52,19 +52,31 @@ class RankGroup(Protocol):
         ...
 
     def launch(self, plan: StepPlan) -> None:
-        """See ``serve.engine.executor.Executor``."""
+        """Give the ranks one plan, to be computed once all before it are; does not wait for that.
+
+        Raises:
+            ExecutorDied: the ranks are lost, and with them all that was under way; no further call can succeed.
+        """
         ...
 
     def wait(self, seconds: float) -> None:
-        """See ``serve.engine.executor.Executor``."""
+        """Wait until the result that ``collect`` would give is there, or the ranks are lost; at most so many seconds."""
         ...
 
     def collect(self) -> StepResult:
-        """See ``serve.engine.executor.Executor``."""
+        """Wait for the result of the oldest plan that was launched and not collected.
+
+        Raises:
+            ExecutorDied: the ranks are lost, and with them all that was under way; no further call can succeed.
+        """
         ...
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """See ``serve.engine.executor.Executor``."""
+        """Launch one plan while nothing is under way, and wait for its result.
+
+        Raises:
+            ExecutorDied: the ranks are lost, and with them all that was under way; no further call can succeed.
+        """
         ...
 
     def prepare(self, config: ServerConfig, number: int) -> Prepared | Unlike:

@@ -83,7 +83,7 @@ class ServerState:
                 return Draining("the server is going away and takes no more requests")
 
     def refusal(self, edition: Edition | None = None) -> Unavailable | None:
-        """As ``unavailable``; but a request waits for an engine that is being brought back, where that is asked for."""
+        """Why a request made for ``edition`` is refused now; ``None`` if it may begin, or wait for an engine to come back."""
         return None if self.waits_for_engine and self._is_meant(edition) else self.unavailable(edition)
 
     def _is_meant(self, edition: Edition | None) -> bool:

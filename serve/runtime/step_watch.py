@@ -64,18 +64,26 @@ class StepWatch:
         self._exchanging = False
 
     def launch(self, plan: StepPlan) -> None:
-        """See ``serve.engine.executor.Executor``."""
+        """Give the ranks one plan, to be computed once all before it are, and note how large it is; does not wait.
+
+        Raises:
+            ExecutorDied: the ranks are lost, and with them all that was under way; no further call can succeed.
+        """
         self._under_way.append((plan, self._size_of(plan)))
         if self._step is None:
             self._begin_next()
         self._executor.launch(plan)
 
     def wait(self, seconds: float) -> None:
-        """See ``serve.engine.executor.Executor``."""
+        """Wait until the result that ``collect`` would give is there, or the ranks are lost; at most so many seconds."""
         self._executor.wait(seconds)
 
     def collect(self) -> StepResult:
-        """See ``serve.engine.executor.Executor``."""
+        """Wait for the result of the step in progress, and remember how long it took; then the next one is in progress.
+
+        Raises:
+            ExecutorDied: the ranks are lost, and with them all that was under way; no further call can succeed.
+        """
         result = self._executor.collect()
         _, size = self._under_way.popleft()
         self._longest_seconds = max(self._longest_seconds, self._clock() - self._began - self._excused_seconds)
@@ -85,7 +93,11 @@ class StepWatch:
         return result
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """See ``serve.engine.executor.Executor``."""
+        """Have one step computed while nothing is under way; one that exchanges weights may take as long as a start.
+
+        Raises:
+            ExecutorDied: the ranks are lost, and with them all that was under way; no further call can succeed.
+        """
         if plan.swap is not None:
             return self._exchange(plan)
         self.launch(plan)

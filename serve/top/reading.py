@@ -76,7 +76,7 @@ class Span:
         return _grown(before or 0.0, now) / self.seconds
 
     def rates(self, name: str, label: str) -> dict[str, float]:
-        """The same for each value of a label."""
+        """How much a counter grew in a second, for each value of a label."""
         if self.seconds <= 0:
             return {}
         before = self.before.by(name, label)

@@ -145,7 +145,7 @@ def _plain() -> Table:
 
 
 def count(value: float | None) -> str:
-    """A whole number."""
+    """A number without its fraction, its thousands apart."""
     return NOTHING if value is None else f"{value:,.0f}"
 
 
@@ -157,7 +157,7 @@ def amount(value: float | None) -> str:
 
 
 def in_words(seconds: float | None) -> str:
-    """A duration."""
+    """A duration, in the unit that fits it."""
     if seconds is None:
         return NOTHING
     if seconds < 1.0:
@@ -169,7 +169,7 @@ def in_words(seconds: float | None) -> str:
 
 
 def in_bytes(value: float | None) -> str:
-    """Memory."""
+    """Bytes of memory, in MiB or GiB."""
     if not value:
         return NOTHING
     return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"

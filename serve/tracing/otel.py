@@ -51,7 +51,10 @@ def open_otel(config: TracingConfig, *, version: str, model: str) -> OtelTracing
 
 
 class OtelTracing:
-    """See ``serve.tracing.seam.Tracing``."""
+    """Makes spans of OpenTelemetry: one for each call, below a caller's ``traceparent``, and one for each request in a call.
+
+    Belongs to the event loop.
+    """
 
     def __init__(self, provider: TracerProvider, *, model: str, clock: Callable[[], float] = time.monotonic) -> None:
         """

@@ -84,7 +84,7 @@ _NO_CALL: Final = _NoCall()
 
 
 class NoTracing:
-    """Traces nothing."""
+    """Traces no call and no request."""
 
     def call(self, method: str, metadata: Callable[[], Metadata | None]) -> CallTrace:
         return _NO_CALL

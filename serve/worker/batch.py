@@ -133,7 +133,7 @@ class SequenceTable:
         return self.batch(plan.spans) if plan.spans else None
 
     def state(self, sequence: SequenceId) -> SequenceState:
-        """A live sequence."""
+        """What the rank keeps of a live sequence."""
         return self._sequences[sequence]
 
     def learn(self, plan: StepPlan) -> None:

@@ -83,7 +83,10 @@ def sizes_to_capture(
 
 
 def _sizes_to_record(config: ServerConfig, rule: LengthRule | None, attention: str) -> tuple[int, ...]:
-    """The same where kernels compute on the CPU: every number up to ``_MOST_RECORDED``; with more, Python's part is small."""
+    """Rows of the decoding steps that are recorded where kernels compute on the CPU, ascending.
+
+    Every number up to ``_MOST_RECORDED``; with more, Python's part of a step is small.
+    """
     angles_come_from_host = rule is not None and rule.each_length
     if (
         not config.kernels.record_steps

@@ -125,7 +125,11 @@ class DecodeGraphs:
         return captured
 
     def compute(self, step: DecodeStep) -> tuple[Tensor, ...]:
-        """The same, not captured: last hidden states, this rank's logits, and on the stage's rank 0 ``likeliest_2T``."""
+        """Compute a step by its modules, as it is captured.
+
+        Returns:
+            Last hidden states, this rank's logits, and on the stage's rank 0 ``likeliest_2T``.
+        """
         self._model.state.layout = step.layout
         hidden_1TE = self._model.body(
             input_ids=step.input_ids, position_ids=step.position_ids, use_cache=False, return_dict=True

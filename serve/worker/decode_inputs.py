@@ -30,12 +30,12 @@ class DecodeStep:
 
     @property
     def input_ids(self) -> Tensor:
-        """int64 [1, size]"""
+        """The tokens, int64 [1, size]."""
         return self.numbers[:1]
 
     @property
     def position_ids(self) -> Tensor:
-        """int64 [1, size], with 0 where there is no sequence: what a model may look up a row of a table by."""
+        """Their positions, int64 [1, size], with 0 where there is no sequence: what a model may look up a row of a table by."""
         return self.numbers[1:2].clamp(min=0)
 
 

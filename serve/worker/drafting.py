@@ -146,7 +146,7 @@ class Drafting:
         return tuple(filled(span) for span in spans)
 
     def _guesses(self, model: RankModel, spans: Sequence[Span]) -> list[list[int]]:
-        """As many tokens for each span as it proposes. One whose logits are not finite, or which may say nothing, gets 0."""
+        """The model's tokens for each span, as many as it proposes; 0 where logits are not finite or nothing is allowed."""
         states = [self._table.state(span.sequence) for span in spans]
         guesses: list[list[int]] = [[] for _ in spans]
         parts = self._catch_up(model, states)

@@ -201,7 +201,7 @@ class RankExecutor:
         self._under_way.append(plan.step)
 
     def wait(self, seconds: float) -> None:
-        """See ``serve.engine.executor.Executor``."""
+        """Wait until the oldest result that is under way arrives, or its rank is lost; at most so many seconds."""
         if self._under_way and not self._received:
             wire.await_message(self._ranks[self._answers].steps, seconds)
 
@@ -226,7 +226,11 @@ class RankExecutor:
         return result
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """See ``serve.engine.executor.Executor``."""
+        """Send one plan while nothing is under way, and wait for its result.
+
+        Raises:
+            ExecutorDied: a rank is gone, or ``close`` was called meanwhile.
+        """
         self.launch(plan)
         return self.collect()
 
@@ -266,7 +270,7 @@ class RankExecutor:
             return self._orders
 
     def _cause_of_loss(self) -> str | None:
-        """As ``dead_rank``, which knows of a death a moment after the dead one's connection has gone."""
+        """What ``dead_rank`` says of a loss, a moment after the connection has gone; ``None`` if it says nothing."""
         deadline = time.monotonic() + _LOSS_SECONDS
         while (cause := self.dead_rank()) is None and time.monotonic() < deadline:
             time.sleep(0.01)

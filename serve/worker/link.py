@@ -49,7 +49,7 @@ class Refused(Exception):
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """An agent comes."""
+    """An agent says that it is there."""
 
     nonce: bytes
     node: int | None
@@ -77,7 +77,7 @@ class Joined(msgspec.Struct, frozen=True, tag=True):
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
-    """Start a rank."""
+    """The server asks the agent to start a rank."""
 
     run: int
     """What it is called by on this link, once and for all."""
@@ -106,7 +106,7 @@ class Signal(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """A rank ended."""
+    """A rank that the agent had started has ended."""
 
     run: int
     code: int
@@ -121,7 +121,7 @@ class Data(msgspec.Struct, frozen=True, tag=True):
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
-    """A sign of life."""
+    """A sign of life of either side."""
 
 
 Frame = Hello | Challenge | Proof | Joined | Begin | Began | Signal | Ended | Data | Beat

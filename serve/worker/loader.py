@@ -164,7 +164,11 @@ def load_rank(
 
 
 def with_blocks(model: RankModel, config: ServerConfig, ranks: Ranks, blocks: Blocks) -> RankModel:
-    """The same model with other blocks, all zeros. ``config`` and ``ranks``: what it was loaded by."""
+    """The model with other KV blocks, all zeros, in place of those it has.
+
+    Args:
+        config: what it was loaded by, as are ``ranks``.
+    """
     enlarge(model.caches, _blank(model.survey, blocks, config, ranks, model.device))
     most = min(model.survey.max_model_len, blocks.count * model.facts.block_tokens)
     facts = dataclasses.replace(model.facts, num_blocks=blocks.count, max_model_len=most, cache_memory=blocks.memory)

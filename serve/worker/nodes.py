@@ -95,7 +95,7 @@ class _AgentsProcess(RemoteProcess):
         self._code: int | None = None
 
     def ended(self, code: int, how: str | None) -> None:
-        """It has ended; ``how`` in words where the code does not tell."""
+        """The rank has ended with this return code; ``how`` in words where the code does not tell."""
         self._code, self.how = code, how
         self._gone.set()
 
@@ -149,7 +149,7 @@ class NodeStarter:
 
     @property
     def port(self) -> int:
-        """Where agents join."""
+        """The port at which agents join."""
         assert self._server is not None
         return int(self._server.sockets[0].getsockname()[1])
 
@@ -234,7 +234,17 @@ class NodeStarter:
         return wanted if wanted in free else f"node {wanted} has joined already"
 
     def start(self, rank: NewRank, unless: Callable[[], None]) -> RankProcess:
-        """See ``RankStarter``. The first rank waits for all nodes: those that wait for others seem to hang."""
+        """Start a rank on the node that has its place: here, or by the agent there. It dies with this process.
+
+        The first rank waits for all nodes: those that wait for others seem to hang.
+
+        Args:
+            unless: called now and then where the start takes long; what it raises ends it.
+
+        Raises:
+            OSError: the system has no process to give.
+            RankStartError: a node did not join or was lost, or the rank was started and hangs.
+        """
         if rank.number == 0:
             self._wait_for_all(unless)
             self._forget_meeting()

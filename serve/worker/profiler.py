@@ -33,7 +33,7 @@ from serve.worker.recorded_steps import RecordedSteps
 MAX_TRACE_BYTES: Final = 64 << 20
 """What one rank's trace may have, compressed."""
 _MAX_FILE_BYTES: Final = 1 << 30
-"""The same before it is compressed, as torch writes it."""
+"""What a trace may have before it is compressed, as torch writes it."""
 _PIECE_BYTES: Final = 1 << 20
 _LOOK_SECONDS: Final = 0.25
 """How often a rank without a step looks whether its recording is to end."""

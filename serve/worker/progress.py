@@ -27,7 +27,7 @@ class Progress:
         """What this process has taken of its device's memory, when it was last looked at."""
 
     def mark(self) -> None:
-        """One thing more."""
+        """Count one thing more that the rank has come to."""
         self.count += 1
 
     def reach(self, stage: int, stages: int) -> None:

@@ -68,7 +68,7 @@ class RemoteProcess(ABC):
         """Send a signal, at some time."""
 
     def kill(self) -> None:
-        """End it, at some time."""
+        """Send SIGKILL, which ends it at some time."""
         self.send_signal(signal.SIGKILL)
 
 

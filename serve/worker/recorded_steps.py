@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """A step's results."""
+    """What a step has computed, before anything is sampled."""
 
     hidden_TE: Tensor
     """Last hidden states; of a replay overwritten by the next one, of this number of rows or another."""

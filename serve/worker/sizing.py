@@ -63,7 +63,7 @@ def is_measured(config: ServerConfig, device: torch.device) -> bool:
 
 
 def few_blocks(plan: Surveyed, config: ServerConfig, ranks: Ranks) -> Blocks:
-    """As many as the largest step has positions, and as the first sequences of a start have: enough to try steps with."""
+    """Enough blocks to try steps with: what the largest step has positions for, and the first sequences of a start."""
     positions = max(config.scheduler.max_step_tokens, _FIRST_POSITIONS)
     count = -(-positions // config.cache.block_tokens) + 1
     return Blocks(count=count, kv_heads=plan.heads.shared_heads(ranks.rank).width, memory="")

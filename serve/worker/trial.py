@@ -47,7 +47,7 @@ def bytes_of_steps(config: ServerConfig, model: RankModel, ranks: Ranks, draft: 
 
 
 def largest_step(config: ServerConfig, model: RankModel) -> StepPlan:
-    """As many prompts as may run at once, with as many tokens as a step may have, all of them sampled from.
+    """The plan of the largest step: as many prompts as may run, as many tokens as a step may have, each prompt sampled from.
 
     Their blocks are the same, over and over: what is in them does not matter.
     """

@@ -32,7 +32,7 @@ class LastWords:
     sentence: str
 
     def encode(self) -> bytes:
-        """As one message."""
+        """The message that says so, cut to what one may have."""
         return (_MARK + f"{self.kind} {self.sentence}".encode())[:_MESSAGE_BYTES]
 
     @staticmethod

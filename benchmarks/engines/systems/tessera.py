@@ -61,7 +61,7 @@ class Tessera:
 
     def close(self) -> None:
         """Stop the server."""
-        self._loop.run_until_complete(self._channel.close())
+        self._loop.run_until_complete(self._channel.close(None))
         self._loop.close()
         self._server.terminate()
         self._server.wait(timeout=60)

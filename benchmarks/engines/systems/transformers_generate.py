@@ -8,6 +8,7 @@ import torch
 import transformers
 
 from benchmarks.engines.systems.answering import answer
+from benchmarks.pretrained import read_model, without_progress_bars
 
 
 class Transformers:
@@ -16,9 +17,8 @@ class Transformers:
     def __init__(self, settings: dict[str, Any]) -> None:
         self.versions = {"transformers": transformers.__version__, "torch": torch.__version__}
         torch.set_num_threads(settings["threads"])
-        transformers.utils.logging.disable_progress_bar()
-        dtype = getattr(torch, settings["dtype"])
-        self._model = transformers.AutoModelForCausalLM.from_pretrained(settings["model"], dtype=dtype).eval()
+        without_progress_bars()
+        self._model = read_model(settings["model"], settings["dtype"])
 
     @torch.inference_mode()
     def generate(self, prompts: list[list[int]], tokens: int, exact: bool) -> list[list[int]]:
@@ -28,6 +28,7 @@ class Transformers:
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False,
             eos_token_id=None, pad_token_id=0,
         )  # fmt: skip
+        assert isinstance(out, torch.Tensor)
         found: list[list[int]] = out[:, ids.shape[1] :].tolist()
         return found
 

@@ -49,7 +49,7 @@ def by_layers(names: Iterable[str]) -> bool:
 
 
 def rename(places: Mapping[str, Stored], layer_map: str | None, table: str, num_blocks: int | None = None) -> dict[str, Stored]:
-    """The same places by the model's names.
+    """Where each tensor lies, by the names of the model instead of those by layers.
 
     Args:
         places: by names that begin with the layer's number.

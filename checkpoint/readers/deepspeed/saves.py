@@ -233,7 +233,7 @@ class Flat:
 
     @property
     def count(self) -> int:
-        """Elements in all."""
+        """Elements of all stretches."""
         return self._ends[-1] if self._ends else 0
 
     @property

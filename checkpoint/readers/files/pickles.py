@@ -232,9 +232,10 @@ def read_table(data: bytes, file: str) -> dict[str, StoredTensor]:
 
 
 def read_tree(data: bytes, file: str, allowed: Allowed, most: int = MAX_OPERATIONS) -> Any:
-    """As ``read_table``, for pickles whose tensors lie deeper, beside other values.
+    """Turn the bytes of ``data.pkl`` into a tree with tensors at any depth, running nothing of the pickle's choice.
 
     Args:
+        allowed: the classes that it may name besides those of tensors.
         most: operations of the pickle machine that building the tree may take.
 
     Returns:

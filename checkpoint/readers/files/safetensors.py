@@ -40,7 +40,10 @@ def index_safetensors(fd: int, file: str) -> dict[str, Extent]:
 
 
 def index_parts(fd: int, file: str) -> tuple[dict[str, Extent], dict[str, Any]]:
-    """As ``index_safetensors``, of a file that may hold parts of tensors, or none; and the header's ``__metadata__``.
+    """Read the header of a file that may hold parts of tensors, or none, and prove that it describes the file, byte for byte.
+
+    Returns:
+        where each tensor lies, by its name; and the header's ``__metadata__``, empty where it has none.
 
     Raises:
         CheckpointError: whatever does not hold, with the tensor's name where there is one.

@@ -107,7 +107,7 @@ class Arguments:
         return default
 
     def switch(self, key: str, default: bool = False) -> bool:
-        """A truth value."""
+        """Whether the argument is true; ``default`` where it is not there or ``None``."""
         value = self.values.get(key)
         return default if value is None else bool(value)
 

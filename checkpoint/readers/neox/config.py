@@ -62,7 +62,7 @@ def shape_of(settings: Settings) -> Shape:
 
 
 def shape_from(config: Mapping[str, Any], file: str) -> Shape:
-    """The same from a ``config.json`` that was given in place of settings.
+    """The model that a ``config.json`` describes, which was given in place of settings.
 
     Raises:
         CheckpointError: it is of a family that GPT-NeoX does not train, or leaves out what is needed.

@@ -342,7 +342,7 @@ def _norm(ranks: Ranks, name: str) -> Tensors:
 
 
 def _without_padding(model: Decoder, rows: int) -> Decoder:
-    """The same without the rows of the vocabulary from ``rows`` on, where there are any."""
+    """The model without the rows of the vocabulary from ``rows`` on, where there are any."""
     if not 0 < rows < model.embedding.shape[0]:
         return model
     head = None if model.head is None or model.head.shape[0] <= rows else model.head.rows(0, rows)

@@ -43,7 +43,11 @@ class Settings:
         return value.lower()
 
     def switch(self, key: str, default: bool = False) -> bool:
-        """A truth value."""
+        """Whether the setting is true; ``default`` where it is not there or ``null``.
+
+        Raises:
+            CheckpointError: it is neither true nor false.
+        """
         value = self.values.get(key, default)
         if value is None:
             return default
@@ -52,7 +56,11 @@ class Settings:
         return value
 
     def count(self, key: str, default: int | None = None) -> int:
-        """A number from 1 up."""
+        """The setting's number, from 1 up; ``default`` where it is not there.
+
+        Raises:
+            CheckpointError: it is no such number, or neither it nor a default is there.
+        """
         found = self.optional_count(key)
         if found is not None:
             return found

@@ -24,7 +24,7 @@ from checkpoint.text.vocabulary import id_of, tokenizer_vocab_size
 _END_OF_TEXT: Final = "<|endoftext|>"
 _CHARACTERS, _SENTENCE_PIECE, _FOLDER = "charleveltokenizer", "spmtokenizer", "hfgpt2tokenizer"
 _CHARACTER_IDS: Final = 512
-"""Those GPT-NeoX counts for its tokenizer of characters; bytes have the first 256."""
+"""Ids that GPT-NeoX counts for its tokenizer of characters; bytes have the first 256."""
 
 _FILES: Final[Mapping[str, Mapping[str, str]]] = {
     "hftokenizer": {TOKENIZER_JSON: "vocab_file"},

@@ -23,7 +23,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One line or row."""
+    """One line of JSON or row of a table, by its keys."""
 
     values: dict[str, Any]
 

@@ -31,7 +31,7 @@ class _Rows(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, rows: slice) -> Mapping[str, Sequence[object]]:
-        """Columns by name."""
+        """Some rows, as columns by name."""
         ...
 
 

@@ -214,7 +214,7 @@ class HeadLayer(Layer):
         return self._loss_in_rows(hidden_NH, targets_N, self._rows)
 
     def _loss_in_rows(self, hidden_NH: torch.Tensor, targets_N: torch.Tensor, rows: int) -> torch.Tensor:
-        """The same loss with the logits of ``rows`` targets at once; they are made again in the backward pass.
+        """The loss with the logits of ``rows`` targets at once; they are made again in the backward pass.
 
         Gradients that came early, as the last piece's do, would wait for it in every micro-batch under way.
         """

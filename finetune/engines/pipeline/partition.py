@@ -14,7 +14,7 @@ Bounds = tuple[int, ...]
 ALIKE = 1.05
 """Cost of the slowest stage over the mean that asks for no finer pieces."""
 ALIKE_ENOUGH = 1.1
-"""The same, of stages among which the quickest are taken."""
+"""Cost of the slowest stage over the mean up to which, of several numbers of pieces, the quickest is taken."""
 
 
 def balanced(costs: Sequence[float], stages: int) -> Bounds:
@@ -58,13 +58,13 @@ def _cut(sums: Sequence[float], stages: int, limit: float, add: Callable[[float,
 
 
 def uniform(layers: int, stages: int) -> Bounds:
-    """As many layers on every stage, the first ones one more where that does not divide."""
+    """Cut into stages of equally many layers, the first ones of one more where that does not divide."""
     each, left = divmod(layers, stages)
     return tuple(accumulate([each + (stage < left) for stage in range(stages)], initial=0))
 
 
 def of_type(types: Sequence[str], pattern: str, stages: int) -> Bounds:
-    """As many layers whose type contains ``pattern`` (a regular expression, any case) on every stage.
+    """Cut so that every stage has about as many of the layers whose type contains ``pattern`` (a regular expression, any case).
 
     Raises:
         ConfigError: no layer matches, or fewer than there are stages.

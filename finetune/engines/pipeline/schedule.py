@@ -39,7 +39,7 @@ class StageModule(PipelineModule):  # type: ignore[misc]  # DeepSpeed has no typ
         self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
 
     def add_idle_parameter(self) -> nn.Parameter:
-        """Make ``idle``."""
+        """Give the stage a parameter that no layer uses, one 0, for its optimizer to have something; returns it."""
         self.idle = nn.Parameter(torch.zeros(1, dtype=next(self.parameters()).dtype, device=next(self.parameters()).device))
         return self.idle
 

@@ -50,7 +50,7 @@ class Zero(Protocol):
 
 
 class Engine(Protocol):
-    """``DeepSpeedEngine``."""
+    """What we call of ``DeepSpeedEngine``, which has no types."""
 
     module: nn.Module
     optimizer: Zero

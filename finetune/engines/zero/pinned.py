@@ -39,11 +39,19 @@ class CudaDriver:
     """CUDA's: the pages of this process stay where they are, and are known to its devices."""
 
     def register(self, address: int, num_bytes: int) -> None:
-        """See ``Driver``."""
+        """Pin whole pages by ``cudaHostRegister``.
+
+        Raises:
+            RuntimeError: CUDA refuses.
+        """
         torch.cuda.check_error(int(_runtime().cudaHostRegister(address, num_bytes, 0)))
 
     def unregister(self, address: int) -> None:
-        """See ``Driver``."""
+        """Wait for all that the device does, then let go of the pages that were pinned at this address.
+
+        Raises:
+            RuntimeError: CUDA refuses.
+        """
         torch.cuda.synchronize()  # a copy that was launched may still read
         torch.cuda.check_error(int(_runtime().cudaHostUnregister(address)))
 

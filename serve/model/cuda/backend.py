@@ -57,7 +57,11 @@ class TritonBackend:
         rotary: Rotary | None = None,
         rules: ScoreRules = PLAIN,
     ) -> Tensor:
-        """See ``Backend``."""
+        """Write the step's keys and values into their slots, then attend: a launch for short pieces, and one for long ones.
+
+        Causal, each token over its own sequence's cached positions; [T, H, D] in the query's type. Queries and keys come turned
+        already: ``rotary`` must be ``None``.
+        """
         assert rotary is None, "queries and keys come turned already"
         query_THD, key_TGD, value_TGD = (
             part if part.stride(-1) == 1 else part.contiguous() for part in (query_THD, key_TGD, value_TGD)

@@ -77,7 +77,10 @@ class CudaGraph:
         self._graph = torch.cuda.CUDAGraph()
 
     def capture(self, step: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """See ``Graph``.
+        """Keep what the step, which has run before, launches on the device.
+
+        Returns:
+            Its results, whose contents each ``replay`` writes anew.
 
         Raises:
             CaptureError: the step does what a graph cannot hold.
@@ -93,7 +96,7 @@ class CudaGraph:
             raise CaptureError(str(error)) from error
 
     def replay(self) -> None:
-        """See ``Graph``."""
+        """Launch all that was captured again, with what its inputs hold now; does not wait for the device."""
         self._graph.replay()
 
 
@@ -108,7 +111,10 @@ class CpuGraph:
 
     @torch.inference_mode()
     def capture(self, step: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """See ``Graph``.
+        """Keep the operations of the step, which has run before.
+
+        Returns:
+            Its results, whose contents each ``replay`` writes anew.
 
         Raises:
             CaptureError: the step does what a CUDA graph cannot hold.
@@ -118,7 +124,7 @@ class CpuGraph:
 
     @torch.inference_mode()
     def replay(self) -> None:
-        """See ``Graph``."""
+        """Do the operations again, in their order, with what the step's inputs hold now; results are written in place."""
         for operation, arguments, options, kept in self._operations:
             results = tree_leaves(operation(*arguments, **options))
             for result in results:

@@ -47,7 +47,11 @@ class StaticTorchBackend:
         rotary: Rotary | None = None,
         rules: ScoreRules = PLAIN,
     ) -> Tensor:
-        """See ``Backend``."""
+        """Write the step's keys and values into their slots, then attend.
+
+        Causal, each token over its own sequence's cached positions; [T, H, D] in the query's type. Queries and keys come turned
+        already: ``rotary`` must be ``None``.
+        """
         rows, tokens = layout.table_rows, len(query_THD)
         if tokens != len(rows):  # some have several tokens: such steps are never captured
             return self._plain.attend(

@@ -89,7 +89,7 @@ class TorchSampling:
     """The reference: every device."""
 
     def peaks(self, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
-        """See ``SamplingBackend``."""
+        """The largest logit of each row, NaN where it holds one, and the first id that has it: fp32 [R], int64 [R]."""
         peaks_R, places_R = logits_RV.max(dim=1)
         return peaks_R, places_R
 
@@ -100,7 +100,11 @@ class TorchSampling:
         uniform: Sequence[float],
         seen: Sequence[Seen | None],
     ) -> Choice:
-        """See ``SamplingBackend``."""
+        """A token for each row: the likeliest at temperature 0, else one that is drawn at the row's ``uniform``.
+
+        Logits of what a row has ``seen`` are changed in place by its penalties first. Rows that are drawn in one manner are
+        drawn together.
+        """
         raw_peaks_R, tokens_R = peaks_R, _ = self.peaks(logits_RV)
         if penalise(logits_RV, params, seen):
             peaks_R, tokens_R = self.peaks(logits_RV)

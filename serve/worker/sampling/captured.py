@@ -83,7 +83,11 @@ class CapturedSampling(TorchSampling):
         uniform: Sequence[float],
         seen: Sequence[Seen | None],
     ) -> Choice:
-        """See ``SamplingBackend``. The logits are those of ``logits_TV``."""
+        """A token for each row: the likeliest at temperature 0, else one that is drawn at the row's ``uniform``.
+
+        ``logits_RV`` must be the first rows of ``logits_TV``. Penalties change them in place first; penalties and draws are a
+        launch each.
+        """
         assert logits_RV.data_ptr() == self.logits_TV.data_ptr(), "draws are captured of logits in one place"
         penalised = self._penalised(logits_RV, params, seen) if any(seen) else None
         drawn = [manner_of(p) for p in params if p.temperature > 0]

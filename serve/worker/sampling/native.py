@@ -27,7 +27,7 @@ class NativeSampling:
             function.restype = None
 
     def peaks(self, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
-        """See ``SamplingBackend``."""
+        """The largest logit of each row, NaN where it holds one, and the first id that has it: fp32 [R], int64 [R]."""
         rows, vocabulary = _shape(logits_RV)
         peaks_R, places_R = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
         self._kernels.tessera_peaks(
@@ -42,7 +42,10 @@ class NativeSampling:
         uniform: Sequence[float],
         seen: Sequence[Seen | None],
     ) -> Choice:
-        """See ``SamplingBackend``. Rows that have seen something are changed."""
+        """A token for each row: the likeliest at temperature 0, else one that is drawn at the row's ``uniform``.
+
+        Logits of what a row has ``seen`` are changed in place by its penalties first. All of it is one call of the kernel.
+        """
         rows, vocabulary = _shape(logits_RV)
         given: tuple[array[int] | array[float], ...] = (
             array("f", [p.repetition_penalty for p in params]),

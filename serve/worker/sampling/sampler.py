@@ -122,7 +122,7 @@ def likeliest(parts_RX: Tensor, begins_S: Tensor) -> Tensor:
 def likeliest_answers(
     likeliest_2T: Tensor, rows: Sequence[int], states: Sequence[SampledSequence]
 ) -> tuple[list[Sampled], list[SequenceFault]]:
-    """The same as ``sample`` where ``wants_likeliest``.
+    """The likeliest token of each row, where ``wants_likeliest`` says that nothing else is asked for; as ``sample`` gives it.
 
     Args:
         likeliest_2T: int64, of some rows of logits the likeliest token, and whether its logit is finite.

@@ -17,7 +17,7 @@ from finetune.data.rows import JoinedRows, open_rows
 from finetune.data.tokenizer import copy_tokenizer, end_of_text_id, open_tokenizer, set_class
 from finetune.errors import ConfigError, DataError
 from tests.finetune.support import small_run, write_config, write_text_folder
-from tests.support.tokenizers import FOLDERS, TEXTS, make_folder
+from tests.support.tokenizers import FOLDERS, TEXTS, make_folder, write
 
 
 def prepared(tmp_path: Path, text: Path, **sections: object) -> Prepared:
@@ -99,6 +99,24 @@ def test_a_given_tokenizer_gives_the_ids_of_transformers(name: str, tmp_path: Pa
         plain = list(ours.encode(text, add_special_tokens=False))
         assert plain == theirs(text, add_special_tokens=False)["input_ids"], text
         assert ours.decode(plain) == theirs.decode(plain, skip_special_tokens=True, clean_up_tokenization_spaces=False), text
+
+
+@pytest.mark.parametrize(
+    ("kind", "class_name"),
+    [("llama", "GemmaTokenizer"), ("wordpiece", "BertTokenizer"), ("gpt_neox_class", "RobertaTokenizer")],
+)
+def test_a_copy_holds_the_pipeline_of_a_class_that_the_reader_does_not_know(kind: str, class_name: str, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    source = make_folder(kind, tmp_path)
+    (source / "config.json").unlink()
+    config = json.loads((source / "tokenizer_config.json").read_text())
+    write(source, "tokenizer_config.json", {**config, "tokenizer_class": class_name})
+    copy_tokenizer(source, tmp_path / "copy", "tokenizer.path")
+    text = "Hello World, naïve 123  times"
+    theirs = AutoTokenizer.from_pretrained(source)(text)["input_ids"]
+    assert list(open_tokenizer(tmp_path / "copy").encode(text)) == theirs
+    assert list(open_tokenizer(source).encode(text)) != theirs, "why copies are settled by transformers"
 
 
 def test_a_copied_tokenizer_names_its_class(tmp_path: Path) -> None:
