@@ -1,15 +1,13 @@
-"""From a checkpoint to a model in memory: built on the ``meta`` device, then filled with this rank's slices alone."""
+"""From a checkpoint to the model that it is of, built on the ``meta`` device and held against what the checkpoint has."""
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -20,10 +18,7 @@ from serve.model.attach import INTERFACE_NAME
 from serve.model.checks import check_rope, check_switches
 from serve.model.experts import Stack, stacks_of, stored_name
 from serve.model.families import Family, as_configured, family_of
-from serve.model.linear import Matmul, Product
-from serve.model.pretrained import initialise, new_model_on_meta, vocabulary_rows
-from serve.model.shards import ShardOf
-from serve.model.weight_memory import WeightMemory
+from serve.model.pretrained import new_model_on_meta, vocabulary_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,9 +92,9 @@ def build_on_meta(checkpoint: Checkpoint, family: Family, config: PretrainedConf
     model.config._attn_implementation = INTERFACE_NAME
     transposed = _linear_from_conv1d(model) if family.conv1d else frozenset()
     parameters = dict(model.named_parameters())
-    stacks = {name: stack for name, stack in stacks_of(family, parameters).items() if not _is_stored(checkpoint, name)}
+    stacks = {name: stack for name, stack in stacks_of(family, parameters).items() if not is_stored(checkpoint, name)}
     expected = {
-        stored_name(family, name) if not _is_stored(checkpoint, name) else name: _stored_shape(name, tuple(p.shape), transposed)
+        stored_name(family, name) if not is_stored(checkpoint, name) else name: _stored_shape(name, tuple(p.shape), transposed)
         for name, p in parameters.items()
         if name not in stacks
     } | {name: shape for stack in stacks.values() for name, shape in stack.stored()}
@@ -128,7 +123,8 @@ def build_on_meta(checkpoint: Checkpoint, family: Family, config: PretrainedConf
     )
 
 
-def _is_stored(checkpoint: Checkpoint, name: str) -> bool:
+def is_stored(checkpoint: Checkpoint, name: str) -> bool:
+    """Whether a checkpoint has a tensor of this name, the model's or its own."""
     try:
         checkpoint.resolve(name)
     except CheckpointError:
@@ -151,250 +147,3 @@ def _linear_from_conv1d(model: nn.Module) -> frozenset[str]:
                 setattr(parent, name, linear)
                 transposed.add(f"{path}.{name}.weight")
     return frozenset(transposed)
-
-
-class Room(Protocol):
-    """Makes a tensor [shape] of the model's type, on its device, that is to be written to."""
-
-    def __call__(self, shape: tuple[int, ...]) -> Tensor: ...
-
-
-class Staging:
-    """Memory that one weight after another is read into, where only what is made of each is kept.
-
-    Memory that was never touched costs as much as reading into it. What is larger than ``MOST_BYTES`` gets memory of its own,
-    which is free again before the next is read.
-    """
-
-    MOST_BYTES: Final = 64 << 20
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._memory = torch.empty(0, dtype=dtype)
-
-    def __call__(self, shape: tuple[int, ...]) -> Tensor:
-        count = math.prod(shape)
-        if count * self._memory.itemsize > self.MOST_BYTES:
-            return torch.empty(shape, dtype=self._memory.dtype)
-        if count > self._memory.numel():
-            self._memory = torch.empty(count, dtype=self._memory.dtype)
-        return self._memory[:count].view(shape)
-
-
-class SliceReader:
-    """Reads this rank's part of each parameter, in the model's type, onto its device."""
-
-    def __init__(
-        self, checkpoint: Checkpoint, blueprint: Blueprint, shards: Mapping[str, ShardOf], device: torch.device
-    ) -> None:
-        self._checkpoint = checkpoint
-        self._blueprint = blueprint
-        self._shards = shards
-        self._device = device
-        self._memory = WeightMemory()
-
-    def read(self, name: str, room: Room | None = None) -> Tensor:
-        """The tensor as the model wants it; [out, in] for weights that are stored transposed.
-
-        Args:
-            room: where it is read to; a new tensor without it, and for stacks of experts.
-        """
-        shard = self._shards.get(name)
-        if name in self._blueprint.stacks:
-            return self._blueprint.stacks[name].read(self._read, shard)
-        transposed, stored = name in self._blueprint.transposed, self._stored(name)
-        whole = self._checkpoint.tensors[stored].shape
-        shape = shard.shape if shard is not None else whole[::-1] if transposed else whole
-        out = self._new(shape) if room is None else room(shape)
-        # A dimension of the model's [out, in] is the other one of a stored [in, out].
-        target = out.t() if transposed else out
-        if shard is None:
-            self._fill(stored, None, target)
-            return out
-        dim, begin = 1 - shard.dim if transposed else shard.dim, 0
-        for piece in shard.pieces:
-            width = piece.end - piece.begin
-            index = (*[slice(None)] * dim, slice(piece.begin, piece.end))
-            self._fill(stored, index, target.narrow(dim, begin, width))
-            begin += width
-        return out
-
-    def _new(self, shape: tuple[int, ...]) -> Tensor:
-        on_cpu, dtype = self._device.type == "cpu", self._blueprint.dtype
-        return self._memory.empty(shape, dtype) if on_cpu else torch.empty(shape, dtype=dtype, device=self._device)
-
-    def _stored(self, name: str) -> str:
-        """The checkpoint's name of a parameter."""
-        if not _is_stored(self._checkpoint, name):
-            name = stored_name(self._blueprint.family, name)
-        try:
-            return self._checkpoint.resolve(name, self._blueprint.aliases)  # a stage may have the alias alone
-        except CheckpointError as error:
-            raise ConfigError(str(error)) from error
-
-    def _fill(self, stored: str, index: tuple[slice, ...] | None, out: Tensor) -> None:
-        try:
-            self._checkpoint.read(stored, index, out=out)
-        except CheckpointError as error:
-            raise ConfigError(str(error)) from error
-
-    def _read(self, name: str, index: tuple[slice, ...] | None) -> Tensor:
-        try:
-            return self._checkpoint.read(self._stored(name), index, dtype=self._blueprint.dtype, device=self._device)
-        except CheckpointError as error:
-            raise ConfigError(str(error)) from error
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A module with parameters of its own, as it was before it was filled."""
-
-    path: str
-    module: nn.Module
-    owners: tuple[tuple[str, str], ...]
-    """Each parameter's name in the module, and the first name it has in the model: another module's where it is tied."""
-    shared: frozenset[str]
-    """Names in the module of parameters that other modules have, too."""
-
-
-@dataclass(frozen=True, slots=True)
-class Filling:
-    """What computes one place of the model: its parameters, or a packed product."""
-
-    place: Place
-    parameters: Mapping[str, nn.Parameter | None]
-    """By their names in the module; ``None`` where the values are in ``matmul``."""
-    matmul: Matmul | None
-    """What computes the layer, if that is not the module's own ``forward``."""
-
-    def put(self) -> Filling:
-        """Compute with these values from now on. Returns those before, which can be put back."""
-        module, product = self.place.module, self.place.module.__dict__.get("forward")
-        before = Filling(
-            self.place,
-            {name: module._parameters[name] for name in self.parameters},
-            product.matmul if isinstance(product, Product) else None,
-        )
-        for name, value in self.parameters.items():
-            setattr(module, name, value)
-        if isinstance(product, Product) and self.matmul is not None:
-            product.matmul = self.matmul
-        elif self.matmul is not None:
-            module.forward = Product(self.matmul)
-        return before
-
-
-class Maker(Protocol):
-    """Makes of a linear layer's weight [O, I] and bias [O] what computes it; ``None`` where its ``forward`` is as good."""
-
-    @property
-    def copies(self) -> bool:
-        """Whether something is made of every layer that does not hold the weight it was made of."""
-        ...
-
-    def __call__(self, module: nn.Module, weight_OI: Tensor, bias_O: Tensor | None) -> Matmul | None: ...
-
-
-class Filler:
-    """Fills one rank's model, built on ``meta`` and cut, from a checkpoint; later from others of the same shapes.
-
-    ``make`` is offered each linear layer's weight and bias as soon as they are read; what it makes of them computes the layer,
-    and the module keeps no plain weight. Where it copies what it is given, all weights are read into the same memory, one after
-    the other. Two modules that shared a parameter share it again.
-    """
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        shards: Mapping[str, ShardOf],
-        device: torch.device,
-        make: Maker,
-    ) -> None:
-        self._model = model
-        self._shards = shards
-        self._device = device
-        self._make = make
-        self._places = _places_of(model)
-        self.num_bytes = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
-        """What the rank's weights take."""
-
-    def fill(self, checkpoint: Checkpoint, blueprint: Blueprint) -> None:
-        """Give every parameter and buffer its memory and its values for the first time."""
-        for filling in self.read(checkpoint, blueprint):
-            filling.put()
-        _fill_buffers(self._model, self._device)
-
-    def read(self, checkpoint: Checkpoint, blueprint: Blueprint) -> Iterator[Filling]:
-        """The values of one place after the other.
-
-        Raises:
-            ConfigError: a file cannot be read.
-        """
-        reader = SliceReader(checkpoint, blueprint, self._shards, self._device)
-        staging = Staging(blueprint.dtype) if self._make.copies else None
-        filled: dict[str, nn.Parameter] = {}
-        for place in self._places:
-            made = frozenset(("weight",)) - place.shared if _is_linear(place.module) else frozenset()
-            tensors = {
-                name: filled[owner].data
-                if owner in filled
-                else reader.read(f"{place.path}.{name}", staging if name in made else None)
-                for name, owner in place.owners
-            }
-            matmul = self._make(place.module, tensors["weight"], tensors.get("bias")) if _is_linear(place.module) else None
-            parameters: dict[str, nn.Parameter | None] = {}
-            for name, owner in place.owners:
-                if matmul is not None and name not in place.shared:
-                    parameters[name] = None
-                    continue
-                if owner not in filled:
-                    filled[owner] = nn.Parameter(tensors[name], requires_grad=False)
-                parameters[name] = filled[owner]
-            yield Filling(place, parameters, matmul)
-
-
-def _places_of(model: nn.Module) -> tuple[Place, ...]:
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    places = []
-    for path, module in model.named_modules():
-        own = dict(module.named_parameters(recurse=False))
-        if own:
-            shared = frozenset(name for name, parameter in own.items() if len(names[id(parameter)]) > 1)
-            owners = tuple((name, names[id(parameter)][0]) for name, parameter in own.items())
-            places.append(Place(path, module, owners, shared))
-    return tuple(places)
-
-
-def _is_linear(module: nn.Module) -> bool:
-    """A linear layer, torch's or DeepSpeed's; routers and norms may have weights of two dimensions, too."""
-    kinds = {kind.__name__ for kind in type(module).__mro__}
-    return isinstance(module, nn.Linear) or ("TensorParallel_Layer" in kinds and "VocabParallelEmbedding" not in kinds)
-
-
-def _fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Compute the buffers that no checkpoint stores (rotary frequencies, sinusoids), by transformers' own initialisers."""
-    for module in model.modules():
-        missing = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
-        if not missing:
-            continue
-        if "bias" in missing:  # GPT-Neo's mask of all positions by all positions: our attention has no use for it
-            module._buffers["bias"] = None
-            continue
-        for name in missing:
-            unset = module.get_buffer(name)
-            module._buffers[name] = torch.empty(unset.shape, dtype=unset.dtype, device=device)
-        with _without_parameters(module):
-            initialise(model, module)
-
-
-@contextlib.contextmanager
-def _without_parameters(module: nn.Module) -> Iterator[None]:
-    """Within, what is written to the module's own parameters is written nowhere: initialisers draw new ones."""
-    own = {name: value for name, value in module._parameters.items() if value is not None}
-    for name, value in own.items():
-        module._parameters[name] = nn.Parameter(torch.empty(value.shape, dtype=value.dtype, device="meta"), requires_grad=False)
-    try:
-        yield
-    finally:
-        module._parameters.update(own)

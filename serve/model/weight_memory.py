@@ -34,13 +34,14 @@ _SETTING: Final = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 class WeightMemory:
-    """Gives tensors that stay as long as a model's weights do.
+    """Gives tensors that stay as long as a model's weights do, to any thread.
 
     An area is given back to the system when the last tensor in it is gone. Where the kernel has no huge pages, the memory is of
     small ones.
     """
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._area = torch.empty(0, dtype=torch.uint8)
         self._used = 0
 
@@ -49,10 +50,11 @@ class WeightMemory:
         count = math.prod(shape) * dtype.itemsize
         if count > AREA_BYTES // 2:
             return _new_area(count)[:count].view(dtype).view(shape)
-        if self._used + count > self._area.numel():
-            self._area, self._used = _new_area(AREA_BYTES), 0
-        part = self._area[self._used : self._used + count]
-        self._used += -(-count // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        with self._lock:
+            if self._used + count > self._area.numel():
+                self._area, self._used = _new_area(AREA_BYTES), 0
+            part = self._area[self._used : self._used + count]
+            self._used += -(-count // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         return part.view(dtype).view(shape)
 
 

@@ -15,7 +15,7 @@ from host import limits
 from serve.config import ServerConfig
 from serve.engine.plan import StepPlan, StepResult
 from serve.errors import ConfigError, StartError
-from serve.model.load import Filling
+from serve.model.filling import Filling
 from serve.model.weight_memory import gather_pages, gather_pages_beside
 from serve.worker import wire
 from serve.worker.canary import forward_fault

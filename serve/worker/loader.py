@@ -23,12 +23,13 @@ from serve.model.angles import turn_by_own_lengths
 from serve.model.attention import Backend, LayerCache, StepState
 from serve.model.checks import check_dtype, check_max_model_len, check_quantization, extended_positions, length_rule
 from serve.model.families import Family, head_cut, head_dim
+from serve.model.filling import Filler
 from serve.model.fit import given_of
 from serve.model.heads import KEY, HeadCut, check_pipeline_parallel, check_tensor_parallel
 from serve.model.kernels.build import built_for, load_cpu_kernels
 from serve.model.kernels.compiler import KernelUnavailable
 from serve.model.lean import call_leaves_directly
-from serve.model.load import Blueprint, Filler, build_on_meta, choose_dtype, read_config
+from serve.model.load import Blueprint, build_on_meta, choose_dtype, read_config
 from serve.model.norms import compute_norms
 from serve.model.pretrained import vocabulary_rows
 from serve.model.recording import Steps

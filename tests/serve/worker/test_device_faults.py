@@ -13,7 +13,7 @@ from serve.config import CacheConfig, ModelConfig, SchedulerConfig, ServerConfig
 from serve.engine.executor import loss_reason
 from serve.engine.plan import Span, StepPlan
 from serve.errors import ConfigError
-from serve.model.load import Filler
+from serve.model.filling import Filler
 from serve.types import SequenceId
 from serve.worker import rank_loop, wire
 from serve.worker.device_faults import fault, step_fault, weights_that_do_not_fit

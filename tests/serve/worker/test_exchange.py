@@ -16,7 +16,7 @@ from serve.config import CacheConfig, ModelConfig, ServerConfig
 from serve.engine.executor import Prepared, Unlike
 from serve.engine.plan import StepPlan
 from serve.errors import ConfigError
-from serve.model.load import Filling, SliceReader
+from serve.model.filling import Filling, SliceReader
 from serve.worker import wire
 from serve.worker.exchange import Exchange
 from serve.worker.loader import Stopwatch, load_rank

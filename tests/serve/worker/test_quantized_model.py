@@ -14,7 +14,7 @@ from serve.config import CacheConfig, ModelConfig, ServerConfig
 from serve.errors import ConfigError
 from serve.model.checks import check_quantization
 from serve.model.families import FAMILIES
-from serve.model.load import Filling
+from serve.model.filling import Filling
 from serve.model.quantized import BITS, quantize
 from serve.worker import loader
 from serve.worker.loader import RankModel, Stopwatch, load_rank

@@ -1,0 +1,110 @@
+"""A model is filled by several threads with what one would read: each layer once, its own weights, none of the threads left."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from checkpoint import Checkpoint, open_checkpoint
+from serve.config import ModelConfig, ServerConfig
+from serve.errors import ConfigError
+from serve.model.filling import Filler, Staging
+from serve.model.linear import Matmul, plain
+from serve.model.load import Blueprint
+from serve.worker import loader
+from tests.support.models import save
+
+CPU = torch.device("cpu")
+
+
+class Copies:
+    """Makes of a layer the product with a copy of its weight, and notes which thread did with how many of torch's."""
+
+    copies = True
+
+    def __init__(self) -> None:
+        self.made: dict[nn.Module, tuple[str, int]] = {}
+
+    def __call__(self, module: nn.Module, weight_OI: Tensor, bias_O: Tensor | None) -> Matmul:
+        assert module not in self.made
+        self.made[module] = (threading.current_thread().name, torch.get_num_threads())
+        return plain(weight_OI.clone(), None if bias_O is None else bias_O.clone())
+
+
+@pytest.fixture
+def threads() -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield 3
+    torch.set_num_threads(before)
+
+
+@contextmanager
+def surveyed(path: Path) -> Iterator[tuple[Checkpoint, Blueprint]]:
+    config = ServerConfig(model=ModelConfig(path=str(path), dtype="float32", device="cpu"))
+    with open_checkpoint(path) as checkpoint:
+        yield checkpoint, loader.survey(checkpoint, config, CPU).blueprint
+
+
+def filled(path: Path, make: Copies) -> nn.Module:
+    with surveyed(path) as (checkpoint, blueprint):
+        Filler(blueprint.model, {}, CPU, make).fill(checkpoint, blueprint)
+        return blueprint.model
+
+
+def state(model: nn.Module, make: Copies) -> dict[str, Tensor]:
+    """All that a model computes with: its parameters, and what each layer makes of ones."""
+    products = {path: module(torch.eye(module.in_features)) for path, module in model.named_modules() if module in make.made}
+    return products | {name: value.detach() for name, value in model.named_parameters() if not value.is_meta}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.usefixtures("threads")
+def test_threads_read_what_one_reads(tmp_path: Path, tied: bool) -> None:
+    path = save("llama", tmp_path / "model", with_tokenizer=False, tie_word_embeddings=tied)
+    by_several, by_one = Copies(), Copies()
+    several = filled(path, by_several)
+    assert torch.get_num_threads() == 3
+    torch.set_num_threads(1)
+    one = filled(path, by_one)
+
+    found, expected = state(several, by_several), state(one, by_one)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=0, msg=name)
+    helpers = {name for name, num in by_several.made.values() if num == 1}
+    assert helpers
+    assert all(name.startswith("weights") for name in helpers)
+    assert {name for name, _ in by_one.made.values()} == {threading.current_thread().name}
+    head = several.get_output_embeddings()  # type: ignore[operator]  # transformers' own method
+    assert (by_several.made[head][0] == threading.current_thread().name) == tied, "what is shared is for one thread alone"
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("weights")]
+
+
+@pytest.mark.usefixtures("threads")
+def test_what_is_large_is_read_by_one_thread_so_that_no_two_are_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Staging, "MOST_BYTES", 64)
+    make = Copies()
+    filled(save("llama", tmp_path / "model", with_tokenizer=False), make)
+    assert {name for name, _ in make.made.values()} == {threading.current_thread().name}
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_file_that_ends_early_is_told_and_no_thread_goes_on(tmp_path: Path) -> None:
+    path = save("llama", tmp_path / "model", with_tokenizer=False)
+    with surveyed(path) as (checkpoint, blueprint):
+        for file in path.glob("*.safetensors"):
+            with file.open("rb+") as opened:
+                opened.truncate(file.stat().st_size // 2)
+        with pytest.raises(ConfigError, match=r"safetensors.*ends at byte \d+"):
+            Filler(blueprint.model, {}, CPU, Copies()).fill(checkpoint, blueprint)
+    assert torch.get_num_threads() == 3
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("weights")]
