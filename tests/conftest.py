@@ -50,6 +50,8 @@ LONGEST = (
 """Files that take longest, longest first: most of a minute or more."""
 
 OURS = ("serve", "finetune", "checkpoint", "host")
+SCRATCH = "SCRATCH_OF_THESE_TESTS"
+"""The variable that names a folder of this run, the same for all of its processes; pytest removes it some runs later."""
 
 
 @pytest.hookimpl(trylast=True)  # what is counted is what was chosen
@@ -87,6 +89,12 @@ def _gradients_stay_on() -> Iterator[None]:
 def _interrupts_reach_children() -> None:
     """A run in a shell's background inherits an ignored SIGINT and would hand that on to the programs under test."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _scratch_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.getbasetemp()  # of this process alone, in one of the run, where there are several
+    os.environ[SCRATCH] = str(folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -23,17 +23,35 @@ from host.forked import ForkedProcess, ForkServer
 ROOT = Path(__file__).resolve().parents[2]
 
 _SERVING = ("torch", "serve.worker.rank_loop", "serve.worker.rank_imports", "deepspeed.module_inject.auto_tp", "serve.app")
-_OF_A_RANK = ("finetune.train.begin", "finetune.forecast.check")
 _TRAINING = (
     "finetune.cli",
     "finetune.launch.rank",
     "finetune.launch.local",
     "finetune.engines.zero.engine",
     "finetune.train.begin",
-    # What a run takes once it needs it: a second of computing for each that draws its curves.
+    # What a run takes once it needs it: a second of computing for each that forecasts, makes an optimizer and draws its curves.
+    "finetune.commands.train",
+    "finetune.launch.run",
+    "finetune.forecast.check",
+    "finetune.machine.build_ops",
+    "tests.support.processor",
+    "setuptools",
+    "distutils.ccompiler",
+    "deepspeed.ops.op_builder.all_ops",
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.gpt_neox.modeling_gpt_neox",
+    "transformers.models.llama.modeling_llama",
     "matplotlib.backends.backend_agg",
     "matplotlib.backends.backend_svg",
+    "matplotlib.figure",
+    "PIL.BmpImagePlugin",
+    "PIL.GifImagePlugin",
+    "PIL.JpegImagePlugin",
+    "PIL.PpmImagePlugin",
     "peft",
+    "rich._emoji_codes",
     "torch.utils.tensorboard",
 )
 _READ_EARLY = ("PYTHON", "HF_", "HUGGINGFACE", "TRANSFORMERS", "TORCH", "DS_", "LD_", "MALLOC", "MPL", "GOMP", "HOME", "XDG")

@@ -36,6 +36,8 @@ from tests.finetune.engines.zero_worker import fp16_on_cpu, leave, same, snapsho
 from tests.finetune.optimizers.optimizer_worker import still_keys, torch_optimizers, train_plainly
 
 SAVED, STEPS = 4, 8
+ELSEWHERE = 2
+"""Steps that a run goes on for without a pipeline: the first shows its weights, the second what its state makes of them."""
 OPTIMIZERS = {
     "lion": OptimizerConfig(name="lion", lr=3e-4, weight_decay=0.1, clip=0.5),
     "muon": OptimizerConfig(name="muon", lr=3e-3, weight_decay=0.1, clip=0.5),
@@ -122,7 +124,7 @@ def trained(name: str, case: str, output: Path) -> dict[str, Any]:
         "losses": losses,
         "resumed": resumed,
         "bitwise": same(snapshot(engine), snapshot(again)) and again.optimizer_steps == engine.optimizer_steps == STEPS,
-        "without a pipeline": train(restored(alone), options, range(SAVED, STEPS)),
+        "without a pipeline": train(restored(alone), options, range(SAVED, SAVED + ELSEWHERE)),
     }
 
 

@@ -24,6 +24,7 @@ from triton.compiler import ASTSource
 from serve.model.cuda import kernels, linear_kernels
 from serve.model.cuda.linear import linear_shape
 from serve.model.cuda.tiling import MOST_SPLITS, SHARE_POSITIONS, padded_head, shape_of
+from tests.serve.model.cuda.cases import HEAD_SIZES
 
 FP8: Final = "*fp8e4nv"
 NAMES: Final = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -141,4 +142,4 @@ if __name__ == "__main__":
     if what == "linear":
         print(json.dumps(linear_table(int(architecture_))))
     else:
-        print(json.dumps(table(int(architecture_), [int(word) for word in sizes_] or [8, 64, 80, 96, 128, 256])))
+        print(json.dumps(table(int(architecture_), [int(word) for word in sizes_] or list(HEAD_SIZES))))
