@@ -24,8 +24,8 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from finetune.config import ZenFlowConfig
 from finetune.distributed import Peers
 from finetune.machine import inventory
+from finetune.optimizers.algorithms.zenflow import ZenFlow
 from finetune.optimizers.fragments import Fragment
-from finetune.optimizers.zenflow import ZenFlow
 
 RESULTS: Final = Path(__file__).resolve().parent / "results"
 SHAPES: Final = [(3072, 1024), (1024, 1024), (4096, 1024), (1024, 4096)] * 8

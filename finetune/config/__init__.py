@@ -6,12 +6,13 @@ from finetune.config.deepspeed import DiskSettings, to_deepspeed
 from finetune.config.lora import LoraConfig
 from finetune.config.memory import OffloadConfig, ZenFlowConfig, ZeroConfig
 from finetune.config.model import ModelConfig, TokenizerConfig, TrainTokenizerConfig
-from finetune.config.optimization import BatchConfig, OptimizerConfig, ScheduleConfig
+from finetune.config.optimization import ALGORITHMS, BatchConfig, OptimizerConfig, ScheduleConfig
 from finetune.config.pipeline import PipelineConfig
 from finetune.config.run import EvalConfig, LogConfig, RunConfig, SaveConfig, SpikeConfig
 from finetune.config.whole import TuneConfig
 
 __all__ = [
+    "ALGORITHMS",
     "ActivationConfig",
     "BatchConfig",
     "DataConfig",

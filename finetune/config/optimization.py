@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 import math
+import pkgutil
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal
 
 from finetune.config.checks import require
+
+_FILES: Final = Path(__file__).parents[1] / "optimizers" / "algorithms"
+ALGORITHMS: Final = tuple(sorted(module.name for module in pkgutil.iter_modules([str(_FILES)])))
+"""Every way of updating weights: a file each of ``finetune/optimizers/algorithms/``, by the names of which they are known here.
+
+They import torch, so they are not imported to tell what there is.
+"""
+
+if TYPE_CHECKING:
+    OptimizerName = str
+else:
+    OptimizerName = Literal[tuple(name for name in ALGORITHMS if name != "zenflow")]  # that one is a method of offloading
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +46,7 @@ class BatchConfig:
 class OptimizerConfig:
     """How gradients become updates. Biases and norms are not decayed."""
 
-    name: Literal["adamw", "lion", "muon", "adafactor"] = "adamw"
+    name: OptimizerName = "adamw"
     """``adamw`` (DeepSpeed's CPU Adam when offloaded), ``lion`` (signs of a momentum: half the state, a learning rate about
     a third to a tenth of AdamW's), ``muon`` (matrices move along their momentum made orthogonal, embeddings, output layer and
     vectors as by AdamW: half the state of matrices, AdamW's learning rate), or ``adafactor`` (a second moment by rows and

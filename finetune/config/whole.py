@@ -83,9 +83,18 @@ class TuneConfig:
         rule = f"be at most schedule.steps, which is {steps}: most rows would never be updated"
         late = offload.method == "zenflow" and steps is not None and steps < every
         require(not late, "offload.zenflow.update_every", every, rule)
-        rule = f"be none or cpu with optimizer.name {name}, which passes parts of matrices between ranks while it updates them"
         # As their kinds declare it, which import torch and so cannot be asked here; a test holds this to them.
-        require(offload.optimizer != "nvme" or name not in ("muon", "adafactor"), "offload.optimizer", "nvme", rule)
+        self.check_disks(by_matrix=name in ("muon", "adafactor"))
+
+    def check_disks(self, *, by_matrix: bool) -> None:
+        """Refuse an optimizer on disks that treats matrices in its own way.
+
+        Raises:
+            ConfigError: names ``offload.optimizer`` and the rule.
+        """
+        name, place = self.optimizer.name, self.offload.optimizer
+        rule = f"be none or cpu with optimizer.name {name}, which passes parts of matrices between ranks while it updates them"
+        require(place != "nvme" or not by_matrix, "offload.optimizer", place, rule)
 
     def check_command(self, command: str) -> None:
         """Rules that hold for ``tune`` or for ``pretrain`` alone.

@@ -27,9 +27,9 @@ _FOUR_TIMES: Final = ("gpt2", "gptj", "gpt_neo")
 """Those whose feed-forward layers are four times as wide as the model unless they say."""
 _FAMILIES: Final = (*_GROUPED, *_FOUR_TIMES, "gpt_neox", "opt")
 _STATE_BYTES: Final = {"adamw": 8, "zenflow": 8, "lion": 4, "muon": 4, "adafactor": 0}
-"""Bytes of state for a trained element at least, between steps, beside the fp32 weight.
+"""Bytes of state for a trained element at least, between steps, beside the fp32 weight; 0 of an optimizer without a row.
 
-A copy of what ``KINDS`` of ``finetune.optimizers.kinds`` declares, which imports torch; a test holds it to that.
+Copied from what ``KINDS`` of ``finetune.optimizers.kinds`` declares, which imports torch; a test holds it to that.
 """
 
 REMEDY: Final = "`tessera-finetune plan` with the same file and options says what to change; --anyway starts it all the same"
@@ -44,7 +44,7 @@ def check_least(config: TuneConfig) -> None:
     elements = least_elements(_sizes(config))
     hardware = this_machine(config)
     fp32 = config.run.precision == "fp32" or (config.run.precision == "auto" and hardware.device == "cpu")
-    each = (4 if fp32 else 2) if config.lora is not None else 4 + _STATE_BYTES[config.algorithm]
+    each = (4 if fp32 else 2) if config.lora is not None else 4 + _STATE_BYTES.get(config.algorithm, 0)
     places, room = ["host memory"], hardware.ram_bytes
     if hardware.device == "cuda":
         if hardware.gpu_bytes is None:  # nothing is refused for want of what is not known

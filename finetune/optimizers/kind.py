@@ -1,8 +1,8 @@
 """What an optimizer declares of itself, for all who deal with optimizers.
 
-A new one is one more file beside this, its row in ``kinds.py``, and in ``config/optimization.py`` its name in the ``Literal``
-of ``optimizer.name`` and what options it has. Where torch is not imported, two things of it are repeated: how much it keeps in
-``forecast/least.py``, and whether disks are refused it in ``config/whole.py``; tests hold both to this.
+A new one is one more file in ``algorithms/``: ``optimizer.name`` may be the name of that file, and ``KIND`` in it is found by
+``kinds.py``. Of some, what they declare is repeated where torch is not imported, so that a run that cannot be is refused
+earlier: how much they keep in ``forecast/least.py``, that they take no disks in ``config/whole.py``; tests hold both to this.
 """
 
 from __future__ import annotations
@@ -62,8 +62,6 @@ def two_of_a_group(sizes: UpdateSizes) -> int:
 class OptimizerKind:
     """An optimizer: how it is made, what it keeps, and what it needs while it updates."""
 
-    name: str
-    """What ``TuneConfig.algorithm`` calls it."""
     make: Make
     state: tuple[str, ...]
     """Keys of what it keeps of each parameter, fp32 tensors as large as that."""

@@ -37,6 +37,17 @@ def greedy(model: PreTrainedModel, prompt: Sequence[int], count: int) -> list[in
 
 
 @torch.inference_mode()
+def chosen(model: PreTrainedModel, prompt: Sequence[int], answer: Sequence[int]) -> list[int]:
+    """The likeliest token after the prompt, and after each token of ``answer`` but the last.
+
+    It is ``answer`` where that is greedy, and only there: what ``greedy`` tells of as many tokens, by one forward pass.
+    """
+    ids = torch.tensor([[*prompt, *answer[:-1]]])
+    tokens: list[int] = model(ids).logits[0, len(prompt) - 1 :].argmax(dim=-1).tolist()
+    return tokens[: len(answer)]
+
+
+@torch.inference_mode()
 def in_bf16(path: Path, ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits after each position with weights in bf16, [len(ids), vocabulary] in fp32: computed in fp32, and in bf16."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)

@@ -26,11 +26,11 @@ from finetune.engines.buckets import reduce_in_place
 from finetune.engines.optimizer import EngineOptimizer
 from finetune.engines.zero.library import Engine
 from finetune.model.finite import is_finite
+from finetune.optimizers.algorithms.zenflow import ZenFlow
 from finetune.optimizers.fragments import Partitioned, fragments_of
 from finetune.optimizers.kind import betas_of, rate_of
 from finetune.optimizers.kinds import KINDS
 from finetune.optimizers.state import groups_of, matrices_of
-from finetune.optimizers.zenflow import ZenFlow
 
 
 class ZeroOptimizer(EngineOptimizer):
@@ -192,8 +192,13 @@ class ZeroOptimizer(EngineOptimizer):
 
 
 def choose_optimizer(config: TuneConfig, model: nn.Module, *, cpu_adam: bool) -> torch.optim.Optimizer:
-    """The optimizer of ``model``: DeepSpeed's CPU Adam where AdamW is offloaded and it was built."""
+    """The optimizer of ``model``: DeepSpeed's CPU Adam where AdamW is offloaded and it was built.
+
+    Raises:
+        ConfigError: it treats matrices in its own way, and is to be kept on disks.
+    """
     algorithm, options = config.algorithm, config.optimizer
+    config.check_disks(by_matrix=KINDS[algorithm].matrix_state is not None)
     groups, matrices = groups_of(model, algorithm, options.weight_decay), matrices_of(model, algorithm)
     if algorithm == "adamw" and config.offload.optimizer != "none" and cpu_adam:
         optimizer: torch.optim.Optimizer = DeepSpeedCPUAdam(

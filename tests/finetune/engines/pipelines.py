@@ -35,7 +35,7 @@ from finetune.train.saving import CheckpointSaver
 from finetune.train.schedule import Schedule
 from tests.finetune.engines.zero_worker import fp16_on_cpu, whole
 
-STEPS = 50
+STEPS = 20
 VOCABULARY = 61
 LENGTH = 16
 MICROBATCHES = 4

@@ -20,7 +20,7 @@ from finetune.config import OptimizerConfig
 from finetune.engines.protocol import TrainingEngine
 from finetune.engines.zero.engine import ZeroEngine, start_ranks
 from finetune.model.build import build_empty, decay_groups, initialise
-from finetune.optimizers.lion import Lion
+from finetune.optimizers.algorithms.lion import Lion
 from finetune.train.position import RunPosition
 from finetune.train.resume import ResumeState
 from tests.finetune.engines.pipelines import (

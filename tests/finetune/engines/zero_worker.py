@@ -51,7 +51,7 @@ from finetune.train.saving import CheckpointSaver
 from finetune.train.schedule import Schedule
 from host.process import end_process
 
-STEPS = 20
+STEPS = 10
 RANKS = 2
 ACCUMULATION = 2
 SETTINGS = {

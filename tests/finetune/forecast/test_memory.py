@@ -12,7 +12,7 @@ from finetune.forecast.estimate import forecast, model_config_of
 from finetune.forecast.facts import facts_of
 from finetune.forecast.layout import layout_of
 from finetune.forecast.memory import _phases, _state, _step, need_of
-from finetune.optimizers.muon import BUFFERS
+from finetune.optimizers.algorithms.muon import BUFFERS
 from tests.finetune.forecast.support import GIB, NEW, config_of, forecast_of, hardware
 
 

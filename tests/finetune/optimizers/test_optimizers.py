@@ -26,9 +26,9 @@ from finetune.config import (
 )
 from finetune.distributed import Peers
 from finetune.errors import ConfigError
-from finetune.optimizers.adafactor import in_rows
+from finetune.optimizers.algorithms.adafactor import in_rows
+from finetune.optimizers.algorithms.muon import orthogonal, turns_of
 from finetune.optimizers.fragments import Fragment, Fragments, all_of, fragments_of
-from finetune.optimizers.muon import orthogonal, turns_of
 from finetune.optimizers.state import groups_of, matrices_of, state_of, whole_state_of
 from tests.finetune.optimizers.optimizer_worker import CASES, OPTIMIZERS, hf_config
 from tests.finetune.support import run_command, run_ranks, small_run, write_config

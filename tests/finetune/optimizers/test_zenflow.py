@@ -15,8 +15,8 @@ from checkpoint import open_checkpoint
 from finetune.config import OffloadConfig, OptimizerConfig, ScheduleConfig, TuneConfig, ZenFlowConfig, ZeroConfig
 from finetune.distributed import Peers
 from finetune.errors import ConfigError
+from finetune.optimizers.algorithms.zenflow import ZenFlow
 from finetune.optimizers.fragments import Fragment, all_of, pieces_of
-from finetune.optimizers.zenflow import ZenFlow
 from tests.finetune.config.test_config import config as settings
 from tests.finetune.optimizers.test_optimizers import gone_on_with_one_rank
 from tests.finetune.optimizers.zenflow_worker import CASES, OPTIONS, PACES, Matrix

@@ -21,7 +21,7 @@ from tests.finetune.support import NEEDS_LIBAIO, ROOT, run_command, write_config
 from tests.finetune.train.test_tune import losses_of
 from tests.support.models import save
 
-STEPS = 50
+STEPS = 20
 OFFLOADS: dict[str, dict[str, Any]] = {
     "cpu": {"optimizer": "cpu", "parameters": "cpu"},
     "nvme": {"optimizer": "nvme", "parameters": "nvme"},
@@ -98,7 +98,7 @@ def plain_losses(config: TuneConfig, base: Path) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("offload", ["cpu", pytest.param("nvme", marks=NEEDS_LIBAIO)])
-def test_fifty_steps_on_chats_lose_what_plain_adamw_loses(
+def test_twenty_steps_on_chats_lose_what_plain_adamw_loses(
     base: Path, expected: list[float], tmp_path: Path, offload: str
 ) -> None:
     path = configuration(base, tmp_path / "run", offload)

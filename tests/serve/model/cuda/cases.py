@@ -9,10 +9,6 @@ import torch
 
 SPANS: Final = ((1, 1), (70, 1), (37, 20), (33, 3))
 """(positions after the step, tokens in it) of each sequence."""
-HEAD_SIZES: Final = (8, 64, 80, 128, 256)
-"""What is compiled for every architecture."""
-LIKE_OTHERS: Final = (96,)
-"""Padded to the size of one of them and cut into its tiles: only a number in a mask differs, so one architecture will do."""
 TOLERANCE: Final = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 """The interpreter cuts bf16 off where a GPU rounds: two units in the last place of numbers below 2."""
 

@@ -1,18 +1,22 @@
 """The Triton kernels compiled for GPUs that are not there.
 
-``python -m tests.serve.model.cuda.compiled attention|linear ARCHITECTURE [HEAD_SIZE ...]`` prints a JSON object: by case,
-registers, bytes of stack (spilled registers) and of shared memory of a program. A process of its own, since Triton decides when
+``python -m tests.serve.model.cuda.compiled`` compiles all variants for all architectures, in minutes, and keeps what a program
+of each takes in ``resources.json``: registers, bytes of stack (spilled registers) and of shared memory. With the words
+``NAME ...`` it prints those variants alone, as a JSON object by architecture. A process of its own, since Triton decides when
 the kernels are imported whether they are compiled.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,9 +28,11 @@ from triton.compiler import ASTSource
 from serve.model.cuda import kernels, linear_kernels
 from serve.model.cuda.linear import linear_shape
 from serve.model.cuda.tiling import MOST_SPLITS, SHARE_POSITIONS, padded_head, shape_of
-from tests.serve.model.cuda.cases import HEAD_SIZES
+from tests.serve.model.cuda.resources import HEAD_SIZES, RECORD, SHARED_BYTES, decided_by
 
 FP8: Final = "*fp8e4nv"
+Variants = Mapping[str, Callable[[], dict[str, int]]]
+"""What compiles each, by its name."""
 NAMES: Final = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _DUMP: Final = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -102,44 +108,54 @@ def _resources(
     return {"registers": registers, "stack": stack, "shared": made.metadata.shared}
 
 
-def table(architecture: int, head_dims: list[int]) -> dict[str, dict[str, int]]:
-    """All variants of some head sizes, by name; what differs in types or groups alone is compiled for some of them."""
-    found = {}
-    for head_dim in head_dims:
+def attention_variants(architecture: int) -> Variants:
+    """Of all head sizes; what differs in types or groups alone is compiled for some of them."""
+    found: dict[str, Callable[[], dict[str, int]]] = {}
+    for head_dim in HEAD_SIZES:
         for long, rules in itertools.product((False, True), repeat=2):
             phase = f"head size {head_dim}, " + ("prefill" if long else "decode") + (", rules" if rules else "")
-            found[f"bf16, {phase}"] = attend(architecture, torch.bfloat16, head_dim, 4, long=long, rules=rules)
+            of = functools.partial(attend, architecture, head_dim=head_dim, long=long, rules=rules)
+            found[f"bf16, {phase}"] = functools.partial(of, dtype=torch.bfloat16, group=4)
             if not long:  # the tiles of fp32 are the same in both phases
-                found[f"fp32, {phase}"] = attend(architecture, torch.float32, head_dim, 4, long=long, rules=rules)
+                found[f"fp32, {phase}"] = functools.partial(of, dtype=torch.float32, group=4)
             if not rules and head_dim == 128:
-                found[f"fp16, {phase}"] = attend(architecture, torch.float16, head_dim, 4, long=long, rules=rules)
-                found[f"bf16, {phase}, groups of 71"] = attend(
-                    architecture, torch.bfloat16, head_dim, 71, long=long, rules=rules
-                )
+                found[f"fp16, {phase}"] = functools.partial(of, dtype=torch.float16, group=4)
+                found[f"bf16, {phase}, groups of 71"] = functools.partial(of, dtype=torch.bfloat16, group=71)
             if not rules and architecture >= 90:  # below 8.9 nothing converts fp8
-                found[f"bf16, {phase}, fp8"] = attend(
-                    architecture, torch.bfloat16, head_dim, 4, long=long, rules=rules, fp8=True
-                )
-    for head_dim in {min(head_dims), max(head_dims)}:
-        found[f"write_kv, head size {head_dim}"] = write_kv(architecture, torch.bfloat16, head_dim)
-        found[f"combine, head size {head_dim}"] = combine(architecture, torch.bfloat16, head_dim)
+                found[f"bf16, {phase}, fp8"] = functools.partial(of, dtype=torch.bfloat16, group=4, fp8=True)
+    for head_dim in (min(HEAD_SIZES), max(HEAD_SIZES)):
+        write = functools.partial(write_kv, architecture, torch.bfloat16, head_dim)
+        found[f"write_kv, head size {head_dim}"] = write
+        found[f"combine, head size {head_dim}"] = functools.partial(combine, architecture, torch.bfloat16, head_dim)
         if architecture >= 90:
-            found[f"write_kv, head size {head_dim}, fp8"] = write_kv(architecture, torch.bfloat16, head_dim, fp8=True)
+            found[f"write_kv, head size {head_dim}, fp8"] = functools.partial(write, fp8=True)
     return found
 
 
-def linear_table(architecture: int) -> dict[str, dict[str, int]]:
-    """All variants of layers of whole numbers, by name."""
+def linear_variants(architecture: int) -> Variants:
+    """Of layers of whole numbers."""
     return {
-        f"int{bits}, {NAMES[dtype]}, {rows} rows": quantized_linear(architecture, dtype, bits, rows)
+        f"int{bits}, {NAMES[dtype]}, {rows} rows": functools.partial(quantized_linear, architecture, dtype, bits, rows)
         for bits, dtype, rows in itertools.product((8, 4), NAMES, (1, 64))
         if rows == 1 or dtype != torch.float32
     }
 
 
-if __name__ == "__main__":
-    what, architecture_, *sizes_ = sys.argv[1:]
-    if what == "linear":
-        print(json.dumps(linear_table(int(architecture_))))
+def main(names: list[str]) -> None:
+    """Compile what is named and print it, or all, and keep it."""
+    with tempfile.TemporaryDirectory() as cache:  # whatever an earlier run has left
+        os.environ["TRITON_CACHE_DIR"] = cache
+        found: dict[str, dict[str, dict[str, dict[str, int]]]] = {}
+        for kind, variants_of in (("attention", attention_variants), ("linear", linear_variants)):
+            for architecture in SHARED_BYTES:
+                variants = variants_of(architecture)
+                chosen = variants.keys() & set(names) if names else variants
+                found.setdefault(kind, {})[str(architecture)] = {name: variants[name]() for name in chosen}
+    if names:
+        print(json.dumps(found))
     else:
-        print(json.dumps(table(int(architecture_), [int(word) for word in sizes_] or list(HEAD_SIZES))))
+        RECORD.write_text(json.dumps({"of": decided_by(), **found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -10,8 +10,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-SHARED_BYTES: Final = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
-"""What a program may have at most, by compute capability."""
 _ROOT: Final = Path(__file__).resolve().parents[4]
 
 

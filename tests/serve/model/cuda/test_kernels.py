@@ -1,16 +1,13 @@
-"""The Triton kernels without a GPU: interpreted beside plain torch, and compiled for four architectures."""
+"""The Triton kernels of attention without a GPU: interpreted beside plain torch."""
 
 from __future__ import annotations
-
-import itertools
-from collections.abc import Callable
 
 import pytest
 import torch
 
-from serve.model.cuda.tiling import MOST_SPLITS, cut, padded_head, shape_of, splits_for
-from tests.serve.model.cuda.cases import CASES, HEAD_SIZES, LIKE_OTHERS, TOLERANCE
-from tests.serve.model.cuda.processes import SHARED_BYTES, told_by
+from serve.model.cuda.tiling import MOST_SPLITS, cut, shape_of, splits_for
+from tests.serve.model.cuda.cases import CASES, TOLERANCE
+from tests.serve.model.cuda.processes import told_by
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -18,39 +15,6 @@ def test_the_interpreted_kernels_compute_what_plain_torch_does(name: str) -> Non
     found = told_by("interpreted", TRITON_INTERPRET="1")[name]
     assert found["difference"] <= TOLERANCE[CASES[name].dtype]
     assert found["caches are equal"]
-
-
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, dict[str, int]]]:
-    """What variants take that are compiled for an architecture, each once, whatever an earlier run has left."""
-    cache = str(tmp_path_factory.mktemp("triton"))
-    return lambda architecture, *sizes: told_by(
-        "compiled", "attention", str(architecture), *map(str, sizes), TRITON_CACHE_DIR=cache
-    )
-
-
-def test_a_decoding_kernel_compiles(compiled: Callable[..., dict[str, dict[str, int]]]) -> None:
-    assert compiled(90, 64)["bf16, head size 64, decode"]["stack"] == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("architecture", SHARED_BYTES)
-def test_every_head_size_compiles_without_spilling_a_register(
-    compiled: Callable[..., dict[str, dict[str, int]]], architecture: int
-) -> None:
-    sizes = HEAD_SIZES + (LIKE_OTHERS if architecture == 90 else ())
-    found = compiled(architecture, *sizes)
-    assert len(found) == len(sizes) * (4 + 2) + 2 * 2 + 2 * 2 + (architecture >= 90) * (len(sizes) * 2 + 2)
-    assert {name: told for name, told in found.items() if told["stack"]} == {}
-    assert {name: told for name, told in found.items() if told["shared"] > SHARED_BYTES[architecture]} == {}
-
-
-@pytest.mark.parametrize("size", LIKE_OTHERS)
-def test_a_head_size_that_is_compiled_for_one_architecture_is_cut_like_one_compiled_for_all(size: int) -> None:
-    (other,) = (each for each in HEAD_SIZES if each < padded_head(each) == padded_head(size))
-    for dtype, long, rules, fp8 in itertools.product(TOLERANCE, *[(False, True)] * 3):
-        mine, others = (shape_of(dtype, each, 4, long=long, rules=rules, fp8=fp8) for each in (size, other))
-        assert mine == others
 
 
 def test_neighbours_change_no_bit_of_what_a_sequence_computes() -> None:

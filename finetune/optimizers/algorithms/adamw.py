@@ -19,7 +19,7 @@ def make_adamw(config: TuneConfig, groups: Groups, matrices: frozenset[str]) -> 
 
 
 # No scratch: torch's fused one and DeepSpeed's on the CPU go over the weights once.
-ADAMW = OptimizerKind(name="adamw", make=make_adamw, state=("exp_avg", "exp_avg_sq"))
+KIND = OptimizerKind(make=make_adamw, state=("exp_avg", "exp_avg_sq"))
 
 
 def adamw(group: Mapping[str, Any], flat: torch.Tensor, state: Mapping[str, Any]) -> None:

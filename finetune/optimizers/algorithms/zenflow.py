@@ -11,11 +11,11 @@ import torch
 
 from finetune.config import TuneConfig
 from finetune.distributed import Peers
-from finetune.optimizers.adamw import adamw
+from finetune.optimizers.algorithms.adamw import adamw
 from finetune.optimizers.base import ShardedOptimizer
 from finetune.optimizers.fragments import Fragment, Fragments, Piece, pieces_of
 from finetune.optimizers.kind import Groups, OptimizerKind, UpdateSizes, betas_of, rate_of
-from finetune.optimizers.zenflow_rows import ChosenRows, Room, adam_by_rows
+from finetune.optimizers.rows import ChosenRows, Room, adam_by_rows
 
 CHOSEN: Final = "chosen"
 UPDATES: Final = "updates"
@@ -263,8 +263,7 @@ def _scratch(sizes: UpdateSizes) -> int:
     return round(8 * sizes.chosen * sizes.matrix_part) + 4 * min(CHUNK_ELEMENTS, sizes.matrix_part)
 
 
-ZENFLOW = OptimizerKind(
-    name="zenflow",
+KIND = OptimizerKind(
     make=make_zenflow,
     state=("exp_avg", "exp_avg_sq"),
     matrix_state=("exp_avg", "exp_avg_sq", "put_off", "pending"),

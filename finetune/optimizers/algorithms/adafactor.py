@@ -112,8 +112,7 @@ def make_adafactor(config: TuneConfig, groups: Groups, matrices: frozenset[str])
     return Adafactor(groups, matrices=matrices, lr=rate_of(config))
 
 
-ADAFACTOR = OptimizerKind(
-    name="adafactor",
+KIND = OptimizerKind(
     make=make_adafactor,
     state=("exp_avg_sq",),
     matrix_state=(),

@@ -10,7 +10,7 @@ import torch
 
 from finetune.config import TuneConfig
 from finetune.distributed import Peers
-from finetune.optimizers.adamw import adamw
+from finetune.optimizers.algorithms.adamw import adamw
 from finetune.optimizers.base import ShardedOptimizer
 from finetune.optimizers.fragments import Fragment, Fragments
 from finetune.optimizers.kind import Groups, OptimizerKind, UpdateSizes, betas_of, rate_of
@@ -138,8 +138,7 @@ def _scratch(sizes: UpdateSizes) -> int:
     return 8 * (sizes.others if sizes.flat else min(sizes.share, sizes.parameter))
 
 
-MUON = OptimizerKind(
-    name="muon",
+KIND = OptimizerKind(
     make=make_muon,
     state=("exp_avg", "exp_avg_sq"),
     matrix_state=("momentum",),

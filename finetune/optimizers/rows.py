@@ -1,4 +1,4 @@
-"""Rows of matrices that are updated apart from the rest of a flat tensor, for ``finetune.optimizers.zenflow``."""
+"""Rows of matrices that are updated apart from the rest of a flat tensor, for ``finetune.optimizers.algorithms.zenflow``."""
 
 from __future__ import annotations
 

@@ -41,4 +41,4 @@ def make_lion(config: TuneConfig, groups: Groups, matrices: frozenset[str]) -> t
     return Lion(groups, lr=rate_of(config), betas=betas_of(config))
 
 
-LION = OptimizerKind(name="lion", make=make_lion, state=("exp_avg",), scratch=two_of_a_group)
+KIND = OptimizerKind(make=make_lion, state=("exp_avg",), scratch=two_of_a_group)

@@ -1,0 +1,43 @@
+"""What each Triton kernel takes of a GPU, as it was compiled when it was last changed. Needs no Triton."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.metadata
+import json
+from pathlib import Path
+from typing import Any, Final
+
+_HERE: Final = Path(__file__).resolve().parent
+_CUDA: Final = _HERE.parents[3] / "serve" / "model" / "cuda"
+RECORD: Final = _HERE / "resources.json"
+"""By kind of kernel, architecture and variant: registers, bytes of stack and of shared memory; and what it is ``of``."""
+HEAD_SIZES: Final = (8, 64, 80, 96, 128, 256)
+SHARED_BYTES: Final = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+"""What a program may have at most, by compute capability: the architectures that are compiled for."""
+_SOURCES: Final = (
+    *(_CUDA / name for name in ("kernels.py", "linear.py", "linear_kernels.py", "tiling.py")),
+    _HERE / "compiled.py",
+)
+
+
+def decided_by() -> dict[str, str]:
+    """The version of Triton, and a digest of each source that decides what is compiled, its words and layout left out."""
+    return {"triton": importlib.metadata.version("triton"), **{path.name: _digest_of(path.read_text()) for path in _SOURCES}}
+
+
+def _digest_of(source: str) -> str:
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):  # strings that stand alone are docstrings
+            node.body = [
+                each for each in node.body if not (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))
+            ]
+    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()[:16]
+
+
+def recorded() -> dict[str, Any]:
+    """The record."""
+    found: dict[str, Any] = json.loads(RECORD.read_text())
+    return found
