@@ -26,15 +26,16 @@ help: ## list the targets
 setup: $(STAMP) ## make .venv with the versions of constraints.txt
 	@:
 
-# The stamp is touched only after pip succeeded, so an interrupted installation is taken up again.
+# The stamp is touched only after pip succeeded, so an interrupted installation is taken up again. pip compiles no modules, which
+# takes longer than all the rest of it: Python compiles those that are imported.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	    echo "tessera needs Python 3.11 or newer; '$(PYTHON)' is not. Say which one to use: make PYTHON=/path/to/python3.11" >&2; exit 2; }
-	@echo "Setting up $(VENV): the versions of constraints.txt, about 1.5 GB. Two to five minutes the first time, never again."
+	@echo "Setting up $(VENV): the versions of constraints.txt, about 1.5 GB. One to five minutes the first time, never again."
 	@$(PYTHON) -m venv $(VENV) || { \
 	    echo "could not make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 	@start=$$(date +%s); \
-	$(PY) -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]' >$(INSTALL_LOG) 2>&1 || { \
+	$(PY) -m pip install --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev]' >$(INSTALL_LOG) 2>&1 || { \
 	    tail -n 25 $(INSTALL_LOG) >&2; echo "pip failed; its whole output is in $(INSTALL_LOG)" >&2; exit 1; }; \
 	echo "$(VENV) is ready after $$(( $$(date +%s) - start )) s."
 	@touch $(STAMP)
