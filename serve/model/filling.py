@@ -198,8 +198,7 @@ class Filler:
             ConfigError: a file cannot be read.
         """
         threads = torch.get_num_threads() if self._device.type == "cpu" and self._make.copies else 1
-        reading = _Reading(self._make, SliceReader(checkpoint, blueprint, self._shards, self._device), blueprint.dtype)
-        with _several(reading, threads) as read:
+        with _several(self._reading(checkpoint, blueprint), threads) as read:
             for filling in read(self._places):
                 filling.put()
         _fill_buffers(self._model, self._device)
@@ -210,8 +209,10 @@ class Filler:
         Raises:
             ConfigError: a file cannot be read.
         """
-        reading = _Reading(self._make, SliceReader(checkpoint, blueprint, self._shards, self._device), blueprint.dtype)
-        return map(reading.of, self._places)
+        return map(self._reading(checkpoint, blueprint).of, self._places)
+
+    def _reading(self, checkpoint: Checkpoint, blueprint: Blueprint) -> _Reading:
+        return _Reading(self._make, SliceReader(checkpoint, blueprint, self._shards, self._device), blueprint.dtype)
 
 
 class _Reading:

@@ -1,4 +1,4 @@
-"""Attention over KV blocks by the C++ kernel of ``kernels/attention.cpp``. Shapes: see ``serve.model.attention``."""
+"""Attention over KV blocks by the C++ kernel of ``kernels/attention.h``. Shapes: see ``serve.model.attention``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TILES_PER_THREAD: Final = 4
 
 
 class _Step(ctypes.Structure):
-    """``Step`` of kernels/attention.cpp."""
+    """``Step`` of kernels/attention.h."""
 
     _fields_ = (
         ("query", ctypes.c_void_p),

@@ -17,10 +17,10 @@ from typing import Any, Final
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from serve.model.cuda.graphs import FROM_HOST, CaptureError, waits_for_device
+from serve.model.dispatch import Watching
 
 KINDS: Final = ("product", "quantized", "attention", "add", "multiply", "layer_norm", "rms_norm", "look_up", "widen")
 """``Kind`` of kernels/parts.h, in its order."""
@@ -169,11 +169,11 @@ class Program:
             part()
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves its hook unannotated
+class Recorder(Watching):
     """Records what is done within, as a context; gradients must be off."""
 
     def __init__(self, steps: Steps, memory: StepMemory) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        super().__init__()
         self.steps, self.memory = steps, memory
         self.torch_operations: set[str] = set()
         """Names of those that no kernel computes."""
@@ -207,11 +207,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         finally:
             self._paused = before
         self._recorded.append(call)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Else torch imports its compiler when a mode is first entered, to keep it from compiling what nobody compiles."""
-        return False
 
     def __torch_dispatch__(self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         options = kwargs or {}

@@ -12,8 +12,9 @@ from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from serve.model.dispatch import Watching
 
 _WAITS: Final = frozenset(
     ("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "unique_dim", "bincount")
@@ -134,15 +135,10 @@ class CpuGraph:
                 old.copy_(new)
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves its hook unannotated
+class _Recorder(Watching):
     def __init__(self, operations: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor]]]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        super().__init__()
         self._operations = operations
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Else torch imports its compiler when a mode is first entered, to keep it from compiling what nobody compiles."""
-        return False
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

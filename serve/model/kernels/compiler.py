@@ -11,7 +11,10 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from host.limits import usable_cores
 
 log = logging.getLogger(__name__)
 
@@ -21,17 +24,19 @@ SCRATCH = "building-"
 """How the folder of a build that is going on begins, beside the library that it makes."""
 
 _SOURCES = tuple(
-    Path(__file__).with_name(name)
-    for name in ("attention.cpp", "group.cpp", "linear.cpp", "quantized.cpp", "sampling.cpp", "steps.cpp")
-)
+    Path(__file__).with_name(f"{name}.cpp")  # those that take longest first
+    for name in (
+        "attention_int8", "attention_bf16", "attention_fp32", "quantized", "sampling", "linear", "steps", "group", "attention",
+    )
+)  # fmt: skip
 _HEADERS = tuple(
-    Path(__file__).with_name(name) for name in ("avx2.h", "candidates.h", "panels.h", "parts.h", "products.h", "vectors.h")
+    Path(__file__).with_name(f"{name}.h")
+    for name in ("attention", "avx2", "candidates", "panels", "parts", "products", "vectors")
 )
 _FLAGS = (
     "-O3",
     "-std=c++17",
     "-fPIC",
-    "-shared",
     "-fopenmp",
     # Not -ffast-math: it would assume NaN away and, in a shared library, switch the whole process to flush denormals.
     "-fno-math-errno",
@@ -66,7 +71,7 @@ def digest_of(*decides: str) -> str:
 
 
 def compile_kernels(compiler: str, processor: tuple[str, ...], library: Path) -> None:
-    """Build a library, which is there whole or not at all.
+    """Build a library, which is there whole or not at all; as many files side by side as there are processors.
 
     Args:
         compiler: its path.
@@ -79,17 +84,31 @@ def compile_kernels(compiler: str, processor: tuple[str, ...], library: Path) ->
     """
     with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=library.parent) as scratch, locked(Path(scratch)):
         built = Path(scratch) / library.name
-        command = [compiler, *_FLAGS, *processor, *map(str, _SOURCES), "-o", str(built)]
-        log.info("building the CPU kernels (a few seconds, once; kept in %s)", library.parent)
-        try:
-            # The compiler's own files go there too: the system may have no folder for temporary ones that can be written.
-            environment = {**os.environ, "TMPDIR": scratch}
-            done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise KernelUnavailable(f"{compiler} could not run: {error}") from error
-        if done.returncode != 0:
-            raise KernelUnavailable(f"{compiler} failed: {done.stderr.strip()[-500:]}")
+        log.info("building the CPU kernels (some seconds, once; kept in %s)", library.parent)
+
+        def object_of(source: Path) -> str:
+            made = str(Path(scratch) / f"{source.stem}.o")
+            _run([compiler, *_FLAGS, *processor, "-c", str(source), "-o", made], scratch)
+            return made
+
+        with ThreadPoolExecutor(max(1, usable_cores())) as pool:
+            objects = list(pool.map(object_of, _SOURCES))
+        _run([compiler, *_FLAGS, *processor, "-shared", *objects, "-o", str(built)], scratch)
         built.replace(library)
+
+
+def _run(command: list[str], scratch: str) -> None:
+    """Have the compiler do something; its own files go to ``scratch``, as the system may have no place for them.
+
+    Raises:
+        KernelUnavailable: it failed.
+    """
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, "TMPDIR": scratch})
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise KernelUnavailable(f"{command[0]} could not run: {error}") from error
+    if done.returncode != 0:
+        raise KernelUnavailable(f"{command[0]} failed: {done.stderr.strip()[-500:]}")
 
 
 @contextlib.contextmanager

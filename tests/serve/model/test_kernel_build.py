@@ -48,7 +48,7 @@ def test_kernels_are_built_once_below_the_folder_that_was_named(compiler: Path, 
     for _ in range(2):
         load_cpu_kernels.__wrapped__(str(tmp_path / "cache"))
     assert [path.suffix for path in (tmp_path / "cache" / "kernels").iterdir()] == [".so"]
-    assert len((compiler / "notes").read_text().split()) == 1
+    assert len((compiler / "notes").read_text().split()) == len(_SOURCES) + 1, "each source, and all of them together"
 
 
 def test_the_compiler_needs_no_other_folder_for_temporary_files(
@@ -56,8 +56,15 @@ def test_the_compiler_needs_no_other_folder_for_temporary_files(
 ) -> None:
     monkeypatch.setenv("TMPDIR", "/dev/null/tmp")
     load_cpu_kernels.__wrapped__(str(tmp_path / "cache"))
-    (used,) = (compiler / "notes").read_text().split()
+    (used,) = set((compiler / "notes").read_text().split())
     assert Path(used).is_relative_to(tmp_path / "cache" / "kernels")
+
+
+def test_a_source_that_does_not_compile_is_told_with_what_the_compiler_says(compiler: Path, tmp_path: Path) -> None:
+    (compiler / "c++").write_text('#!/bin/sh\ncase "$*" in *sampling.cpp*) echo "it is wrong" >&2; exit 1;; esac\n')
+    with pytest.raises(KernelUnavailable, match=r"c\+\+ failed: it is wrong"):
+        load_cpu_kernels.__wrapped__(str(tmp_path))
+    assert list((tmp_path / "kernels").iterdir()) == [], "nothing is left of it"
 
 
 def test_a_folder_that_cannot_be_written_is_named_with_what_to_set() -> None:

@@ -1,0 +1,299 @@
+// Paged attention on the CPU: the step's keys and values are rotated and written to their blocks, then one pass over the blocks
+// of each sequence, nothing gathered or copied.
+//
+// Shapes.  T tokens of the step   H query heads   G key/value heads   D head size   B blocks   S positions per block
+//   queries [T, H, D], keys and values of the step [T, G, D] (any strides over T and heads, D contiguous)
+//   key cache [B, G, D, S] (transposed inside a block, so that one vector holds S positions), value cache [B, G, S, D]
+//   their scales [B, G, S] in bf16, where they are whole numbers of 8 bits: a number stands for itself times its position's scale
+//   R features of a head that the rotary embedding turns, the first ones; R / 2 apart lie the two that are turned together
+//
+// A work item is a tile of consecutive tokens of one sequence and one key/value head: its query rows share every block
+// that is read. Softmax is computed online (Milakov and Gimelshein 2018), in fp32 whatever the storage type.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <vector>
+
+#include <omp.h>
+
+#include "panels.h"
+#include "parts.h"
+
+namespace {
+
+struct Step {
+    const void* query;
+    const void* key;
+    const void* value;
+    int64_t query_stride_token, query_stride_head;
+    int64_t key_stride_token, key_stride_head;
+    int64_t value_stride_token, value_stride_head;
+    const void* cosines;        // [T, R], contiguous; unused where R is 0
+    const void* sines;
+    const int64_t* slots;       // [T]: block * S + offset of each token
+    void* key_cache;
+    void* value_cache;
+    bf16* key_scales;           // null where the caches have the type of the queries
+    bf16* value_scales;
+    void* out;                  // [T, H, D], contiguous
+    const float* sinks;         // [H] or null: one more score for each head, without a value
+    const float* bias;          // [H, L] or null: added to the score of each head with the key at each position
+    const int32_t* tiles;       // [items, 3]: row of its table, first token, number of tokens
+    const int32_t* positions;   // [T]
+    const int32_t* tables;      // [rows, table_width]
+    int64_t tokens, num_tiles, table_width;
+    int64_t query_heads, kv_heads, head_dim, block_tokens;
+    int64_t rotary_dim;         // R
+    int64_t window;             // 0: no window; else position p sees (p - window, p]
+    int64_t bias_positions;     // L, whole blocks
+    float scale;
+    float softcap;              // 0: none; else scores become softcap * tanh(score / softcap)
+};
+
+constexpr int kMaxRows = 96;    // query rows of one work item: tile tokens times query heads per key/value head
+constexpr int kTilesPerThread = 4;
+
+// The first R features of one head's query or key after the rotary embedding (Su et al. 2021), as GPT-NeoX and Llama turn them.
+template <typename scalar>
+inline void rotate(const Step& step, const scalar* head, int64_t token, float* out) {
+    const int64_t R = step.rotary_dim, half = R / 2;
+    const scalar* cosines = static_cast<const scalar*>(step.cosines) + token * R;
+    const scalar* sines = static_cast<const scalar*>(step.sines) + token * R;
+    for (int64_t d = 0; d < half; ++d) {
+        const float low = to_float(head[d]), high = to_float(head[d + half]);
+        out[d] = low * to_float(cosines[d]) - high * to_float(sines[d]);
+        out[d + half] = high * to_float(cosines[d + half]) + low * to_float(sines[d + half]);
+    }
+}
+
+// A tile of consecutive tokens of one sequence, and one key/value head.
+template <typename Kind, typename scalar>
+class Item {
+    typedef typename Kind::stored stored;
+    typedef typename Kind::word word;
+    static constexpr bool kScaled = std::is_same_v<stored, int8_t>;
+
+public:
+    Item(const Step& given, int64_t tile, int64_t own_head)
+        : step(given), D(given.head_dim), S(given.block_tokens), width((D + kPart - 1) / kPart * kPart), head(own_head),
+          group(given.query_heads / given.kv_heads), first_token(given.tiles[3 * tile + 1]), rows(given.tiles[3 * tile + 2] * group),
+          panels((rows + kPanelRows - 1) / kPanelRows), table(given.tables + given.tiles[3 * tile] * given.table_width),
+          positions(given.positions + first_token), lies_in_tiles(S == kPart && D % kPart == 0) {}
+
+    void attend() {
+        take_scratch();
+        for (int64_t p = 0; p < panels; ++p) begin_panel(p);
+        const int64_t last = positions[rows / group - 1], first = first_seen(positions[0]);
+        Tile<stored> tile{};
+        tile.D = D, tile.width = width, tile.scale = step.scale, tile.softcap = step.softcap;
+        tile.has_rules = kScaled || step.softcap != 0.0f || step.bias || !(step.scale > 0.0f);
+        for (int64_t base = first / kTile * kTile; base <= last; base += kTile) {
+            find_tile(base, first > base ? first : base, last < base + kTile ? last : base + kTile - 1, tile);
+            for (int64_t p = 0; p < panels; ++p) {
+                look(p, base, seen[p]);
+                if (seen[p].end_part > seen[p].first_part) weigh_panel_of<kPanelRows>(rows_of(p), tile, seen[p], panel_at(p));
+            }
+            for (int64_t p = 0; p < panels; ++p)
+                if (seen[p].end_part > seen[p].first_part) add_panel_of<kPanelRows>(rows_of(p), tile, seen[p], panel_at(p));
+        }
+        for (int64_t r = 0; r < rows; ++r) finish(r);
+    }
+
+private:
+    const Step& step;
+    const int64_t D, S, width, head, group, first_token, rows, panels;
+    const int32_t* table;
+    const int32_t* positions;
+    const bool lies_in_tiles;  // then the cache's blocks are a tile's parts
+    word* queries;
+    float *sums, *peaks, *masses, *shrinks, *scores, *scales, *turned;
+    Seen* seen;
+    stored *own_keys, *own_values;
+
+    int64_t first_seen(int64_t position) const { return step.window && position >= step.window ? position - step.window + 1 : 0; }
+    int64_t first_row(int64_t panel) const { return panel * rows / panels; }
+    int rows_of(int64_t panel) const { return int(first_row(panel + 1) - first_row(panel)); }
+    const stored* keys_of(int64_t block) const {
+        return static_cast<const stored*>(step.key_cache) + (int64_t(table[block]) * step.kv_heads + head) * D * S;
+    }
+    const stored* values_of(int64_t block) const {
+        return static_cast<const stored*>(step.value_cache) + (int64_t(table[block]) * step.kv_heads + head) * D * S;
+    }
+
+    void take_scratch() {
+        thread_local std::vector<Seen> own_seen;
+        own_seen.resize(size_t(panels));
+        seen = own_seen.data();
+        thread_local std::vector<float> scratch;
+        scratch.resize(size_t(rows * (D + width + 2 + kWidth + kTile) + D + 2 * kTile + (lies_in_tiles ? 0 : kTile * (D + width)) + 16));
+        float* free = scratch.data() + (64 - reinterpret_cast<uintptr_t>(scratch.data()) % 64) % 64 / sizeof(float);
+        const auto take = [&](int64_t numbers) { return (free += numbers) - numbers; };
+        sums = take(rows * width), scores = take(rows * kTile), scales = take(2 * kTile), masses = take(rows * kWidth);
+        peaks = take(rows), shrinks = take(rows), turned = take(D);
+        queries = reinterpret_cast<word*>(take(rows * D));
+        if (!lies_in_tiles) {
+            own_keys = reinterpret_cast<stored*>(take(kTile * D));
+            own_values = reinterpret_cast<stored*>(take(kTile * width));
+            std::memset(static_cast<void*>(own_values), 0, size_t(kTile * width) * sizeof(stored));
+        }
+    }
+
+    void begin_panel(int64_t panel) {
+        const int64_t begin = first_row(panel), count = first_row(panel + 1) - begin;
+        for (int64_t r = begin; r < begin + count; ++r) {
+            const int64_t token = first_token + r / group, own = head * group + r % group;
+            const scalar* source = static_cast<const scalar*>(step.query) + token * step.query_stride_token + own * step.query_stride_head;
+            rotate(step, source, token, turned);
+            for (int64_t d = step.rotary_dim; d < D; ++d) turned[d] = to_float(source[d]);
+            word* target = queries + begin * (D / Kind::kInputs) + r - begin;
+            for (int64_t d = 0; d < D; d += Kind::kInputs) target[d / Kind::kInputs * count] = Kind::word_of(turned + d);
+            // A sink is a score that was seen already and whose value is zero.
+            peaks[r] = step.sinks ? step.sinks[own] : kLowest;
+            for (int i = 0; i < kWidth; ++i) masses[r * kWidth + i] = 0.0f;
+            masses[r * kWidth] = step.sinks ? 1.0f : 0.0f;
+        }
+        for (int64_t i = begin * width; i < (begin + count) * width; ++i) sums[i] = 0.0f;
+    }
+
+    // Where keys and values of positions [from, to] of the tile lie.
+    void find_tile(int64_t base, int64_t from, int64_t to, Tile<stored>& tile) {
+        if (kScaled) {
+            tile.key_scales = scales, tile.value_scales = scales + kTile;
+            for (int64_t position = from; position <= to; ++position) {
+                const int64_t place = (int64_t(table[position / S]) * step.kv_heads + head) * S + position % S;
+                scales[position - base] = to_float(step.key_scales[place]);
+                scales[kTile + position - base] = to_float(step.value_scales[place]);
+            }
+        }
+        if (lies_in_tiles) {
+            for (int64_t block = from / S; block <= to / S; ++block) {
+                tile.keys[block - base / S] = keys_of(block);
+                tile.values[block - base / S] = values_of(block);
+            }
+            return;
+        }
+        for (int part = 0; part < kParts; ++part) {
+            tile.keys[part] = own_keys + part * kPart * D;
+            tile.values[part] = own_values + part * kPart * width;
+        }
+        for (int64_t position = from; position <= to; ++position) {
+            const int64_t place = position - base;
+            const stored* key = keys_of(position / S) + position % S;
+            stored* own = own_keys + place / kPart * kPart * D + place % kPart;
+            for (int64_t d = 0; d < D; ++d) own[d * kPart] = key[d * S];
+            std::memcpy(own_values + place * width, values_of(position / S) + position % S * D, size_t(D) * sizeof(stored));
+        }
+    }
+
+    // What the panel's rows see of the tile from ``base`` on.
+    void look(int64_t panel, int64_t base, Seen& seen) const {
+        const int64_t begin = first_row(panel);
+        const int count = rows_of(panel);
+        for (int r = 0; r < count; ++r) {
+            const int64_t position = positions[(begin + r) / group], own = head * group + (begin + r) % group;
+            const int64_t low = first_seen(position) - base, high = position + 1 - base;
+            seen.begin[r] = low < 0 ? 0 : low > kTile ? kTile : int(low);
+            seen.end[r] = high < 0 ? 0 : high > kTile ? kTile : int(high);
+            seen.bias[r] = step.bias ? step.bias + own * step.bias_positions + base : nullptr;
+        }
+        const bool any = seen.begin[0] < seen.end[count - 1];
+        seen.first_part = any ? seen.begin[0] / kPart : 0;
+        seen.end_part = any ? (seen.end[count - 1] + kPart - 1) / kPart : 0;
+        seen.bias_positions = int(step.bias_positions - base < kTile ? step.bias_positions - base : kTile);
+    }
+
+    Panel panel_at(int64_t panel) const {
+        const int64_t begin = first_row(panel);
+        return {queries + begin * (D / Kind::kInputs), sums + begin * width, peaks + begin, masses + begin * kWidth, shrinks + begin,
+                scores + begin * kTile};
+    }
+
+    template <int R>
+    static void weigh_panel_of(int count, const Tile<stored>& tile, const Seen& seen, const Panel& panel) {
+        if constexpr (R > 1)
+            if (count < R) return weigh_panel_of<R - 1>(count, tile, seen, panel);
+        weigh_panel<Kind, R>(tile, seen, panel);
+    }
+
+    template <int R>
+    static void add_panel_of(int count, const Tile<stored>& tile, const Seen& seen, const Panel& panel) {
+        if constexpr (R > 1)
+            if (count < R) return add_panel_of<R - 1>(count, tile, seen, panel);
+        add_panel<Kind, R>(tile, seen, panel);
+    }
+
+    void finish(int64_t r) const {
+        scalar* target = static_cast<scalar*>(step.out) + ((first_token + r / group) * step.query_heads + head * group + r % group) * D;
+        float mass = 0.0f;
+        for (int i = 0; i < kWidth; ++i) mass += masses[r * kWidth + i];
+        const float inverse = 1.0f / mass;
+        for (int64_t d = 0; d < D; ++d) from_float(sums[r * width + d] * inverse, target[d]);
+    }
+};
+
+// Numbers as whole ones between -127 and 127, ``stride`` apart, and their scale, rounded before anything is divided by it. NaN or
+// infinity makes the scale NaN, and with it whatever reads the position.
+inline bf16 narrow(const float* numbers, int64_t count, int8_t* out, int64_t stride) {
+    float most = 0.0f, fault = 0.0f;
+    for (int64_t i = 0; i < count; ++i) {
+        const float size = std::fabs(numbers[i]);
+        most = size > most ? size : most;
+        fault += numbers[i] * 0.0f;
+    }
+    bf16 kept;
+    from_float(most / 127.0f + fault, kept);
+    const float scale = to_float(kept);
+    for (int64_t i = 0; i < count; ++i) {
+        const float whole = scale > 0.0f ? std::nearbyint(numbers[i] / scale) : 0.0f;
+        out[i * stride] = int8_t(whole > 127.0f ? 127.0f : whole < -127.0f ? -127.0f : whole);
+    }
+    return kept;
+}
+
+// One token's key and value of one head, into their slot.
+template <typename scalar, typename stored>
+void store_item(const Step& step, int64_t token, int64_t head) {
+    const int64_t D = step.head_dim, S = step.block_tokens;
+    const int64_t offset = step.slots[token] % S;
+    const int64_t base = (step.slots[token] / S * step.kv_heads + head) * D * S;
+    const scalar* key = static_cast<const scalar*>(step.key) + token * step.key_stride_token + head * step.key_stride_head;
+    const scalar* value = static_cast<const scalar*>(step.value) + token * step.value_stride_token + head * step.value_stride_head;
+    stored* keys = static_cast<stored*>(step.key_cache) + base + offset;
+    stored* values = static_cast<stored*>(step.value_cache) + base + offset * D;
+    thread_local std::vector<float> turned;
+    turned.resize(size_t(D));
+    rotate(step, key, token, turned.data());
+    if constexpr (std::is_same_v<stored, int8_t>) {
+        for (int64_t d = step.rotary_dim; d < D; ++d) turned[size_t(d)] = to_float(key[d]);
+        step.key_scales[base / D + offset] = narrow(turned.data(), D, keys, S);
+        for (int64_t d = 0; d < D; ++d) turned[size_t(d)] = to_float(value[d]);
+        step.value_scales[base / D + offset] = narrow(turned.data(), D, values, 1);
+    } else {
+        for (int64_t d = 0; d < step.rotary_dim; ++d) from_float(turned[size_t(d)], keys[d * S]);
+        for (int64_t d = step.rotary_dim; d < D; ++d) keys[d * S] = key[d];
+        std::memcpy(values, value, size_t(D) * sizeof(scalar));
+    }
+}
+
+// By all threads of the parallel region that it is called in.
+template <typename Kind, typename scalar>
+void attend_all(const Step& step) {
+    const int64_t items = step.num_tiles * step.kv_heads;
+    // With tiles enough for all threads, a thread takes all heads of a tile: their parts of a block lie side by side.
+    const int64_t chunk = step.num_tiles >= kTilesPerThread * omp_get_num_threads() ? step.kv_heads : 1;
+    const int64_t runs = (step.tokens + kPart - 1) / kPart;
+#pragma omp for schedule(static)
+    for (int64_t item = 0; item < runs * step.kv_heads; ++item) {
+        // Tokens that follow one another share lines of their block's keys.
+        const int64_t first = item / step.kv_heads * kPart, end = first + kPart < step.tokens ? first + kPart : step.tokens;
+        for (int64_t token = first; token < end; ++token) store_item<scalar, typename Kind::stored>(step, token, item % step.kv_heads);
+    }
+// From the last on: a prompt's last tiles see the most, and what comes last should be short.
+#pragma omp for schedule(dynamic, chunk)
+    for (int64_t item = 0; item < items; ++item)
+        Item<Kind, scalar>(step, step.num_tiles - 1 - item / step.kv_heads, item % step.kv_heads).attend();
+}
+
+}  // namespace
