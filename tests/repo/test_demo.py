@@ -8,6 +8,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from multiprocessing import resource_tracker
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,9 +25,17 @@ from tests.support import warm
 
 
 @pytest.fixture(autouse=True)
-def _no_other_children() -> None:
-    """The demo ends whatever descends from it, and so would these tests what programs are forked from."""
+def _no_other_children() -> Iterator[None]:
+    """The demo ends whatever descends from it, and so would these tests what programs are forked from.
+
+    They do end what watches over shared memory for multiprocessing, which would complain of that to a test after them.
+    """
     warm.close()
+    yield
+    tracker = resource_tracker._resource_tracker  # type: ignore[attr-defined]  # nothing public says that it is gone
+    if tracker._fd is not None and not tracker._check_alive():
+        os.close(tracker._fd)
+        tracker._fd = tracker._pid = None
 
 
 def plain_console() -> Console:

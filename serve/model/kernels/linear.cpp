@@ -21,7 +21,9 @@ void pack_words(const char* plain, char* panel, int64_t rows, int64_t W, int64_t
         for (int64_t w = from; w < to; ++w) std::memcpy(panel + (w * kPanel + o) * kWord, plain + (o * W + w) * kWord, kWord);
 }
 
-#ifdef __AVX512F__
+#if defined(__AVX512F__)
+
+constexpr int64_t kSquare = 16;
 
 // 16 words of 16 rows that are W words apart, transposed in registers: each line of memory is written once, whole.
 void pack_square(const char* plain, char* panel, int64_t W) {
@@ -52,6 +54,31 @@ void pack_square(const char* plain, char* panel, int64_t W) {
     for (int w = 0; w < 16; ++w) _mm512_storeu_si512(panel + w * kPanel * kWord, r[w]);
 }
 
+#elif defined(__AVX2__)
+
+constexpr int64_t kSquare = 8;
+
+// 8 words of 8 rows. Words are moved as floats, whatever they are: none is computed with.
+void pack_square(const char* plain, char* panel, int64_t W) {
+    __m256 r[8], t[8];
+    for (int i = 0; i < 8; ++i) r[i] = _mm256_loadu_ps(reinterpret_cast<const float*>(plain + i * W * kWord));
+    for (int i = 0; i < 8; i += 2) {
+        t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
+        t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4) {
+        r[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
+        r[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
+        r[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
+        r[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
+    }
+    for (int i = 0; i < 4; ++i) {  // r[4 g + i] holds words i and 4 + i of rows 4 g to 4 g + 3
+        t[i] = _mm256_permute2f128_ps(r[i], r[4 + i], 0x20);
+        t[4 + i] = _mm256_permute2f128_ps(r[i], r[4 + i], 0x31);
+    }
+    for (int w = 0; w < 8; ++w) _mm256_storeu_ps(reinterpret_cast<float*>(panel + w * kPanel * kWord), t[w]);
+}
+
 #endif
 
 // Packs a weight of O rows of W words: a word is one number of fp32, or two neighbouring ones of bf16. Word [o, w] comes to
@@ -65,10 +92,10 @@ void pack(const char* plain, char* packed, int64_t O, int64_t W, int threads) {
         const int64_t rows = O - p * kPanel < kPanel ? O - p * kPanel : kPanel;
         int64_t w = 0;
         if (rows < kPanel) std::memset(panel, 0, size_t(kPanel * W * kWord));
-#ifdef __AVX512F__
+#if defined(__AVX2__)
         else
-            for (; w + 16 <= W; w += 16)
-                for (int64_t o = 0; o < kPanel; o += 16)
+            for (; w + kSquare <= W; w += kSquare)
+                for (int64_t o = 0; o < kPanel; o += kSquare)
                     pack_square(first + (o * W + w) * kWord, panel + (w * kPanel + o) * kWord, W);
 #else
             for (; w + 16 <= W; w += 16) pack_words(first, panel, rows, W, w, w + 16);  // what is written stays in the cache
