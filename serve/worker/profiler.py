@@ -147,9 +147,9 @@ class Profiler:
         self._stop(take)
 
     def record(self, plan: StepPlan, execute: Execute) -> StepResult | None:
-        """Compute one step, as ``execute`` does."""
+        """Compute one step, as ``execute`` does; one that only ends sequences is no step of the model's, and not recorded."""
         take = self._take
-        if take is None or not self._starts(take):
+        if take is None or not plan.spans or not self._starts(take):
             return execute(plan)
         with record_function(f"step {plan.step}: {plan.num_tokens} positions of {len(plan.spans)} sequences"):
             result = execute(plan)

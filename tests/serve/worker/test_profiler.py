@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from serve.engine.executor import Profiled
-from serve.engine.plan import StepPlan, StepResult
+from serve.engine.plan import Span, StepPlan, StepResult
 from serve.errors import RankStartError
+from serve.types import SequenceId
 from serve.worker import profiler as profilers
 from serve.worker import wire
 from serve.worker.exchange import Exchange
@@ -139,7 +140,19 @@ def test_a_recording_without_a_step_is_over_when_its_time_is(served: Served) -> 
 
 
 def one_step(served: Served) -> None:
-    served.execute(StepPlan(step=1))
+    """A step of one position, of which nothing is computed."""
+    served.profiler.record(StepPlan(step=1, spans=(Span(sequence=SequenceId(0), start=0, count=1),)), lambda plan: None)
+
+
+def test_a_plan_that_computes_nothing_is_no_step_of_those_that_were_asked_for(served: Served) -> None:
+    served.profiler.begin(2, 60.0)
+    for number in range(3):
+        one_step(served)
+        served.execute(StepPlan(step=number))
+    told = served.profiler.told()
+    assert (told.num_steps, told.is_over) == (2, True)
+    names = [event["name"] for event in served.trace()["traceEvents"] if event.get("ph") == "X"]
+    assert [name for name in names if name.startswith("step ")] == ["step 1: 1 positions of 1 sequences"] * 2
 
 
 def test_a_recording_that_waits_for_a_step_in_vain_ends_with_what_it_has(served: Served) -> None:
@@ -221,7 +234,7 @@ def test_orders_begin_tell_fetch_and_forget(served: Served, monkeypatch: pytest.
         ask = partial(_ask, ours)
         OrderLoop(exchange, served.profiler, torch.device("cpu")).start(theirs)
         assert ask(wire.Profile(1, 60.0)) == wire.Fine()
-        served.execute(StepPlan(step=1))
+        one_step(served)
         told = ask(wire.TellProfiled())
         assert isinstance(told, wire.Told)
         assert told.recorded.is_over
