@@ -147,7 +147,7 @@ class Profiler:
         self._stop(take)
 
     def record(self, plan: StepPlan, execute: Execute) -> StepResult | None:
-        """Compute one step, as ``execute`` does; one that only ends sequences is no step of the model's, and not recorded."""
+        """Compute one step, as ``execute`` does. A plan without spans computes nothing, and is not recorded."""
         take = self._take
         if take is None or not plan.spans or not self._starts(take):
             return execute(plan)

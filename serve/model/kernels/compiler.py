@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from host.limits import usable_cores
+from host.limits import memory_available, usable_cores
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +44,8 @@ _FLAGS = (
     "-fno-strict-aliasing",
     "-Wno-psabi",
 )
+_COMPILER_BYTES = 512 << 20
+"""Memory that is to be there for each file that is compiled beside others; the largest takes half of it."""
 _COMPILERS = ("c++", "g++", "clang++")
 
 
@@ -71,7 +73,7 @@ def digest_of(*decides: str) -> str:
 
 
 def compile_kernels(compiler: str, processor: tuple[str, ...], library: Path) -> None:
-    """Build a library, which is there whole or not at all; as many files side by side as there are processors.
+    """Build a library, which is there whole or not at all; as many files side by side as there are cores and memory for.
 
     Args:
         compiler: its path.
@@ -91,10 +93,15 @@ def compile_kernels(compiler: str, processor: tuple[str, ...], library: Path) ->
             _run([compiler, *_FLAGS, *processor, "-c", str(source), "-o", made], scratch)
             return made
 
-        with ThreadPoolExecutor(max(1, usable_cores())) as pool:
+        with ThreadPoolExecutor(_side_by_side()) as pool:
             objects = list(pool.map(object_of, _SOURCES))
         _run([compiler, *_FLAGS, *processor, "-shared", *objects, "-o", str(built)], scratch)
         built.replace(library)
+
+
+def _side_by_side() -> int:
+    """How many files are compiled at once: beside a model that is loaded, memory may be short."""
+    return max(1, min(usable_cores(), memory_available() // _COMPILER_BYTES))
 
 
 def _run(command: list[str], scratch: str) -> None:

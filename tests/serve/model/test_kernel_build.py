@@ -10,6 +10,7 @@ import pytest
 
 from serve.cli import main
 from serve.model.kernels import ahead
+from serve.model.kernels import compiler as kernel_compiler
 from serve.model.kernels.ahead import LEVELS, build_ahead, find_built
 from serve.model.kernels.build import NATIVE, built_for, load_cpu_kernels
 from serve.model.kernels.compiler import _HEADERS, _SOURCES, KernelUnavailable, compile_kernels, find_compiler, locked
@@ -65,6 +66,15 @@ def test_a_source_that_does_not_compile_is_told_with_what_the_compiler_says(comp
     with pytest.raises(KernelUnavailable, match=r"c\+\+ failed: it is wrong"):
         load_cpu_kernels.__wrapped__(str(tmp_path))
     assert list((tmp_path / "kernels").iterdir()) == [], "nothing is left of it"
+
+
+@pytest.mark.parametrize(("cores", "gib", "at_once"), [(1, 64, 1), (8, 64, 8), (8, 1, 2), (8, 0, 1)])
+def test_files_are_compiled_side_by_side_as_cores_and_memory_allow(
+    monkeypatch: pytest.MonkeyPatch, cores: int, gib: int, at_once: int
+) -> None:
+    monkeypatch.setattr(kernel_compiler, "usable_cores", lambda: cores)
+    monkeypatch.setattr(kernel_compiler, "memory_available", lambda: gib << 30)
+    assert kernel_compiler._side_by_side() == at_once
 
 
 def test_a_folder_that_cannot_be_written_is_named_with_what_to_set() -> None:

@@ -381,11 +381,11 @@ def test_ranks_talk_as_much_as_their_server_and_end_with_the_thread_that_started
         dataclasses.replace(_config(model, size=1), kernels=KernelsConfig(cache_dir=str(tmp_path / "cache")))
     )
     thread = threading.Thread(target=executor.start)
-    thread.start()
-    thread.join()
-    (told,) = [record for record in caplog.records if record.getMessage().startswith("building the CPU kernels")]
-    assert (told.levelname, told.rank) == ("INFO", 0)
-    assert f"(some seconds, once; kept in {tmp_path}" in told.getMessage()
-    [pid] = _pids(executor)
-    _until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
-    executor.close()
+    with contextlib.closing(executor):
+        thread.start()
+        thread.join()
+        (told,) = [record for record in caplog.records if record.getMessage().startswith("building the CPU kernels")]
+        assert (told.levelname, told.rank) == ("INFO", 0)
+        assert f"(some seconds, once; kept in {tmp_path}" in told.getMessage()
+        [pid] = _pids(executor)
+        _until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
