@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, make_wsgi_app
@@ -17,7 +18,10 @@ _SKIP_CAUSES: Final = ("loss", "gradient", "scale")
 
 
 class TrainMetrics:
-    """Owns the registry and every series in it. May be called from any thread."""
+    """Owns the registry and every series in it. May be called from any thread.
+
+    What has not been measured yet, or cannot be here, is ``NaN``: a loss of 0 would be the best of all on a dashboard.
+    """
 
     def __init__(self, *, model_name: str = "") -> None:
         """Make all series.
@@ -46,6 +50,8 @@ class TrainMetrics:
         self._saved_at = self._gauge("last_save_timestamp_seconds", "When the last save ended, or, before one, the run began.")
         self._step_seconds = self._histogram("step_seconds", "Duration of one optimizer step.")
         self._save_seconds = self._histogram("save_seconds", "Duration of one save.")
+        for gauge in (self._loss, self._eval_loss, self._norm, self._mfu):
+            gauge.set(math.nan)
         for cause in _SKIP_CAUSES:
             self._skipped.labels(cause)
 

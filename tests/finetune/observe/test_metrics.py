@@ -88,6 +88,19 @@ def test_steps_skips_and_saves_are_counted() -> None:
         assert line in text.splitlines()
 
 
+def test_what_was_not_measured_is_no_number() -> None:
+    metrics = TrainMetrics()
+    metrics.began(step=0, steps=10)
+    unknown = {"loss", "eval_loss", "grad_norm", "model_flops_utilization"}
+    lines = scraped(metrics).splitlines()
+    assert {line for line in lines if line.endswith(" NaN")} == {f"tessera_train_{name} NaN" for name in unknown}
+    metrics.stepped(1, loss=2.5, rate=1e-3, grad_norm=0.7, tokens=100, seconds=0.2)
+    metrics.evaluated(2.25)
+    lines = scraped(metrics).splitlines()
+    assert "tessera_train_eval_loss 2.25" in lines
+    assert [line for line in lines if line.endswith(" NaN")] == ["tessera_train_model_flops_utilization NaN"]
+
+
 def test_half_open_connections_get_few_threads_and_do_not_stop_a_scrape() -> None:
     endpoint, before = TrainMetrics().listen(0), threading.active_count()
     host, _, port = endpoint.address.rpartition(":")
