@@ -33,8 +33,10 @@ class Served:
     metrics: str
     seconds: dict[str, float]
     """``total`` from the start of the process to the first token, and its parts as the server tells them."""
+    process: int
+    """That which speaks gRPC."""
     ranks: tuple[int, ...]
-    """Their processes."""
+    """The processes of those that it began with."""
 
 
 @contextmanager
@@ -73,7 +75,7 @@ def serving(folder: Path, ranks: int, dtype: str, options: Sequence[str] = ()) -
                 inference_pb2_grpc.InferenceStub(channel).Generate(request)
             done = time.perf_counter()
             seconds = load_seconds(said["metrics"]) | {"first token": done - ready, "total": done - began}
-            yield Served(said["grpc"], said["metrics"], seconds, ranks_of(process.pid))
+            yield Served(said["grpc"], said["metrics"], seconds, process.pid, ranks_of(process.pid))
         finally:
             process.terminate()
             process.wait(timeout=60)
@@ -89,11 +91,15 @@ def load_seconds(metrics: str) -> dict[str, float]:
 
 def ranks_of(server: int) -> tuple[int, ...]:
     """Processes of the ranks, by the children of the server's threads."""
-    children = set[int]()
+    children, ranks = set[int](), set[int]()
     for task in Path(f"/proc/{server}/task").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # a thread that has ended meanwhile
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended meanwhile
             children.update(map(int, (task / "children").read_text().split()))
-    return tuple(sorted(pid for pid in children if Path(f"/proc/{pid}/comm").read_text().startswith(RANK_NAME)))
+    for pid in children:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # or a process
+            if Path(f"/proc/{pid}/comm").read_text().startswith(RANK_NAME):
+                ranks.add(pid)
+    return tuple(sorted(ranks))
 
 
 def peak_bytes(pid: int) -> int:
