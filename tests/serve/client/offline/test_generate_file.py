@@ -256,8 +256,11 @@ async def test_a_queue_that_is_full_is_waited_for(files: Files) -> None:
     lines = numbered(12)
     ask(files, lines)
     async with serving(scheduler={"max_num_seqs": 1}, admission={"max_queued_requests": 1}) as server:
-        assert (await run(files, server.address)).num_failed == 0
-        assert server.count("Generate", "RESOURCE_EXHAUSTED") >= 1
+        server.ranks.go.clear()  # one begins, one waits: there is room for no other until they go on
+        work = asyncio.create_task(run(files, server.address))
+        await server.until(lambda: server.count("Generate", "RESOURCE_EXHAUSTED") >= 1)
+        server.ranks.go.set()
+        assert (await work).num_failed == 0
     assert are_exact(files, lines)
 
 
