@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Final
 
 from serve.config import ServerConfig
-from serve.errors import EngineDown, RequestError
+from serve.errors import EngineDown, RequestBroke, RequestError
 from serve.rpc import messages
 from serve.rpc.decoding import Malformed
 from serve.runtime.stream import Stream
-from serve.types import Event, Generation
+from serve.types import Event, Generation, SequenceFinished
 from serve.v1 import inference_pb2
 
 Start = Callable[[inference_pb2.GenerateRequest], Awaitable[tuple[Generation, Stream]]]
+
+_log = logging.getLogger(__name__)
 
 EVENTS_AHEAD: Final = 256
 """Events that wait for a client which reads slowly; behind them the streams' own buffers fill and limits apply."""
@@ -30,7 +33,7 @@ async def run_batch(
     """Events of all requests, as they come.
 
     Requests are read as fast as there is room for them: a client may send more than the server's queue holds. A request
-    that fails ends with an error event.
+    that fails ends with an error event, whatever failed: each has one last event.
 
     Args:
         heard: told of every event.
@@ -91,6 +94,8 @@ class _Batch:
         self._room.release()
 
     async def _run(self, request: inference_pb2.GenerateRequest | Malformed) -> None:
+        """One request, from its start to its one last event."""
+        is_over = False
         try:
             if isinstance(request, Malformed):
                 raise request.error
@@ -100,9 +105,15 @@ class _Batch:
                     self._heard(event)
                     if messages.says_something(event, generation):
                         await self.events.put(await messages.event_message(event, generation))
+                    is_over = isinstance(event, SequenceFinished) and event.request_done
             finally:
                 self._leave(stream)
         except RequestError as error:
             if isinstance(error, EngineDown):
                 self.engine_down = error
             await self.events.put(messages.error_event(request.request_id, error))
+        except Exception:
+            _log.exception("request %s of a batch failed", request.request_id, extra={"request_id": request.request_id})
+            broke = RequestBroke("the server failed on this request; its log says why")
+            if not is_over:
+                await self.events.put(messages.error_event(request.request_id, broke))

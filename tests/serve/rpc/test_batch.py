@@ -8,10 +8,22 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 
+from serve.rpc import convert, messages
+from serve.rpc.batch import run_batch
+from serve.rpc.convert import Call
+from serve.rpc.model import Models
+from serve.runtime.stream import Stream
+from serve.types import Event, Generation, SequenceFinished
 from serve.v1 import inference_pb2
 from tests.serve.fake_executor import expected_tokens
 from tests.serve.rpc.running import request, serving
 from tests.serve.runtime.ranks import LOSING
+
+WHO = ("good", "bad")
+
+
+def _unheard(event: Event) -> None:
+    pass
 
 
 async def feed(messages: list[inference_pb2.GenerateRequest]) -> AsyncIterator[inference_pb2.GenerateRequest]:
@@ -51,6 +63,47 @@ async def test_one_bad_request_does_not_end_the_others() -> None:
         assert ends["bad"].error.reason == "INVALID_REQUEST"
         assert ends["breaks"].error.code == grpc.StatusCode.INTERNAL.value[0]
         assert ends["elsewhere"].error.code == grpc.StatusCode.NOT_FOUND.value[0]
+
+
+async def test_a_request_that_meets_a_defect_ends_with_one_event_too_and_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    told = messages.event_message
+
+    async def broken(event: SequenceFinished, generation: Generation) -> inference_pb2.GenerateEvent:
+        if generation.request_id == "bad" and isinstance(event, SequenceFinished):
+            raise KeyError("a defect")
+        return await told(event, generation)
+
+    monkeypatch.setattr(messages, "event_message", broken)
+    async with serving() as server:
+        events = [event async for event in server.inference.GenerateBatch(feed([request((5,), 3, request_id=n) for n in WHO]))]
+        ends = [(e.request_id, e.WhichOneof("event")) for e in events if e.WhichOneof("event") in ("finish", "error")]
+        assert sorted(ends) == [("bad", "error"), ("good", "finish")]
+        broke = next(event.error for event in events if event.WhichOneof("event") == "error")
+        assert (broke.code, broke.reason) == (grpc.StatusCode.INTERNAL.value[0], "REQUEST_BROKE")
+        assert "a defect" not in broke.message
+        await server.until_stats(lambda stats: stats.kv_blocks_used == 0)
+    logged = [record for record in caplog.records if getattr(record, "request_id", None) == "bad"]
+    assert [record.exc_info[0] for record in logged if record.exc_info] == [KeyError]
+
+
+async def test_a_defect_behind_the_last_event_of_a_request_adds_none() -> None:
+    async with serving() as server:
+        start_of = server.gateway.start
+
+        async def start(message: inference_pb2.GenerateRequest) -> tuple[Generation, Stream]:
+            generation = await convert.to_generation(message, Models(server.gateway).current(), Call(0.0, None, ""))
+            return generation, start_of(generation)
+
+        def leave(stream: Stream) -> None:
+            stream.close()
+            raise KeyError("a defect")
+
+        answers = run_batch(feed([request((5,), 3)]), start, _unheard, leave, server.gateway.config)
+        ends = [event.WhichOneof("event") async for event in answers]
+        assert ends.count("finish") == 1
+        assert "error" not in ends
 
 
 async def test_bytes_that_are_no_request_are_an_error_event_of_that_request() -> None:
