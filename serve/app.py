@@ -151,7 +151,7 @@ async def serve(
     rpc = RpcServer(gateway, metrics, edition.config, tracing=tracing)
     told, manager = _Signals(), manager or ServiceManager()
     gateway.on_state_change(manager.state_changed)
-    watch = _watch(config, gateway)
+    watch = _watch(config, gateway, metrics)
 
     # Start. The ports come first: one that is taken is known before the model is loaded.
     async with contextlib.AsyncExitStack() as running:
@@ -197,7 +197,7 @@ def _listen(metrics: Metrics, rpc: RpcServer, config: RpcConfig) -> MetricsEndpo
     return metrics.listen(config.host, config.metrics_port, wrap=rpc.wrap, guard=rpc.guard_of_metrics)
 
 
-def _watch(config: ServerConfig, gateway: Gateway) -> Watch | None:
+def _watch(config: ServerConfig, gateway: Gateway, metrics: Metrics) -> Watch | None:
     """What follows the run in the model's folder, where that is asked for."""
     if config.model.watch is None:
         return None
@@ -205,6 +205,7 @@ def _watch(config: ServerConfig, gateway: Gateway) -> Watch | None:
         look=lambda: asyncio.to_thread(see, config.model.path),
         reload=gateway.reload,
         served=lambda: gateway.edition.config.model.path,
+        failed=metrics.reload_refused,
         every_seconds=config.model.watch,
     )
 

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from serve.engine.executor import Unlike
-from serve.errors import Draining, EngineDown, Loading, ReloadRefused, StartError, Unavailable
+from serve.errors import Draining, EngineDown, Loading, ReloadRefused, StartError
 from serve.metrics import Metrics
 from serve.runtime.edition import Edition
 from serve.runtime.flight import Flight
@@ -151,7 +151,7 @@ class Reload:
         except StartError as error:
             edition.release()
             raise ReloadRefused(f"{error}; what was served before goes on") from error
-        except Unavailable:
+        except Exception:  # what the ranks' loss raises, and a defect: either way the folder may go
             edition.release()
             raise
         if isinstance(swapped, Unlike):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ class Watch:
         look: Callable[[], Awaitable[Sight | None]],
         reload: Callable[[], Awaitable[None]],
         served: Callable[[], str],
+        failed: Callable[[], None],
         every_seconds: float,
     ) -> None:
         """Watch without beginning.
@@ -44,22 +46,39 @@ class Watch:
             look: what is there; ``None`` where nothing that is a checkpoint is.
             reload: serves what is there, or raises why not.
             served: the folder that is served.
+            failed: told of every look or reload that ended with an error which neither foresees.
             every_seconds: between two looks.
         """
         self._look = look
         self._reload = reload
         self._served = served
+        self._failed = failed
         self._every_seconds = every_seconds
         self._settled: Sight | None = None
         """What needs nothing to be done: served, or refused."""
         self._before: Sight | None = None
+        self._fault = ""
+        """What ended the last look, if anything did: told of once, however often it comes again."""
 
     async def run(self) -> None:
-        """Follow until cancelled."""
-        await self._settle(None)
+        """Follow until cancelled, whatever a look meets: too few file descriptors now may be enough at the next one."""
+        look: Callable[[], Awaitable[None]] = functools.partial(self._settle, None)
         while True:
+            if await self._went_well(look):
+                look = self.look_once
             await asyncio.sleep(self._every_seconds)
-            await self.look_once()
+
+    async def _went_well(self, look: Callable[[], Awaitable[None]]) -> bool:
+        try:
+            await look()
+        except Exception as error:
+            self._failed()
+            if repr(error) != self._fault:
+                _log.exception("the run could not be followed; the next look is in %g s", self._every_seconds)
+            self._fault = repr(error)
+            return False
+        self._fault = ""
+        return True
 
     async def look_once(self) -> None:
         """One look, and a reload where it is due."""

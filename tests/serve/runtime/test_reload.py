@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint import hold
+from checkpoint import claimed, hold
 from serve.errors import ConfigError, Draining, EngineDown, Loading, RankStartError, ReloadRefused
 from serve.runtime import flight, supervisor
 from serve.runtime.edition import Edition
@@ -108,6 +108,16 @@ async def test_a_new_model_whose_ranks_die_later_is_brought_back_as_itself() -> 
         b.ranks.kill()
         await b.until_life(2)
         assert b.gateway.edition is AGAIN
+
+
+async def test_an_exchange_that_meets_a_defect_holds_its_folder_no_longer(tmp_path: Path) -> None:
+    async with bench(reopen=lambda _: Edition(options(), None, (hold(tmp_path),))) as b:
+        b.ranks.prepare_error = OSError("too many open files")
+        with pytest.raises(OSError, match="too many open files"):
+            await b.gateway.reload()
+        with claimed(tmp_path) as is_free:
+            assert is_free, "a run may remove what is not served"
+        assert b.gateway.state is State.SERVING
 
 
 async def test_a_served_folder_that_was_removed_is_named_when_its_ranks_die(
