@@ -198,13 +198,13 @@ def _listen(metrics: Metrics, rpc: RpcServer, config: RpcConfig) -> MetricsEndpo
 
 
 def _watch(config: ServerConfig, gateway: Gateway, metrics: Metrics) -> Watch | None:
-    """What follows the run in the model's folder, where that is asked for."""
+    """What follows the runs in the folders of model and adapter, where that is asked for."""
     if config.model.watch is None:
         return None
     return Watch(
-        look=lambda: asyncio.to_thread(see, config.model.path),
+        look=lambda: asyncio.to_thread(see, config),
         reload=gateway.reload,
-        served=lambda: gateway.edition.config.model.path,
+        served=lambda: _places(gateway.edition.config.model),
         failed=metrics.reload_refused,
         every_seconds=config.model.watch,
     )
@@ -222,17 +222,21 @@ async def _running(watch: Watch | None) -> AsyncIterator[None]:
             await asyncio.gather(task, return_exceptions=True)
 
 
-def see(path: str) -> Sight | None:
-    """The newest checkpoint that a path means; ``None`` where it means none at this moment."""
+def see(config: ServerConfig) -> Sight | None:
+    """The newest checkpoint that the options mean, of its base and adapter too; ``None`` where there is none at this moment."""
     try:
-        folder = locate(path)
-        files = sorted((file.relative_to(folder), file.stat()) for file in folder.rglob("*") if file.is_file())
-        is_whole = (folder / MANIFEST).is_file()
-    except (CheckpointError, OSError) as error:
+        places = _places(with_checkpoint_folder(config).model)
+        files = sorted((file, file.stat()) for place in places for file in Path(place).rglob("*") if file.is_file())
+    except (ConfigError, CheckpointError, OSError) as error:
         _log.debug("nothing to follow at this moment: %s", error)
         return None
     mark = "".join(f"{name} {stat.st_size} {stat.st_mtime_ns} {stat.st_ino}\n" for name, stat in files)
-    return Sight(str(folder), mark, is_whole)
+    return Sight(places, mark, all((Path(place) / MANIFEST).is_file() for place in places))
+
+
+def _places(model: ModelConfig) -> tuple[str, ...]:
+    """The folders that a model is made of: its own, and those of an adapter's base or of the adapter that is added."""
+    return tuple(dict.fromkeys(filter(None, (model.path, model.base, model.adapter))))
 
 
 def open_edition(config: ServerConfig) -> Edition:
@@ -246,7 +250,7 @@ def open_edition(config: ServerConfig) -> Edition:
     try:
         with contextlib.ExitStack() as stack:
             held = []
-            for place in dict.fromkeys(filter(None, (found.model.path, found.model.base, found.model.adapter))):
+            for place in _places(found.model):
                 held.append(hold(Path(place)))
                 stack.callback(held[-1].release)
             tokenizer, digest = _proved(found)
@@ -256,7 +260,8 @@ def open_edition(config: ServerConfig) -> Edition:
     for one in held:
         if not one.locked:
             _log.info("the file system of %s has no locks: nothing keeps a training run from removing it", one.path)
-    return Edition(found, tokenizer, tuple(held), digest, _written_seconds(Path(found.model.path)))
+    written = filter(None, (_written_seconds(Path(place)) for place in _places(found.model)))
+    return Edition(found, tokenizer, tuple(held), digest, max(written, default=None))
 
 
 def _written_seconds(folder: Path) -> float | None:

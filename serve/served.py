@@ -88,7 +88,8 @@ class ModelConfig:
     """Whether several ranks are compared with the whole model, which rank 0 then loads beside its part, before they serve."""
 
     watch: float | None = None
-    """Seconds between two looks for a newer checkpoint at ``path``, served then as by ``Admin.Reload``; ``None``: no looks."""
+    """Seconds between two looks for a newer checkpoint at ``path``, or at ``base`` or ``adapter`` where they are given, served
+    then as by ``Admin.Reload``; ``None``: no looks."""
 
     swap_memory_gib: float | None = None
     """GiB that newer weights may take beside those that are served, on all ranks together; ``None`` is what is free. With less

@@ -28,7 +28,7 @@ class Edition:
     tokenizer_digest: str = ""
     """Stands for the tokenizer's files: editions with another one have another tokenizer."""
     written_seconds: float | None = None
-    """When the folder's weights were written, in Unix time, by its file system."""
+    """When the weights were written, the newest of base and adapter, in Unix time, by their file systems."""
     lineage: object = field(default_factory=object)
     """Shared by editions that differ in nothing but the weights: what was made for one can be computed by another."""
 

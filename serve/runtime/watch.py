@@ -1,4 +1,4 @@
-"""Follows a run: has the server take each newer checkpoint that the model's folder comes to hold."""
+"""Follows a run: has the server take each newer checkpoint that the folders of model and adapter come to hold."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What the model's folder holds at one moment."""
+    """What the folders of model and adapter hold at one moment."""
 
-    path: str
-    """The folder of the newest checkpoint."""
+    paths: tuple[str, ...]
+    """The folder of the newest checkpoint, and those of what it is made of beside."""
     mark: str
-    """Stands for its files; two of one path with the same mark are the same save."""
+    """Stands for their files; two of the same paths with the same mark are the same save."""
     is_whole: bool
-    """Whether it appeared at once with all its files. Else it is taken only when two looks found the same."""
+    """Whether all of them appeared at once with all their files. Else it is taken only when two looks found the same."""
 
 
 class Watch:
@@ -36,7 +36,7 @@ class Watch:
         *,
         look: Callable[[], Awaitable[Sight | None]],
         reload: Callable[[], Awaitable[None]],
-        served: Callable[[], str],
+        served: Callable[[], tuple[str, ...]],
         failed: Callable[[], None],
         every_seconds: float,
     ) -> None:
@@ -45,7 +45,7 @@ class Watch:
         Args:
             look: what is there; ``None`` where nothing that is a checkpoint is.
             reload: serves what is there, or raises why not.
-            served: the folder that is served.
+            served: the folders that are served.
             failed: told of every look or reload that ended with an error which neither foresees.
             every_seconds: between two looks.
         """
@@ -91,7 +91,7 @@ class Watch:
         try:
             await self._reload()
         except ReloadRefused as refused:
-            _log.debug("not tried again until its files change: %s: %s", sight.path, refused)
+            _log.debug("not tried again until its files change: %s: %s", ", ".join(sight.paths), refused)
             self._settled = sight
         except ServeError as error:
             _log.info("a newer checkpoint waits for the server: %s", error)
@@ -101,4 +101,4 @@ class Watch:
     async def _settle(self, sight: Sight | None) -> None:
         """What is served needs nothing more; ``sight`` led to it, and may have been followed by another meanwhile."""
         now = await self._look()
-        self._settled = now if now is not None and now.path == self._served() else sight
+        self._settled = now if now is not None and now.paths == self._served() else sight

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from serve.v1 import admin_pb2, inference_pb2, models_pb2
+from tests.checkpoint.readers.test_adapters import LINEAR, adapted, llama
 from tests.support import reference
 from tests.support.models import save_step
 from tests.support.server import Server, serving, until
@@ -130,3 +132,14 @@ def test_a_watched_run_is_followed_and_a_bad_checkpoint_is_told_of_once(tmp_path
         assert server.metrics()["tessera_reloads_refused_total"] == 1
         assert server.metrics()["tessera_weight_swaps_total"] == 2
         assert sum(SPOILED in line for line in server.log) == 1, "".join(server.log)
+
+
+@pytest.mark.slow
+def test_the_run_of_an_adapter_is_followed_beside_its_base(tmp_path: Path) -> None:
+    adapter, _ = adapted(tmp_path, llama, target_modules=LINEAR)
+    run = tmp_path / "run"
+    shutil.copytree(adapter, run / "checkpoint-1")
+    with serving(tmp_path / "base", "--adapter", str(run), "--watch", "0.1") as server:
+        shutil.copytree(adapter, run / "checkpoint-2")
+        until(lambda: server.metrics()["tessera_weight_swaps_total"] == 1)
+        assert server.metrics()["tessera_reloads_refused_total"] == 0

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 
 from checkpoint import claimed
-from serve.app import open_edition
+from serve.app import open_edition, see
 from serve.config import ModelConfig, ServerConfig
 from serve.errors import RankStartError
 from tests.checkpoint.readers.test_adapters import LINEAR, adapted, llama
@@ -34,3 +35,40 @@ def test_an_adapter_and_its_base_are_held_until_they_are_served_no_more(way: str
     edition.release()
     assert is_free(adapter)
     assert is_free(tmp_path / "elsewhere")
+
+
+@pytest.mark.parametrize("newer", ["adapter", "base"])
+@pytest.mark.parametrize("way", ["an adapter that names its base", "a base with an adapter"])
+def test_a_watch_sees_the_newest_of_an_adapters_run_and_of_its_bases(way: str, newer: str, tmp_path: Path) -> None:
+    adapted(tmp_path, llama, target_modules=LINEAR)
+    runs = {name: tmp_path / "runs" / name for name in ("adapter", "base")}
+    for name, run in runs.items():
+        shutil.copytree(tmp_path / name, run / "checkpoint-1")
+    told = {"path": "adapter", "base": "base"} if way.startswith("an") else {"path": "base", "adapter": "adapter"}
+    options = ServerConfig(model=ModelConfig(**{option: str(runs[name]) for option, name in told.items()}))
+    edition = open_edition(options)
+    edition.release()
+    sight = see(options)
+    assert sight is not None
+    assert sight.paths == tuple(str(runs[name] / "checkpoint-1") for name in told.values())
+    assert set(sight.paths) == {str(held.path) for held in edition.holds}, "what is seen is what is served"
+    shutil.copytree(tmp_path / newer, runs[newer] / "checkpoint-2")
+    then = see(options)
+    assert then is not None
+    assert set(then.paths) - set(sight.paths) == {str(runs[newer] / "checkpoint-2")}
+    again = open_edition(options)
+    again.release()
+    assert {str(held.path) for held in again.holds} == set(then.paths)
+
+
+def test_a_model_with_an_adapter_is_as_old_as_the_newer_of_the_two(tmp_path: Path) -> None:
+    adapter, _ = adapted(tmp_path, llama, target_modules=LINEAR)
+    for number, file in enumerate(sorted([*adapter.iterdir(), *(tmp_path / "base").iterdir()])):
+        os.utime(file, (1000 + number, 1000 + number))
+    edition = open_edition(ServerConfig(model=ModelConfig(path=str(tmp_path / "base"), adapter=str(adapter))))
+    edition.release()
+    os.utime(adapter / "adapter_config.json", (5000, 5000))
+    newer = open_edition(ServerConfig(model=ModelConfig(path=str(tmp_path / "base"), adapter=str(adapter))))
+    newer.release()
+    assert (edition.written_seconds or 0) < 2000
+    assert newer.written_seconds == 5000

@@ -19,8 +19,8 @@ class Folder:
     """What a watch sees, and what becomes of it."""
 
     def __init__(self) -> None:
-        self.sight: Sight | None = Sight("step-1", "a", is_whole=True)
-        self.served = "step-1"
+        self.sight: Sight | None = Sight(("step-1",), "a", is_whole=True)
+        self.served: tuple[str, ...] = ("step-1",)
         self.error: Exception | None = None
         self.tried: list[Sight | None] = []
         self.unseen: list[Exception] = []
@@ -43,7 +43,7 @@ class Folder:
         if self.error is not None:
             raise self.error
         assert self.sight is not None
-        self.served = self.sight.path
+        self.served = self.sight.paths
 
     @contextlib.asynccontextmanager
     async def followed(self) -> AsyncIterator[Callable[[Callable[[], bool]], Awaitable[None]]]:
@@ -63,10 +63,10 @@ class Folder:
 
 async def test_a_newer_checkpoint_is_served_once() -> None:
     folder = Folder()
-    folder.sight = Sight("step-2", "b", is_whole=True)
+    folder.sight = Sight(("step-2",), "b", is_whole=True)
     for _ in range(3):
         await folder.watch.look_once()
-    assert (folder.served, len(folder.tried)) == ("step-2", 1)
+    assert (folder.served, len(folder.tried)) == (("step-2",), 1)
     folder.sight = None
     await folder.watch.look_once()
     assert len(folder.tried) == 1, "a folder that cannot be read at this moment changes nothing"
@@ -74,32 +74,32 @@ async def test_a_newer_checkpoint_is_served_once() -> None:
 
 async def test_a_refused_checkpoint_is_tried_again_when_its_files_change() -> None:
     folder = Folder()
-    folder.sight, folder.error = Sight("step-2", "b", is_whole=True), ReloadRefused("it is cut short")
+    folder.sight, folder.error = Sight(("step-2",), "b", is_whole=True), ReloadRefused("it is cut short")
     for _ in range(3):
         await folder.watch.look_once()
     assert len(folder.tried) == 1
-    folder.sight, folder.error = Sight("step-2", "c", is_whole=True), None
+    folder.sight, folder.error = Sight(("step-2",), "c", is_whole=True), None
     await folder.watch.look_once()
-    assert folder.served == "step-2"
+    assert folder.served == ("step-2",)
 
 
 async def test_a_server_that_has_no_time_is_asked_again() -> None:
     folder = Folder()
-    folder.sight, folder.error = Sight("step-2", "b", is_whole=True), Loading("the model is being loaded")
+    folder.sight, folder.error = Sight(("step-2",), "b", is_whole=True), Loading("the model is being loaded")
     await folder.watch.look_once()
     folder.error = None
     await folder.watch.look_once()
-    assert folder.served == "step-2"
+    assert folder.served == ("step-2",)
 
 
 async def test_a_folder_that_fills_slowly_is_taken_when_two_looks_found_the_same() -> None:
     folder = Folder()
     for mark in "xyz":
-        folder.sight = Sight("checkpoint-2", mark, is_whole=False)
+        folder.sight = Sight(("checkpoint-2",), mark, is_whole=False)
         await folder.watch.look_once()
     assert not folder.tried
     await folder.watch.look_once()
-    assert folder.served == "checkpoint-2"
+    assert folder.served == ("checkpoint-2",)
 
 
 def too_many_files() -> OSError:
@@ -111,15 +111,15 @@ async def test_a_watch_survives_what_it_does_not_know_tells_of_it_once_and_count
     folder.unseen = [too_many_files() for _ in range(3)]  # before it began to follow
     async with folder.followed() as until:
         await until(lambda: folder.num_failed == 3)
-        folder.sight, folder.error = Sight("step-2", "b", is_whole=True), too_many_files()
+        folder.sight, folder.error = Sight(("step-2",), "b", is_whole=True), too_many_files()
         await until(lambda: folder.num_failed > 4)  # while it loads a newer one
         folder.error = None
-        await until(lambda: folder.served == "step-2")
+        await until(lambda: folder.served == ("step-2",))
         folder.unseen = [too_many_files()]
         await until(lambda: not folder.unseen)
         num_failed = folder.num_failed
-        folder.sight = Sight("step-3", "c", is_whole=True)
-        await until(lambda: folder.served == "step-3")
+        folder.sight = Sight(("step-3",), "c", is_whole=True)
+        await until(lambda: folder.served == ("step-3",))
     assert folder.num_failed == num_failed
     told = [record for record in caplog.records if "could not be followed" in record.message]
     assert len(told) == 3, "once for each time it began to fail"
