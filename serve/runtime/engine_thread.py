@@ -26,7 +26,7 @@ Delivery = tuple[Stream, Event]
 T = TypeVar("T")
 
 STUCK_SECONDS = 30.0
-"""Commands that wait so long while no step is computed mean that the loop hangs."""
+"""A loop that for so long has something to do and gets nowhere, while no step is computed, hangs."""
 STALLED_WAIT_SECONDS = 0.05
 """How long to wait for a command when the engine has work but none that can be done now."""
 
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 class EngineThread:
     """Owns the engine while it runs, and knows which stream each live request answers to.
 
-    One thread, the supervisor's, calls ``run`` and ``fail``; ``send``, ``refusal``, ``stats`` and the
+    One thread, the supervisor's, calls ``run`` and ``fail``; ``send``, ``refusal``, ``stats``, ``is_stuck`` and the
     ``step_started_seconds`` are for any thread.
 
     Always true between two iterations: every request that is alive in the engine has a route,
@@ -66,8 +66,8 @@ class EngineThread:
         self._admission: Admission | None = None
         self._sent = self._taken = (0, 0)
         """Requests, and tokens of their prompts, that were sent here; and those the engine was given or will never be."""
-        self._looked_seconds: float | None = None
-        """When the loop last looked at its commands; ``None`` while there is no engine."""
+        self._progressed_seconds: float | None = None
+        """When the loop last got anywhere; ``None`` while it has nothing to do, or there is no engine."""
 
     def send(self, command: Command) -> None:
         """Queue a command. Any thread; requests come from one."""
@@ -93,10 +93,13 @@ class EngineThread:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether the loop hangs in itself; a step that hangs is the supervisor's to see. Any thread."""
-        looked = self._looked_seconds
-        waits = self.backlog > 0 and self.step_started_seconds is None
-        return waits and looked is not None and self._clock() - looked > STUCK_SECONDS
+        """Whether the loop hangs in itself, or goes round and gets nowhere; a step that hangs is the supervisor's to see.
+        Any thread.
+        """
+        if self.step_started_seconds is not None:
+            return False
+        progressed = self._progressed_seconds  # read after the other, which a step that ends changes last
+        return progressed is not None and self._clock() - progressed > STUCK_SECONDS
 
     def run(self, engine: Engine, should_leave: Callable[[], bool]) -> None:
         """Serve with ``engine`` until ``should_leave``, which is asked between steps; send ``Wake`` to have it asked now.
@@ -107,22 +110,23 @@ class EngineThread:
         """
         self.stats = engine.stats()
         self._admission = engine.admission
-        self._looked_seconds = self._clock()
+        self._progressed_seconds = self._clock()
         try:
             while True:
                 engine.await_planning()
                 self._take_commands(engine)
-                self._looked_seconds = self._clock()
                 if should_leave():
                     return
                 if engine.has_work:
                     self._step(engine)
+                else:
+                    self._progressed_seconds = self._clock()
                 self._tell_swapped(engine)
                 self.stats = engine.stats()
                 self._metrics.engine_advanced(self.stats)
                 self._publish()
         finally:
-            self._looked_seconds = None
+            self._progressed_seconds = None
 
     def fail(self, engine: Engine | None, error: RequestError) -> None:
         """End every live request and refuse every queued command with ``error``; the engine is not used again."""
@@ -171,10 +175,13 @@ class EngineThread:
         self.step_started_seconds = self._clock()
         try:
             events = engine.step()
+            is_stalled = not events and engine.stats().steps == steps_before and engine.has_work
+            if not is_stalled:
+                self._progressed_seconds = self._clock()
         finally:
             self.step_started_seconds = None
         self._collect(events)
-        if not events and engine.stats().steps == steps_before and engine.has_work:
+        if is_stalled:
             self._wait(engine, STALLED_WAIT_SECONDS)
 
     def _take_commands(self, engine: Engine) -> None:
@@ -189,10 +196,17 @@ class EngineThread:
         if deadline is not None:
             until_deadline = max(0.0, deadline - self._clock())
             at_most_seconds = until_deadline if at_most_seconds is None else min(at_most_seconds, until_deadline)
+        rests = not engine.has_work
+        if rests:
+            self._progressed_seconds = None
         try:
-            self._obey(engine, self._commands.get(timeout=at_most_seconds))
+            command = self._commands.get(timeout=at_most_seconds)
         except queue.Empty:
             return
+        finally:
+            if rests:
+                self._progressed_seconds = self._clock()
+        self._obey(engine, command)
 
     def _obey(self, engine: Engine, command: Command) -> None:
         match command:

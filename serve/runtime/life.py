@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from serve.engine.executor import ModelFacts
+from serve.errors import EngineDown
 from serve.runtime.edition import Edition
 from serve.runtime.seams import RankGroup
 from serve.runtime.step_watch import StepWatch
+
+END_SECONDS = 90.0
+"""A life that must end and takes longer never will: its thread hangs, and only a new process helps."""
 
 
 @dataclass(slots=True)
@@ -27,3 +31,20 @@ class Life:
     """The engine itself failed: nothing that it holds is to be trusted."""
     cause: str | None = None
     """Why it must end; set once, by whoever finds out first."""
+    condemned_seconds: float | None = None
+    """When that was, until nothing is left of it."""
+
+    def never_ends(self, now_seconds: float) -> bool:
+        """Whether it had to end long ago, and something of it is left still."""
+        condemned = self.condemned_seconds
+        return condemned is not None and now_seconds - condemned > END_SECONDS
+
+
+def engine_down() -> EngineDown:
+    """What those in flight are told when a life has ended and another will come."""
+    return EngineDown("a rank died or froze; the engine is being restarted, try again in a moment")
+
+
+def engine_lost() -> EngineDown:
+    """What they are told when none will."""
+    return EngineDown("the engine could not be brought back")

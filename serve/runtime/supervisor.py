@@ -10,13 +10,13 @@ from collections.abc import Callable
 from serve.engine.engine import Engine
 from serve.engine.executor import Executor, ExecutorDied, Loss, ModelFacts, Unlike, loss_reason
 from serve.engine.swap import Swapped
-from serve.errors import Draining, EngineDown, Loading, RankStartError, StartError, Unavailable
+from serve.errors import Draining, Loading, RankStartError, StartError, Unavailable
 from serve.metrics import Metrics
 from serve.runtime.commands import Wake
 from serve.runtime.edition import Edition
 from serve.runtime.engine_thread import EngineThread
 from serve.runtime.exchange import Exchange
-from serve.runtime.life import Life
+from serve.runtime.life import Life, engine_down, engine_lost
 from serve.runtime.rank_figures import RankFigures
 from serve.runtime.seams import LifeListener, Profiling, RankGroup
 from serve.runtime.step_watch import StepWatch
@@ -30,6 +30,8 @@ FIRST_BACKOFF_SECONDS = 0.5
 LONGEST_BACKOFF_SECONDS = 30.0
 LEAVE_SECONDS = 2.0
 """How long a step in progress may go on once the server stops."""
+STOP_SECONDS = 20.0
+"""How long the server waits for its threads once it has killed the ranks; one that hangs ends with the process."""
 STACKS_SECONDS = 0.3
 """For ranks that hang to print where."""
 START_GRACE_SECONDS = 10.0
@@ -81,7 +83,9 @@ class Supervisor:
     @property
     def is_alive(self) -> bool:
         """Whether no thread of it has ended or hangs by itself. Any thread."""
-        return all(thread.ident is None or thread.is_alive() for thread in (self._worker, self._watcher))
+        life = self._life
+        ends = life is None or not life.never_ends(self._clock())
+        return ends and all(thread.ident is None or thread.is_alive() for thread in (self._worker, self._watcher))
 
     def start(self) -> None:
         """Begin the first life; returns at once."""
@@ -96,11 +100,14 @@ class Supervisor:
             life = self._life
         if life is not None and life.serving:
             self._join(self._worker, LEAVE_SECONDS)
-        while self._worker.is_alive():
+        deadline = self._clock() + STOP_SECONDS
+        while self._worker.is_alive() and self._clock() < deadline:
             if life is not None:
                 self._close(life)
             self._join(self._worker, POLL_SECONDS)
-        self._join(self._watcher, None)
+        self._join(self._watcher, STOP_SECONDS)
+        if self._worker.is_alive():
+            _log.error("the engine's thread hangs; it ends with the process")
 
     def reload(self, edition: Edition) -> None:
         """End this life and begin the next one with another edition; returns at once. Any thread.
@@ -135,7 +142,7 @@ class Supervisor:
             self._num_swaps += 1
             number = self._num_swaps
         if life is None or life.facts is None:
-            raise _engine_down()
+            raise engine_down()
         exchange = Exchange(life.group, self._bridge, is_alive=lambda: self._lives(life))
         swapped = exchange.run(edition.config, number, self._clock() + patience_seconds)
         if isinstance(swapped, Swapped) and not swapped.refused:
@@ -153,7 +160,7 @@ class Supervisor:
         with self._lock:
             life = self._life
         if life is None or not self._lives(life):
-            raise _engine_down()
+            raise engine_down()
         return life.group.profiling()
 
     def _lives(self, life: Life) -> bool:
@@ -184,13 +191,13 @@ class Supervisor:
             self._metrics.engine_failed(loss_reason(life.cause))
             if not served:
                 self._listener.gave_up(error)
-                farewell = _engine_lost()
+                farewell = engine_lost()
                 break
             failures = 1 if did_work else failures + 1
             if failures > self._config.max_restarts_in_a_row:
                 limit = f"{failures - 1} restarts without a completed step, the limit of supervisor.max_restarts_in_a_row"
                 self._listener.gave_up(RankStartError(f"the engine failed after {limit}; at last: {error}"))
-                farewell = _engine_lost()
+                farewell = engine_lost()
                 break
             _log.warning("restarting the engine in %.1f s (%s)", _backoff_seconds(failures), error)
             self._metrics.engine_restarted()
@@ -242,6 +249,7 @@ class Supervisor:
             error = RankStartError(life.cause)
         did_work = engine is not None and engine.stats().steps > steps_before
         self._end(life, engine)
+        life.condemned_seconds = None
         return error, did_work
 
     def _engine_on(self, life: Life, facts: ModelFacts, *, is_same_folder: bool) -> Engine:
@@ -280,7 +288,7 @@ class Supervisor:
             return False
         if engine is None:
             return self._kept is not None
-        if life.cause is None or not self._bridge.outlive(engine, _engine_down(), resume=self._config.resume_streams):
+        if life.cause is None or not self._bridge.outlive(engine, engine_down(), resume=self._config.resume_streams):
             return False
         self._kept = engine, life.edition
         num_kept = len(engine.request_ids)
@@ -297,7 +305,7 @@ class Supervisor:
     def _farewell(self, life: Life) -> Unavailable:
         if self._stop.is_set():
             return Draining("the server is stopping")
-        return Loading("the model is being loaded again") if life.replaced else _engine_down()
+        return Loading("the model is being loaded again") if life.replaced else engine_down()
 
     @staticmethod
     def _close(life: Life) -> None:
@@ -311,11 +319,11 @@ class Supervisor:
         with self._lock:
             if life.cause is not None or self._stop.is_set():
                 return
-            life.cause = cause
+            life.cause, life.condemned_seconds = cause, self._clock()
             if life.replaced:  # its end is no news
                 return
         _log.error("engine down: %s", cause)
-        self._listener.engine_down(_engine_down())
+        self._listener.engine_down(engine_down())
 
     # The thread that watches.
 
@@ -379,14 +387,6 @@ class Supervisor:
     def _join(thread: threading.Thread, timeout_seconds: float | None) -> None:
         if thread.ident is not None:  # never started: nothing to wait for
             thread.join(timeout_seconds)
-
-
-def _engine_down() -> EngineDown:
-    return EngineDown("a rank died or froze; the engine is being restarted, try again in a moment")
-
-
-def _engine_lost() -> EngineDown:
-    return EngineDown("the engine could not be brought back")
 
 
 def _backoff_seconds(failures: int) -> float:

@@ -66,6 +66,8 @@ class FakeRanks(Deferred):
         """Cleared: ``start`` waits."""
         self.loaded.set()
         self.num_steps = 0
+        self.deaf: threading.Event | None = None
+        """Steps wait for it, whatever becomes of the ranks: as a defect of the engine's own would have them."""
         self.last_step: int | None = None
         """Steps wait once this many were computed; ``None`` lets them go on."""
         self.recorded = FakeProfiling()
@@ -80,6 +82,8 @@ class FakeRanks(Deferred):
         return self._facts
 
     def execute(self, plan: StepPlan) -> StepResult:
+        if self.deaf is not None:
+            self.deaf.wait()
         while not self.go.wait(0.002) or (self.last_step is not None and self.num_steps >= self.last_step):
             if self._closed.is_set() or self._dead:
                 break

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import grpc
@@ -11,13 +15,16 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
 from serve.client import health
-from serve.errors import ConfigError
-from serve.runtime import engine_thread
+from serve.errors import ConfigError, RequestAborted
+from serve.runtime import engine_thread, life, supervisor
+from serve.runtime.commands import Abort
 from serve.runtime.edition import Edition
 from serve.runtime.state import State
+from serve.types import RequestId
 from serve.v1 import admin_pb2, models_pb2, tokenizer_pb2, types_pb2
 from tests.serve.rpc.running import EOS, FakeRanks, RunningServer, request, serving, state_is, tokenizer
 from tests.serve.rpc.test_validation import violations
+from tests.serve.runtime.ranks import PATIENCE_SECONDS
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -240,14 +247,68 @@ async def test_the_process_is_live_whatever_its_model_does_until_a_thread_of_it_
         await server.until(lambda: server.gateway.state is State.SERVING)
         watch = stub.Watch(health_pb2.HealthCheckRequest(service="liveness"))
         assert (await watch.read()).status == SERVING
-        monkeypatch.setattr(engine_thread, "STUCK_SECONDS", 0.0)
-        monkeypatch.setattr(engine_thread.EngineThread, "backlog", 1)
-        assert (await watch.read()).status == NOT_SERVING
-        assert await check(server.channel, "liveness") == NOT_SERVING
-        assert await check(server.channel) == SERVING
+        with hanging(server) as found:
+            await server.until(found.done)
+            monkeypatch.setattr(engine_thread, "STUCK_SECONDS", 0.0)
+            assert (await watch.read()).status == NOT_SERVING
+            assert await check(server.channel, "liveness") == NOT_SERVING
+            assert await check(server.channel) == SERVING
+            assert server.gateway._bridge.backlog == 0, "nothing else is asked of it"
+        await server.until(lambda: server.gateway.is_live)  # a thread that rests does not hang, however long
         monkeypatch.undo()
         assert (await watch.read()).status == SERVING
+        assert found.result() is False
         watch.cancel()
+
+
+@contextlib.contextmanager
+def hanging(server: RunningServer) -> Iterator[Future[bool]]:
+    """The engine's own thread hangs within: in what it does once it has answered a command."""
+    goes_on, found = threading.Event(), Future[bool]()
+    found.add_done_callback(lambda _: goes_on.wait(PATIENCE_SECONDS))
+    server.gateway._bridge.send(Abort(RequestId("nobody"), RequestAborted("by a test"), found))
+    try:
+        yield found
+    finally:
+        goes_on.set()
+
+
+async def test_a_thread_that_outlives_its_ranks_ends_the_processes_life_when_it_never_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    goes_on = threading.Event()
+
+    def prepare(ranks: FakeRanks) -> None:
+        ranks.deaf = None if goes_on.is_set() else goes_on
+
+    async with serving(prepare=prepare) as server:
+        call = server.inference.Generate(request())
+        try:
+            await server.until(lambda: server.gateway._bridge.step_started_seconds is not None)
+            server.ranks.kill()
+            await server.until(lambda: server.gateway.state is State.DOWN)
+            assert await check(server.channel, "liveness") == SERVING, "it may end yet"
+            monkeypatch.setattr(life, "END_SECONDS", 0.0)
+            assert await check(server.channel, "liveness") == NOT_SERVING
+        finally:
+            goes_on.set()
+        await server.until(lambda: server.gateway.state is State.SERVING)
+        assert await check(server.channel, "liveness") == SERVING
+        assert len((await call).completions[0].token_ids) == 4
+
+
+async def test_a_thread_that_hangs_keeps_the_server_no_longer_than_it_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(supervisor, "LEAVE_SECONDS", 0.0)
+    monkeypatch.setattr(supervisor, "STOP_SECONDS", 0.0)
+    async with serving() as server:
+        with hanging(server) as found:
+            await server.until(lambda: found.done())
+            await server.gateway.stop()
+            assert "the engine's thread hangs" in caplog.text
+        thread = server.gateway._supervisor._worker
+        await server.until(lambda: not thread.is_alive())
 
 
 async def test_the_command_for_probes_tells_by_its_exit_code(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,9 +14,9 @@ from serve.engine.plan import StepPlan, StepResult
 from serve.errors import EngineDown, RequestAborted, RequestBroke
 from serve.metrics import Metrics
 from serve.runtime.commands import Abort, Add, Command, FlushPrefixCache, Wake
-from serve.runtime.engine_thread import Delivery, EngineThread
+from serve.runtime.engine_thread import STUCK_SECONDS, Delivery, EngineThread
 from serve.runtime.stream import Stream
-from serve.types import Generation, RequestFailed, RequestId, SequenceFinished, TokensOut
+from serve.types import Event, Generation, RequestFailed, RequestId, SequenceFinished, TokensOut
 from tests.serve.runtime.ranks import FACTS, FakeRanks, IdText, request
 
 
@@ -49,17 +49,21 @@ class Bridge:
         self.thread.run(self.engine, should_leave=until or (lambda: not self.engine.has_work))
 
     def stream(self, generation: Generation) -> Stream:
-        return Stream(generation, buffer_events=16, slow_reader_seconds=1, abort=lambda *_: None, over=lambda _: None)
+        return stream_of(generation)
 
     def add(self, generation: Generation) -> Add:
         return Add(self.stream(generation))
 
 
-def make_engine(ranks: FakeRanks) -> Engine:
+def stream_of(generation: Generation) -> Stream:
+    return Stream(generation, buffer_events=16, slow_reader_seconds=1, abort=lambda *_: None, over=lambda _: None)
+
+
+def make_engine(ranks: FakeRanks, kind: type[Engine] = Engine) -> Engine:
     limits = EngineLimits(
         max_num_seqs=64, max_step_tokens=512, max_queued_requests=64, max_queued_tokens=10_000, prefix_caching=True
     )
-    return Engine(facts=FACTS, limits=limits, executor=ranks, open_text=lambda *_: IdText(), clock=time.monotonic)
+    return kind(facts=FACTS, limits=limits, executor=ranks, open_text=lambda *_: IdText(), clock=time.monotonic)
 
 
 @pytest.fixture
@@ -138,3 +142,29 @@ async def test_an_asker_who_gave_up_harms_nobody(bridge: Bridge) -> None:
     assert future.cancelled()
     bridge.run(FlushPrefixCache(future), bridge.add(request("r")))
     assert isinstance(bridge.deliveries[-1][-1][1], SequenceFinished)
+
+
+class _Stalled(Engine):
+    """An engine with a defect: it has work, and never does any."""
+
+    def step(self) -> tuple[Event, ...]:
+        return ()
+
+
+@pytest.mark.parametrize("kind", [Engine, _Stalled])
+async def test_an_engine_that_has_work_and_gets_nowhere_is_stuck_though_its_loop_goes_round(kind: type[Engine]) -> None:
+    now, seen = [0.0], []
+    metrics = Metrics(version="0", num_ranks=2)
+    engine = make_engine(FakeRanks(), kind)
+    metrics.engine_started(engine.stats(), FACTS, model="m")
+    thread = EngineThread(deliver=lambda _: None, metrics=metrics, clock=lambda: now[0])
+
+    def should_leave() -> bool:
+        seen.append(thread.is_stuck)
+        now[0] += STUCK_SECONDS * 0.6
+        return len(seen) == 5
+
+    thread.send(Add(stream_of(request(tokens=50))))
+    thread.run(engine, should_leave)
+    assert seen == ([False, False, True, True, True] if kind is _Stalled else [False] * 5)
+    assert not thread.is_stuck, "it has no engine by now"
