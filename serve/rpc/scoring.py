@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final
 
-from serve.errors import InvalidRequest, RequestAborted
+from serve.errors import DuplicateRequest, InvalidRequest, RequestAborted
 from serve.rpc import messages
 from serve.rpc.audit import note
 from serve.rpc.checks import Checks
@@ -70,6 +70,7 @@ class Scorer:
         Raises:
             InvalidRequest: fields break their rules, or an item is too long.
             FeatureOff: there are texts, and the model has no tokenizer.
+            DuplicateRequest: a scoring call of this name goes on.
             RequestError: the first item that failed; the others are given up.
         """
         model.require_name(request.model)
@@ -86,8 +87,10 @@ class Scorer:
         answer = inference_pb2.ScoreResponse(results=[inference_pb2.ScoreResult() for _ in sequences])
         request_id = new_request_id(request.request_id)
         note(request_id)
+        if request_id in self._live:  # of its items the engine may know none any more, or none yet
+            raise DuplicateRequest(f"a request with the id {request_id!r} is still alive")
         room = asyncio.Semaphore(ITEMS_AT_ONCE)
-        streams = self._live.setdefault(request_id, set())
+        streams = self._live[request_id] = set()
         try:
             with self._gateway.call(model.edition) as start:
                 async with asyncio.TaskGroup() as group:
@@ -103,7 +106,7 @@ class Scorer:
             answer.request_id = request_id
             return answer
         finally:
-            self._live.pop(request_id, None)
+            del self._live[request_id]
         raise raised
 
     def abort(self, request_id: RequestId) -> bool:

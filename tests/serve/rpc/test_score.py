@@ -12,6 +12,7 @@ from serve.v1 import admin_pb2, inference_pb2
 from tests.serve.fake_executor import fake_logprob, prefix_digest
 from tests.serve.rpc.running import RunningServer, serving, tokenizer
 from tests.serve.rpc.test_validation import violations
+from tests.serve.runtime.ranks import PATIENCE_SECONDS
 
 
 def logprobs(ids: list[int] | tuple[int, ...]) -> list[float]:
@@ -107,10 +108,8 @@ async def test_one_item_that_breaks_ends_the_call_and_frees_the_others() -> None
         call = asyncio.ensure_future(score(server, *items, request_id="s"))
         await server.until(lambda: server.gateway.num_in_flight == 5)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await server.inference.Score(
-                inference_pb2.ScoreRequest(request_id="s", items=[{"token_ids": {"ids": [5, 6]}}] * 3), timeout=0.2
-            )
-        assert caught.value.code() in (grpc.StatusCode.ALREADY_EXISTS, grpc.StatusCode.DEADLINE_EXCEEDED)
+            await score(server, *items[:3], request_id="s")
+        assert caught.value.code() is grpc.StatusCode.ALREADY_EXISTS
         server.ranks.go.set()
         assert len((await call).results) == 5
         await server.until_stats(lambda stats: stats.kv_blocks_used == 0)
@@ -128,6 +127,26 @@ async def test_a_scoring_call_is_aborted_by_its_one_name() -> None:
         assert caught.value.code() is grpc.StatusCode.CANCELLED
         server.ranks.go.set()
         await server.until(lambda: server.gateway.num_in_flight == 0)
+
+
+async def test_a_call_refused_for_its_name_leaves_the_one_that_has_it_to_be_aborted() -> None:
+    async with serving() as server:
+        server.ranks.go.clear()
+        items = [{"token_ids": {"ids": [5, 6]}} for _ in range(40)]
+        call = asyncio.ensure_future(score(server, *items, request_id="s"))
+        await server.until(lambda: server.gateway.num_in_flight == 16)
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await score(server, *items, request_id="s")
+        assert refused.value.code() is grpc.StatusCode.ALREADY_EXISTS
+        assert server.gateway.num_in_flight == 16, "nothing of it was begun"
+        await server.admin.Abort(admin_pb2.AbortRequest(request_id="s"))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call
+        assert caught.value.code() is grpc.StatusCode.CANCELLED
+        server.ranks.go.set()
+        await server.until(lambda: server.gateway.num_in_flight == 0)
+        assert len((await score(server, *items, request_id="s")).results) == 40, "the name is free again"
 
 
 async def test_a_model_whose_numbers_are_not_finite_scores_nothing_and_is_counted() -> None:
