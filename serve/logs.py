@@ -21,17 +21,20 @@ class RotatedFile(WatchedFileHandler):
     Says once that it cannot be written, and once that it can again.
     """
 
-    def __init__(self, filename: str, *, what: str, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, filename: str, *, what: str, tell: Callable[[str], None], lost: Callable[[], None] = lambda: None
+    ) -> None:
         """
         Args:
             what: what is written, for the sentences that are told.
             tell: says that lines are lost, or no longer, elsewhere than in this file.
+            lost: called for each line that is.
 
         Raises:
             OSError: the file cannot be written.
         """
         super().__init__(filename, encoding="utf-8")
-        self._what, self._tell = what, tell
+        self._what, self._tell, self._lost = what, tell, lost
         self._fails = self._failed = False
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -47,6 +50,7 @@ class RotatedFile(WatchedFileHandler):
     def handleError(self, record: logging.LogRecord) -> None:
         """Tell of the first line of several that cannot be written; called by ``logging`` while the exception is handled."""
         self._fails = True
+        self._lost()
         if not self._failed:
             self._tell(f"{self._what} cannot be written; all else goes on, and its lines are lost: {sys.exc_info()[1]}")
 

@@ -166,6 +166,7 @@ class Metrics:
         self._swap_seconds = self._histogram("weight_swap_seconds", "For how long an exchange of weights kept steps waiting.")
         self._refused_reloads = self._counter("reloads_refused", "Checkpoints that were to be served and could not be.")
         self._refused_tokens = self._counter("token_reloads_refused", "Changed files of tokens that could not be used.")
+        self._lost_audit_lines = self._counter("audit_lines_lost", "Lines that the audit log does not have.")
         self._certificate_expiry = self._gauge(
             "certificate_expiry_timestamp_seconds", "When the certificate that is served ends, in Unix time; 0 without TLS."
         )
@@ -210,6 +211,9 @@ class Metrics:
         elif isinstance(error, Unavailable):
             reason = "loading" if isinstance(error, Loading) else "draining" if isinstance(error, Draining) else "engine_down"
             self._rejections.labels(reason).inc()
+
+    def audit_line_lost(self) -> None:
+        self._lost_audit_lines.inc()
 
     def tenant_refused(self, tenant: str, limit: str) -> None:
         """Count a request that its tenant's limits refused; tenants are those that the file of tokens names."""

@@ -19,6 +19,9 @@ from serve.errors import ConfigError
 from serve.logs import RotatedFile
 from serve.rpc.identity import CALLER
 
+LINES_WAITING: Final = 8192
+"""Lines that wait for the disk, about twelve megabytes; more are lost."""
+
 _access = logging.getLogger("serve.access")
 _log = logging.getLogger(__name__)
 
@@ -115,7 +118,7 @@ class Audit:
     """Writes a line for every call to a file, and some of them to the server's log.
 
     The file may be moved or removed while it is written: lines go to the one that has its name, so that log rotation needs no
-    signal. A thread writes; calls do not wait for the disk.
+    signal. A thread writes; calls do not wait for the disk. What comes while ``LINES_WAITING`` wait for it is lost.
     """
 
     def __init__(
@@ -127,6 +130,7 @@ class Audit:
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
         chance: Callable[[], float] = random.random,
+        lost: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
@@ -136,22 +140,23 @@ class Audit:
             clock: monotonic seconds.
             now: Unix time.
             chance: a number from 0 to 1, of which ``sample`` decides.
+            lost: called for each line that is not in the file; any thread.
 
         Raises:
             ConfigError: the file cannot be written.
         """
         self._as_text, self._sample = as_text, sample
         self._clock, self._now, self._chance = clock, now, chance
-        self._lines: queue.Queue[logging.LogRecord] = queue.Queue()
+        self._lines: queue.Queue[logging.LogRecord | None] = queue.Queue(LINES_WAITING)
         self._listener: QueueListener | None = None
         if file:
             try:
                 os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
-                handler = RotatedFile(file, what="the audit log", tell=_log.warning)
+                handler = RotatedFile(file, what="the audit log", tell=_log.warning, lost=lost)
             except OSError as error:
                 raise ConfigError(f"rpc.audit_log is {file!r}; it cannot be written: {error.strerror}") from error
-            self._handler = QueueHandler(self._lines)
-            self._listener = QueueListener(self._lines, handler)
+            self._handler = _Waiting(self._lines, lost)
+            self._listener = _Writer(self._lines, handler)
             self._listener.start()
 
     def entry(self, method: str, call: Called) -> Entry:
@@ -189,6 +194,40 @@ class Audit:
             for handler in self._listener.handlers:
                 handler.close()
             self._listener = None
+
+
+class _Waiting(QueueHandler):
+    """Puts lines where they wait for the disk, and those that there is no room for nowhere. Says once that some are lost."""
+
+    def __init__(self, lines: queue.Queue[logging.LogRecord | None], lost: Callable[[], None]) -> None:
+        super().__init__(lines)
+        self._lines, self._lost = lines, lost
+        self._num_lost = 0
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        """Called by ``emit``; does not wait."""
+        if self._num_lost and self._lines.empty():  # not at the first room: a flood would have it lost and found all the time
+            _log.warning("the audit log keeps up again; lines that were lost: %d", self._num_lost)
+            self._num_lost = 0
+        try:
+            self._lines.put_nowait(record)
+        except queue.Full:
+            self._lost()
+            if not self._num_lost:
+                _log.warning("the audit log's disk is too slow: %d lines wait for it, and more are lost", self._lines.maxsize)
+            self._num_lost += 1
+
+
+class _Writer(QueueListener):
+    """The thread that writes them."""
+
+    def __init__(self, lines: queue.Queue[logging.LogRecord | None], handler: logging.Handler) -> None:
+        super().__init__(lines, handler)
+        self._lines = lines
+
+    def enqueue_sentinel(self) -> None:
+        """Have it end behind the last line; waits for room, where the handler's own would raise."""
+        self._lines.put(None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,7 +121,8 @@ class RpcServer:
         if not rpc.audit_log and not rpc.access_log_sample:
             return None
         as_text = rpc.audit_format == "text"
-        return Audit(file=rpc.audit_log, as_text=as_text, sample=rpc.access_log_sample, clock=self._clock)
+        lost = self._metrics.audit_line_lost
+        return Audit(file=rpc.audit_log, as_text=as_text, sample=rpc.access_log_sample, clock=self._clock, lost=lost)
 
     @property
     def wrap(self) -> Wrap | None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import contextlib
 import json
 import logging
+import os
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +167,8 @@ def test_a_file_that_cannot_be_written_is_told_at_the_start_and_once_later(
     folder = tmp_path / "folder"
     folder.mkdir()
     file = folder / "audit.log"
-    audit = Audit(file=str(file))
+    lost: list[None] = []
+    audit = Audit(file=str(file), lost=lambda: lost.append(None))
     file.unlink()
     folder.rename(tmp_path / "away")
     for _ in range(3):
@@ -173,9 +178,58 @@ def test_a_file_that_cannot_be_written_is_told_at_the_start_and_once_later(
     audit.entry("a/C", Call()).ended("OK")
     audit.close()
     assert [line["method"] for line in lines(file)] == ["a/C"]
+    assert len(lost) == 3
     assert [record.message.partition(";")[0] for record in caplog.records] == [
         "the audit log cannot be written", "the audit log is written again",
     ]  # fmt: skip
+
+
+def test_lines_that_a_slow_disk_does_not_take_have_an_end_and_are_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("serve.rpc.audit.LINES_WAITING", 10)
+    disk = tmp_path / "audit.log"
+    os.mkfifo(disk)  # which takes nothing more until somebody reads
+    reader, writer = os.open(disk, os.O_RDONLY | os.O_NONBLOCK), os.open(disk, os.O_WRONLY | os.O_NONBLOCK)
+    with contextlib.suppress(BlockingIOError):
+        while os.write(writer, b"\n"):
+            pass
+    os.close(writer)
+    lost: list[None] = []
+    audit = Audit(file=str(disk), lost=lambda: lost.append(None))
+    written = 100
+    for _ in range(written):
+        audit.entry("a/B", Call()).ended("OK")
+    assert len(lost) in (written - 10, written - 11), "the thread that writes may have one in hand"
+    os.set_blocking(reader, True)
+    with concurrent.futures.ThreadPoolExecutor(1) as thread, open(reader, encoding="utf-8") as file:
+        told = thread.submit(file.read)
+        audit.flush()
+        audit.entry("a/C", Call()).ended("OK")
+        audit.close()
+        methods = [json.loads(line)["method"] for line in told.result().splitlines() if line]
+    assert methods == ["a/B"] * (written - len(lost)) + ["a/C"]
+    assert [record.message for record in caplog.records] == [
+        "the audit log's disk is too slow: 10 lines wait for it, and more are lost",
+        f"the audit log keeps up again; lines that were lost: {len(lost)}",
+    ]
+
+
+def test_books_of_a_disk_that_has_no_room_for_a_line_more_are_closed_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("serve.rpc.audit.LINES_WAITING", 1)
+    audit = Audit(file=str(tmp_path / "audit.log"))
+    goes_on = threading.Event()
+    write = audit._listener.handlers[0].handle
+    monkeypatch.setattr(audit._listener.handlers[0], "handle", lambda record: goes_on.wait() and write(record))
+    for _ in range(3):
+        audit.entry("a/B", Call()).ended("OK")
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        closing = thread.submit(audit.close)
+        goes_on.set()
+        closing.result()
+    assert 1 <= len(lines(tmp_path / "audit.log")) <= 3
 
 
 def test_the_share_lies_between_none_and_all() -> None:

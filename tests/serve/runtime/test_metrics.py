@@ -62,6 +62,7 @@ NAMES = {
     "inter_token_latency_seconds", "kv_blocks", "kv_blocks_cached", "kv_blocks_used", "model_info", "model_load_seconds",
     "nonfinite_requests", "num_requests_running", "num_requests_waiting",
     "preemptions", "prefix_cache_hits", "prefix_cache_queries", "prompt_tokens",
+    "audit_lines_lost",
     "tenant_refusals", "token_reloads_refused", "certificate_reloads_refused", "certificate_expiry_timestamp_seconds",
     "weight_swap_seconds", "weight_swaps", "reloads_refused",
     "queued_prompt_tokens", "rank_heartbeat_age_seconds", "rank_up", "rejections", "request_finished",
