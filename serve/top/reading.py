@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from http import HTTPStatus
 from http.client import HTTPException
 from typing import Final
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from serve.top.reaching import Place
+
 PREFIX: Final = "tessera_"
 MOST_BYTES: Final = 16 * 1024 * 1024
 """An answer of the metrics port is read up to this size: no server has so many series."""
+_MOST_SHOWN: Final = 300
+"""Bytes of a refusal that are shown."""
 
 Labels = dict[str, str]
 
@@ -105,23 +109,30 @@ class Span:
         return low
 
 
-def read(url: str, *, timeout_seconds: float = 5.0) -> Reading:
+def read(place: Place, *, timeout_seconds: float = 5.0) -> Reading:
     """Ask once.
 
     Raises:
-        NoReading: nothing answers there, or it is no ``/metrics`` of a server.
+        NoReading: nothing answers there, or it is no ``/metrics`` of a server, or one that does not tell whoever asks.
     """
-    # A proxy in the environment has no business between an operator and a server's metrics.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(url, timeout=timeout_seconds) as answer:
+        with contextlib.closing(place.connection(timeout_seconds)) as connection:
+            connection.request("GET", place.target, headers=place.headers)
+            answer = connection.getresponse()
             text = answer.read(MOST_BYTES + 1)
     except (OSError, HTTPException, ValueError) as error:
-        reason = error.reason if isinstance(error, urllib.error.URLError) else error
-        raise NoReading(f"{url} does not answer: {reason}") from error
+        raise NoReading(f"{place.url} does not answer: {error}") from error
+    if answer.status != HTTPStatus.OK:
+        raise NoReading(f"{place.url} answers {answer.status} {answer.reason}: {_line(text)}")
     if len(text) > MOST_BYTES:
-        raise NoReading(f"{url} answers with more than {MOST_BYTES // 2**20} MiB, which no server's metrics are")
-    return parsed(text.decode("utf-8", "replace"), time.monotonic(), url)
+        raise NoReading(f"{place.url} answers with more than {MOST_BYTES // 2**20} MiB, which no server's metrics are")
+    return parsed(text.decode("utf-8", "replace"), time.monotonic(), place.url)
+
+
+def _line(text: bytes) -> str:
+    """The first line of an answer, as far as a terminal may show it."""
+    line = text[:_MOST_SHOWN].decode("utf-8", "replace").partition("\n")[0]
+    return "".join(letter for letter in line if letter.isprintable())
 
 
 def parsed(text: str, at_seconds: float, url: str) -> Reading:

@@ -17,6 +17,7 @@ from serve.errors import QueueFull
 from serve.metrics import Metrics
 from serve.series import Course
 from serve.top import cli
+from serve.top.reaching import Place
 from serve.top.reading import NoReading, Span, parsed, read
 from serve.top.screen import frame
 from serve.types import FinishReason
@@ -130,8 +131,9 @@ def test_what_does_not_answer_as_a_server_is_told(tmp_path: Path, capsys: pytest
         parsed("<html>\n", 0.0, "here")
     assert cli.main(["--interval", "0"]) == 2
     assert "must be at least 0.1 s" in capsys.readouterr().err
-    with pytest.raises(NoReading, match="does not answer"):
-        read("nonsense://x/metrics")
+    for nonsense in ("nonsense://x/metrics", "here:port", "http://[::1/metrics"):
+        assert cli.main([nonsense, "--once"]) == 2
+        assert f"the address is {nonsense!r}; it must be HOST:PORT" in capsys.readouterr().err
 
 
 def test_live_it_goes_on_when_the_server_does_not_answer(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,9 +151,9 @@ def test_live_it_goes_on_when_the_server_does_not_answer(url: str, monkeypatch: 
             console.print(shown)
             frames.append(console.file.getvalue())  # type: ignore[attr-defined]
 
-    readings = iter([read(url), NoReading("it is gone"), read(url)])
+    readings = iter([read(Place(url)), NoReading("it is gone"), read(Place(url))])
 
-    def next_reading(_: str) -> object:
+    def next_reading(_: Place) -> object:
         reading = next(readings, KeyboardInterrupt())
         if isinstance(reading, BaseException):
             raise reading
