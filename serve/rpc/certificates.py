@@ -29,6 +29,24 @@ class _Pair:
     expires_seconds: float
 
 
+class _Port:
+    """What one gRPC port serves. gRPC asks before each handshake, in any thread."""
+
+    def __init__(self, now: Callable[[], _Pair], served: _Pair) -> None:
+        self._now = now
+        self._served = served
+        self._lock = threading.Lock()
+
+    def changed(self) -> grpc.ServerCertificateConfiguration | None:
+        """What the port does not serve yet; ``None`` to go on with what it does."""
+        with self._lock:
+            now = self._now()
+            if now is self._served:
+                return None
+            self._served = now
+            return now.grpc
+
+
 class Certificates:
     """Reads the files of ``rpc.tls_*`` at the start, and again before a handshake that finds them changed.
 
@@ -58,13 +76,18 @@ class Certificates:
         self._seen: _Mark | str | None = None  # the files as last looked at, or why they could not be
         try:
             self._seen = self._mark()
-            self._current = self._of_grpc = self._read()
+            self._current = self._read()
         except (OSError, ValueError) as error:
             raise ConfigError(f"rpc.tls_cert, rpc.tls_key, rpc.tls_client_ca: {error}") from error
         served(self._current.expires_seconds)
-        self.credentials: grpc.ServerCredentials = grpc.dynamic_ssl_server_credentials(
-            self._current.grpc,
-            self._changed,  # type: ignore[arg-type]  # the stubs leave out that None keeps what is served
+
+    def credentials(self) -> grpc.ServerCredentials:
+        """What one gRPC port is bound with, and no other: gRPC asks for each what has changed since it asked last."""
+        pair = self._now()
+        port = _Port(self._now, pair)
+        return grpc.dynamic_ssl_server_credentials(
+            pair.grpc,
+            port.changed,  # type: ignore[arg-type]  # the stubs leave out that None keeps what is served
             require_client_authentication=self._client_ca is not None,
         )
 
@@ -74,19 +97,12 @@ class Certificates:
         Raises:
             OSError: the connection is over.
         """
-        with self._lock:
-            self._look()
-            context = self._current.context
-        return context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+        return self._now().context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
 
-    def _changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """What gRPC does not serve yet; ``None`` to go on with what it does."""
+    def _now(self) -> _Pair:
         with self._lock:
             self._look()
-            if self._current is self._of_grpc:
-                return None
-            self._of_grpc = self._current
-            return self._current.grpc
+            return self._current
 
     def _look(self) -> None:
         """Take over what the files hold, if that is new and can be served."""

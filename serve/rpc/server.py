@@ -268,7 +268,7 @@ def _bind(server: grpc.aio.Server, field: str, address: str, certificates: Certi
         if certificates is None or address.startswith("unix:"):
             port = server.add_insecure_port(address)
         else:
-            port = server.add_secure_port(address, certificates.credentials)
+            port = server.add_secure_port(address, certificates.credentials())
     except RuntimeError as error:
         port = 0
         cause: Exception | None = error

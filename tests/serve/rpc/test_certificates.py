@@ -56,7 +56,7 @@ def stub(port: str, roots: Path, client: tuple[Path, Path] | None = None) -> Ite
     yield channel.unary_unary("/test/Echo")
 
 
-async def start(rpc: RpcConfig) -> tuple[grpc.aio.Server, str]:
+async def start(certificates: Certificates) -> tuple[grpc.aio.Server, str]:
     async def echo(request: bytes, context: object) -> bytes:
         return request
 
@@ -64,7 +64,7 @@ async def start(rpc: RpcConfig) -> tuple[grpc.aio.Server, str]:
     server.add_generic_rpc_handlers(
         (grpc.method_handlers_generic_handler("test", {"Echo": grpc.unary_unary_rpc_method_handler(echo)}),)
     )
-    bound = _bind(server, "rpc.port", "127.0.0.1:0", Certificates(rpc))
+    bound = _bind(server, "rpc.port", "127.0.0.1:0", certificates)
     await server.start()
     return server, bound
 
@@ -74,7 +74,7 @@ async def test_new_files_are_served_from_the_next_connection_on_and_broken_ones_
     second, second_key = make_pair(tmp_path, "second")
     old = tmp_path / "old.pem"
     old.write_bytes(certificate.read_bytes())
-    server, port = await start(RpcConfig(tls_cert=str(certificate), tls_key=str(key)))
+    server, port = await start(Certificates(RpcConfig(tls_cert=str(certificate), tls_key=str(key))))
     try:
         with stub(port, old) as first:
             assert await first(b"a", timeout=20) == b"a"
@@ -91,10 +91,32 @@ async def test_new_files_are_served_from_the_next_connection_on_and_broken_ones_
         await server.stop(0)
 
 
+async def test_two_ports_of_one_server_both_serve_the_files_of_now(tmp_path):
+    certificate, key = make_pair(tmp_path, "server")
+    second, second_key = make_pair(tmp_path, "second")
+    old = tmp_path / "old.pem"
+    old.write_bytes(certificate.read_bytes())
+    both = Certificates(RpcConfig(tls_cert=str(certificate), tls_key=str(key)))
+    servers = [await start(both), await start(both)]
+    try:
+        for roots, pair in ((old, None), (second, (second, second_key))):
+            if pair is not None:
+                certificate.write_bytes(pair[0].read_bytes())
+                key.write_bytes(pair[1].read_bytes())
+            for _, port in servers:
+                with stub(port, roots) as call:
+                    assert await call(b"a", timeout=20) == b"a"
+    finally:
+        for server, _ in servers:
+            await server.stop(0)
+
+
 async def test_without_a_certificate_of_the_client_ca_nobody_gets_in(tmp_path):
     certificate, key = make_pair(tmp_path, "server")
     friend, stranger = make_pair(tmp_path, "friend"), make_pair(tmp_path, "stranger")
-    server, port = await start(RpcConfig(tls_cert=str(certificate), tls_key=str(key), tls_client_ca=str(friend[0])))
+    server, port = await start(
+        Certificates(RpcConfig(tls_cert=str(certificate), tls_key=str(key), tls_client_ca=str(friend[0])))
+    )
     try:
         with stub(port, certificate, friend) as call:
             assert await call(b"a", timeout=20) == b"a"

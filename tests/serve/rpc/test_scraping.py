@@ -19,7 +19,7 @@ from cryptography import x509
 from host.endpoint import MAX_CONNECTIONS
 from serve.config import RpcConfig
 from serve.metrics import Metrics
-from serve.rpc.certificates import Certificates
+from serve.rpc.certificates import Certificates, _Port
 from serve.rpc.identity import Identities
 from serve.rpc.scraping import guarded
 from serve.rpc.token_command import main as token_command
@@ -90,14 +90,15 @@ def test_each_port_hears_of_new_files_whichever_asks_first(tmp_path: Path) -> No
     second, second_key = make_pair(tmp_path, "second")
     told: list[float] = []
     both = Certificates(RpcConfig(tls_cert=str(certificate), tls_key=str(key)), served=told.append)
-    assert both._changed() is None
+    ports = [_Port(both._now, both._now()) for _ in range(2)]
+    assert not any(port.changed() for port in ports)
     certificate.write_bytes(second.read_bytes())
     key.write_bytes(second_key.read_bytes())
     ours, theirs = socket.socketpair()
     with theirs, contextlib.closing(both.wrap(ours)):
         assert len(told) == 2
-    assert both._changed() is not None
-    assert both._changed() is None
+    assert all(port.changed() for port in ports)
+    assert not any(port.changed() for port in ports)
 
 
 def ends(certificate: Path) -> float:
