@@ -25,7 +25,7 @@ class RpcConfig:
 
     admin_address: str = "auto"
     """``auto``: the Admin service shares the port on a loopback host and is off elsewhere. ``off``, ``host:port`` or
-    ``unix:/path`` say otherwise."""
+    ``unix:/path`` say otherwise. Beyond loopback it needs TLS, with tokens or certificates of clients."""
 
     reflection: Literal["auto", "on", "off"] = "auto"
     """``auto`` is on for a loopback host, off elsewhere; or ``on``, ``off``."""
@@ -131,7 +131,24 @@ class RpcConfig:
             self.host,
             "be a loopback address unless rpc.tls_cert and rpc.tls_key are given, or rpc.insecure_public is set",
         )
+        # Whoever gets in there may drain the server: that the way is private says nothing of who comes along it.
+        require(
+            self._is_admin_private or (bool(self.tls_cert) and bool(self.tokens or self.tls_client_ca)) or self.insecure_public,
+            "rpc.admin_address",
+            self.admin_address,
+            "be off, auto, a loopback host:port or unix:/path unless rpc.tls_cert and rpc.tls_key are given with rpc.tokens or "
+            "rpc.tls_client_ca, or rpc.insecure_public is set",
+        )
 
     @property
     def is_loopback(self) -> bool:
-        return self.host in ("localhost", "::1", "[::1]") or self.host.startswith("127.") or self.host.startswith("unix:")
+        return _is_loopback(self.host)
+
+    @property
+    def _is_admin_private(self) -> bool:
+        address = self.admin_address
+        return address in ("auto", "off") or address.startswith("unix:") or _is_loopback(address.rpartition(":")[0])
+
+
+def _is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1", "[::1]") or host.startswith(("127.", "unix:"))

@@ -159,7 +159,6 @@ class RpcServer:
         try:
             bound = await self._listen("rpc.port", _address(rpc), servicers | admin if shares_port else servicers)
             if rpc.admin_address not in ("auto", "off"):
-                _require_private(rpc)
                 await self._listen("rpc.admin_address", rpc.admin_address, admin)
         except BaseException:
             await self.stop(0)
@@ -242,16 +241,6 @@ def _has_reflection(rpc: RpcConfig) -> bool:
 
 def _reports_load(rpc: RpcConfig) -> bool:
     return rpc.orca == "on" or (rpc.orca == "auto" and not rpc.tokens)
-
-
-def _require_private(rpc: RpcConfig) -> None:
-    host = rpc.admin_address.rpartition(":")[0]
-    private = rpc.admin_address.startswith("unix:") or host in ("localhost", "[::1]") or host.startswith("127.")
-    if not private and not rpc.insecure_public:
-        raise ConfigError(
-            f"rpc.admin_address is {rpc.admin_address!r}; it must be off, auto, a loopback host:port or unix:/path unless "
-            "rpc.insecure_public is set"
-        )
 
 
 def _address(rpc: RpcConfig) -> str:

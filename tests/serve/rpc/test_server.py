@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 
 from benchmarks.attacks import END_HEADERS, GENERATE, HEADERS, PREFACE, RESET, SETTINGS, call, frame
+from serve.config import RpcConfig
 from serve.errors import ConfigError
 from serve.rpc.server import RpcServer, server_options
 from serve.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, models_pb2, tokenizer_pb2
 from tests.serve.rpc.running import config_of, request, serving
+from tests.serve.rpc.test_certificates import make_pair
+from tests.serve.rpc.test_tokens import bearer, code_of, make
 
 
 async def start_another(running: object, **rpc: object) -> RpcServer:
@@ -62,10 +67,50 @@ async def test_admin_on_an_address_of_its_own_has_nothing_else(tmp_path: Path) -
             assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_a_public_admin_address_is_refused() -> None:
-    async with serving() as server:
-        with pytest.raises(ConfigError, match=r"rpc\.admin_address"):
-            await start_another(server, port=0, admin_address="0.0.0.0:0")
+@pytest.mark.parametrize("more", [{}, {"tokens": "t.json"}, {"tls_cert": "a", "tls_key": "b"}])
+def test_a_public_admin_address_is_refused_unless_tls_hides_it_and_it_is_known_who_calls(more: dict[str, str]) -> None:
+    with pytest.raises(
+        ConfigError, match=r"rpc\.admin_address is '0\.0\.0\.0:1'; it must .* rpc\.tokens or rpc\.tls_client_ca, or"
+    ):
+        RpcConfig(admin_address="0.0.0.0:1", **more)
+    for private in ("auto", "off", "127.0.0.1:1", "[::1]:1", "localhost:1", "unix:/tmp/admin.sock"):
+        assert RpcConfig(admin_address=private, **more).admin_address == private
+    assert RpcConfig(admin_address="0.0.0.0:1", insecure_public=True).admin_address == "0.0.0.0:1"
+    tls = {"tls_cert": "a", "tls_key": "b"}
+    for who in ("tokens", "tls_client_ca"):
+        assert RpcConfig(admin_address="0.0.0.0:1", **tls, **{who: "file"}).admin_address == "0.0.0.0:1"
+
+
+async def test_a_public_admin_address_answers_over_tls_to_the_scope_admin_alone(tmp_path: Path) -> None:
+    certificate, key = make_pair(tmp_path, "server")
+    friend, file = make_pair(tmp_path, "friend"), tmp_path / "tokens.json"
+    admin, writer = make(file, "operator", "admin"), make(file, "writer", "generate")
+    files = {"tls_cert": str(certificate), "tls_key": str(key), "tls_client_ca": str(friend[0]), "tokens": str(file)}
+    async with serving() as running:
+        server = await start_another(running, port=0, admin_address="0.0.0.0:0", **files)
+        try:
+            (address,) = (bound for bound in server._servers if bound.startswith("0.0.0.0:"))
+            where = f"localhost:{address.rpartition(':')[2]}"
+            ask = admin_pb2.GetLoadRequest()
+            with secure(where, certificate, friend) as stub:
+                assert (await stub.GetLoad(ask, **bearer(admin))).state == admin_pb2.SERVER_STATE_SERVING
+                assert await code_of(stub.GetLoad(ask, **bearer(writer))) is grpc.StatusCode.PERMISSION_DENIED
+                assert await code_of(stub.GetLoad(ask, timeout=20)) is grpc.StatusCode.UNAUTHENTICATED
+            with secure(where, certificate, None) as stub:
+                assert await code_of(stub.GetLoad(ask, **bearer(admin))) is grpc.StatusCode.UNAVAILABLE
+            async with grpc.aio.insecure_channel(where) as channel:
+                stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]
+                assert await code_of(stub.GetLoad(ask, **bearer(admin))) is grpc.StatusCode.UNAVAILABLE
+        finally:
+            await server.stop(0)
+
+
+@contextlib.contextmanager
+def secure(where: str, roots: Path, client: tuple[Path, Path] | None) -> Iterator[Any]:
+    pair = {} if client is None else {"certificate_chain": client[0].read_bytes(), "private_key": client[1].read_bytes()}
+    credentials = grpc.ssl_channel_credentials(roots.read_bytes(), **pair)
+    channel = grpc.aio.secure_channel(where, credentials, [("grpc.use_local_subchannel_pool", 1)])
+    yield admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]
 
 
 async def test_a_question_to_reflection_that_cannot_be_read_is_the_clients_mistake() -> None:
