@@ -198,6 +198,8 @@ class PromptReady:
     request_id: RequestId
     prompt_tokens: int
     cached_tokens: int
+    queue_seconds: float | None = None
+    """From arrival to the first step that computed anything for it."""
     logprobs: tuple[TokenLogprob | None, ...] = ()
     """One per prompt token, the first ``None``; empty unless ``prompt_logprobs`` was asked for."""
 

@@ -11,10 +11,12 @@ from serve.types import MadeBy, PromptReady, RequestFailed, SequenceFinished, Ti
 def prompt_event(leader: Sequence) -> PromptReady:
     """The prompt of the request is computed, by its first sequence."""
     request = leader.request
+    started = request.started_seconds
     return PromptReady(
         request_id=request.generation.request_id,
         prompt_tokens=request.num_prompt_tokens,
         cached_tokens=leader.cached_tokens,
+        queue_seconds=None if started is None else started - request.generation.arrival_seconds,
         logprobs=tuple(request.prompt_logprobs),
     )
 

@@ -22,6 +22,9 @@ from serve.rpc.identity import CALLER
 LINES_WAITING: Final = 8192
 """Lines that wait for the disk, about twelve megabytes; more are lost."""
 
+_DIGITS: Final = 6
+"""Digits of a second that are written."""
+
 _access = logging.getLogger("serve.access")
 _log = logging.getLogger(__name__)
 
@@ -38,18 +41,31 @@ class Called(Protocol):
 class Used:
     """What a call has used so far. Its handler adds to it, in whatever task that runs."""
 
+    elapsed: Callable[[], float]
+    """Seconds since the call began."""
     request_id: str = ""
     """The name of the call's first request."""
     requests: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    queue_seconds: float | None = None
+    """The longest that one of its requests waited for its first step; ``None`` while none has had it."""
+    first_token_seconds: float | None = None
+    """From its beginning to its first generated token; ``None`` before."""
 
 
 USED: Final[ContextVar[Used | None]] = ContextVar("used", default=None)
 """What the call that is being answered has used; ``None`` where nobody keeps books."""
 
 
-def note(request_id: str = "", *, requests: int = 0, prompt_tokens: int = 0, generated_tokens: int = 0) -> None:
+def note(
+    request_id: str = "",
+    *,
+    requests: int = 0,
+    prompt_tokens: int = 0,
+    generated_tokens: int = 0,
+    queue_seconds: float | None = None,
+) -> None:
     """Add to what the call that is being answered has used."""
     used = USED.get()
     if used is not None:
@@ -57,6 +73,10 @@ def note(request_id: str = "", *, requests: int = 0, prompt_tokens: int = 0, gen
         used.requests += requests
         used.prompt_tokens += prompt_tokens
         used.generated_tokens += generated_tokens
+        if queue_seconds is not None:
+            used.queue_seconds = max(queue_seconds, used.queue_seconds or 0.0)
+        if generated_tokens and used.first_token_seconds is None:
+            used.first_token_seconds = used.elapsed()
 
 
 class Entry(Protocol):
@@ -97,6 +117,10 @@ class Line:
     method: str
     code: str
     seconds: float
+    queue_seconds: float | None
+    """Until the first step of its requests, for the one that waited longest; ``None`` where there was none."""
+    first_token_seconds: float | None
+    """Until its first generated token; ``None`` where there was none."""
     request_id: str
     requests: int
     prompt_tokens: int
@@ -107,9 +131,9 @@ class Line:
         return json.dumps(asdict(self))
 
     def as_text(self) -> str:
-        """``key=value``, words of clients in quotes."""
+        """``key=value``, words of clients in quotes, nothing for what is not known."""
         return " ".join(
-            f"{key}={json.dumps(value) if isinstance(value, str) and key != 'time' else value}"
+            f"{key}={json.dumps(value) if isinstance(value, str) and key != 'time' else '' if value is None else value}"
             for key, value in asdict(self).items()
         )
 
@@ -161,11 +185,12 @@ class Audit:
 
     def entry(self, method: str, call: Called) -> Entry:
         """Begin the books of a call, in the task that answers it: what that uses is noted until the entry's ``ended``."""
-        used = Used()
+        began = self._clock()
+        used = Used(lambda: self._clock() - began)
         USED.set(used)
-        return _Call(self, method, call.peer(), used, self._clock())
+        return _Call(self, method, call.peer(), used)
 
-    def write(self, method: str, peer: str, used: Used, code: str, began_seconds: float) -> None:
+    def write(self, method: str, peer: str, used: Used, code: str) -> None:
         """Write the line of a call that has ended."""
         moment = datetime.datetime.fromtimestamp(self._now(), datetime.UTC)
         line = Line(
@@ -174,8 +199,13 @@ class Audit:
             peer=peer,
             method=method,
             code=code,
-            seconds=round(self._clock() - began_seconds, 6),
-            **asdict(used),
+            seconds=round(used.elapsed(), _DIGITS),
+            queue_seconds=_rounded(used.queue_seconds),
+            first_token_seconds=_rounded(used.first_token_seconds),
+            request_id=used.request_id,
+            requests=used.requests,
+            prompt_tokens=used.prompt_tokens,
+            generated_tokens=used.generated_tokens,
         )
         if self._listener is not None:
             text = line.as_text() if self._as_text else line.as_json()
@@ -236,7 +266,10 @@ class _Call:
     method: str
     peer: str
     used: Used
-    began_seconds: float
 
     def ended(self, code: str) -> None:
-        self.audit.write(self.method, self.peer, self.used, code, self.began_seconds)
+        self.audit.write(self.method, self.peer, self.used, code)
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, _DIGITS)

@@ -132,6 +132,7 @@ class Scorer:
             try:
                 async for event in stream:
                     if isinstance(event, PromptReady):
+                        note(queue_seconds=event.queue_seconds)
                         logprobs = event.logprobs[sequence.start : sequence.end]
                         await messages.converted(logprobs, functools.partial(_fill, result, logprobs, sequence))
                     elif isinstance(event, SequenceFinished):

@@ -19,7 +19,7 @@ from serve.rpc.scoring import Scorer
 from serve.rpc.tenants import Tenants
 from serve.runtime.gateway import Gateway
 from serve.runtime.stream import Stream
-from serve.types import Event, Generation, TokensOut
+from serve.types import Event, Generation, PromptReady, TokensOut
 from serve.v1 import inference_pb2
 
 
@@ -107,6 +107,8 @@ class InferenceService:
         if isinstance(event, TokensOut):
             self._tenants.generated(CALLER.get(), len(event.token_ids))
             note(generated_tokens=len(event.token_ids))
+        elif isinstance(event, PromptReady):
+            note(queue_seconds=event.queue_seconds)
 
     def _leave(self, stream: Stream) -> None:
         leave(stream, self._clock())

@@ -84,6 +84,24 @@ async def test_every_call_has_a_line_with_its_tenant_and_what_it_used(tmp_path: 
         assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line["time"])
         assert re.fullmatch(r"ipv[46]:.*:\d+", line["peer"])
         assert 0 <= line["seconds"] < 600
+    known = [(line["queue_seconds"] is not None, line["first_token_seconds"] is not None) for line in written]
+    assert known[:6] == [(True, True)] * 3 + [(True, False)] + [(False, False)] * 2
+    for line in written[:2]:
+        assert 0 <= line["queue_seconds"] <= line["first_token_seconds"] <= line["seconds"]
+
+
+def test_durations_are_of_the_request_that_waited_longest_and_of_the_first_token_of_all(tmp_path: Path) -> None:
+    file, now = tmp_path / "audit.log", [5.0]
+    audit = Audit(file=str(file), clock=lambda: now[0])
+    entry = audit.entry("a/Batch", Call())
+    for now[0], queue_seconds in ((5.5, 0.25), (6.0, 0.875), (6.5, 0.125)):
+        note(queue_seconds=queue_seconds)
+        note(generated_tokens=1)
+    now[0] = 9.0
+    entry.ended("OK")
+    audit.close()
+    (line,) = lines(file)
+    assert (line["seconds"], line["queue_seconds"], line["first_token_seconds"]) == (4.0, 0.875, 0.5)
 
 
 async def test_whoever_has_steps_recorded_is_in_the_book(tmp_path: Path) -> None:
@@ -138,6 +156,7 @@ def test_text_keeps_the_words_of_clients_on_their_line(tmp_path: Path) -> None:
     held = CALLER.set(Caller("team", frozenset(), Limits()))
     try:
         entry = audit.entry("serve.v1.Inference/Generate", Call())
+        seconds[0] = 1.125
         note('x"\ncode="OK', requests=1, prompt_tokens=2, generated_tokens=3)
         seconds[0] = 1.25
         entry.ended("CANCELLED")
@@ -146,7 +165,8 @@ def test_text_keeps_the_words_of_clients_on_their_line(tmp_path: Path) -> None:
     audit.close()
     assert file.read_text() == (
         'time=1970-01-01T00:00:00.000Z tenant="team" peer="ipv4:127.0.0.1:9" method="serve.v1.Inference/Generate" '
-        'code="CANCELLED" seconds=0.25 request_id="x\\"\\ncode=\\"OK" requests=1 prompt_tokens=2 generated_tokens=3\n'
+        'code="CANCELLED" seconds=0.25 queue_seconds= first_token_seconds=0.125 '
+        'request_id="x\\"\\ncode=\\"OK" requests=1 prompt_tokens=2 generated_tokens=3\n'
     )
 
 
