@@ -81,13 +81,12 @@ class Scheduler:
         """Let a new sequence wait: larger priority first, then tenants in turn, then earlier arrival, then index."""
         assert seq.state is SequenceState.HELD, f"sequence {seq.id} is {seq.state.value}; it cannot be enqueued"
         seq.state = SequenceState.WAITING
+        seq.request.turn = self._shares.enter(seq.request.generation, seq.request.turn)
         self._push_new(seq)
 
     def _push_new(self, seq: Sequence) -> None:
         request = seq.request
-        if request.turn is None:
-            request.turn = self._shares.turn(request.generation)
-        self._waiting.push(seq, (1, -request.generation.priority, request.turn, request.arrival, seq.index))
+        self._waiting.push(seq, (1, -request.generation.priority, request.turn or 0, request.arrival, seq.index))
 
     def remove(self, seq: Sequence) -> None:
         """End a sequence, wherever it is: its blocks are free at once, and the ranks hear of it in the next plan."""
@@ -95,6 +94,8 @@ class Scheduler:
             self._leave_running(seq)
         elif seq.state is SequenceState.WAITING and not self._waiting.discard(seq) and self._aside is not None:
             self._aside.pop(seq, None)
+        if seq.state is not SequenceState.HELD:
+            self._shares.leave(seq.request.generation.priority)
         seq.state = SequenceState.ENDED
 
     def restart(self, seq: Sequence) -> None:
@@ -382,6 +383,7 @@ class Scheduler:
         self._cache.check()
         self._waiting.check()
         self._places.check()
+        self._shares.check(len(self._waiting) + len(self.running) + len(self._aside or ()))
         num_going_on = sum(seq.debt > 0 for seq in self.running.values())
         assert num_going_on <= min(self._limits.max_num_seqs, self._limits.max_step_tokens), "more sequences run than may"
         held: dict[BlockId, int] = {}
@@ -393,7 +395,6 @@ class Scheduler:
             for block in seq.table:
                 held[block] = held.get(block, 0) + 1
         self._cache.pool.check_references(held)
-        admitted = [seq.admitted for seq in self.running.values()]
-        assert admitted == sorted(admitted), "the running sequences are not in order of admission"
-        requests = {id(seq.request) for seq in self.running.values()}
-        assert len(requests) == self.num_running_requests, "the count of running requests is wrong"
+        assert [*self.running.values()] == sorted(self.running.values(), key=lambda seq: seq.admitted), "batch out of order"
+        num_requests = len({id(seq.request) for seq in self.running.values()})
+        assert num_requests == self.num_running_requests, "the count of running requests is wrong"
