@@ -26,13 +26,13 @@ class Call:
     """The caller's."""
 
 
-async def to_generation(request: inference_pb2.GenerateRequest, model: ServedModel, call: Call) -> Generation:
-    """The engine's request for a client's.
+async def check(request: inference_pb2.GenerateRequest, model: ServedModel) -> None:
+    """Refuse what can be seen to be wrong with a client's request before its text is tokenised.
 
     Raises:
-        InvalidRequest: fields break their rules. Text is tokenised only when all others are in order.
+        InvalidRequest: fields break their rules.
         NotFound: another model is asked for.
-        FeatureOff: the model has no tokenizer or chat template, and the request needs one.
+        FeatureOff: the model has no tokenizer, and the request needs one.
     """
     model.require_name(request.model)
     await off_loop(request, lambda: _check(request, model))
@@ -40,6 +40,15 @@ async def to_generation(request: inference_pb2.GenerateRequest, model: ServedMod
         model.require_tokenizer("stopping.stop_strings")
     if request.response.text:
         model.require_tokenizer("response.text")
+
+
+async def to_generation(request: inference_pb2.GenerateRequest, model: ServedModel, call: Call) -> Generation:
+    """The engine's request for a client's that passed ``check``.
+
+    Raises:
+        InvalidRequest: the template refuses the conversation, or what the text gives is too long.
+        FeatureOff: the model has no tokenizer or chat template, and the request needs one.
+    """
     prompt = await prompts.prepare(request, model)
     return await off_loop(request, lambda: _generation(request, prompt, model, call))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from array import array
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,6 +16,7 @@ from serve.rpc.checks import Checks
 from serve.rpc.convert import Call, check_common, new_request_id
 from serve.rpc.model import ServedModel, encode_now
 from serve.rpc.prompts import adds_special_tokens, check_ids, check_special_tokens
+from serve.rpc.tenants import REFUSALS, Ticket
 from serve.rpc.threads import off_loop
 from serve.runtime.gateway import Gateway
 from serve.runtime.stream import Stream
@@ -51,16 +52,14 @@ class _Sequence:
 class Scorer:
     """Owns the streams of scoring calls while they last, so that one name aborts all items of a call."""
 
-    def __init__(
-        self, gateway: Gateway, admit: Callable[[int, int], Awaitable[Callable[[], None]]], leave: Callable[[Stream], None]
-    ) -> None:
+    def __init__(self, gateway: Gateway, enter: Callable[[int], Ticket], leave: Callable[[Stream], None]) -> None:
         """
         Args:
-            admit: waits until a call of (tokens, priority) may begin; what it returns is called at the call's end.
+            enter: lets a call of a priority in, or refuses it.
             leave: ends a stream that nobody reads any more.
         """
         self._gateway = gateway
-        self._admit = admit
+        self._enter = enter
         self._leave = leave
         self._live: dict[RequestId, set[Stream]] = {}
 
@@ -74,19 +73,36 @@ class Scorer:
             RequestError: the first item that failed; the others are given up.
         """
         model.require_name(request.model)
-        sequences = await off_loop(request, lambda: _sequences(request, model))
-        end = await self._admit(sum(len(sequence.ids) for sequence in sequences), request.priority)
-        try:
-            return await self._score(request, model, call, sequences)
-        finally:
-            end()
-
-    async def _score(
-        self, request: inference_pb2.ScoreRequest, model: ServedModel, call: Call, sequences: list[_Sequence]
-    ) -> inference_pb2.ScoreResponse:
-        answer = inference_pb2.ScoreResponse(results=[inference_pb2.ScoreResult() for _ in sequences])
+        await off_loop(request, lambda: _check(request, model))
         request_id = new_request_id(request.request_id)
         note(request_id)
+        ticket = self._enter(request.priority)
+        answer = inference_pb2.ScoreResponse(
+            request_id=request_id, results=[inference_pb2.ScoreResult() for _ in request.items]
+        )
+        refused = False
+        try:
+            sequences = await off_loop(request, lambda: _sequences(request, model))
+            num_tokens = sum(len(sequence.ids) for sequence in sequences)
+            await ticket.begin(num_tokens)
+            note(requests=1, prompt_tokens=num_tokens)
+            await self._score(request, model, call, sequences, answer)
+        except REFUSALS:
+            refused = not any(result.tokens for result in answer.results)
+            raise
+        finally:
+            ticket.end(refused=refused)
+        return answer
+
+    async def _score(
+        self,
+        request: inference_pb2.ScoreRequest,
+        model: ServedModel,
+        call: Call,
+        sequences: list[_Sequence],
+        answer: inference_pb2.ScoreResponse,
+    ) -> None:
+        request_id = RequestId(answer.request_id)
         if request_id in self._live:  # of its items the engine may know none any more, or none yet
             raise DuplicateRequest(f"a request with the id {request_id!r} is still alive")
         room = asyncio.Semaphore(ITEMS_AT_ONCE)
@@ -103,8 +119,7 @@ class Scorer:
                 failure = failure.exceptions[0]
             raised = failure
         else:
-            answer.request_id = request_id
-            return answer
+            return
         finally:
             del self._live[request_id]
         raise raised
@@ -143,13 +158,12 @@ class Scorer:
 
 
 def _sequences(request: inference_pb2.ScoreRequest, model: ServedModel) -> list[_Sequence]:
-    """The items as ids.
+    """The items of a request that passed ``_check`` as ids.
 
     Raises:
-        InvalidRequest: fields break their rules, or an item is too long.
+        InvalidRequest: an item is too long, or all together have more logprobs than may be asked for.
         FeatureOff: there are texts, and the model has no tokenizer.
     """
-    _check(request, model)
     sequences = [_tokenise(place, item, request, model) for place, item in enumerate(request.items)]
     checks = Checks()
     num_tokens = sum(len(sequence.ids) for sequence in sequences)
@@ -159,6 +173,10 @@ def _sequences(request: inference_pb2.ScoreRequest, model: ServedModel) -> list[
 
 
 def _check(request: inference_pb2.ScoreRequest, model: ServedModel) -> None:
+    """
+    Raises:
+        InvalidRequest: fields break their rules.
+    """
     checks, limits = Checks(), model.config.admission
     check_common(request.request_id, request.priority, request.cache_salt, checks)
     check_special_tokens("special_tokens", request.special_tokens, checks)

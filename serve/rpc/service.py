@@ -16,7 +16,7 @@ from serve.rpc.decoding import Malformed
 from serve.rpc.identity import CALLER
 from serve.rpc.model import Models, ServedModel
 from serve.rpc.scoring import Scorer
-from serve.rpc.tenants import Tenants
+from serve.rpc.tenants import REFUSALS, Tenants, Ticket
 from serve.runtime.gateway import Gateway
 from serve.runtime.stream import Stream
 from serve.types import Event, Generation, PromptReady, TokensOut
@@ -35,17 +35,16 @@ class InferenceService:
         self._models = models
         self._metrics = metrics
         self._clock = clock
-        self._tenants = Tenants(clock, metrics.tenant_refused)
-        self._ends: dict[Stream, Callable[[], None]] = {}
-        """What is told of the end of each request."""
-        self.scorer = Scorer(gateway, self._admit, self._leave)
+        self._tenants = Tenants(clock, metrics.tenant_refused, most_queued=gateway.config.admission.max_queued_requests)
+        self._tickets: dict[Stream, Ticket] = {}
+        """One for each request under way, but for those of scoring calls, which have one together."""
+        self.scorer = Scorer(gateway, self._enter, self._leave)
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> inference_pb2.GenerateResponse:
         """Generate and answer once."""
-        model = self._model()
-        generation = await convert.to_generation(request, model, self._call(context))
+        generation, stream = await self._stream(request, context)
         answer = messages.ResponseBuilder(generation)
-        async for event in await self._stream(generation, model, context):
+        async for event in stream:
             self._heard(event)
             await answer.add(event)
         return answer.build()
@@ -54,9 +53,8 @@ class InferenceService:
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateEvent]:
         """Generate and answer piece by piece. However the call ends, its KV blocks are freed."""
-        model = self._model()
-        generation = await convert.to_generation(request, model, self._call(context))
-        async for event in await self._stream(generation, model, context):
+        generation, stream = await self._stream(request, context)
+        async for event in stream:
             self._heard(event)
             if messages.says_something(event, generation):
                 yield await messages.event_message(event, generation)
@@ -68,10 +66,7 @@ class InferenceService:
         call = self._call(context)
 
         async def start(request: inference_pb2.GenerateRequest) -> tuple[Generation, Stream]:
-            now = Call(self._clock(), call.deadline_seconds, call.tenant)
-            model = self._model()
-            generation = await convert.to_generation(request, model, now)
-            return generation, await self._start(generation, model)
+            return await self._start(request, Call(self._clock(), call.deadline_seconds, call.tenant))
 
         async for message in run_batch(requests, start, self._heard, self._leave, self._gateway.config):
             yield message
@@ -80,28 +75,32 @@ class InferenceService:
         """Measure how likely given texts are."""
         return await self.scorer.score(request, self._model(), self._call(context))
 
-    async def _stream(self, generation: Generation, model: ServedModel, context: Context) -> Stream:
-        stream = await self._start(generation, model)
+    async def _stream(self, request: inference_pb2.GenerateRequest, context: Context) -> tuple[Generation, Stream]:
+        generation, stream = await self._start(request, self._call(context))
         # Runs however the call ends, also where no exception can reach the handler.
         context.add_done_callback(lambda _: self._leave(stream))
-        return stream
+        return generation, stream
 
-    async def _start(self, generation: Generation, model: ServedModel) -> Stream:
-        """Once the caller's limits allow it."""
-        note(generation.request_id)
-        end = await self._admit(len(generation.prompt_ids), generation.priority)
+    async def _start(self, request: inference_pb2.GenerateRequest, call: Call) -> tuple[Generation, Stream]:
+        """Once the caller's limits allow it; they are asked before the prompt costs anything."""
+        model = self._model()
+        await convert.check(request, model)
+        note(request.request_id)
+        ticket = self._enter(request.priority)
         try:
+            generation = await convert.to_generation(request, model, call)
+            note(generation.request_id)
+            await ticket.begin(len(generation.prompt_ids))
+            note(requests=1, prompt_tokens=len(generation.prompt_ids))
             stream = self._gateway.start(generation, model.edition)
-        except BaseException:
-            end()
+        except BaseException as error:
+            ticket.end(refused=isinstance(error, REFUSALS))
             raise
-        self._ends[stream] = end
-        return stream
+        self._tickets[stream] = ticket
+        return generation, stream
 
-    async def _admit(self, prompt_tokens: int, priority: int) -> Callable[[], None]:
-        end = await self._tenants.admit(CALLER.get(), prompt_tokens=prompt_tokens, priority=priority)
-        note(requests=1, prompt_tokens=prompt_tokens)
-        return end
+    def _enter(self, priority: int) -> Ticket:
+        return self._tenants.enter(CALLER.get(), priority)
 
     def _heard(self, event: Event) -> None:
         if isinstance(event, TokensOut):
@@ -112,7 +111,9 @@ class InferenceService:
 
     def _leave(self, stream: Stream) -> None:
         leave(stream, self._clock())
-        self._ends.pop(stream, _nothing)()
+        ticket = self._tickets.pop(stream, None)
+        if ticket is not None:
+            ticket.end(refused=stream.is_refused)
 
     def _model(self) -> ServedModel:
         try:
@@ -129,7 +130,3 @@ class InferenceService:
         if remaining < LEAST_SECONDS:
             raise DeadlineExpired("the deadline passed before anything could be computed")
         return Call(now, now + remaining, CALLER.get().name)
-
-
-def _nothing() -> None:
-    """Items of a Score call end with it."""

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections import deque
 from collections.abc import Callable
+from typing import Final
 
-from serve.errors import InvalidRequest, TenantLimited
+from serve.errors import InvalidRequest, QueueFull, TenantLimited, Unavailable
 from serve.rpc.identity import Caller
 
 _MINUTE_SECONDS = 60.0
 _MIN_RETRY_SECONDS = 1.0
+
+REFUSALS: Final = (QueueFull, Unavailable)
+"""Errors by which the server turns a request away for want of room or service; the request itself may be in order."""
 
 
 class Bucket:
@@ -31,11 +34,17 @@ class Bucket:
     def take(self, count: int) -> None:
         self._used += count
 
+    def give_back(self, count: int) -> None:
+        """Undo a ``take``; what was refilled since then is full already."""
+        self._used = max(0.0, self._used - count)
+
 
 class _Tenant:
     def __init__(self, now_seconds: float) -> None:
         self.requests = Bucket(now_seconds)
         self.tokens = Bucket(now_seconds)
+        self.num_inside = 0
+        """Requests that run, wait for that, or are still to be made tokens; counted where ``max_running`` is given."""
         self.num_running = 0
         self.waiting: deque[asyncio.Future[None]] = deque()
 
@@ -46,49 +55,56 @@ class Tenants:
     Tenants without limits cost nothing. Limits are those of the caller of each request, so that a changed file counts at once.
     """
 
-    def __init__(self, clock: Callable[[], float], refused: Callable[[str, str], None]) -> None:
+    def __init__(self, clock: Callable[[], float], refused: Callable[[str, str], None], *, most_queued: int) -> None:
         """
         Args:
             clock: monotonic seconds.
             refused: told (tenant, limit) of every refusal.
+            most_queued: requests of a tenant that may wait, where its tokens say how many run and not how many wait.
         """
         self._clock = clock
         self._refused = refused
+        self._most_queued = most_queued
         self._tenants: dict[str, _Tenant] = {}
 
-    async def admit(self, caller: Caller, *, prompt_tokens: int, priority: int) -> Callable[[], None]:
-        """Wait until the request may begin.
-
-        Args:
-            prompt_tokens: counted when it is let in; what is generated is counted by ``generated``.
-
-        Returns:
-            To be called once, when the request has ended.
+    def enter(self, caller: Caller, priority: int) -> Ticket:
+        """Let a request in before any work is done on it. It counts among the requests of its minute from now on.
 
         Raises:
             InvalidRequest: its priority is larger than the tenant's may be.
             TenantLimited: a limit is met.
         """
-        limits = caller.limits
+        limits, tenant = caller.limits, self._of(caller)
         if limits.max_priority is not None and priority > limits.max_priority:
             rule = f"{priority} is more than {limits.max_priority}, the most {caller.name} may ask for"
             raise InvalidRequest.of("priority", rule)
-        tenant = self._of(caller)
-        self._take_rates(caller, tenant, prompt_tokens)
-        if limits.max_running is None:
-            return lambda: None
-        if tenant.num_running >= limits.max_running or tenant.waiting:
-            if limits.max_queued is not None and len(tenant.waiting) >= limits.max_queued:
-                self._refuse(caller, "queued", f"{len(tenant.waiting)} requests of {caller.name} wait, which is its limit", 1.0)
-            await self._turn(tenant)
-        else:
-            tenant.num_running += 1
-        return functools.partial(self._end, tenant, limits.max_running)
+        self.require_rate(caller, tenant, "requests_per_minute", 1)
+        self.require_rate(caller, tenant, "tokens_per_minute", 1)
+        if limits.max_running is not None:
+            most_queued = self._most_queued if limits.max_queued is None else limits.max_queued
+            if tenant.num_inside >= limits.max_running + most_queued:
+                num_waiting = tenant.num_inside - limits.max_running
+                self._refuse(caller, "queued", f"{num_waiting} requests of {caller.name} wait, which is its limit", 0.0)
+            tenant.num_inside += 1
+        tenant.requests.take(limits.requests_per_minute is not None)
+        return Ticket(self, caller, tenant)
 
     def generated(self, caller: Caller, count: int) -> None:
         """Count tokens that were generated."""
         if caller.limits.tokens_per_minute is not None:
             self._of(caller).tokens.take(count)
+
+    def require_rate(self, caller: Caller, tenant: _Tenant, name: str, count: int) -> None:
+        """
+        Raises:
+            TenantLimited: so much may not be taken now.
+        """
+        rate = getattr(caller.limits, name)
+        if rate is None:
+            return
+        bucket = tenant.requests if name == "requests_per_minute" else tenant.tokens
+        if (wait := bucket.wait_seconds(count, rate, self._clock())) > 0:
+            self._refuse(caller, name, f"{caller.name} may take {rate} {name.replace('_', ' ')}", wait)
 
     def _of(self, caller: Caller) -> _Tenant:
         found = self._tenants.get(caller.name)
@@ -96,42 +112,73 @@ class Tenants:
             found = self._tenants[caller.name] = _Tenant(self._clock())
         return found
 
-    def _take_rates(self, caller: Caller, tenant: _Tenant, prompt_tokens: int) -> None:
-        limits, now = caller.limits, self._clock()
-        for name, bucket, count, rate in (
-            ("requests_per_minute", tenant.requests, 1, limits.requests_per_minute),
-            ("tokens_per_minute", tenant.tokens, prompt_tokens, limits.tokens_per_minute),
-        ):
-            if rate is not None and (wait := bucket.wait_seconds(count, rate, now)) > 0:
-                self._refuse(caller, name, f"{caller.name} may take {rate} {name.replace('_', ' ')}", wait)
-        tenant.requests.take(1 if limits.requests_per_minute is not None else 0)
-        tenant.tokens.take(prompt_tokens if limits.tokens_per_minute is not None else 0)
-
     def _refuse(self, caller: Caller, limit: str, message: str, wait_seconds: float) -> None:
         self._refused(caller.name, limit)
         raise TenantLimited(message, reason=limit, retry_after_seconds=max(_MIN_RETRY_SECONDS, wait_seconds))
 
-    async def _turn(self, tenant: _Tenant) -> None:
+
+class Ticket:
+    """A request that its tenant's limits have let in, until it ends."""
+
+    def __init__(self, tenants: Tenants, caller: Caller, tenant: _Tenant) -> None:
+        """``Tenants.enter`` makes it."""
+        self._tenants = tenants
+        self._caller = caller
+        self._tenant = tenant
+        self._max_running = caller.limits.max_running
+        self._prompt_tokens = 0
+        """Taken of the tenant's tokens a minute."""
+        self._runs = False
+
+    async def begin(self, prompt_tokens: int) -> None:
+        """Count the prompt, and wait until the request may go to the engine.
+
+        Raises:
+            TenantLimited: the prompt is more than may be taken now.
+        """
+        self._tenants.require_rate(self._caller, self._tenant, "tokens_per_minute", prompt_tokens)
+        if self._caller.limits.tokens_per_minute is not None:
+            self._tenant.tokens.take(prompt_tokens)
+            self._prompt_tokens = prompt_tokens
+        if self._max_running is None:
+            return
+        if self._tenant.num_running >= self._max_running or self._tenant.waiting:
+            await self._turn(asyncio.get_running_loop().create_future())
+        else:
+            self._tenant.num_running += 1
+        self._runs = True
+
+    def end(self, *, refused: bool = False) -> None:
+        """The request has ended; called once.
+
+        Args:
+            refused: whether the server has turned it away before anything was computed: then it has cost nothing.
+        """
+        tenant = self._tenant
+        if refused:
+            tenant.requests.give_back(self._caller.limits.requests_per_minute is not None)
+            tenant.tokens.give_back(self._prompt_tokens)
+        if self._max_running is not None:
+            tenant.num_inside -= 1
+            tenant.num_running -= self._runs
+            self._wake()
+
+    async def _turn(self, own: asyncio.Future[None]) -> None:
         """Wait for one that runs to end; it hands over its place."""
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        tenant.waiting.append(turn)
+        self._tenant.waiting.append(own)
         try:
-            await turn
+            await own
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                tenant.num_running -= 1  # it was this one's turn at the moment its call ended
-                self._wake(tenant, tenant.num_running + 1)
+            if own.done() and not own.cancelled():
+                self._runs = True  # it was this one's turn at the moment its call ended
             else:
-                tenant.waiting.remove(turn)
+                self._tenant.waiting.remove(own)
             raise
 
-    def _end(self, tenant: _Tenant, max_running: int) -> None:
-        tenant.num_running -= 1
-        self._wake(tenant, max_running)
-
-    def _wake(self, tenant: _Tenant, max_running: int) -> None:
-        while tenant.waiting and tenant.num_running < max_running:
-            turn = tenant.waiting.popleft()
-            if not turn.done():
+    def _wake(self) -> None:
+        tenant = self._tenant
+        while tenant.waiting and self._max_running is not None and tenant.num_running < self._max_running:
+            own = tenant.waiting.popleft()
+            if not own.done():
                 tenant.num_running += 1
-                turn.set_result(None)
+                own.set_result(None)

@@ -11,13 +11,18 @@ from pathlib import Path
 from serve.errors import ConfigError
 from serve.rpc.tokens import SCOPES, add_token
 
+_NONE = "no limit"
 _LIMITS = {
-    "requests_per_minute": "requests to generate and calls to score in a minute",
-    "tokens_per_minute": "tokens of prompts and answers in a minute",
-    "max_running": "requests in the engine at once",
-    "max_queued": "requests that wait for one of --max-running to end; one more is refused",
-    "max_priority": "largest priority of a request",
+    "requests_per_minute": ("requests to generate and calls to score in a minute", _NONE),
+    "tokens_per_minute": ("tokens of prompts and answers in a minute", _NONE),
+    "max_running": ("requests in the engine at once", _NONE),
+    "max_queued": (
+        "requests that wait for one of --max-running to end; one more is refused",
+        "the server's --max-queued-requests",
+    ),
+    "max_priority": ("largest priority of a request", _NONE),
 }
+"""What each limit counts, and what holds where it is not given."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -57,8 +62,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--scopes", default="generate,score", metavar="LIST", help=f"Some of {','.join(SCOPES)}. (default: generate,score)"
     )
-    for name, meaning in _LIMITS.items():
-        help_ = f"Of all tokens of this name together: {meaning}. (default: no limit)"
+    for name, (meaning, default) in _LIMITS.items():
+        help_ = f"Of all tokens of this name together: {meaning}. (default: {default})"
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=help_)
     parser.add_argument("--expires-days", type=_days, metavar="N", help="Days until it stops counting. (default: never)")
     return parser

@@ -48,7 +48,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_running: _Positive | None = None
     """Requests in the engine at once."""
     max_queued: Annotated[int, msgspec.Meta(ge=0, le=10**6)] | None = None
-    """Requests that wait for one of ``max_running`` to end; needs that."""
+    """Requests that wait for one of ``max_running`` to end; needs that. ``None``: as many as the queue that all share holds."""
     max_priority: _Priority | None = None
     """Largest ``priority`` of a request."""
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Self
 
-from serve.errors import RequestAborted, RequestBroke, RequestError, ServeError, SlowReader
+from serve.errors import QueueFull, RequestAborted, RequestBroke, RequestError, ServeError, SlowReader, Unavailable
 from serve.tracing.seam import RequestTrace
 from serve.types import Event, Generation, PromptReady, RequestFailed, RequestId, SequenceFinished, TokensOut
 
@@ -64,9 +64,15 @@ class Stream:
         self._lagging: dict[int, list[TokensOut]] = {}  # sequence index -> its unread list inside _items
         self._num_held = 0
         self._error: ServeError | None = None
+        self._has_begun = False
         self._reader: asyncio.Future[None] | None = None
         self._slow_timer: asyncio.TimerHandle | None = None
         self._is_over = False
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the request ended for want of room or service, before its prompt was computed."""
+        return not self._has_begun and isinstance(self._error, (QueueFull, Unavailable))
 
     def __aiter__(self) -> Self:
         return self
@@ -97,6 +103,7 @@ class Stream:
             error = event.error
             self.fail(error if isinstance(error, ServeError) else RequestBroke(str(error)))
             return
+        self._has_begun = True
         if isinstance(event, TokensOut):
             self._hold_tokens(event)
         else:

@@ -10,8 +10,9 @@ import pytest
 
 from serve.errors import InvalidRequest, TenantLimited
 from serve.rpc.identity import Caller
-from serve.rpc.tenants import Tenants
+from serve.rpc.tenants import REFUSALS, Tenants, Ticket
 from serve.rpc.tokens import Limits
+from serve.v1 import inference_pb2
 from tests.serve.rpc.running import request, serving
 from tests.serve.rpc.test_tokens import bearer, code_of, guarded, make
 
@@ -20,8 +21,19 @@ def caller(**limits: int) -> Caller:
     return Caller("a", frozenset({"generate"}), Limits(**limits))
 
 
-def tenants(seconds: list[float], refusals: list[tuple[str, str]]) -> Tenants:
-    return Tenants(lambda: seconds[0], lambda tenant, limit: refusals.append((tenant, limit)))
+def tenants(seconds: list[float], refusals: list[tuple[str, str]], most_queued: int = 4) -> Tenants:
+    return Tenants(lambda: seconds[0], lambda tenant, limit: refusals.append((tenant, limit)), most_queued=most_queued)
+
+
+async def admit(held: Tenants, who: Caller, prompt_tokens: int = 1, priority: int = 0) -> Ticket:
+    """What the service does: in, the prompt is tokenised meanwhile, and on to the engine."""
+    ticket = held.enter(who, priority)
+    try:
+        await ticket.begin(prompt_tokens)
+    except BaseException as error:
+        ticket.end(refused=isinstance(error, REFUSALS))
+        raise
+    return ticket
 
 
 async def test_requests_and_tokens_of_a_minute_refill_steadily() -> None:
@@ -29,41 +41,104 @@ async def test_requests_and_tokens_of_a_minute_refill_steadily() -> None:
     held = tenants(seconds, refusals)
     who = caller(requests_per_minute=6)
     for _ in range(6):
-        await held.admit(who, prompt_tokens=1, priority=0)
+        await admit(held, who, 1)
     with pytest.raises(TenantLimited) as refused:
-        await held.admit(who, prompt_tokens=1, priority=0)
+        await admit(held, who, 1)
     assert (refused.value.reason, refused.value.retry_after_seconds) == ("requests_per_minute", pytest.approx(10))
     seconds[0] += 10
-    await held.admit(who, prompt_tokens=1, priority=0)
+    await admit(held, who, 1)
     eater = caller(tokens_per_minute=60)
     held = tenants(seconds, refusals)
-    await held.admit(eater, prompt_tokens=50, priority=0)
+    await admit(held, eater, 50)
     held.generated(eater, 40)
     with pytest.raises(TenantLimited) as refused:
-        await held.admit(eater, prompt_tokens=10, priority=0)
-    assert refused.value.retry_after_seconds == pytest.approx(40)
-    seconds[0] += 40
-    await held.admit(eater, prompt_tokens=10, priority=0)
-    assert refusals == [("a", "requests_per_minute"), ("a", "tokens_per_minute")]
+        await admit(held, eater, 10)
+    assert refused.value.retry_after_seconds == pytest.approx(31), "the length of the prompt is not known yet"
+    seconds[0] += 31
+    with pytest.raises(TenantLimited) as refused:
+        await admit(held, eater, 10)
+    assert refused.value.retry_after_seconds == pytest.approx(9)
+    seconds[0] += 9
+    await admit(held, eater, 10)
+    assert refusals == [("a", "requests_per_minute"), ("a", "tokens_per_minute"), ("a", "tokens_per_minute")]
 
 
 async def test_more_than_run_wait_in_their_order_and_more_than_wait_are_refused() -> None:
     held, who = tenants([0.0], []), caller(max_running=1, max_queued=2)
-    end = await held.admit(who, prompt_tokens=1, priority=0)
-    first, second = (asyncio.ensure_future(held.admit(who, prompt_tokens=1, priority=0)) for _ in range(2))
+    ticket = await admit(held, who, 1)
+    first, second = (asyncio.ensure_future(admit(held, who, 1)) for _ in range(2))
     await asyncio.sleep(0)
     with pytest.raises(TenantLimited, match="2 requests of a wait"):
-        await held.admit(who, prompt_tokens=1, priority=0)
+        await admit(held, who, 1)
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
-    end()
-    (await second)()
-    (await held.admit(who, prompt_tokens=1, priority=0))()
+    ticket.end()
+    (await second).end()
+    (await admit(held, who, 1)).end()
+
+
+async def test_what_is_refused_costs_nothing_of_a_minute() -> None:
+    seconds = [0.0]
+    held, who = tenants(seconds, []), caller(requests_per_minute=3, tokens_per_minute=100, max_running=1, max_queued=0)
+    ticket = await admit(held, who, 10)
+    for _ in range(5):
+        with pytest.raises(TenantLimited, match="0 requests of a wait"):
+            held.enter(who, 0)
+    ticket.end()
+    with pytest.raises(TenantLimited, match="100 tokens per minute"):
+        await admit(held, who, 95)
+    held.enter(who, 0).end(refused=True)
+    ticket = await admit(held, who, 90)
+    ticket.end(refused=True)
+    ticket = await admit(held, who, 90)
+    ticket.end()
+    with pytest.raises(TenantLimited) as refused:
+        held.enter(who, 0)
+    assert refused.value.reason == "tokens_per_minute"
+    seconds[0] += 30
+    (await admit(held, who, 40)).end()
+    assert held._tenants["a"].requests._used == pytest.approx(2 - 1.5 + 1)
+
+
+async def test_what_is_let_in_and_not_tokenised_yet_has_a_place_in_the_tenants_queue() -> None:
+    held, who = tenants([0.0], []), caller(max_running=1, max_queued=1)
+    first, second = held.enter(who, 0), held.enter(who, 0)
+    with pytest.raises(TenantLimited, match="1 requests of a wait"):
+        held.enter(who, 0)
+    await first.begin(1)
+    waiting = asyncio.ensure_future(second.begin(1))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    first.end()
+    await waiting
+    second.end()
+    assert (held._tenants["a"].num_inside, held._tenants["a"].num_running) == (0, 0)
+
+
+async def test_as_many_of_a_tenant_wait_as_the_server_says_where_its_tokens_do_not() -> None:
+    held, who = tenants([0.0], [], most_queued=2), caller(max_running=1)
+    tickets = [held.enter(who, 0) for _ in range(3)]
+    with pytest.raises(TenantLimited) as refused:
+        held.enter(who, 0)
+    assert refused.value.reason == "queued"
+    tickets[0].end()
+    held.enter(who, 0)
+
+
+async def test_a_call_that_ends_at_the_moment_of_its_turn_passes_it_on() -> None:
+    held, who = tenants([0.0], []), caller(max_running=1)
+    ticket = await admit(held, who)
+    first, second = (asyncio.ensure_future(admit(held, who)) for _ in range(2))
+    await asyncio.sleep(0)
+    ticket.end()
+    first.cancel()
+    (await second).end()
+    assert held._tenants["a"].num_inside == 0
 
 
 async def test_a_priority_above_the_ceiling_is_the_callers_mistake() -> None:
     with pytest.raises(InvalidRequest, match="5 is more than 1"):
-        await tenants([0.0], []).admit(caller(max_priority=1), prompt_tokens=1, priority=5)
+        await admit(tenants([0.0], []), caller(max_priority=1), priority=5)
 
 
 async def test_limits_hold_on_the_wire_and_places_come_back(tmp_path: Path) -> None:
@@ -84,6 +159,32 @@ async def test_limits_hold_on_the_wire_and_places_come_back(tmp_path: Path) -> N
             pass
         batch = running.inference.GenerateBatch(iter([request()]), **bearer(token))
         assert await code_of(batch) is grpc.StatusCode.OK
+
+
+async def test_the_rates_are_asked_before_a_text_is_tokenised_and_a_full_queue_costs_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "tokens.json"
+    token, other = make(file, "a", requests_per_minute=2), make(file, "other")
+    scheduler, admission = {"max_num_seqs": 1}, {"max_queued_requests": 1}
+    async with serving(rpc={"tokens": str(file)}, scheduler=scheduler, admission=admission) as running:
+        running.ranks.last_step = 1
+        calls = [running.inference.Generate(request(tokens=6), **bearer(other))]
+        await running.until(lambda: running.ranks.num_steps == 1)
+        calls.append(running.inference.Generate(request(tokens=6, priority=0), **bearer(token)))
+        await running.until_told(1)
+        for method, message in (
+            ("Generate", request()), ("GenerateStream", request()),
+            ("Score", inference_pb2.ScoreRequest(items=[{"token_ids": {"ids": [5, 6]}}] * 2)),
+        ):  # fmt: skip
+            refused = getattr(running.inference, method)(message, **bearer(token))
+            assert await code_of(refused) is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert "requests are waiting" in await refused.details()
+        running.ranks.last_step = None
+        assert [await code_of(call) for call in calls] == [grpc.StatusCode.OK] * 2
+        assert await code_of(running.inference.Generate(request(), **bearer(token))) is grpc.StatusCode.OK
+        late = running.inference.Generate(request(chat={"messages": [{"role": "wizard", "content": "x"}]}), **bearer(token))
+        assert await code_of(late) is grpc.StatusCode.RESOURCE_EXHAUSTED, "the template, which refuses it, was not asked"
+        wrong = running.inference.Generate(request(sampling={"top_p": 7.0}), **bearer(token))
+        assert await code_of(wrong) is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_a_tenant_shares_cached_prefixes_with_itself_alone(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from serve.errors import EngineDown, RequestAborted, RequestError, SlowReader
+from serve.errors import EngineDown, PutOut, RequestAborted, RequestError, ServeError, SlowReader
 from serve.runtime.stream import Stream, StreamEvent
 from serve.types import (
     FinishReason,
@@ -177,3 +177,22 @@ async def test_a_reader_waiting_when_the_stream_is_closed_is_woken() -> None:
     w.stream.close()
     with pytest.raises(RequestAborted):
         await reader
+
+
+@pytest.mark.parametrize(
+    ("error", "refused"),
+    [
+        (PutOut("another came", reason="requests", retry_after_seconds=1.0), True),
+        (EngineDown("a rank died"), True),
+        (RequestAborted("by an administrator"), False),
+    ],
+)
+async def test_a_request_is_refused_if_it_ends_for_want_of_room_before_its_prompt_is_computed(
+    error: ServeError, refused: bool
+) -> None:
+    early, late = watched().stream, watched().stream
+    late.feed(prompt())
+    for stream in (early, late):
+        assert not stream.is_refused
+        stream.fail(error)
+    assert (early.is_refused, late.is_refused) == (refused, False)
