@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Final
 
 from serve.errors import InvalidRequest, NotFound, Unavailable, Violation
 from serve.rpc.checks import REQUEST_ID
 from serve.rpc.context import Context
-from serve.rpc.scoring import Scorer
 from serve.runtime.gateway import Gateway
 from serve.runtime.state import State
 from serve.types import RequestId
@@ -32,9 +31,13 @@ _STEPS, _SECONDS = 10, 60
 class AdminService:
     """Looks into the server and steers it."""
 
-    def __init__(self, gateway: Gateway, scorer: Scorer) -> None:
+    def __init__(self, gateway: Gateway, abort: Callable[[RequestId], bool]) -> None:
+        """
+        Args:
+            abort: ends a request that the engine does not know by its name; False if there is none either.
+        """
         self._gateway = gateway
-        self._scorer = scorer
+        self._abort = abort
 
     async def Abort(self, request: admin_pb2.AbortRequest, context: Context) -> admin_pb2.AbortResponse:
         """End one request, whoever made it.
@@ -46,7 +49,7 @@ class AdminService:
         if not REQUEST_ID.fullmatch(request.request_id):
             raise InvalidRequest.of("request_id", "must be 1 to 128 characters, each of A-Z a-z 0-9 . _ : -")
         request_id = RequestId(request.request_id)
-        if not self._scorer.abort(request_id) and not await self._gateway.abort(request_id):
+        if not self._abort(request_id) and not await self._gateway.abort(request_id):
             raise NotFound(f"no live request is called {request_id!r}")
         return admin_pb2.AbortResponse()
 

@@ -84,7 +84,7 @@ class Scorer:
         try:
             sequences = await off_loop(request, lambda: _sequences(request, model))
             num_tokens = sum(len(sequence.ids) for sequence in sequences)
-            await ticket.begin(num_tokens)
+            await ticket.begin(request_id, num_tokens)
             note(requests=1, prompt_tokens=num_tokens)
             await self._score(request, model, call, sequences, answer)
         except REFUSALS:

@@ -155,7 +155,7 @@ class RpcServer:
             TOKENIZER: TokenizerService(models),
             MODELS: ModelService(models),
         }
-        admin: dict[ServiceDescriptor, object] = {ADMIN: AdminService(self._gateway, inference.scorer)}
+        admin: dict[ServiceDescriptor, object] = {ADMIN: AdminService(self._gateway, inference.abort)}
         try:
             bound = await self._listen("rpc.port", _address(rpc), servicers | admin if shares_port else servicers)
             if rpc.admin_address not in ("auto", "off"):

@@ -19,7 +19,7 @@ from serve.rpc.scoring import Scorer
 from serve.rpc.tenants import REFUSALS, Tenants, Ticket
 from serve.runtime.gateway import Gateway
 from serve.runtime.stream import Stream
-from serve.types import Event, Generation, PromptReady, TokensOut
+from serve.types import Event, Generation, PromptReady, RequestId, TokensOut
 from serve.v1 import inference_pb2
 
 
@@ -38,7 +38,7 @@ class InferenceService:
         self._tenants = Tenants(clock, metrics.tenant_refused, most_queued=gateway.config.admission.max_queued_requests)
         self._tickets: dict[Stream, Ticket] = {}
         """One for each request under way, but for those of scoring calls, which have one together."""
-        self.scorer = Scorer(gateway, self._enter, self._leave)
+        self._scorer = Scorer(gateway, self._enter, self._leave)
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> inference_pb2.GenerateResponse:
         """Generate and answer once."""
@@ -73,7 +73,14 @@ class InferenceService:
 
     async def Score(self, request: inference_pb2.ScoreRequest, context: Context) -> inference_pb2.ScoreResponse:
         """Measure how likely given texts are."""
-        return await self.scorer.score(request, self._model(), self._call(context))
+        return await self._scorer.score(request, self._model(), self._call(context))
+
+    def abort(self, request_id: RequestId) -> bool:
+        """End what the engine does not know by this name: a scoring call, or a request that waits for its tenant's turn.
+
+        False if there is no such thing.
+        """
+        return self._tenants.abort(request_id) or self._scorer.abort(request_id)
 
     async def _stream(self, request: inference_pb2.GenerateRequest, context: Context) -> tuple[Generation, Stream]:
         generation, stream = await self._start(request, self._call(context))
@@ -90,7 +97,7 @@ class InferenceService:
         try:
             generation = await convert.to_generation(request, model, call)
             note(generation.request_id)
-            await ticket.begin(len(generation.prompt_ids))
+            await ticket.begin(generation.request_id, len(generation.prompt_ids))
             note(requests=1, prompt_tokens=len(generation.prompt_ids))
             stream = self._gateway.start(generation, model.edition)
         except BaseException as error:

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 
-from serve.errors import InvalidRequest, TenantLimited
+from serve.errors import InvalidRequest, RequestAborted, TenantLimited
+from serve.rpc import service
 from serve.rpc.identity import Caller
 from serve.rpc.tenants import REFUSALS, Tenants, Ticket
 from serve.rpc.tokens import Limits
-from serve.v1 import inference_pb2
+from serve.types import RequestId
+from serve.v1 import admin_pb2, inference_pb2
 from tests.serve.rpc.running import request, serving
 from tests.serve.rpc.test_tokens import bearer, code_of, guarded, make
+
+
+def scored(**fields: Any) -> inference_pb2.ScoreRequest:
+    return inference_pb2.ScoreRequest(items=[{"token_ids": {"ids": [5, 6]}}] * 2, **fields)
 
 
 def caller(**limits: int) -> Caller:
@@ -25,11 +32,11 @@ def tenants(seconds: list[float], refusals: list[tuple[str, str]], most_queued: 
     return Tenants(lambda: seconds[0], lambda tenant, limit: refusals.append((tenant, limit)), most_queued=most_queued)
 
 
-async def admit(held: Tenants, who: Caller, prompt_tokens: int = 1, priority: int = 0) -> Ticket:
+async def admit(held: Tenants, who: Caller, prompt_tokens: int = 1, priority: int = 0, name: str = "r") -> Ticket:
     """What the service does: in, the prompt is tokenised meanwhile, and on to the engine."""
     ticket = held.enter(who, priority)
     try:
-        await ticket.begin(prompt_tokens)
+        await ticket.begin(RequestId(name), prompt_tokens)
     except BaseException as error:
         ticket.end(refused=isinstance(error, REFUSALS))
         raise
@@ -105,8 +112,8 @@ async def test_what_is_let_in_and_not_tokenised_yet_has_a_place_in_the_tenants_q
     first, second = held.enter(who, 0), held.enter(who, 0)
     with pytest.raises(TenantLimited, match="1 requests of a wait"):
         held.enter(who, 0)
-    await first.begin(1)
-    waiting = asyncio.ensure_future(second.begin(1))
+    await first.begin(RequestId("r"), 1)
+    waiting = asyncio.ensure_future(second.begin(RequestId("r"), 1))
     await asyncio.sleep(0)
     assert not waiting.done()
     first.end()
@@ -134,6 +141,47 @@ async def test_a_call_that_ends_at_the_moment_of_its_turn_passes_it_on() -> None
     first.cancel()
     (await second).end()
     assert held._tenants["a"].num_inside == 0
+
+
+async def test_what_waits_for_its_turn_is_aborted_by_its_name() -> None:
+    held, who = tenants([0.0], []), caller(max_running=1)
+    ticket = await admit(held, who)
+    calls = [asyncio.ensure_future(admit(held, who, name=name)) for name in ("a", "b", "c", "b")]
+    await asyncio.sleep(0)
+    calls[2].cancel()
+    assert [held.abort(RequestId(name)) for name in ("b", "b", "c", "other")] == [True, False, True, False]
+    for call, error in ((calls[1], RequestAborted), (calls[3], RequestAborted), (calls[2], asyncio.CancelledError)):
+        with pytest.raises(error):
+            await call
+    ticket.end()
+    (await calls[0]).end()
+    assert (held._tenants["a"].num_inside, held._tenants["a"].num_running) == (0, 0)
+
+
+async def test_an_administrator_ends_what_waits_for_its_tenants_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Tenants] = []
+
+    def remembered(*given: Any, **more: Any) -> Tenants:
+        made.append(Tenants(*given, **more))
+        return made[0]
+
+    monkeypatch.setattr(service, "Tenants", remembered)
+    file = tmp_path / "tokens.json"
+    token, admin = make(file, "a", max_running=1), make(file, "root", "admin")
+    async with guarded(file) as running:
+        running.ranks.last_step = 1
+        first = running.inference.Generate(request(tokens=6), **bearer(token))
+        await running.until(lambda: running.ranks.num_steps == 1)
+        waiting = [
+            running.inference.Generate(request(request_id="mine"), **bearer(token)),
+            running.inference.Score(scored(request_id="scored"), **bearer(token)),
+        ]
+        await running.until(lambda: len(made[0]._tenants["a"].waiting) == 2)
+        for name, call in zip(("mine", "scored"), waiting, strict=True):
+            await running.admin.Abort(admin_pb2.AbortRequest(request_id=name), **bearer(admin))
+            assert await code_of(call) is grpc.StatusCode.CANCELLED
+        running.ranks.last_step = None
+        assert await code_of(first) is grpc.StatusCode.OK
 
 
 async def test_a_priority_above_the_ceiling_is_the_callers_mistake() -> None:
@@ -173,7 +221,7 @@ async def test_the_rates_are_asked_before_a_text_is_tokenised_and_a_full_queue_c
         await running.until_told(1)
         for method, message in (
             ("Generate", request()), ("GenerateStream", request()),
-            ("Score", inference_pb2.ScoreRequest(items=[{"token_ids": {"ids": [5, 6]}}] * 2)),
+            ("Score", scored()),
         ):  # fmt: skip
             refused = getattr(running.inference, method)(message, **bearer(token))
             assert await code_of(refused) is grpc.StatusCode.RESOURCE_EXHAUSTED
