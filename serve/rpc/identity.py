@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from serve.errors import ConfigError
+from serve.rpc.checks import MAX_PRIORITY
 from serve.rpc.tokens import SCOPES, Entry, Limits, digest_of, read_tokens
 
 MAX_TOKEN_CHARACTERS: Final = 512
@@ -35,7 +36,7 @@ class Caller:
     limits: Limits
 
 
-ANYONE: Final = Caller("", frozenset(SCOPES), Limits())
+ANYONE: Final = Caller("", frozenset(SCOPES), Limits(max_priority=MAX_PRIORITY))
 """The caller of a server without tokens."""
 
 CALLER: Final[ContextVar[Caller]] = ContextVar("caller", default=ANYONE)

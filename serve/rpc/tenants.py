@@ -83,9 +83,9 @@ class Tenants:
             TenantLimited: a limit is met.
         """
         limits, tenant = caller.limits, self._of(caller)
-        if limits.max_priority is not None and priority > limits.max_priority:
+        if priority > limits.max_priority:
             rule = f"{priority} is more than {limits.max_priority}, the most {caller.name} may ask for"
-            raise InvalidRequest.of("priority", rule)
+            raise InvalidRequest.of("priority", f"{rule}; max_priority in the file of tokens can allow more")
         self.require_rate(caller, tenant, "requests_per_minute", 1)
         self.require_rate(caller, tenant, "tokens_per_minute", 1)
         if limits.max_running is not None:

@@ -20,7 +20,7 @@ _LIMITS = {
         "requests that wait for one of --max-running to end; one more is refused",
         "the server's --max-queued-requests",
     ),
-    "max_priority": ("largest priority of a request", _NONE),
+    "max_priority": ("largest priority of a request, by which it goes before those of all other tenants", "0"),
 }
 """What each limit counts, and what holds where it is not given."""
 

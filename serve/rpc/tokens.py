@@ -24,6 +24,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 
 from serve.errors import ConfigError
+from serve.rpc.checks import MAX_PRIORITY
 
 Scope = Literal["generate", "score", "admin", "metrics"]
 SCOPES: Final[tuple[Scope, ...]] = ("generate", "score", "admin", "metrics")
@@ -35,7 +36,7 @@ PREFIX: Final = "tessera_"
 
 Name = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9._-]{1,64}\Z")]
 _Positive = Annotated[int, msgspec.Meta(ge=1, le=10**12)]
-_Priority = Annotated[int, msgspec.Meta(ge=-1_000_000, le=1_000_000)]
+_Priority = Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -49,8 +50,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Requests in the engine at once."""
     max_queued: Annotated[int, msgspec.Meta(ge=0, le=10**6)] | None = None
     """Requests that wait for one of ``max_running`` to end; needs that. ``None``: as many as the queue that all share holds."""
-    max_priority: _Priority | None = None
-    """Largest ``priority`` of a request."""
+    max_priority: _Priority = 0
+    """Largest ``priority`` of a request. Tenants share fairly within a priority alone, so a larger one is to be given."""
 
 
 class Entry(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -11,7 +11,8 @@ import pytest
 
 from serve.errors import InvalidRequest, RequestAborted, TenantLimited
 from serve.rpc import service
-from serve.rpc.identity import Caller
+from serve.rpc.checks import MAX_PRIORITY
+from serve.rpc.identity import ANYONE, Caller
 from serve.rpc.tenants import REFUSALS, Tenants, Ticket
 from serve.rpc.tokens import Limits
 from serve.types import RequestId
@@ -185,8 +186,26 @@ async def test_an_administrator_ends_what_waits_for_its_tenants_turn(tmp_path: P
 
 
 async def test_a_priority_above_the_ceiling_is_the_callers_mistake() -> None:
-    with pytest.raises(InvalidRequest, match="5 is more than 1"):
-        await admit(tenants([0.0], []), caller(max_priority=1), priority=5)
+    held = tenants([0.0], [])
+    with pytest.raises(InvalidRequest, match=r"5 is more than 1.*max_priority in the file of tokens"):
+        held.enter(caller(max_priority=1), 5)
+    with pytest.raises(InvalidRequest, match="1 is more than 0"):
+        held.enter(caller(), 1)
+    for who, priority in ((caller(max_priority=1), 1), (caller(), -3), (ANYONE, MAX_PRIORITY)):
+        held.enter(who, priority).end()
+
+
+async def test_nobody_outranks_others_whose_tokens_do_not_say_so(tmp_path: Path) -> None:
+    file = tmp_path / "tokens.json"
+    plain, first = make(file, "plain"), make(file, "first", max_priority=7)
+    async with guarded(file) as running:
+        for token, priority, code in (
+            (plain, 1, grpc.StatusCode.INVALID_ARGUMENT),
+            (plain, 0, grpc.StatusCode.OK),
+            (first, 7, grpc.StatusCode.OK),
+        ):
+            assert await code_of(running.inference.Generate(request(priority=priority), **bearer(token))) is code
+            assert await code_of(running.inference.Score(scored(priority=priority), **bearer(token))) is code
 
 
 async def test_limits_hold_on_the_wire_and_places_come_back(tmp_path: Path) -> None:
