@@ -47,6 +47,7 @@ async def to_generation(request: inference_pb2.GenerateRequest, model: ServedMod
 
     Raises:
         InvalidRequest: the template refuses the conversation, or what the text gives is too long.
+        QueueFull: too many texts of the caller wait to be tokenised.
         FeatureOff: the model has no tokenizer or chat template, and the request needs one.
     """
     prompt = await prompts.prepare(request, model)

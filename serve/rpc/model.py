@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 from checkpoint.text.chat import ChatTemplate
 from checkpoint.text.tokenizer import Tokenizer
@@ -15,6 +15,8 @@ from serve.rpc.threads import in_text_thread
 from serve.runtime.edition import Edition
 from serve.runtime.gateway import Gateway
 from serve.text.tokenizer import exceeds
+
+T = TypeVar("T")
 
 INLINE_CHARACTERS: Final = 4096
 """A text up to this long is tokenised on the event loop: it takes less than the way to a thread and back."""
@@ -47,6 +49,38 @@ class ServedModel:
     def max_text_tokens(self) -> int:
         """Tokens that one call of the Tokenizer service may have."""
         return max(self.capacity, TEXT_TOKENS)
+
+    async def in_text_thread(self, work: Callable[[], T]) -> T:
+        """Run ``work`` on a long text; see ``serve.rpc.threads.in_text_thread``. As many wait as requests wait for the engine.
+
+        Raises:
+            QueueFull: so many texts of the caller wait.
+        """
+        return await in_text_thread(work, most_waiting=self.config.admission.max_queued_requests)
+
+    async def encode(
+        self, tokenizer: Tokenizer, text: str, *, add_special_tokens: bool, field: str, at_most: int
+    ) -> tuple[int, ...]:
+        """Token ids, without keeping the event loop from its other calls; see ``encode_now``.
+
+        Raises:
+            QueueFull: too many texts of the caller wait.
+        """
+        if len(text) <= INLINE_CHARACTERS:
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return await self.in_text_thread(
+            lambda: encode_now(tokenizer, text, add_special_tokens=add_special_tokens, field=field, at_most=at_most)
+        )
+
+    async def decode(self, tokenizer: Tokenizer, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids, without keeping the event loop from its other calls.
+
+        Raises:
+            QueueFull: too many texts of the caller wait.
+        """
+        if len(ids) <= INLINE_CHARACTERS:
+            return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        return await self.in_text_thread(lambda: tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def require_name(self, name: str) -> None:
         """
@@ -93,15 +127,6 @@ class Models:
         return ServedModel(self._gateway.facts, self._gateway.edition)
 
 
-async def encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool, field: str, at_most: int) -> tuple[int, ...]:
-    """Token ids, without keeping the event loop from its other calls; see ``encode_now``."""
-    if len(text) <= INLINE_CHARACTERS:
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    return await in_text_thread(
-        lambda: encode_now(tokenizer, text, add_special_tokens=add_special_tokens, field=field, at_most=at_most)
-    )
-
-
 def encode_now(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool, field: str, at_most: int) -> tuple[int, ...]:
     """Token ids of a text of any length.
 
@@ -112,10 +137,3 @@ def encode_now(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool, fie
     if exceeds(tokenizer, text, at_most):
         raise InvalidRequest.of(field, f"has more than {at_most} tokens, which is the limit")
     return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-
-
-async def decode(tokenizer: Tokenizer, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-    """The text of token ids, by the tokenizer of the served model."""
-    if len(ids) <= INLINE_CHARACTERS:
-        return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
-    return await in_text_thread(lambda: tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))

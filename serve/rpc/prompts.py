@@ -8,8 +8,7 @@ from typing import Final
 from checkpoint.text.chat import ChatRejected, ChatTemplate
 from serve.errors import InvalidRequest
 from serve.rpc.checks import Checks
-from serve.rpc.model import ServedModel, decode, encode
-from serve.rpc.threads import in_text_thread
+from serve.rpc.model import ServedModel
 from serve.v1 import inference_pb2, types_pb2
 
 MAX_ROLE_CHARACTERS: Final = 64
@@ -81,6 +80,7 @@ async def prepare(request: inference_pb2.GenerateRequest, model: ServedModel) ->
     Raises:
         FeatureOff: the model has no tokenizer or chat template for this kind of prompt.
         InvalidRequest: the template refuses the conversation, or no token comes out.
+        QueueFull: too many texts of the caller wait.
     """
     match request.WhichOneof("prompt"):
         case "text":
@@ -91,7 +91,7 @@ async def prepare(request: inference_pb2.GenerateRequest, model: ServedModel) ->
         case _:
             ids = tuple(request.token_ids.ids)
             wants_text = request.response.echo and model.tokenizer is not None
-            text = await decode(model.tokenizer, ids) if wants_text and model.tokenizer is not None else ""
+            text = await model.decode(model.tokenizer, ids) if wants_text and model.tokenizer is not None else ""
             return Prompt("prompt.token_ids", ids, text)
 
 
@@ -101,11 +101,12 @@ async def render(chat: types_pb2.Chat, model: ServedModel, *, field: str) -> str
     Raises:
         FeatureOff: there is none.
         InvalidRequest: it does not accept the conversation.
+        QueueFull: too many texts of the caller wait.
     """
     template = model.require_chat()
     try:
         # Off the event loop: a template is a program, and nobody knows how long it runs.
-        return await in_text_thread(lambda: _render(template, chat, model.config.admission.max_prompt_bytes))
+        return await model.in_text_thread(lambda: _render(template, chat, model.config.admission.max_prompt_bytes))
     except ChatRejected as error:
         raise InvalidRequest.of(field, str(error)) from error
 
@@ -120,7 +121,7 @@ async def _from_text(
     field: str, text: str, special_tokens: types_pb2.SpecialTokens, model: ServedModel, *, chat: bool
 ) -> Prompt:
     tokenizer, adds = model.require_tokenizer(field), adds_special_tokens(special_tokens, chat=chat)
-    ids = await encode(tokenizer, text, add_special_tokens=adds, field=field, at_most=model.capacity)
+    ids = await model.encode(tokenizer, text, add_special_tokens=adds, field=field, at_most=model.capacity)
     return Prompt(field, ids, text)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from serve.errors import DuplicateRequest, InvalidRequest, RequestAborted
+from serve.errors import DuplicateRequest, InvalidRequest, QueueFull, RequestAborted
 from serve.rpc import messages
 from serve.rpc.audit import note
 from serve.rpc.checks import Checks
@@ -17,7 +17,7 @@ from serve.rpc.convert import Call, check_common, new_request_id
 from serve.rpc.model import ServedModel, encode_now
 from serve.rpc.prompts import adds_special_tokens, check_ids, check_special_tokens
 from serve.rpc.tenants import REFUSALS, Ticket
-from serve.rpc.threads import off_loop
+from serve.rpc.threads import INLINE_BYTES, off_loop
 from serve.runtime.gateway import Gateway
 from serve.runtime.stream import Stream
 from serve.types import (
@@ -52,15 +52,23 @@ class _Sequence:
 class Scorer:
     """Owns the streams of scoring calls while they last, so that one name aborts all items of a call."""
 
-    def __init__(self, gateway: Gateway, enter: Callable[[int], Ticket], leave: Callable[[Stream], None]) -> None:
+    def __init__(
+        self,
+        gateway: Gateway,
+        enter: Callable[[int], Ticket],
+        leave: Callable[[Stream], None],
+        refused: Callable[[QueueFull], None],
+    ) -> None:
         """
         Args:
             enter: lets a call of a priority in, or refuses it.
             leave: ends a stream that nobody reads any more.
+            refused: told of what is refused here for want of room.
         """
         self._gateway = gateway
         self._enter = enter
         self._leave = leave
+        self._refused = refused
         self._live: dict[RequestId, set[Stream]] = {}
 
     async def score(self, request: inference_pb2.ScoreRequest, model: ServedModel, call: Call) -> inference_pb2.ScoreResponse:
@@ -82,7 +90,7 @@ class Scorer:
         )
         refused = False
         try:
-            sequences = await off_loop(request, lambda: _sequences(request, model))
+            sequences = await self._tokenised(request, model)
             num_tokens = sum(len(sequence.ids) for sequence in sequences)
             await ticket.begin(request_id, num_tokens)
             note(requests=1, prompt_tokens=num_tokens)
@@ -93,6 +101,18 @@ class Scorer:
         finally:
             ticket.end(refused=refused)
         return answer
+
+    async def _tokenised(self, request: inference_pb2.ScoreRequest, model: ServedModel) -> list[_Sequence]:
+        def work() -> list[_Sequence]:
+            return _sequences(request, model)
+
+        if request.ByteSize() <= INLINE_BYTES or all(item.WhichOneof("target") != "text" for item in request.items):
+            return await off_loop(request, work)
+        try:
+            return await model.in_text_thread(work)
+        except QueueFull as refusal:
+            self._refused(refusal)
+            raise
 
     async def _score(
         self,

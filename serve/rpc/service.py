@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 
-from serve.errors import DeadlineExpired, Loading
+from serve.errors import DeadlineExpired, Loading, QueueFull
 from serve.metrics import Metrics
 from serve.rpc import convert, messages
 from serve.rpc.audit import note
@@ -38,7 +38,7 @@ class InferenceService:
         self._tenants = Tenants(clock, metrics.tenant_refused, most_queued=gateway.config.admission.max_queued_requests)
         self._tickets: dict[Stream, Ticket] = {}
         """One for each request under way, but for those of scoring calls, which have one together."""
-        self._scorer = Scorer(gateway, self._enter, self._leave)
+        self._scorer = Scorer(gateway, self._enter, self._leave, metrics.rejected)
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> inference_pb2.GenerateResponse:
         """Generate and answer once."""
@@ -95,7 +95,7 @@ class InferenceService:
         note(request.request_id)
         ticket = self._enter(request.priority)
         try:
-            generation = await convert.to_generation(request, model, call)
+            generation = await self._converted(request, model, call)
             note(generation.request_id)
             await ticket.begin(generation.request_id, len(generation.prompt_ids))
             note(requests=1, prompt_tokens=len(generation.prompt_ids))
@@ -105,6 +105,13 @@ class InferenceService:
             raise
         self._tickets[stream] = ticket
         return generation, stream
+
+    async def _converted(self, request: inference_pb2.GenerateRequest, model: ServedModel, call: Call) -> Generation:
+        try:
+            return await convert.to_generation(request, model, call)
+        except QueueFull as refusal:
+            self._metrics.rejected(refusal)  # as with Loading
+            raise
 
     def _enter(self, priority: int) -> Ticket:
         return self._tenants.enter(CALLER.get(), priority)

@@ -6,7 +6,7 @@ from serve.errors import InvalidRequest
 from serve.rpc import prompts
 from serve.rpc.checks import Checks
 from serve.rpc.context import Context
-from serve.rpc.model import Models, decode, encode
+from serve.rpc.model import Models
 from serve.v1 import tokenizer_pb2
 
 
@@ -27,7 +27,7 @@ class TokenizerService:
         adds = prompts.adds_special_tokens(request.special_tokens, chat=False)
         limit = model.max_text_tokens
         tokenizer = model.require_tokenizer("Tokenize")
-        ids = await encode(tokenizer, request.text, add_special_tokens=adds, field="text", at_most=limit)
+        ids = await model.encode(tokenizer, request.text, add_special_tokens=adds, field="text", at_most=limit)
         _require_few("text", len(ids), limit)
         return tokenizer_pb2.TokenizeResponse(token_ids=ids, max_model_len=model.facts.max_model_len)
 
@@ -40,7 +40,7 @@ class TokenizerService:
             checks.token_ids("token_ids", request.token_ids, model.facts.vocab_size)
         checks.settle()
         skips = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
-        text = await decode(model.require_tokenizer("Detokenize"), request.token_ids, skip_special_tokens=skips)
+        text = await model.decode(model.require_tokenizer("Detokenize"), request.token_ids, skip_special_tokens=skips)
         return tokenizer_pb2.DetokenizeResponse(text=text)
 
     async def RenderChat(self, request: tokenizer_pb2.RenderChatRequest, context: Context) -> tokenizer_pb2.RenderChatResponse:
@@ -55,7 +55,7 @@ class TokenizerService:
         adds = prompts.adds_special_tokens(request.special_tokens, chat=True)
         limit = model.max_text_tokens
         tokenizer = model.require_tokenizer("RenderChat")
-        ids = await encode(tokenizer, text, add_special_tokens=adds, field="chat", at_most=limit)
+        ids = await model.encode(tokenizer, text, add_special_tokens=adds, field="chat", at_most=limit)
         _require_few("chat", len(ids), limit)
         return tokenizer_pb2.RenderChatResponse(text=text, token_ids=ids)
 

@@ -136,7 +136,8 @@ async def test_the_requests_of_a_call_end_for_the_same_reason_as_the_call(
 
     async with asyncio.timeout(30):
         if method == "Score":
-            scorer, sequence = Scorer(None, None, left), scoring._Sequence(array("I", (5, 6)), 1, 2)  # type: ignore[arg-type]
+            scorer = Scorer(None, None, left, None)  # type: ignore[arg-type]
+            sequence = scoring._Sequence(array("I", (5, 6)), 1, 2)
             work = scorer._one(inference_pb2.ScoreResult(), sequence, lambda: generation, start, asyncio.Semaphore(1), set())
             call = asyncio.ensure_future(work)
         else:

@@ -1,17 +1,31 @@
-"""What is done beside the event loop keeps nothing else from being done."""
+"""What is done beside the event loop keeps nothing else from being done, and nobody from their turn."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import threading
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import CancelledError
+from pathlib import Path
+from typing import Any
 
-from serve.rpc.threads import INLINE_BYTES, in_text_thread, off_loop
-from serve.v1 import tokenizer_pb2
+import grpc
+import pytest
+
+from serve.errors import QueueFull
+from serve.rpc import threads
+from serve.rpc.threads import INLINE_BYTES, TurnThreads, in_text_thread, off_loop
+from serve.v1 import inference_pb2, tokenizer_pb2
+from tests.serve.rpc.running import request, serving
+from tests.serve.rpc.test_tokens import bearer, code_of, make
 
 
 async def test_templates_that_do_not_end_keep_no_large_message_waiting() -> None:
     over, large = threading.Event(), tokenizer_pb2.TokenizeRequest(text="x" * (INLINE_BYTES + 1))
-    templates = [asyncio.ensure_future(in_text_thread(lambda: over.wait(60))) for _ in range(4)]
+    templates = [asyncio.ensure_future(in_text_thread(lambda: over.wait(60), most_waiting=8)) for _ in range(4)]
     try:
         async with asyncio.timeout(10):
             assert await off_loop(large, lambda: threading.current_thread().name.startswith("message"))
@@ -19,3 +33,98 @@ async def test_templates_that_do_not_end_keep_no_large_message_waiting() -> None
     finally:
         over.set()
         await asyncio.gather(*templates)
+
+
+@contextlib.contextmanager
+def busy(turns: TurnThreads, num_threads: int) -> Iterator[None]:
+    """Within, all threads are at work that does not end."""
+    over, began = threading.Event(), threading.Semaphore(0)
+
+    def work() -> None:
+        began.release()
+        over.wait(60)
+
+    pieces = [turns.submit(f"busy {place}", work, 1) for place in range(num_threads)]
+    try:
+        for _ in pieces:
+            assert began.acquire(timeout=60)
+        yield
+    finally:
+        over.set()
+        for piece in pieces:
+            piece.result(60)
+
+
+def test_callers_take_turns_at_the_threads_each_in_its_own_order() -> None:
+    turns, order = TurnThreads(1, "test"), []
+    with busy(turns, 1):
+        names = ["a1", "a2", "a3", "a4", "b1", "c1", "b2"]
+        pieces = [turns.submit(name[0], lambda name=name: order.append(name), 8) for name in names]
+    for piece in pieces:
+        piece.result(60)
+    assert order == ["a1", "b1", "c1", "a2", "b2", "a3", "a4"]
+
+
+def test_so_much_of_a_caller_waits_and_more_is_refused_unless_something_is_given_up() -> None:
+    turns = TurnThreads(2, "test")
+    with busy(turns, 2):
+        pieces = [turns.submit("a", lambda: None, 2) for _ in range(2)]
+        with pytest.raises(QueueFull, match="2 texts of this caller wait") as refused:
+            turns.submit("a", lambda: None, 2)
+        assert refused.value.reason == "requests"
+        other = turns.submit("b", lambda: None, 2)
+        assert pieces[0].cancel()
+        assert turns.num_waiting("a") == 1
+        pieces.append(turns.submit("a", lambda: None, 2))
+        assert pieces[1].cancel()
+        assert pieces[2].cancel()
+        assert (turns.num_waiting("a"), turns.num_waiting("b")) == (0, 1)
+    other.result(60)
+    with pytest.raises(CancelledError):
+        pieces[0].result(0)
+    assert turns.submit("a", lambda: 7, 1).result(60) == 7
+
+
+def test_an_error_of_a_piece_is_its_callers_and_nothing_of_it_is_kept() -> None:
+    turns = TurnThreads(1, "test")
+
+    class Large:
+        pass
+
+    large = Large()
+    gone = weakref.ref(large)
+
+    def fail(what: object) -> None:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        turns.submit("a", lambda what=large: fail(what), 1).result(60)
+    assert turns.submit("a", lambda: 1, 1).result(60) == 1
+    del large
+    gc.collect()
+    assert gone() is None
+
+
+async def test_one_tenants_texts_that_wait_are_bounded_and_keep_no_other_waiting(tmp_path: Path) -> None:
+    file = tmp_path / "tokens.json"
+    flood, other = (bearer(make(file, name)) for name in ("flood", "other"))
+    turns = threads._text_threads
+    chat: Any = {"messages": [{"role": "user", "content": "x"}]}
+    text = tokenizer_pb2.TokenizeRequest(text="x" * 5000)
+    scored = inference_pb2.ScoreRequest(items=[{"text": "x" * (INLINE_BYTES + 1)}])
+    async with serving(rpc={"tokens": str(file)}, admission={"max_queued_requests": 1}) as running:
+        with busy(turns, 2):
+            calls = [running.inference.Generate(request(chat=chat), **flood)]
+            await running.until(lambda: turns.num_waiting("flood") == 1)
+            for refused in (
+                running.inference.Generate(request(chat=chat), **flood),
+                running.inference.Score(scored, **flood),
+                running.tokenizer.Tokenize(text, **flood),
+            ):
+                assert await code_of(refused) is grpc.StatusCode.RESOURCE_EXHAUSTED
+                assert "texts of this caller wait" in await refused.details()
+            calls.append(running.tokenizer.Tokenize(text, **other))
+            await running.until(lambda: turns.num_waiting("other") == 1)
+        assert [await code_of(call) for call in calls] == [grpc.StatusCode.OK] * 2
+        counted = running.metrics.registry.get_sample_value("tessera_rejections_total", {"reason": "requests"})
+        assert counted == 2, "of the two that were to be computed"
