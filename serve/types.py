@@ -143,7 +143,9 @@ class Generation:
     cache_salt: str = ""
     """Only requests with the same salt share prefix-cache blocks."""
     tenant: str = ""
-    """Who asks; only requests of the same tenant share prefix-cache blocks. Empty where callers are not told apart."""
+    """Who asks. Empty where callers are not told apart."""
+    shares_cache: bool = False
+    """Whether prefix-cache blocks are shared with all tenants of whom this is true; otherwise with the same tenant alone."""
     arrival_seconds: float = 0.0
     """Monotonic clock."""
     deadline_seconds: float | None = None

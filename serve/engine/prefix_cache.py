@@ -66,7 +66,7 @@ class PrefixCache:
         return -(-num_positions // self.block_tokens)
 
     def shared_root(self, salt: str, tenant: str = "") -> bytes:
-        """Root for all requests of this tenant with this salt."""
+        """Root for all requests of this tenant with this salt; without a tenant, for those that all may share."""
         whose = sha256(tenant.encode()).digest() if tenant else b""
         return sha256(self._key + (b"tenant:" + whose if tenant else b"salt:") + salt.encode("utf-8", "surrogatepass")).digest()
 

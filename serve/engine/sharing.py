@@ -22,7 +22,8 @@ def chain_of(
         ``None`` if there is nobody to share with.
     """
     if with_all:
-        root = cache.shared_root(request.generation.cache_salt, request.generation.tenant)
+        generation = request.generation
+        root = cache.shared_root(generation.cache_salt, "" if generation.shares_cache else generation.tenant)
     elif request.generation.num_sequences > 1:
         root = cache.private_root(request.arrival)
     else:

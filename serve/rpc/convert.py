@@ -24,6 +24,8 @@ class Call:
     deadline_seconds: float | None
     tenant: str = ""
     """The caller's."""
+    shares_cache: bool = False
+    """Whether the tenant shares cached prefixes with others."""
 
 
 async def check(request: inference_pb2.GenerateRequest, model: ServedModel) -> None:
@@ -68,6 +70,7 @@ def _generation(request: inference_pb2.GenerateRequest, prompt: prompts.Prompt, 
         priority=request.priority,
         cache_salt=request.cache_salt,
         tenant=call.tenant,
+        shares_cache=call.shares_cache,
         pin_weights=request.pin_weights,
         speculative_tokens=request.speculative_tokens if request.HasField("speculative_tokens") else None,
         arrival_seconds=call.arrival_seconds,

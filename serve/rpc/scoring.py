@@ -282,6 +282,7 @@ def _generation(
         priority=request.priority,
         cache_salt=request.cache_salt,
         tenant=call.tenant,
+        shares_cache=call.shares_cache,
         arrival_seconds=call.arrival_seconds,
         deadline_seconds=call.deadline_seconds,
     )

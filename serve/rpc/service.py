@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 
 from serve.errors import DeadlineExpired, Loading, QueueFull
 from serve.metrics import Metrics
@@ -66,7 +67,7 @@ class InferenceService:
         call = self._call(context)
 
         async def start(request: inference_pb2.GenerateRequest) -> tuple[Generation, Stream]:
-            return await self._start(request, Call(self._clock(), call.deadline_seconds, call.tenant))
+            return await self._start(request, replace(call, arrival_seconds=self._clock()))
 
         async for message in run_batch(requests, start, self._heard, self._leave, self._gateway.config):
             yield message
@@ -137,10 +138,9 @@ class InferenceService:
             raise
 
     def _call(self, context: Context) -> Call:
-        now = self._clock()
+        now, caller = self._clock(), CALLER.get()
         remaining = context.time_remaining()
-        if remaining is None:
-            return Call(now, None, CALLER.get().name)
-        if remaining < LEAST_SECONDS:
+        if remaining is not None and remaining < LEAST_SECONDS:
             raise DeadlineExpired("the deadline passed before anything could be computed")
-        return Call(now, now + remaining, CALLER.get().name)
+        deadline = None if remaining is None else now + remaining
+        return Call(now, deadline, caller.name, caller.limits.shared_cache)

@@ -36,6 +36,8 @@ def main(arguments: Sequence[str]) -> int:
     """
     given = _parser().parse_args(arguments)
     limits = {name: value for name in _LIMITS if (value := getattr(given, name)) is not None}
+    if given.shared_cache:
+        limits["shared_cache"] = True
     expires = None
     if given.expires_days is not None:
         expires = datetime.datetime.now(datetime.UTC).replace(microsecond=0) + datetime.timedelta(days=given.expires_days)
@@ -65,6 +67,12 @@ def _parser() -> argparse.ArgumentParser:
     for name, (meaning, default) in _LIMITS.items():
         help_ = f"Of all tokens of this name together: {meaning}. (default: {default})"
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=help_)
+    risk = "how soon an answer comes may tell each what another has asked"
+    parser.add_argument(
+        "--shared-cache",
+        action="store_true",
+        help=f"Share cached prompt prefixes with all others who have this too: {risk}. (default: among requests of this name)",
+    )
     parser.add_argument("--expires-days", type=_days, metavar="N", help="Days until it stops counting. (default: never)")
     return parser
 

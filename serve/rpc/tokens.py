@@ -52,6 +52,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Requests that wait for one of ``max_running`` to end; needs that. ``None``: as many as the queue that all share holds."""
     max_priority: _Priority = 0
     """Largest ``priority`` of a request. Tenants share fairly within a priority alone, so a larger one is to be given."""
+    shared_cache: bool = False
+    """Whether requests share cached prefixes with those of all other tenants who have this too, not with the tenant's alone."""
 
 
 class Entry(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -50,8 +50,8 @@ def test_inline_examples_of_our_commands_name_real_options() -> None:
     known = {"--build-arg", "--help"} | set().union(*(options_in(help_of(module)) for module in PROGRAMS.values()))
     for subcommand in ("merge", "tune", "plan", "export", "inspect", "evaluate", "predict", "doctor"):
         known |= options_in(help_of("finetune", subcommand))
-    known |= options_in(help_of("serve", "build-kernels"))
-    known |= options_in(help_of("serve", "agent"))
+    for subcommand in ("build-kernels", "agent", "token"):
+        known |= options_in(help_of("serve", subcommand))
     for page in PAGES:
         used = set(re.findall(r"`(--[a-z][\w-]*)[ =`]", page.read_text()))
         assert used <= known, f"{page.relative_to(REPOSITORY)} names {used - known}"

@@ -270,6 +270,26 @@ async def test_a_tenant_shares_cached_prefixes_with_itself_alone(tmp_path: Path)
         assert await cached(other, "s") > 0
 
 
+async def test_tenants_whose_tokens_say_so_share_cached_prefixes_with_each_other_alone(tmp_path: Path) -> None:
+    file = tmp_path / "tokens.json"
+    one, other = (make(file, name, shared_cache=True) for name in ("one", "other"))
+    alone = make(file, "alone")
+    ids = tuple(range(5, 45))
+
+    async with guarded(file) as running:
+
+        async def cached(token: str, ids: tuple[int, ...] = ids, salt: str = "") -> int:
+            answer = await running.inference.Generate(request(ids, cache_salt=salt), **bearer(token))
+            return int(answer.completions[0].finish.usage.cached_tokens)
+
+        assert [await cached(alone), await cached(one), await cached(other, salt="other's")] == [0, 0, 0]
+        assert await cached(other) > 0
+        message = inference_pb2.ScoreRequest(items=[{"token_ids": {"ids": [7, *ids]}}])
+        await running.inference.Score(message, **bearer(one))
+        assert await cached(alone, (7, *ids)) == 0
+        assert await cached(other, (7, *ids)) > 0
+
+
 async def test_another_tenants_request_passes_those_of_a_flood(tmp_path: Path) -> None:
     file = tmp_path / "tokens.json"
     flood, other = make(file, "flood"), make(file, "other")

@@ -237,6 +237,9 @@ def test_the_command_shows_a_token_once_and_keeps_its_hash(tmp_path: Path, capsy
         before = file.read_bytes()
         assert cli.main(["token", "alice", "--file", str(file), *wrong]) == 2
         assert file.read_bytes() == before
+    assert cli.main(["token", "bob", "--file", str(file), "--shared-cache"]) == 0
+    assert [entry.shared_cache for entry in read_tokens(file)] == [False, False, True]
+    assert cli.main(["token", "alice", "--file", str(file), "--shared-cache"]) == 2
     assert cli.main(["token", "no name", "--file", str(file)]) == 2
     assert cli.main(["token", "a", "--file", str(tmp_path / "nowhere" / "file")]) == 2
 
