@@ -44,7 +44,18 @@ from serve.errors import (
     SlowReader,
     Unavailable,
 )
-from serve.series import SECONDS, Course, GpuSeries, Maker, QueueSeries, RankSeries, RequestSeries, ServedSeries, exemplar_of
+from serve.series import (
+    SECONDS,
+    Course,
+    GpuSeries,
+    Maker,
+    QueueSeries,
+    RankSeries,
+    RequestSeries,
+    ServedSeries,
+    TenantSeries,
+    exemplar_of,
+)
 from serve.types import FinishReason, RequestFailed
 
 METHODS: Final = (
@@ -118,6 +129,7 @@ class Metrics:
         self.ranks = RankSeries(make, num_ranks)
         self.gpus = GpuSeries(make)
         self._queue = QueueSeries(make, clock)
+        self.tenants = TenantSeries(make)
         self._served = ServedSeries(make, num_ranks, num_stages)
         info = self._gauge("build_info", "Always 1; what is running.", "version", "python")
         info.labels(version, platform.python_version()).set(1)
@@ -133,9 +145,6 @@ class Metrics:
         )
         self._rejections = self._counter("rejections", "Generation requests refused for want of room or service.", "reason")
         self._not_finite = self._counter("nonfinite_requests", "Requests ended because the model's logits were not finite.")
-        self._tenant_refusals = self._counter(
-            "tenant_refusals", "Requests refused by the limits of their tenant's tokens.", "tenant", "limit"
-        )
         _make_all(self._finished, END_REASONS)
         _make_all(self._rejections, REJECTION_REASONS)
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests whose prompt became ready.")
@@ -215,10 +224,6 @@ class Metrics:
     def audit_line_lost(self) -> None:
         self._lost_audit_lines.inc()
 
-    def tenant_refused(self, tenant: str, limit: str) -> None:
-        """Count a request that its tenant's limits refused; tenants are those that the file of tokens names."""
-        self._tenant_refusals.labels(tenant, limit).inc()
-
     def prompt_computed(self, tokens: int) -> None:
         self._prompt_tokens.inc(tokens)
 
@@ -274,6 +279,7 @@ class Metrics:
         for gauge in (self._engine_up, *self._rank_up, *held):
             gauge.set(0)
         self.ranks.gone()
+        self.tenants.engine(())
         self._queue.since_seconds = None
 
     def engine_waits(self, stats: EngineStats) -> None:
@@ -282,6 +288,7 @@ class Metrics:
         self._waiting.set(stats.num_waiting)
         self._queued_tokens.set(stats.queued_tokens)
         self._queue.since_seconds = stats.queued_since_seconds
+        self.tenants.engine(stats.tenants)
 
     def engine_failed(self, reason: str) -> None:
         """A life of the engine ended by a fault; see ``serve.engine.executor.LossReason``."""
@@ -352,6 +359,7 @@ class Metrics:
         self._blocks_used.set(stats.kv_blocks_used)
         self._blocks_cached.set(stats.kv_blocks_cached)
         self._blocks_total.set(stats.kv_blocks_total)
+        self.tenants.engine(stats.tenants)
 
     # Reading.
 

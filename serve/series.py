@@ -9,7 +9,7 @@ from typing import Final
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from serve.engine.executor import ModelFacts
-from serve.engine.stats import Recomputed
+from serve.engine.stats import Recomputed, TenantStats
 
 SECONDS: Final = (
     0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75,
@@ -130,6 +130,68 @@ class QueueSeries:
     def _age(self) -> float:
         since = self.since_seconds
         return 0.0 if since is None else max(0.0, self._clock() - since)
+
+
+class TenantSeries:
+    """What each tenant asks for and has. No series of a tenant before its first request, and none where there are no tokens."""
+
+    def __init__(self, make: Maker) -> None:
+        self._refusals = make.counter("tenant_refusals", "Requests that the limits of their tenant refused.", "tenant", "limit")
+        self._requests = make.counter("tenant_requests", "Requests of the tenant that the engine accepted.", "tenant")
+        self._prompt_tokens = make.counter("tenant_prompt_tokens", "Prompt tokens of those whose prompt is ready.", "tenant")
+        self._generation_tokens = make.counter("tenant_generation_tokens", "Tokens generated for the tenant.", "tenant")
+        self._running = make.gauge("tenant_sequences_running", "Places of the running batch that the tenant has.", "tenant")
+        self._queued = make.gauge("tenant_requests_queued", "Requests of the tenant that wait for their first step.", "tenant")
+        self._held = make.gauge("tenant_requests_held", "Requests that wait for one of the tenant's own to end.", "tenant")
+        self._known: set[str] = set()
+        self._busy: set[str] = set()
+        """Tenants of whom something ran or waited when the engine's figures came last."""
+
+    def refused(self, tenant: str, limit: str) -> None:
+        """A request was refused by the limits of its tenant; tenants are those that the file of tokens names."""
+        self._refusals.labels(tenant, limit).inc()
+
+    def accepted(self, tenant: str) -> None:
+        """The engine took a request."""
+        if self._knows(tenant):
+            self._requests.labels(tenant).inc()
+
+    def computed(self, tenant: str, prompt_tokens: int) -> None:
+        """The prompt of a request is ready."""
+        if self._knows(tenant):
+            self._prompt_tokens.labels(tenant).inc(prompt_tokens)
+
+    def generated(self, tenant: str, tokens: int) -> None:
+        """Tokens came of a request."""
+        if self._knows(tenant):
+            self._generation_tokens.labels(tenant).inc(tokens)
+
+    def held(self, tenant: str, requests: int) -> None:
+        """So many requests wait for others of the tenant to end, before the engine knows of them."""
+        if self._knows(tenant):
+            self._held.labels(tenant).set(requests)
+
+    def engine(self, tenants: Sequence[TenantStats]) -> None:
+        """Something of these tenants runs or waits in the engine, and of no others."""
+        for each in tenants:
+            if self._knows(each.tenant):
+                self._running.labels(each.tenant).set(each.sequences_running)
+                self._queued.labels(each.tenant).set(each.requests_queued)
+        busy = {each.tenant for each in tenants}
+        for tenant in self._busy - busy:
+            self._running.labels(tenant).set(0)
+            self._queued.labels(tenant).set(0)
+        self._busy = busy
+
+    def _knows(self, tenant: str) -> bool:
+        """Whether there are series of the tenant: with the first, all of them."""
+        if tenant and tenant not in self._known:
+            self._known.add(tenant)
+            for family in (
+                self._requests, self._prompt_tokens, self._generation_tokens, self._running, self._queued, self._held
+            ):  # fmt: skip
+                family.labels(tenant)
+        return bool(tenant)
 
 
 class RankSeries:

@@ -15,7 +15,7 @@ from serve.engine.queued import Queued
 from serve.engine.registry import Registry
 from serve.engine.scheduler import Scheduler
 from serve.engine.sequence import LiveRequest, Sequence, SequenceState
-from serve.engine.stats import EngineStats
+from serve.engine.stats import EngineStats, stats_of_tenants
 from serve.engine.step_results import judge
 from serve.engine.stopping import LENGTH, Stop
 from serve.engine.swap import Swap, Swapped, Weights
@@ -93,9 +93,8 @@ class Engine:
         return self._registry.ids
 
     def stats(self) -> EngineStats:
-        """The figures of this moment. Costs the same however many requests there are."""
-        running, totals = self._scheduler.num_running_requests, self._under_way.totals
-        caching = self._limits.prefix_caching
+        """The figures of this moment. Costs the same however many requests the tenants have."""
+        running, totals, caching = self._scheduler.num_running_requests, self._under_way.totals, self._limits.prefix_caching
         return EngineStats(
             num_running=running,
             num_waiting=len(self._registry) - running,
@@ -113,6 +112,7 @@ class Engine:
             generation_tokens=self._generation_tokens,
             proposed_tokens=self._scheduler.proposed_tokens,
             accepted_tokens=self._scheduler.accepted_tokens,
+            tenants=stats_of_tenants(self._scheduler.places.taken, self._registry.queue.requests_of),
             steps=totals.steps,
             last_step=totals.last,
         )

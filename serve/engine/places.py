@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from serve.engine.limits import EngineLimits
@@ -46,6 +46,11 @@ class Places:
         self._waiting = waiting
         self._running = running
         self._num_running: dict[str, int] = {}
+
+    @property
+    def taken(self) -> Mapping[str, int]:
+        """How many places each tenant has that has any."""
+        return self._num_running
 
     def take(self, tenant: str) -> None:
         """A sequence of the tenant begins to run."""

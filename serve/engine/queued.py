@@ -43,6 +43,11 @@ class Queued:
         return len(self._arrivals)
 
     @property
+    def requests_of(self) -> dict[str, int]:
+        """How many of each tenant wait of whom any do."""
+        return {tenant: len(line.requests) for tenant, line in self._lines.items()}
+
+    @property
     def since_seconds(self) -> float | None:
         """When the one of those that waits longest arrived."""
         return next(iter(self._arrivals.values()), None)

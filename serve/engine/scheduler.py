@@ -54,7 +54,7 @@ class Scheduler:
         self._shares = Shares()
         self.running: dict[SequenceId, Sequence] = {}
         """The running batch in order of admission, the oldest first. For others to read."""
-        self._places = Places(limits, self._waiting, self.running)
+        self.places = Places(limits, self._waiting, self.running)
         self._dropped: list[SequenceId] = []
         self._aside: dict[Sequence, None] | None = None
         """Sequences that wait for an exchange of weights, in their order; ``None`` while nothing waits for one."""
@@ -158,7 +158,7 @@ class Scheduler:
         ahead = bool(self._making)
         if ahead and not self._can_run_ahead():
             return None
-        claims = self._places.claims(self._cache, self._headroom) if self._aside is None else []
+        claims = self.places.claims(self._cache, self._headroom) if self._aside is None else []
         giving_way = [seq for claim in claims for seq in claim.giving_way]
         if ahead and giving_way:
             return None
@@ -362,14 +362,14 @@ class Scheduler:
         self._num_admissions += 1
         self._shares.began(seq.request.generation.priority, seq.request.turn or 0)
         self.running[seq.id] = seq
-        self._places.take(seq.tenant)
+        self.places.take(seq.tenant)
         seq.request.num_running += 1
         if seq.request.num_running == 1:
             self.num_running_requests += 1
 
     def _leave_running(self, seq: Sequence) -> None:
         del self.running[seq.id]
-        self._places.give_back(seq.tenant)
+        self.places.give_back(seq.tenant)
         seq.request.num_running -= 1
         if seq.request.num_running == 0:
             self.num_running_requests -= 1
@@ -382,7 +382,7 @@ class Scheduler:
         """Assert what must always hold between two steps. Cost grows with everything: for tests."""
         self._cache.check()
         self._waiting.check()
-        self._places.check()
+        self.places.check()
         self._shares.check(len(self._waiting) + len(self.running) + len(self._aside or ()))
         num_going_on = sum(seq.debt > 0 for seq in self.running.values())
         assert num_going_on <= min(self._limits.max_num_seqs, self._limits.max_step_tokens), "more sequences run than may"

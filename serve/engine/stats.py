@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -58,6 +59,22 @@ class StepTotals:
             self.seconds += seconds
 
 
+@dataclass(frozen=True, slots=True)
+class TenantStats:
+    """A tenant of whom something runs or waits."""
+
+    tenant: str
+    sequences_running: int
+    """In the running batch: the places that it has."""
+    requests_queued: int
+    """That wait for their first step."""
+
+
+def stats_of_tenants(running: Mapping[str, int], queued: Mapping[str, int]) -> tuple[TenantStats, ...]:
+    """The figures of all tenants, given theirs by name; whoever has no name is none."""
+    return tuple(TenantStats(name, running.get(name, 0), queued.get(name, 0)) for name in {**running, **queued} if name)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """The engine at one moment. Totals only ever grow."""
@@ -92,4 +109,6 @@ class EngineStats:
     """Tokens of those that became output."""
     steps: int
     """Steps that computed something."""
+    tenants: tuple[TenantStats, ...] = ()
+    """All of whom something runs or waits, where callers are told apart."""
     last_step: StepStats | None

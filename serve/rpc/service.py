@@ -36,7 +36,7 @@ class InferenceService:
         self._models = models
         self._metrics = metrics
         self._clock = clock
-        self._tenants = Tenants(clock, metrics.tenant_refused, most_queued=gateway.config.admission.max_queued_requests)
+        self._tenants = Tenants(clock, metrics.tenants, most_queued=gateway.config.admission.max_queued_requests)
         self._tickets: dict[Stream, Ticket] = {}
         """One for each request under way, but for those of scoring calls, which have one together."""
         self._scorer = Scorer(gateway, self._enter, self._leave, metrics.rejected)

@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 from serve.errors import InvalidRequest, QueueFull, RequestAborted, TenantLimited, Unavailable
 from serve.rpc.identity import Caller
@@ -57,21 +57,33 @@ class _Tenant:
         self.waiting: deque[_Waiting] = deque()
 
 
+class Told(Protocol):
+    """What is told of tenants, by name."""
+
+    def refused(self, tenant: str, limit: str) -> None:
+        """A request was refused by this limit."""
+        ...
+
+    def held(self, tenant: str, requests: int) -> None:
+        """So many requests wait for others of the tenant to end."""
+        ...
+
+
 class Tenants:
     """Lets a tenant's request in, makes it wait for another of the same tenant, or refuses it. Belongs to the event loop.
 
     Tenants without limits cost nothing. Limits are those of the caller of each request, so that a changed file counts at once.
     """
 
-    def __init__(self, clock: Callable[[], float], refused: Callable[[str, str], None], *, most_queued: int) -> None:
+    def __init__(self, clock: Callable[[], float], told: Told, *, most_queued: int) -> None:
         """
         Args:
             clock: monotonic seconds.
-            refused: told (tenant, limit) of every refusal.
+            told: of every refusal and of what waits here.
             most_queued: requests of a tenant that may wait, where its tokens say how many run and not how many wait.
         """
         self._clock = clock
-        self._refused = refused
+        self.told = told
         self._most_queued = most_queued
         self._tenants: dict[str, _Tenant] = {}
 
@@ -130,7 +142,7 @@ class Tenants:
         return found
 
     def _refuse(self, caller: Caller, limit: str, message: str, wait_seconds: float) -> None:
-        self._refused(caller.name, limit)
+        self.told.refused(caller.name, limit)
         raise TenantLimited(message, reason=limit, retry_after_seconds=max(_MIN_RETRY_SECONDS, wait_seconds))
 
 
@@ -183,15 +195,19 @@ class Ticket:
 
     async def _turn(self, own: _Waiting) -> None:
         """Wait for one that runs to end; it hands over its place."""
-        self._tenant.waiting.append(own)
+        waiting = self._tenant.waiting
+        waiting.append(own)
+        self._tenants.told.held(self._caller.name, len(waiting))
         try:
             await own.turn
         except asyncio.CancelledError:
-            if own in self._tenant.waiting:
-                self._tenant.waiting.remove(own)
+            if own in waiting:
+                waiting.remove(own)
             elif not own.turn.cancelled() and own.turn.exception() is None:
                 self._runs = True  # it was this one's turn at the moment its call ended
             raise
+        finally:
+            self._tenants.told.held(self._caller.name, len(waiting))
 
     def _wake(self) -> None:
         tenant = self._tenant

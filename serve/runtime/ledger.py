@@ -19,6 +19,7 @@ class _Tally:
 
     arrival_seconds: float
     prompt_tokens: int
+    tenant: str
     trace_id: str = ""
     """The trace that the request is a part of, for exemplars; empty where it is not traced."""
     first_token_seconds: float | None = None
@@ -43,7 +44,9 @@ class Ledger:
 
     def accepted(self, generation: Generation, trace_id: str = "") -> None:
         """The engine took the request, which may be a part of a trace."""
-        self._tallies[generation.request_id] = _Tally(generation.arrival_seconds, len(generation.prompt_ids), trace_id)
+        tenant, prompt_tokens = generation.tenant, len(generation.prompt_ids)
+        self._tallies[generation.request_id] = _Tally(generation.arrival_seconds, prompt_tokens, tenant, trace_id)
+        self._metrics.tenants.accepted(tenant)
 
     def saw(self, event: Event) -> None:
         """Count ``event``. Called before the event can reach the client, so that no client is ahead of the counters."""
@@ -54,6 +57,7 @@ class Ledger:
             self._count_tokens(tally, event)
         elif isinstance(event, PromptReady):
             self._metrics.prompt_computed(event.prompt_tokens)
+            self._metrics.tenants.computed(tally.tenant, event.prompt_tokens)
         elif isinstance(event, SequenceFinished):
             self._end_sequence(tally, event)
         else:
@@ -69,7 +73,7 @@ class Ledger:
         count = len(event.token_ids)
         tally.num_tokens[event.index] = tally.num_tokens.get(event.index, 0) + count
         if count:
-            self._metrics.tokens_generated(count)
+            self._generated(tally, count)
         if tally.first_token_seconds is None:
             tally.first_token_seconds = max(0.0, now - tally.arrival_seconds)
             self._metrics.first_token(tally.first_token_seconds, tally.trace_id)
@@ -78,11 +82,15 @@ class Ledger:
             self._metrics.next_token(now - last)
         tally.last_token_seconds[event.index] = now
 
+    def _generated(self, tally: _Tally, count: int) -> None:
+        self._metrics.tokens_generated(count)
+        self._metrics.tenants.generated(tally.tenant, count)
+
     def _end_sequence(self, tally: _Tally, event: SequenceFinished) -> None:
         # A stop id or EOS is generated but not delivered: usage knows of it, the deltas do not.
         unseen = event.usage.completion_tokens - tally.num_tokens.get(event.index, 0)
         if unseen > 0:
-            self._metrics.tokens_generated(unseen)
+            self._generated(tally, unseen)
             tally.num_tokens[event.index] = event.usage.completion_tokens
         if event.usage.completion_tokens and tally.first_token_seconds is None:
             tally.first_token_seconds = event.timings.first_token_seconds

@@ -123,17 +123,23 @@ def _ranks(now: Reading) -> Panel:
 
 
 def _tenants(span: Span) -> Panel | None:
-    """Every counter that the server keeps by tenant, whichever those are."""
-    names = sorted(set(span.now.named("tenant", "_total")))
+    """Everything that the server keeps by tenant, whatever that is: how counters grow, and what gauges say."""
+    names = sorted(set(span.now.named("tenant", "")), key=lambda name: (not name.endswith("_total"), name))
     if not names:
         return None
     table = Table(box=None, padding=(0, 1), pad_edge=False)
     table.add_column("tenant")
-    rates = [span.rates(name, "tenant") for name in names]
+    columns: list[dict[str, str]] = []
     for name in names:
-        table.add_column(f"{name.removeprefix(PREFIX).removesuffix('_total').replace('_', ' ')} /s", justify="right")
-    for tenant in sorted({tenant for each in rates for tenant in each}):
-        table.add_row(escape(tenant), *(amount(each.get(tenant)) for each in rates))
+        title = name.removeprefix(f"{PREFIX}tenant_").removeprefix(PREFIX)
+        if title.endswith("_total"):
+            title = f"{title.removesuffix('_total')} /s"
+            columns.append({tenant: amount(value) for tenant, value in span.rates(name, "tenant").items()})
+        else:
+            columns.append({tenant: count(value) for tenant, value in span.now.by(name, "tenant").items()})
+        table.add_column(title.replace("_", " "), justify="right")
+    for tenant in sorted({tenant for column in columns for tenant in column}):
+        table.add_row(escape(tenant), *(column.get(tenant, NOTHING) for column in columns))
     return Panel(table, title="tenants", title_align="left")
 
 

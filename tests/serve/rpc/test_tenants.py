@@ -10,14 +10,13 @@ import grpc
 import pytest
 
 from serve.errors import InvalidRequest, RequestAborted, TenantLimited
-from serve.rpc import service
 from serve.rpc.checks import MAX_PRIORITY
 from serve.rpc.identity import ANYONE, Caller
 from serve.rpc.tenants import REFUSALS, Tenants, Ticket
 from serve.rpc.tokens import Limits
 from serve.types import RequestId
 from serve.v1 import admin_pb2, inference_pb2
-from tests.serve.rpc.running import request, serving
+from tests.serve.rpc.running import RunningServer, request, serving
 from tests.serve.rpc.test_tokens import bearer, code_of, guarded, make
 
 
@@ -29,8 +28,22 @@ def caller(**limits: int) -> Caller:
     return Caller("a", frozenset({"generate"}), Limits(**limits))
 
 
+class Heard:
+    """Keeps what it is told."""
+
+    def __init__(self, refusals: list[tuple[str, str]]) -> None:
+        self.refusals = refusals
+        self.num_held: dict[str, int] = {}
+
+    def refused(self, tenant: str, limit: str) -> None:
+        self.refusals.append((tenant, limit))
+
+    def held(self, tenant: str, requests: int) -> None:
+        self.num_held[tenant] = requests
+
+
 def tenants(seconds: list[float], refusals: list[tuple[str, str]], most_queued: int = 4) -> Tenants:
-    return Tenants(lambda: seconds[0], lambda tenant, limit: refusals.append((tenant, limit)), most_queued=most_queued)
+    return Tenants(lambda: seconds[0], Heard(refusals), most_queued=most_queued)
 
 
 async def admit(held: Tenants, who: Caller, prompt_tokens: int = 1, priority: int = 0, name: str = "r") -> Ticket:
@@ -159,14 +172,11 @@ async def test_what_waits_for_its_turn_is_aborted_by_its_name() -> None:
     assert (held._tenants["a"].num_inside, held._tenants["a"].num_running) == (0, 0)
 
 
-async def test_an_administrator_ends_what_waits_for_its_tenants_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Tenants] = []
+def of_tenants(running: RunningServer, name: str, tenant: str) -> float | None:
+    return running.metrics.registry.get_sample_value(f"tessera_tenant_{name}", {"tenant": tenant})
 
-    def remembered(*given: Any, **more: Any) -> Tenants:
-        made.append(Tenants(*given, **more))
-        return made[0]
 
-    monkeypatch.setattr(service, "Tenants", remembered)
+async def test_an_administrator_ends_what_waits_for_its_tenants_turn(tmp_path: Path) -> None:
     file = tmp_path / "tokens.json"
     token, admin = make(file, "a", max_running=1), make(file, "root", "admin")
     async with guarded(file) as running:
@@ -177,12 +187,35 @@ async def test_an_administrator_ends_what_waits_for_its_tenants_turn(tmp_path: P
             running.inference.Generate(request(request_id="mine"), **bearer(token)),
             running.inference.Score(scored(request_id="scored"), **bearer(token)),
         ]
-        await running.until(lambda: len(made[0]._tenants["a"].waiting) == 2)
+        await running.until(lambda: of_tenants(running, "requests_held", "a") == 2)
         for name, call in zip(("mine", "scored"), waiting, strict=True):
             await running.admin.Abort(admin_pb2.AbortRequest(request_id=name), **bearer(admin))
             assert await code_of(call) is grpc.StatusCode.CANCELLED
+        assert of_tenants(running, "requests_held", "a") == 0
         running.ranks.last_step = None
         assert await code_of(first) is grpc.StatusCode.OK
+
+
+async def test_the_metrics_tell_what_each_tenant_asks_for_and_has(tmp_path: Path) -> None:
+    file = tmp_path / "tokens.json"
+    one, other = make(file, "one"), make(file, "other")
+    async with serving(rpc={"tokens": str(file)}, scheduler={"max_num_seqs": 2}) as running:
+        assert of_tenants(running, "requests_total", "one") is None, "a tenant appears with its first request"
+        await running.inference.Generate(request(tokens=4), **bearer(one))
+        running.ranks.last_step = running.ranks.num_steps + 1
+        calls = [running.inference.Generate(request(tokens=3), **bearer(one)) for _ in range(3)]
+        await running.until(lambda: running.gateway.num_in_flight == 3)
+        running.ranks.last_step += 1
+        await running.until(lambda: of_tenants(running, "sequences_running", "one") == 2)
+        await running.until(lambda: of_tenants(running, "requests_queued", "one") == 1)
+        running.ranks.last_step = None
+        await asyncio.gather(*calls)
+        await running.inference.Generate(request((5, 6), tokens=2), **bearer(other))
+        names = ("requests_total", "prompt_tokens_total", "generation_tokens_total", "sequences_running", "requests_queued")
+        for tenant, figures in (("one", (4, 12, 13, 0, 0)), ("other", (1, 2, 2, 0, 0))):
+            wanted = dict(zip(names, figures, strict=True))
+            await running.until(lambda t=tenant, w=wanted: {name: of_tenants(running, name, t) for name in names} == w)
+        assert of_tenants(running, "requests_total", "") is None
 
 
 async def test_a_priority_above_the_ceiling_is_the_callers_mistake() -> None:

@@ -63,7 +63,9 @@ NAMES = {
     "nonfinite_requests", "num_requests_running", "num_requests_waiting",
     "preemptions", "prefix_cache_hits", "prefix_cache_queries", "prompt_tokens",
     "audit_lines_lost",
-    "tenant_refusals", "token_reloads_refused", "certificate_reloads_refused", "certificate_expiry_timestamp_seconds",
+    "tenant_generation_tokens", "tenant_prompt_tokens", "tenant_refusals", "tenant_requests", "tenant_requests_held",
+    "tenant_requests_queued", "tenant_sequences_running",
+    "token_reloads_refused", "certificate_reloads_refused", "certificate_expiry_timestamp_seconds",
     "weight_swap_seconds", "weight_swaps", "reloads_refused",
     "queued_prompt_tokens", "rank_heartbeat_age_seconds", "rank_up", "rejections", "request_finished",
     "speculative_accepted_tokens", "speculative_proposed_tokens",
@@ -73,7 +75,7 @@ NAMES = {
 
 def stats(**changed: object) -> EngineStats:
     values: dict[str, object] = dict.fromkeys(EngineStats.__slots__, 0) | {
-        "last_step": None, "queued_since_seconds": None, "recomputed": Recomputed()
+        "last_step": None, "queued_since_seconds": None, "recomputed": Recomputed(), "tenants": ()
     }  # fmt: skip
     return EngineStats(**(values | changed))  # type: ignore[arg-type]
 

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from serve.engine.executor import ModelFacts
-from serve.engine.stats import EngineStats, Recomputed
+from serve.engine.stats import EngineStats, Recomputed, TenantStats
 from serve.errors import QueueFull
 from serve.metrics import Metrics
 from serve.series import Course
@@ -30,7 +30,7 @@ FACTS = ModelFacts(
 
 def stats(**changed: object) -> EngineStats:
     values: dict[str, object] = dict.fromkeys(EngineStats.__slots__, 0)
-    values |= {"last_step": None, "queued_since_seconds": None, "recomputed": Recomputed()}
+    values |= {"last_step": None, "queued_since_seconds": None, "recomputed": Recomputed(), "tenants": ()}
     return EngineStats(**(values | changed))  # type: ignore[arg-type]
 
 
@@ -87,6 +87,19 @@ def test_what_a_server_keeps_by_tenant_is_shown_whatever_it_is_called(metrics: M
     text = shown(metrics, lambda: None, more=line.format(10), later=line.format(30))
     assert "tenants" in text
     assert re.search(r"\[red\]a +10", text), "a tenant's name is no markup"
+
+
+def test_what_tenants_ask_for_and_have_is_shown_side_by_side(metrics: Metrics) -> None:
+    def happens() -> None:
+        metrics.tenants.accepted("alice")
+        metrics.tenants.generated("alice", 60)
+        metrics.tenants.held("bob", 7)
+        metrics.tenants.engine((TenantStats("alice", 2, 31),))
+
+    text = shown(metrics, happens)
+    row = next(line.split() for line in text.splitlines() if " alice " in line)
+    assert row[row.index("alice") + 1 :][:6] == ["30", "0", "0.5", "0", "31", "2"], "three rates, then three figures"
+    assert re.search(r"bob .* 7 ", text)
 
 
 def test_a_server_that_was_started_again_counts_from_zero(metrics: Metrics) -> None:
