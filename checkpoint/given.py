@@ -19,7 +19,8 @@ class Given:
     tokenizer: str | None = None
     """A folder with the tokenizer's files, or one such file, where they do not lie with the checkpoint."""
     master_weights: bool = False
-    """From a folder of ZeRO-0, 1 or 2, the optimizer's fp32 master weights in place of the module in the type of training."""
+    """From a folder of ZeRO-0, 1 or 2, the optimizer's fp32 master weights in place of the module in the type of training.
+    A layout of which no masters are read is then refused, unless its weights are in fp32."""
     layer_map: str | None = None
     """For a pipeline's layer files, a YAML or JSON file that says which names of the model each layer's tensors have."""
     neox_qkv_layout: QkvLayout = "blocks"

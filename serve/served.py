@@ -46,7 +46,8 @@ class ModelConfig:
     """The ``adapter_config.json`` of a DeepSpeed save with a LoRA adapter in the model, where it is not beside or above it."""
 
     master_weights: bool = False
-    """In a DeepSpeed folder of ZeRO-0, 1 or 2: serve the optimizer's fp32 master weights, not the module as it was trained."""
+    """In a DeepSpeed folder of ZeRO-0, 1 or 2: serve the optimizer's fp32 master weights, not the module as it was trained.
+    Refused where there are none to read; of ZeRO-3 and universal saves they are what is read anyway."""
 
     layer_map: str = ""
     """For a DeepSpeed pipeline of no known family: a YAML or JSON file that says which names of the model each layer has."""

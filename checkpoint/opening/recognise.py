@@ -27,6 +27,9 @@ FORMATS: tuple[Format, ...] = (
 )
 """Every layout that is read, in the order in which a folder is asked about them."""
 
+MASTERS_READ: tuple[Format, ...] = (zero3, zero12, universal)
+"""The layouts of which the optimizer's master weights are read: always, or where they are asked for."""
+
 RUN_CHECKPOINTS = "checkpoints"
 """Where a run's folder keeps its checkpoints."""
 

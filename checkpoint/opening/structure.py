@@ -18,7 +18,7 @@ from checkpoint.layout import Stored
 from checkpoint.model.config import CONFIG, check_vocabulary, layers
 from checkpoint.model.mxfp4 import decoded
 from checkpoint.model.quantised import check_not_quantised
-from checkpoint.opening.recognise import recognise
+from checkpoint.opening.recognise import MASTERS_READ, recognise
 from checkpoint.readers import hf, peft
 from checkpoint.readers.hub import HUB, could_be_on_hub, find_on_hub
 from checkpoint.readers.surroundings import checked_configs, config_file, find_configs, find_tokenizer, read_configs
@@ -96,6 +96,8 @@ def open_structure(path: str | Path, *, verify: Verification = "structure", give
     tokenizer = find_tokenizer(folder, given, above=above)
     weights = layout.open_weights(folder, given)
     try:
+        if given.master_weights and layout not in MASTERS_READ:
+            _refuse_without_masters(weights, layout.NAME)
         if configs is not None:
             weights = dataclasses.replace(weights, places=decoded(weights.places, configs[0]))
         check_not_quantised(weights.places, folder, weights.table)
@@ -231,6 +233,17 @@ def tokenizer_place(path: str | Path, given: Given = NOTHING_GIVEN) -> Folder:
         return find_tokenizer(folder, given, above=False)
     with open_structure(folder.path, given=given) as structure:
         return structure.tokenizer
+
+
+def _refuse_without_masters(weights: Weights, layout: str) -> None:
+    """Refuse weights in the type of training where masters were asked for; what was trained in fp32 is its own master."""
+    for name, stored in weights.places.items():
+        if stored.dtype in ("BF16", "F16"):
+            rule = (
+                f"keeps {name!r} in {stored.dtype}; of this layout ({layout}) no fp32 master weights are read: name "
+                "DeepSpeed's own save of ZeRO, where there is one, or leave --master-weights (model.master_weights) out"
+            )
+            raise CheckpointError(stored.file, rule)
 
 
 def _check_table(manifest: Manifest, places: Mapping[str, Stored]) -> None:

@@ -24,7 +24,8 @@ class ModelConfig:
     """How GPT-NeoX packed heads that share keys: ``blocks`` since November 2024, ``per-head`` before; no checkpoint says."""
 
     master_weights: bool = False
-    """In a DeepSpeed folder of ZeRO-0, 1 or 2: begin with the optimizer's fp32 master weights, not the trained module."""
+    """In a DeepSpeed folder of ZeRO-0, 1 or 2: begin with the optimizer's fp32 master weights, not the trained module. Refused
+    where there are none to read; of ZeRO-3 and universal saves they are what is read anyway."""
 
     layer_map: str | None = None
     """For a DeepSpeed pipeline of no known family: a YAML or JSON file that says which names of the model each layer has."""
