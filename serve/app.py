@@ -15,6 +15,7 @@ from pathlib import Path
 
 from checkpoint import CheckpointError, hold, locate, open_structure, pinned
 from checkpoint.disk.manifest import MANIFEST
+from checkpoint.opening.structure import CODE
 from checkpoint.text.tokenizer import Tokenizer
 from host import heap
 from host.endpoint import MetricsEndpoint
@@ -278,6 +279,8 @@ def _proved(config: ServerConfig) -> tuple[Tokenizer | None, str]:
     """The tokenizer of a folder whose structure and tokenizer are sound and fit each other and the options; and its digest."""
     with open_structure(config.model.path, given=given_of(config.model)) as structure:
         check_fit(config.model, structure)
+        if CODE in structure.weights.facts:
+            _log.info("%s: there is %s: %s is served without it", config.model.path, CODE, structure.config["model_type"])
         tokenizer = load_tokenizer(structure.tokenizer)
         if tokenizer is not None:
             check_rows(structure, tokenizer.largest_id)

@@ -16,6 +16,8 @@ from checkpoint.model.quantised import method_said
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
+CODE_NAMED = "auto_map"
+"""The key by which a folder names code of its own that would build the model. Nothing of a checkpoint is ever run."""
 
 MAX_POSITIONS = 1 << 24
 _MAX_SIZE = 1 << 31
@@ -103,8 +105,11 @@ _IDS = ("eos_token_id", "bos_token_id", "pad_token_id")
 
 
 def check_config(config: Mapping[str, Any]) -> None:
-    """Refuse a ``config.json`` that names no model type, wants to run code of its own, is of quantised weights, or has a
-    value of the wrong type or out of its range among those that are used.
+    """Refuse a ``config.json`` that names no model type, is of a family that only its own code would build, is of quantised
+    weights, or has a value of the wrong type or out of its range among those that are used.
+
+    Folders of families known here may name code, too: many are older than the family in transformers. It is not needed, and
+    not run.
 
     Raises:
         CheckpointError: names the key, its value and the rule.
@@ -112,13 +117,14 @@ def check_config(config: Mapping[str, Any]) -> None:
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or not model_type:
         raise CheckpointError(CONFIG, f"model_type is {shown(model_type)}; it must name the model's family")
-    if "auto_map" in config:
-        raise CheckpointError(CONFIG, "has auto_map, which names code to be run from the checkpoint; that is never done")
+    own = model_type in _OWN_FAMILIES
+    if CODE_NAMED in config and not own:
+        rule = f"has {CODE_NAMED}, which names code to be run from the checkpoint; that is never done, and model_type"
+        raise CheckpointError(CONFIG, f"{rule} {shown(model_type)} is no family that is served, which would not need it")
     method = method_said(config)
     if method is not None:
         rule = f"says that the weights are quantised, by {method}; quantised weights are not supported"
         raise CheckpointError(CONFIG, f"{rule}: use the model they were made from")
-    own = model_type in _OWN_FAMILIES
     for key, value in config.items():
         if key not in _RULES:
             continue
@@ -136,11 +142,12 @@ def check_config(config: Mapping[str, Any]) -> None:
 
 
 def normalized(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A checked ``config.json`` as the libraries of today take it: of the families known here without the ``null`` of keys
-    that then have the family's default or are false, with ``torch.float16`` as ``float16`` and one id that begins a text."""
+    """A checked ``config.json`` as the libraries of today take it: of the families known here without names of code, without
+    the ``null`` of keys that then have the family's default or are false, with ``torch.float16`` as ``float16`` and one id that
+    begins a text."""
     if config["model_type"] not in _OWN_FAMILIES:
         return dict(config)
-    kept = {key: value for key, value in config.items() if value is not None or key not in _UNSAID}
+    kept = {key: value for key, value in config.items() if key != CODE_NAMED and (value is not None or key not in _UNSAID)}
     kept |= {key: False for key in _FALSE_IF_NULL & kept.keys() if kept[key] is None}
     kept |= {key: kept[key].removeprefix("torch.") for key in _DTYPE_KEYS if isinstance(kept.get(key), str)}
     return with_one_beginning(kept)

@@ -21,11 +21,21 @@ from checkpoint.model.quantised import check_not_quantised
 from checkpoint.opening.recognise import MASTERS_READ, recognise
 from checkpoint.readers import hf, peft
 from checkpoint.readers.hub import HUB, could_be_on_hub, find_on_hub
-from checkpoint.readers.surroundings import checked_configs, config_file, find_configs, find_tokenizer, read_configs
+from checkpoint.readers.surroundings import (
+    checked_configs,
+    config_file,
+    find_configs,
+    find_tokenizer,
+    names_code,
+    read_configs,
+)
 from checkpoint.readers.weights import Weights
 from checkpoint.text.tokenizer_files import TOKENIZER_FILES
 
 Verification = Literal["structure", "sha256"]
+
+CODE = "code in the folder"
+"""Among the facts of weights whose configuration names code: that there is some, and that it is left alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +104,14 @@ def open_structure(path: str | Path, *, verify: Verification = "structure", give
         check_hashes(folder, manifest)
     configs = find_configs(folder, given, above=above)
     tokenizer = find_tokenizer(folder, given, above=above)
+    code = {CODE: "named by auto_map of config.json, and never run"} if names_code(folder, given, above=above) else {}
     weights = layout.open_weights(folder, given)
     try:
         if given.master_weights and layout not in MASTERS_READ:
             _refuse_without_masters(weights, layout.NAME)
         if configs is not None:
-            weights = dataclasses.replace(weights, places=decoded(weights.places, configs[0]))
+            places = decoded(weights.places, configs[0])
+            weights = dataclasses.replace(weights, places=places, facts={**weights.facts, **code})
         check_not_quantised(weights.places, folder, weights.table)
         config, generation = configs or checked_configs(folder, weights.config, weights.table, above=above)
         if manifest is not None:

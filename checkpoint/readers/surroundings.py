@@ -10,7 +10,15 @@ from typing import Any
 from checkpoint.disk.folder import Folder, Renamed
 from checkpoint.errors import CheckpointError
 from checkpoint.given import Given
-from checkpoint.model.config import CONFIG, GENERATION, check_config, check_generation_config, normalized, with_one_beginning
+from checkpoint.model.config import (
+    CODE_NAMED,
+    CONFIG,
+    GENERATION,
+    check_config,
+    check_generation_config,
+    normalized,
+    with_one_beginning,
+)
 from checkpoint.model.mxfp4 import without_mxfp4
 from checkpoint.text.tokenizer_files import MERGES, SENTENCE_PIECE, TOKENIZER_FILES, TOKENIZER_JSON, VOCABULARY
 
@@ -50,6 +58,12 @@ def config_file(folder: Folder, given: Given, *, above: bool) -> Path | None:
     """The file that ``find_configs`` reads; ``None`` where there is none, and the weights' own files have to tell."""
     found = _config_file(folder, given, above=above)
     return None if found is None else found[0].path / found[1]
+
+
+def names_code(folder: Folder, given: Given, *, above: bool) -> bool:
+    """Whether the file that ``find_configs`` reads names code of its folder, which is not run."""
+    found = _config_file(folder, given, above=above)
+    return found is not None and CODE_NAMED in found[0].read_object(found[1])
 
 
 def _config_file(folder: Folder, given: Given, *, above: bool) -> tuple[Folder, str] | None:

@@ -24,7 +24,7 @@ from checkpoint.disk.manifest import MANIFEST, FileEntry, Manifest
 from checkpoint.dtypes import DTYPE_NAMES
 from checkpoint.errors import CheckpointError
 from checkpoint.layout import zero_size_rule
-from checkpoint.model.config import check_config
+from checkpoint.model.config import CODE_NAMED, CONFIG, check_config
 from checkpoint.writing.cut_shards import CutShardWriter
 from checkpoint.writing.shards import HEADER_BYTES, INDEX, SINGLE, ShardWriter
 from checkpoint.writing.workspace import TemporaryFolder, clear_leftovers
@@ -86,6 +86,8 @@ class CheckpointWriter:
         if max_shard_bytes < 1:
             raise ValueError(f"max_shard_bytes is {max_shard_bytes}; it must be at least 1")
         check_config(config)
+        if CODE_NAMED in config:
+            raise CheckpointError(CONFIG, f"has {CODE_NAMED}, which names code; what is written here comes with none")
         self._root = Path(root).absolute()
         self._step = step
         is_adapter = adapter_config is not None

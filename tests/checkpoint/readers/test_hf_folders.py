@@ -209,7 +209,7 @@ def test_a_pipe_does_not_make_opening_wait(tmp_path: Path) -> None:
         ([], "must hold a JSON object, not list"),
         ({}, "model_type is None"),
         ({"model_type": 3}, "model_type is 3"),
-        ({"model_type": "gpt2", "auto_map": {"AutoModel": "modeling.Model"}}, "never done"),
+        ({"model_type": "mpt", "auto_map": {"AutoModel": "modeling.Model"}}, "never done"),
         ({"model_type": "gpt2", "quantization_config": {"bits": 4}}, "quantised"),
     ],
 )
