@@ -26,6 +26,8 @@ class Form:
     """What the maps of the MLP are called: ``linear1``, ``dense_h_to_4h``, or for a gated one ``w1``."""
     qkv: str = "blocks"
     """Of heads that share keys: ``blocks`` or ``per-head``."""
+    head: str = "column"
+    """``output_layer_parallelism``: ranks share a head of its own by rows (``column``) or by columns (``row``)."""
     multiple: int = 8
     """What the vocabulary is filled up to a multiple of, times ``model_parallel``."""
 
@@ -70,6 +72,7 @@ def settings_of(model: PreTrainedModel, form: Form) -> dict[str, Any]:
         "no-weight-tying": not config["tie_word_embeddings"],
         "attention-config": [[["flash"], "all"]],
         "layernorm_epsilon": 1.0e-5,
+        **({"output-layer-parallelism": form.head} if form.head != "column" else {}),
     }
     if kind == "gpt2":
         return found | {"pos-emb": "learned", "activation": "gelu"}
@@ -127,7 +130,7 @@ def _rank(model: PreTrainedModel, form: Form, rank: int) -> dict[int, Table]:
         kept = "scale" if kind in ("llama", "mistral") else name.rpartition(".")[2]
         layers[3 + count][f"norm.{kept}"] = cut.norm(state[name])
     if not model.config.tie_word_embeddings:
-        layers[4 + count] = {"final_linear.weight": cut.vocabulary(state["lm_head.weight"])}
+        layers[4 + count] = {"final_linear.weight": cut.head(state["lm_head.weight"])}
     return layers
 
 
@@ -151,10 +154,16 @@ class _Cut:
         """Ranks drift apart a little; their average is the tensor."""
         return tensor + 0.125 * (self._rank - (self.form.model_parallel - 1) / 2)
 
+    def head(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.columns(self._filled(tensor)) if self.form.head == "row" else self.vocabulary(tensor)
+
     def vocabulary(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.rows(self._filled(tensor))
+
+    def _filled(self, tensor: torch.Tensor) -> torch.Tensor:
         multiple = self.form.multiple * self.form.model_parallel
         filled = -(-len(tensor) // multiple) * multiple - len(tensor)
-        return self.rows(torch.cat([tensor, torch.full((filled, tensor.shape[1]), 7.0, dtype=tensor.dtype)]))
+        return torch.cat([tensor, torch.full((filled, tensor.shape[1]), 7.0, dtype=tensor.dtype)])
 
 
 def _neox(inner: Table, cut: _Cut, heads: tuple[int, int]) -> Table:

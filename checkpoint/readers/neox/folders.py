@@ -235,7 +235,7 @@ def _decoder(layers: Tables, shape: Shape, layout: str) -> Decoder:
     head = None
     if last + 2 in layers:
         ranks = _ranks(layers, last + 2)
-        head = by_rows(ranks.take("final_linear.weight"), "final_linear.weight")
+        head = _head(ranks.take("final_linear.weight"), words)
         ranks.check_all_taken()
     return Decoder(
         embedding=words,
@@ -244,6 +244,30 @@ def _decoder(layers: Tables, shape: Shape, layout: str) -> Decoder:
         norm=norm,
         head=head,
     )
+
+
+def _head(parts: list[Part], words: Stored) -> Stored:
+    """A head of its own, which ranks share by rows of the vocabulary or by the columns of its input.
+
+    ``output_layer_parallelism`` says which, where the settings have it; its default changed from the second to the first, so
+    that the shapes are asked, which always tell.
+
+    Raises:
+        CheckpointError: the parts make up no matrix of the embedding's form in either way.
+    """
+    what, shapes = "final_linear.weight", {extent.shape for _, extent in parts}
+    if len(parts) == 1 or len(shapes) > 1 or len(words.shape) != 2:
+        return by_rows(parts, what)
+    rows, columns = words.shape
+    if shapes == {(rows, columns // len(parts))}:
+        return by_columns(parts, what)
+    if shapes != {(rows // len(parts), columns)}:
+        rule = (
+            f"{what}: has shape {list(parts[0][1].shape)} on each of {len(parts)} model-parallel ranks, neither some rows of a "
+            f"head of {rows} x {columns}, the embedding's form (output_layer_parallelism column), nor some columns of it (row)"
+        )
+        raise CheckpointError(parts[0][0], rule)
+    return by_rows(parts, what)
 
 
 def _ranks(layers: Tables, number: int) -> Ranks:

@@ -27,6 +27,8 @@ FORMS = {
     "a sequential residual": ("gpt_neox", {"use_parallel_residual": False, "tie_word_embeddings": True}, {}),
     "the older names": ("gpt_neox", {}, {"generation": "dense_h_to_4h"}),
     "no pipeline": ("gpt_neox", {}, {"pipeline": False}),
+    "a head cut by its input": ("gpt_neox", {}, {"head": "row"}),
+    "a head cut by its input, no pipeline": ("llama", {"num_key_value_heads": 4}, {"head": "row", "pipeline": False}),
     "learned positions": ("gpt2", {"activation_function": "gelu"}, {}),
     "heads that share keys": ("llama", {"num_attention_heads": 8, "num_key_value_heads": 4}, {}),
     "heads that share keys, before": ("llama", {"num_attention_heads": 8, "num_key_value_heads": 4}, {"qkv": "per-head"}),
@@ -197,6 +199,19 @@ def test_settings_that_no_model_of_transformers_has_are_refused_by_name(
     saved(tmp_path, **settings)
     with pytest.raises(CheckpointError, match=message):
         open_structure(tmp_path)
+
+
+@pytest.mark.parametrize("parallel", [2, 4])
+def test_how_ranks_share_a_head_is_told_by_its_form_where_no_setting_says(parallel: int, tmp_path: Path) -> None:
+    model, folder = saved(tmp_path, "a head cut by its input", parallel, **with_tokenizer(tmp_path))
+    path = folder / "configs" / "model.yml"
+    path.write_text("\n".join(line for line in path.read_text().splitlines() if "output-layer-parallelism" not in line))
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert_holds(checkpoint, model)
+    for part in folder.glob("layer_06-model_*"):
+        torch.save({"final_linear.weight": torch.load(part)["final_linear.weight"][:-3]}, part)
+    with pytest.raises(CheckpointError, match=r"final_linear\.weight: .*neither some rows .*output_layer_parallelism column"):
+        open_checkpoint(tmp_path)
 
 
 def test_a_file_a_tensor_or_a_form_that_does_not_fit_is_refused(tmp_path: Path) -> None:
