@@ -48,6 +48,11 @@ def by_layers(names: Iterable[str]) -> bool:
     return bool(names) and all(_OF_LAYER.fullmatch(name) or name.startswith("tied_modules.") for name in names)
 
 
+def file_of_layer(number: int, other: str) -> str:
+    """What the file of a layer is called, as that of another layer is."""
+    return f"layer_{number:02d}{'-model_00' if '-model_00-' in other else ''}-model_states.pt"
+
+
 def rename(places: Mapping[str, Stored], layer_map: str | None, table: str, num_blocks: int | None = None) -> dict[str, Stored]:
     """Where each tensor lies, by the names of the model instead of those by layers.
 
@@ -86,7 +91,7 @@ def _by_family(layers: Mapping[int, Mapping[str, Stored]], table: str, num_block
             continue
         missing = next((number for number in range(blocks[0], blocks[-1]) if number not in layers), None)
         if missing is not None:
-            raise CheckpointError(f"layer_{missing:02d}-model_states.pt", "is missing between other layers")
+            raise CheckpointError(file_of_layer(missing, table), "is missing between other layers")
         if blocks != list(range(blocks[0], blocks[-1] + 1)):
             raise CheckpointError(table, f"stands among layers {blocks[0]} to {blocks[-1]}, not all of one kind; {_ASK}")
         if num_blocks is not None and len(blocks) != num_blocks:

@@ -2,35 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from checkpoint.disk.folder import Folder
 from checkpoint.errors import CheckpointError
 from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.layout import Stored
 from checkpoint.model.config import layers as num_layers
 from checkpoint.readers.deepspeed import one_save, saves
-from checkpoint.readers.deepspeed.layer_map import rename
-from checkpoint.readers.deepspeed.saves import LAYER, MODULE, UNIVERSAL, open_saved
+from checkpoint.readers.deepspeed.layer_map import file_of_layer, rename
+from checkpoint.readers.deepspeed.saves import LAYER, LAYER_PART, MODULE, UNIVERSAL, open_saved
 from checkpoint.readers.surroundings import find_configs
 from checkpoint.readers.weights import OpenFiles, Weights
 
 NAME = "DeepSpeed pipeline"
-LOOKS_LIKE = "layer_00-model_states.pt and one for each further layer, or above them `latest`"
+LOOKS_LIKE = (
+    "layer_00-model_states.pt (or layer_00-model_00-model_states.pt) and one for each further layer, or above them `latest`"
+)
 newest_below = saves.newest_below
 
 
 def recognises(folder: Folder) -> bool:
-    """Whether the folder has layers of a pipeline without a model axis, which have no number of a model-parallel rank."""
-    return saves.has_any(folder, LAYER) and not folder.has(UNIVERSAL)
+    """Whether the folder has files of a pipeline's layers. Other trainers whose files are called so are asked before."""
+    return (saves.has_any(folder, LAYER) or saves.has_any(folder, LAYER_PART)) and not folder.has(UNIVERSAL)
 
 
 def open_weights(folder: Folder, given: Given = NOTHING_GIVEN) -> Weights:
     """Open every layer's file, and the first stage's, which says what was trained.
 
     Raises:
-        CheckpointError: a layer is missing, or it cannot be told which of the model's it is.
+        CheckpointError: a layer is missing, or shared by model-parallel ranks, or it cannot be told which of the model's it is.
     """
     names = folder.names()
     saves.refuse_experts(names)
+    _refuse_parts(names)
     layers = {rank[0]: name for rank, name in sorted(saves.by_rank(names, LAYER).items())}
     stages = [name for name in names if MODULE.fullmatch(name)]
     with OpenFiles(folder) as files:
@@ -55,9 +60,23 @@ def open_weights(folder: Folder, given: Given = NOTHING_GIVEN) -> Weights:
                 for name in group if isinstance(group, dict) else ():
                     if str(name).partition(".")[0].isdecimal() and name not in places:
                         rule = f"is missing, though {file} says that tensor {name!r} was trained"
-                        raise CheckpointError(f"layer_{str(name).partition('.')[0]:0>2}-model_states.pt", rule)
+                        missing = file_of_layer(int(str(name).partition(".")[0]), next(iter(layers.values())))
+                        raise CheckpointError(missing, rule)
         configs = find_configs(folder, given, above=True)
         told = None if configs is None else num_layers(configs[0])
         found = rename(places, given.layer_map, next(iter(layers.values())), told)
         facts |= {"layers": len(layers), "stages": len(stages)}
         return Weights(files.descriptors, found, next(iter(layers.values())), step=step, facts=facts)
+
+
+def _refuse_parts(names: Sequence[str]) -> None:
+    """Refuse layers that several model-parallel ranks share: how one is cut, its trainer alone knows."""
+    ranks = sorted({rank for _, rank in saves.by_rank(names, LAYER_PART)})
+    if ranks not in ([], [0]):
+        file = next(name for (_, rank), name in saves.by_rank(names, LAYER_PART).items() if rank)
+        rule = (
+            f"is a part of a layer that {len(ranks)} model-parallel ranks of a pipeline share; how they cut it no file says. "
+            "Only GPT-NeoX's and Megatron-DeepSpeed's are joined, and this looks like neither: there are no configs/ of "
+            "GPT-NeoX and no word_embeddings.weight in layer 0"
+        )
+        raise CheckpointError(file, rule)

@@ -23,8 +23,10 @@ PARTITIONED_MODEL = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.
 OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 MODULE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 """One model-parallel rank's whole module."""
-LAYER = re.compile(r"layer_(\d+)-model_states\.pt")
-"""A layer of a pipeline without a model axis."""
+LAYER = re.compile(r"layer_(\d+)(?:-model_00)?-model_states\.pt")
+"""A layer of a pipeline, whole: of one without a model axis, or with the only rank on it."""
+LAYER_PART = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
+"""A model-parallel rank's part of a layer, which is all of it where there is one rank."""
 ANY_LAYER = re.compile(r"layer_\d+-.*model_states\.pt")
 _EXPERT = re.compile(r"(layer_\d+_expert_\d+_mp_rank_\d+_model_states|expp_rank_\d+_mp_rank_\d+_optim_states)\.pt")
 UNIVERSAL = "zero"

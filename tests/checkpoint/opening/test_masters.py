@@ -12,7 +12,7 @@ import torch
 from checkpoint import CheckpointError, Given, open_checkpoint
 from tests.checkpoint.folders import CONFIG, plain_folder, write_config
 from tests.checkpoint.readers import deepspeed_folders as deepspeed
-from tests.checkpoint.readers.test_deepspeed import gpt2_layers, layer_files
+from tests.checkpoint.readers.deepspeed_folders import gpt2_layers, layer_files
 from tests.checkpoint.readers.test_hostile import tensor_parallel, tiny, universal
 from tests.support import megatron, neox
 

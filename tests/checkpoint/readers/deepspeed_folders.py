@@ -150,3 +150,24 @@ def zero3_of(root: Path, values: Mapping[str, torch.Tensor], world: int) -> Path
         flat = [torch.cat([part(tensor, rank, world) for tensor in values.values()])]
         save_optimizer(optimizer_file(folder, rank), {"fp32_flat_groups": flat, "zero_stage": 3, "partition_count": world})
     return folder
+
+
+def layer_files(root: Path, layers: dict[int, dict[str, torch.Tensor]], axis: str = "") -> Path:
+    folder = root / TAG
+    folder.mkdir(parents=True)
+    (root / "config.json").write_text(json.dumps(CONFIG))
+    (root / "latest").write_text(TAG)
+    for number, table in layers.items():
+        torch.save(table, folder / f"layer_{number:02d}{axis}-model_states.pt")
+    return folder
+
+
+def gpt2_layers() -> dict[int, dict[str, torch.Tensor]]:
+    block = {"attn.c_attn.weight": torch.ones(2, 6), "ln_1.weight": torch.ones(2)}
+    return {
+        0: {"wpe.weight": torch.full((4, 2), 4.0), "wte.weight": torch.full((5, 2), 5.0)},
+        2: {f"inner.{name}": tensor * 2 for name, tensor in block.items()},
+        3: {f"inner.{name}": tensor * 3 for name, tensor in block.items()},
+        5: {"weight": torch.full((2,), 6.0), "bias": torch.full((2,), 7.0)},
+        6: {"weight": torch.full((5, 2), 8.0)},
+    }

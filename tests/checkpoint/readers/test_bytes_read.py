@@ -12,8 +12,7 @@ import torch.distributed.checkpoint as dcp
 from transformers import PreTrainedModel
 
 from checkpoint import open_checkpoint
-from tests.checkpoint.readers.deepspeed_folders import zero3_of
-from tests.checkpoint.readers.test_deepspeed import layer_files
+from tests.checkpoint.readers.deepspeed_folders import layer_files, zero3_of
 from tests.support.megatron import Form, save_megatron, save_megatron_deepspeed
 from tests.support.megatron_dist import save_torch_dist
 from tests.support.models import build

@@ -22,6 +22,8 @@ from tests.checkpoint.readers.deepspeed_folders import (
     CONFIG,
     TAG,
     change,
+    gpt2_layers,
+    layer_files,
     model_file,
     optimizer_file,
     part,
@@ -307,29 +309,9 @@ def test_nothing_in_an_engine_s_pickle_runs(tmp_path: Path) -> None:
     assert not canary.exists()
 
 
-def layer_files(root: Path, layers: dict[int, dict[str, torch.Tensor]]) -> Path:
-    folder = root / TAG
-    folder.mkdir(parents=True)
-    (root / "config.json").write_text(json.dumps(CONFIG))
-    (root / "latest").write_text(TAG)
-    for number, table in layers.items():
-        torch.save(table, folder / f"layer_{number:02d}-model_states.pt")
-    return folder
-
-
-def gpt2_layers() -> dict[int, dict[str, torch.Tensor]]:
-    block = {"attn.c_attn.weight": torch.ones(2, 6), "ln_1.weight": torch.ones(2)}
-    return {
-        0: {"wpe.weight": torch.full((4, 2), 4.0), "wte.weight": torch.full((5, 2), 5.0)},
-        2: {f"inner.{name}": tensor * 2 for name, tensor in block.items()},
-        3: {f"inner.{name}": tensor * 3 for name, tensor in block.items()},
-        5: {"weight": torch.full((2,), 6.0), "bias": torch.full((2,), 7.0)},
-        6: {"weight": torch.full((5, 2), 8.0)},
-    }
-
-
-def test_layers_of_a_known_family_are_named_by_their_order(tmp_path: Path) -> None:
-    layer_files(tmp_path, gpt2_layers())
+@pytest.mark.parametrize("axis", ["", "-model_00"])
+def test_layers_of_a_known_family_are_named_by_their_order(tmp_path: Path, axis: str) -> None:
+    layer_files(tmp_path, gpt2_layers(), axis)
     with open_checkpoint(tmp_path) as checkpoint:
         first = {name: checkpoint.read(name).flatten()[0].item() for name in checkpoint.tensors}
     assert first == {
@@ -345,11 +327,24 @@ def test_layers_of_a_known_family_are_named_by_their_order(tmp_path: Path) -> No
     }
 
 
-def test_a_missing_layer_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize("axis", ["", "-model_00"])
+def test_a_missing_layer_is_told(tmp_path: Path, axis: str) -> None:
     layers = gpt2_layers()
-    layer_files(tmp_path, layers | {4: layers[3]})
-    (tmp_path / TAG / "layer_03-model_states.pt").unlink()
-    assert str(refusal(tmp_path)) == "layer_03-model_states.pt: is missing between other layers"
+    layer_files(tmp_path, layers | {4: layers[3]}, axis)
+    (tmp_path / TAG / f"layer_03{axis}-model_states.pt").unlink()
+    assert str(refusal(tmp_path)) == f"layer_03{axis}-model_states.pt: is missing between other layers"
+
+
+def test_layers_that_model_parallel_ranks_share_are_refused_by_what_they_are(tmp_path: Path) -> None:
+    folder = layer_files(tmp_path, gpt2_layers(), "-model_00")
+    layer_files(tmp_path / "other", gpt2_layers(), "-model_01")
+    for path in (tmp_path / "other" / TAG).iterdir():
+        path.rename(folder / path.name)
+    error = refusal(tmp_path)
+    assert (error.file, "that 2 model-parallel ranks of a pipeline share" in error.rule) == (
+        "layer_00-model_01-model_states.pt",
+        True,
+    )
 
 
 def test_layers_that_are_not_known_are_named_by_a_file(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 from checkpoint import Given
 from tests.checkpoint.folders import CONFIG, plain_folder, sharded_folder, some_tensors, write_config, written
 from tests.checkpoint.readers import deepspeed_folders as deepspeed
+from tests.checkpoint.readers.deepspeed_folders import gpt2_layers, layer_files
 from tests.checkpoint.readers.hostile import Target, flip_all
 from tests.checkpoint.readers.test_dcp import shard
-from tests.checkpoint.readers.test_deepspeed import gpt2_layers, layer_files
 from tests.checkpoint.readers.test_neox import small
 from tests.support import megatron, neox
 from tests.support.megatron_dist import save_torch_dist
