@@ -11,13 +11,12 @@ import torch
 from transformers import PretrainedConfig
 
 from checkpoint import Checkpoint
-from host import limits
 from serve.config import ServerConfig
 from serve.engine.plan import StepPlan, StepResult
 from serve.errors import ConfigError, StartError
 from serve.model.filling import Filling
 from serve.model.weight_memory import gather_pages, gather_pages_beside
-from serve.worker import wire
+from serve.worker import gpus, wire
 from serve.worker.canary import forward_fault
 from serve.worker.loader import RankModel, Survey, opened, survey
 from serve.worker.parallel import Ranks
@@ -90,7 +89,9 @@ class Exchange:
             checkpoint.close()
             return wire.Differs(difference)
         self._candidate = _Candidate(config, checkpoint, found)
-        return wire.Alike(self._model.filler.num_bytes, _free_bytes(self._model.device), checkpoint.step)
+        return wire.Alike(
+            self._model.filler.num_bytes, gpus.bytes_left(self._model.device, self._config.cache), checkpoint.step
+        )
 
     def _prepare(self, number: int, beside: bool) -> None:
         candidate = self._candidate
@@ -184,10 +185,3 @@ def _difference(served: Survey, found: Survey) -> str:
 
 def _what_counts(config: PretrainedConfig) -> dict[str, object]:
     return {key: value for key, value in config.to_dict().items() if key not in _NO_MATTER}
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        free: int = torch.cuda.mem_get_info(device)[0]
-        return free
-    return limits.memory_available()

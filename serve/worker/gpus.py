@@ -32,6 +32,18 @@ def free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else limits.memory_available()
 
 
+def bytes_left(device: torch.device, cache: CacheConfig) -> int:
+    """What this process may still fill with tensors beside those it holds: of a GPU no more than ``keep_within`` lets it take.
+
+    Room that the allocator keeps and no tensor is in counts as free within that share.
+    """
+    free = free_bytes(device)
+    if device.type != "cuda" or cache.kv_cache_gib is not None:
+        return free
+    share = int(cache.memory_fraction * torch.cuda.mem_get_info(device)[1])
+    return max(0, min(free, share - torch.cuda.memory_allocated(device)))
+
+
 def reserved_bytes(device: torch.device) -> int:
     """What this process has taken of a GPU's memory for tensors; 0 of a CPU."""
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from serve.config import ModelConfig, NodesConfig, ServerConfig
+from serve.config import CacheConfig, ModelConfig, NodesConfig, ServerConfig
 from serve.errors import ConfigError
 from serve.model.heads import Stage
+from serve.worker import gpus
 from serve.worker.parallel import Ranks
 from serve.worker.rank_loop import choose_device
 from serve.worker.rank_process import rank_environment
@@ -91,3 +92,22 @@ def test_an_exchange_of_gpus_may_take_as_long_as_a_step_within_a_stage_and_betwe
     monkeypatch.setattr(distributed_c10d, "_set_pg_timeout", lambda *limit: limits.append(limit))
     Ranks(0, size, stage=Stage(0, stages), group=cast("dist.ProcessGroup | None", own)).limit_exchanges(120.0)
     assert limits == [(timedelta(seconds=120), group) for group in (None, own)[:limited]]
+
+
+@pytest.mark.parametrize(
+    ("free", "allocated", "kv_cache_gib", "left"),
+    [
+        (8, 71, None, 1),  # the cache has filled this process's share of 72 GiB: what the device has free is others'
+        (8, 73, None, 0),
+        (5, 40, None, 5),  # others hold more than what is beyond the share
+        (8, 71, 30.0, 8),  # a cache of a given size, without a limit on the process
+    ],
+)
+def test_what_is_left_of_a_gpu_is_within_the_share_of_the_process(
+    free: int, allocated: int, kv_cache_gib: float | None, left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gib = 1 << 30
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free * gib, 80 * gib))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: allocated * gib)
+    cache = CacheConfig(memory_fraction=0.9, kv_cache_gib=kv_cache_gib)
+    assert gpus.bytes_left(torch.device("cuda"), cache) == left * gib
