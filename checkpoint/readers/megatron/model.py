@@ -145,7 +145,8 @@ def named_weights(
     ends = (id_of(tokenizer, token) for token in _ENDS)
     end = next((found for found in ends if found is not None and found < rows), None)
     config = config_of(args, shape, rows=rows, dtype=dtype_name(model.embedding), end_of_text_id=end)
-    facts = {"tensor_parallel_size": num_ranks, "layers": shape.num_layers}
+    stages = args.count("pipeline_model_parallel_size", default=1)
+    facts = {"tensor_parallel_size": num_ranks, "pipeline_parallel_size": stages, "layers": shape.num_layers}
     places = named(model, shape.family)
     return Weights(descriptors, places, args.file, config=config, step=step, facts=facts, tokenizer=tokenizer)
 

@@ -138,11 +138,13 @@ def _has_settings(folder: Folder) -> bool:
     return (folder.path / CONFIGS).is_dir() and any(name.endswith((".yml", ".yaml")) for name in folder.below(CONFIGS).names())
 
 
-def _told(settings: Settings | None) -> dict[str, str]:
-    """Where the run had its tokenizer."""
+def _told(settings: Settings | None) -> dict[str, Any]:
+    """Over how many stages the run laid its layers, and where it had its tokenizer."""
     if settings is None:
         return {}
-    return {
+    stages = settings.values.get("pipe_parallel_size")
+    told: dict[str, Any] = {"pipe_parallel_size": stages} if type(stages) is int and stages >= 0 else {}
+    return told | {
         key: str(settings.values[key]) for key in ("tokenizer_type", "vocab_file", "merge_file") if settings.values.get(key)
     }
 

@@ -40,6 +40,8 @@ def test_every_tensor_and_slice_is_that_of_the_model(name: str, tensor: int, tmp
         assert_model(checkpoint.config, model)
     with open_structure(tmp_path) as structure:
         assert {cover_fault(stored) for stored in structure.weights.places.values()} == {None}
+        told = [structure.weights.facts[f"{kind}_parallel_size"] for kind in ("tensor", "pipeline")]
+        assert told == [tensor, form.get("pipeline", 1)]
 
 
 @pytest.mark.parametrize("layers", [True, False])

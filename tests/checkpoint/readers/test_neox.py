@@ -108,6 +108,14 @@ def test_without_a_tokenizer_no_row_is_left_out(tmp_path: Path) -> None:
         assert checkpoint.config["eos_token_id"] is None
 
 
+@pytest.mark.parametrize(("name", "stages"), [("a pipeline", 1), ("no pipeline", 0)])
+def test_both_sizes_of_the_training_are_told(name: str, stages: int, tmp_path: Path) -> None:
+    saved(tmp_path, name)
+    with open_structure(tmp_path) as structure:
+        facts = structure.weights.facts
+    assert (facts["model_parallel_size"], facts["pipe_parallel_size"]) == (2, stages)
+
+
 @pytest.mark.parametrize("name", ["a pipeline", "no pipeline"])
 def test_it_is_known_without_its_settings(name: str, tmp_path: Path) -> None:
     _, folder = saved(tmp_path, name)
