@@ -58,6 +58,11 @@ CASES: Final = (
         {"job": "tessera", "instance": "a:9400", "model_name": "m"}, 10, 12,
     ),
     Case("TesseraFewerServers", {ENGINE_OF_A: "1x9 stale"}, OF_MODEL, 15, 25),
+    # The only one of its model, beside two of another.
+    Case(
+        "TesseraModelGone", {'tessera_engine_up{job="tessera",instance="c:9400",model_name="n"}': "1x9 stale"},
+        {"job": "tessera", "model_name": "n"}, 13, 18,
+    ),
     Case(
         "TesseraCrashLoop", both("process_start_time_seconds", "100x5 400x5 700x5 1000x30", "100x50"), OF_A, 14, 18,
     ),
@@ -141,6 +146,23 @@ CASES: Final = (
         2 * 144, 4 * 144, "10m",
     ),
 )  # fmt: skip
+
+
+def lives(**of_instances: str) -> dict[str, str]:
+    """Whether servers of a model take requests, each by its instance."""
+    return {f'tessera_engine_up{{job="tessera",instance="{name}",model_name="m"}}': of_instances[name] for name in of_instances}
+
+
+EXCHANGES: Final = {
+    # A new one loads and takes requests before an old one drains: four of three for some minutes.
+    "one after another": lives(
+        a="1x32 stale", b="1x37 stale", c="1x42 stale", d="_x28 0x1 1x60", e="_x33 0x1 1x55", f="_x38 0x1 1x50",
+    ),
+    # As with GPUs: the old one is gone before the new one is there, which then loads.
+    "the only one": lives(a="1x29 stale", b="_x32 0x4 1x55"),
+    "its machine, where the address stays": lives(a="1x29 stale stale stale 0x4 1x55"),
+}  # fmt: skip
+"""Replicas of one model that give way to newer ones, an hour and a half long."""
 
 
 def healthy() -> dict[str, str]:

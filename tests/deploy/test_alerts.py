@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.deploy.alerts import CASES, Case, group, healthy
+from tests.deploy.alerts import CASES, EXCHANGES, Case, group, healthy, lives
 from tests.deploy.tools import needs, run
 from tests.repo.documents import REPOSITORY
 
@@ -55,6 +55,26 @@ def test_without_any_server_there_is_an_alert(tmp_path: Path) -> None:
     rule = alerts()["TesseraDown"]
     fires = {"exp_labels": rule["labels"], "exp_annotations": rule["annotations"]}
     tried(tmp_path, group({}, "1m", [{"eval_time": "2m", "alertname": "TesseraDown", "exp_alerts": [fires]}]))
+
+
+@needs("promtool")
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_no_server_is_missed_while_replicas_give_way_to_newer_ones(exchange: str, tmp_path: Path) -> None:
+    missing = ("TesseraFewerServers", "TesseraModelGone")
+    silent = [{"eval_time": f"{minute}m", "alertname": name, "exp_alerts": []} for name in missing for minute in range(90)]
+    tried(tmp_path, group(EXCHANGES[exchange], "1m", silent))
+
+
+@needs("promtool")
+def test_a_model_that_was_taken_away_is_told_of_for_an_hour(tmp_path: Path) -> None:
+    rule = alerts()["TesseraModelGone"]
+    fires = {"exp_labels": {"job": "tessera", "model_name": "m", **rule["labels"]}, "exp_annotations": rule["annotations"]}
+    other = {'tessera_engine_up{job="tessera",instance="c",model_name="n"}': "1x120"}
+    moments = [(19, []), (26, [fires]), (75, [fires]), (85, [])]
+    told = [
+        {"eval_time": f"{minute}m", "alertname": "TesseraModelGone", "exp_alerts": expected} for minute, expected in moments
+    ]
+    tried(tmp_path, group(lives(a="1x19 stale", b="1x19 stale") | other, "1m", told))
 
 
 @needs("promtool")
