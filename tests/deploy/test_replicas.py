@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import pytest
 from serve.client import AsyncClient, TesseraError
 from serve.v1 import inference_pb2_grpc
 from tests.deploy.balancers import DEPLOY, ENVOY, Balancer, envoy, haproxy, needs_envoy, needs_haproxy
+from tests.deploy.holding import HELD, holding
 from tests.deploy.tools import run
+from tests.serve.fake_executor import fake_facts
 from tests.serve.rpc.running import RunningServer, request, serving
 
 pytestmark = pytest.mark.deploy
@@ -94,6 +97,48 @@ async def test_a_server_that_is_gone_costs_no_call_and_balancers_say_unavailable
         with pytest.raises(TesseraError) as said:
             await anext(client.stream([5, 6], max_new_tokens=2))
         assert said.value.code == "UNAVAILABLE"
+
+
+async def code_of(stream: Any) -> str:
+    """The code with which a stream ends."""
+    with contextlib.suppress(grpc.RpcError):
+        while await stream.read() is not grpc.aio.EOF:
+            pass
+    return (await stream.code()).name
+
+
+LONG = 30_000
+"""Ids of a prompt whose request is larger than the buffer that HAProxy has by default."""
+
+
+@EACH
+async def test_a_server_that_is_killed_costs_only_the_streams_that_it_had_begun(balancer: Balancer, tmp_path: Path) -> None:
+    facts = {"facts": fake_facts(max_model_len=2 * LONG, num_blocks=LONG), "admission": {"max_queued_tokens": 20 * LONG}}
+    async with contextlib.AsyncExitStack() as lives:
+        others = [await lives.enter_async_context(serving(**facts)) for _ in range(2)]
+        held = await lives.enter_async_context(holding())
+        address = await lives.enter_async_context(balancer([*others, held], tmp_path))
+        channel = await lives.enter_async_context(grpc.aio.insecure_channel(address, ALONE))
+        stub: Any = inference_pb2_grpc.InferenceStub(channel)
+        calls: list[Any] = []
+        streams: list[Any] = []
+        reached: Counter[str] = Counter()
+
+        def ask() -> None:
+            calls.extend(stub.Generate(request(ids, 2), timeout=60, wait_for_ready=True) for ids in ((5, 6), (5,) * LONG))
+            streams.append(stub.GenerateStream(request((5, 6), 2), timeout=60, wait_for_ready=True))
+
+        async with asyncio.timeout(60):
+            while reached["Generate"] < 4 or reached["GenerateStream"] < 2:
+                ask()
+                with contextlib.suppress(TimeoutError):
+                    reached[await asyncio.wait_for(held.next_call(), 0.2)] += 1
+        begun = [await stream.read() for stream in streams]
+        await held.kill()
+        codes = {((await call.code()).name, number % 2) for number, call in enumerate(calls)}
+        assert codes == {("OK", 0), ("OK", 1)}, "short prompts and long ones"
+        for first, stream in zip(begun, streams, strict=True):
+            assert (first.request_id == HELD) == (await code_of(stream) != "OK")
 
 
 @EACH
