@@ -78,6 +78,19 @@ def test_a_model_that_was_taken_away_is_told_of_for_an_hour(tmp_path: Path) -> N
 
 
 @needs("promtool")
+def test_a_server_that_is_missing_is_missed_whatever_another_release_of_its_model_gains(tmp_path: Path) -> None:
+    rule = alerts()["TesseraFewerServers"]
+    of_mine = {"job": "tessera", "model_name": "m", "namespace": "there", "release": "mine"}
+    fires = {"exp_labels": {**of_mine, **rule["labels"]}, "exp_annotations": rule["annotations"]}
+    series = {}
+    for release, values in (("mine", ["1x40", "1x9 stale"]), ("yours", ["1x40", "_x9 1x30"])):
+        for pod, value in enumerate(values):
+            words = ",".join(f'{label}="{text}"' for label, text in (of_mine | {"release": release}).items())
+            series[f'tessera_engine_up{{{words},instance="{release}-{pod}"}}'] = value
+    tried(tmp_path, group(series, "1m", [{"eval_time": "30m", "alertname": "TesseraFewerServers", "exp_alerts": [fires]}]))
+
+
+@needs("promtool")
 def test_no_alert_fires_in_an_hour_and_a_half_of_healthy_load(tmp_path: Path) -> None:
     moments = [
         {"eval_time": f"{minute}m", "alertname": name, "exp_alerts": []} for name in alerts() for minute in range(5, 90, 5)

@@ -78,10 +78,16 @@ def test_nothing_of_a_release_bears_the_name_of_another(tmp_path: Path) -> None:
     assert all(found["Service", name]["spec"]["selector"] == labels for name in ("mine", "mine-pods"))
     selecting = (("NetworkPolicy", "podSelector"), ("PodDisruptionBudget", "selector"), ("PodMonitor", "selector"))
     assert all(found[kind, "mine"]["spec"][key] == {"matchLabels": labels} for kind, key in selecting)
-    assert 'namespace="there"' in found["ScaledObject", "mine"]["spec"]["triggers"][0]["metadata"]["query"]
     file = tmp_path / "release.yaml"
     file.write_text(yaml.safe_dump_all([each for (kind, _), each in found.items() if kind not in OTHERS_KINDS]))
     run(program("kubernetes-validate", "make deploy-tools"), "--strict", file)
+
+
+def test_of_several_releases_one_brings_the_rules() -> None:
+    first, second = objects(ALL, "mine"), objects({**ALL, "prometheusRules": False}, "yours")
+    assert first.keys() & second.keys() == set()
+    assert [kind for kind, _ in (*first, *second) if kind == "PrometheusRule"] == ["PrometheusRule"]
+    assert ("PodMonitor", "yours") in second
 
 
 def test_values_reach_the_server() -> None:

@@ -78,6 +78,27 @@ def test_pods_of_an_overlay_have_the_job_that_rules_ask_for(tmp_path: Path) -> N
     assert {labels_of_pods(found, "tessera", tmp_path)["job"]} == jobs_that_rules_ask_for()
 
 
+def asked_by(scaled: dict[str, Any]) -> str:
+    (trigger,) = scaled["spec"]["triggers"]
+    query: str = trigger["metadata"]["query"]
+    return query
+
+
+def test_releases_in_one_namespace_scale_by_their_own_queues(tmp_path: Path) -> None:
+    found = {name: objects({"prometheus": True, "keda": {"enabled": True}}, name, "there") for name in ("mine", "yours")}
+    documents = rendered("nodes")
+    found["tessera"] = {(each["kind"], each["metadata"]["name"]): each for each in documents}
+    series, expected = [], []
+    for waiting, (name, each) in enumerate(found.items(), 1):
+        words = ",".join(f'{label}="{value}"' for label, value in labels_of_pods(each, name, tmp_path).items())
+        series.append({"series": f'tessera_num_requests_waiting{{{words},model_name="m"}}', "values": f"{waiting}x5"})
+        sample = {"labels": "{}", "value": waiting}
+        expected.append({"expr": asked_by(each["ScaledObject", name]), "eval_time": "2m", "exp_samples": [sample]})
+    file = tmp_path / "queues.yml"
+    file.write_text(yaml.safe_dump({"tests": [{"interval": "1m", "input_series": series, "promql_expr_test": expected}]}))
+    assert "SUCCESS" in run("promtool", "test", "rules", str(file), folder=tmp_path)
+
+
 @pytest.mark.parametrize("name", ["tessera", "mine"])
 def test_pods_of_a_release_have_the_job_that_rules_ask_for(name: str, tmp_path: Path) -> None:
     labels = labels_of_pods(objects({"prometheus": True}, name, "there"), name, tmp_path)
