@@ -121,6 +121,14 @@ CASES: Final = (
     Case("TesseraSlowTokensForDays", tokens(4, 100, 400), OF_MODEL, 0, 390, "10m"),
     Case("TesseraNotFinite", both("tessera_nonfinite_requests_total", "0x9 1x40", "0x50"), OF_A, 9, 12),
     Case("TesseraReloadRefused", both("tessera_reloads_refused_total", "0x9 1x40", "0x50"), OF_A, 9, 12),
+    Case("TesseraTokensRefused", both("tessera_token_reloads_refused_total", "0x9 1x40", "0x50"), OF_A, 9, 12),
+    # The other one, too, saw half of a new pair, and then all of it.
+    Case(
+        "TesseraCertificateRefused",
+        both("tessera_certificate_reloads_refused_total", "0x9 1x40", "0x9 1x40")
+        | both("tessera_certificate_expiry_timestamp_seconds", f"{90 * 86400}x50", f"{30 * 86400}x10 {90 * 86400}x40"),
+        OF_A, 9, 14,
+    ),
     # promtool's clock begins at 0: what was written at its first second is a day old after a day.
     Case(
         "TesseraCheckpointOld",
@@ -188,6 +196,8 @@ def healthy() -> dict[str, str]:
         "tessera_kv_blocks": ("100x90", "100x90"),
         "tessera_nonfinite_requests_total": ("0x90", "0x90"),
         "tessera_reloads_refused_total": ("0x90", "0x90"),
+        "tessera_token_reloads_refused_total": ("0x90", "0x90"),
+        "tessera_certificate_reloads_refused_total": ("0x90", "0x90"),
         "tessera_checkpoint_timestamp_seconds": ("1x90", "0x90"),
         "tessera_watch_interval_seconds": ("30x90", "30x90"),
         "tessera_certificate_expiry_timestamp_seconds": (f"{90 * 86400}x90", "0x90"),

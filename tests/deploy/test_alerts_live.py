@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import re
+import ssl
 import subprocess
 import sys
 import time
@@ -24,6 +25,7 @@ from finetune.observe.metrics import TrainMetrics
 from serve.engine.executor import Loss
 from serve.engine.plan import StepPlan, StepResult
 from serve.errors import ConfigError
+from serve.rpc.tokens import add_token
 from serve.runtime.edition import Edition
 from serve.v1 import admin_pb2
 from tests.deploy.balancers import free_ports
@@ -183,10 +185,15 @@ async def watched(folder: Path) -> AsyncIterator[Watched]:
             await all_.serve("refused", reopen=refused)
             await all_.serve("old", reopen=of_the_day_before_yesterday)
             await all_.serve("certificate", rpc={"tls_cert": str(certificate), "tls_key": str(key)})
+            tokens = folder / "tokens.json"
+            add_token(tokens, "somebody", scopes=("generate",), expires=None, given={})
+            await all_.serve("tokens", rpc={"tokens": str(tokens)})
             all_.instances |= {"training": training.address, "crashes": f"127.0.0.1:{free_ports()[0]}"}
             with crashing(all_.instances["crashes"]) as again:
                 names = [name for name in all_.instances if name not in ("slow", "alone", "training")]
                 await all_.scrape({"tessera": names, "slow": ["slow"], "alone": ["alone"], "training": ["training"]})
+                for file in (certificate, tokens):
+                    await asyncio.to_thread(file.write_text, "{")
                 await strike(all_, again)
                 yield all_
 
@@ -211,6 +218,18 @@ def crashing(address: str) -> Iterator[Callable[[], None]]:
         lives[-1].communicate()
 
 
+async def shake_hands(address: str) -> None:
+    """Connect by TLS, with whoever it is."""
+    anybody = ssl.create_default_context()
+    anybody.check_hostname, anybody.verify_mode = False, ssl.CERT_NONE
+    anybody.set_alpn_protocols(["h2"])
+    host, _, port = address.rpartition(":")
+    with contextlib.suppress(OSError):
+        _, writer = await asyncio.open_connection(host, int(port), ssl=anybody)
+        writer.close()
+        await writer.wait_closed()
+
+
 async def strike(all_: Watched, again: Callable[[], None]) -> None:
     """Bring every cause about."""
     servers = all_.servers
@@ -221,6 +240,9 @@ async def strike(all_: Watched, again: Callable[[], None]) -> None:
     all_.keep(lambda: servers["cache"].inference.Generate(request(tuple(range(5, 21)), 47)))
     all_.keep(lambda: servers["preempts"].inference.Generate(request(tuple(range(5, 13)), 50)), beside=4)
     all_.keep(lambda: servers["slow"].inference.Generate(request(tokens=8)), beside=3)
+    anybodys = (("authorization", "Bearer anybodys"),)
+    all_.keep(lambda: servers["tokens"].inference.Generate(request(), metadata=anybodys))
+    all_.keep(lambda: shake_hands(servers["certificate"].address))
     lose(servers["frozen"], Loss("rank 0 fell silent", "frozen"))
     lose(servers["memory"], Loss("rank 0 was killed for its memory", "memory"))
     lose(servers["down"], Loss("rank 0 died", "died"))
@@ -243,7 +265,7 @@ CAUSES: Final = {
     "TesseraStarving": "full", "TesseraStuck": "cache", "TesseraCacheFull": "cache", "TesseraPreempting": "preempts",
     "TesseraSlowFirstToken": "", "TesseraSlowTokens": "", "TesseraSlowTokensForDays": "", "TesseraReloadRefused": "refused",
     "TesseraCheckpointOld": "old", "TesseraTrainNotSaved": "training", "TesseraCertificateEnds": "certificate",
-    "TesseraCertificateEndsNow": "certificate",
+    "TesseraCertificateEndsNow": "certificate", "TesseraTokensRefused": "tokens", "TesseraCertificateRefused": "certificate",
 }  # fmt: skip
 """Who has what each alert is for; of a model, nobody by name."""
 
