@@ -54,6 +54,7 @@ USER 10001:10001
 WORKDIR /
 EXPOSE 50051 9400
 STOPSIGNAL SIGTERM
+# Plain text at 127.0.0.1:50051, unless TESSERA_ADDRESS, TESSERA_CA and their like say otherwise: the table in deploy/README.md.
 HEALTHCHECK --interval=10s --timeout=6s --start-period=300s --retries=3 CMD ["tessera-health"]
 ENTRYPOINT ["tessera-serve"]
 CMD ["--model", "/model", "--host", "0.0.0.0", "--insecure-public"]
