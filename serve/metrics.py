@@ -48,6 +48,7 @@ from serve.series import (
     SECONDS,
     Course,
     GpuSeries,
+    GuardSeries,
     Maker,
     QueueSeries,
     RankSeries,
@@ -130,6 +131,7 @@ class Metrics:
         self.gpus = GpuSeries(make)
         self._queue = QueueSeries(make, clock)
         self.tenants = TenantSeries(make)
+        self.guard = GuardSeries(make)
         self._served = ServedSeries(make, num_ranks, num_stages)
         info = self._gauge("build_info", "Always 1; what is running.", "version", "python")
         info.labels(version, platform.python_version()).set(1)
@@ -174,14 +176,6 @@ class Metrics:
         self._swaps = self._counter("weight_swaps", "Times newer weights were taken between two steps.")
         self._swap_seconds = self._histogram("weight_swap_seconds", "For how long an exchange of weights kept steps waiting.")
         self._refused_reloads = self._counter("reloads_refused", "Checkpoints that were to be served and could not be.")
-        self._refused_tokens = self._counter("token_reloads_refused", "Changed files of tokens that could not be used.")
-        self._lost_audit_lines = self._counter("audit_lines_lost", "Lines that the audit log does not have.")
-        self._certificate_expiry = self._gauge(
-            "certificate_expiry_timestamp_seconds", "When the certificate that is served ends, in Unix time; 0 without TLS."
-        )
-        self._refused_certificates = self._counter(
-            "certificate_reloads_refused", "Changed files of certificates that could not be served."
-        )
         self._loop_lag = self._gauge("event_loop_lag_seconds", "How late the event loop's last wake-up was.")
         self._load_seconds = self._gauge("model_load_seconds", "Duration of each phase of the last model load.", "phase")
         _make_all(self._load_seconds, LOAD_PHASES)
@@ -220,9 +214,6 @@ class Metrics:
         elif isinstance(error, Unavailable):
             reason = "loading" if isinstance(error, Loading) else "draining" if isinstance(error, Draining) else "engine_down"
             self._rejections.labels(reason).inc()
-
-    def audit_line_lost(self) -> None:
-        self._lost_audit_lines.inc()
 
     def prompt_computed(self, tokens: int) -> None:
         self._prompt_tokens.inc(tokens)
@@ -323,10 +314,6 @@ class Metrics:
         """The server looks for a newer checkpoint so often, if it does."""
         self._served.follows(every_seconds)
 
-    def tokens_refused(self) -> None:
-        """The file of tokens has changed and could not be used."""
-        self._refused_tokens.inc()
-
     def engine_advanced(self, stats: EngineStats) -> None:
         """Take over the engine's figures after it did something."""
         last = self._last_stats
@@ -366,14 +353,6 @@ class Metrics:
     def exposition(self) -> str:
         """Everything in Prometheus' text format."""
         return generate_latest(self._shown).decode()
-
-    def certificate_served(self, expires_seconds: float) -> None:
-        """The ports that speak TLS show a certificate from now on that ends then, in Unix time."""
-        self._certificate_expiry.set(expires_seconds)
-
-    def certificate_refused(self) -> None:
-        """The files of certificates have changed and could not be served."""
-        self._refused_certificates.inc()
 
     def listen(self, host: str, port: int, *, wrap: Wrap | None = None, guard: Guard | None = None) -> MetricsEndpoint:
         """Serve the registry over HTTP on a thread of its own.

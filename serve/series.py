@@ -309,3 +309,34 @@ class ServedSeries:
     def follows(self, every_seconds: float | None) -> None:
         """The server looks for newer checkpoints so often; ``None``: never."""
         self._watch.set(every_seconds or 0.0)
+
+
+class GuardSeries:
+    """The files by which callers are let in, and the log of what they did."""
+
+    def __init__(self, make: Maker) -> None:
+        """Make the series, at zero."""
+        self._refused_tokens = make.counter("token_reloads_refused", "Changed files of tokens that could not be used.")
+        self._expiry = make.gauge(
+            "certificate_expiry_timestamp_seconds", "When the certificate that is served ends, in Unix time; 0 without TLS."
+        )
+        self._refused_certificates = make.counter(
+            "certificate_reloads_refused", "Changed files of certificates that could not be served."
+        )
+        self._lost_audit_lines = make.counter("audit_lines_lost", "Lines that the audit log does not have.")
+
+    def tokens_refused(self) -> None:
+        """The file of tokens has changed and could not be used."""
+        self._refused_tokens.inc()
+
+    def certificate_served(self, expires_seconds: float) -> None:
+        """The ports that speak TLS show a certificate from now on that ends then, in Unix time."""
+        self._expiry.set(expires_seconds)
+
+    def certificate_refused(self) -> None:
+        """The files of certificates have changed and could not be served."""
+        self._refused_certificates.inc()
+
+    def audit_line_lost(self) -> None:
+        """A line could not be written, or had to make room."""
+        self._lost_audit_lines.inc()

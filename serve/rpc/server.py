@@ -102,7 +102,7 @@ class RpcServer:
         self._tracing = tracing
         self._certificates = self._read_certificates()
         tokens = config.rpc.tokens
-        self.identities = Identities(tokens, refused=metrics.tokens_refused, clock=clock) if tokens else None
+        self.identities = Identities(tokens, refused=metrics.guard.tokens_refused, clock=clock) if tokens else None
         """Whose tokens count; ``None`` where everyone may call everything."""
         self._audit = self._open_audit()
         self._servers: dict[str, grpc.aio.Server] = {}  # by the address that was bound
@@ -114,14 +114,14 @@ class RpcServer:
         metrics, rpc = self._metrics, self._config.rpc
         if not rpc.tls_cert:
             return None
-        return Certificates(rpc, served=metrics.certificate_served, refused=metrics.certificate_refused)
+        return Certificates(rpc, served=metrics.guard.certificate_served, refused=metrics.guard.certificate_refused)
 
     def _open_audit(self) -> Audit | None:
         rpc = self._config.rpc
         if not rpc.audit_log and not rpc.access_log_sample:
             return None
         as_text = rpc.audit_format == "text"
-        lost = self._metrics.audit_line_lost
+        lost = self._metrics.guard.audit_line_lost
         return Audit(file=rpc.audit_log, as_text=as_text, sample=rpc.access_log_sample, clock=self._clock, lost=lost)
 
     @property

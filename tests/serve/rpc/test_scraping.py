@@ -36,7 +36,7 @@ def served(metrics: Metrics, rpc: RpcConfig, identities: Identities | None = Non
     """The port of an endpoint on loopback."""
     certificates = None
     if rpc.tls_cert:
-        certificates = Certificates(rpc, served=metrics.certificate_served, refused=metrics.certificate_refused)
+        certificates = Certificates(rpc, served=metrics.guard.certificate_served, refused=metrics.guard.certificate_refused)
 
     def guard(app: WSGIApplication) -> WSGIApplication:
         return app if identities is None else guarded(app, identities)
