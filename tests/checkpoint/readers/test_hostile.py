@@ -23,8 +23,8 @@ from tests.checkpoint.readers.test_neox import small
 from tests.support import megatron, neox
 from tests.support.megatron_dist import save_torch_dist
 
-FLIPS = int(os.environ.get("TESSERA_FLIPS", "12"))
-"""Changed bytes of each layout."""
+FLIPS = int(os.environ.get("TESSERA_FLIPS", "80"))
+"""Changed bytes of each layout: two thousand of all."""
 SEED = int(os.environ.get("TESSERA_SEED", "1"))
 
 
