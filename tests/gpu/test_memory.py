@@ -7,7 +7,7 @@ from typing import Final
 
 import pytest
 
-from benchmarks.gpu_training import BOTH, OPTIMIZER, Case, make_text, run
+from benchmarks.gpu_training import BOTH, CASE_SECONDS, OPTIMIZER, Case, make_text, run
 from tests.gpu.device import ON_DEVICE, REHEARSED, some
 
 pytestmark = ON_DEVICE
@@ -19,7 +19,8 @@ WAYS: Final = {"optimizer": OPTIMIZER, "both": BOTH}
 @pytest.mark.parametrize("name", some(WAYS, "both"))
 def test_a_run_takes_the_device_memory_that_was_forecast(name: str, tmp_path: Path) -> None:
     text = make_text(tmp_path / "text.txt", megabytes=0.2 if REHEARSED else 4)
-    told = run(Case("fits", name, "125M", WAYS[name], micro=4), tmp_path, text, rehearse=REHEARSED)
+    case = Case("fits", name, "125M", WAYS[name], micro=4)
+    told = run(case, tmp_path, text, CASE_SECONDS, rehearse=REHEARSED)
     assert "failed" not in told, told
     kind = "host_bytes" if REHEARSED else "device_bytes"
     assert told[kind]["forecast"] > 0

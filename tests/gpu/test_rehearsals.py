@@ -60,6 +60,38 @@ def test_cells_that_come_too_late_are_recorded_as_not_run(tmp_path: Path) -> Non
     assert {cell["not_run"] for cell in json.loads(out.read_text())["shapes"]["tiny"][1:]} == {"the time was over"}
 
 
+def test_a_run_that_takes_too_long_is_recorded_and_the_others_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limits: list[float] = []
+
+    def too_long(command: list[str], *, timeout: float, **_: object) -> subprocess.CompletedProcess[str]:
+        limits.append(timeout)
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    out = tmp_path / "training.json"
+    words = ["gpu_training", "--rehearse", "--parts", "fits", "--minutes", "2", "--out", str(out), "--work", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.setattr(subprocess, "run", too_long)
+    assert gpu_training.main() == 1, capsys.readouterr().out
+    rows = json.loads(out.read_text())["cases"]
+    assert len(rows) == len(limits) == 3
+    assert [row["limit_seconds"] for row in rows] == limits
+    assert {row["failed"].partition(" the ")[0] for row in rows} == {"it took longer than"}
+    assert max(limits) <= 120
+    assert limits == sorted(limits, reverse=True)
+
+
+def test_no_run_has_more_than_a_quarter_of_an_hour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_long(command: list[str], *, timeout: float, **_: object) -> subprocess.CompletedProcess[str]:
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(subprocess, "run", too_long)
+    case = next(case for case in gpu_training.cases() if case.part == "fits")
+    (row,) = gpu_training.measured([case], tmp_path, tmp_path / "text", float("inf"), rehearse=True)
+    assert row["limit_seconds"] == 900
+
+
 @pytest.mark.slow
 def test_the_benchmark_of_training_makes_every_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -71,7 +103,7 @@ def test_the_benchmark_of_training_makes_every_run(
 
     out = tmp_path / "training.json"
     monkeypatch.setattr(sys, "argv", ["gpu_training", "--rehearse", "--out", str(out)])
-    monkeypatch.setattr(gpu_training, "subprocess", SimpleNamespace(run=forked))
+    monkeypatch.setattr(gpu_training, "subprocess", SimpleNamespace(run=forked, TimeoutExpired=subprocess.TimeoutExpired))
     assert gpu_training.main() == 0, capsys.readouterr().out
     rows = json.loads(out.read_text())["cases"]
     assert {row["part"] for row in rows} == {"exact", "fits", "disk", "ways"}
