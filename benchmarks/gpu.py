@@ -8,32 +8,38 @@ decode one token of each, planned as the engine plans them: launched piece by pi
 * the median of a step's seconds, and the tokens of all sequences a second;
 * the share of the memory's limit: the bytes that a step must read (all weights but the embedding, and the keys and values of
   all sequences) by the device's nominal bandwidth, over the step's seconds;
-* the share of a step in which the device waits for the host: what lies outside the time between two events on its stream;
+* the share of a step in which the device waits for the host: what is left of the step's seconds without those in which the
+  device computes or copies anything, by torch's profiler over a few more steps, which are not timed;
 
-and tokens a second of transformers' ``generate`` on the same prompts, and of its continuous batching. How long capturing took,
-and what memory the graphs hold, is recorded once for each shape.
+and, when all cells of a shape are measured and the server's weights and cache are freed, tokens a second of transformers'
+``generate`` on the same prompts, and of its continuous batching. How long capturing took, and what memory the graphs hold, is
+recorded once for each shape.
 
-The record is written anew after each cell; cells that would begin after ``--minutes`` are recorded as not run. ``--rehearse``
-does all of it with tiny shapes on the CPU, where recorded operations stand in for graphs and a share of a limit means nothing
-and is left out.
+The record is written anew after each cell, and after each that transformers has done; what would begin after ``--minutes`` is
+recorded as not run, and what transformers cannot do, as failed. ``--rehearse`` does all of it with tiny shapes on the CPU,
+where recorded operations stand in for graphs and torch's operations for the device's: there a share of a limit means nothing
+and is left out, and that of waiting means nothing either.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import json
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from rich.console import Console
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, ContinuousBatchingConfig
 
 from benchmarks.pretrained import Generates, greedy, read_model
@@ -51,6 +57,10 @@ BANDWIDTH: Final = {"A100": 2.04e12, "H100": 3.35e12, "H200": 4.8e12, "B200": 8.
 BLOCK_TOKENS: Final = 16
 CHUNK_TOKENS: Final = 8192
 """Of a prompt's computation, at most so many tokens in one step."""
+WARMING: Final = 3
+"""Steps of a cell before those that are timed, each way."""
+PROFILED: Final = 4
+"""Steps of a cell after those that are timed, each way, of which the device's own time is taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,19 +98,24 @@ def make_model(folder: Path, sizes: dict[str, int], device: str, dtype: str) -> 
     model.save_pretrained(folder)
 
 
+def prompts(batch: int, context: int, vocabulary: int) -> list[list[int]]:
+    """Those of a cell."""
+    source = torch.Generator().manual_seed(batch * context)
+    return torch.randint(0, vocabulary, (batch, context), generator=source).tolist()
+
+
 class Decoding:
     """Sequences that are decoded together, by plans like the engine's."""
 
     def __init__(self, runner: Runner, batch: int, context: int, vocabulary: int) -> None:
         self._runner, self._batch, self._length, self._step = runner, batch, context, 0
-        source = torch.Generator().manual_seed(batch * context)
-        self.prompts = torch.randint(0, vocabulary, (batch, context), generator=source).tolist()
+        self._prompts = prompts(batch, context, vocabulary)
         self._blocks = iter(range(1 << 30))
         self._held = [0] * batch
 
     def start(self) -> None:
         """Compute the prompts."""
-        for number, prompt in enumerate(self.prompts):
+        for number, prompt in enumerate(self._prompts):
             begun = Start(
                 sequence=SequenceId(number), index=0, token_ids=tuple(prompt), num_prompt_tokens=len(prompt),
                 sampling=SamplingParams(),
@@ -135,29 +150,45 @@ class Decoding:
         assert not result.faults, result.faults[0].message
 
 
-def _timers() -> list[torch.cuda.Event]:
-    """Two moments on the device."""
-    return [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+def busy_seconds(events: Iterable[FunctionEvent], device: str) -> float:
+    """The time in which the device did anything: what it does at once counts once, and labels of spans not at all."""
+    spans = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in events
+        if event.device_type.name.lower() == device and not event.is_user_annotation
+    )
+    busy, until = 0.0, float("-inf")
+    for begin, end in spans:
+        busy += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return busy / 1e6
 
 
-def timed_steps(decoding: Decoding, steps: int, device: str) -> dict[str, float]:
-    """Seconds of a step, and the share of it in which the device waits."""
-    walls, busy = [], []
-    for _ in range(3):
-        decoding.step()
-    for _ in range(steps):
-        events = _timers() if device == "cuda" else []
-        began = time.perf_counter()
-        if events:
-            events[0].record()
-        decoding.step()
-        if events:
-            events[1].record()
+def device_seconds(step: Callable[[], None], device: str) -> float:
+    """What a step takes the device itself, however long the host takes to launch it."""
+    activity = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
+    with profile(activities=[activity]) as seen:
+        for _ in range(PROFILED):
+            step()
+        if device == "cuda":
             torch.cuda.synchronize()
-            busy.append(events[0].elapsed_time(events[1]) / 1e3)
+    return busy_seconds(seen.events() or (), device) / PROFILED
+
+
+def timed_steps(step: Callable[[], None], steps: int, device: str) -> dict[str, Any]:
+    """Seconds of a step, and the share of it in which the device waits."""
+    walls = []
+    for _ in range(WARMING):
+        step()
+    for _ in range(steps):
+        began = time.perf_counter()
+        step()
+        if device == "cuda":
+            torch.cuda.synchronize()
         walls.append(time.perf_counter() - began)
-    wall = statistics.median(walls)
-    return {"seconds": wall} | ({"device_waits": 1 - statistics.median(busy) / wall} if busy else {})
+    wall, busy = statistics.median(walls), device_seconds(step, device)
+    waits = max(0.0, 1 - busy / wall) if busy else "not told: the profiler saw nothing on the device"
+    return {"seconds": wall, "device_waits": waits}
 
 
 def bytes_of_step(model: RankModel, sizes: dict[str, int], batch: int, context: int, itemsize: int) -> int:
@@ -221,29 +252,28 @@ def loaded(folder: Path, programme: Programme, most_tokens: int) -> tuple[RankMo
     return model, runner, taken
 
 
-def both_ways(runner: Runner, decoding: Decoding, steps: int, device: str) -> Iterator[tuple[str, dict[str, float]]]:
+def both_ways(runner: Runner, decoding: Decoding, steps: int, device: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """What steps take that are launched piece by piece, and what replayed ones do."""
     graphs, runner.graphs = runner.graphs, None
-    yield "eager", timed_steps(decoding, steps, device)
+    yield "eager", timed_steps(decoding.step, steps, device)
     runner.graphs = graphs
-    yield "graphs", timed_steps(decoding, steps, device)
+    yield "graphs", timed_steps(decoding.step, steps, device)
 
 
 def cells(programme: Programme, folder: Path, sizes: dict[str, int], steps: int, ends: float) -> Iterator[dict[str, Any]]:
-    """All cells of a shape, as they are measured: Tessera's first, then the peers' beside them."""
+    """All cells of a shape, as they are measured. What they need of the device is free again after the last."""
     wanted = [(batch, context) for context in programme.contexts for batch in programme.batches]
     model, runner, captured = loaded(folder, programme, max(batch * context for batch, context in wanted))
     yield {"captured": captured}
     itemsize = getattr(torch, programme.dtype).itemsize
     name = torch.cuda.get_device_name() if programme.device == "cuda" else ""
     bandwidth = next((value for part, value in BANDWIDTH.items() if part in name), None)
-    peer = read_model(folder, programme.dtype, programme.device)
     for batch, context in wanted:
         cell: dict[str, Any] = {"batch": batch, "context": context}
         if time.monotonic() > ends:
             yield cell | {"not_run": "the time was over"}
             continue
-        if batch * (-(-(context + 2 * (steps + 3)) // BLOCK_TOKENS)) > model.facts.num_blocks:
+        if batch * (-(-(context + 2 * (WARMING + steps + PROFILED)) // BLOCK_TOKENS)) > model.facts.num_blocks:
             yield cell | {"not_run": f"the cache holds {model.facts.num_blocks} blocks"}
             continue
         decoding = Decoding(runner, batch, context, sizes["vocab_size"])
@@ -254,7 +284,53 @@ def cells(programme: Programme, folder: Path, sizes: dict[str, int], steps: int,
                 needed = bytes_of_step(model, sizes, batch, context, itemsize) / bandwidth
                 cell[way]["share_of_memory_limit"] = needed / told["seconds"]
         decoding.end()
-        yield cell | {"transformers": by_transformers(peer, decoding.prompts, steps, programme.device)}
+        yield cell
+
+
+def beside(
+    rows: list[dict[str, Any]], programme: Programme, folder: Path, sizes: dict[str, int], steps: int, ends: float
+) -> Iterator[dict[str, Any]]:
+    """Each cell that was measured, with what transformers does of it put in; or why it does nothing."""
+    peer: Generates | None = None
+    failed = ""
+    for row in rows:
+        if "graphs" not in row:
+            continue
+        if time.monotonic() > ends:
+            row["transformers"] = {"not_run": "the time was over"}
+            yield row
+            continue
+        if peer is None and not failed:
+            try:
+                peer = read_model(folder, programme.dtype, programme.device)
+            except torch.OutOfMemoryError as error:
+                failed = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        if peer is None:
+            row["transformers"] = {"failed": failed}
+        else:
+            asked = prompts(row["batch"], row["context"], sizes["vocab_size"])
+            row["transformers"] = by_transformers(peer, asked, steps, programme.device)
+            give_back(programme.device)
+        yield row
+
+
+def of_shape(
+    rows: list[dict[str, Any]], programme: Programme, folder: Path, sizes: dict[str, int], steps: int, ends: float
+) -> Iterator[dict[str, Any]]:
+    """Each row of a shape when it is put among the others, and again when it has more: Tessera's first, then the peers'."""
+    give_back(programme.device)
+    for cell in cells(programme, folder, sizes, steps, ends):
+        rows.append(cell)
+        yield cell
+    give_back(programme.device)
+    yield from beside(rows, programme, folder, sizes, steps, ends)
+
+
+def give_back(device: str) -> None:
+    """What nothing holds any more, to the device."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
 
 
 def main() -> int:
@@ -264,7 +340,7 @@ def main() -> int:
     parser.add_argument("--rehearse", action="store_true", help="tiny shapes on the CPU: whether it works, not how fast")
     parser.add_argument("--shapes", nargs="+", choices=list(REAL.shapes), help="all")
     parser.add_argument("--steps", type=int, default=32, help="timed steps of a cell (32)")
-    parser.add_argument("--minutes", type=float, default=10.0, help="no cell begins later (10)")
+    parser.add_argument("--minutes", type=float, default=10.0, help="no cell begins later, nor transformers on one (10)")
     parser.add_argument("--work", type=Path, help="where the models are made and kept; default: a folder that is removed")
     parser.add_argument("--out", type=Path, help="result file; default: benchmarks/results/gpu-<date>.json, not of a rehearsal")
     args = parser.parse_args()
@@ -286,9 +362,8 @@ def main() -> int:
             folder = (args.work or Path(scratch)) / name
             make_model(folder, sizes, programme.device, programme.dtype)
             rows: list[dict[str, Any]] = record["shapes"].setdefault(name, [])
-            for cell in cells(programme, folder, sizes, args.steps, ends):
-                rows.append(cell)
-                console.print_json(json.dumps({"shape": name} | cell))
+            for row in of_shape(rows, programme, folder, sizes, args.steps, ends):
+                console.print_json(json.dumps({"shape": name} | row))
                 if out is not None:
                     out.write_text(json.dumps(record, indent=1) + "\n")
     return 0

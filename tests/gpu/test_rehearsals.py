@@ -6,14 +6,16 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Final
+from typing import Any, Final
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
-from benchmarks import gpu_training
+from benchmarks import gpu, gpu_training
 from tests.finetune.support import run_command
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -47,6 +49,7 @@ def test_the_benchmark_of_decoding_measures_every_cell(tmp_path: Path) -> None:
     for cell in cells:
         for way in ("eager", "graphs"):
             assert cell[way]["tokens_per_second"] == pytest.approx(cell["batch"] / cell[way]["seconds"])
+            assert 0 <= cell[way]["device_waits"] < 1
         assert set(cell["transformers"]) == {"generate", "continuous_batching"}
         assert not [told for told in cell["transformers"].values() if "failed" in str(told)]
 
@@ -58,6 +61,69 @@ def test_cells_that_come_too_late_are_recorded_as_not_run(tmp_path: Path) -> Non
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=True, timeout=900)
     assert {cell["not_run"] for cell in json.loads(out.read_text())["shapes"]["tiny"][1:]} == {"the time was over"}
+
+
+def event(begin: int, end: int, kind: str = "CUDA", *, label: bool = False) -> Any:
+    """What a profiler saw, in microseconds."""
+    return SimpleNamespace(
+        device_type=SimpleNamespace(name=kind), is_user_annotation=label, time_range=SimpleNamespace(start=begin, end=end)
+    )
+
+
+def test_a_device_is_busy_while_it_does_anything() -> None:
+    seen = [event(30, 40), event(0, 10), event(5, 20), event(6, 8), event(0, 100, "CPU"), event(0, 100, label=True)]
+    assert gpu.busy_seconds(seen, "cuda") == pytest.approx(30e-6)
+    assert gpu.busy_seconds([], "cuda") == 0
+
+
+@pytest.mark.parametrize(("busy", "waits"), [(0.002, 0.8), (0.0095, 0.05), (0.011, 0)])
+def test_a_device_waits_for_what_is_left_of_a_step(monkeypatch: pytest.MonkeyPatch, busy: float, waits: float) -> None:
+    clock = iter(range(100))
+    monkeypatch.setattr(gpu, "time", SimpleNamespace(perf_counter=lambda: next(clock) / 100))
+    monkeypatch.setattr(gpu, "device_seconds", lambda *_: busy)
+    told = gpu.timed_steps(lambda: None, 5, "cpu")
+    assert told == {"seconds": pytest.approx(0.01), "device_waits": pytest.approx(waits)}
+
+
+def test_a_device_of_which_nothing_was_seen_is_not_said_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "device_seconds", lambda *_: 0.0)
+    assert gpu.timed_steps(lambda: None, 2, "cpu")["device_waits"] == "not told: the profiler saw nothing on the device"
+
+
+def test_a_step_is_profiled_without_what_the_host_does_beside() -> None:
+    numbers = torch.ones(8)
+    assert gpu.device_seconds(lambda: None, "cpu") == 0
+    assert gpu.device_seconds(lambda: numbers.add_(1), "cpu") > 0
+
+
+@pytest.mark.slow
+def test_transformers_is_loaded_into_a_free_device_and_may_have_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[weakref.ref[Any]] = []
+    alive: list[Any] = []
+    given = gpu.loaded
+
+    def noted(*args: Any) -> Any:
+        found = given(*args)
+        held.extend(weakref.ref(part) for part in (found[0].body, found[1]))
+        return found
+
+    def without_room(*_: object) -> Any:
+        alive.extend(ref for ref in held if ref() is not None)
+        raise torch.OutOfMemoryError("there is no room")
+
+    monkeypatch.setattr(gpu, "loaded", noted)
+    monkeypatch.setattr(gpu, "read_model", without_room)
+    sizes, rows = gpu.REHEARSAL.shapes["tiny"], list[dict[str, Any]]()
+    with torch.no_grad():  # so that it is as before afterwards
+        gpu.make_model(tmp_path, sizes, "cpu", gpu.REHEARSAL.dtype)
+        told = [dict(row) for row in gpu.of_shape(rows, gpu.REHEARSAL, tmp_path, sizes, 2, float("inf"))]
+    assert len(held) == 2
+    assert not alive
+    assert len(rows) == 5
+    assert ["transformers" in row for row in told] == [False] * 5 + [True] * 4
+    assert [row["transformers"] for row in rows[1:]] == [{"failed": "OutOfMemoryError: there is no room"}] * 4
 
 
 def test_a_run_that_takes_too_long_is_recorded_and_the_others_are_made(
