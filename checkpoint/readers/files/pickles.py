@@ -99,14 +99,19 @@ def _counts(value: object) -> tuple[int, ...]:
 
 def _rebuild_tensor(storage: object, first_item: object, shape: object, strides: object, *more: object) -> StoredTensor:
     """Stand-in of ``torch._utils._rebuild_tensor_v2``; gradients and hooks are not wanted."""
-    if not isinstance(storage, _Storage):
-        raise Refused("a tensor of the table has no storage")
+    if not isinstance(storage, _Storage) or not storage.dtype:
+        raise Refused("a tensor of the table has no storage with a dtype")
     if any(isinstance(item, dict) and (item.get("neg") or item.get("conj")) for item in more):
         raise Refused("a tensor of the table is a lazily negated view; save it after .resolve_neg()")
     made = StoredTensor(storage.key, storage.dtype, storage.num_items, _count(first_item), _counts(shape), _counts(strides))
     if len(made.shape) != len(made.strides):
         raise Refused(f"a tensor of the table has shape {made.shape} and strides {made.strides}")
     return made
+
+
+def _rebuild_untyped(*_: object) -> NoReturn:
+    """Stand-in of ``torch._utils._rebuild_tensor_v3``, which torch writes for the dtypes of ``_UNREAD`` alone."""
+    raise Refused("a tensor of the table has no storage with a dtype")
 
 
 def _rebuild_parameter(data: object, *_: object) -> StoredTensor:
@@ -150,11 +155,21 @@ DTYPES: Final[Mapping[str, str]] = {
 }
 """torch's names of dtypes, and the format's."""
 
+_UNREAD: Final = frozenset(
+    {
+        "uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu",
+        "float4_e2m1fn_x2",
+    }
+)  # fmt: skip
+"""torch's names of dtypes that have no storage of their own; no tensor is read in them."""
+
 _TENSORS: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): _Maker(_make_table),
     ("torch._utils", "_rebuild_tensor_v2"): _Maker(_rebuild_tensor),
+    ("torch._utils", "_rebuild_tensor_v3"): _Maker(_rebuild_untyped),
     ("torch._utils", "_rebuild_parameter"): _Maker(_rebuild_parameter),
     ("torch", "Size"): _Maker(_counts),
+    ("torch.storage", "UntypedStorage"): _StorageType(""),
     **{("torch", name): _StorageType(dtype) for name, dtype in _STORAGES.items()},
     **{("torch", name): dtype for name, dtype in DTYPES.items()},
 }
@@ -205,6 +220,9 @@ class _Unpickler(pickle.Unpickler):
             pass
         if (module, name) not in self._made:
             self._made[module, name] = self._allowed.find(module, name)
+        if self._made[module, name] is None and module == "torch" and name in _UNREAD:
+            what = ", as quantised weights have" if name.startswith("float") else ""
+            raise Refused(f"it holds a tensor of dtype torch.{name}{what}; supported are {', '.join(DTYPES)}")
         if self._made[module, name] is None:
             raise Refused(f"the pickle names {module}.{name}; only tables of tensors are read, so this is refused")
         return self._made[module, name]

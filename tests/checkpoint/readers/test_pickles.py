@@ -139,6 +139,20 @@ def test_what_is_no_flat_table_of_dense_tensors_is_refused(tmp_path: Path, value
     assert rule in refusal(saved(tmp_path, value))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "rule"),
+    [
+        (torch.float8_e4m3fn, "a tensor of dtype torch.float8_e4m3fn, as quantised weights have; supported are"),
+        (torch.float8_e5m2, "a tensor of dtype torch.float8_e5m2, as quantised weights have; supported are"),
+        (torch.float8_e8m0fnu, "a tensor of dtype torch.float8_e8m0fnu, as quantised weights have; supported are"),
+        (torch.uint16, "a tensor of dtype torch.uint16; supported are"),
+        (torch.uint64, "a tensor of dtype torch.uint64; supported are"),
+    ],
+)
+def test_a_dtype_that_is_not_read_is_refused_by_its_name(tmp_path: Path, dtype: torch.dtype, rule: str) -> None:
+    assert rule in refusal(saved(tmp_path, {"plain": torch.ones(2), "w": torch.ones(2).to(dtype)}))
+
+
 def test_the_form_before_torch_1_6_is_refused(tmp_path: Path) -> None:
     assert "since 1.6" in refusal(saved(tmp_path, {"w": torch.ones(2)}, _use_new_zipfile_serialization=False))
 
@@ -251,6 +265,13 @@ def test_the_hand_made_pickle_is_a_good_one(tmp_path: Path) -> None:
 )
 def test_a_tensor_outside_its_storage_is_refused(tmp_path: Path, numbers: dict[str, Any], rule: str) -> None:
     assert rule in refusal(archive(tmp_path, tensor_pickle(**numbers), storages={"0": b"\0" * 16}))
+
+
+@pytest.mark.parametrize("rebuild", [b"_rebuild_tensor_v2", b"_rebuild_tensor_v3"])
+def test_bytes_without_a_dtype_are_no_tensor(tmp_path: Path, rebuild: bytes) -> None:
+    table = tensor_pickle().replace(b"torch\nFloatStorage", b"torch.storage\nUntypedStorage")
+    table = table.replace(b"_rebuild_tensor_v2", rebuild)
+    assert "has no storage with a dtype" in refusal(archive(tmp_path, table, storages={"0": b"\0" * 4}))
 
 
 @pytest.mark.parametrize(
