@@ -124,10 +124,17 @@ struct Pairs {
         return side_by_side(rows);
     }
     static factors values(const stored* row, int64_t width) {
+#ifdef __AVX512F__
+        // In registers: halves that are stored one after the other cannot be loaded as one before both have reached the cache.
+        const __m256i first = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row));
+        const __m256i second = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + width));
+        return side_by_side((factors)_mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1));
+#else
         factors rows;
         std::memcpy(&rows, row, 32);
         std::memcpy(reinterpret_cast<char*>(&rows) + 32, row + width, 32);
         return side_by_side(rows);
+#endif
     }
     // Those of the first row, or of the second, alone.
     static factors only(factors row, int which) {
