@@ -14,6 +14,7 @@
 namespace {
 
 constexpr int64_t kWord = 4;
+constexpr int64_t kLine = 64;
 
 // Words [from, to) of the rows of one panel, wherever they lie.
 void pack_words(const char* plain, char* panel, int64_t rows, int64_t W, int64_t from, int64_t to) {
@@ -106,10 +107,16 @@ void pack(const char* plain, char* packed, int64_t O, int64_t W, int threads) {
 
 #ifdef __AVX512F__
 
+// Memory that is asked for while something else is computed, a line with every word of the inputs.
+struct Ahead {
+    const char* place;
+    int64_t stride;  // 0: nothing is wanted, and ``place`` is there already
+};
+
 // One panel times R rows. With few rows the sums are split U ways along the inputs, so that additions do not wait for one another.
 template <typename kind, int R, int U>
 void panel_times_rows(const typename kind::number* panel, const typename kind::number* x, int64_t stride, const typename kind::number* bias,
-                      Activation activation, typename kind::number* y, int64_t O, int64_t I, int64_t outputs) {
+                      Activation activation, typename kind::number* y, int64_t O, int64_t I, int64_t outputs, [[maybe_unused]] Ahead ahead) {
     constexpr int64_t step = kind::kInputs, half = kPanel / 2 * step;
     __m512 totals[R][2];
     for (int r = 0; r < R; ++r) totals[r][0] = totals[r][1] = _mm512_setzero_ps();
@@ -119,7 +126,11 @@ void panel_times_rows(const typename kind::number* panel, const typename kind::n
         for (int u = 0; u < U; ++u)
             for (int r = 0; r < R; ++r) sums[u][r][0] = sums[u][r][1] = _mm512_setzero_ps();
         int64_t i = begin;
-        for (; i + (U - 1) * step < end; i += U * step)
+        for (; i + (U - 1) * step < end; i += U * step) {
+            if constexpr (R == kRows) {
+                _mm_prefetch(ahead.place, _MM_HINT_T1);
+                ahead.place += ahead.stride;
+            }
             for (int u = 0; u < U; ++u) {
                 const typename kind::number* weights = panel + (i + u * step) * kPanel;
                 for (int r = 0; r < R; ++r) {
@@ -127,6 +138,7 @@ void panel_times_rows(const typename kind::number* panel, const typename kind::n
                     sums[u][r][1] = kind::multiply(sums[u][r][1], weights + half, x + r * stride + i + u * step);
                 }
             }
+        }
         for (; i < end; i += step)
             for (int r = 0; r < R; ++r) {
                 sums[0][r][0] = kind::multiply(sums[0][r][0], panel + i * kPanel, x + r * stride + i);
@@ -159,9 +171,21 @@ void linear(const typename kind::number* x, int64_t M, int64_t stride, const typ
         const typename kind::number* own_bias = bias ? bias + p * kPanel : nullptr;
         const int64_t outputs = O - p * kPanel < kPanel ? O - p * kPanel : kPanel;
         int64_t m = first;
+        // While the second eight rows and the third are computed from what the first have read, the next panel comes, half with each.
+        const int64_t words = I / kind::kInputs;
+        const char* next = reinterpret_cast<const char*>(panel + kPanel * I);
+        const int64_t left = blocks == 1 && p + 1 < panels ? 2 : 0;
+        Ahead ahead = {reinterpret_cast<const char*>(panel), 0};
 #define TESSERA_ROWS(R, U) \
-    panel_times_rows<kind, R, U>(panel, x + m * stride, stride, own_bias, activation, y + m * O + p * kPanel, O, I, outputs)
-        for (; m + kRows <= end; m += kRows) TESSERA_ROWS(8, 1);
+    panel_times_rows<kind, R, U>(panel, x + m * stride, stride, own_bias, activation, y + m * O + p * kPanel, O, I, outputs, ahead)
+        for (; m + kRows <= end; m += kRows) {
+            const int64_t part = (m - first) / kRows - 1;
+            if (part >= 0 && part < left)
+                ahead = {next + part * words * kLine, kLine};
+            else
+                ahead.stride = 0;
+            TESSERA_ROWS(8, 1);
+        }
         switch (end - m) {
             case 7: TESSERA_ROWS(7, 1); break;
             case 6: TESSERA_ROWS(6, 1); break;
