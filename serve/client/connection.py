@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ipaddress
 import os
 import re
 import ssl
@@ -16,11 +15,20 @@ import grpc
 import grpc.aio
 
 from serve.client.calls import CHANNEL_OPTIONS, DEFAULT_ADDRESS
+from serve.credentials import (
+    NEEDS_TLS,
+    SYSTEM,
+    VARIABLES,
+    add_connection_group,
+    add_credentials,
+    check_token,
+    chosen_tls,
+    is_loopback,
+    read,
+    read_token,
+)
 
 Metadata = tuple[tuple[str, str | bytes], ...]
-
-SYSTEM: Final = "system"
-"""In place of a file of authorities: those that gRPC trusts by default."""
 
 _AUTHORIZATION: Final = "authorization"
 _PROXY: Final = "grpc.enable_http_proxy"
@@ -36,7 +44,6 @@ _SERVICE_CONFIGS: Final[Mapping[str, str]] = {
         '"blackoutPeriod":"2s","weightUpdatePeriod":"1s"}}],"healthCheckConfig":{"serviceName":"serve.v1.Inference"}}'
     ),
 }
-_TOKEN: Final = re.compile(r"[\x21-\x7e]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +67,7 @@ class Tls:
         if (self.cert is None) != (self.key is None):
             raise ValueError("a client's certificate and its key must be given together")
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        roots, key, cert = (None if file is None else _read(file) for file in (self.ca, self.key, self.cert))
+        roots, key, cert = (None if file is None else read(file) for file in (self.ca, self.key, self.cert))
         try:
             if roots is not None:
                 context.load_verify_locations(cadata=roots.decode("ascii"))
@@ -172,19 +179,10 @@ class Connection:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of a command that say how the server is reached."""
-    group = parser.add_argument_group(
-        "connection",
-        "What is left out is read from the environment; a token never stands on the command line, which others see.",
-    )
+    group = add_connection_group(parser)
     forms = "host:port, unix:/path, dns:///host:port or ipv4:a:port,b:port"
     group.add_argument("--address", help=f"{forms} (TESSERA_ADDRESS, else {DEFAULT_ADDRESS})")
-    group.add_argument("--ca", metavar="FILE", help=f"TLS, trusting these authorities; {SYSTEM}: the usual ones (TESSERA_CA)")
-    group.add_argument("--cert", metavar="FILE", help="this client's certificate, for a server that asks (TESSERA_CLIENT_CERT)")
-    group.add_argument("--key", metavar="FILE", help="its key (TESSERA_CLIENT_KEY)")
-    group.add_argument("--server-name", metavar="NAME", help="the name in the server's certificate (TESSERA_SERVER_NAME)")
-    group.add_argument("--plain", action="store_true", help="no TLS, also where the environment names files for it")
-    group.add_argument("--token-file", metavar="FILE", help="file that holds the token (TESSERA_TOKEN is the token itself)")
-    group.add_argument("--plain-token", action="store_true", help="let the token leave this machine without TLS")
+    add_credentials(group)
     group.add_argument("--round-robin", action="store_true", help="as --policy round_robin")
     group.add_argument("--affinity", action="store_true", help="tell balancers by a hash which prompts begin alike")
     group.add_argument("--policy", choices=POLICIES, help=f"how calls choose among the addresses of the name ({POLICIES[0]})")
@@ -200,13 +198,7 @@ def connecting_of(arguments: argparse.Namespace) -> Connecting:
     given["affinity"] = arguments.affinity
     if arguments.policy is not None:
         given["policy"] = arguments.policy
-    named = {
-        "TESSERA_CA": arguments.ca,
-        "TESSERA_CLIENT_CERT": arguments.cert,
-        "TESSERA_CLIENT_KEY": arguments.key,
-        "TESSERA_SERVER_NAME": arguments.server_name,
-    }
-    chosen = {name: value for name, value in named.items() if value is not None}
+    chosen = chosen_tls(arguments)
     if arguments.plain:
         if chosen:
             raise ValueError("--plain and --ca, --cert, --key, --server-name exclude each other")
@@ -214,25 +206,15 @@ def connecting_of(arguments: argparse.Namespace) -> Connecting:
     elif chosen:
         given["credentials"] = _tls_of({**os.environ, **chosen})
     if arguments.token_file is not None:
-        try:
-            given["token"] = _read(arguments.token_file).decode("ascii").strip()
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{arguments.token_file} must hold a token: {_TOKEN_RULE}") from error
-        if not given["token"]:
-            raise ValueError(f"{arguments.token_file} is empty; it must hold a token")
+        given["token"] = read_token(arguments.token_file)
     return given
 
 
-_TOKEN_RULE: Final = "visible ASCII characters without spaces"
-
-
 def _tls_of(variables: Mapping[str, str]) -> Tls | Literal["plain"]:
-    ca, cert, key, name = (variables.get(f"TESSERA_{it}", "") for it in ("CA", "CLIENT_CERT", "CLIENT_KEY", "SERVER_NAME"))
+    ca, cert, key, name = (variables.get(variable, "") for variable in VARIABLES.values())
     if not ca:
         if cert or key or name:
-            raise ValueError(
-                f"a client's certificate, key or server name needs TLS: give --ca (TESSERA_CA), a file or the word {SYSTEM}"
-            )
+            raise ValueError(NEEDS_TLS)
         return "plain"
     return Tls(ca=None if ca == SYSTEM else ca, cert=cert or None, key=key or None, server_name=name)
 
@@ -251,8 +233,7 @@ def _policy(given: Connecting) -> str:
 def _metadata(token: str, given: Mapping[str, str | bytes]) -> Metadata:
     entries = [(name.lower(), value) for name, value in given.items()]
     if token:
-        if not _TOKEN.fullmatch(token):
-            raise ValueError(f"the token must be {_TOKEN_RULE}")  # which is not shown: it may be one with a line break
+        check_token(token)
         if any(name == _AUTHORIZATION for name, _ in entries):
             raise ValueError(f"metadata has {_AUTHORIZATION}, which the token is sent as; give one of them")
         entries.append((_AUTHORIZATION, f"Bearer {token}"))
@@ -274,15 +255,4 @@ def _is_local(address: str) -> bool:
 def _is_loopback(place: str) -> bool:
     """Whether ``host:port``, ``host`` or ``[address]:port`` is this machine."""
     parts = re.fullmatch(r"(?:\[([^\[\]]+)\]|([^:/\[\]]+))(?::\d+)?", place)
-    host = (parts[1] or parts[2]) if parts else place
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def _read(file: str | Path) -> bytes:
-    try:
-        return Path(file).read_bytes()
-    except OSError as error:
-        raise ValueError(f"{file} cannot be read: {error.strerror}") from error
+    return is_loopback((parts[1] or parts[2]) if parts else place)

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import argparse
-import ipaddress
-import re
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPSConnection
-from pathlib import Path
 from typing import Final, Self
 from urllib.parse import SplitResult, urlsplit
 
+from serve.credentials import (
+    NEEDS_TLS,
+    SYSTEM,
+    VARIABLES,
+    add_connection_group,
+    add_credentials,
+    check_token,
+    chosen_tls,
+    is_loopback,
+    read_token,
+)
+
 DEFAULT_ADDRESS: Final = "127.0.0.1:9400"
-SYSTEM: Final = "system"
-"""In place of a file of authorities: those that this machine trusts."""
 
 _PATH: Final = "/metrics"
-_TOKEN: Final = re.compile(r"[\x21-\x7e]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,25 +45,21 @@ class Place:
         Raises:
             ValueError: a value breaks its rule, or a token would leave this machine without TLS.
         """
-        options = (arguments.ca, arguments.cert, arguments.key, arguments.server_name)
-        named = ("TESSERA_CA", "TESSERA_CLIENT_CERT", "TESSERA_CLIENT_KEY", "TESSERA_SERVER_NAME")
-        ca, cert, key, server_name = (
-            environment.get(name, "") if given is None else given for given, name in zip(options, named, strict=True)
-        )
+        chosen = chosen_tls(arguments)
+        ca, cert, key, server_name = ({**environment, **chosen}.get(variable, "") for variable in VARIABLES.values())
         url = _url(arguments.url, plain=arguments.plain or not ca)
-        is_given = any(given is not None for given in options)
-        if arguments.plain and (is_given or url.scheme == "https"):
+        if arguments.plain and (chosen or url.scheme == "https"):
             raise ValueError("--plain and --ca, --cert, --key, --server-name or an address of https exclude each other")
         if url.scheme == "http" and "://" not in arguments.url and not arguments.plain and (cert or key or server_name):
-            raise ValueError(
-                f"a client's certificate, key or server name needs TLS: give --ca (TESSERA_CA), a file or the word {SYSTEM}"
-            )
-        if url.scheme == "http" and is_given:
+            raise ValueError(NEEDS_TLS)
+        if url.scheme == "http" and chosen:
             raise ValueError(f"{url.geturl()} is without TLS, for which --ca, --cert, --key and --server-name are: say https")
-        token = _token(arguments.token_file, environment)
+        token = environment.get("TESSERA_TOKEN", "") if arguments.token_file is None else read_token(arguments.token_file)
+        if token:
+            check_token(token)
         if url.scheme == "https":
             return cls(url.geturl(), _context(ca, cert, key), server_name, token)
-        if token and not _is_loopback(url.hostname or "") and not arguments.plain_token:
+        if token and not is_loopback(url.hostname or "") and not arguments.plain_token:
             raise ValueError(
                 f"a token would go to {url.netloc} without TLS, for all on the way to read: give --ca, or say --plain-token "
                 "where the network is trusted"
@@ -99,17 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of a command that say where the metrics are and who asks for them."""
     where = f"of the metrics ({DEFAULT_ADDRESS}); the ready line says it"
     parser.add_argument("url", nargs="?", default=DEFAULT_ADDRESS, help=where)
-    group = parser.add_argument_group(
-        "connection",
-        "What is left out is read from the environment; a token never stands on the command line, which others see.",
-    )
-    group.add_argument("--ca", metavar="FILE", help=f"TLS, trusting these authorities; {SYSTEM}: the usual ones (TESSERA_CA)")
-    group.add_argument("--cert", metavar="FILE", help="your own certificate, for a server that asks (TESSERA_CLIENT_CERT)")
-    group.add_argument("--key", metavar="FILE", help="its key (TESSERA_CLIENT_KEY)")
-    group.add_argument("--server-name", metavar="NAME", help="the name in the server's certificate (TESSERA_SERVER_NAME)")
-    group.add_argument("--plain", action="store_true", help="no TLS, also where the environment names files for it")
-    group.add_argument("--token-file", metavar="FILE", help="file that holds the token (TESSERA_TOKEN is the token itself)")
-    group.add_argument("--plain-token", action="store_true", help="let the token leave this machine without TLS")
+    add_credentials(add_connection_group(parser))
 
 
 def _url(given: str, *, plain: bool) -> SplitResult:
@@ -142,26 +134,3 @@ def _context(ca: str, cert: str, key: str) -> ssl.SSLContext:
         except OSError as error:
             raise ValueError(f"{cert} or {key} cannot be read: {error.strerror}") from error
     return context
-
-
-def _token(file: str | None, environment: Mapping[str, str]) -> str:
-    token = environment.get("TESSERA_TOKEN", "")
-    if file is not None:
-        try:
-            token = Path(file).read_text(encoding="ascii").strip()
-        except OSError as error:
-            raise ValueError(f"{file} cannot be read: {error.strerror}") from error
-        except UnicodeDecodeError:
-            token = " "  # which is refused below
-        if not token:
-            raise ValueError(f"{file} is empty; it must hold a token")
-    if token and not _TOKEN.fullmatch(token):  # it is not shown: it may be one with a line break
-        raise ValueError("the token must be visible ASCII characters without spaces")
-    return token
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

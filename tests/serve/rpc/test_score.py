@@ -115,37 +115,40 @@ async def test_one_item_that_breaks_ends_the_call_and_frees_the_others() -> None
         await server.until_stats(lambda stats: stats.kv_blocks_used == 0)
 
 
+async def many_items_under_way(server: RunningServer) -> tuple[list[Any], asyncio.Future[Any]]:
+    """A scoring call named ``s``, as many items of which as may be are with ranks that stand still."""
+    server.ranks.go.clear()
+    items = [{"token_ids": {"ids": [5, 6]}} for _ in range(40)]
+    call = asyncio.ensure_future(score(server, *items, request_id="s"))
+    await server.until(lambda: server.gateway.num_in_flight == 16)
+    return items, call
+
+
+async def is_aborted(server: RunningServer, call: asyncio.Future[Any]) -> None:
+    """The call ends by its name, and nothing of it is left."""
+    await server.admin.Abort(admin_pb2.AbortRequest(request_id="s"))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    assert caught.value.code() is grpc.StatusCode.CANCELLED
+    server.ranks.go.set()
+    await server.until(lambda: server.gateway.num_in_flight == 0)
+
+
 async def test_a_scoring_call_is_aborted_by_its_one_name() -> None:
     async with serving() as server:
-        server.ranks.go.clear()
-        items = [{"token_ids": {"ids": [5, 6]}} for _ in range(40)]
-        call = asyncio.ensure_future(score(server, *items, request_id="s"))
-        await server.until(lambda: server.gateway.num_in_flight == 16)
-        await server.admin.Abort(admin_pb2.AbortRequest(request_id="s"))
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call
-        assert caught.value.code() is grpc.StatusCode.CANCELLED
-        server.ranks.go.set()
-        await server.until(lambda: server.gateway.num_in_flight == 0)
+        _, call = await many_items_under_way(server)
+        await is_aborted(server, call)
 
 
 async def test_a_call_refused_for_its_name_leaves_the_one_that_has_it_to_be_aborted() -> None:
     async with serving() as server:
-        server.ranks.go.clear()
-        items = [{"token_ids": {"ids": [5, 6]}} for _ in range(40)]
-        call = asyncio.ensure_future(score(server, *items, request_id="s"))
-        await server.until(lambda: server.gateway.num_in_flight == 16)
+        items, call = await many_items_under_way(server)
         async with asyncio.timeout(PATIENCE_SECONDS):
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await score(server, *items, request_id="s")
         assert refused.value.code() is grpc.StatusCode.ALREADY_EXISTS
         assert server.gateway.num_in_flight == 16, "nothing of it was begun"
-        await server.admin.Abort(admin_pb2.AbortRequest(request_id="s"))
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call
-        assert caught.value.code() is grpc.StatusCode.CANCELLED
-        server.ranks.go.set()
-        await server.until(lambda: server.gateway.num_in_flight == 0)
+        await is_aborted(server, call)
         assert len((await score(server, *items, request_id="s")).results) == 40, "the name is free again"
 
 
