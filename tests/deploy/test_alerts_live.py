@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import re
 import ssl
 import subprocess
 import sys
@@ -29,7 +28,7 @@ from serve.rpc.tokens import add_token
 from serve.runtime.edition import Edition
 from serve.v1 import admin_pb2
 from tests.deploy.balancers import free_ports
-from tests.deploy.prometheus import Prometheus, scraping
+from tests.deploy.prometheus import HELD, Prometheus, in_a_hurry, scraping
 from tests.deploy.test_alerts import RULES, alerts
 from tests.deploy.tools import needs
 from tests.repo.documents import REPOSITORY
@@ -44,7 +43,6 @@ SHORTER: Final = {
     "tessera_queue_oldest_seconds > 60": "tessera_queue_oldest_seconds > 2",
     "rate(tessera_step_seconds_count[5m]) == 0": "rate(tessera_step_seconds_count[5s]) == 0",
     "p99_rate5m > 30": "p99_rate5m > 1",
-    "tessera:servers_up[10m])[1h:1m]": "tessera:servers_up[5s])[1h:1s]",
 }
 FAULT: Final = 9
 """A prompt with this id breaks."""
@@ -94,7 +92,7 @@ class Watched:
 
     async def scrape(self, jobs: dict[str, list[str]]) -> None:
         """Start Prometheus, and wait until it has seen everybody: an increase is one over what was seen."""
-        rules = re.sub(r"for: \d+m", "for: 2s", await asyncio.to_thread(RULES.read_text))
+        rules = in_a_hurry(await asyncio.to_thread(RULES.read_text))
         for usual, shorter in SHORTER.items():
             assert usual in rules
             rules = rules.replace(usual, shorter)
@@ -274,9 +272,8 @@ async def test_every_alert_fires_for_its_cause_and_none_for_a_server_that_is_wel
     assert sorted(CAUSES) == sorted(alerts())
     async with watched(tmp_path) as all_:
         # All but what stays down and what is no server; of that number one is missing from then on.
-        held = 'min_over_time(tessera:servers_up{job="tessera"}[5s])'
         well = len(all_.jobs["tessera"]) - len(("down", "crashes"))
-        await all_.until(lambda: all_.prometheus.query(held) == [well])
+        await all_.until(lambda: all_.prometheus.query(HELD) == [well])
         await all_.end("gone")
         await all_.end("alone")
         expected = {(alert, all_.instances.get(name, "")) for alert, name in CAUSES.items()}

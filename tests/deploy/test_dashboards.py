@@ -14,7 +14,7 @@ import pytest
 
 from finetune.observe.metrics import TrainMetrics
 from serve.v1 import inference_pb2
-from tests.deploy.prometheus import Prometheus, scraping
+from tests.deploy.prometheus import HELD, Prometheus, in_a_hurry, scraping
 from tests.deploy.tools import needs
 from tests.repo.documents import REPOSITORY
 from tests.support.models import save
@@ -41,7 +41,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     folder = tmp_path_factory.mktemp("watched")
     model = save("gpt_neox", folder / "mine" / "checkpoints")
     rules = folder / "rules.yml"
-    rules.write_text(re.sub(r"for: \d+m", "for: 3s", RULES.read_text()))  # what it waits for is promtool's to try
+    rules.write_text(in_a_hurry(RULES.read_text()))
     run = TrainMetrics(model_name="mine")
     run.began(step=0, steps=1000)
     endpoint = run.listen(0)
@@ -121,6 +121,7 @@ def test_every_rule_is_evaluated_and_none_fires_under_load(watched: Watched) -> 
 def test_one_server_of_two_that_ends_is_told_of(watched: Watched) -> None:
     gone = watched.servers[1]
     address = gone.metrics_url.split("/")[2]
+    until(lambda: watched.prometheus.query(HELD) == [2.0], 60.0)
     assert gone.stop() == 0
     until(lambda: ("TesseraServerGone", address) in watched.prometheus.firing(), 60.0, every=0.5)
     until(lambda: ("TesseraFewerServers", "") in watched.prometheus.firing(), 60.0, every=0.5)
