@@ -66,6 +66,8 @@ class FakeRanks(Deferred):
         """Cleared: ``start`` waits."""
         self.loaded.set()
         self.num_steps = 0
+        self.in_step = threading.Event()
+        """Set while a step waits."""
         self.deaf: threading.Event | None = None
         """Steps wait for it, whatever becomes of the ranks: as a defect of the engine's own would have them."""
         self.last_step: int | None = None
@@ -85,9 +87,11 @@ class FakeRanks(Deferred):
         if self.deaf is not None:
             self.deaf.wait()
         while not self.go.wait(0.002) or (self.last_step is not None and self.num_steps >= self.last_step):
+            self.in_step.set()
             if self._closed.is_set() or self._dead:
                 break
             time.sleep(0.001)
+        self.in_step.clear()
         if self._closed.is_set() or self._dead:
             raise ExecutorDied("a rank is gone")
         self.num_steps += 1
@@ -158,6 +162,13 @@ class RunningServer:
         async with asyncio.timeout(PATIENCE_SECONDS):
             while not condition():  # noqa: ASYNC110
                 await asyncio.sleep(0.002)
+
+    async def until_held(self) -> None:
+        """Wait until ``last_step`` steps were computed and the next one waits: what is sent from now on lies in the engine's queue.
+
+        That so many were computed says less: the engine may look at its queue once more before the next.
+        """
+        await self.until(lambda: self.ranks.num_steps == self.ranks.last_step and self.ranks.in_step.is_set())
 
     async def until_told(self, commands: int) -> None:
         """Wait until so many commands lie in the engine's queue while its steps are held: it obeys them before the next."""

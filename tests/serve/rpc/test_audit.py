@@ -58,7 +58,7 @@ async def test_every_call_has_a_line_with_its_tenant_and_what_it_used(tmp_path: 
         assert await code_of(wrong) is grpc.StatusCode.INVALID_ARGUMENT
         running.ranks.last_step = running.ranks.num_steps + 1
         left = running.inference.Generate(request(tokens=9, request_id="left"), **bearer(token))
-        await running.until(lambda: running.ranks.num_steps == running.ranks.last_step)
+        await running.until_held()
         left.cancel()
         await asyncio.gather(left, return_exceptions=True)
         await running.until(lambda: running.count("Generate", "CANCELLED") == 1)

@@ -186,7 +186,7 @@ async def test_an_old_connection_takes_no_new_calls_and_keeps_those_it_has() -> 
     async with serving(rpc={"connection_age_seconds": 1}) as server:
         server.ranks.last_step = 3
         call = asyncio.ensure_future(server.inference.Generate(request(tokens=9)))
-        await server.until(lambda: server.ranks.num_steps == 3)
+        await server.until_held()
         async with asyncio.timeout(20):
             await server.channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
         server.ranks.last_step = None

@@ -100,7 +100,7 @@ async def test_abort_ends_a_request_as_its_own_client_could() -> None:
     async with serving() as server:
         server.ranks.last_step = 1
         call = asyncio.ensure_future(server.inference.Generate(request(tokens=250, request_id="victim")))
-        await server.until(lambda: server.ranks.num_steps == 1)
+        await server.until_held()
         aborted = asyncio.ensure_future(server.admin.Abort(admin_pb2.AbortRequest(request_id="victim")))
         await server.until_told(1)
         server.ranks.last_step = None

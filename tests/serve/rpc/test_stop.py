@@ -55,7 +55,7 @@ async def test_a_stop_waits_for_the_calls_that_handlers_have() -> None:
             stub = inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
             running.ranks.last_step = 3
             call = asyncio.ensure_future(stub.Generate(request(tokens=20)))
-            await running.until(lambda: running.ranks.num_steps == 3)
+            await running.until_held()
             stopping = asyncio.ensure_future(server.stop(20))
             await asyncio.sleep(0)
             running.ranks.last_step = None

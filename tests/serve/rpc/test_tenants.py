@@ -182,7 +182,7 @@ async def test_an_administrator_ends_what_waits_for_its_tenants_turn(tmp_path: P
     async with guarded(file) as running:
         running.ranks.last_step = 1
         first = running.inference.Generate(request(tokens=6), **bearer(token))
-        await running.until(lambda: running.ranks.num_steps == 1)
+        await running.until_held()
         waiting = [
             running.inference.Generate(request(request_id="mine"), **bearer(token)),
             running.inference.Score(scored(request_id="scored"), **bearer(token)),
@@ -252,7 +252,7 @@ async def test_limits_hold_on_the_wire_and_places_come_back(tmp_path: Path) -> N
     async with guarded(file) as running:
         running.ranks.last_step = 2
         first = running.inference.Generate(request(tokens=6), **bearer(token))
-        await running.until(lambda: running.ranks.num_steps == 2)
+        await running.until_held()
         refused = running.inference.Generate(request(), **bearer(token))
         assert await code_of(refused) is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "grpc-retry-pushback-ms" in dict(await refused.trailing_metadata())
@@ -273,7 +273,7 @@ async def test_the_rates_are_asked_before_a_text_is_tokenised_and_a_full_queue_c
     async with serving(rpc={"tokens": str(file)}, scheduler=scheduler, admission=admission) as running:
         running.ranks.last_step = 1
         calls = [running.inference.Generate(request(tokens=6), **bearer(other))]
-        await running.until(lambda: running.ranks.num_steps == 1)
+        await running.until_held()
         calls.append(running.inference.Generate(request(tokens=6, priority=0), **bearer(token)))
         await running.until_told(1)
         for method, message in (

@@ -142,7 +142,7 @@ async def test_the_file_changes_under_load_and_no_call_is_lost(tmp_path: Path) -
     async with guarded(file) as running:
         running.ranks.last_step = 2
         streams = [running.inference.Generate(request(tokens=6), **bearer(token)) for token in (stays, goes)]
-        await running.until(lambda: running.ranks.num_steps == 2)
+        await running.until(lambda: running.gateway.num_in_flight == 2)
         write(file, {"name": "stays", "sha256": digest_of(stays).hex()})
 
         async def refused() -> bool:

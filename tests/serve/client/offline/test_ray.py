@@ -55,7 +55,7 @@ async def test_ray_workers_answer_a_file_as_the_command_does_and_go_on_where_one
         process = await asyncio.create_subprocess_exec(
             *command, cwd=REPOSITORY, env=dict(os.environ), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
         )
-        await one.until(lambda: one.ranks.num_steps == one.ranks.last_step)  # its workers are in the middle of their work
+        await one.until_held()  # its workers are in the middle of their work
         assert addresses_that_listen(process.pid) <= {"127.0.0.1", "::ffff:127.0.0.1"}
         one.ranks.last_step = None
         _, err = await asyncio.wait_for(process.communicate(), 120)
