@@ -164,7 +164,7 @@ class RunningServer:
                 await asyncio.sleep(0.002)
 
     async def until_held(self) -> None:
-        """Wait until ``last_step`` steps were computed and the next one waits: what is sent from now on lies in the engine's queue.
+        """Wait until ``last_step`` steps were computed and another waits: what is sent then lies in the engine's queue.
 
         That so many were computed says less: the engine may look at its queue once more before the next.
         """
@@ -223,7 +223,7 @@ async def serving(
         facts: of the fake model; by default the tokenizer's vocabulary, 256 positions and 512 blocks of 4.
         fault_token: a prompt with this id breaks inside the engine.
         prepare: called with the ranks of each life before they start.
-        wait: whether to wait until the model is loaded.
+        wait: whether to wait until the model is loaded, or only until its ranks start.
         reopen: what a reload finds, given the first edition.
         tracing: told of calls and requests.
         sections: options by section.
@@ -256,10 +256,13 @@ async def serving(
     gateway.launch()
     # Channels to one address share a connection unless told otherwise, also across tests.
     async with grpc.aio.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)]) as channel:
+        running = RunningServer(gateway, metrics, lives, address, channel)
         try:
             if wait:
                 await gateway.until_serving()
-            yield RunningServer(gateway, metrics, lives, address, channel)
+            else:
+                await running.until(lambda: lives)
+            yield running
         finally:
             await gateway.stop()
             await server.stop(5)
