@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 class EngineThread:
     """Owns the engine while it runs, and knows which stream each live request answers to.
 
-    One thread, the supervisor's, calls ``run`` and ``fail``; ``send``, ``refusal``, ``stats``, ``is_stuck`` and the
+    One thread, the supervisor's, calls ``take``, ``run`` and ``fail``; ``send``, ``refusal``, ``stats``, ``is_stuck`` and the
     ``step_started_seconds`` are for any thread.
 
     Always true between two iterations: every request that is alive in the engine has a route,
@@ -101,15 +101,20 @@ class EngineThread:
         progressed = self._progressed_seconds  # read after the other, which a step that ends changes last
         return progressed is not None and self._clock() - progressed > STUCK_SECONDS
 
+    def take(self, engine: Engine) -> None:
+        """Have ``engine`` as the next to run: its figures and its room are known from now on, before a client hears of it."""
+        self.stats = engine.stats()
+        self._admission = engine.admission
+
     def run(self, engine: Engine, should_leave: Callable[[], bool]) -> None:
-        """Serve with ``engine`` until ``should_leave``, which is asked between steps; send ``Wake`` to have it asked now.
+        """Serve with ``engine``, the one taken last, until ``should_leave``.
+
+        That is asked between steps; send ``Wake`` to have it asked now.
 
         Raises:
             ExecutorDied: the ranks are lost; call ``fail`` next.
             Exception: a defect of the engine; treat it the same way.
         """
-        self.stats = engine.stats()
-        self._admission = engine.admission
         self._progressed_seconds = self._clock()
         try:
             while True:

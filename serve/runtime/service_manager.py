@@ -33,6 +33,7 @@ class ServiceManager:
         self._address = "\0" + address[1:] if address.startswith("@") else address
         self._watchdog_seconds = watchdog_seconds
         self._waits = True
+        self._untold: tuple[str, ...] = ()
 
     @classmethod
     def named_in(cls, environment: MutableMapping[str, str]) -> ServiceManager:
@@ -42,15 +43,16 @@ class ServiceManager:
         return cls(address if address[:1] in ("/", "@") else "", int(microseconds) / 1e6 if is_watched else None)
 
     def state_changed(self, state: State) -> None:
-        """Tell what the server does now."""
+        """Tell what the server does now; within the next period, where the manager's socket takes nothing at the moment."""
         self._waits = state in (State.LOADING, State.DRAINING)
         match state:
             case State.SERVING:
-                self._tell("READY=1", "STATUS=serving")
+                self._untold = ("READY=1", "STATUS=serving")
             case State.DRAINING:
-                self._tell("STOPPING=1", "STATUS=draining", self._more_time())
+                self._untold = ("STOPPING=1", "STATUS=draining", self._more_time())
             case _:
-                self._tell(f"STATUS={state.value}")
+                self._untold = (f"STATUS={state.value}",)
+        self._tell()
 
     @contextlib.asynccontextmanager
     async def kept_informed(self) -> AsyncIterator[None]:
@@ -68,16 +70,17 @@ class ServiceManager:
         while True:
             lines = ["WATCHDOG=1"] if self._watchdog_seconds is not None else []
             lines += [self._more_time()] if self._waits else []
-            if lines:
-                self._tell(*lines)
+            self._tell(*lines)
             await asyncio.sleep(period)
 
     @staticmethod
     def _more_time() -> str:
         return f"EXTEND_TIMEOUT_USEC={int(_MORE_SECONDS * 1e6)}"
 
-    def _tell(self, *lines: str) -> None:
-        if not self._address:
+    def _tell(self, *more: str) -> None:
+        """Tell what the manager has not been told of the state, and ``more``."""
+        lines = (*self._untold, *more)
+        if not self._address or not lines:
             return
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as told:
@@ -85,3 +88,5 @@ class ServiceManager:
                 told.sendto("\n".join(lines).encode(), self._address)
         except OSError as error:
             _log.debug("the service manager was not told %s: %s", lines, error)
+        else:
+            self._untold = ()

@@ -234,6 +234,7 @@ class Supervisor:
             facts = life.group.start()
             engine = self._engine_on(life, facts, is_same_folder=is_same_folder)
             steps_before = engine.stats().steps
+            self._bridge.take(engine)
             self._announce(life, engine, facts)
             self._bridge.run(engine, should_leave=lambda: self._stop.is_set() or life.cause is not None or life.replaced)
         except StartError as start_error:

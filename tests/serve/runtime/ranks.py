@@ -313,7 +313,7 @@ async def bench(
 
     Args:
         prepare: called with the ranks of each life, and its number from 0, before they start.
-        wait: whether to wait until the first life serves.
+        wait: whether to wait until the first life serves, or only until it starts.
         reopen: what a reload finds, given the first edition.
         sections: options by section.
     """
@@ -356,6 +356,8 @@ async def bench(
     try:
         if wait:
             await gateway.until_serving()
+        else:
+            await made.until(lambda: groups)
         yield made
     finally:
         await gateway.stop()

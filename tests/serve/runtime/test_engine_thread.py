@@ -42,6 +42,7 @@ class Bridge:
         metrics = Metrics(version="0", num_ranks=2)
         metrics.engine_started(self.engine.stats(), FACTS, model="m")
         self.thread = EngineThread(deliver=self.deliveries.append, metrics=metrics, clock=time.monotonic)
+        self.thread.take(self.engine)
 
     def run(self, *commands: Command, until: Callable[[], bool] | None = None) -> None:
         for command in commands:
@@ -165,6 +166,7 @@ async def test_an_engine_that_has_work_and_gets_nowhere_is_stuck_though_its_loop
         return len(seen) == 5
 
     thread.send(Add(stream_of(request(tokens=50))))
+    thread.take(engine)
     thread.run(engine, should_leave)
     assert seen == ([False, False, True, True, True] if kind is _Stalled else [False] * 5)
     assert not thread.is_stuck, "it has no engine by now"

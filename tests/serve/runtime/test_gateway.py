@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
+from collections.abc import Callable
 
 import pytest
 
+from serve.engine.engine import Engine
 from serve.errors import (
     DeadlineExpired,
     Draining,
@@ -17,9 +20,10 @@ from serve.errors import (
     RequestAborted,
     SlowReader,
 )
+from serve.runtime.engine_thread import EngineThread
 from serve.runtime.state import State
 from serve.types import FinishReason, PromptReady, RequestId
-from tests.serve.runtime.ranks import bench, expected_ids, finish_of, ids_of, read, request
+from tests.serve.runtime.ranks import PATIENCE_SECONDS, bench, expected_ids, finish_of, ids_of, read, request
 
 
 async def test_a_request_streams_its_tokens_to_the_end() -> None:
@@ -170,6 +174,21 @@ async def test_the_prefix_cache_can_be_flushed() -> None:
         await read(b.gateway.start(request(prompt_ids=tuple(range(1, 50)))))
         assert await b.gateway.flush_prefix_cache() >= 3
         await b.until(lambda: b.value("kv_blocks_cached") == 0)
+
+
+async def test_a_model_that_is_served_has_figures_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on, run = threading.Event(), EngineThread.run
+
+    def late(thread: EngineThread, engine: Engine, should_leave: Callable[[], bool]) -> None:
+        assert goes_on.wait(PATIENCE_SECONDS)
+        run(thread, engine, should_leave)
+
+    monkeypatch.setattr(EngineThread, "run", late)
+    async with bench() as b:
+        try:
+            assert b.gateway.stats().kv_blocks_total > 0
+        finally:
+            goes_on.set()
 
 
 async def test_before_the_model_is_loaded_requests_are_refused() -> None:

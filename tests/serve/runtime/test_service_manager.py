@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 from collections.abc import Iterator
@@ -52,9 +53,25 @@ async def test_a_server_that_loads_asks_for_time_and_one_that_serves_only_shows_
         first = await asyncio.to_thread(ear.recv, 4096)
         assert first.decode().splitlines() == ["WATCHDOG=1", "EXTEND_TIMEOUT_USEC=30000000"]
         manager.state_changed(State.SERVING)
-        while b"READY=1" not in await asyncio.to_thread(ear.recv, 4096):
-            pass
+        async with asyncio.timeout(20):
+            while b"READY=1" not in await asyncio.to_thread(ear.recv, 4096):
+                pass
         assert await asyncio.to_thread(ear.recv, 4096) == b"WATCHDOG=1"
+
+
+async def test_a_manager_that_takes_nothing_at_the_moment_is_told_of_the_state_later(ear: socket.socket) -> None:
+    manager = ServiceManager.named_in(variables(ear, WATCHDOG_USEC="2000"))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other, contextlib.suppress(BlockingIOError):
+        other.setblocking(False)
+        while True:  # until the socket's queue is full
+            other.sendto(b"STATUS=of another service", ear.getsockname())
+    manager.state_changed(State.SERVING)
+    async with manager.kept_informed():
+        async with asyncio.timeout(20):
+            while b"READY=1\nSTATUS=serving" not in await asyncio.to_thread(ear.recv, 4096):
+                pass
+            while await asyncio.to_thread(ear.recv, 4096) != b"WATCHDOG=1":
+                pass
 
 
 async def test_a_watchdog_of_another_process_is_not_answered(ear: socket.socket) -> None:
