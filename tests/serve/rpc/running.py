@@ -258,10 +258,7 @@ async def serving(
     async with grpc.aio.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)]) as channel:
         running = RunningServer(gateway, metrics, lives, address, channel)
         try:
-            if wait:
-                await gateway.until_serving()
-            else:
-                await running.until(lambda: lives)
+            await (gateway.until_serving() if wait else running.until(lambda: lives))
             yield running
         finally:
             await gateway.stop()
