@@ -65,7 +65,7 @@ class Engine:
         self._clock = clock
         self._under_way = UnderWay(executor, clock, may_run_ahead=limits.async_scheduling)
         self._cache = PrefixCache(facts.num_blocks, facts.block_tokens)
-        self._scheduler = Scheduler(self._cache, limits)
+        self._scheduler = Scheduler(self._cache, limits, rows_take_time=facts.device == "cpu")
         self._registry = Registry(Queued(limits.max_queued_requests, limits.max_queued_tokens))
         self.admission = Admission(self._registry.queue, limits, self._under_way.totals)
         self._events: list[Event] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 
 from serve.engine.limits import EngineLimits
@@ -69,11 +69,11 @@ class Places:
             headroom: blocks that stay free.
         """
         head = self._waiting.first()
-        tenants = self._waiting.tenants | self._num_running.keys()
+        tenants = self._tenants()
         if head is None or len(tenants) == 1:
             return []
         having = self._num_running
-        share = max(1, self._num_places // len(tenants))
+        share = self._share(len(tenants))
         short = [tenant for tenant in self._waiting.tenants if having.get(tenant, 0) < share]
         if head.tenant in short:
             short = [head.tenant]
@@ -85,6 +85,17 @@ class Places:
                 if seq is not None and seq.priority >= head.priority and (giving := room.make(seq)) is not None:
                     claims.append(Claim(seq, giving))
         return claims
+
+    def tenants_with_their_share(self) -> set[str]:
+        """Those that have no fewer places than is their due."""
+        share = self._share(len(self._tenants()))
+        return {tenant for tenant, count in self._num_running.items() if count >= share}
+
+    def _tenants(self) -> Set[str]:
+        return self._waiting.tenants | self._num_running.keys()
+
+    def _share(self, num_tenants: int) -> int:
+        return max(1, self._num_places // num_tenants)
 
     def check(self) -> None:
         """Assert what must always hold. For tests."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 
+from serve.engine.ahead import can_run_ahead
 from serve.engine.draft import Draft
+from serve.engine.first_tokens import FirstTokens
 from serve.engine.limits import EngineLimits
 from serve.engine.places import Claim, Places
 from serve.engine.plan import StepPlan
@@ -28,9 +30,9 @@ class Scheduler:
 
     There is no prefill and no decode here. A sequence owes ``debt`` positions, and a step pays as much of that as the
     token budget and the free blocks allow: running sequences first, oldest first, then waiting ones. Something new starts
-    only when all that run were paid in full, so only the youngest can owe more than one position: a long prompt takes what
-    the decodes leave of each step, and never delays them. When blocks run out, the youngest running sequence gives way:
-    its blocks are freed and it is computed again later.
+    only when all that run were paid in full, or are left out for it and owe one position (see ``FirstTokens``): so only the
+    youngest can owe more. A long prompt takes what the decodes leave of each step, and never delays them. When blocks run
+    out, the youngest running sequence gives way: its blocks are freed and it is computed again later.
 
     Tenants share the places, so a running sequence may also give way to another tenant's (see ``Places``).
 
@@ -46,7 +48,8 @@ class Scheduler:
     there are never more of them than the token budget can serve.
     """
 
-    def __init__(self, cache: PrefixCache, limits: EngineLimits) -> None:
+    def __init__(self, cache: PrefixCache, limits: EngineLimits, *, rows_take_time: bool = False) -> None:
+        """``rows_take_time``: whether a step takes the longer the more rows it has, as on a CPU."""
         self._cache = cache
         self._limits = limits
         self._headroom = cache.pool.num_blocks // _HEADROOM_FRACTION
@@ -55,6 +58,7 @@ class Scheduler:
         self.running: dict[SequenceId, Sequence] = {}
         """The running batch in order of admission, the oldest first. For others to read."""
         self.places = Places(limits, self._waiting, self.running)
+        self._first_tokens = FirstTokens(self.places, limits) if rows_take_time else None
         self._dropped: list[SequenceId] = []
         self._aside: dict[Sequence, None] | None = None
         """Sequences that wait for an exchange of weights, in their order; ``None`` while nothing waits for one."""
@@ -156,7 +160,7 @@ class Scheduler:
         computed in a later step, and the ranks take one after the other.
         """
         ahead = bool(self._making)
-        if ahead and not self._can_run_ahead():
+        if ahead and not can_run_ahead(self.running, self._cache, self._limits):
             return None
         claims = self.places.claims(self._cache, self._headroom) if self._aside is None else []
         giving_way = [seq for claim in claims for seq in claim.giving_way]
@@ -167,9 +171,10 @@ class Scheduler:
             seq.gives_way_from = 2 * seq.num_computed
             self._preempt(seq, "fair_share")
         self.gave_way += len(giving_way)
-        self._continue_running(draft)
+        left_out = self._left_out(claims)
+        self._continue_running(draft, left_out)
         if not draft.has_preempted:
-            self._admit_waiting(draft, claims)
+            self._admit_waiting(draft, claims[:1] if left_out else claims, only_claims=bool(left_out))
         if not draft.spans and (ahead or not self._dropped):
             return None
         self._making.append(draft.making)
@@ -209,7 +214,13 @@ class Scheduler:
                 self._cache.register(seq.chain.digest(seq.num_registered), seq.table[seq.num_registered])
                 seq.num_registered += 1
 
-    def _continue_running(self, draft: Draft) -> None:
+    def _left_out(self, claims: list[Claim]) -> frozenset[SequenceId]:
+        """Running sequences that the next step passes over."""
+        if not claims or self._first_tokens is None or is_being_made(claims[0].sequence, self._cache, self._making):
+            return frozenset()
+        return self._first_tokens.leave_out(claims, self.running, self._cache, step=self._num_plans, headroom=self._headroom)
+
+    def _continue_running(self, draft: Draft, left_out: frozenset[SequenceId]) -> None:
         """Pay the debts of the running sequences, oldest first, preempting the youngest where blocks run out; compute some of
         what they propose in the budget that no debt takes."""
         if self.running and self._limits.speculative_tokens:
@@ -223,32 +234,17 @@ class Scheduler:
             if count == 0:
                 draft.num_last += 1
                 continue
+            if seq.id in left_out:
+                continue
             if seq.num_computed + count > len(seq.table) * size and not self._grow(seq, count, draft):
                 return
             draft.add_span(seq, count, size, () if seq.speculation is None else self._propose(seq, seq.speculation, draft))
 
-    def _can_run_ahead(self) -> bool:
-        """Whether the next step can be planned without the tokens of the one under way: nobody guesses what comes after them,
-        and all running sequences find their blocks without taking them from one of these."""
-        if self._limits.speculative_tokens and any(
-            seq.speculation is not None and not seq.speculation.rests(seq.num_known_ahead) for seq in self.running.values()
-        ):
-            return False
-        num_free, budget = self._cache.pool.num_free, self._limits.max_step_tokens
-        if num_free >= len(self.running) + self._cache.blocks_for(budget):
-            return True
-        missing = 0
-        for seq in self.running.values():
-            count = min(seq.debt, budget)
-            missing += max(0, self._cache.blocks_for(seq.num_computed + count) - len(seq.table))
-            budget -= count
-        return missing <= num_free
-
-    def _admit_waiting(self, draft: Draft, claims: list[Claim]) -> None:
+    def _admit_waiting(self, draft: Draft, claims: list[Claim], *, only_claims: bool) -> None:
         """Start waiting sequences while budget, places and blocks last: those with a claim first, then strictly in their order.
 
         While there is budget left here, each running sequence has been paid in full and holds the blocks for all it
-        knows; so whatever is free is free indeed.
+        knows; so whatever is free is free indeed. Where some were left out, the first claim leaves the blocks that they want.
         """
         first = deque(claim.sequence for claim in claims)
         while draft.budget and len(self.running) - draft.num_last < self._limits.max_num_seqs:
@@ -257,6 +253,8 @@ class Scheduler:
                 if not is_being_made(claiming, self._cache, (draft.making, *self._making)) and self._take_prefix(claiming):
                     self._admit(claiming, draft)
                 continue
+            if only_claims:
+                return
             seq = self._waiting.first()
             if seq is not None and self._aside is not None and seq.request.is_pinned and seq.request.started_seconds is None:
                 self._waiting.discard(seq)

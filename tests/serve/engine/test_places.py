@@ -29,7 +29,7 @@ def flooded(count: int = 12, *, prompt: int = 3, max_new: int = 40, **limits: in
 @pytest.mark.parametrize("runs_ahead", [False, True])
 def test_a_tenant_with_less_than_its_share_begins_at_once(*, runs_ahead: bool) -> None:
     engine = flooded(async_scheduling=runs_ahead)
-    for _ in range(5):
+    for _ in range(6):
         engine.step()
     assert tenants_of(engine) == ["flood"] * 4
     for number in range(3):

@@ -90,6 +90,10 @@ def generate(engine: Engine, names: tuple[str, ...] = tuple(PROMPTS)) -> dict[st
     return {name: ids_of(events, name) for name in names}
 
 
+def computed(engine: Engine, tenant: str) -> list[int]:
+    return [seq.num_computed for seq in engine._scheduler.running.values() if seq.tenant == tenant]
+
+
 def test_each_sequence_is_that_of_transformers_beside_others(judged: Judged) -> None:
     assert generate(judged.engine(max_step_tokens=256)) == judged.tokens
 
@@ -109,6 +113,25 @@ def test_a_preempted_sequence_is_computed_again_by_the_same_lengths(judged: Judg
     engine = judged.engine(num_blocks=11, prefix_caching=False, max_step_tokens=256)
     assert generate(engine) == judged.tokens
     assert engine.stats().preemptions > 0
+
+
+def test_rows_that_a_step_leaves_out_for_another_tenant_go_on_where_they_were(judged: Judged) -> None:
+    names = tuple(PROMPTS)
+    engine = judged.engine(max_step_tokens=256, max_num_seqs=16)
+    for name in names:
+        engine.add(make_request(name, prompt(PROMPTS[name]), NEW_TOKENS, tenant="flood"))
+    events = [event for _ in range(4) for event in engine.step()]
+    left_out = 0
+    for number, name in enumerate(names):
+        engine.add(make_request(f"other {name}", prompt(PROMPTS[name]), NEW_TOKENS, tenant=f"other {number}"))
+        for _ in range(2):
+            before = computed(engine, "flood")
+            events += engine.step()
+            left_out += before == computed(engine, "flood") != []
+    events += run(engine)
+    assert left_out > 0
+    for name in names:
+        assert ids_of(events, name) == ids_of(events, f"other {name}") == judged.tokens[name]
 
 
 def test_siblings_go_beyond_the_length_each_by_itself(judged: Judged) -> None:
