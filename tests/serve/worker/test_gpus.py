@@ -111,3 +111,13 @@ def test_what_is_left_of_a_gpu_is_within_the_share_of_the_process(
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: allocated * gib)
     cache = CacheConfig(memory_fraction=0.9, kv_cache_gib=kv_cache_gib)
     assert gpus.bytes_left(torch.device("cuda"), cache) == left * gib
+
+
+def test_a_process_is_kept_within_its_share_of_a_gpu_unless_its_cache_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[tuple[float, torch.device]] = []
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: kept.append((share, device)))
+    first = torch.device("cuda:1")
+    gpus.keep_within(first, CacheConfig(memory_fraction=0.4))
+    gpus.keep_within(first, CacheConfig(memory_fraction=0.4, kv_cache_gib=2.0))
+    gpus.keep_within(torch.device("cpu"), CacheConfig(memory_fraction=0.4))
+    assert kept == [(0.4, first)]

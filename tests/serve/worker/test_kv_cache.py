@@ -41,6 +41,27 @@ def test_what_was_asked_for_is_taken_and_warned_of_where_it_is_not_there(caplog:
     assert "cache.kv_cache_gib is 0.75, which is more than there is: 1.0 GiB free of the container's limit" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("free", "cache", "expected"),
+    [
+        (70, CacheConfig(memory_fraction=0.9), 72 - 10.5 - 3),
+        (40, CacheConfig(memory_fraction=0.9), 40 - 3),
+        (70, CacheConfig(memory_fraction=0.5), 40 - 10.5 - 3),
+        (70, CacheConfig(kv_cache_gib=20.0), 20),
+    ],
+    ids=["a share of it", "what others leave", "a smaller share", "what was asked for"],
+)
+def test_a_gpus_share_is_what_weights_libraries_and_steps_leave_of_it(
+    monkeypatch: pytest.MonkeyPatch, free: int, cache: CacheConfig, expected: float
+) -> None:
+    """80 GiB of which the weights have 10 and the libraries half a one; what steps take is 3."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 10 * GIB)
+    memory = choose_memory(cache, torch.device("cuda:0"), local_ranks=2, steps_bytes=3 * GIB)
+    assert memory.num_bytes == expected * GIB, memory
+    assert f"{free}.0 GiB free on the device, 10.5 GiB taken, 3.0 GiB kept for steps" in str(memory)
+
+
 @pytest.mark.usefixtures("container")
 def test_memory_for_less_than_a_block_is_refused_with_the_reason() -> None:
     cache, scheduler = CacheConfig(), SchedulerConfig()
