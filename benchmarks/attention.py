@@ -133,14 +133,11 @@ def measure(dtype: torch.dtype, libraries: dict[str, ctypes.CDLL], repeats: int,
 def main() -> int:
     """Run, print and record."""
     parser = kernels.parser(__doc__)
-    parser.add_argument("--beside", metavar="LIBRARY", help="kernels built from other sources, recorded as 'before'")
     parser.add_argument("--only", default="", metavar="TEXT", help="the cells whose names have this in them")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     with kernels.kernels_of(options.level) as library:
-        libraries = {"kernel": library}
-        if options.beside:
-            libraries["before"] = ctypes.CDLL(options.beside)
+        libraries = kernels.taking_turns(library, options.beside)
         record = kernels.record_of(
             "milliseconds of one layer's attention in a prompt's step; medians, and the others' time for the kernel's",
             library,

@@ -26,6 +26,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     made.add_argument("--repeats", type=int, default=15, help="of each cell (15)")
     made.add_argument("--level", help="kernels of this level instead of the processor's best")
     made.add_argument("--threads", type=int, default=2, help="that compute (2)")
+    made.add_argument("--beside", metavar="LIBRARY", help="kernels built from other sources, recorded as 'before'")
     made.add_argument("--no-record", action="store_true", help="write no result file")
     return made
 
@@ -35,6 +36,11 @@ def kernels_of(level: str | None) -> Iterator[ctypes.CDLL]:
     """The kernels of a level, compiled into a folder for the run, or those of the processor's best where none is named."""
     with tempfile.TemporaryDirectory() as scratch:
         yield ctypes.CDLL(str(build_ahead([level], Path(scratch))[0])) if level else load_cpu_kernels()
+
+
+def taking_turns(library: ctypes.CDLL, beside: str | None) -> dict[str, ctypes.CDLL]:
+    """The kernels that are measured, and those of ``--beside``."""
+    return {"kernel": library} | ({"before": ctypes.CDLL(beside)} if beside else {})
 
 
 def record_of(

@@ -91,9 +91,15 @@ struct Layer {
     int64_t groups() const { return (I + group - 1) / group; }
 };
 
+// Memory that is asked for while something else is computed, ``stride`` bytes on with every word of the inputs.
+struct Ahead {
+    const uint8_t* place;
+    int64_t stride;  // 0: nothing is wanted, and ``place`` is there already
+};
+
 template <typename kind, typename Weights, int R, int U>
 void panel_times_rows(Weights weights, const Layer& layer, int64_t p, const typename kind::number* x, int64_t stride,
-                      typename kind::number* y) {
+                      typename kind::number* y, [[maybe_unused]] Ahead ahead) {
     constexpr int64_t step = kind::kInputs;
     const float* scales = layer.scales + p * layer.groups() * kPanel;
     __m512 totals[R][2];
@@ -106,12 +112,17 @@ void panel_times_rows(Weights weights, const Layer& layer, int64_t p, const type
         for (int u = 0; u < U; ++u)
             for (int r = 0; r < R; ++r) sums[u][r][0] = sums[u][r][1] = _mm512_setzero_ps();
         int64_t i = begin;
-        for (; i + (U - 1) * step < end; i += U * step)
+        for (; i + (U - 1) * step < end; i += U * step) {
+            if constexpr (R == kRows) {
+                _mm_prefetch(reinterpret_cast<const char*>(ahead.place), _MM_HINT_T1);
+                ahead.place += ahead.stride;
+            }
             for (int u = 0; u < U; ++u) {
                 weights.at(i + u * step, w);
                 for (int r = 0; r < R; ++r)
                     for (int h = 0; h < 2; ++h) sums[u][r][h] = kind::add(sums[u][r][h], w[h], x + r * stride + i + u * step);
             }
+        }
         for (; i < end; i += step) {
             weights.at(i, w);
             for (int r = 0; r < R; ++r)
@@ -138,10 +149,10 @@ void panel_times_rows(Weights weights, const Layer& layer, int64_t p, const type
 
 template <typename kind, typename Weights>
 void panel_times_all(Weights weights, const Layer& layer, int64_t p, const typename kind::number* x, int64_t first, int64_t end,
-                     int64_t stride, typename kind::number* y) {
+                     int64_t stride, typename kind::number* y, Ahead ahead) {
     int64_t m = first;
-#define TESSERA_ROWS(R, U) panel_times_rows<kind, Weights, R, U>(weights, layer, p, x + m * stride, stride, y + m * layer.O)
-    for (; m + kRows <= end; m += kRows) TESSERA_ROWS(8, 1);
+#define TESSERA_ROWS(R, U) panel_times_rows<kind, Weights, R, U>(weights, layer, p, x + m * stride, stride, y + m * layer.O, ahead)
+    for (; m + kRows <= end; m += kRows, ahead.stride = 0) TESSERA_ROWS(8, 1);
     switch (end - m) {
         case 7: TESSERA_ROWS(7, 1); break;
         case 6: TESSERA_ROWS(6, 1); break;
@@ -164,9 +175,11 @@ void multiply(const Layer& layer, const typename kind::number* x, int64_t M, int
     for (int64_t item = 0; item < blocks * panels; ++item) {
         const int64_t p = item / blocks, first = item % blocks * kBlockRows;
         const int64_t end = first + kBlockRows < M ? first + kBlockRows : M;
-        const Narrow<kind, bits> narrow{layer.packed + p * kPanel * layer.I * bits / 8};
+        const int64_t bytes = kPanel * bits / 8;  // of an input
+        const uint8_t* packed = layer.packed + p * layer.I * bytes;
+        const Narrow<kind, bits> narrow{packed};
         if (end - first <= kRows) {
-            panel_times_all<kind>(narrow, layer, p, x, first, end, stride, y);
+            panel_times_all<kind>(narrow, layer, p, x, first, end, stride, y, Ahead{packed, 0});
             continue;
         }
         __m512 w[2];
@@ -174,7 +187,10 @@ void multiply(const Layer& layer, const typename kind::number* x, int64_t M, int
             narrow.at(i, w);
             for (int h = 0; h < 2; ++h) _mm512_storeu_ps(scratch.get() + i * kPanel + h * kPanel / 2 * step, w[h]);
         }
-        panel_times_all<kind>(Wide<kind>{scratch.get()}, layer, p, x, first, end, stride, y);
+        // The panel is in the scratch by now: the next one comes while the first eight rows are computed from that.
+        const bool wants_next = blocks == 1 && p + 1 < panels;
+        const Ahead ahead = {wants_next ? packed + layer.I * bytes : packed, wants_next ? step * bytes : 0};
+        panel_times_all<kind>(Wide<kind>{scratch.get()}, layer, p, x, first, end, stride, y, ahead);
     }
 }
 
