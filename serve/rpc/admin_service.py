@@ -49,7 +49,9 @@ class AdminService:
         if not REQUEST_ID.fullmatch(request.request_id):
             raise InvalidRequest.of("request_id", "must be 1 to 128 characters, each of A-Z a-z 0-9 . _ : -")
         request_id = RequestId(request.request_id)
-        if not self._abort(request_id) and not await self._gateway.abort(request_id):
+        # Both, for several requests may have one name: whatever is ready for the engine when the first of them is there.
+        in_engine = self._gateway.abort(request_id)
+        if not self._abort(request_id) and not await in_engine:
             raise NotFound(f"no live request is called {request_id!r}")
         return admin_pb2.AbortResponse()
 

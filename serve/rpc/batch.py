@@ -69,15 +69,18 @@ class _Batch:
         self._running: set[asyncio.Task[None]] = set()
 
     async def read(self, requests: AsyncIterator[inference_pb2.GenerateRequest | Malformed]) -> None:
-        """Start every request the client sends; returns when all have ended."""
+        """Start every request the client sends, each read once there is room for it; returns when all have ended."""
         try:
+            await self._room.acquire()
             async for request in requests:
-                await self._room.acquire()
                 if self.engine_down is not None:
                     break
                 task = asyncio.create_task(self._run(request))
                 self._running.add(task)
                 task.add_done_callback(self._ended)
+                await self._room.acquire()
+                if self.engine_down is not None:
+                    break
             while self._running:
                 await asyncio.wait(self._running)
         finally:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from serve.errors import DuplicateRequest, InvalidRequest, QueueFull, RequestAborted
+from serve.errors import DuplicateRequest, InvalidRequest, QueueFull
 from serve.rpc import messages
 from serve.rpc.audit import note
 from serve.rpc.checks import Checks
@@ -50,7 +50,7 @@ class _Sequence:
 
 
 class Scorer:
-    """Owns the streams of scoring calls while they last, so that one name aborts all items of a call."""
+    """Scores the items of calls, each a request of its own to the engine; one name is of one call."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Scorer:
         self._enter = enter
         self._leave = leave
         self._refused = refused
-        self._live: dict[RequestId, set[Stream]] = {}
+        self._live: set[RequestId] = set()
 
     async def score(self, request: inference_pb2.ScoreRequest, model: ServedModel, call: Call) -> inference_pb2.ScoreResponse:
         """Score every item.
@@ -92,7 +92,7 @@ class Scorer:
         try:
             sequences = await self._tokenised(request, model)
             num_tokens = sum(len(sequence.ids) for sequence in sequences)
-            await ticket.begin(request_id, num_tokens)
+            await ticket.begin(num_tokens)
             note(requests=1, prompt_tokens=num_tokens)
             await self._score(request, model, call, sequences, answer)
         except REFUSALS:
@@ -126,13 +126,13 @@ class Scorer:
         if request_id in self._live:  # of its items the engine may know none any more, or none yet
             raise DuplicateRequest(f"a request with the id {request_id!r} is still alive")
         room = asyncio.Semaphore(ITEMS_AT_ONCE)
-        streams = self._live[request_id] = set()
+        self._live.add(request_id)
         try:
             with self._gateway.call(model.edition) as start:
                 async with asyncio.TaskGroup() as group:
                     for place, sequence in enumerate(sequences):
                         generation = functools.partial(_generation, request_id, place, sequence, request, call)
-                        group.create_task(self._one(answer.results[place], sequence, generation, start, room, streams))
+                        group.create_task(self._one(answer.results[place], sequence, generation, start, room))
         except* Exception as failures:
             failure: BaseException = failures
             while isinstance(failure, BaseExceptionGroup):
@@ -141,15 +141,8 @@ class Scorer:
         else:
             return
         finally:
-            del self._live[request_id]
+            self._live.discard(request_id)
         raise raised
-
-    def abort(self, request_id: RequestId) -> bool:
-        """End a scoring call; False if there is none of this name."""
-        streams = self._live.get(request_id)
-        for stream in tuple(streams or ()):
-            stream.cut(RequestAborted("the request was aborted by an administrator"))
-        return bool(streams)
 
     async def _one(
         self,
@@ -158,12 +151,10 @@ class Scorer:
         generation: Callable[[], Generation],
         start: Callable[[Generation], Stream],
         room: asyncio.Semaphore,
-        streams: set[Stream],
     ) -> None:
         """Score one item, once there is room, into ``result``."""
         async with room:
             stream = start(generation())
-            streams.add(stream)
             try:
                 async for event in stream:
                     if isinstance(event, PromptReady):
@@ -173,7 +164,6 @@ class Scorer:
                     elif isinstance(event, SequenceFinished):
                         result.usage.CopyFrom(messages.usage(event.usage))
             finally:
-                streams.discard(stream)
                 self._leave(stream)
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from serve.errors import DeadlineExpired, Loading, QueueFull
 from serve.metrics import Metrics
 from serve.rpc import convert, messages
+from serve.rpc.abortable import Abortable
 from serve.rpc.audit import note
 from serve.rpc.batch import run_batch
 from serve.rpc.context import Context
@@ -39,6 +40,7 @@ class InferenceService:
         self._tenants = Tenants(clock, metrics.tenants, most_queued=gateway.config.admission.max_queued_requests)
         self._tickets: dict[Stream, Ticket] = {}
         """One for each request under way, but for those of scoring calls, which have one together."""
+        self._abortable = Abortable()
         self._scorer = Scorer(gateway, self._enter, self._leave, metrics.rejected)
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> inference_pb2.GenerateResponse:
@@ -74,14 +76,15 @@ class InferenceService:
 
     async def Score(self, request: inference_pb2.ScoreRequest, context: Context) -> inference_pb2.ScoreResponse:
         """Measure how likely given texts are."""
-        return await self._scorer.score(request, self._model(), self._call(context))
+        with self._abortable.named(request.request_id):
+            return await self._scorer.score(request, self._model(), self._call(context))
 
     def abort(self, request_id: RequestId) -> bool:
-        """End what the engine does not know by this name: a scoring call, or a request that waits for its tenant's turn.
+        """End what the engine does not know by this name: a scoring call, or a request that is being made ready for the engine.
 
         False if there is no such thing.
         """
-        return self._tenants.abort(request_id) or self._scorer.abort(request_id)
+        return self._abortable.abort(request_id)
 
     async def _stream(self, request: inference_pb2.GenerateRequest, context: Context) -> tuple[Generation, Stream]:
         generation, stream = await self._start(request, self._call(context))
@@ -90,6 +93,10 @@ class InferenceService:
         return generation, stream
 
     async def _start(self, request: inference_pb2.GenerateRequest, call: Call) -> tuple[Generation, Stream]:
+        with self._abortable.named(request.request_id):
+            return await self._admitted(request, call)
+
+    async def _admitted(self, request: inference_pb2.GenerateRequest, call: Call) -> tuple[Generation, Stream]:
         """Once the caller's limits allow it; they are asked before the prompt costs anything."""
         model = self._model()
         await convert.check(request, model)
@@ -98,7 +105,7 @@ class InferenceService:
         try:
             generation = await self._converted(request, model, call)
             note(generation.request_id)
-            await ticket.begin(generation.request_id, len(generation.prompt_ids))
+            await ticket.begin(len(generation.prompt_ids))
             note(requests=1, prompt_tokens=len(generation.prompt_ids))
             stream = self._gateway.start(generation, model.edition)
         except BaseException as error:

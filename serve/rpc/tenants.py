@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final, Protocol
 
-from serve.errors import InvalidRequest, QueueFull, RequestAborted, TenantLimited, Unavailable
+from serve.errors import InvalidRequest, QueueFull, TenantLimited, Unavailable
 from serve.rpc.identity import Caller
-from serve.types import RequestId
 
 _MINUTE_SECONDS = 60.0
 _MIN_RETRY_SECONDS = 1.0
@@ -41,12 +39,6 @@ class Bucket:
         self._used = max(0.0, self._used - count)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Waiting:
-    request_id: RequestId
-    turn: asyncio.Future[None]
-
-
 class _Tenant:
     def __init__(self, now_seconds: float) -> None:
         self.requests = Bucket(now_seconds)
@@ -54,7 +46,8 @@ class _Tenant:
         self.num_inside = 0
         """Requests that run, wait for that, or are still to be made tokens; counted where ``max_running`` is given."""
         self.num_running = 0
-        self.waiting: deque[_Waiting] = deque()
+        self.waiting: deque[asyncio.Future[None]] = deque()
+        """The turns that are waited for."""
 
 
 class Told(Protocol):
@@ -114,15 +107,6 @@ class Tenants:
         if caller.limits.tokens_per_minute is not None:
             self._of(caller).tokens.take(count)
 
-    def abort(self, request_id: RequestId) -> bool:
-        """End what waits here under this name, whoever's it is; False if nothing does."""
-        found = [(tenant, one) for tenant in self._tenants.values() for one in tenant.waiting if one.request_id == request_id]
-        for tenant, one in found:
-            tenant.waiting.remove(one)
-            if not one.turn.cancelled():
-                one.turn.set_exception(RequestAborted("the request was aborted by an administrator"))
-        return bool(found)
-
     def require_rate(self, caller: Caller, tenant: _Tenant, name: str, count: int) -> None:
         """
         Raises:
@@ -159,12 +143,11 @@ class Ticket:
         """Taken of the tenant's tokens a minute."""
         self._runs = False
 
-    async def begin(self, request_id: RequestId, prompt_tokens: int) -> None:
+    async def begin(self, prompt_tokens: int) -> None:
         """Count the prompt, and wait until the request may go to the engine.
 
         Raises:
             TenantLimited: the prompt is more than may be taken now.
-            RequestAborted: an administrator ended it while it waited.
         """
         self._tenants.require_rate(self._caller, self._tenant, "tokens_per_minute", prompt_tokens)
         if self._caller.limits.tokens_per_minute is not None:
@@ -173,7 +156,7 @@ class Ticket:
         if self._max_running is None:
             return
         if self._tenant.num_running >= self._max_running or self._tenant.waiting:
-            await self._turn(_Waiting(request_id, asyncio.get_running_loop().create_future()))
+            await self._turn(asyncio.get_running_loop().create_future())
         else:
             self._tenant.num_running += 1
         self._runs = True
@@ -193,17 +176,17 @@ class Ticket:
             tenant.num_running -= self._runs
             self._wake()
 
-    async def _turn(self, own: _Waiting) -> None:
+    async def _turn(self, own: asyncio.Future[None]) -> None:
         """Wait for one that runs to end; it hands over its place."""
         waiting = self._tenant.waiting
         waiting.append(own)
         self._tenants.told.held(self._caller.name, len(waiting))
         try:
-            await own.turn
+            await own
         except asyncio.CancelledError:
             if own in waiting:
                 waiting.remove(own)
-            elif not own.turn.cancelled() and own.turn.exception() is None:
+            elif not own.cancelled():
                 self._runs = True  # it was this one's turn at the moment its call ended
             raise
         finally:
@@ -213,7 +196,7 @@ class Ticket:
         tenant = self._tenant
         while tenant.waiting and self._max_running is not None and tenant.num_running < self._max_running:
             own = tenant.waiting.popleft()
-            if own.turn.cancelled():
+            if own.cancelled():
                 continue
             tenant.num_running += 1
-            own.turn.set_result(None)
+            own.set_result(None)

@@ -150,13 +150,17 @@ class Gateway:
 
             yield start
 
-    async def abort(self, request_id: RequestId) -> bool:
-        """End a live request, whoever started it, with ``RequestAborted``. False if there is no such request."""
-        if not (self._server.has_engine or self._server.waits_for_engine) or not self._flight or self._reload.is_in_hand:
-            return False
+    def abort(self, request_id: RequestId) -> asyncio.Future[bool]:
+        """End a live request, whoever started it, with ``RequestAborted``. False if there is no such request.
+
+        The engine is told at once, whether or not its answer is waited for.
+        """
         found: Future[bool] = Future()
-        self._bridge.send(Abort(request_id, RequestAborted("the request was aborted by an administrator"), found))
-        return await asyncio.wrap_future(found)
+        if not (self._server.has_engine or self._server.waits_for_engine) or not self._flight or self._reload.is_in_hand:
+            found.set_result(False)
+        else:
+            self._bridge.send(Abort(request_id, RequestAborted("the request was aborted by an administrator"), found))
+        return asyncio.wrap_future(found)
 
     async def flush_prefix_cache(self) -> int:
         """Forget every cached block that no sequence holds. Returns how many there were.

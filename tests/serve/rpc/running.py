@@ -229,8 +229,7 @@ async def serving(
         sections: options by section.
     """
     edition = Edition(config_of(**sections), tokenizer() if isinstance(text, str) else text)
-    vocab_size = tokenizer().vocab_size
-    facts = facts or fake_facts(vocab_size=vocab_size, max_model_len=256, eos_ids=(EOS,), num_blocks=512)
+    facts = facts or fake_facts(vocab_size=tokenizer().vocab_size, max_model_len=256, eos_ids=(EOS,), num_blocks=512)
     metrics = Metrics(version="0", num_ranks=1)
     lives: list[FakeRanks] = []
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator
 
 import grpc
 import pytest
 
+from serve.errors import RequestAborted
 from serve.rpc import convert, messages
 from serve.rpc.batch import run_batch
 from serve.rpc.convert import Call
@@ -128,6 +130,37 @@ async def test_a_client_may_send_more_than_the_queue_holds() -> None:
         ends = [event.WhichOneof("event") async for event in server.inference.GenerateBatch(feed(messages))]
         assert ends.count("finish") == 60
         assert "error" not in ends
+
+
+async def test_a_request_is_read_when_there_is_room_for_it_and_not_before() -> None:
+    """So none is known to the server that nobody could end by its name."""
+    async with serving(admission={"max_queued_requests": 1}) as server:
+        read: list[str] = []
+
+        async def sent() -> AsyncIterator[inference_pb2.GenerateRequest]:
+            for name in ("first", "second"):
+                read.append(name)
+                yield request((5,), 2, request_id=name)
+
+        began: asyncio.Queue[asyncio.Future[None]] = asyncio.Queue()
+
+        async def start(message: inference_pb2.GenerateRequest) -> tuple[Generation, Stream]:
+            go = asyncio.get_running_loop().create_future()
+            await began.put(go)
+            await go
+            raise RequestAborted("by a test")
+
+        async def ends() -> list[str]:
+            answers = run_batch(sent(), start, _unheard, Stream.close, server.gateway.config)
+            return [event.request_id async for event in answers]
+
+        answered = asyncio.ensure_future(ends())
+        first = await began.get()
+        await asyncio.sleep(0)
+        assert read == ["first"]
+        first.set_result(None)
+        (await began.get()).set_result(None)
+        assert await answered == ["first", "second"]
 
 
 async def test_a_cancelled_batch_frees_everything() -> None:

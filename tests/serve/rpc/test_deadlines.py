@@ -138,7 +138,7 @@ async def test_the_requests_of_a_call_end_for_the_same_reason_as_the_call(
         if method == "Score":
             scorer = Scorer(None, None, left, None)  # type: ignore[arg-type]
             sequence = scoring._Sequence(array("I", (5, 6)), 1, 2)
-            work = scorer._one(inference_pb2.ScoreResult(), sequence, lambda: generation, start, asyncio.Semaphore(1), set())
+            work = scorer._one(inference_pb2.ScoreResult(), sequence, lambda: generation, start, asyncio.Semaphore(1))
             call = asyncio.ensure_future(work)
         else:
             events = run_batch(one_request(), lambda _: begin(start, generation), lambda _: None, left, config_of())

@@ -9,12 +9,11 @@ from typing import Any
 import grpc
 import pytest
 
-from serve.errors import InvalidRequest, RequestAborted, TenantLimited
+from serve.errors import InvalidRequest, TenantLimited
 from serve.rpc.checks import MAX_PRIORITY
 from serve.rpc.identity import ANYONE, Caller
 from serve.rpc.tenants import REFUSALS, Tenants, Ticket
 from serve.rpc.tokens import Limits
-from serve.types import RequestId
 from serve.v1 import admin_pb2, inference_pb2
 from tests.serve.rpc.running import RunningServer, request, serving
 from tests.serve.rpc.test_tokens import bearer, code_of, guarded, make
@@ -46,11 +45,11 @@ def tenants(seconds: list[float], refusals: list[tuple[str, str]], most_queued: 
     return Tenants(lambda: seconds[0], Heard(refusals), most_queued=most_queued)
 
 
-async def admit(held: Tenants, who: Caller, prompt_tokens: int = 1, priority: int = 0, name: str = "r") -> Ticket:
+async def admit(held: Tenants, who: Caller, prompt_tokens: int = 1, priority: int = 0) -> Ticket:
     """What the service does: in, the prompt is tokenised meanwhile, and on to the engine."""
     ticket = held.enter(who, priority)
     try:
-        await ticket.begin(RequestId(name), prompt_tokens)
+        await ticket.begin(prompt_tokens)
     except BaseException as error:
         ticket.end(refused=isinstance(error, REFUSALS))
         raise
@@ -126,8 +125,8 @@ async def test_what_is_let_in_and_not_tokenised_yet_has_a_place_in_the_tenants_q
     first, second = held.enter(who, 0), held.enter(who, 0)
     with pytest.raises(TenantLimited, match="1 requests of a wait"):
         held.enter(who, 0)
-    await first.begin(RequestId("r"), 1)
-    waiting = asyncio.ensure_future(second.begin(RequestId("r"), 1))
+    await first.begin(1)
+    waiting = asyncio.ensure_future(second.begin(1))
     await asyncio.sleep(0)
     assert not waiting.done()
     first.end()
@@ -155,21 +154,6 @@ async def test_a_call_that_ends_at_the_moment_of_its_turn_passes_it_on() -> None
     first.cancel()
     (await second).end()
     assert held._tenants["a"].num_inside == 0
-
-
-async def test_what_waits_for_its_turn_is_aborted_by_its_name() -> None:
-    held, who = tenants([0.0], []), caller(max_running=1)
-    ticket = await admit(held, who)
-    calls = [asyncio.ensure_future(admit(held, who, name=name)) for name in ("a", "b", "c", "b")]
-    await asyncio.sleep(0)
-    calls[2].cancel()
-    assert [held.abort(RequestId(name)) for name in ("b", "b", "c", "other")] == [True, False, True, False]
-    for call, error in ((calls[1], RequestAborted), (calls[3], RequestAborted), (calls[2], asyncio.CancelledError)):
-        with pytest.raises(error):
-            await call
-    ticket.end()
-    (await calls[0]).end()
-    assert (held._tenants["a"].num_inside, held._tenants["a"].num_running) == (0, 0)
 
 
 def of_tenants(running: RunningServer, name: str, tenant: str) -> float | None:

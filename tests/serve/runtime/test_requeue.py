@@ -152,7 +152,7 @@ async def test_an_abort_while_there_are_no_ranks_is_obeyed_when_there_are() -> N
         await b.until_held()
         b.ranks.kill()
         await b.until_state(State.DOWN)
-        aborting = asyncio.create_task(b.gateway.abort(RequestId("r")))
+        aborting = b.gateway.abort(RequestId("r"))
         await b.until(lambda: len(b.groups) == 2)
         await b.until_told(1)
         b.ranks.ready.set()
