@@ -53,8 +53,11 @@ class TurnThreads:
         with self._lock:
             return len(self._lines.get(whose, ()))
 
-    def submit(self, whose: str, work: Callable[[], T], most_waiting: int) -> Future[T]:
+    def submit(self, whose: str, work: Callable[[], T], most_waiting: int | None = None) -> Future[T]:
         """Have a thread do a piece of work when it is its caller's turn. Cancelling what waits takes it out of its line.
+
+        Args:
+            most_waiting: pieces of the caller that may wait; ``None`` where something else bounds them.
 
         Raises:
             QueueFull: so much of the caller waits already.
@@ -62,7 +65,7 @@ class TurnThreads:
         piece = _Piece(work, Future())
         with self._lock:
             is_busy = self._num_busy == self._num_threads
-            if is_busy and len(self._lines.get(whose, ())) >= most_waiting:
+            if most_waiting is not None and is_busy and len(self._lines.get(whose, ())) >= most_waiting:
                 message = f"{most_waiting} texts of this caller wait to be made tokens, which is the limit; try again in 1 s"
                 raise QueueFull(message, reason="requests", retry_after_seconds=_RETRY_SECONDS)
             self._lines.setdefault(whose, deque()).append(piece)
@@ -105,7 +108,7 @@ class TurnThreads:
 
 _text_threads: Final = TurnThreads(2, "text")
 """Few, so that a flood of long texts does not take the cores from the ranks."""
-_message_threads: Final = ThreadPoolExecutor(max_workers=2, thread_name_prefix="message")
+_message_threads: Final = TurnThreads(2, "message")
 """For work that the size of a message bounds: it never waits behind texts, or behind templates, which may run for long."""
 
 
@@ -122,8 +125,8 @@ async def in_text_thread(work: Callable[[], T], *, most_waiting: int) -> T:
 
 
 async def in_message_thread(work: Callable[[], T]) -> T:
-    """Run ``work`` in one of the few threads for what takes a bounded time, by the size of a message."""
-    return await asyncio.get_running_loop().run_in_executor(_message_threads, work)
+    """Run ``work`` in one of the few threads for what takes a bounded time, by the size of a message; tenants take turns."""
+    return await asyncio.wrap_future(_message_threads.submit(CALLER.get().name, work))
 
 
 async def off_loop(message: Message, work: Callable[[], T]) -> T:

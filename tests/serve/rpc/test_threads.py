@@ -14,9 +14,11 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.message import Message
 
 from serve.errors import QueueFull
 from serve.rpc import threads
+from serve.rpc.decoding import Malformed, Reader
 from serve.rpc.threads import INLINE_BYTES, TurnThreads, in_text_thread, off_loop
 from serve.v1 import inference_pb2, tokenizer_pb2
 from tests.serve.rpc.running import request, serving
@@ -103,6 +105,36 @@ def test_an_error_of_a_piece_is_its_callers_and_nothing_of_it_is_kept() -> None:
     del large
     gc.collect()
     assert gone() is None
+
+
+async def test_another_tenants_large_message_is_read_before_the_rest_of_a_flood(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "tokens.json"
+    flood, other = (bearer(make(file, name)) for name in ("flood", "other"))
+    turns, read, go = threads._message_threads, [], threading.Event()
+
+    def held(reader: Reader, data: bytes) -> Message | Malformed:
+        message = tokenizer_pb2.TokenizeRequest.FromString(data)
+        read.append(message.model)
+        assert go.wait(60)
+        return message
+
+    monkeypatch.setattr(Reader, "_read_large", held)
+    async with serving(rpc={"tokens": str(file)}) as running:
+
+        def large(model: str, who: dict[str, Any]) -> Any:
+            return running.tokenizer.Tokenize(tokenizer_pb2.TokenizeRequest(model=model, text="x" * (INLINE_BYTES + 1)), **who)
+
+        with busy(turns, 2):
+            calls = [large("of the flood", flood) for _ in range(4)]
+            await running.until(lambda: turns.num_waiting("flood") == 4)
+            calls.append(large("another's", other))
+            await running.until(lambda: turns.num_waiting("other") == 1)
+        await running.until(lambda: len(read) == 2)
+        assert sorted(read) == ["another's", "of the flood"]
+        go.set()
+        assert [await code_of(call) for call in calls] == [grpc.StatusCode.NOT_FOUND] * 5, "of models of these names"
 
 
 async def test_one_tenants_texts_that_wait_are_bounded_and_keep_no_other_waiting(tmp_path: Path) -> None:
