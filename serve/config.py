@@ -119,6 +119,10 @@ class AdmissionConfig:
     max_prompt_bytes: int = 4 * 1024 * 1024
     """UTF-8 bytes of a text prompt, checked before it is tokenised."""
 
+    max_waiting_bytes: int = 256 * 1024 * 1024
+    """Bytes of large messages and long texts, all callers' together, that wait to be read or to become tokens. A caller may
+    have as many of them as are left: one alone half of them."""
+
     max_chat_messages: int = 4096
     """Messages of one conversation."""
 

@@ -78,7 +78,7 @@ class QueueFull(RequestError):
     def __init__(self, message: str, *, reason: str, retry_after_seconds: float) -> None:
         super().__init__(message)
         self.reason = reason
-        """``requests`` or ``tokens``: the limit that was met; a label value of ``tessera_rejections_total``."""
+        """``requests``, ``tokens`` or ``bytes``: the limit that was met; a label value of ``tessera_rejections_total``."""
         self.retry_after_seconds = retry_after_seconds
 
 

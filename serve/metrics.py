@@ -86,7 +86,7 @@ END_OF_ERROR: Final[dict[type[ServeError], str]] = {
 """How ``request_finished_total`` names an end by error; every other error is ``broke``."""
 
 END_REASONS: Final = (*(reason.value for reason in FinishReason), *END_OF_ERROR.values(), "broke")
-REJECTION_REASONS: Final = ("requests", "tokens", "loading", "draining", "engine_down")
+REJECTION_REASONS: Final = ("requests", "tokens", "bytes", "loading", "draining", "engine_down")
 LOAD_PHASES: Final = ("import", "build", "weights", "cache")
 
 STEP_TOKENS: Final = tuple(float(2**exponent) for exponent in range(15))

@@ -2,12 +2,13 @@
 
 A message that protobuf cannot read would end its call with INTERNAL and no word about the cause. Here it becomes a
 ``Malformed`` value, so that the handler's wrapper answers INVALID_ARGUMENT and names the field. gRPC reads messages on the
-event loop: a large one passes as its bytes, which are counted, parsed and if need be explained in a thread.
+event loop: a large one passes as its bytes, which are counted, parsed and if need be explained in a thread. Where too many
+bytes wait for that, it is refused unread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final, cast
@@ -16,18 +17,21 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.descriptor import Descriptor, FieldDescriptor, FileDescriptor
 from google.protobuf.message import DecodeError, Message
 
-from serve.errors import InvalidRequest
+from serve.errors import InvalidRequest, QueueFull, RequestError
 from serve.rpc.bounds import Census
 from serve.rpc.threads import INLINE_BYTES, in_message_thread
 
 _FieldProto: Final = descriptor_pb2.FieldDescriptorProto
+
+_HEAD_BYTES: Final = 4096
+"""Where the name of a message is looked for that is not read: clients write fields by number, and the name has the first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Malformed:
     """What came instead of a message."""
 
-    error: InvalidRequest
+    error: RequestError
     request_id: str
     """The request_id, where there was one that could be read; else empty."""
 
@@ -38,6 +42,11 @@ class Unread:
     def __init__(self, data: bytes) -> None:
         self._data = data
 
+    @property
+    def num_bytes(self) -> int:
+        """How long it is."""
+        return len(self._data)
+
     def take(self) -> bytes:
         """The bytes, which are let go: an error's traceback may hold this object for long after its call."""
         data, self._data = self._data, b""
@@ -47,12 +56,23 @@ class Unread:
 class Reader:
     """Reads the requests of one method."""
 
-    def __init__(self, message_class: type[Message], bounds: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        message_class: type[Message],
+        bounds: Mapping[str, int],
+        *,
+        most_waiting_bytes: int | None = None,
+        refused: Callable[[QueueFull], None] = lambda refusal: None,
+    ) -> None:
         """
         Args:
             bounds: see ``serve.rpc.bounds.request_bounds``.
+            most_waiting_bytes: of large messages that wait to be read, those of other methods included; ``None``: any number.
+            refused: told of each that there was no room for.
         """
         self._message_class = message_class
+        self._most_waiting_bytes = most_waiting_bytes
+        self._refused = refused
         self._descriptor = cast(Descriptor, message_class.DESCRIPTOR)
         self._bounds = bounds
 
@@ -64,7 +84,14 @@ class Reader:
         """What ``decode`` has left to do."""
         if not isinstance(request, Unread):
             return request
-        return await in_message_thread(lambda: self._read_large(request.take()))
+        most_bytes = self._most_waiting_bytes
+        try:
+            return await in_message_thread(lambda: self._read_large(request.take()), request.num_bytes, most_bytes=most_bytes)
+        except QueueFull as refusal:
+            self._refused(refusal)
+            head = Census(request.take()[:_HEAD_BYTES], self._bounds)
+            head.take(self._descriptor)
+            return Malformed(refusal, head.request_id)
 
     def _read_large(self, data: bytes) -> Message | Malformed:
         census = Census(data, self._bounds)

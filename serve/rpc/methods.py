@@ -13,7 +13,7 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import Message
 
-from serve.errors import RequestError
+from serve.errors import QueueFull, RequestError
 from serve.rpc.audit import Books, Entry, NoBooks
 from serve.rpc.context import Context
 from serve.rpc.deadlines import is_expired
@@ -73,8 +73,10 @@ def bind(
     count: Count | None,
     *,
     bounds: Mapping[str, int],
+    most_waiting_bytes: int | None,
     calls: Calls,
     name: str = "",
+    refused: Callable[[QueueFull], None] = lambda refusal: None,
     tracing: Tracing | None = None,
     books: Books | None = None,
     trailers: Trailers | None = None,
@@ -83,7 +85,9 @@ def bind(
 
     Args:
         bounds: what a request may hold, see ``serve.rpc.bounds.request_bounds``.
+        most_waiting_bytes: of large messages that wait to be read, see ``serve.rpc.room.Room``.
         calls: told of every call.
+        refused: told of each that there was no room for.
         name: what the service is called, if not by its own name.
         tracing: told of every call that is counted.
         books: kept of every call; none are without it.
@@ -92,7 +96,8 @@ def bind(
     """
     handlers = {}
     for method in service.methods:
-        reader = Reader(message_factory.GetMessageClass(method.input_type), bounds)
+        message_class = message_factory.GetMessageClass(method.input_type)
+        reader = Reader(message_class, bounds, most_waiting_bytes=most_waiting_bytes, refused=refused)
         behaviour = _Behaviour(
             method, getattr(servicer, method.name), reader, count, calls, tracing or NoTracing(), books or NoBooks(), trailers
         )

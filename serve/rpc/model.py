@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
@@ -20,6 +21,9 @@ T = TypeVar("T")
 
 INLINE_CHARACTERS: Final = 4096
 """A text up to this long is tokenised on the event loop: it takes less than the way to a thread and back."""
+
+_ID_BYTES: Final = 8
+"""What a token id takes in a sequence of them, or a little more."""
 
 TEXT_TOKENS: Final = 131_072
 """Tokens that the Tokenizer service takes at once, whatever the model's own length."""
@@ -50,13 +54,17 @@ class ServedModel:
         """Tokens that one call of the Tokenizer service may have."""
         return max(self.capacity, TEXT_TOKENS)
 
-    async def in_text_thread(self, work: Callable[[], T]) -> T:
-        """Run ``work`` on a long text; see ``serve.rpc.threads.in_text_thread``. As many wait as requests wait for the engine.
+    async def in_text_thread(self, work: Callable[[], T], num_bytes: int) -> T:
+        """Run ``work`` on a long text of so many bytes; see ``serve.rpc.threads.in_text_thread``. As many wait as requests wait
+        for the engine.
 
         Raises:
-            QueueFull: so many texts of the caller wait.
+            QueueFull: so many texts of the caller wait, or so many bytes.
         """
-        return await in_text_thread(work, most_waiting=self.config.admission.max_queued_requests)
+        limits = self.config.admission
+        return await in_text_thread(
+            work, num_bytes, most_waiting=limits.max_queued_requests, most_bytes=limits.max_waiting_bytes
+        )
 
     async def encode(
         self, tokenizer: Tokenizer, text: str, *, add_special_tokens: bool, field: str, at_most: int
@@ -69,7 +77,8 @@ class ServedModel:
         if len(text) <= INLINE_CHARACTERS:
             return tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return await self.in_text_thread(
-            lambda: encode_now(tokenizer, text, add_special_tokens=add_special_tokens, field=field, at_most=at_most)
+            lambda: encode_now(tokenizer, text, add_special_tokens=add_special_tokens, field=field, at_most=at_most),
+            sys.getsizeof(text),
         )
 
     async def decode(self, tokenizer: Tokenizer, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -80,7 +89,9 @@ class ServedModel:
         """
         if len(ids) <= INLINE_CHARACTERS:
             return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
-        return await self.in_text_thread(lambda: tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+        return await self.in_text_thread(
+            lambda: tokenizer.decode(ids, skip_special_tokens=skip_special_tokens), len(ids) * _ID_BYTES
+        )
 
     def require_name(self, name: str) -> None:
         """

@@ -106,7 +106,8 @@ async def render(chat: types_pb2.Chat, model: ServedModel, *, field: str) -> str
     template = model.require_chat()
     try:
         # Off the event loop: a template is a program, and nobody knows how long it runs.
-        return await model.in_text_thread(lambda: _render(template, chat, model.config.admission.max_prompt_bytes))
+        limit = model.config.admission.max_prompt_bytes
+        return await model.in_text_thread(lambda: _render(template, chat, limit), chat.ByteSize())
     except ChatRejected as error:
         raise InvalidRequest.of(field, str(error)) from error
 

@@ -25,11 +25,16 @@ V1: Final = "grpc.reflection.v1.ServerReflection"
 _DESCRIBED: Final = (inference_pb2, tokenizer_pb2, models_pb2, admin_pb2, health_pb2, reflection_pb2)
 
 
-def reflection_handlers(services: Iterable[str], calls: Calls) -> list[grpc.GenericRpcHandler[Any, Any]]:
-    """``grpc.GenericRpcHandler``s of both versions, listing ``services`` and themselves."""
+def reflection_handlers(
+    services: Iterable[str], calls: Calls, most_waiting_bytes: int
+) -> list[grpc.GenericRpcHandler[Any, Any]]:
+    """``grpc.GenericRpcHandler``s of both versions, listing ``services`` and themselves; the rest as for ``bind``."""
     servicer = _Reflection(aio.ReflectionServicer([*services, V1, V1ALPHA], pool=_pool()))
     service = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
-    return [bind(service, servicer, None, bounds={}, calls=calls, name=name) for name in (V1, V1ALPHA)]
+    return [
+        bind(service, servicer, None, bounds={}, most_waiting_bytes=most_waiting_bytes, calls=calls, name=name)
+        for name in (V1, V1ALPHA)
+    ]
 
 
 class _Reflection:

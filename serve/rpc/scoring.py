@@ -109,7 +109,7 @@ class Scorer:
         if request.ByteSize() <= INLINE_BYTES or all(item.WhichOneof("target") != "text" for item in request.items):
             return await off_loop(request, work)
         try:
-            return await model.in_text_thread(work)
+            return await model.in_text_thread(work, request.ByteSize())
         except QueueFull as refusal:
             self._refused(refusal)
             raise

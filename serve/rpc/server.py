@@ -7,6 +7,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Final
 from wsgiref.types import WSGIApplication
 
@@ -16,7 +17,7 @@ from grpc_health.v1 import health_pb2
 
 from host.endpoint import Wrap
 from serve.config import ServerConfig
-from serve.errors import ConfigError
+from serve.errors import ConfigError, QueueFull
 from serve.listening import RpcConfig
 from serve.metrics import Metrics
 from serve.rpc.admin_service import AdminService
@@ -189,14 +190,15 @@ class RpcServer:
         assert self._health is not None
         guards = [Guard(self.identities, self._metrics.request_ended, self._audit)] if self.identities is not None else []
         server = grpc.aio.server(interceptors=guards, options=server_options(self._config.rpc))
-        bounds, reports = request_bounds(self._config.admission), self._reports
+        limits, reports = self._config.admission, self._reports
+        most_bytes = limits.max_waiting_bytes
+        bound_to = partial(bind, bounds=request_bounds(limits), most_waiting_bytes=most_bytes, calls=self._calls)
         handlers = [
-            bind(
+            bound_to(
                 service,
                 servicer,
                 self._count(service),
-                bounds=bounds,
-                calls=self._calls,
+                refused=self._metrics.rejected if service is INFERENCE else _not_counted,
                 tracing=self._tracing,
                 books=self._audit,
                 trailers=reports.trailers if reports is not None and service is INFERENCE else None,
@@ -204,10 +206,10 @@ class RpcServer:
             for service, servicer in servicers.items()
         ]
         if reports is not None and INFERENCE in servicers:
-            handlers.append(bind(ORCA, reports, None, bounds=bounds, calls=self._calls, name=SERVICE))
-        handlers.append(bind(HEALTH, self._health, None, bounds=bounds, calls=self._calls))
+            handlers.append(bound_to(ORCA, reports, None, name=SERVICE))
+        handlers.append(bound_to(HEALTH, self._health, None))
         if _has_reflection(self._config.rpc):
-            handlers += reflection_handlers(_names([*servicers, HEALTH]), self._calls)
+            handlers += reflection_handlers(_names([*servicers, HEALTH]), self._calls, most_bytes)
         server.add_generic_rpc_handlers(handlers)
         bound = _bind(server, field, address, self._certificates)
         await server.start()
@@ -225,6 +227,10 @@ class RpcServer:
             reports.call_ended(code)
 
         return counted
+
+
+def _not_counted(refusal: QueueFull) -> None:
+    """A request for which nothing is generated or scored: its call alone is counted."""
 
 
 def _names(services: Iterable[ServiceDescriptor]) -> list[str]:

@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 
 from serve.errors import QueueFull
 from serve.rpc.identity import CALLER
+from serve.rpc.room import Room
 
 T = TypeVar("T")
 
@@ -110,25 +111,42 @@ _text_threads: Final = TurnThreads(2, "text")
 """Few, so that a flood of long texts does not take the cores from the ranks."""
 _message_threads: Final = TurnThreads(2, "message")
 """For work that the size of a message bounds: it never waits behind texts, or behind templates, which may run for long."""
+_room: Final = Room()
+"""For what waits for either."""
 
 
-async def in_text_thread(work: Callable[[], T], *, most_waiting: int) -> T:
+async def in_text_thread(work: Callable[[], T], num_bytes: int, *, most_waiting: int, most_bytes: int) -> T:
     """Run ``work`` in one of the few threads for long texts and chat templates, at which tenants take turns.
 
     Args:
+        num_bytes: what the work holds.
         most_waiting: texts and conversations of the tenant that calls that may wait.
+        most_bytes: of all tenants that may wait; see ``Room``.
 
     Raises:
-        QueueFull: so many do.
+        QueueFull: so many wait, or there is no room for so many bytes.
     """
-    return await asyncio.wrap_future(_text_threads.submit(CALLER.get().name, work, most_waiting))
+    whose = CALLER.get().name
+    with _room.taken(whose, num_bytes, most_bytes):
+        return await asyncio.wrap_future(_text_threads.submit(whose, work, most_waiting))
 
 
-async def in_message_thread(work: Callable[[], T]) -> T:
-    """Run ``work`` in one of the few threads for what takes a bounded time, by the size of a message; tenants take turns."""
-    return await asyncio.wrap_future(_message_threads.submit(CALLER.get().name, work))
+async def in_message_thread(work: Callable[[], T], num_bytes: int = 0, *, most_bytes: int | None = None) -> T:
+    """Run ``work`` in one of the few threads for what takes a bounded time, by the size of a message; tenants take turns.
+
+    Args:
+        num_bytes: what the work holds of what a client sent.
+        most_bytes: of all tenants that may wait; see ``Room``.
+
+    Raises:
+        QueueFull: there is no room for so many bytes.
+    """
+    whose = CALLER.get().name
+    with _room.taken(whose, num_bytes, most_bytes):
+        return await asyncio.wrap_future(_message_threads.submit(whose, work))
 
 
 async def off_loop(message: Message, work: Callable[[], T]) -> T:
-    """Do ``work`` on ``message``: in a thread if the message is large, else at once."""
-    return await in_message_thread(work) if message.ByteSize() > INLINE_BYTES else work()
+    """Do ``work`` on ``message``, which was read: in a thread if it is large, else at once."""
+    num_bytes = message.ByteSize()
+    return await in_message_thread(work, num_bytes) if num_bytes > INLINE_BYTES else work()

@@ -49,7 +49,7 @@ FACTS = ModelFacts(
 END_REASONS = (
     "length", "eos", "stop_string", "stop_id", "cancelled", "deadline", "slow_reader", "draining", "engine_down", "broke",
 )  # fmt: skip
-REJECTION_REASONS = ("requests", "tokens", "loading", "draining", "engine_down")
+REJECTION_REASONS = ("requests", "tokens", "bytes", "loading", "draining", "engine_down")
 
 NAMES = {
     "gpu_clock_hertz", "gpu_memory_bytes", "gpu_memory_used_bytes", "gpu_power_watts", "gpu_temperature_celsius",
@@ -157,6 +157,7 @@ def test_rejections_are_about_room_and_service_only(metrics: Metrics) -> None:
     for error in (
         QueueFull("", reason="requests", retry_after_seconds=1),
         QueueFull("", reason="tokens", retry_after_seconds=1),
+        QueueFull("", reason="bytes", retry_after_seconds=1),
         Loading(),
         Draining(),
         EngineDown(),
@@ -164,7 +165,7 @@ def test_rejections_are_about_room_and_service_only(metrics: Metrics) -> None:
     ):
         metrics.rejected(error)
     counts = [value(metrics, "rejections_total", reason=r) for r in REJECTION_REASONS]
-    assert counts == [1] * 5
+    assert counts == [1] * 6
 
 
 def test_every_way_to_fail_has_its_name(metrics: Metrics) -> None:
