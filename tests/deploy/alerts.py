@@ -122,6 +122,7 @@ CASES: Final = (
     Case("TesseraNotFinite", both("tessera_nonfinite_requests_total", "0x9 1x40", "0x50"), OF_A, 9, 12),
     Case("TesseraReloadRefused", both("tessera_reloads_refused_total", "0x9 1x40", "0x50"), OF_A, 9, 12),
     Case("TesseraTokensRefused", both("tessera_token_reloads_refused_total", "0x9 1x40", "0x50"), OF_A, 9, 12),
+    Case("TesseraAuditLinesLost", both("tessera_audit_lines_lost_total", "0x9 3x40", "0x50"), OF_A, 9, 12),
     # The other one, too, saw half of a new pair, and then all of it.
     Case(
         "TesseraCertificateRefused",
@@ -197,6 +198,7 @@ def healthy() -> dict[str, str]:
         "tessera_nonfinite_requests_total": ("0x90", "0x90"),
         "tessera_reloads_refused_total": ("0x90", "0x90"),
         "tessera_token_reloads_refused_total": ("0x90", "0x90"),
+        "tessera_audit_lines_lost_total": ("0x90", "0x90"),
         "tessera_certificate_reloads_refused_total": ("0x90", "0x90"),
         "tessera_checkpoint_timestamp_seconds": ("1x90", "0x90"),
         "tessera_watch_interval_seconds": ("30x90", "30x90"),

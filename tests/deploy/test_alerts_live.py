@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import shutil
 import ssl
 import subprocess
 import sys
@@ -186,12 +187,16 @@ async def watched(folder: Path) -> AsyncIterator[Watched]:
             tokens = folder / "tokens.json"
             add_token(tokens, "somebody", scopes=("generate",), expires=None, given={})
             await all_.serve("tokens", rpc={"tokens": str(tokens)})
+            audit = folder / "audit"
+            audit.mkdir()
+            await all_.serve("unwritten", rpc={"audit_log": str(audit / "calls")})
             all_.instances |= {"training": training.address, "crashes": f"127.0.0.1:{free_ports()[0]}"}
             with crashing(all_.instances["crashes"]) as again:
                 names = [name for name in all_.instances if name not in ("slow", "alone", "training")]
                 await all_.scrape({"tessera": names, "slow": ["slow"], "alone": ["alone"], "training": ["training"]})
                 for file in (certificate, tokens):
                     await asyncio.to_thread(file.write_text, "{")
+                await asyncio.to_thread(shutil.rmtree, audit)
                 await strike(all_, again)
                 yield all_
 
@@ -232,6 +237,7 @@ async def strike(all_: Watched, again: Callable[[], None]) -> None:
     """Bring every cause about."""
     servers = all_.servers
     all_.keep(lambda: servers["well"].inference.Generate(request()))
+    all_.keep(lambda: servers["unwritten"].inference.Generate(request()))
     all_.keep(lambda: servers["breaks"].inference.Generate(request((5, FAULT))))
     all_.keep(lambda: servers["full"].inference.Generate(request(tokens=100)), beside=4)
     servers["cache"].ranks.last_step = 45
@@ -264,6 +270,7 @@ CAUSES: Final = {
     "TesseraSlowFirstToken": "", "TesseraSlowTokens": "", "TesseraSlowTokensForDays": "", "TesseraReloadRefused": "refused",
     "TesseraCheckpointOld": "old", "TesseraTrainNotSaved": "training", "TesseraCertificateEnds": "certificate",
     "TesseraCertificateEndsNow": "certificate", "TesseraTokensRefused": "tokens", "TesseraCertificateRefused": "certificate",
+    "TesseraAuditLinesLost": "unwritten",
 }  # fmt: skip
 """Who has what each alert is for; of a model, nobody by name."""
 
