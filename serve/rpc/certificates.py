@@ -73,7 +73,7 @@ class Certificates:
         self._client_ca = Path(rpc.tls_client_ca) if rpc.tls_client_ca else None
         self._told_served, self._told_refused = served, refused
         self._lock = threading.Lock()
-        self._seen: _Mark | str | None = None  # the files as last looked at, or why they could not be
+        self._seen: _Mark | str | None = None  # the state of the files that was last looked at
         try:
             self._seen = self._mark()
             self._current = self._read()
@@ -106,29 +106,30 @@ class Certificates:
 
     def _look(self) -> None:
         """Take over what the files hold, if that is new and can be served."""
-        try:
-            mark = self._mark()
-            if mark == self._seen:
-                return
-            found = self._read()
-            if self._mark() != mark:
-                return  # being written: the next handshake looks again
-        except (OSError, ValueError) as error:
-            self._refused(str(error))
+        state = self._state()
+        if state == self._seen:
             return
-        self._seen, self._current = mark, found
+        try:
+            found: _Pair | str = self._read()
+        except (OSError, ValueError) as error:
+            found = str(error)
+        if self._state() != state:
+            return  # being written: the next handshake looks again
+        self._seen = state
+        if isinstance(found, str):
+            self._told_refused()
+            _log.error("the certificates before go on being served: %s", found)
+            return
+        self._current = found
         self._told_served(found.expires_seconds)
         _log.info("new certificates are served from %s", self._certificate)
 
-    def _refused(self, why: str) -> None:
+    def _state(self) -> _Mark | str:
+        """The files as they are now, or why they cannot be looked at."""
         try:
-            state: _Mark | str = self._mark()
-        except OSError:
-            state = why
-        if state != self._seen:
-            self._seen = state
-            self._told_refused()
-            _log.error("the certificates before go on being served: %s", why)
+            return self._mark()
+        except OSError as error:
+            return str(error)
 
     def _files(self) -> list[Path]:
         return [self._certificate, self._key] + ([self._client_ca] if self._client_ca else [])

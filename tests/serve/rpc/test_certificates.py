@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+import os
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
 import grpc
@@ -21,6 +23,9 @@ from serve.config import RpcConfig
 from serve.errors import ConfigError
 from serve.rpc.certificates import Certificates
 from serve.rpc.server import _bind
+from serve.v1 import inference_pb2_grpc, models_pb2, models_pb2_grpc
+from tests.serve.fake_executor import expected_tokens
+from tests.serve.rpc.running import request, serving
 
 
 def make_pair(folder: Path, name: str, days: int = 2) -> tuple[Path, Path]:
@@ -54,6 +59,15 @@ def stub(port: str, roots: Path, client: tuple[Path, Path] | None = None) -> Ite
         port.replace("127.0.0.1", "localhost"), credentials, [("grpc.use_local_subchannel_pool", 1)]
     )
     yield channel.unary_unary("/test/Echo")
+
+
+@asynccontextmanager
+async def secure(address: str, roots: bytes) -> AsyncIterator[grpc.aio.Channel]:
+    """A connection of its own that trusts these certificates."""
+    credentials = grpc.ssl_channel_credentials(roots)
+    address = address.replace("127.0.0.1", "localhost")
+    async with grpc.aio.secure_channel(address, credentials, [("grpc.use_local_subchannel_pool", 1)]) as channel:
+        yield channel
 
 
 async def start(certificates: Certificates) -> tuple[grpc.aio.Server, str]:
@@ -109,6 +123,74 @@ async def test_two_ports_of_one_server_both_serve_the_files_of_now(tmp_path):
     finally:
         for server, _ in servers:
             await server.stop(0)
+
+
+async def test_streams_outlive_certificates_that_are_replaced_and_new_connections_see_the_new_one(tmp_path):
+    certificate, key = make_pair(tmp_path, "server")
+    shown = certificate.read_bytes()
+    async with serving(rpc={"tls_cert": str(certificate), "tls_key": str(key)}) as running, AsyncExitStack() as stack:
+
+        async def meets(roots: bytes) -> bool:
+            """Whether a new connection that trusts this certificate alone is answered."""
+            async with secure(running.address, roots) as channel:
+                models = models_pb2_grpc.ModelsStub(channel)
+                return bool(await models.GetModel(models_pb2.GetModelRequest(), timeout=60))
+
+        channels = [await stack.enter_async_context(secure(running.address, shown)) for _ in range(4)]
+        ids: list[list[int]] = [[] for _ in range(32)]
+
+        async def read(number: int) -> None:
+            stub = inference_pb2_grpc.InferenceStub(channels[number % len(channels)])
+            async for event in stub.GenerateStream(request((5, number), 30, sampling={"seed": number})):
+                ids[number].extend(event.delta.token_ids)
+
+        running.ranks.go.clear()
+        streams = [asyncio.ensure_future(read(number)) for number in range(len(ids))]
+        await running.until(lambda: running.gateway.num_in_flight == len(ids))
+        running.ranks.last_step = 6  # by then each has had its first token, and none its last
+        running.ranks.go.set()
+        for replacement in range(20):
+            await running.until(lambda replacement=replacement: min(map(len, ids)) > replacement)
+            new, new_key = make_pair(tmp_path, f"new {replacement}")
+            os.replace(new, certificate)
+            assert await meets(shown), "the pair before, while the new certificate has no key yet"
+            shown = certificate.read_bytes()
+            os.replace(new_key, key)
+            assert await meets(shown)
+            assert not any(stream.done() for stream in streams)
+            running.ranks.last_step += 1
+        running.ranks.last_step = None
+        await asyncio.gather(*streams)
+        assert ids == [expected_tokens((5, number), 30, seed=number, vocab_size=running.vocab_size) for number in range(32)]
+
+
+async def test_a_pair_that_became_whole_while_it_was_found_broken_is_served(tmp_path, monkeypatch):
+    certificate, key = make_pair(tmp_path, "server")
+    second, second_key = make_pair(tmp_path, "second")
+    refused: list[None] = []
+    files = RpcConfig(tls_cert=str(certificate), tls_key=str(key))
+    certificates = Certificates(files, refused=lambda: refused.append(None))
+    reads = certificates._read
+
+    def half_then_whole() -> object:
+        try:
+            return reads()
+        finally:
+            second_key.replace(key)
+            monkeypatch.undo()
+
+    server, port = await start(certificates)
+    try:
+        new = second.read_bytes()
+        second.replace(certificate)
+        monkeypatch.setattr(certificates, "_read", half_then_whole)
+        certificates._now()
+        second.write_bytes(new)
+        with stub(port, second) as call:
+            assert await call(b"a", timeout=20) == b"a"
+        assert not refused, "it was being written"
+    finally:
+        await server.stop(0)
 
 
 async def test_without_a_certificate_of_the_client_ca_nobody_gets_in(tmp_path):
