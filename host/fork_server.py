@@ -64,26 +64,40 @@ def serve(fd: int, modules: Sequence[str]) -> None:
     gc.enable()
     with socket.socket(fileno=fd) as orders:
         while (received := _receive(orders)) is not None:
-            order, descriptors = received
             try:
-                between = os.fork()
+                _fork(*received, orders, parent)
             except OSError:
                 traceback.print_exc()
                 orders.sendall(NOTHING)
-            else:
-                if between == 0:
-                    _fork_again(order, descriptors, orders, parent)
-                os.waitpid(between, 0)
-            for descriptor in descriptors:
-                os.close(descriptor)
 
 
-def _fork_again(order: Order, descriptors: list[int], orders: socket.socket, parent: int) -> NoReturn:
-    """Make the process and end, which makes it ``parent``'s own."""
+def _fork(order: Order, descriptors: list[int], orders: socket.socket, parent: int) -> None:
+    """Have the process made. It tells its number only when nothing of what it was handed is open here any more.
+
+    Else whoever waits for the other end of its pipes or sockets to be closed would wait for this process too, after that one's
+    death: on a busy machine it may be long before this one runs again.
+    """
+    open_here = list(descriptors)
+    try:
+        closed, closes = os.pipe()
+        open_here += closed, closes
+        if (between := os.fork()) == 0:
+            os.close(closes)
+            _fork_again(order, descriptors, orders, parent, closed)
+    finally:
+        for descriptor in open_here:
+            os.close(descriptor)
+    os.waitpid(between, 0)
+
+
+def _fork_again(order: Order, descriptors: list[int], orders: socket.socket, parent: int, closed: int) -> NoReturn:
+    """Make the process and end, which makes it ``parent``'s own, once the other end of ``closed`` has been closed."""
     try:
         forked_by = os.getpid()
         if os.fork() == 0:
+            os.close(closed)
             _become(order, descriptors, orders, forked_by, parent)
+        os.read(closed, 1)
     except OSError:
         traceback.print_exc()
         orders.sendall(NOTHING)
