@@ -19,7 +19,7 @@ from serve.engine.plan import Span, Start, StepPlan
 from serve.types import BlockId, SamplingParams, SequenceId
 from serve.worker.executor import RankExecutor
 from serve.worker.rank_process import ForkStarter
-from tests.serve.worker.test_executor import _config, _pids, _until
+from tests.serve.worker.test_executor import PATIENCE_SECONDS, _config, _pids, _until
 from tests.support import reference
 from tests.support.models import save
 
@@ -69,7 +69,7 @@ def take(executor: RankExecutor, folder: Path, number: int, *, beside: bool) -> 
     prepared = executor.prepare(config, number)
     assert isinstance(prepared, Prepared)
     assert prepared.beside == beside
-    limit = threading.Timer(60.0, executor.close)  # ranks that disagree wait for one another
+    limit = threading.Timer(PATIENCE_SECONDS, executor.close)  # ranks that disagree wait for one another
     limit.start()
     try:
         refused = executor.execute(StepPlan(step=number, swap=number)).refused
@@ -119,5 +119,5 @@ def test_a_rank_that_is_killed_while_weights_are_exchanged_ends_the_exchange_and
     assert "rank 1 died" in message
     assert "SIGKILL" in message
     started.close()
-    waiting.join(timeout=120)
+    waiting.join(timeout=PATIENCE_SECONDS)
     assert len(outcome) == 1
