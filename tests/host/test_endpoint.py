@@ -12,6 +12,9 @@ from typing import Any
 
 from host.endpoint import MAX_CONNECTIONS, MetricsEndpoint, listen
 
+PATIENCE_SECONDS = 120.0
+"""For what comes within a moment on a machine that has nothing else to do."""
+
 
 def answers(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
     start_response("200 OK", [("Content-Type", "text/plain")])
@@ -29,17 +32,25 @@ def listening(app: Any = answers, **limits: float) -> Iterator[MetricsEndpoint]:
 
 def connected(served: MetricsEndpoint) -> socket.socket:
     host, _, port = served.address.rpartition(":")
-    return socket.create_connection((host, int(port)), timeout=30)
+    return socket.create_connection((host, int(port)), timeout=PATIENCE_SECONDS)
 
 
 def scraped(served: MetricsEndpoint) -> bytes:
-    with urllib.request.urlopen(served.url, timeout=30) as response:
+    with urllib.request.urlopen(served.url, timeout=PATIENCE_SECONDS) as response:
         content: bytes = response.read()
         return content
 
 
+def is_closed(client: socket.socket) -> bool:
+    """Whether the other end closes the connection without a word."""
+    try:
+        return client.recv(1) == b""
+    except ConnectionError:  # what was sent came when it was closed already
+        return True
+
+
 def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
+    end = time.monotonic() + PATIENCE_SECONDS
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -61,8 +72,9 @@ def test_what_half_asks_is_closed_when_its_time_is_over() -> None:
         before = threading.active_count()
         halves = [stack.enter_context(connected(served)) for _ in range(MAX_CONNECTIONS)]
         for half in halves:
-            half.sendall(b"GET /metrics HTTP/1.1\r\nHost: ")
-        assert [half.recv(1) for half in halves] == [b""] * MAX_CONNECTIONS
+            with contextlib.suppress(OSError):  # its time may be over before it has asked
+                half.sendall(b"GET /metrics HTTP/1.1\r\nHost: ")
+        assert all(map(is_closed, halves))
         # A connection's thread gives its place back after it has closed it.
         until(lambda: threading.active_count() <= before)
 
@@ -72,15 +84,15 @@ def test_a_scrape_that_has_asked_keeps_its_place() -> None:
 
     def slow(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         begun.release()
-        assert go.wait(30)
+        assert go.wait(PATIENCE_SECONDS)
         return answers(environ, start_response)
 
-    with listening(slow) as served, contextlib.ExitStack() as stack:
+    with listening(slow, max_seconds=PATIENCE_SECONDS) as served, contextlib.ExitStack() as stack:
         asked = [stack.enter_context(connected(served)) for _ in range(MAX_CONNECTIONS)]
         try:
             for one in asked:
                 one.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
-                assert begun.acquire(timeout=30)
+                assert begun.acquire(timeout=PATIENCE_SECONDS)
             with connected(served) as late:
                 assert late.recv(1) == b"", "closed unanswered: all have asked and are being answered"
         finally:

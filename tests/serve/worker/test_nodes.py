@@ -128,7 +128,7 @@ def test_two_nodes_say_what_one_process_says_and_a_lost_or_frozen_node_is_notice
         assert ranks.dead_rank() is None
         children = psutil.Process(agent.pid).children(recursive=True)
         agent.kill()
-        _until(ranks.dead_rank, 15.0)
+        _until(ranks.dead_rank)
         assert "node 1 was lost" in str(ranks.dead_rank())
         _until(lambda: all(_is_gone(child) for child in children))
     with _agent(folder, nodes.port, "key", "--node", "1") as agent:
@@ -155,12 +155,14 @@ def test_an_agent_with_another_key_is_refused_and_says_so(folder: Path, nodes: N
 
 def test_nothing_but_tls_a_greeting_and_the_key_is_answered(folder: Path, nodes: NodeStarter) -> None:
     for hostile in (b"GET / HTTP/1.1\r\n\r\n", b"\x00\x00\x00\x04junk", b""):
-        with socket.create_connection(("127.0.0.2", nodes.port)) as plain:
+        with (
+            socket.create_connection(("127.0.0.2", nodes.port)) as plain,
+            contextlib.suppress(OSError),  # it may have hung up before all of it was said
+        ):
             plain.sendall(hostile)
             plain.shutdown(socket.SHUT_WR)
-            with contextlib.suppress(ConnectionError):
-                while plain.recv(4096):
-                    pass
+            while plain.recv(4096):
+                pass
     for malformed in (b"\xff\xff\xff\xff", b"\x00\x00\x00\x04junk", b"\x00\x00\x00\x01\xc0"):
         with (
             socket.create_connection(("127.0.0.2", nodes.port)) as raw,
@@ -210,6 +212,7 @@ def test_the_proof_of_one_handshake_is_none_in_another(folder: Path, nodes: Node
         return kind(*await asyncio.open_connection("127.0.0.2", nodes.port, ssl=agent_context("")))
 
     async def replay() -> None:
+        await asyncio.to_thread(_until, lambda: not nodes._nodes)  # what joined in another test has left
         link = await connect(Recorded)
         assert await join(link, (folder / "key").read_bytes(), None) == 1
         hello, proof = Recorded.said[:2]
