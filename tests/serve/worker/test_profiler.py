@@ -6,9 +6,11 @@ import gzip
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -155,12 +157,16 @@ def test_a_plan_that_computes_nothing_is_no_step_of_those_that_were_asked_for(se
     assert [name for name in names if name.startswith("step ")] == ["step 1: 1 positions of 1 sequences"] * 2
 
 
-def test_a_recording_that_waits_for_a_step_in_vain_ends_with_what_it_has(served: Served) -> None:
+def test_a_recording_that_waits_for_a_step_in_vain_ends_with_what_it_has(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     quiet, other = socket.socketpair()
     with quiet, other:
-        served.profiler.begin(4, 0.5)
+        served.profiler.begin(4, 600.0)
         one_step(served)
-        served.profiler.attend(quiet)
+        with monkeypatch.context() as patch:  # so many seconds later
+            patch.setattr(profilers, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + 599.8))
+            served.profiler.attend(quiet)
         told = served.profiler.told()
         assert (told.num_steps, told.is_over) == (1, True)
         assert told.num_bytes > 0
