@@ -6,9 +6,10 @@ import contextlib
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,13 +135,31 @@ def witness_environment(folder: Path) -> tuple[dict[str, str], Callable[[], list
     )
 
 
-def start_command(words: Sequence[str | Path]) -> subprocess.Popen[str]:
-    """Start ``tessera-finetune`` as a user does, and return while it runs."""
-    return subprocess.Popen(
+@contextlib.contextmanager
+def start_command(words: Sequence[str | Path]) -> Iterator[subprocess.Popen[str]]:
+    """``tessera-finetune``, started as a user does; what still runs at the end is killed: a run may go on for ever."""
+    with subprocess.Popen(
         [*COMMAND, *map(str, words)],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-    )
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@contextlib.contextmanager
+def held_port() -> Iterator[int]:
+    """A port of loopback that the system gives to nobody meanwhile, and that a program may listen at which is told of it.
+
+    Torch lets its store be bound where somebody else is bound already, as long as nobody listens there.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        port: int = holder.getsockname()[1]
+        yield port

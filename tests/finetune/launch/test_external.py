@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
 from finetune.launch.external import interface_towards, started_by_launcher
-from tests.finetune.support import ROOT, run_command, small_run, witness_environment, write_config
+from tests.finetune.support import ROOT, held_port, run_command, small_run, witness_environment, write_config
 from tests.finetune.train.test_tune import losses_of
 
 pytestmark = pytest.mark.slow
@@ -40,29 +42,24 @@ def test_torchrun_trains_as_the_command_alone_does(text_folder: Path, tmp_path: 
 
 
 def test_ranks_that_slurm_started_train_together(text_folder: Path, tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     environment, seen = witness_environment(tmp_path)
     tree = small_run(text_folder, tmp_path / "run", schedule={"steps": 2, "warmup": 1}, eval={"every": 0})
     config = write_config(tree, tmp_path / "run.yaml")
-    shared = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    tasks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "finetune", "tune", str(config)],
-            cwd=ROOT,
-            env={**environment, **shared, "SLURM_PROCID": str(n), "SLURM_LOCALID": str(n), "GLOO_SOCKET_IFNAME": "lo"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for n in range(2)
-    ]
-    try:
+    with held_port() as port, contextlib.ExitStack() as stack:
+        shared = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        tasks = []
+        for n in range(2):
+            task = subprocess.Popen(
+                [sys.executable, "-m", "finetune", "tune", str(config)],
+                cwd=ROOT,
+                env={**environment, **shared, "SLURM_PROCID": str(n), "SLURM_LOCALID": str(n), "GLOO_SOCKET_IFNAME": "lo"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            stack.callback(task.kill)
+            tasks.append(task)
         told = [task.communicate(timeout=400) for task in tasks]
-    finally:
-        for task in tasks:
-            task.kill()
     assert [task.returncode for task in tasks] == [0, 0], told
     assert "2 ranks on cpu" in told[0][0]
     assert told[1][0] == "", "rank 0 alone speaks"
@@ -103,15 +100,20 @@ def test_ranks_of_other_nodes_are_met_on_the_network_that_leads_there() -> None:
     assert interface_towards("localhost") is None
 
 
-def as_only_rank(config: Path) -> subprocess.Popen[str]:
-    """The command as a launcher with one rank starts it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    environment = {**os.environ, **launched, "GLOO_SOCKET_IFNAME": "lo"}
-    words = [sys.executable, "-m", "finetune", "tune", str(config)]
-    return subprocess.Popen(words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+@contextlib.contextmanager
+def as_only_rank(config: Path) -> Iterator[subprocess.Popen[str]]:
+    """The command as a launcher with one rank starts it; what still runs at the end is killed."""
+    with held_port() as port:
+        launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        environment = {**os.environ, **launched, "GLOO_SOCKET_IFNAME": "lo"}
+        words = [sys.executable, "-m", "finetune", "tune", str(config)]
+        with subprocess.Popen(
+            words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as task:
+            try:
+                yield task
+            finally:
+                task.kill()
 
 
 def test_what_cannot_be_written_is_told_in_a_line(text_folder: Path, tmp_path: Path) -> None:

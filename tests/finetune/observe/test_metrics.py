@@ -39,7 +39,7 @@ FROZEN = {
 def scraped(metrics: TrainMetrics) -> str:
     endpoint = metrics.listen(0)
     try:
-        with urllib.request.urlopen(endpoint.url, timeout=10) as answer:
+        with urllib.request.urlopen(endpoint.url, timeout=120) as answer:
             return re.sub(r'\{model_name=""\}|(?<=\{)model_name="",|,model_name=""(?=\})', "", answer.read().decode())
     finally:
         endpoint.close()
@@ -107,8 +107,8 @@ def test_half_open_connections_get_few_threads_and_do_not_stop_a_scrape() -> Non
     with contextlib.ExitStack() as stack:
         try:
             for _ in range(100):
-                stack.enter_context(socket.create_connection((host, int(port)), timeout=30))
-            with urllib.request.urlopen(endpoint.url, timeout=30) as answer:
+                stack.enter_context(socket.create_connection((host, int(port)), timeout=120))
+            with urllib.request.urlopen(endpoint.url, timeout=120) as answer:
                 assert b'tessera_train_step{model_name=""} 0.0' in answer.read()
             assert threading.active_count() <= before + MAX_CONNECTIONS
         finally:

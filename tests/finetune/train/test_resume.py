@@ -15,7 +15,7 @@ import torch
 from checkpoint import open_checkpoint
 from finetune.output.folder import step_folders
 from tests.finetune.support import fork_command, run_command, small_run, write_config
-from tests.finetune.train.test_tune import losses_of
+from tests.finetune.train.test_tune import BEGIN_SECONDS, losses_of
 
 pytestmark = pytest.mark.slow
 
@@ -84,7 +84,7 @@ def test_killed_at_any_moment_it_ends_as_if_it_never_was(uninterrupted: tuple[Pa
         try:
             # By the log's length rather than by the clock, then some milliseconds more: any moment between two steps.
             wanted = steps_logged(output) + draw.randrange(7)
-            deadline = time.monotonic() + 120
+            deadline = time.monotonic() + BEGIN_SECONDS
             while process.poll() is None and steps_logged(output) < wanted:
                 assert time.monotonic() < deadline, "training did not come so far"
                 time.sleep(0.002)

@@ -196,9 +196,13 @@ def endless(text: Path, folder: Path) -> Path:
     return write_config(tree, folder / "run.yaml")
 
 
+BEGIN_SECONDS = 400
+"""For a run to come to its first steps: three processes import torch for it, beside all else that a machine does."""
+
+
 def until_training(process: subprocess.Popen[str], output: Path) -> dict[int, psutil.Process]:
     """Wait for the first steps; return the rank processes by rank."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + BEGIN_SECONDS
     log = output / "log.jsonl"
     while not (log.exists() and log.read_text().count("\n") >= 2):
         assert process.poll() is None, process.communicate()[1]

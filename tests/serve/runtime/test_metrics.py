@@ -129,7 +129,7 @@ def test_every_series_bears_the_name_of_the_model(metrics: Metrics) -> None:
     assert [line for line in lines if 'model_name="mine"' not in line] == []
     endpoint = metrics.listen("127.0.0.1", 0)
     try:  # what asks for a few series alone gets those, named too
-        with urllib.request.urlopen(f"{endpoint.url}?name[]=tessera_engine_up", timeout=10) as response:
+        with urllib.request.urlopen(f"{endpoint.url}?name[]=tessera_engine_up", timeout=120) as response:
             shown = [line for line in response.read().decode().splitlines() if not line.startswith("#")]
     finally:
         endpoint.close()
@@ -217,7 +217,7 @@ def test_the_model_is_described_once_it_is_loaded(metrics: Metrics) -> None:
 def test_the_endpoint_answers_on_loopback_and_its_port_cannot_be_shared(metrics: Metrics) -> None:
     endpoint = metrics.listen("127.0.0.1", 0)
     try:
-        with urllib.request.urlopen(endpoint.url, timeout=10) as response:
+        with urllib.request.urlopen(endpoint.url, timeout=120) as response:
             assert 'tessera_engine_up{model_name="mine"} 0.0' in response.read().decode()
         port = int(endpoint.address.rpartition(":")[2])
         with pytest.raises(ConfigError, match=f"rpc.metrics_port: cannot listen on 127.0.0.1:{port}: Address already in use"):
@@ -235,7 +235,7 @@ def test_the_endpoint_compresses_and_knows_openmetrics(metrics: Metrics) -> None
         asked = urllib.request.Request(
             served.url, headers={"Accept-Encoding": "gzip", "Accept": "application/openmetrics-text; version=1.0.0"}
         )
-        with urllib.request.urlopen(asked, timeout=10) as response:
+        with urllib.request.urlopen(asked, timeout=120) as response:
             assert response.headers["Content-Encoding"] == "gzip"
             assert response.headers["Content-Type"].startswith("application/openmetrics-text")
     finally:
