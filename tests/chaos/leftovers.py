@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.support import shared_memory
 from tests.support.server import Server, lives, until
 from tests.support.shared_memory import abandoned, in_shared_memory
 
@@ -77,7 +78,7 @@ class Surroundings:
         _wait(lambda: not _of_this_run().keys() - used, within_seconds)
         processes = [f"process {name} ({pid})" for pid, name in _of_this_run().items() if pid not in used]
         files = [f"file {name}" for name in sorted(_temporary_files() - self._files)]
-        shared = [f"/dev/shm/{name}" for name in sorted(abandoned(self._shared))]
+        shared = [str(shared_memory.FOLDER / name) for name in sorted(abandoned(self._shared))]
         groups = [str(place) for place in Path("/sys/fs/cgroup").glob(f"**/{GROUP_NAME}")]
         return processes + files + shared + groups
 

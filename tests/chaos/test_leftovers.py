@@ -11,10 +11,19 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.leftovers import Held, Surroundings, descriptors
+from tests.support import shared_memory
 
 
 @pytest.fixture
-def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Surroundings:
+def shared(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in the place of ``/dev/shm``, where tests beside this one would see what it leaves, and it what they leave."""
+    folder = tmp_path_factory.mktemp("shm")
+    monkeypatch.setattr(shared_memory, "FOLDER", folder)
+    return folder
+
+
+@pytest.fixture
+def surroundings(tmp_path: Path, shared: Path, monkeypatch: pytest.MonkeyPatch) -> Surroundings:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return Surroundings()
@@ -38,13 +47,10 @@ def test_a_temporary_file_is_left_over(surroundings: Surroundings, tmp_path: Pat
     assert surroundings.left(None) == ["file made", "file made/inner"]
 
 
-def test_a_name_in_shared_memory_is_left_over(surroundings: Surroundings) -> None:
-    place = Path(f"/dev/shm/left-{os.getpid()}")
-    place.touch()
-    try:
-        assert surroundings.left(None) == [str(place)]
-    finally:
-        place.unlink()
+def test_a_name_in_shared_memory_is_left_over_unless_a_process_uses_it(surroundings: Surroundings, shared: Path) -> None:
+    (shared / "left").touch()
+    with (shared / "used").open("w"):
+        assert surroundings.left(None) == [str(shared / "left")]
 
 
 def test_descriptors_are_counted_by_kind() -> None:

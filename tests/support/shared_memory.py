@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
-_FOLDER = Path("/dev/shm")
+FOLDER = Path("/dev/shm")
 
 
 def in_shared_memory() -> frozenset[str]:
     """The names there."""
-    return frozenset(os.listdir(_FOLDER))
+    return frozenset(os.listdir(FOLDER))
 
 
 def abandoned(before: frozenset[str]) -> set[str]:
@@ -18,15 +19,19 @@ def abandoned(before: frozenset[str]) -> set[str]:
     new = in_shared_memory() - before
     if not new:
         return set()
-    used: set[str] = set()
+    begin, used = f"{FOLDER}/", set[str]()
     for process in Path("/proc").glob("[0-9]*"):
-        try:
-            used.update(line.split("/dev/shm/", 1)[1].strip() for line in _lines(process) if "/dev/shm/" in line)
-        except OSError:  # it has ended, or is not ours to look into
-            continue
+        used.update(line.split(begin, 1)[1].strip() for line in _lines(process) if begin in line)
     return {name for name in new if name not in used} & in_shared_memory()
 
 
 def _lines(process: Path) -> list[str]:
-    opened = [os.readlink(place) for place in (process / "fd").iterdir() if place.is_symlink()]
-    return (process / "maps").read_text().splitlines() + opened
+    """What a process has mapped and open; of one that has ended, or is not ours to look into, nothing."""
+    lines: list[str] = []
+    with suppress(OSError):
+        for place in (process / "fd").iterdir():
+            with suppress(OSError):  # it was closed since
+                lines.append(os.readlink(place))
+    with suppress(OSError):
+        lines += (process / "maps").read_text().splitlines()
+    return lines
