@@ -63,7 +63,7 @@ class _Load:
     """Callers of one stream each, under way whenever the fault strikes."""
 
     def __init__(self, server: Server, requests: Mapping[int, inference_pb2.GenerateRequest]) -> None:
-        self.codes: list[str] = []
+        self.codes: dict[int, str] = {}
         self.ids: dict[int, list[int]] = {}
         self._under_way = threading.Semaphore(0)
         self._threads = [
@@ -82,15 +82,15 @@ class _Load:
                     self._under_way.release()
                 ids.extend(event.delta.token_ids)
         except grpc.RpcError as error:
-            self.codes.append(error.code().name)
+            self.codes[number] = error.code().name
         else:
-            self.codes.append("OK")
+            self.codes[number] = "OK"
 
     def join(self) -> list[str]:
         for thread in self._threads:
             thread.join(timeout=400)
             assert not thread.is_alive(), "a call hangs"
-        return self.codes
+        return list(self.codes.values())
 
 
 @pytest.fixture(scope="module")
@@ -130,11 +130,23 @@ def test_a_lost_rank_costs_time_and_no_call(
 
 
 def test_told_not_to_wait_calls_end_when_their_ranks_do(losing: Server, model: PreTrainedModel) -> None:
-    old = until(lambda: len(pids := losing.rank_pids()) == 2 and pids)
-    load = _Load(losing, dict.fromkeys(range(20), _request(500)))
-    os.kill(old[1], signal.SIGKILL)
-    assert load.join() == ["UNAVAILABLE"] * 20
-    until(lambda: losing.health() == "SERVING")
+    kept = losing.metrics()["tessera_requests_kept_total"]
+
+    def lost() -> int:
+        """How many calls ended with their ranks; none, if all had their answers before."""
+        ranks = until(lambda: len(pids := losing.rank_pids()) == 2 and pids)
+        load = _Load(losing, dict.fromkeys(range(20), _request(500)))
+        os.kill(ranks[1], signal.SIGKILL)
+        load.join()
+        until(lambda: losing.health() == "SERVING")
+        answered = [number for number, code in load.codes.items() if code == "OK"]
+        assert [len(load.ids[number]) for number in answered] == [500] * len(answered)
+        ended = [code for code in load.codes.values() if code != "OK"]
+        assert ended == ["UNAVAILABLE"] * len(ended)
+        return len(ended)
+
+    assert until(lost)
+    assert losing.metrics()["tessera_requests_kept_total"] == kept
     answer = losing.inference.Generate(_request(40), timeout=400)
     assert list(answer.completions[0].token_ids) == reference.greedy(model, PROMPT, 40)
 

@@ -140,6 +140,7 @@ def test_the_run_of_an_adapter_is_followed_beside_its_base(tmp_path: Path) -> No
     run = tmp_path / "run"
     shutil.copytree(adapter, run / "checkpoint-1")
     with serving(tmp_path / "base", "--adapter", str(run), "--watch", "0.1") as server:
-        shutil.copytree(adapter, run / "checkpoint-2")
+        # At once: a copy that had no turn for two looks would be taken for all there is.
+        shutil.copytree(adapter, tmp_path / "copy").rename(run / "checkpoint-2")
         until(lambda: server.metrics()["tessera_weight_swaps_total"] == 1)
         assert server.metrics()["tessera_reloads_refused_total"] == 0
