@@ -16,6 +16,8 @@ from serve import logs
 from serve.worker.rank_output import RankOutput
 from tests.repo.documents import REPOSITORY
 
+PATIENCE_SECONDS = 120.0
+
 RANK = """
 import logging, os, sys
 from serve import logs
@@ -48,7 +50,7 @@ def test_what_a_rank_logs_prints_and_leaves_is_in_the_servers_log_with_its_numbe
     output = RankOutput("serve.rank", 3)
     subprocess.run([sys.executable, "-c", RANK], stdout=output.writes, stderr=output.writes, cwd=REPOSITORY, check=True)
     output.handed_over()
-    output.wait()
+    output._thread.join(PATIENCE_SECONDS)  # ``wait`` would go on soon without it
     told, broke, printed, raw = (json.loads(line) for line in (tmp_path / "log").read_text().splitlines())
     assert (told["message"], told["level"], told["rank"], told["request_id"]) == ("one\nof two lines", "INFO", 3, "r1")
     assert (broke["message"], broke["logger"]) == ("broke", "serve.worker.trial")
