@@ -16,6 +16,7 @@ import pytest
 
 from tests.deploy.test_kubernetes import TOOLS
 from tests.deploy.tools import needs
+from tests.support.ports import held_port
 
 DEPLOY: Final = Path(__file__).resolve().parents[2] / "deploy"
 ENVOY: Final = shutil.which("envoy", path=f"{TOOLS}{os.pathsep}{os.environ['PATH']}")
@@ -36,13 +37,13 @@ Balancer = Callable[[Sequence[Addressed], Path], AbstractAsyncContextManager[str
 @contextlib.asynccontextmanager
 async def haproxy(servers: Sequence[Addressed], folder: Path) -> AsyncIterator[str]:
     """Debian's HAProxy."""
-    port, metrics = free_ports()
     text = (DEPLOY / "haproxy/haproxy.cfg").read_text()
     for number, server in enumerate(servers, 1):
         text = text.replace(f"10.0.0.{number}:50051", server.address)
-    text = text.replace("127.0.0.1:50050", f"127.0.0.1:{port}").replace("127.0.0.1:8405", f"127.0.0.1:{metrics}")
-    async with running(folder / "haproxy.cfg", text, "haproxy", "-db", "-f"):
-        yield f"127.0.0.1:{port}"
+    with held_port() as port, held_port() as metrics:
+        text = text.replace("127.0.0.1:50050", f"127.0.0.1:{port}").replace("127.0.0.1:8405", f"127.0.0.1:{metrics}")
+        async with running(folder / "haproxy.cfg", text, "haproxy", "-db", "-f"):
+            yield f"127.0.0.1:{port}"
 
 
 @contextlib.asynccontextmanager

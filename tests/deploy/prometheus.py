@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import subprocess
 import urllib.error
 import urllib.parse
@@ -16,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from tests.support.ports import held_port
 from tests.support.server import until
 
 READY_SECONDS = 60.0
@@ -75,9 +75,13 @@ def scraping(folder: Path, targets: dict[str, list[str]], rules: Path) -> Iterat
         "scrape_configs": [{"job_name": job, "static_configs": [{"targets": hosts}]} for job, hosts in targets.items()],
     }
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    with held_port() as port, running(folder, f"127.0.0.1:{port}") as started:
+        yield started
+
+
+@contextmanager
+def running(folder: Path, address: str) -> Iterator[Prometheus]:
+    """Within, the one that listens at ``address`` with the configuration in this folder is ready."""
     words = [
         "prometheus",
         f"--config.file={folder / 'prometheus.yml'}",

@@ -6,7 +6,6 @@ import contextlib
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from serve.v1 import inference_pb2, inference_pb2_grpc
 from tests.deploy import srun
 from tests.repo.documents import REPOSITORY
 from tests.support.models import save
+from tests.support.ports import held_port
 from tests.support.server import serving, until
 
 pytestmark = [pytest.mark.deploy, pytest.mark.timeout(900)]
@@ -56,11 +56,6 @@ def stream(address: str) -> Any:
 
 def ids_of(events: Any) -> list[int]:
     return [token for event in events for token in event.delta.token_ids]
-
-
-def free_port(address: str) -> str:
-    with socket.create_server((address, 0)) as taken:
-        return str(taken.getsockname()[1])
 
 
 def options(folder: Path) -> list[str]:
@@ -109,10 +104,11 @@ def below(launcher: subprocess.Popen[str], *, agent: bool) -> psutil.Process:
 
 
 def test_by_torchrun_a_killed_agent_comes_back_and_all_end_when_the_server_does(folder: Path, expected: list[int]) -> None:
-    meets = ["--master-addr", FIRST, "--master-port", free_port(FIRST), "--nnodes", "2", "--nproc-per-node", "1"]
-    variables = {"AGENTS_PORT": free_port(FIRST), "LEAVE_SECONDS": "1"}
     node = [str(LAUNCHERS / "tessera-node.sh"), *options(folder)]
     with contextlib.ExitStack() as launchers:
+        here, agents = (str(launchers.enter_context(held_port(FIRST))) for _ in range(2))
+        meets = ["--master-addr", FIRST, "--master-port", here, "--nnodes", "2", "--nproc-per-node", "1"]
+        variables = {"AGENTS_PORT": agents, "LEAVE_SECONDS": "1"}
         first, second = (
             launchers.enter_context(started("torchrun", "--no-python", "--node-rank", number, *meets, *node, **variables))
             for number in ("0", "1")
@@ -134,7 +130,10 @@ def test_by_slurm_a_job_that_is_told_to_end_drains_first(folder: Path, expected:
         (tmp_path / name).chmod(0o755)
     job = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2", "SLURM_SUBMIT_DIR": str(LAUNCHERS)}
     words = ["bash", str(LAUNCHERS / "tessera.sbatch"), *options(folder)]
-    with started(*words, first_on_path=f"{tmp_path}{os.pathsep}", AGENTS_PORT=free_port(FIRST), **job) as batch:
+    with (
+        held_port(FIRST) as port,
+        started(*words, first_on_path=f"{tmp_path}{os.pathsep}", AGENTS_PORT=str(port), **job) as batch,
+    ):
         events = stream(address_of(batch))
         said = list(next(events).delta.token_ids)
         batch.send_signal(signal.SIGTERM)  # to every node at once

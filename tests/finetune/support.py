@@ -6,7 +6,6 @@ import contextlib
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -150,16 +149,3 @@ def start_command(words: Sequence[str | Path]) -> Iterator[subprocess.Popen[str]
             yield process
         finally:
             process.kill()
-
-
-@contextlib.contextmanager
-def held_port() -> Iterator[int]:
-    """A port of loopback that the system gives to nobody meanwhile, and that a program may listen at which is told of it.
-
-    Torch lets its store be bound where somebody else is bound already, as long as nobody listens there.
-    """
-    with socket.socket() as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind(("127.0.0.1", 0))
-        port: int = holder.getsockname()[1]
-        yield port

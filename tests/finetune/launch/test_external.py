@@ -14,8 +14,9 @@ import psutil
 import pytest
 
 from finetune.launch.external import interface_towards, started_by_launcher
-from tests.finetune.support import ROOT, held_port, run_command, small_run, witness_environment, write_config
+from tests.finetune.support import ROOT, run_command, small_run, witness_environment, write_config
 from tests.finetune.train.test_tune import losses_of
+from tests.support.ports import held_port
 
 pytestmark = pytest.mark.slow
 

@@ -29,6 +29,7 @@ from tests.support import reference
 from tests.support.models import save
 
 GIB = 1 << 30
+PATIENCE_SECONDS = 120.0
 
 
 def config_of(folder: Path) -> ServerConfig:
@@ -49,13 +50,14 @@ def told(answers: list[list[wire.Report]]) -> Iterator[tuple[list[socket.socket]
             heard[rank].append(wire.decode_order(wire.receive(pairs[rank][1])))
             wire.send(pairs[rank][1], wire.encode(answer))
 
-    threads = [threading.Thread(target=follow, args=(rank,)) for rank in range(len(answers))]
+    threads = [threading.Thread(target=follow, args=(rank,), daemon=True) for rank in range(len(answers))]
     for thread in threads:
         thread.start()
     try:
         yield [ours for ours, _ in pairs], heard
         for thread in threads:
-            thread.join()
+            thread.join(PATIENCE_SECONDS)
+            assert not thread.is_alive(), "an order that it was to answer never came"
     finally:
         for pair in pairs:
             for end in pair:

@@ -307,10 +307,6 @@ def test_a_rank_that_hangs_in_a_step_is_told_from_those_that_wait_for_it(
 ) -> None:
     program = "import signal, time\nsignal.signal(signal.SIGUSR2, lambda *_: time.sleep(3600))\n"
     _sabotage(tmp_path, monkeypatch, program)
-    executor = RankExecutor(_config(model))
-    executor.start()
-    executor.execute(_plan(0))
-    os.kill(_pids(executor)[1], signal.SIGUSR2)
     outcome: list[BaseException] = []
 
     def wait_for_ever() -> None:
@@ -319,11 +315,14 @@ def test_a_rank_that_hangs_in_a_step_is_told_from_those_that_wait_for_it(
         except ExecutorDied as error:
             outcome.append(error)
 
-    waiting = threading.Thread(target=wait_for_ever)
-    waiting.start()
-    _until(lambda: executor.hanging_rank() == 1)
-    assert executor.dead_rank() is None, "its heart beats"
-    executor.close()
+    with contextlib.closing(RankExecutor(_config(model))) as executor:
+        executor.start()
+        executor.execute(_plan(0))
+        os.kill(_pids(executor)[1], signal.SIGUSR2)
+        waiting = threading.Thread(target=wait_for_ever)
+        waiting.start()
+        _until(lambda: executor.hanging_rank() == 1)
+        assert executor.dead_rank() is None, "its heart beats"
     waiting.join(timeout=PATIENCE_SECONDS)
     assert len(outcome) == 1
 
