@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -130,12 +132,17 @@ def test_what_cannot_be_written_is_told_in_a_line(text_folder: Path, tmp_path: P
 def test_a_stop_before_the_first_step_ends_the_preparation(text_folder: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
     output.mkdir()
-    os.mkfifo(output / "config.yaml")  # written before the data are prepared: rank 0 waits there for a reader
-    with as_only_rank(write_config(small_run(text_folder, output), tmp_path / "run.yaml")) as task:
-        with (output / "config.yaml").open() as reader:
+    # Written before the data are prepared, it is more than the pipe takes: rank 0 waits there until it is read.
+    os.mkfifo(output / "config.yaml")
+    tree = small_run(text_folder, output, log={"sample_prompts": ["long " * 4000]})
+    with open(os.open(output / "config.yaml", os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as reader:
+        fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 4096)
+        with as_only_rank(write_config(tree, tmp_path / "run.yaml")) as task:
+            assert select.select([reader], [], [], 400.0)[0], "it came nowhere near the preparation"
             task.terminate()
-            reader.read()
-        _, stderr = task.communicate(timeout=400)
+            os.set_blocking(reader.fileno(), True)
+            reader.readall()
+            _, stderr = task.communicate(timeout=400)
     assert task.returncode == 1
     assert "stopped by SIGTERM before training began" in stderr
     assert not list(output.glob("checkpoints/step-*"))
