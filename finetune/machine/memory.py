@@ -51,6 +51,7 @@ class MemoryWatch:
         self._thread = threading.Thread(target=self._run, name="memory-watch", daemon=True)
 
     def __enter__(self) -> Self:
+        self._look()  # before the thread has its turn a short run may be over
         self._thread.start()
         return self
 

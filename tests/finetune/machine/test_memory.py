@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from finetune.machine.memory import MemoryWatch, pages_of
 
 
@@ -24,3 +26,13 @@ def test_a_watch_sees_a_peak_that_is_gone_again() -> None:
     assert 200 << 20 <= watch.peaks[0] < 260 << 20
     assert watch.peak_bytes >= watch.peaks[0]
     assert pages_of(child.pid) is None
+
+
+def test_what_ends_before_the_watch_has_its_turn_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MemoryWatch, "_run", lambda self: None)
+    with (
+        subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child,
+        MemoryWatch([child.pid]) as watch,
+    ):
+        child.communicate(b"\n")
+    assert len(watch.peaks) == 1
