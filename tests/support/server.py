@@ -71,7 +71,7 @@ class Server:
         for child in psutil.Process(self.process.pid).children(recursive=True):
             try:
                 name = Path(f"/proc/{child.pid}/comm").read_text().strip()
-            except FileNotFoundError:  # it has ended since
+            except (FileNotFoundError, ProcessLookupError):  # it has ended since, before it was opened or before it was read
                 continue
             if name.startswith(RANK_NAME):
                 ranks[int(name.removeprefix(RANK_NAME))] = child.pid

@@ -153,6 +153,19 @@ def start(
     return Program(forked.pid, out, err)
 
 
+def all_ended(programs: Sequence[Program], seconds: float) -> list[str]:
+    """What programs that wait for one another said of errors, once all have ended.
+
+    Raises:
+        subprocess.TimeoutExpired: one had not, so many seconds after the one before it; all are killed then.
+    """
+    try:
+        return [program.communicate(seconds)[1] for program in programs]
+    finally:
+        for program in programs:
+            program.kill()
+
+
 # -- in the forked process
 
 

@@ -282,7 +282,7 @@ def test_two_ranks_capture_the_same_sizes_in_the_same_order_and_replay_what_they
         warm.start("tests.serve.worker.graph_worker", [str(rank), "2", str(tmp_path)], rank_environment(rank, 2, "cpu"))
         for rank in range(2)
     ]
-    said = [rank.communicate(timeout=300)[1] for rank in ranks]
+    said = warm.all_ended(ranks, 600.0)
     assert [rank.returncode for rank in ranks] == [0, 0], said
     first, second = (json.loads((tmp_path / f"graphs-{rank}.json").read_text()) for rank in range(2))
     assert first == second

@@ -133,7 +133,7 @@ def by_ranks(root: Path, size: int, stages: int = 1) -> dict[str, Any]:
         warm.start("tests.serve.worker.family_worker", [str(rank), *words], rank_environment(rank, count, "cpu"))
         for rank in range(count)
     ]
-    said = [rank.communicate(timeout=600)[1] for rank in ranks]
+    said = warm.all_ended(ranks, 600.0)
     assert [rank.returncode for rank in ranks] == [0] * count, said
     answers: dict[str, Any] = json.loads((root / f"tokens-{size}x{stages}.json").read_text())
     return answers

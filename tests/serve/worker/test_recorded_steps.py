@@ -87,7 +87,7 @@ def test_two_ranks_replay_what_they_exchange(tmp_path: Path) -> None:
         warm.start("tests.serve.worker.recorded_worker", [str(rank), "2", str(tmp_path)], rank_environment(rank, 2, "cpu"))
         for rank in range(2)
     ]
-    said = [rank.communicate(timeout=300)[1] for rank in ranks]
+    said = warm.all_ended(ranks, 600.0)
     assert [rank.returncode for rank in ranks] == [0, 0], said
     for rank in range(2):
         told = json.loads((tmp_path / f"recorded-{rank}.json").read_text())
