@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
 import urllib.request
 from typing import get_args
 
@@ -39,6 +38,7 @@ from serve.types import (
     TokensOut,
     Usage,
 )
+from tests.support.ports import held_port
 
 FACTS = ModelFacts(
     family="gpt_neox", vocab_size=100, max_model_len=64, eos_ids=(0,), dtype="float32", device="cpu", num_blocks=8,
@@ -215,18 +215,17 @@ def test_the_model_is_described_once_it_is_loaded(metrics: Metrics) -> None:
 
 
 def test_the_endpoint_answers_on_loopback_and_its_port_cannot_be_shared(metrics: Metrics) -> None:
-    endpoint = metrics.listen("127.0.0.1", 0)
-    try:
-        with urllib.request.urlopen(endpoint.url, timeout=120) as response:
-            assert 'tessera_engine_up{model_name="mine"} 0.0' in response.read().decode()
-        port = int(endpoint.address.rpartition(":")[2])
-        with pytest.raises(ConfigError, match=f"rpc.metrics_port: cannot listen on 127.0.0.1:{port}: Address already in use"):
-            metrics.listen("127.0.0.1", port)
-    finally:
-        endpoint.close()
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(("127.0.0.1", port))  # closed means free again
+    with held_port() as port:
+        endpoint = metrics.listen("127.0.0.1", port)
+        try:
+            with urllib.request.urlopen(endpoint.url, timeout=120) as response:
+                assert 'tessera_engine_up{model_name="mine"} 0.0' in response.read().decode()
+            taken = f"rpc.metrics_port: cannot listen on 127.0.0.1:{port}: Address already in use"
+            with pytest.raises(ConfigError, match=taken):
+                metrics.listen("127.0.0.1", port)
+        finally:
+            endpoint.close()
+        metrics.listen("127.0.0.1", port).close()  # closed means free again
 
 
 def test_the_endpoint_compresses_and_knows_openmetrics(metrics: Metrics) -> None:
