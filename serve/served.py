@@ -25,7 +25,7 @@ class ModelConfig:
     """Name clients see; empty means the last part of ``path`` that is a run's own, not ``checkpoints`` or ``step-00000320``."""
 
     config: str = ""
-    """The model's ``config.json``, or a folder that has one, for a checkpoint that has none beside or above its weights."""
+    """The model's ``config.json``, or a folder that has one, for a checkpoint with none beside, above or in its weights."""
 
     tokenizer: str = ""
     """Folder of the tokenizer's files, or one such file, for a checkpoint that has none beside or above its weights."""

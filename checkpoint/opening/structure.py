@@ -113,7 +113,9 @@ def open_structure(path: str | Path, *, verify: Verification = "structure", give
             places = decoded(weights.places, configs[0])
             weights = dataclasses.replace(weights, places=places, facts={**weights.facts, **code})
         check_not_quantised(weights.places, folder, weights.table)
-        config, generation = configs or checked_configs(folder, weights.config, weights.table, above=above)
+        config, generation = configs or checked_configs(
+            folder, weights.config, weights.table, weights.config_sought, above=above
+        )
         if manifest is not None:
             _check_table(manifest, weights.places)
         if folder.identity() != identity:

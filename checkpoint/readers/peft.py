@@ -176,10 +176,10 @@ def merged(base: Weights, adapter: Weights, config: Mapping[str, Any], model_typ
         places[target] = dataclasses.replace(places[target], added=added)
         changed.append(target)
     _refuse_tied(changed, base.places, adapter.table)
-    return Weights(
-        {**base.files, **adapter.files},
-        places,
-        base.table,
+    return dataclasses.replace(
+        base,
+        files={**base.files, **adapter.files},
+        places=places,
         step=adapter.step,
         facts={**base.facts, "adapter": dict(adapter.facts)},
     )

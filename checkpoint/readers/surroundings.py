@@ -34,11 +34,21 @@ def read_configs(folder: Folder, name: str = CONFIG) -> Configs:
     Raises:
         CheckpointError: one of the files cannot be read or breaks a rule.
     """
-    config = without_mxfp4(folder.read_object(name))
-    check_config(config)
+    config = checked(folder.read_object(name))
     generation = folder.read_object(GENERATION) if folder.has(GENERATION) else {}
     check_generation_config(generation)
-    return normalized(config), with_one_beginning(generation)
+    return config, with_one_beginning(generation)
+
+
+def checked(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration, wherever it was read, as the libraries of today take it.
+
+    Raises:
+        CheckpointError: it breaks a rule.
+    """
+    found = without_mxfp4(config)
+    check_config(found)
+    return normalized(found)
 
 
 def find_configs(folder: Folder, given: Given, *, above: bool) -> Configs | None:
@@ -72,23 +82,23 @@ def _config_file(folder: Folder, given: Given, *, above: bool) -> tuple[Folder, 
     return next(((place, CONFIG) for place in _places(folder, above=above) if place.has(CONFIG)), None)
 
 
-def checked_configs(folder: Folder, said: Mapping[str, Any] | None, table: str, *, above: bool) -> Configs:
+def checked_configs(folder: Folder, said: Mapping[str, Any] | None, table: str, sought: str, *, above: bool) -> Configs:
     """The configuration that the weights' own files tell, for where ``find_configs`` found none.
 
     Args:
         said: what they tell; ``None`` for nothing.
         table: the file that would.
+        sought: where in the files it was looked for, as ``Weights`` has it.
 
     Raises:
         CheckpointError: they tell nothing, or what breaks a rule.
     """
     if said is None:
         looked = ", ".join(str(place.path / CONFIG) for place in _places(folder, above=above))
-        rule = f"does not say what model it is of, and there is no {looked}; give the model's config.json (--model-config)"
-        raise CheckpointError(table, rule)
-    config = dict(said)
-    check_config(config)
-    return normalized(config), {}
+        inside = f" ({sought})" if sought else ""
+        rule = f"does not say what model it is of{inside}, and there is no {looked}"
+        raise CheckpointError(table, f"{rule}; give the model's config.json (--model-config)")
+    return checked(said), {}
 
 
 def find_tokenizer(folder: Folder, given: Given, *, above: bool, named: Mapping[str, str] = NOTHING_NAMED) -> Folder:

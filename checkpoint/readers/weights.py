@@ -28,6 +28,8 @@ class Weights:
     """The file that says which tensors there are: the index, or the only weights file."""
     config: Mapping[str, Any] | None = None
     """What the format itself says of the model, as a ``config.json`` would say it; ``None`` where it says nothing."""
+    config_sought: str = ""
+    """Where in the files that was looked for, for the message that it is not there; empty where a layout has no such place."""
     step: int | None = None
     """Optimizer steps taken, where the format says so."""
     facts: Mapping[str, Any] = field(default_factory=dict)

@@ -95,7 +95,7 @@ def require_option(condition: bool, name: str, value: object, rule: str) -> None
 
 def add_given(parser: CommandParser) -> None:
     """What a user may say of a checkpoint that its files leave open; ``given_of`` reads it."""
-    parser.add_argument("--model-config", metavar="PATH", help="config.json, for a checkpoint that has none beside or above it")
+    parser.add_argument("--model-config", metavar="PATH", help="config.json, for a checkpoint with none beside, above or in it")
     parser.add_argument(
         "--tokenizer", metavar="PATH", help="the tokenizer's folder, for a checkpoint that has none beside or above it"
     )

@@ -18,7 +18,7 @@ class ModelConfig:
     Hugging Face hub."""
 
     config: str | None = None
-    """The model's ``config.json``, or a folder that has one, for a checkpoint that has none beside or above its weights."""
+    """The model's ``config.json``, or a folder that has one, for a checkpoint with none beside, above or in its weights."""
 
     neox_qkv_layout: Literal["blocks", "per-head"] = "blocks"
     """How GPT-NeoX packed heads that share keys: ``blocks`` since November 2024, ``per-head`` before; no checkpoint says."""

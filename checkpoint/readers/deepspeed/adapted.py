@@ -53,7 +53,8 @@ def with_adapter(weights: Weights, folder: Folder, given: Given) -> Weights:
     _check_parts(weights, parts, adapters)
     config = _described(weights, folder, given)
     configs = find_configs(folder, given, above=True)
-    model_type = "" if configs is None else str(configs[0]["model_type"])
+    told = weights.config if configs is None else configs[0]
+    model_type = "" if told is None else str(told["model_type"])
     facts = {"rank": config.get("r"), "base": "in the same save"}
     adapter = dataclasses.replace(weights, places=parts, facts=facts)
     return peft.merged(dataclasses.replace(weights, places=base), adapter, config, model_type)

@@ -15,6 +15,7 @@ from checkpoint.errors import CheckpointError
 from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.layout import Extent, Piece, Stored, contiguous_strides, copies, joined, whole
 from checkpoint.readers.deepspeed import one_save, saves
+from checkpoint.readers.deepspeed.client_state import SOUGHT, client_config
 from checkpoint.readers.deepspeed.saves import ANY_LAYER, MODULE, UNIVERSAL, Saved, open_saved
 from checkpoint.readers.files.pickles import StoredTensor
 from checkpoint.readers.surroundings import find_configs
@@ -60,14 +61,14 @@ def open_weights(folder: Folder, given: Given = NOTHING_GIVEN) -> Weights:
         one_save.check_model_files(ranks)
         tables = _tables(ranks)
         saves.refuse_adapter(first.file, tables[0])
-        configs = find_configs(folder, given, above=True)
-        rows = configs[0].get("vocab_size") if configs is not None else None
+        configs, said = find_configs(folder, given, above=True), client_config(folder, given, first)
+        rows = (said or {}).get("vocab_size") if configs is None else configs[0].get("vocab_size")
         places = _join(ranks, tables, rows if isinstance(rows, int) else None)
         saves.check_cover(first.file, places)
         facts = saves.trained_with(first) | {"tensor-parallel ranks": len(ranks)}
         if first.count("dp_world_size") is not None:
             facts["data-parallel ranks"] = first.count("dp_world_size")
-        return Weights(files.descriptors, places, first.file, step=saves.step_of(first), facts=facts)
+        return Weights(files.descriptors, places, first.file, said, SOUGHT, step=saves.step_of(first), facts=facts)
 
 
 def _check_world(saved: Saved, count: int) -> None:

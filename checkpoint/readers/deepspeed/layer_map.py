@@ -95,7 +95,7 @@ def _by_family(layers: Mapping[int, Mapping[str, Stored]], table: str, num_block
         if blocks != list(range(blocks[0], blocks[-1] + 1)):
             raise CheckpointError(table, f"stands among layers {blocks[0]} to {blocks[-1]}, not all of one kind; {_ASK}")
         if num_blocks is not None and len(blocks) != num_blocks:
-            rule = f"begins {len(blocks)} blocks, layers {blocks[0]} to {blocks[-1]}; config.json says {num_blocks}"
+            rule = f"begins {len(blocks)} blocks, layers {blocks[0]} to {blocks[-1]}; its configuration says {num_blocks}"
             raise CheckpointError(table, f"{rule}: is one missing?")
         named: dict[int, dict[str, str]] = {}
         for number, tensors in sorted(layers.items()):

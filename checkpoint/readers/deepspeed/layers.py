@@ -10,6 +10,7 @@ from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.layout import Stored
 from checkpoint.model.config import layers as num_layers
 from checkpoint.readers.deepspeed import one_save, saves
+from checkpoint.readers.deepspeed.client_state import SOUGHT, client_config
 from checkpoint.readers.deepspeed.layer_map import file_of_layer, rename
 from checkpoint.readers.deepspeed.saves import LAYER, LAYER_PART, MODULE, UNIVERSAL, open_saved
 from checkpoint.readers.surroundings import find_configs
@@ -63,10 +64,13 @@ def open_weights(folder: Folder, given: Given = NOTHING_GIVEN) -> Weights:
                         missing = file_of_layer(int(str(name).partition(".")[0]), next(iter(layers.values())))
                         raise CheckpointError(missing, rule)
         configs = find_configs(folder, given, above=True)
-        told = None if configs is None else num_layers(configs[0])
-        found = rename(places, given.layer_map, next(iter(layers.values())), told)
+        config = client_config(folder, given, opened[0]) if opened else None
+        told = num_layers((config or {}) if configs is None else configs[0])
+        table = next(iter(layers.values()))
+        found = rename(places, given.layer_map, table, told)
         facts |= {"layers": len(layers), "stages": len(stages)}
-        return Weights(files.descriptors, found, next(iter(layers.values())), step=step, facts=facts)
+        sought = SOUGHT if opened else "there is no mp_rank_00_model_states.pt, whose client_state could"
+        return Weights(files.descriptors, found, table, config, sought, step=step, facts=facts)
 
 
 def _refuse_parts(names: Sequence[str]) -> None:

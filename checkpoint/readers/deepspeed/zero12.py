@@ -16,6 +16,7 @@ from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.layout import Stored
 from checkpoint.readers.deepspeed import one_save, saves
 from checkpoint.readers.deepspeed.adapted import with_adapter
+from checkpoint.readers.deepspeed.client_state import SOUGHT, client_config
 from checkpoint.readers.deepspeed.saves import ANY_LAYER, MODULE, OPTIMIZER, UNIVERSAL, Flat, Saved, Stretch, open_saved
 from checkpoint.readers.weights import OpenFiles, Weights
 
@@ -56,7 +57,8 @@ def open_weights(folder: Folder, given: Given = NOTHING_GIVEN) -> Weights:
             places |= masters
             facts["weights"] = f"the optimizer's masters for {len(masters)} tensors, the module for the others"
         saves.check_cover(name, places)
-        weights = Weights(files.descriptors, places, name, step=saves.step_of(module), facts=facts)
+        config = client_config(folder, given, module)
+        weights = Weights(files.descriptors, places, name, config, SOUGHT, step=saves.step_of(module), facts=facts)
         return with_adapter(weights, folder, given)
 
 

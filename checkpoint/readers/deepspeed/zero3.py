@@ -19,6 +19,7 @@ from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.layout import Stored
 from checkpoint.readers.deepspeed import one_save, saves
 from checkpoint.readers.deepspeed.adapted import with_adapter
+from checkpoint.readers.deepspeed.client_state import SOUGHT, client_config
 from checkpoint.readers.deepspeed.saves import OPTIMIZER, PARTITIONED_MODEL, UNIVERSAL, Flat, Saved, Stretch, open_saved
 from checkpoint.readers.deepspeed.swap import Swapped
 from checkpoint.readers.weights import OpenFiles, Weights
@@ -58,7 +59,8 @@ def open_weights(folder: Folder, given: Given = NOTHING_GIVEN) -> Weights:
         places |= whole_places(first, places)
         saves.check_cover(first.file, places)
         facts = _facts(first, shapes, flats)
-        weights = Weights(files.descriptors, places, first.file, step=saves.step_of(first), facts=facts)
+        config = client_config(folder, given, first)
+        weights = Weights(files.descriptors, places, first.file, config, SOUGHT, step=saves.step_of(first), facts=facts)
         return with_adapter(weights, folder, given)
 
 

@@ -84,12 +84,14 @@ GPT2 = {
 IDS = [[3, 14, 15, 92, 65, 35, 89, 79]]
 
 
+def described(config: dict[str, Any]) -> Any:
+    options = dict(config)
+    return AutoConfig.for_model(options.pop("model_type"), **options)
+
+
 def make(config: dict[str, Any], seed: int = 0) -> torch.nn.Module:
     torch.manual_seed(seed)
-    options = dict(config)
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(options.pop("model_type"), **options), attn_implementation="eager"
-    )
+    model = AutoModelForCausalLM.from_config(described(config), attn_implementation="eager")
     with torch.no_grad():  # biases and norms that are all 0 or 1 would hide an exchange
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape) * 0.05)
@@ -129,7 +131,7 @@ def train(
 
 def keep(engine: Any, folder: Path, config: dict[str, Any], *, masters: bool = True, **options: Any) -> None:
     """Save; and beside the save the weights and logits that the engine itself has: its masters, or those it computes with."""
-    engine.save_checkpoint(str(folder / "save"), **options)
+    engine.save_checkpoint(str(folder / "save"), client_state={"model_config": described(config).to_dict()}, **options)
     engine.eval()
     with torch.no_grad():
         logits = engine(input_ids=torch.tensor(IDS)).logits.float()
@@ -276,7 +278,7 @@ def pipeline(config: dict[str, Any]) -> Callable[[Path], None]:
         options = settings(0, "fp32") | {"train_batch_size": 1}
         engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=options, dist_init_required=False)
         engine.train_batch(iter([(torch.tensor(IDS), torch.tensor(IDS))]))
-        engine.save_checkpoint(str(folder / "save"))
+        engine.save_checkpoint(str(folder / "save"), client_state={"config": described(config).to_json_string()})
         finish(folder, config, whole, logits)
 
     return case
@@ -319,7 +321,7 @@ def tensor_parallel(config: dict[str, Any], stage: int) -> Callable[[Path], None
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         options = settings(stage, "fp32") | {"tensor_parallel": {"autotp_size": 2}}
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=options, dist_init_required=False)
-        engine.save_checkpoint(str(folder / "save"))
+        engine.save_checkpoint(str(folder / "save"), client_state={"config": described(config).to_json_string()})
         finish(folder, config, whole, logits)
 
     return case

@@ -71,6 +71,16 @@ CASES = {
     "zero2-lora-alone": ("", 0),
 }
 """What each save is called, and the step it is of."""
+IN_CLIENT_STATE = [
+    "zero3-groups",
+    "zero2-masters",
+    "zero1-robin",
+    "zero0",
+    "parallel-llama",
+    "pipeline",
+    "universal3",
+    "zero3-lora",
+]
 ADAPTED = ["zero3-lora", "zero2-lora", "universal3-lora"]
 IN_FLOAT = [name for name in CASES if name.startswith(("parallel", "pipeline")) or name in ("zero3-float", "zero0", *ADAPTED)]
 
@@ -102,6 +112,15 @@ def test_every_tensor_is_the_trainer_s_bit_for_bit_whole_and_in_slices(saves: Pa
 def test_masters_that_training_kept_in_bfloat16_are_read_in_it(saves: Path, name: str) -> None:
     with open_checkpoint(saves / name / "save", given=MASTERS) as checkpoint:
         assert {stored.dtype for stored in checkpoint.tensors.values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("name", IN_CLIENT_STATE)
+def test_a_configuration_in_the_client_state_does_for_config_json(saves: Path, tmp_path: Path, name: str) -> None:
+    save = shutil.copytree(saves / name / "save", tmp_path / "save")
+    (save / "config.json").unlink()
+    with open_checkpoint(saves / name / "save") as expected, open_checkpoint(save) as checkpoint:
+        assert checkpoint.config.items() >= expected.config.items()
+        assert checkpoint.tensors == expected.tensors
 
 
 @NEEDS_LIBAIO

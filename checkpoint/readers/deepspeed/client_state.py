@@ -1,0 +1,71 @@
+"""The model's configuration that a training script keeps in its saves: what it gives an engine as ``client_state`` lies at the
+top of the engine's files, beside the module."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final
+
+from checkpoint.disk.folder import Folder, parse_object
+from checkpoint.errors import CheckpointError
+from checkpoint.given import Given
+from checkpoint.model.config import shown
+from checkpoint.readers.deepspeed.saves import Saved
+from checkpoint.readers.files.pickles import DTYPES
+from checkpoint.readers.surroundings import checked, config_file
+
+KEYS: Final = ("model_config", "config")
+"""Where a configuration is looked for, in this order: ``config.to_dict()`` of transformers, or the same as the text of JSON."""
+SOUGHT: Final = f"its client_state has no model_type in {' or '.join(KEYS)}"
+"""For messages, where it is in neither."""
+
+_DTYPE_KEYS: Final = ("dtype", "torch_dtype")
+_NAMES_OF_DTYPES: Final = {ours: torchs for torchs, ours in DTYPES.items()}
+
+
+def client_config(folder: Folder, given: Given, saved: Saved) -> dict[str, Any] | None:
+    """The configuration in the client state that a file holds, checked; ``None`` where none there names a model type.
+
+    So it is where one was given or lies in a file of its own, which comes first.
+
+    Raises:
+        CheckpointError: it breaks a rule, or holds what JSON has no form for.
+    """
+    if config_file(folder, given, above=True) is not None:
+        return None
+    for key in KEYS:
+        try:
+            config = _config(saved.file, saved.get(key))
+            if config is not None:
+                return checked(config)
+        except CheckpointError as error:
+            raise CheckpointError(saved.file, f"its client_state has a {key} that is no configuration: {error.rule}") from error
+    return None
+
+
+def _config(file: str, value: object) -> dict[str, Any] | None:
+    """A value of the client state as ``config.json`` would hold it; ``None`` for something else, such as a run's settings."""
+    if isinstance(value, str) and '"model_type"' in value:
+        return parse_object(file, value.encode("utf-8", "surrogatepass"))
+    if not isinstance(value, dict) or "model_type" not in value:
+        return None
+    named = {key: _NAMES_OF_DTYPES.get(value[key], value[key]) for key in _DTYPE_KEYS if isinstance(value.get(key), str)}
+    return parse_object(file, json.dumps(_plain(file, {**value, **named})).encode())
+
+
+def _plain(file: str, value: Any) -> Any:
+    """The value without anything that JSON has no form for. Numbers that are keys become text, as JSON has them.
+
+    Raises:
+        CheckpointError: there is something else in it.
+    """
+    if isinstance(value, dict):
+        wrong = next((key for key in value if type(key) not in (str, int)), None)
+        if wrong is not None:
+            raise CheckpointError(file, f"{shown(wrong)} is a key, which JSON has no form for")
+        return {key: _plain(file, item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return [_plain(file, item) for item in value]
+    if value is not None and type(value) not in (str, int, float, bool):
+        raise CheckpointError(file, f"{shown(value)} is in it, which JSON has no form for")
+    return value
