@@ -81,6 +81,6 @@ def _refuse_parts(names: Sequence[str]) -> None:
         rule = (
             f"is a part of a layer that {len(ranks)} model-parallel ranks of a pipeline share; how they cut it no file says. "
             "Only GPT-NeoX's and Megatron-DeepSpeed's are joined, and this looks like neither: there are no configs/ of "
-            "GPT-NeoX and no word_embeddings.weight in layer 0"
+            "GPT-NeoX and no word_embeddings.weight in the first layer"
         )
         raise CheckpointError(file, rule)

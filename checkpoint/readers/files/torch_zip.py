@@ -9,6 +9,7 @@ import zipfile
 import zlib
 from typing import TYPE_CHECKING, Any
 
+from checkpoint.disk.folder import Folder
 from checkpoint.errors import CheckpointError
 from checkpoint.layout import DTYPE_BYTES, Extent
 from checkpoint.readers.files.pickles import (
@@ -45,6 +46,18 @@ def index_torch_zip(fd: int, file: str) -> dict[str, Extent]:
     if not table:
         raise CheckpointError(file, "holds no tensor")
     return {name: archive.extent(name, tensor) for name, tensor in table.items()}
+
+
+def table_names(folder: Folder, file: str, word: bytes) -> bool | None:
+    """Whether an archive's table has ``word`` in it, as names of tensors and classes stand there; ``None`` for no archive."""
+    try:
+        fd = folder.open(file)
+        try:
+            return word in Archive(fd, file).table
+        finally:
+            os.close(fd)
+    except CheckpointError:
+        return None
 
 
 class Archive:

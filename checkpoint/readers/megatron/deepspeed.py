@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +10,7 @@ from checkpoint.disk.folder import Folder
 from checkpoint.disk.latest import named_below
 from checkpoint.errors import CheckpointError
 from checkpoint.given import NOTHING_GIVEN, Given
-from checkpoint.readers.files.torch_zip import Archive
+from checkpoint.readers.files.torch_zip import Archive, table_names
 from checkpoint.readers.megatron.args import ALLOWED, Arguments, Shape, arguments, shape_of
 from checkpoint.readers.megatron.model import Parts, apart, check_version, flat, tokenizer_names, weights_of
 from checkpoint.readers.ranks import Part, tensors_of
@@ -25,27 +24,28 @@ _LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 _RANK_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _FIRST_LAYER = 2
 """Before it are a function that has no file, and the embedding."""
-_MARKS = (b"argparse", b"language_model")
+_ARGUMENTS, _NESTED, _EMBEDDING = b"argparse", b"language_model", b"word_embeddings.weight"
+"""What a rank's file names; what it names too, where the weights are in it; and what layer 1's does where they are not."""
 
 
 def recognises(folder: Folder) -> bool:
-    """Whether there are layers that are counted from 1, or a rank's file with Megatron's arguments and names."""
+    """Whether Megatron's arguments are in a rank's file and its names beside them or, where there are layers, in the first.
+
+    Layers are counted from 1, but so they are in any pipeline of DeepSpeed that begins with a function. Of a file that is
+    missing or broken the other one tells, so that it is missed by name.
+    """
     names = folder.names()
-    layers = {int(match[1]) for match in map(_LAYER_FILE.fullmatch, names) if match}
-    if layers:
-        return 0 not in layers and 1 in layers
+    layers: dict[int, str] = {}
+    for match in map(_LAYER_FILE.fullmatch, names):
+        if match:
+            layers.setdefault(int(match[1]), match[0])
     ranks = [name for name in names if _RANK_FILE.fullmatch(name)]
-    if not ranks:
+    if not layers:
+        return bool(ranks) and all(table_names(folder, ranks[0], word) for word in (_ARGUMENTS, _NESTED))
+    if 0 in layers or 1 not in layers:
         return False
-    try:
-        fd = folder.open(ranks[0])
-        try:
-            table = Archive(fd, ranks[0]).table
-        finally:
-            os.close(fd)
-    except CheckpointError:
-        return False
-    return all(mark in table for mark in _MARKS)
+    told = [table_names(folder, layers[1], _EMBEDDING), table_names(folder, ranks[0], _ARGUMENTS) if ranks else None]
+    return True in told and False not in told
 
 
 def newest_below(folder: Folder) -> str | None:

@@ -7,7 +7,6 @@ Norms are on every rank and their average counts; biases behind a row-parallel l
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +18,7 @@ from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.layout import Stored
 from checkpoint.readers.decoder import Decoder, Layer, Rows, Tensors, named
 from checkpoint.readers.files.pickles import NUMPY_ARRAYS, Allowed
-from checkpoint.readers.files.torch_zip import Archive
+from checkpoint.readers.files.torch_zip import Archive, table_names
 from checkpoint.readers.neox.config import Shape, Sizes, config_of, missing_settings, shape_from, shape_of
 from checkpoint.readers.neox.settings import CONFIGS, Settings, read_settings
 from checkpoint.readers.neox.tokenizer import end_of_document, rows_with_tokens, tokenizer_of
@@ -69,10 +68,12 @@ def recognises(folder: Folder) -> bool:
     names = folder.names()
     layers = {int(match[1]): match[0] for match in map(_LAYER_FILE.fullmatch, names) if match}
     ranks = [name for name in names if _RANK_FILE.fullmatch(name)]
-    if layers:  # Megatron-DeepSpeed, which names its files alike, begins with 1
-        return 0 in layers and (_has_settings(folder) or _names(folder, layers[0], b"word_embeddings.weight"))
+    if layers:  # Megatron-DeepSpeed, which names its files alike, begins with 1; here that is a function, which has no file
+        if 0 not in layers or _has_settings(folder):
+            return 0 in layers
+        return 1 not in layers and bool(table_names(folder, layers[0], b"word_embeddings.weight"))
     if ranks:
-        return _has_settings(folder) or _names(folder, ranks[0], b"sequential.0.word_embeddings.weight")
+        return _has_settings(folder) or bool(table_names(folder, ranks[0], b"sequential.0.word_embeddings.weight"))
     return _has_settings(folder) and any(_PARTITIONED.fullmatch(name) for name in names)
 
 
@@ -120,18 +121,6 @@ def open_weights(folder: Folder, given: Given = NOTHING_GIVEN) -> Weights:
             facts={"model_parallel_size": len(layers[0]), "layers": shape.num_layers, **_told(settings)},
             tokenizer=tokenizer,
         )
-
-
-def _names(folder: Folder, file: str, name: bytes) -> bool:
-    """Whether an archive's table has the name in it."""
-    try:
-        fd = folder.open(file)
-        try:
-            return name in Archive(fd, file).table
-        finally:
-            os.close(fd)
-    except CheckpointError:
-        return False
 
 
 def _has_settings(folder: Folder) -> bool:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
+import json
+import re
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from checkpoint import CheckpointError, open_checkpoint, open_structure
+from checkpoint import CheckpointError, Given, open_checkpoint, open_structure
 from checkpoint.layout import cover_fault
 from tests.checkpoint.readers.test_neox import TOKENS, Runs, assert_holds, assert_model, small
 from tests.support.megatron import Form, save_megatron, save_megatron_deepspeed
@@ -54,6 +58,67 @@ def test_what_deepspeed_saved_of_megatron_is_read(family: str, layers: bool, tmp
         assert_holds(checkpoint, model)
         assert (checkpoint.layout, checkpoint.step) == ("Megatron-DeepSpeed", 10)
         assert_model(checkpoint.config, model)
+
+
+def plain_pipeline(root: Path, first: int, *, args: bool, embedding: str) -> Path:
+    """A save of DeepSpeed's PipelineModule with a model axis: a layer before ``first`` is a function, which has no file."""
+    folder = root / "global_step10"
+    folder.mkdir(parents=True)
+    (root / "config.json").write_text('{"model_type": "gpt2"}')
+    (root / "latest").write_text(folder.name)
+    block, norm = {"attn.c_attn.weight": torch.ones(2, 6)}, {"weight": torch.ones(2)}
+    layers = enumerate([{embedding: torch.ones(5, 2), "wpe.weight": torch.ones(4, 2)}, block, block, norm], first)
+    shapes: OrderedDict[str, torch.Size] = OrderedDict()
+    for number, table in layers:
+        torch.save(OrderedDict(table), folder / f"layer_{number:02d}-model_00-model_states.pt")
+        shapes |= {f"{number}.{name}": value.shape for name, value in table.items()}
+    state = {"args": argparse.Namespace(lr=1e-3, layers=2)} if args else {}
+    tree = {"module": None, "param_shapes": [shapes], "mp_world_size": 1, "global_steps": 10}
+    torch.save(tree | state, folder / "mp_rank_00_model_states.pt")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("first", "args", "embedding"),
+    [
+        (1, False, "wte.weight"),
+        (1, True, "wte.weight"),
+        (1, False, "word_embeddings.weight"),
+        (0, True, "word_embeddings.weight"),
+    ],
+)
+def test_a_pipeline_of_another_model_is_not_taken_for_megatron_s_or_neox_s(
+    tmp_path: Path, first: int, args: bool, embedding: str
+) -> None:
+    plain_pipeline(tmp_path, first, args=args, embedding=embedding)
+    given = Given()
+    if embedding != "wte.weight":  # a name that no family has whose pipelines are known
+        prefixes = [{"word_embeddings": "transformer.wte", "wpe": "transformer.wpe"}, "transformer.h.0.", "transformer.h.1."]
+        (tmp_path / "map.json").write_text(json.dumps(dict(enumerate([*prefixes, "transformer.ln_f."], first))))
+        given = Given(layer_map=str(tmp_path / "map.json"))
+    expected = ["transformer.wte", "transformer.wpe", "transformer.h.0.attn.c_attn", "transformer.h.1.attn.c_attn"]
+    with open_checkpoint(tmp_path, given=given) as checkpoint:
+        assert (checkpoint.layout, checkpoint.step) == ("DeepSpeed pipeline", 10)
+        assert checkpoint.tensors.keys() == {f"{name}.weight" for name in (*expected, "transformer.ln_f")}
+
+
+@pytest.mark.parametrize(
+    ("lost", "message"),
+    [
+        ("mp_rank_*_model_states.pt", "mp_rank_00_model_states.pt: is missing, which holds the arguments of the run"),
+        ("layer_01-model_00-model_states.pt", "layer_01-model_00-model_states.pt: is not a zip archive"),
+        ("layer_03-model_01-model_states.pt", "layer_03-model_01-model_states.pt: is missing"),
+    ],
+)
+def test_what_megatron_deepspeed_lost_is_missed_by_name(tmp_path: Path, lost: str, message: str) -> None:
+    folder = save_megatron_deepspeed(tmp_path, small("llama"), Form(tensor=2, names="legacy"), layers=True)
+    for file in folder.glob(lost):
+        if "zip" in message:
+            file.write_bytes(b"")
+        else:
+            file.unlink()
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        open_structure(tmp_path)
 
 
 @pytest.mark.parametrize(("stacked", "beside"), [(True, True), (True, False), (False, False)])
