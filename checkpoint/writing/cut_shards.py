@@ -6,6 +6,8 @@ begins in its tensor (``readers.dcp.hf``). Any number of ranks can read them; th
 
 from __future__ import annotations
 
+import json
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -13,10 +15,14 @@ import torch
 from checkpoint.disk.durable import Disk
 from checkpoint.disk.manifest import FileEntry, TensorEntry
 from checkpoint.dtypes import DTYPE_NAMES
+from checkpoint.errors import CheckpointError
 from checkpoint.writing.shards import ShardWriter
 
 _HEADER_BYTES = 4 << 20
-"""One file holds a part of every tensor; this is enough for some ten thousand."""
+"""Room where it is not known which tensors there will be: one file has a part of each, and some ten thousand fit."""
+_PAGE_BYTES = 4 << 10
+_ENTRY_BYTES = 512
+"""What a tensor takes in a header beside its name: type, sizes, offsets, where its part begins."""
 _UNLIMITED = 1 << 62
 
 _ROW_PARALLEL = frozenset(("o_proj", "down_proj", "dense", "dense_4h_to_h", "out_proj", "c_proj", "fc_out", "fc2"))
@@ -45,10 +51,16 @@ def cut_dim(model_type: str, name: str, shape: tuple[int, ...]) -> int | None:
 class CutShardWriter:
     """Writes the tensors of one checkpoint cut for ranks, into one file for each rank. What is not cut is in the first."""
 
-    def __init__(self, folder: Path, disk: Disk, *, ranks: int, model_type: str) -> None:
+    def __init__(self, folder: Path, disk: Disk, *, ranks: int, model_type: str, names: Collection[str] = ()) -> None:
+        """
+        Args:
+            names: of all tensors that will be added, if they are known: each rank reads the headers of all files, in which no
+                more room is kept than these take.
+        """
         self._folder, self._disk, self._model_type = folder, disk, model_type
+        room = _room_for(names) if names else _HEADER_BYTES
         self._writers = [
-            ShardWriter(folder, disk, max_shard_bytes=_UNLIMITED, stem=f"rank-{rank}", header_bytes=_HEADER_BYTES)
+            ShardWriter(folder, disk, max_shard_bytes=_UNLIMITED, stem=f"rank-{rank}", header_bytes=room)
             for rank in range(ranks)
         ]
         self._tensors: dict[str, TensorEntry] = {}
@@ -71,10 +83,16 @@ class CutShardWriter:
 
         Returns:
             what was written: files by name, tensors by name.
+
+        Raises:
+            CheckpointError: the tensors are more than a header has room for.
         """
         files: dict[str, FileEntry] = {}
         for rank, writer in enumerate(self._writers, start=1):
-            for name, entry in writer.finish()[0].items():
+            written = writer.finish()[0]
+            if len(written) > 1:
+                raise CheckpointError(_file(rank), f"cannot hold a part of {len(self._tensors)} tensors: its header is full")
+            for name, entry in written.items():
                 self._disk.rename(self._folder / name, self._folder / _file(rank))
                 files[_file(rank)] = entry
         return files, self._tensors
@@ -83,6 +101,15 @@ class CutShardWriter:
         """Give up the open files."""
         for writer in self._writers:
             writer.close()
+
+
+def _room_for(names: Collection[str]) -> int:
+    """Bytes that a header with a part of each of these tensors takes at most, in whole pages.
+
+    A name stands in it twice, the second time in JSON of JSON.
+    """
+    each = (_ENTRY_BYTES + len(json.dumps(name)) + len(json.dumps(json.dumps(name))) for name in names)
+    return _PAGE_BYTES * (1 + -(-sum(each) // _PAGE_BYTES))
 
 
 def _file(rank: int) -> str:

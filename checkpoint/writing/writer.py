@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Self
@@ -56,6 +56,7 @@ class CheckpointWriter:
         max_shard_bytes: a shard ends before the tensor that would make it larger.
         ranks: more than 1: in place of shards of whole tensors, one file for each of so many tensor-parallel ranks;
             see ``cut_shards``.
+        names: of all tensors that will be added, if they are known: files for ranks are then smaller.
         extra: JSON values kept in the manifest.
         update_latest: whether ``latest`` shall name this checkpoint.
         expected_bytes: what the tensors will take in all, if known: asks at once for 1.2 times this as free space.
@@ -76,6 +77,7 @@ class CheckpointWriter:
         generation_config: Mapping[str, Any] | None = None,
         max_shard_bytes: int = 2 << 30,
         ranks: int = 1,
+        names: Collection[str] = (),
         extra: Mapping[str, Any] = _NOTHING,
         update_latest: bool = True,
         expected_bytes: int = 0,
@@ -107,7 +109,8 @@ class CheckpointWriter:
         self._temporary: TemporaryFolder | None = TemporaryFolder(self._root, step_folder_name(step), self._disk)
         self._shards: ShardWriter | CutShardWriter
         if ranks > 1:
-            self._shards = CutShardWriter(self._temporary.path, self._disk, ranks=ranks, model_type=str(config["model_type"]))
+            kind = str(config["model_type"])
+            self._shards = CutShardWriter(self._temporary.path, self._disk, ranks=ranks, model_type=kind, names=names)
             return
         self._shards = ShardWriter(
             self._temporary.path,

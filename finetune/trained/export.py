@@ -65,7 +65,7 @@ def export(
             _check_model(checkpoint)
             _check_ranks(checkpoint, ranks)
             exact = _exact_weights(source, checkpoint) if dtype == torch.float32 and given == NOTHING_GIVEN else None
-            settings: dict[str, Any] = {"max_shard_bytes": max_shard_bytes, "ranks": ranks}
+            settings: dict[str, Any] = {"max_shard_bytes": max_shard_bytes, "ranks": ranks, "names": list(checkpoint.tensors)}
             if exact is None:
                 return _write(checkpoint, checkpoint.read, out, dtype, settings, progress)
             with exact:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint import CheckpointWriter, open_checkpoint, open_structure
+from checkpoint import CheckpointError, CheckpointWriter, open_checkpoint, open_structure
 from checkpoint.writing.cut_shards import cut_dim
 from tests.checkpoint.folders import assert_holds
 
@@ -40,6 +40,30 @@ def test_what_is_cut_for_ranks_opens_whole_and_each_part_lies_in_its_ranks_file(
             assert files == sorted(set(files))
             offsets = {(piece.file, piece.extent.offset_bytes) for piece in stored.pieces}
             assert len(offsets) == len(files)
+
+
+def test_headers_take_little_more_than_the_names_call_for(tmp_path: Path) -> None:
+    strange = [f'{name} \u00e9\u65e5"\\ {number}' for name in TENSORS for number in range(20)]
+    tensors = {name: torch.ones(4, 4) for name in ("model.embed_tokens.weight", *strange)}
+    with CheckpointWriter(tmp_path, step=0, config={"model_type": "llama"}, ranks=2, names=list(tensors)) as writer:
+        for name, tensor in tensors.items():
+            writer.add(name, tensor)
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert_holds(checkpoint, tensors)
+    for file in tmp_path.glob("*/shard-*"):
+        length = int.from_bytes(file.read_bytes()[:8], "little")
+        assert length < 1000 * len(tensors)
+
+
+def test_more_tensors_than_a_header_has_room_for_are_refused(tmp_path: Path) -> None:
+    names = [f"model.layers.{number}.mlp.up_proj.weight" for number in range(100)]
+    with CheckpointWriter(tmp_path, step=0, config={"model_type": "llama"}, ranks=2, names=names[:1]) as writer:
+        for name in names:
+            writer.add(name, torch.ones(4, 4))
+        with pytest.raises(CheckpointError, match=r"cannot hold a part of 100 tensors: its header is full"):
+            writer.commit()
+        writer.abort()
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
