@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import traceback
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from serve.worker.runner import Runner
 
 _NO_MATTER: Final = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
 """Keys of config.json that say nothing about what is computed."""
+_MOST_CHARACTERS: Final = 300
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +66,7 @@ class Exchange:
                 case wire.Look(config=config):
                     return self._look(config)
                 case wire.Prepare(number=number, beside=beside):
-                    self._prepare(number, beside)
+                    return self._prepare(number, beside)
                 case wire.Forget():
                     self._forget()
         except StartError as error:
@@ -93,15 +95,28 @@ class Exchange:
             self._model.filler.num_bytes, gpus.bytes_left(self._model.device, self._config.cache), checkpoint.step
         )
 
-    def _prepare(self, number: int, beside: bool) -> None:
+    def _prepare(self, number: int, beside: bool) -> wire.Report:
         candidate = self._candidate
         assert candidate is not None, "a checkpoint is looked at before it is prepared"
-        candidate.number = number
-        if beside:
+        candidate.number, candidate.values = number, None
+        refused = self._read_beside(candidate) if beside else ""
+        if candidate.values is None:
+            gpus.give_back(self._model.device)
+        return wire.NoRoom(refused) if refused else wire.Fine()
+
+    def _read_beside(self, candidate: _Candidate) -> str:
+        """Read all of the rank's weights beside those that serve; why there is no memory for them, or nothing."""
+        try:
             candidate.values = list(self._model.filler.read(candidate.checkpoint, candidate.survey.blueprint))
             gather_pages()  # here, where nobody waits for it: the first steps on new weights have enough to do
             if self._model.device.type == "cuda":
                 torch.cuda.synchronize(self._model.device)
+        except (torch.OutOfMemoryError, MemoryError, OSError) as error:
+            if isinstance(error, OSError) and error.errno != errno.ENOMEM:
+                raise
+            candidate.values = None
+            return str(error).strip().partition("\n")[0][:_MOST_CHARACTERS] or "out of memory"
+        return ""
 
     def _forget(self) -> None:
         candidate, self._candidate = self._candidate, None

@@ -36,6 +36,8 @@ class Preparation:
     def prepare(self, config: ServerConfig, number: int) -> Prepared | Unlike:
         """Have every rank read the checkpoint of ``config`` beside what it serves, or be ready to read it into place.
 
+        Where memory seems to suffice and a rank runs out of it all the same, all of them give back what they have read.
+
         Raises:
             ConfigError: the checkpoint is at fault.
             RankStartError: a rank could not do it.
@@ -49,8 +51,7 @@ class Preparation:
                     return Unlike(report.reason)
                 assert isinstance(report, wire.Alike), f"{report} is no answer to what was asked"
                 alike.append(report)
-            beside = self._fits(alike, config.model.swap_memory_gib)
-            self._ask(wire.Prepare(number, beside))
+            beside = self._order(number, beside=self._fits(alike, config.model.swap_memory_gib))
             return Prepared(alike[0].checkpoint_step, beside)
 
     def forget(self) -> None:
@@ -63,6 +64,19 @@ class Preparation:
             self._orders.ask(wire.Forget())
         except (ExecutorDied, StartError) as error:
             _log.debug("the ranks were told to forget prepared weights: %s", error)
+
+    def _order(self, number: int, *, beside: bool) -> bool:
+        """Have the ranks prepare what they looked at. Returns whether it lies beside what they serve, on all of them."""
+        reports = self._ask(wire.Prepare(number, beside))
+        full = next(((rank, report) for rank, report in enumerate(reports) if isinstance(report, wire.NoRoom)), None)
+        if full is None:
+            return beside
+        rank, report = full
+        _log.warning(
+            "rank %d has no room for other weights beside its own, so all will read them into place: %s", rank, report.reason
+        )
+        self._ask(wire.Prepare(number, beside=False))  # at which those that had room give back what they have read
+        return False
 
     def _fits(self, ranks: Sequence[wire.Alike], limit_gib: float | None) -> bool:
         """Whether there is memory for the new weights beside the old."""

@@ -82,6 +82,12 @@ class Differs(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
+class NoRoom(msgspec.Struct, frozen=True, tag=True):
+    """There was no memory for other weights beside those that serve. None of them is kept; they can be read into place."""
+
+    reason: str
+
+
 class Told(msgspec.Struct, frozen=True, tag=True):
     """How far a rank is with what it was told to record."""
 
@@ -94,7 +100,7 @@ class Part(msgspec.Struct, frozen=True, tag=True):
     data: bytes
 
 
-Report = Ready | Failed | Fine | Alike | Differs | Told | Part
+Report = Ready | Failed | Fine | Alike | Differs | NoRoom | Told | Part
 
 
 class Look(msgspec.Struct, frozen=True, tag=True):
@@ -104,7 +110,7 @@ class Look(msgspec.Struct, frozen=True, tag=True):
 
 
 class Prepare(msgspec.Struct, frozen=True, tag=True):
-    """Make what was looked at ready to be taken. Answered by ``Fine`` or ``Failed``."""
+    """Make what was looked at ready to be taken; may be told once more. Answered by ``Fine``, ``NoRoom`` or ``Failed``."""
 
     number: int
     """How plans will call it."""

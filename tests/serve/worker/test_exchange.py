@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,9 +16,11 @@ from safetensors.torch import load_file, save_file
 
 from serve.config import CacheConfig, ModelConfig, ServerConfig
 from serve.engine.executor import Prepared, Unlike
-from serve.engine.plan import StepPlan
+from serve.engine.plan import StepPlan, StepResult
 from serve.errors import ConfigError
-from serve.model.filling import Filling, SliceReader
+from serve.model import weight_memory
+from serve.model.filling import Filling, Room, SliceReader
+from serve.model.weight_memory import _Mapping
 from serve.worker import wire
 from serve.worker.exchange import Exchange
 from serve.worker.loader import Stopwatch, load_rank
@@ -102,6 +106,20 @@ def test_a_rank_that_cannot_read_makes_all_forget() -> None:
     assert [orders_of[-1] for orders_of in heard] == [wire.Forget()] * 2
 
 
+@pytest.mark.parametrize("full", [(1,), (0, 1)])
+def test_a_rank_that_runs_out_of_memory_has_all_read_into_place(
+    full: tuple[int, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    alike, fine, no_room = wire.Alike(1, GIB, 7), wire.Fine(), wire.NoRoom("tried to allocate 2.00 MiB")
+    answers: list[list[wire.Report]] = [[alike, no_room if rank in full else fine, fine] for rank in range(2)]
+    config = ServerConfig(model=ModelConfig(path="newer"))
+    with told(answers) as (orders, heard):
+        assert Preparation(Orders(orders, 60.0), shared_memory=True).prepare(config, 4) == Prepared(7, beside=False)
+    assert heard == [[wire.Look(config), wire.Prepare(4, True), wire.Prepare(4, False)]] * 2
+    assert f"rank {full[0]} has no room for other weights" in caplog.text
+    assert "tried to allocate 2.00 MiB" in caplog.text
+
+
 class Served:
     """A model on one rank, and the exchange of its weights, told what to do from here."""
 
@@ -166,6 +184,59 @@ def test_weights_that_take_the_old_ones_places_do_so_a_module_at_a_time(
         pending = set() if event == "put" else pending | {event}
         assert len(pending) <= 1, "the weights of one module at most are in memory beside the old"
     assert "put" in events
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("out of memory\nand more"), MemoryError(), OSError(errno.ENOMEM, "Cannot allocate memory")]
+)
+def test_weights_for_which_there_is_no_memory_are_given_back_and_read_into_place(
+    error: Exception, folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, names, read = Served(folders[0]), list[str](), SliceReader.read
+    areas: list[weakref.ref[_Mapping]] = []
+
+    class Noted(_Mapping):
+        """Memory that weights are read to."""
+
+        def __init__(self, *_: object, **__: object) -> None:
+            areas.append(weakref.ref(self))
+
+    def read_some(self: SliceReader, name: str, room: Room | None = None) -> torch.Tensor:
+        names.append(name)
+        if len(names) > 5:
+            raise error
+        return read(self, name, room)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SliceReader, "read", read_some)
+        patch.setattr(weight_memory, "_Mapping", Noted)
+        assert isinstance(served.exchange.answer(wire.Look(config_of(folders[1]))), wire.Alike)
+        answer = served.exchange.answer(wire.Prepare(1, beside=True))
+    assert isinstance(answer, wire.NoRoom)
+    assert answer.reason == (str(error).partition("\n")[0] or "out of memory")
+    error.__traceback__ = None
+    assert areas
+    assert [area() for area in areas] == [None] * len(areas), "what was read is given back"
+    assert served.tokens() == reference.greedy(reference.load(folders[0]), PROMPTS[0], NEW_TOKENS)
+    assert served.exchange.answer(wire.Prepare(1, beside=False)) == wire.Fine()
+    with torch.inference_mode():
+        result = served.exchange.take(StepPlan(step=9, swap=1))
+    assert result == StepResult(step=9)
+    assert served.tokens() == reference.greedy(reference.load(folders[1]), PROMPTS[0], NEW_TOKENS)
+
+
+def test_a_rank_that_is_told_to_read_into_place_after_all_gives_back_what_it_has_read(folders: tuple[Path, Path]) -> None:
+    served = Served(folders[0])
+    assert isinstance(served.exchange.answer(wire.Look(config_of(folders[1]))), wire.Alike)
+    served.exchange.answer(wire.Prepare(1, beside=True))
+    candidate = served.exchange._candidate
+    assert candidate is not None
+    assert candidate.values
+    served.exchange.answer(wire.Prepare(1, beside=False))
+    assert candidate.values is None
+    with torch.inference_mode():
+        served.exchange.take(StepPlan(step=9, swap=1))
+    assert served.tokens() == reference.greedy(reference.load(folders[1]), PROMPTS[0], NEW_TOKENS)
 
 
 def test_a_checkpoint_of_other_shapes_is_told_as_another_model(folders: tuple[Path, Path], tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from serve.engine.executor import ExecutorDied, Prepared
 from serve.engine.plan import Span, Start, StepPlan
 from serve.types import BlockId, SamplingParams, SequenceId
+from serve.worker import rank_process
 from serve.worker.executor import RankExecutor
 from serve.worker.rank_process import ForkStarter
 from tests.serve.worker.test_executor import PATIENCE_SECONDS, _config, _pids, _until
@@ -40,8 +41,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture
 def started(folders: list[Path]) -> Iterator[RankExecutor]:
+    with started_from(folders[0]) as executor:
+        yield executor
+
+
+@contextlib.contextmanager
+def started_from(folder: Path) -> Iterator[RankExecutor]:
     with contextlib.closing(ForkStarter(2, "cpu", stall_seconds=60.0)) as starter:
-        executor = RankExecutor(_config(folders[0]), starter)
+        executor = RankExecutor(_config(folder), starter)
         executor.start()
         try:
             yield executor
@@ -62,10 +69,10 @@ def tokens(executor: RankExecutor, step: int) -> list[int]:
     return [each.token_id for each in sorted(sampled, key=lambda each: each.sequence)]
 
 
-def take(executor: RankExecutor, folder: Path, number: int, *, beside: bool) -> str:
+def take(executor: RankExecutor, folder: Path, number: int, *, beside: bool, limit_gib: float | None = None) -> str:
     """Why the ranks refused the weights of a folder; "" where they took them."""
     config = _config(folder)
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, swap_memory_gib=None if beside else 1e-9))
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, swap_memory_gib=limit_gib))
     prepared = executor.prepare(config, number)
     assert isinstance(prepared, Prepared)
     assert prepared.beside == beside
@@ -90,10 +97,24 @@ def test_ranks_take_other_weights_together_and_keep_theirs_where_one_of_them_fin
     assert tokens(started, 2) == first, "both ranks turned back"
     assert take(started, good, 4, beside=True) == ""
     assert tokens(started, 5) == second
-    assert "not finite" in take(started, broken, 7, beside=False)
+    assert "not finite" in take(started, broken, 7, beside=False, limit_gib=1e-9)
     assert tokens(started, 8) == second, "both ranks read again what they had"
-    assert take(started, folders[0], 10, beside=False) == ""
+    assert take(started, folders[0], 10, beside=False, limit_gib=1e-9) == ""
     assert tokens(started, 11) == first
+
+
+def test_ranks_of_which_one_runs_out_of_memory_read_other_weights_into_place_together(
+    folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = ([reference.greedy(reference.load(folder), prompt, 1)[0] for prompt in PROMPTS] for folder in folders[:2])
+    several = (*rank_process._FOR_SEVERAL, "tests.serve.worker.full_device")
+    monkeypatch.setattr(rank_process, "_FOR_SEVERAL", several)
+    with started_from(folders[0]) as executor:
+        assert tokens(executor, 0) == first
+        assert take(executor, folders[1], 1, beside=False) == ""
+        assert tokens(executor, 2) == second
+        assert "not finite" in take(executor, folders[2], 4, beside=False)
+        assert tokens(executor, 5) == second, "both ranks read again what they had"
 
 
 def test_a_rank_that_is_killed_while_weights_are_exchanged_ends_the_exchange_and_is_named(
