@@ -28,7 +28,7 @@ class ModelConfig:
     """The model's ``config.json``, or a folder that has one, for a checkpoint with none beside, above or in its weights."""
 
     tokenizer: str = ""
-    """Folder of the tokenizer's files, or one such file, for a checkpoint that has none beside or above its weights."""
+    """Folder of the tokenizer's files, or one such file, for a checkpoint with none beside, above or in its weights."""
 
     neox_qkv_layout: Literal["blocks", "per-head"] = "blocks"
     """How GPT-NeoX packed heads that share keys: ``blocks`` since November 2024, ``per-head`` before; no checkpoint says."""

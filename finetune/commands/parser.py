@@ -97,7 +97,7 @@ def add_given(parser: CommandParser) -> None:
     """What a user may say of a checkpoint that its files leave open; ``given_of`` reads it."""
     parser.add_argument("--model-config", metavar="PATH", help="config.json, for a checkpoint with none beside, above or in it")
     parser.add_argument(
-        "--tokenizer", metavar="PATH", help="the tokenizer's folder, for a checkpoint that has none beside or above it"
+        "--tokenizer", metavar="PATH", help="the tokenizer's folder, for a checkpoint with none beside, above or in it"
     )
     parser.add_argument(
         "--weights-prefix", metavar="TEXT", help="what the weights' names begin with, where files hold several things"

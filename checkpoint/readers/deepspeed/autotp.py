@@ -15,7 +15,7 @@ from checkpoint.errors import CheckpointError
 from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.layout import Extent, Piece, Stored, contiguous_strides, copies, joined, whole
 from checkpoint.readers.deepspeed import one_save, saves
-from checkpoint.readers.deepspeed.client_state import SOUGHT, client_config
+from checkpoint.readers.deepspeed.client_state import SOUGHT, client_config, client_tokenizer
 from checkpoint.readers.deepspeed.saves import ANY_LAYER, MODULE, UNIVERSAL, Saved, open_saved
 from checkpoint.readers.files.pickles import StoredTensor
 from checkpoint.readers.surroundings import find_configs
@@ -68,7 +68,10 @@ def open_weights(folder: Folder, given: Given = NOTHING_GIVEN) -> Weights:
         facts = saves.trained_with(first) | {"tensor-parallel ranks": len(ranks)}
         if first.count("dp_world_size") is not None:
             facts["data-parallel ranks"] = first.count("dp_world_size")
-        return Weights(files.descriptors, places, first.file, said, SOUGHT, step=saves.step_of(first), facts=facts)
+        tokenizer = client_tokenizer(folder, given, first)
+        return Weights(
+            files.descriptors, places, first.file, said, SOUGHT, step=saves.step_of(first), facts=facts, tokenizer=tokenizer
+        )
 
 
 def _check_world(saved: Saved, count: int) -> None:

@@ -10,7 +10,7 @@ from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.layout import Stored
 from checkpoint.model.config import layers as num_layers
 from checkpoint.readers.deepspeed import one_save, saves
-from checkpoint.readers.deepspeed.client_state import SOUGHT, client_config
+from checkpoint.readers.deepspeed.client_state import SOUGHT, client_config, client_tokenizer
 from checkpoint.readers.deepspeed.layer_map import file_of_layer, rename
 from checkpoint.readers.deepspeed.saves import LAYER, LAYER_PART, MODULE, UNIVERSAL, open_saved
 from checkpoint.readers.surroundings import find_configs
@@ -70,7 +70,8 @@ def open_weights(folder: Folder, given: Given = NOTHING_GIVEN) -> Weights:
         found = rename(places, given.layer_map, table, told)
         facts |= {"layers": len(layers), "stages": len(stages)}
         sought = SOUGHT if opened else "there is no mp_rank_00_model_states.pt, whose client_state could"
-        return Weights(files.descriptors, found, table, config, sought, step=step, facts=facts)
+        tokenizer = client_tokenizer(folder, given, opened[0]) if opened else None
+        return Weights(files.descriptors, found, table, config, sought, step=step, facts=facts, tokenizer=tokenizer)
 
 
 def _refuse_parts(names: Sequence[str]) -> None:

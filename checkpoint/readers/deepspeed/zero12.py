@@ -16,7 +16,7 @@ from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.layout import Stored
 from checkpoint.readers.deepspeed import one_save, saves
 from checkpoint.readers.deepspeed.adapted import with_adapter
-from checkpoint.readers.deepspeed.client_state import SOUGHT, client_config
+from checkpoint.readers.deepspeed.client_state import SOUGHT, client_config, client_tokenizer
 from checkpoint.readers.deepspeed.saves import ANY_LAYER, MODULE, OPTIMIZER, UNIVERSAL, Flat, Saved, Stretch, open_saved
 from checkpoint.readers.weights import OpenFiles, Weights
 
@@ -58,7 +58,10 @@ def open_weights(folder: Folder, given: Given = NOTHING_GIVEN) -> Weights:
             facts["weights"] = f"the optimizer's masters for {len(masters)} tensors, the module for the others"
         saves.check_cover(name, places)
         config = client_config(folder, given, module)
-        weights = Weights(files.descriptors, places, name, config, SOUGHT, step=saves.step_of(module), facts=facts)
+        tokenizer = client_tokenizer(folder, given, module)
+        weights = Weights(
+            files.descriptors, places, name, config, SOUGHT, step=saves.step_of(module), facts=facts, tokenizer=tokenizer
+        )
         return with_adapter(weights, folder, given)
 
 

@@ -19,7 +19,7 @@ from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.layout import Stored
 from checkpoint.readers.deepspeed import one_save, saves
 from checkpoint.readers.deepspeed.adapted import with_adapter
-from checkpoint.readers.deepspeed.client_state import SOUGHT, client_config
+from checkpoint.readers.deepspeed.client_state import SOUGHT, client_config, client_tokenizer
 from checkpoint.readers.deepspeed.saves import OPTIMIZER, PARTITIONED_MODEL, UNIVERSAL, Flat, Saved, Stretch, open_saved
 from checkpoint.readers.deepspeed.swap import Swapped
 from checkpoint.readers.weights import OpenFiles, Weights
@@ -60,7 +60,10 @@ def open_weights(folder: Folder, given: Given = NOTHING_GIVEN) -> Weights:
         saves.check_cover(first.file, places)
         facts = _facts(first, shapes, flats)
         config = client_config(folder, given, first)
-        weights = Weights(files.descriptors, places, first.file, config, SOUGHT, step=saves.step_of(first), facts=facts)
+        tokenizer = client_tokenizer(folder, given, first)
+        weights = Weights(
+            files.descriptors, places, first.file, config, SOUGHT, step=saves.step_of(first), facts=facts, tokenizer=tokenizer
+        )
         return with_adapter(weights, folder, given)
 
 

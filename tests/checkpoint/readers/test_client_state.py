@@ -1,4 +1,4 @@
-"""The configuration that a training script keeps in the ``client_state`` of its saves, and what comes before it."""
+"""The configuration and tokenizer that a training script keeps in the ``client_state`` of its saves, and what comes first."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from transformers import LlamaConfig
 
 from checkpoint import CheckpointError, Given, open_checkpoint
 from checkpoint.opening.structure import model_config
+from checkpoint.text.tokenizer import read_tokenizer
 from tests.checkpoint.readers.deepspeed_folders import (
     CONFIG,
     TAG,
@@ -26,6 +27,7 @@ from tests.checkpoint.readers.deepspeed_folders import (
     zero3,
 )
 from tests.checkpoint.readers.test_pickles import Calls
+from tests.support.models import tokenizer
 
 LLAMA = LlamaConfig(
     vocab_size=16, hidden_size=8, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2, dtype=torch.bfloat16
@@ -156,6 +158,53 @@ def test_a_broken_one_is_refused_by_file_and_key(tmp_path: Path, value: object, 
     error = refusal(folder)
     assert error.file == "mp_rank_00_model_states.pt"
     assert error.rule.startswith("its client_state has a model_config that is no configuration: ")
+    assert rule in error.rule
+
+
+@pytest.mark.parametrize("kind", SAVES)
+def test_the_tokenizer_is_read_from_the_client_state(tmp_path: Path, kind: str) -> None:
+    text = tokenizer().to_str()
+    settings = {"eos_token": "<|endoftext|>", "chat_template": "{{ messages[0]['content'] }}"}
+    config = CONFIG | {"vocab_size": 16, "n_layer": 3 if kind == "pipeline" else 1}
+    folder = save(tmp_path, kind, {"model_config": config, "tokenizer": text, "tokenizer_config": settings})
+    with open_checkpoint(folder) as checkpoint:
+        read = read_tokenizer(checkpoint.tokenizer, "gpt2")
+        assert read is not None
+        assert read.encode("Hello, world") == tuple(tokenizer().encode("Hello, world").ids)
+        assert read.chat is not None
+        assert checkpoint.tokenizer_vocab_size == tokenizer().get_vocab_size()
+
+
+def test_a_tokenizer_beside_or_above_and_a_given_one_come_first(tmp_path: Path) -> None:
+    folder = save(tmp_path / "run", "ZeRO-1", {"config": CONFIG, "tokenizer": tokenizer().to_str()})
+    for number, place in enumerate([tmp_path / "run", folder, tmp_path]):
+        (place / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {str(n): n for n in range(3 + number)}}}))
+        given = Given(tokenizer=str(place)) if place == tmp_path else Given()
+        with open_checkpoint(folder, given=given) as checkpoint:
+            assert checkpoint.tokenizer_vocab_size == 3 + number
+
+
+@pytest.mark.parametrize("value", ["gpt2", "hf:org/model", None, {"type": "bpe"}], ids=str)
+def test_another_thing_that_is_called_tokenizer_is_none(tmp_path: Path, value: object) -> None:
+    folder = save(tmp_path, "ZeRO-1", {"config": CONFIG, "tokenizer": value})
+    with open_checkpoint(folder) as checkpoint:
+        assert checkpoint.tokenizer_vocab_size is None
+
+
+@pytest.mark.parametrize(
+    ("value", "settings", "rule"),
+    [
+        (tokenizer().to_str()[:-5], None, "is not valid JSON"),
+        (tokenizer().to_str(), "{", "is not valid JSON"),
+        (tokenizer().to_str(), {"eos_token": torch.ones(2)}, "which JSON has no form for"),
+    ],
+    ids=["cut short", "settings cut short", "settings with a tensor"],
+)
+def test_a_broken_tokenizer_is_refused_by_file_and_key(tmp_path: Path, value: str, settings: object, rule: str) -> None:
+    folder = save(tmp_path, "ZeRO-1", {"config": CONFIG, "tokenizer": value, "tokenizer_config": settings})
+    error = refusal(folder)
+    assert error.file == "mp_rank_00_model_states.pt"
+    assert error.rule.startswith("its client_state has a tokenizer that cannot be read: ")
     assert rule in error.rule
 
 
