@@ -20,7 +20,8 @@ class FirstTokens:
     a flood waits for those too.
 
     The step in which a tenant begins that has less than its share leaves out the rows of those that have theirs; they are in
-    the next one again. That is done where the whole prompt is computed in this step, so that its first token comes of it.
+    the next one again. That is done where the whole prompt is computed in this step, so that its first token comes of it, and
+    no other is computed in it.
     """
 
     def __init__(self, places: Places, limits: EngineLimits) -> None:
@@ -29,31 +30,28 @@ class FirstTokens:
         self._latest = -ONE_STEP_IN
 
     def leave_out(
-        self, claims: list[Claim], running: Mapping[SequenceId, Sequence], cache: PrefixCache, *, step: int, headroom: int
+        self, claim: Claim, running: Mapping[SequenceId, Sequence], cache: PrefixCache, *, step: int, headroom: int
     ) -> frozenset[SequenceId]:
-        """Running sequences that wait for the next step; none, unless the first of the claims is certain to begin in this one.
+        """Running sequences that wait for the next step; none, unless the claim's is certain to begin in this one.
 
         Args:
-            claims: at least one; what gave way for them runs no longer.
+            claim: the only one; what gave way for it runs no longer.
             step: number of the step.
             headroom: blocks that stay free when something begins.
         """
-        first, budget = claims[0].sequence, self._limits.max_step_tokens
+        first = claim.sequence
         rows = [seq for seq in running.values() if seq.debt > 0]
-        missing = sum(max(0, cache.blocks_for(seq.num_computed + seq.debt) - len(seq.table)) for seq in rows)
-        needed = headroom + cache.blocks_for(len(first.token_ids)) + missing
+        missing = sum(max(0, cache.blocks_for(seq.num_computed + 1) - len(seq.table)) for seq in rows)
         if (
             0 <= step - self._latest < ONE_STEP_IN
             or self._limits.speculative_tokens  # what is guessed may take the blocks that are counted on here
-            or first.debt + sum(seq.debt for seq in rows) > budget
-            or cache.pool.num_free < needed
+            or any(seq.debt > 1 for seq in rows)
+            or first.debt + len(rows) > self._limits.max_step_tokens
+            or cache.pool.num_free < headroom + cache.blocks_for(len(first.token_ids)) + missing
         ):
             return frozenset()
-        stay = {claim.sequence.tenant for claim in claims}
-        leave = self._places.tenants_with_their_share() - stay
-        left_out = frozenset(
-            seq.id for seq in rows if seq.debt == 1 and seq.tenant in leave and seq.priority <= first.priority
-        )  # fmt: skip
+        leave = self._places.tenants_with_their_share() - {first.tenant}
+        left_out = frozenset(seq.id for seq in rows if seq.tenant in leave and seq.priority <= first.priority)
         if left_out:
             self._latest = step
         return left_out

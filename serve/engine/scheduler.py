@@ -174,7 +174,7 @@ class Scheduler:
         left_out = self._left_out(claims)
         self._continue_running(draft, left_out)
         if not draft.has_preempted:
-            self._admit_waiting(draft, claims[:1] if left_out else claims, only_claims=bool(left_out))
+            self._admit_waiting(draft, claims, only_claims=bool(left_out))
         if not draft.spans and (ahead or not self._dropped):
             return None
         self._making.append(draft.making)
@@ -216,9 +216,9 @@ class Scheduler:
 
     def _left_out(self, claims: list[Claim]) -> frozenset[SequenceId]:
         """Running sequences that the next step passes over."""
-        if not claims or self._first_tokens is None or is_being_made(claims[0].sequence, self._cache, self._making):
+        if len(claims) != 1 or self._first_tokens is None or is_being_made(claims[0].sequence, self._cache, self._making):
             return frozenset()
-        return self._first_tokens.leave_out(claims, self.running, self._cache, step=self._num_plans, headroom=self._headroom)
+        return self._first_tokens.leave_out(claims[0], self.running, self._cache, step=self._num_plans, headroom=self._headroom)
 
     def _continue_running(self, draft: Draft, left_out: frozenset[SequenceId]) -> None:
         """Pay the debts of the running sequences, oldest first, preempting the youngest where blocks run out; compute some of
@@ -244,7 +244,7 @@ class Scheduler:
         """Start waiting sequences while budget, places and blocks last: those with a claim first, then strictly in their order.
 
         While there is budget left here, each running sequence has been paid in full and holds the blocks for all it
-        knows; so whatever is free is free indeed. Where some were left out, the first claim leaves the blocks that they want.
+        knows; so whatever is free is free indeed. Where some were left out, the one claim leaves the blocks that they want.
         """
         first = deque(claim.sequence for claim in claims)
         while draft.budget and len(self.running) - draft.num_last < self._limits.max_num_seqs:

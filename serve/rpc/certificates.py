@@ -74,6 +74,7 @@ class Certificates:
         self._told_served, self._told_refused = served, refused
         self._lock = threading.Lock()
         self._seen: _Mark | str | None = None  # the state of the files that was last looked at
+        self._told: tuple[_Mark | str, str] | None = None  # the state that was last refused, and why
         try:
             self._seen = self._mark()
             self._current = self._read()
@@ -110,15 +111,18 @@ class Certificates:
         if state == self._seen:
             return
         try:
-            found: _Pair | str = self._read()
+            found: _Pair | OSError | ValueError = self._read()
         except (OSError, ValueError) as error:
-            found = str(error)
+            found = error
         if self._state() != state:
             return  # being written: the next handshake looks again
-        self._seen = state
-        if isinstance(found, str):
-            self._told_refused()
-            _log.error("the certificates before go on being served: %s", found)
+        if not isinstance(found, OSError):  # which may pass without a change to the files: there may be a descriptor again
+            self._seen = state
+        if not isinstance(found, _Pair):
+            if (state, str(found)) != self._told:
+                self._told = state, str(found)
+                self._told_refused()
+                _log.error("the certificates before go on being served: %s", found)
             return
         self._current = found
         self._told_served(found.expires_seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import re
 from typing import Final
@@ -17,6 +18,8 @@ _TRIED: Final = re.compile(r"Tried to allocate ([\d.]+) (GiB|MiB|KiB|bytes)")
 _UNITS: Final = {"GiB": GIB, "MiB": 1 << 20, "KiB": 1 << 10, "bytes": 1}
 _DEVICE: Final = re.compile(r"CUDA error|cudaError|CUBLAS_STATUS_|CUDNN_STATUS_|Triton Error \[CUDA\]")
 _EXCHANGE: Final = re.compile(r"\bNCCL\b|ncclSystemError|ncclRemoteError|ncclInternalError|ProcessGroupNCCL")
+_NO_MEMORY: Final = "can't allocate memory"
+"""What torch says of the machine's memory, in an error of no type of its own."""
 _TO_SPARE: Final = 1.25
 """A cache is made smaller by so many times what was missing: other steps may take a little more."""
 
@@ -39,6 +42,20 @@ def step_fault(
         asked = f", for want of {missing / GIB:.2f} GiB" if missing else ""
         return LastWords("memory", f"{device} ran out of memory {doing}{asked}: {fits}")
     return fault(error, device, doing)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error, or what caused it, says that there was no memory: the device's, or the machine's."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, (torch.OutOfMemoryError, MemoryError)):
+            return True
+        if isinstance(cause, OSError) and cause.errno == errno.ENOMEM:
+            return True
+        if isinstance(cause, RuntimeError) and _NO_MEMORY in str(cause):
+            return True
+        cause = cause.__cause__
+    return False
 
 
 def fault(error: BaseException, device: str, doing: str) -> LastWords | None:

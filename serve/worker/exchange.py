@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import traceback
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from serve.model.filling import Filling
 from serve.model.weight_memory import gather_pages, gather_pages_beside
 from serve.worker import gpus, wire
 from serve.worker.canary import forward_fault
+from serve.worker.device_faults import is_out_of_memory
 from serve.worker.loader import RankModel, Survey, opened, survey
 from serve.worker.parallel import Ranks
 from serve.worker.runner import Runner
@@ -111,8 +111,8 @@ class Exchange:
             gather_pages()  # here, where nobody waits for it: the first steps on new weights have enough to do
             if self._model.device.type == "cuda":
                 torch.cuda.synchronize(self._model.device)
-        except (torch.OutOfMemoryError, MemoryError, OSError) as error:
-            if isinstance(error, OSError) and error.errno != errno.ENOMEM:
+        except Exception as error:
+            if not is_out_of_memory(error):
                 raise
             candidate.values = None
             return str(error).strip().partition("\n")[0][:_MOST_CHARACTERS] or "out of memory"

@@ -97,12 +97,26 @@ def test_what_is_left_out_finds_the_blocks_that_it_wants(prompt: tuple[int, ...]
     assert engine.stats().preemptions == 0
 
 
-def test_a_prompt_that_is_being_computed_goes_on() -> None:
+def test_nothing_is_left_out_beside_a_prompt_that_is_being_computed() -> None:
     engine, executor = flooded()
     engine.add(make_request("long", (5,) * 90, max_new=2, tenant="flood"))
     engine.step()
     first = len(executor.given)
     engine.add(make_request("other", (7, 8), max_new=2, tenant="other"))
     events = run(engine)
-    assert rows_of(executor, first)[0] == [4, 5], "the rest of the long one, and the one that begins"
+    assert rows_of(executor, first)[0] == [0, 1, 2, 3, 4, 5], "the rest of the long one takes longer than all others"
     assert ids_of(events, "long") == expected_tokens((5,) * 90, 2)
+
+
+def test_two_tenants_for_whom_others_give_way_begin_at_once() -> None:
+    engine, executor = flooded(count=8)
+    engine.add(make_request("one", (7, 8), max_new=30, tenant="one"))
+    for _ in range(ONE_STEP_IN):
+        engine.step()
+    first = len(executor.given)
+    for name in ("two", "three"):  # what gave way for the one waits before them
+        engine.add(make_request(name, (7, 8), max_new=2, tenant=name))
+    run(engine)
+    rows = rows_of(executor, first)[0]
+    assert {9, 10} <= set(rows), "places were made for both"
+    assert len(rows) == 8

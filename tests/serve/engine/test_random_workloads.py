@@ -183,6 +183,7 @@ class Workload:
         self.engine.check()
         self.executor = self.ranks()
         self.engine.revive(self.facts, self.executor, same_weights=True)
+        self.left_out_at = -ONE_STEP_IN  # steps are counted anew
         self.witness.saw(self.engine.drain_events())
 
     def finish(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import errno
 import logging
 import os
 from collections.abc import AsyncIterator, Iterator
@@ -191,6 +192,28 @@ async def test_a_pair_that_became_whole_while_it_was_found_broken_is_served(tmp_
         assert not refused, "it was being written"
     finally:
         await server.stop(0)
+
+
+def test_files_that_could_not_be_read_once_are_read_again_without_a_change(tmp_path, monkeypatch, caplog):
+    certificate, key = make_pair(tmp_path, "server")
+    refused: list[None] = []
+    served: list[float] = []
+    files = RpcConfig(tls_cert=str(certificate), tls_key=str(key))
+    certificates = Certificates(files, served=served.append, refused=lambda: refused.append(None))
+    for made, place in zip(make_pair(tmp_path, "second", days=5), (certificate, key), strict=True):
+        made.replace(place)
+
+    def without_descriptors() -> object:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(certificates, "_read", without_descriptors)
+        for _ in range(3):
+            certificates._now()
+    assert len(refused) == 1
+    assert caplog.text.count("Too many open files") == 1, "it is told once"
+    certificates._now()
+    assert len(served) == 2
 
 
 async def test_without_a_certificate_of_the_client_ca_nobody_gets_in(tmp_path):

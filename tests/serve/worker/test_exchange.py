@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from checkpoint.errors import CheckpointError
 from serve.config import CacheConfig, ModelConfig, ServerConfig
 from serve.engine.executor import Prepared, Unlike
 from serve.engine.plan import StepPlan, StepResult
@@ -186,8 +187,30 @@ def test_weights_that_take_the_old_ones_places_do_so_a_module_at_a_time(
     assert "put" in events
 
 
+def of_torch() -> RuntimeError:
+    """What torch says when the machine has not so much memory."""
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 50, dtype=torch.uint8)
+    return caught.value
+
+
+def of_a_file() -> CheckpointError:
+    """What is said of a file that could not be read for want of memory."""
+    error = CheckpointError("model.safetensors", "reading at byte 8 failed: Cannot allocate memory")
+    error.__cause__ = OSError(errno.ENOMEM, "Cannot allocate memory")
+    return error
+
+
 @pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("out of memory\nand more"), MemoryError(), OSError(errno.ENOMEM, "Cannot allocate memory")]
+    "error",
+    [
+        torch.OutOfMemoryError("out of memory\nand more"),
+        MemoryError(),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        of_torch(),
+        of_a_file(),
+    ],
+    ids=["a device's", "Python's", "the system's", "torch's", "a file's"],
 )
 def test_weights_for_which_there_is_no_memory_are_given_back_and_read_into_place(
     error: Exception, folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
