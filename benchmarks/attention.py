@@ -115,8 +115,8 @@ def measure(dtype: torch.dtype, libraries: dict[str, ctypes.CDLL], repeats: int,
             continue
         systems = calls(heads, work, dtype, libraries)
         seconds: dict[str, list[float]] = {who: [] for who in systems}
-        for _ in range(repeats + 1):
-            for who, call in systems.items():
+        for number in range(repeats + 1):
+            for who, call in kernels.in_turns(systems, number):
                 began = time.perf_counter()
                 call()
                 seconds[who].append(time.perf_counter() - began)

@@ -8,16 +8,18 @@ import datetime
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from benchmarks.serving import RESULTS, machine
 from serve.model.kernels.ahead import build_ahead
 from serve.model.kernels.build import built_for, load_cpu_kernels
+
+T = TypeVar("T")
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -41,6 +43,12 @@ def kernels_of(level: str | None) -> Iterator[ctypes.CDLL]:
 def taking_turns(library: ctypes.CDLL, beside: str | None) -> dict[str, ctypes.CDLL]:
     """The kernels that are measured, and those of ``--beside``."""
     return {"kernel": library} | ({"before": ctypes.CDLL(beside)} if beside else {})
+
+
+def in_turns(systems: Mapping[str, T], number: int) -> list[tuple[str, T]]:
+    """Who computes in a turn, every other time from the last to the first: what a place in the order gives, all get."""
+    turn = list(systems.items())
+    return turn if number % 2 else turn[::-1]
 
 
 def record_of(

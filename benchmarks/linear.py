@@ -54,8 +54,8 @@ def measure(dtype: torch.dtype, libraries: dict[str, ctypes.CDLL], repeats: int,
     for rows in ROWS:
         inputs = {width: torch.randn(rows, width).to(dtype) for width in (768, 3072)}
         seconds: dict[str, list[float]] = {who: [] for who in steps}
-        for _ in range(repeats + 1):
-            for who, step in steps.items():
+        for number in range(repeats + 1):
+            for who, step in kernels.in_turns(steps, number):
                 if seconds[who] and seconds[who][0] > _MOST_SECONDS:
                     continue
                 began = clock()

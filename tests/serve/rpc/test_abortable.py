@@ -120,6 +120,18 @@ async def test_what_waits_for_a_thread_for_texts_is_ended_and_leaves_the_line(ca
         await nothing_was_begun(running)
 
 
+async def is_ended_in_its_thread(call: Any, held: Held, patch: pytest.MonkeyPatch) -> None:
+    """What a thread does for a call is held, and the call is ended meanwhile: nothing comes of it."""
+    async with serving() as running:
+        begun = call(running)
+        await running.until(held.is_in.is_set)
+        assert await abort(running) is grpc.StatusCode.OK
+        assert await code_of(begun) is grpc.StatusCode.CANCELLED
+        held.go.set()
+        patch.undo()
+        await nothing_was_begun(running)
+
+
 @pytest.mark.parametrize("call", [generated, streamed, scored])
 async def test_what_is_being_tokenised_is_ended_and_its_tokens_come_to_nothing(
     call: Any, monkeypatch: pytest.MonkeyPatch
@@ -128,28 +140,14 @@ async def test_what_is_being_tokenised_is_ended_and_its_tokens_come_to_nothing(
     with monkeypatch.context() as patch:
         for module in (model, scoring):
             patch.setattr(module, "encode_now", held)
-        async with serving() as running:
-            tokenised = call(running)
-            await running.until(held.is_in.is_set)
-            assert await abort(running) is grpc.StatusCode.OK
-            assert await code_of(tokenised) is grpc.StatusCode.CANCELLED
-            held.go.set()
-            patch.undo()
-            await nothing_was_begun(running)
+        await is_ended_in_its_thread(call, held, patch)
 
 
 async def test_what_is_being_checked_is_ended_too(monkeypatch: pytest.MonkeyPatch) -> None:
     held = Held()
     with monkeypatch.context() as patch:
         patch.setattr("serve.rpc.convert._check", held)
-        async with serving() as running:
-            checked = generated(running)
-            await running.until(held.is_in.is_set)
-            assert await abort(running) is grpc.StatusCode.OK
-            assert await code_of(checked) is grpc.StatusCode.CANCELLED
-            held.go.set()
-            patch.undo()
-            await nothing_was_begun(running)
+        await is_ended_in_its_thread(generated, held, patch)
 
 
 async def test_one_request_of_a_batch_is_ended_before_the_engine_has_it_and_the_others_go_on() -> None:
