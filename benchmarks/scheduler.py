@@ -53,8 +53,9 @@ class InstantExecutor:
             result = wire.decode_result(wire.encode(result))
         self._results.append(result)
 
-    def wait(self, seconds: float) -> None:
+    def wait(self, seconds: float) -> bool:
         """See ``serve.engine.executor.Executor``: results are there at once."""
+        return True
 
     def collect(self) -> StepResult:
         """See ``serve.engine.executor.Executor``."""

@@ -44,6 +44,8 @@ class TensorInfo:
     shape: tuple[int, ...]
     file: str
     """The file's name inside the checkpoint's folder."""
+    adapted: bool = False
+    """Whether an adapter adds to it: then reading a part may cost more than the part's share of the whole."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,7 +78,7 @@ class Checkpoint:
         self.tokenizer = structure.tokenizer
         self.tensors = MappingProxyType(
             {
-                name: TensorInfo(name, TORCH_DTYPES[stored.dtype], stored.shape, stored.file)
+                name: TensorInfo(name, TORCH_DTYPES[stored.dtype], stored.shape, stored.file, adapted=stored.added is not None)
                 for name, stored in structure.weights.places.items()
             }
         )

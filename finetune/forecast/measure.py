@@ -30,7 +30,7 @@ from host.modules import import_path, module_command
 
 _LIMIT_SECONDS: Final = 300
 _PROGRAM: Final = "finetune.train.trial"
-_METHOD: Final = 3
+_METHOD: Final = 4
 """How operations are counted and speeds are measured; figures that were found in another way are not used."""
 
 

@@ -21,6 +21,9 @@ _ROUNDS: Final = 5
 _ENOUGH_SECONDS: Final = 12.0
 """No further round begins after so long: products that slow, as those of bf16 are on many processors, are spoilt by little."""
 _SIZES: Final = (32, 128, 384, 1024)
+_HEAD_SIZES: Final = (32, 128)
+_KEYS: Final = (128, 256, 1024)
+"""Short rows are dear in bf16: what orders their keys for the products is spread over few pairs."""
 
 
 class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it unannotated
@@ -41,13 +44,14 @@ def measure(dtype: torch.dtype, ranks: int) -> dict[str, Any]:
     began, rounds = time.perf_counter(), [_round(dtype, ranks)]
     while len(rounds) < _ROUNDS and _soonest(time.perf_counter() - began, ranks) < _ENOUGH_SECONDS:
         rounds.append(_round(dtype, ranks))
-    found: dict[str, Any] = {
-        name: None if value is None else statistics.median(one[name] for one in rounds)
-        for name, value in rounds[0].items()
-        if name != "products"
-    }
-    products = {size: statistics.median(one["products"][size] for one in rounds) for size in _SIZES}
-    return {"products": products, **found}
+    return {name: _medians([one[name] for one in rounds]) for name in rounds[0]}
+
+
+def _medians(values: list[Any]) -> Any:
+    """The median of figures, or of each figure in mappings of them; ``None`` where nothing was measured."""
+    if isinstance(values[0], dict):
+        return {key: _medians([value[key] for value in values]) for key in values[0]}
+    return None if values[0] is None else statistics.median(values)
 
 
 def _soonest(seconds: float, ranks: int) -> float:
@@ -73,7 +77,7 @@ def _round(dtype: torch.dtype, ranks: int) -> dict[str, Any]:
     plain = _plain(dtype, several, call)
     return {
         "products": products,
-        "attention": _attention(dtype, several),
+        "attention": {size: {keys: _attention(dtype, size, keys, several) for keys in _KEYS} for size in _HEAD_SIZES},
         "plain_bytes": plain,
         "costly_bytes": _costly(dtype, several, call, plain),
         "drawn": _drawn(dtype, several),
@@ -98,9 +102,8 @@ def _seconds(call: Callable[[], object], several: bool, times: int | None = None
     return (time.perf_counter() - began) / count
 
 
-def _attention(dtype: torch.dtype, several: bool) -> float:
-    heads, length, size = 8, 512, 64
-    shape = (1, heads, length, size)
+def _attention(dtype: torch.dtype, size: int, keys: int, several: bool) -> float:
+    shape = (max(_KEYS) // keys, 4, keys, size)
     query, key, value = (torch.full(shape, 0.1, dtype=dtype, requires_grad=True) for _ in range(3))
     gradient = torch.full(shape, 0.1, dtype=dtype)
 
@@ -109,7 +112,7 @@ def _attention(dtype: torch.dtype, several: bool) -> float:
         return torch.autograd.grad(answer, (query, key, value), gradient)
 
     seconds, work = _timed(both, several)
-    return work.attention / seconds
+    return work.attention[size][keys] / seconds
 
 
 def _timed(act: Callable[[], object], several: bool) -> tuple[float, Work]:

@@ -32,6 +32,31 @@ def rate_at(products: Mapping[int, float], size: int) -> float:
     return products[sizes[-1]]
 
 
+def seconds_of_attention(operations: Mapping[int, Mapping[int, float]], rates: Mapping[int, Mapping[int, float]]) -> float:
+    """Seconds of attention, by size of a head and number of keys.
+
+    What a pair of a query and a key takes grows with the size of a head, from more than nothing: the exponential is taken of it
+    too. What a query takes besides, such as to bring its keys into order, is spread over its pairs.
+    """
+    each = {size: {1 / keys: size / rate for keys, rate in by_keys.items()} for size, by_keys in rates.items()}
+    total = 0.0
+    for size, by_keys in operations.items():
+        for keys, count in by_keys.items():
+            by_size = {float(measured): _on_lines(points, 1 / keys) for measured, points in each.items()}
+            total += count / size * _on_lines(by_size, size)
+    return total
+
+
+def _on_lines(points: Mapping[float, float], at: float) -> float:
+    """A value between measured ones, or beyond them, on the lines that join neighbours; at least a quarter of the least."""
+    places = sorted(points)
+    if len(places) == 1:
+        return points[places[0]]
+    low, high = next((pair for pair in pairwise(places) if at <= pair[1]), (places[-2], places[-1]))
+    value = points[low] + (points[high] - points[low]) * (at - low) / (high - low)
+    return max(value, min(points.values()) / 4)
+
+
 def computing_of(facts: ModelFacts, layout: Layout, speeds: Speeds) -> dict[str, float]:
     """Seconds of what one rank computes in a step, each operation by itself, by kind."""
     work = facts.work
@@ -39,7 +64,7 @@ def computing_of(facts: ModelFacts, layout: Layout, speeds: Speeds) -> dict[str,
     passes = (layout.accumulation + layout.pipeline - 1) / layout.pipeline
     parts = {
         "products": passes * sum(count / rate_at(speeds.products, size) for size, count in work.products.items()),
-        "attention": passes * work.attention / speeds.attention,
+        "attention": passes * seconds_of_attention(work.attention, speeds.attention),
         "plain operations": passes * work.plain_bytes / speeds.plain_bytes,
         "activation functions and norms": passes * work.costly_bytes / speeds.costly_bytes,
         "random numbers": passes * work.drawn / speeds.drawn,

@@ -16,8 +16,9 @@ class Speeds:
 
     products: Mapping[int, float]
     """Size of a square product, forward and backward -> operations a second."""
-    attention: float
-    """Operations a second of the attention kernel, of those that it computes (``work.Work.attention``)."""
+    attention: Mapping[int, Mapping[int, float]]
+    """Size of a head -> keys -> operations a second of the attention kernel, of those that it computes
+    (``work.Work.attention``)."""
     plain_bytes: float
     """Bytes a second of additions, copies and the like."""
     costly_bytes: float
@@ -41,9 +42,13 @@ class Measured:
         """What was measured, as lines for the reader."""
         speeds, prices = self.speeds, self.prices
         products = ", ".join(f"{rate / 1e9:,.1f} at {size}" for size, rate in speeds.products.items())
+        attention = ", ".join(
+            f"{rate / 1e9:,.1f} at {size} x {keys}" for size, each in speeds.attention.items() for keys, rate in each.items()
+        )
         between = "" if speeds.gather_bytes is None else f"; between ranks: {speeds.gather_bytes / 1e9:,.2f} GB/s collected"
         return [
-            f"products: {products} (10^9 operations a second of one rank, by size); attention: {speeds.attention / 1e9:,.1f}",
+            f"products: {products} (10^9 operations a second of one rank, by size)",
+            f"attention: {attention} (by the size of a head and the number of keys)",
             f"memory: {speeds.plain_bytes / 1e9:,.1f} GB/s in plain operations, {speeds.costly_bytes / 1e9:,.1f} in activation "
             f"functions and norms; {speeds.drawn / 1e6:,.0f} million random numbers a second",
             f"one call: {speeds.call_seconds * 1e6:,.1f} us{between}",
@@ -59,14 +64,22 @@ def speeds_from(values: Mapping[str, Any]) -> Speeds:
     Raises:
         KeyError, TypeError, ValueError, AttributeError: it is none.
     """
-    products = {int(size): _positive(rate) for size, rate in values["products"].items()}
-    if not products:
-        raise ValueError("no product was measured")
+    attention = {int(size): _rates(each) for size, each in values["attention"].items()}
+    if not attention:
+        raise ValueError("no attention was measured")
     rest: dict[str, Any] = {}
-    for name in (field.name for field in fields(Speeds) if field.name != "products"):
+    for name in (field.name for field in fields(Speeds) if field.name not in ("products", "attention")):
         given = values[name]
         rest[name] = None if name == "gather_bytes" and given is None else _positive(given)
-    return Speeds(products=dict(sorted(products.items())), **rest)
+    return Speeds(products=_rates(values["products"]), attention=dict(sorted(attention.items())), **rest)
+
+
+def _rates(values: Mapping[str, Any]) -> dict[int, float]:
+    """Speeds by a size, ascending."""
+    rates = {int(size): _positive(rate) for size, rate in values.items()}
+    if not rates:
+        raise ValueError("nothing was measured")
+    return dict(sorted(rates.items()))
 
 
 def prices_from(values: Mapping[str, Any]) -> Prices:

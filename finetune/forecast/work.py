@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -32,8 +32,9 @@ class Work:
 
     products: Mapping[int, float]
     """Size -> operations. The size of a product of M x K and K x N is the cube root of M K N."""
-    attention: float
-    """Operations that the attention kernels compute: of a causal one, the blocks that touch the triangle."""
+    attention: Mapping[int, Mapping[int, float]]
+    """Size of a head -> keys -> operations that the attention kernels compute: of a causal one, the blocks that touch the
+    triangle."""
     plain_bytes: float
     """Read and written by operations that move more than they compute."""
     costly_bytes: float
@@ -51,7 +52,8 @@ class Tally:
 
     def __init__(self) -> None:
         self._products: Counter[int] = Counter()
-        self._attention = self._plain = self._costly = self._drawn = 0.0
+        self._attention: defaultdict[int, Counter[int]] = defaultdict(Counter)
+        self._plain = self._costly = self._drawn = 0.0
         self._calls = 0
 
     def see(self, func: Any, args: tuple[Any, ...], made: Any) -> None:
@@ -72,7 +74,8 @@ class Tally:
             query, key = given[1:3] if backward else given[:2]
             causal = any(value is True for value in args)
             pairs = pairs_of(query.shape[-2], key.shape[-2], causal=causal) * query.shape[:-2].numel()
-            self._attention += 4.0 * pairs * query.shape[-1] * (_BACKWARD_SQUARES if backward else 1)
+            operations = 4 * pairs * query.shape[-1]
+            self._attention[query.shape[-1]][key.shape[-2]] += round(operations * (_BACKWARD_SQUARES if backward else 1))
         elif _DRAWN in name:
             self._drawn += sum(tensor.numel() for tensor in results)
         else:
@@ -106,7 +109,7 @@ class Tally:
         """Everything seen so far."""
         return Work(
             products={size: float(operations) for size, operations in sorted(self._products.items())},
-            attention=self._attention,
+            attention={size: {keys: float(count) for keys, count in each.items()} for size, each in self._attention.items()},
             plain_bytes=self._plain,
             costly_bytes=self._costly,
             drawn=self._drawn,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from serve.engine.executor import Executor
+from serve.engine.lead import Lead
 from serve.engine.plan import Sampled, StepPlan, StepResult
 from serve.engine.stats import StepTotals
 from serve.engine.step_results import check_result
@@ -18,11 +20,7 @@ step more: where steps are long it would be the one who pays, for next to nothin
 _WEIGHT = 0.125
 """How much the latest step counts in the running means."""
 _LATELY = 16
-"""Steps of each size of which the shortest tells how long the next one takes at least."""
-_LEAD_SECONDS = 0.002
-"""A step is planned so long before the one under way can end, and ``_LEADS`` more."""
-_LEADS = (4.0, 0.1)
-"""So many times what the ranks would wait without a plan, and this share of a step."""
+"""Steps of each size of which the median tells how long the next one takes."""
 
 
 @dataclass(slots=True)
@@ -63,6 +61,7 @@ class UnderWay:
         """When the ranks had nothing else to do any more than the oldest step."""
         self._took: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_LATELY))
         """By a step's size: for how long the ranks computed, lately."""
+        self._lead = Lead()
         self.totals = StepTotals()
 
     def __len__(self) -> int:
@@ -84,9 +83,8 @@ class UnderWay:
         """
         if not self.pays_ahead or not (took := self._took.get(self._steps[0].size)):
             return 0.0
-        shortest, (waits, share) = min(took), _LEADS
-        lead = _LEAD_SECONDS + waits * self._between + share * shortest
-        return max(0.0, self._computing + shortest - lead - self._clock())
+        usual = statistics.median(took)
+        return max(0.0, self._computing + usual - self._lead.seconds(self._between, usual) - self._clock())
 
     def await_planning(self) -> None:
         """Wait for ``spare_seconds``, or until the ranks have answered."""
@@ -105,6 +103,8 @@ class UnderWay:
         self._executor.launch(plan)
         if not self._steps:
             self._computing = self._clock()
+        else:
+            self._lead.learn(was_late=self._executor.wait(0.0))
         self._steps.append(_Step(plan, began, sum(span.count for span in plan.spans).bit_length()))
         if self._collected is not None:
             self._between += _WEIGHT * (self._clock() - self._collected - self._between)

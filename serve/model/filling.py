@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,105 +14,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from checkpoint import Checkpoint, CheckpointError
-from serve.errors import ConfigError
-from serve.model.experts import stored_name
-from serve.model.linear import Matmul, Product
-from serve.model.load import Blueprint, is_stored
+from checkpoint import Checkpoint
+from serve.model.linear import Matmul, Panels, Product
+from serve.model.load import Blueprint
 from serve.model.pretrained import initialise
 from serve.model.shards import ShardOf
-from serve.model.weight_memory import WeightMemory
+from serve.model.slice_reading import SliceReader, Staging
 
-
-class Room(Protocol):
-    """Makes a tensor [shape] of the model's type, on its device, that is to be written to."""
-
-    def __call__(self, shape: tuple[int, ...]) -> Tensor: ...
-
-
-class Staging:
-    """Memory that one weight after another is read into, where only what is made of each is kept.
-
-    Memory that was never touched costs as much as reading into it. What is larger than ``MOST_BYTES`` gets memory of its own,
-    which is free again before the next is read.
-    """
-
-    MOST_BYTES: Final = 64 << 20
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._memory = torch.empty(0, dtype=dtype)
-
-    def __call__(self, shape: tuple[int, ...]) -> Tensor:
-        count = math.prod(shape)
-        if count * self._memory.itemsize > self.MOST_BYTES:
-            return torch.empty(shape, dtype=self._memory.dtype)
-        if count > self._memory.numel():
-            self._memory = torch.empty(count, dtype=self._memory.dtype)
-        return self._memory[:count].view(shape)
-
-
-class SliceReader:
-    """Reads this rank's part of each parameter, in the model's type, onto its device."""
-
-    def __init__(
-        self, checkpoint: Checkpoint, blueprint: Blueprint, shards: Mapping[str, ShardOf], device: torch.device
-    ) -> None:
-        self._checkpoint = checkpoint
-        self._blueprint = blueprint
-        self._shards = shards
-        self._device = device
-        self._memory = WeightMemory()
-
-    def read(self, name: str, room: Room | None = None) -> Tensor:
-        """The tensor as the model wants it; [out, in] for weights that are stored transposed.
-
-        Args:
-            room: where it is read to; a new tensor without it, and for stacks of experts.
-        """
-        shard = self._shards.get(name)
-        if name in self._blueprint.stacks:
-            return self._blueprint.stacks[name].read(self._read, shard)
-        transposed, stored = name in self._blueprint.transposed, self._stored(name)
-        whole = self._checkpoint.tensors[stored].shape
-        shape = shard.shape if shard is not None else whole[::-1] if transposed else whole
-        out = self._new(shape) if room is None else room(shape)
-        # A dimension of the model's [out, in] is the other one of a stored [in, out].
-        target = out.t() if transposed else out
-        if shard is None:
-            self._fill(stored, None, target)
-            return out
-        dim, begin = 1 - shard.dim if transposed else shard.dim, 0
-        for piece in shard.pieces:
-            width = piece.end - piece.begin
-            index = (*[slice(None)] * dim, slice(piece.begin, piece.end))
-            self._fill(stored, index, target.narrow(dim, begin, width))
-            begin += width
-        return out
-
-    def _new(self, shape: tuple[int, ...]) -> Tensor:
-        on_cpu, dtype = self._device.type == "cpu", self._blueprint.dtype
-        return self._memory.empty(shape, dtype) if on_cpu else torch.empty(shape, dtype=dtype, device=self._device)
-
-    def _stored(self, name: str) -> str:
-        """The checkpoint's name of a parameter."""
-        if not is_stored(self._checkpoint, name):
-            name = stored_name(self._blueprint.family, name)
-        try:
-            return self._checkpoint.resolve(name, self._blueprint.aliases)  # a stage may have the alias alone
-        except CheckpointError as error:
-            raise ConfigError(str(error)) from error
-
-    def _fill(self, stored: str, index: tuple[slice, ...] | None, out: Tensor) -> None:
-        try:
-            self._checkpoint.read(stored, index, out=out)
-        except CheckpointError as error:
-            raise ConfigError(str(error)) from error
-
-    def _read(self, name: str, index: tuple[slice, ...] | None) -> Tensor:
-        try:
-            return self._checkpoint.read(self._stored(name), index, dtype=self._blueprint.dtype, device=self._device)
-        except CheckpointError as error:
-            raise ConfigError(str(error)) from error
+BLOCK_BYTES: Final = 1 << 20
+"""A weight that is packed by rows is read in blocks of about this size, which stay in a core's cache until they are packed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +72,12 @@ class Maker(Protocol):
         """Whether something is made of every layer that does not hold the weight it was made of."""
         ...
 
-    def __call__(self, module: nn.Module, weight_OI: Tensor, bias_O: Tensor | None) -> Matmul | None: ...
+    def begin(self, shape: tuple[int, int], dtype: torch.dtype) -> Panels | None:
+        """A weight [O, I] that is made by blocks of rows and then given in place of the plain one; ``None`` where it is made of
+        the whole."""
+        ...
+
+    def __call__(self, module: nn.Module, weight: Tensor | Panels, bias_O: Tensor | None) -> Matmul | None: ...
 
 
 class Filler:
@@ -225,6 +139,8 @@ class _Reading:
         self._of_thread = threading.local()
         self._filled: dict[str, nn.Parameter] = {}
         """Parameters that several modules have, by the first name."""
+        self.pool: ThreadPoolExecutor | None = None
+        """Threads that may read parts of what is too large for one of them."""
 
     def is_alone(self, place: Place) -> bool:
         """Whether any thread may read it beside others: it shares nothing and is not large."""
@@ -235,14 +151,16 @@ class _Reading:
     def of(self, place: Place) -> Filling:
         """What a place is filled with."""
         is_linear = _is_linear(place.module)
-        staging = self._staging() if is_linear and "weight" not in place.shared else None
+        alone = is_linear and "weight" not in place.shared
+        panels = self._panels(f"{place.path}.weight") if alone else None
         tensors = {
             name: self._filled[owner].data
             if owner in self._filled
-            else self._reader.read(f"{place.path}.{name}", staging if name == "weight" else None)
+            else self._read(f"{place.path}.{name}", self._staging() if alone and name == "weight" else None)
             for name, owner in place.owners
+            if panels is None or name != "weight"
         }
-        matmul = self._make(place.module, tensors["weight"], tensors.get("bias")) if is_linear else None
+        matmul = self._make(place.module, panels or tensors["weight"], tensors.get("bias")) if is_linear else None
         parameters: dict[str, nn.Parameter | None] = {}
         for name, owner in place.owners:
             if matmul is not None and name not in place.shared:
@@ -254,6 +172,46 @@ class _Reading:
                 if name in place.shared:
                     self._filled[owner] = value
         return Filling(place, parameters, matmul)
+
+    def _panels(self, name: str) -> Panels | None:
+        """A linear layer's weight, packed block by block as it is read; ``None`` where it is made of the whole."""
+        if not self._reader.reads_rows(name):
+            return None
+        outputs, inputs = self._reader.shape(name)
+        panels = self._make.begin((outputs, inputs), self._dtype)
+        if panels is None:
+            return None
+
+        def put(begin: int, end: int) -> None:
+            staging = self._staging()
+            assert staging is not None, "what is packed is a copy"
+            block_RI = staging((end - begin, inputs))
+            self._reader.read_rows(name, begin, block_RI)
+            panels.put(begin, block_RI)
+
+        self._by_rows(put, outputs, inputs)
+        return panels
+
+    def _read(self, name: str, room: Staging | None) -> Tensor:
+        """A parameter as the model wants it; large ones by several threads."""
+        if room is not None or self.pool is None or not self._reader.reads_rows(name):
+            return self._reader.read(name, room)
+        rows, width = shape = self._reader.shape(name)
+        out = self._reader.new(shape)
+        self._by_rows(lambda begin, end: self._reader.read_rows(name, begin, out[begin:end]), rows, width)
+        return out
+
+    def _by_rows(self, read: Callable[[int, int], None], rows: int, width: int) -> None:
+        """Call ``read`` with each block of rows."""
+        row_bytes = width * self._dtype.itemsize
+        step = max(1, BLOCK_BYTES // (row_bytes * Panels.ROWS)) * Panels.ROWS
+        blocks = [(begin, min(begin + step, rows)) for begin in range(0, rows, step)]
+        if self.pool is None or rows * row_bytes <= Staging.MOST_BYTES:  # by one of its threads, perhaps: it waits for no other
+            for begin, end in blocks:
+                read(begin, end)
+            return
+        for _ in self.pool.map(lambda block: read(*block), blocks):
+            pass
 
     def _staging(self) -> Staging | None:
         """This thread's memory for weights of which something is made."""
@@ -286,6 +244,7 @@ def _several(reading: _Reading, threads: int) -> Iterator[Callable[[Sequence[Pla
             begun.pop(number, None)
 
     pool = ThreadPoolExecutor(threads, thread_name_prefix="weights", initializer=begin)
+    reading.pool = pool
     try:
         yield read
     finally:

@@ -48,6 +48,29 @@ class Packer(Protocol):
     def __call__(self, weight_OI: Tensor, bias_O: Tensor | None, activation: str = "none") -> Matmul: ...
 
 
+class Panels:
+    """A weight [O, I] as the kernel of ``kernels/linear.cpp`` reads it, which is filled by blocks of rows."""
+
+    ROWS: Final = 32
+    """Outputs of a panel: blocks of rows begin at a multiple of it, and all but the last have a multiple of it."""
+
+    def __init__(self, kernels: ctypes.CDLL, memory: WeightMemory, shape: tuple[int, int], dtype: torch.dtype) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self.packed = memory.empty((kernels.tessera_linear_packed_numbers(*shape),), dtype)
+        self._pack = kernels.tessera_linear_pack
+
+    def put(self, begin: int, rows_RI: Tensor) -> None:
+        """Pack the rows from ``begin``. Any thread, and several at once for different rows."""
+        (count, inputs), plain_RI = rows_RI.shape, rows_RI.contiguous()
+        assert begin % self.ROWS == 0, "a block begins inside a panel"
+        assert count % self.ROWS == 0 or begin + count == self.shape[0], "a block ends inside a panel"
+        assert (plain_RI.dtype, inputs) == (self.dtype, self.shape[1]), "rows of another weight"
+        place = self.packed.data_ptr() + begin * inputs * self.packed.itemsize
+        is_bf16 = int(self.dtype == torch.bfloat16)
+        self._pack(is_bf16, torch.get_num_threads(), plain_RI.data_ptr(), place, count, inputs)
+
+
 _BY_CLASS: Final = {
     "GELUActivation": "gelu",
     "NewGELUActivation": "gelu_tanh",
@@ -76,7 +99,7 @@ def choose_packer(device: torch.device, dtype: torch.dtype, kernels: ctypes.CDLL
     if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         return "torch", None
     if kernels is not None and kernels.tessera_linear_supported(dtype == torch.bfloat16):
-        return "kernel", _Own(kernels).pack
+        return "kernel", KernelPacker(kernels)
     return _choose_onednn(dtype)
 
 
@@ -132,8 +155,8 @@ def _pack_onednn(weight_OI: Tensor, bias_O: Tensor | None, activation: str = "no
     return matmul
 
 
-class _Own:
-    """The kernel of ``kernels/linear.cpp``."""
+class KernelPacker:
+    """The kernel of ``kernels/linear.cpp``. bf16 inputs come in pairs: a layer with an odd number goes another route."""
 
     def __init__(self, kernels: ctypes.CDLL) -> None:
         self._kernels = kernels
@@ -146,18 +169,24 @@ class _Own:
         kernels.tessera_linear.argtypes = (flag, flag, place, whole, whole, place, place, flag, place, whole, whole)
         kernels.tessera_linear.restype = None
 
-    def pack(self, weight_OI: Tensor, bias_O: Tensor | None, activation: str = "none") -> Matmul:
-        """Pack a weight; see ``Packer``. bf16 inputs come in pairs: a layer with an odd number of them goes another route."""
+    def begin(self, shape: tuple[int, int], dtype: torch.dtype) -> Panels | None:
+        """Memory for a packed weight [O, I], to be filled by rows; ``None`` where it goes another route."""
+        is_odd = dtype == torch.bfloat16 and shape[1] % 2
+        return None if is_odd else Panels(self._kernels, self._memory, shape, dtype)
+
+    def __call__(self, weight_OI: Tensor, bias_O: Tensor | None, activation: str = "none") -> Matmul:
+        """Pack a weight; see ``Packer``."""
         outputs, inputs = weight_OI.shape
-        dtype = weight_OI.dtype
+        panels = self.begin((outputs, inputs), weight_OI.dtype)
+        if panels is None:
+            return (_choose_onednn(weight_OI.dtype)[1] or _keep_plain)(weight_OI, bias_O, activation)
+        panels.put(0, weight_OI)
+        return self.product(panels, bias_O, activation)
+
+    def product(self, panels: Panels, bias_O: Tensor | None, activation: str = "none") -> Matmul:
+        """The product with a weight that is packed."""
+        (outputs, inputs), dtype, packed = panels.shape, panels.dtype, panels.packed
         is_bf16 = int(dtype == torch.bfloat16)
-        if is_bf16 and inputs % 2:
-            return (_choose_onednn(dtype)[1] or _keep_plain)(weight_OI, bias_O, activation)
-        plain_OI = weight_OI.contiguous()
-        packed = self._memory.empty((self._kernels.tessera_linear_packed_numbers(outputs, inputs),), dtype)
-        self._kernels.tessera_linear_pack(
-            is_bf16, torch.get_num_threads(), plain_OI.data_ptr(), packed.data_ptr(), outputs, inputs
-        )
         multiply, kind = self._kernels.tessera_linear, ACTIVATIONS.index(activation)
 
         def matmul(x: Tensor) -> Tensor:

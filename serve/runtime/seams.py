@@ -59,8 +59,12 @@ class RankGroup(Protocol):
         """
         ...
 
-    def wait(self, seconds: float) -> None:
-        """Wait until the result that ``collect`` would give is there, or the ranks are lost; at most so many seconds."""
+    def wait(self, seconds: float) -> bool:
+        """Wait until the result that ``collect`` would give is there, or the ranks are lost; at most so many seconds.
+
+        Returns:
+            Whether ``collect`` would answer at once.
+        """
         ...
 
     def collect(self) -> StepResult:

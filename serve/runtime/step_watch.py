@@ -74,9 +74,13 @@ class StepWatch:
             self._begin_next()
         self._executor.launch(plan)
 
-    def wait(self, seconds: float) -> None:
-        """Wait until the result that ``collect`` would give is there, or the ranks are lost; at most so many seconds."""
-        self._executor.wait(seconds)
+    def wait(self, seconds: float) -> bool:
+        """Wait until the result that ``collect`` would give is there, or the ranks are lost; at most so many seconds.
+
+        Returns:
+            Whether ``collect`` would answer at once.
+        """
+        return self._executor.wait(seconds)
 
     def collect(self) -> StepResult:
         """Wait for the result of the step in progress, and remember how long it took; then the next one is in progress.

@@ -200,10 +200,15 @@ class RankExecutor:
             raise self._died(error) from error
         self._under_way.append(plan.step)
 
-    def wait(self, seconds: float) -> None:
-        """Wait until the oldest result that is under way arrives, or its rank is lost; at most so many seconds."""
-        if self._under_way and not self._received:
-            wire.await_message(self._ranks[self._answers].steps, seconds)
+    def wait(self, seconds: float) -> bool:
+        """Wait until the oldest result that is under way arrives, or its rank is lost; at most so many seconds.
+
+        Returns:
+            Whether ``collect`` would answer at once.
+        """
+        if self._received or not self._under_way:
+            return bool(self._received)
+        return wire.await_message(self._ranks[self._answers].steps, seconds)
 
     def collect(self) -> StepResult:
         """Wait for the result of the oldest plan that was sent, from the first rank of the last stage.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from serve.model.families import Family
-from serve.model.linear import Matmul, Packer, activation_of, plain
+from serve.model.linear import KernelPacker, Matmul, Packer, Panels, activation_of, plain
 from serve.worker.autotp import is_row_parallel
 from serve.worker.parallel import Ranks
 
@@ -35,12 +36,21 @@ class ProductMaker:
         """Whether what is made holds nothing of the weight: a packed one is a copy."""
         return self._packer is not None
 
-    def __call__(self, module: nn.Module, weight_OI: Tensor, bias_O: Tensor | None) -> Matmul | None:
+    def begin(self, shape: tuple[int, int], dtype: torch.dtype) -> Panels | None:
+        """A packed weight [O, I] that is to be filled by blocks of rows; ``None`` where it is packed as a whole, or not."""
+        return self._packer.begin(shape, dtype) if isinstance(self._packer, KernelPacker) else None
+
+    def __call__(self, module: nn.Module, weight: Tensor | Panels, bias_O: Tensor | None) -> Matmul | None:
         packer, summed = self._packer, self._ranks.size > 1 and is_row_parallel(module)
         if packer is None and self._ranks.size == 1:
             return None
         activation = self._activation_behind(module) if packer is not None and module in self._followed else "none"
-        matmul: Matmul = (packer or plain)(weight_OI, None if summed else bias_O, activation)
+        bias = None if summed else bias_O
+        if isinstance(weight, Panels):
+            assert isinstance(packer, KernelPacker), "it was begun by this one"
+            matmul = packer.product(weight, bias, activation)
+        else:
+            matmul = (packer or plain)(weight, bias, activation)
         return _summed(matmul, bias_O, self._ranks) if summed else matmul
 
     def _activation_behind(self, module: nn.Module) -> str:

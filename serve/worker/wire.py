@@ -7,12 +7,12 @@ upgraded while it ran and the processes that it starts are of the new release.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import select
 import socket
 import struct
+import time
 from typing import Final, TypeVar
 
 import msgspec
@@ -168,12 +168,22 @@ def send(connection: socket.socket, payload: bytes) -> None:
         raise ConnectionLost(str(error)) from error
 
 
-def await_message(connection: socket.socket, seconds: float) -> None:
-    """Wait until there is something to receive, or the other side is gone; at most so many seconds."""
+def await_message(connection: socket.socket, seconds: float) -> bool:
+    """Wait until there is something to receive, or the other side is gone; at most so many seconds.
+
+    Returns:
+        Whether ``receive`` would find that.
+    """
     looks = select.poll()
-    with contextlib.suppress(ValueError):  # closed by another thread, which ``receive`` tells
+    try:
         looks.register(connection, select.POLLIN)
-        looks.poll(1000 * seconds)
+    except ValueError:  # closed by another thread, which ``receive`` tells
+        return True
+    whole, rest = divmod(1000 * seconds, 1)
+    if looks.poll(whole):
+        return True
+    time.sleep(rest / 1000)  # ``poll`` waits for whole milliseconds, of which a step may have few
+    return bool(looks.poll(0))
 
 
 def receive(connection: socket.socket) -> bytes:

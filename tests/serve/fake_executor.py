@@ -116,8 +116,9 @@ class Deferred:
         """See ``serve.engine.executor.Executor``."""
         vars(self).setdefault("launched", deque()).append(plan)
 
-    def wait(self, seconds: float) -> None:
+    def wait(self, seconds: float) -> bool:
         """See ``serve.engine.executor.Executor``: what is asked for is computed when it is collected."""
+        return False
 
     def collect(self) -> StepResult:
         """See ``serve.engine.executor.Executor``."""

@@ -28,7 +28,7 @@ from finetune.forecast.facts import ModelFacts, facts_of
 from finetune.forecast.layout import layout_of
 from finetune.forecast.measure import kept_speeds, measure_speeds
 from finetune.forecast.pace import keep_pace, kept_pace
-from finetune.forecast.seconds import is_measurable, parts_of, rate_at
+from finetune.forecast.seconds import is_measurable, parts_of, rate_at, seconds_of_attention
 from finetune.forecast.speeds import Measured, Speeds
 from finetune.forecast.trials import Prices, Trial, prices_of, trials_of
 from tests.finetune.forecast.support import config_of, hardware
@@ -36,7 +36,7 @@ from tests.finetune.support import small_run, write_config
 
 SPEEDS = Speeds(
     products={32: 1e9, 512: 1e10},
-    attention=1e9,
+    attention={32: {128: 1e9, 1024: 1e9}, 128: {128: 1e9, 1024: 1e9}},
     plain_bytes=1e9,
     costly_bytes=5e8,
     drawn=1e7,
@@ -86,7 +86,9 @@ def test_products_are_counted_as_the_models_operations(tmp_path: Path) -> None:
     found = facts(config)
     squares = 12 * found.layers * found.hidden * 48
     assert sum(found.work.products.values()) == pytest.approx(2 * 48 * (found.flops_per_token(48) - squares), rel=0.02)
-    assert found.work.attention == pytest.approx(2 * 48 * 3.5 * 4 * found.layers * found.hidden * 48)
+    heads = config.model.new["num_attention_heads"]
+    expected = 2 * 48 * 3.5 * 4 * found.layers * found.hidden * 48
+    assert found.work.attention == {found.hidden // heads: {48: pytest.approx(expected)}}
     assert found.work.plain_bytes > 0
     assert found.work.costly_bytes > 0
     assert found.work.calls < 200 * found.layers
@@ -104,7 +106,8 @@ def test_blocks_that_are_computed_again_cost_a_forward_pass_more(tmp_path: Path)
         facts(config_of(tmp_path, activations=ActivationConfig(checkpoint=kind))).work for kind in ("none", "device")
     )
     assert 1.15 < sum(again.products.values()) / sum(plain.products.values()) < 4 / 3
-    assert again.attention == pytest.approx(plain.attention * 4.5 / 3.5)
+    (size, expected), (same, found) = *plain.attention.items(), *again.attention.items()
+    assert (same, found) == (size, {48: pytest.approx(expected[48] * 4.5 / 3.5)})
     assert again.calls > plain.calls
 
 
@@ -115,6 +118,34 @@ def test_a_size_between_two_measured_ones_has_a_rate_between_theirs() -> None:
     assert rate_at(SPEEDS.products, 8) == 1e9
     assert rate_at(SPEEDS.products, 128) == pytest.approx(10**9.5)
     assert rate_at(SPEEDS.products, 4096) == 1e10
+
+
+RATES = {32: {128: 1e9, 1024: 4e9}, 128: {128: 2e9, 1024: 8e9}}
+
+
+@pytest.mark.parametrize(
+    ("size", "keys", "rate"),
+    [
+        (32, 128, 1e9),
+        (128, 1024, 8e9),
+        (80, 1024, 80 / ((8e-9 + 16e-9) / 2)),  # seconds of a pair lie on a line between those of heads that were measured
+        (32, 1024 * 128 * 2 / (1024 + 128), 32 / ((32e-9 + 8e-9) / 2)),  # and on one of the inverse of the keys
+        (32, 1e12, 32 / (8e-9 - 24e-9 * 128 / (1024 - 128))),
+        (224, 1024, 224 / 24e-9),
+        (1, 1024, 1 / (8e-9 - 8e-9 * 31 / 96)),
+    ],
+)
+def test_attention_between_measured_ones_and_beyond_takes_what_lines_through_them_say(
+    size: int, keys: float, rate: float
+) -> None:
+    assert 1e9 / seconds_of_attention({size: {keys: 1e9}}, RATES) == pytest.approx(rate)  # type: ignore[dict-item]  # an inverse
+
+
+def test_attention_takes_something_whatever_the_lines_say() -> None:
+    steep = {32: {128: 1e9, 1024: 1e12}, 128: {128: 1e9, 1024: 1e12}}
+    assert seconds_of_attention({32: {1 << 40: 1e9}}, steep) >= 1e9 / 1e12 / 4
+    assert seconds_of_attention({32: {128: 1e9, 1024: 1e9}}, steep) == pytest.approx(1 + 1e-3)
+    assert seconds_of_attention({48: {256: 2e9}}, {48: {256: 1e9}}) == pytest.approx(2.0)
 
 
 def test_each_part_of_a_step_follows_from_the_speed_that_bounds_it(tmp_path: Path) -> None:
@@ -129,7 +160,7 @@ def test_each_part_of_a_step_follows_from_the_speed_that_bounds_it(tmp_path: Pat
         found = parts(config, dataclasses.replace(MEASURED, speeds=faster))
         assert found == {other: value / 2 if other == name else value for other, value in usual.items()}
     llama = parts(config_of(tmp_path))
-    faster = dataclasses.replace(SPEEDS, attention=2e9)
+    faster = dataclasses.replace(SPEEDS, attention={32: {128: 2e9, 1024: 2e9}, 128: {128: 2e9, 1024: 2e9}})
     assert parts(config_of(tmp_path), dataclasses.replace(MEASURED, speeds=faster))["attention"] == llama["attention"] / 2
 
 
@@ -244,9 +275,10 @@ def test_a_file_that_is_damaged_or_of_another_machine_is_none(tmp_path: Path, me
     damages: list[Callable[[str], str]] = [
         lambda text: text[: len(text) // 2],
         lambda text: "[]",
-        lambda text: text.replace('"attention": 1000000000.0', '"attention": "fast"'),
-        lambda text: text.replace('"attention": 1000000000.0', '"attention": 0'),
-        lambda text: text.replace('"attention": 1000000000.0', '"attention": NaN'),
+        lambda text: text.replace('"1024": 1000000000.0', '"1024": "fast"'),
+        lambda text: text.replace('"1024": 1000000000.0', '"1024": 0'),
+        lambda text: text.replace('"1024": 1000000000.0', '"1024": NaN'),
+        lambda text: text.replace('"attention": {', '"attention": {}, "was": {'),
         lambda text: text.replace('"torch": "', '"torch": "0.'),
         lambda text: text.replace('"method": ', '"method": 1'),  # counted in another way
         lambda text: text.replace('"call_seconds"', '"other"'),
@@ -309,7 +341,7 @@ def test_plan_offers_to_measure_then_says_from_what_the_seconds_come(
     assert "measured products" not in said
     assert len(measured) == 1
     answer = json.loads(planned(tmp_path, capsys, "--measure", "--json"))
-    assert answer["measured"]["speeds"]["attention"] == 1e9
+    assert answer["measured"]["speeds"]["attention"]["128"] == {"128": 1e9, "1024": 1e9}
     assert answer["pace"]["step_seconds"] > 0
     said = planned(tmp_path, capsys, "--ram-gib", "64")
     assert "not calibrated" in said

@@ -16,7 +16,8 @@ from tests.finetune.forecast.support import config_of
 
 
 def attention_of(config: TuneConfig) -> float:
-    return facts_of(config, model_config_of(config), "fp32", on_gpu=False).work.attention
+    work = facts_of(config, model_config_of(config), "fp32", on_gpu=False).work
+    return sum(sum(by_keys.values()) for by_keys in work.attention.values())
 
 
 @pytest.mark.parametrize(
@@ -32,7 +33,7 @@ def test_causal_attention_computes_every_block_of_keys_that_its_triangle_touches
         with _Counted() as seen:
             answer = torch.nn.functional.scaled_dot_product_attention(query, key, value, **how)
             torch.autograd.grad(answer.sum(), (query, key, value))
-        counted.append(seen.tally.work(tensors=0).attention)
+        counted.append(seen.tally.work(tensors=0).attention[8][length])
     whole = 3.5 * 4 * 2 * 3 * length**2 * 8
     assert counted == pytest.approx([whole * share, whole])
 

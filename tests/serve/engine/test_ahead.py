@@ -26,16 +26,22 @@ class Taking(FakeExecutor):
         self._computed = 0.0
         """For how long somebody has waited for the step in progress."""
         self.waited: list[float] = []
+        self.planning = 0.0
+        """Seconds until the ranks have a plan."""
         self.most_under_way = 0
 
     def launch(self, plan: StepPlan) -> None:
         super().launch(plan)
+        self._clock.now += self.planning
+        self._computed += self.planning
         self.most_under_way = max(self.most_under_way, len(vars(self)["launched"]))
 
-    def wait(self, seconds: float) -> None:
-        self.waited.append(seconds)
+    def wait(self, seconds: float) -> bool:
+        if seconds:
+            self.waited.append(seconds)
         self._clock.now += seconds
         self._computed += seconds
+        return self._computed >= self._seconds
 
     def collect(self) -> StepResult:
         self._clock.now += self._seconds - self._computed
@@ -95,6 +101,23 @@ def test_a_step_is_planned_ahead_no_sooner_than_its_ranks_may_need_it() -> None:
     engine.add(make_request("comes", prompt=(4, 5), max_new=5))
     events = [*engine.step(), *engine.step()]
     assert ids_of(events, "comes") == expected_tokens((4, 5), 1), "it waited for the step under way and for no other"
+
+
+def test_the_longer_plans_come_in_time_the_later_they_are_made() -> None:
+    """Until one comes when the ranks have ended already: from then on somewhat sooner again."""
+    clock = Clock()
+    executor = Taking(clock, 0.1)
+    engine = make_engine(MODEL, executor=executor, clock=clock, async_scheduling=True)
+    engine.add(make_request("runs", max_new=1000))
+    late(engine, clock, 20, 0.002)
+    executor.waited.clear()
+    late(engine, clock, 200, 0.002)
+    first, *_, last = executor.waited
+    assert 0.06 < first < 0.09 < last < 0.1
+    executor.waited.clear()
+    executor.planning = 0.05
+    late(engine, clock, 3, 0.002)
+    assert executor.waited[0] > executor.waited[2], "its plans take the ranks half a step to get"
 
 
 def test_a_step_is_not_waited_for_where_none_of_its_size_was_seen() -> None:

@@ -14,10 +14,15 @@ from torch import Tensor, nn
 from checkpoint import Checkpoint, open_checkpoint
 from serve.config import ModelConfig, ServerConfig
 from serve.errors import ConfigError
+from serve.model import filling
 from serve.model.filling import Filler, Staging
-from serve.model.linear import Matmul, plain
+from serve.model.heads import Piece
+from serve.model.linear import KernelPacker, Matmul, Panels, plain
 from serve.model.load import Blueprint
+from serve.model.shards import ShardOf
+from serve.model.slice_reading import SliceReader
 from serve.worker import loader
+from tests.support.kernels import cpu_kernels
 from tests.support.models import save
 
 CPU = torch.device("cpu")
@@ -31,8 +36,12 @@ class Copies:
     def __init__(self) -> None:
         self.made: dict[nn.Module, tuple[str, int]] = {}
 
-    def __call__(self, module: nn.Module, weight_OI: Tensor, bias_O: Tensor | None) -> Matmul:
+    def begin(self, shape: tuple[int, int], dtype: torch.dtype) -> Panels | None:
+        return None
+
+    def __call__(self, module: nn.Module, weight_OI: Tensor | Panels, bias_O: Tensor | None) -> Matmul:
         assert module not in self.made
+        assert isinstance(weight_OI, Tensor)
         self.made[module] = (threading.current_thread().name, torch.get_num_threads())
         return plain(weight_OI.clone(), None if bias_O is None else bias_O.clone())
 
@@ -108,3 +117,89 @@ def test_a_file_that_ends_early_is_told_and_no_thread_goes_on(tmp_path: Path) ->
             Filler(blueprint.model, {}, CPU, Copies()).fill(checkpoint, blueprint)
     assert torch.get_num_threads() == 3
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("weights")]
+
+
+class Packs:
+    """Packs each layer with the CPU kernel, by blocks or as a whole, and notes who did."""
+
+    copies = True
+
+    def __init__(self, *, by_rows: bool) -> None:
+        self.packer = KernelPacker(cpu_kernels())
+        self.by_rows = by_rows
+        self.packed: list[str] = []
+        self.made: dict[nn.Module, str] = {}
+
+    def begin(self, shape: tuple[int, int], dtype: torch.dtype) -> Panels | None:
+        panels = self.packer.begin(shape, dtype) if self.by_rows else None
+        if panels is not None:
+            put = panels.put
+
+            def noted(begin: int, rows_RI: Tensor) -> None:
+                self.packed.append(threading.current_thread().name)
+                put(begin, rows_RI)
+
+            panels.put = noted  # type: ignore[method-assign]
+        return panels
+
+    def __call__(self, module: nn.Module, weight: Tensor | Panels, bias_O: Tensor | None) -> Matmul:
+        self.made[module] = type(weight).__name__
+        if isinstance(weight, Panels):
+            return self.packer.product(weight, bias_O)
+        return self.packer(weight, bias_O)
+
+
+@pytest.mark.parametrize("most_bytes", [1, 64 << 20], ids=["by several threads", "by one"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.usefixtures("threads")
+def test_weights_packed_by_blocks_of_rows_are_those_packed_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, most_bytes: int
+) -> None:
+    """GPT-2's, stored the other way round, are packed whole."""
+    path = save(family, tmp_path / "model", with_tokenizer=False, tie_word_embeddings=False)
+    monkeypatch.setattr(filling, "BLOCK_BYTES", 1)  # the smallest there are: of 32 rows
+    monkeypatch.setattr(Staging, "MOST_BYTES", most_bytes)
+    whole, blocks = Packs(by_rows=False), Packs(by_rows=True)
+    expected = state(filled(path, whole), whole)
+    model = filled(path, blocks)
+    found = state(model, blocks)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=0, msg=name)
+    head = model.get_output_embeddings()
+    by_rows = {path for path, module in model.named_modules() if blocks.made.get(module) == "Panels"}
+    assert len(by_rows) == (len(blocks.made) if family == "llama" else 1)
+    assert blocks.made[head] == "Panels"
+    assert len(blocks.packed) > len(by_rows), "in more than one block"
+    assert all(name.startswith("weights") for name in blocks.packed)
+
+
+@pytest.mark.parametrize(
+    "shard",
+    [
+        None,
+        ShardOf(full_shape=(64, 64), dim=0, pieces=(Piece(8, 24), Piece(40, 41), Piece(50, 64))),
+        ShardOf(full_shape=(64, 64), dim=1, pieces=(Piece(3, 20), Piece(32, 64))),
+    ],
+    ids=["whole", "rows", "columns"],
+)
+@pytest.mark.parametrize("step", [1, 7, 32, 1000])
+def test_rows_of_a_part_are_those_of_the_part(tmp_path: Path, shard: ShardOf | None, step: int) -> None:
+    path = save("llama", tmp_path / "model", with_tokenizer=False)
+    name = "model.layers.1.self_attn.q_proj.weight"
+    with surveyed(path) as (checkpoint, blueprint):
+        assert checkpoint.tensors[name].shape == (64, 64)
+        reader = SliceReader(checkpoint, blueprint, {} if shard is None else {name: shard}, CPU)
+        assert reader.reads_rows(name)
+        part = reader.read(name)
+        assert part.shape == reader.shape(name)
+        for begin in range(0, len(part), step):
+            rows = torch.full_like(part[begin : begin + step], torch.nan)
+            reader.read_rows(name, begin, rows)
+            assert torch.equal(rows, part[begin : begin + step])
+
+
+def test_a_layer_of_an_odd_number_of_bf16_inputs_is_not_packed_by_rows() -> None:
+    packer = KernelPacker(cpu_kernels())
+    assert packer.begin((64, 33), torch.bfloat16) is None
+    assert packer.begin((64, 33), torch.float32) is not None

@@ -7,17 +7,17 @@ import threading
 import torch
 from torch import Tensor
 
-from serve.model.filling import Room, SliceReader
+from serve.model.slice_reading import SliceReader
 
-_read = SliceReader.read
+_fill = SliceReader._fill
 
 
-def read(self: SliceReader, name: str, room: Room | None = None) -> Tensor:
+def fill(self: SliceReader, stored: str, index: tuple[slice, ...] | None, out: Tensor) -> None:
     """What is read beside is read by the thread that follows orders."""
-    shard = self._shards.get(name)
-    if threading.current_thread().name == "orders" and "layers.1." in name and shard is not None and shard.pieces[0].begin:
+    shard = self._shards.get(stored)
+    if threading.current_thread().name == "orders" and "layers.1." in stored and shard is not None and shard.pieces[0].begin:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.\nMore is said in further lines.")
-    return _read(self, name, room)
+    _fill(self, stored, index, out)
 
 
-SliceReader.read = read  # type: ignore[method-assign]  # a rank is a process of its own, which ends with the test
+SliceReader._fill = fill  # type: ignore[method-assign]  # a rank is a process of its own, which ends with the test

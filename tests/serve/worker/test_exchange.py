@@ -20,7 +20,8 @@ from serve.engine.executor import Prepared, Unlike
 from serve.engine.plan import StepPlan, StepResult
 from serve.errors import ConfigError
 from serve.model import weight_memory
-from serve.model.filling import Filling, Room, SliceReader
+from serve.model.filling import Filling
+from serve.model.slice_reading import SliceReader
 from serve.model.weight_memory import _Mapping
 from serve.worker import wire
 from serve.worker.exchange import Exchange
@@ -172,9 +173,11 @@ def test_weights_that_take_the_old_ones_places_do_so_a_module_at_a_time(
     folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
-    read, put = SliceReader.read, Filling.put
+    fill, put = SliceReader._fill, Filling.put
     monkeypatch.setattr(
-        SliceReader, "read", lambda self, name, room=None: events.append(name.rpartition(".")[0]) or read(self, name, room)
+        SliceReader,
+        "_fill",
+        lambda self, stored, index, out: events.append(stored.rpartition(".")[0]) or fill(self, stored, index, out),
     )
     monkeypatch.setattr(Filling, "put", lambda self: events.append("put") or put(self))
     served = Served(folders[0])
@@ -215,7 +218,7 @@ def of_a_file() -> CheckpointError:
 def test_weights_for_which_there_is_no_memory_are_given_back_and_read_into_place(
     error: Exception, folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    served, names, read = Served(folders[0]), list[str](), SliceReader.read
+    served, names, fill = Served(folders[0]), list[str](), SliceReader._fill
     areas: list[weakref.ref[_Mapping]] = []
 
     class Noted(_Mapping):
@@ -224,14 +227,14 @@ def test_weights_for_which_there_is_no_memory_are_given_back_and_read_into_place
         def __init__(self, *_: object, **__: object) -> None:
             areas.append(weakref.ref(self))
 
-    def read_some(self: SliceReader, name: str, room: Room | None = None) -> torch.Tensor:
-        names.append(name)
+    def read_some(self: SliceReader, stored: str, index: tuple[slice, ...] | None, out: torch.Tensor) -> None:
+        names.append(stored)
         if len(names) > 5:
             raise error
-        return read(self, name, room)
+        fill(self, stored, index, out)
 
     with monkeypatch.context() as patch:
-        patch.setattr(SliceReader, "read", read_some)
+        patch.setattr(SliceReader, "_fill", read_some)
         patch.setattr(weight_memory, "_Mapping", Noted)
         assert isinstance(served.exchange.answer(wire.Look(config_of(folders[1]))), wire.Alike)
         answer = served.exchange.answer(wire.Prepare(1, beside=True))

@@ -1,0 +1,136 @@
+"""Reads a rank's part of each parameter from a checkpoint, whole or by rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor
+
+from checkpoint import Checkpoint, CheckpointError
+from serve.errors import ConfigError
+from serve.model.experts import stored_name
+from serve.model.load import Blueprint, is_stored
+from serve.model.shards import ShardOf
+from serve.model.weight_memory import WeightMemory
+
+
+class Room(Protocol):
+    """Makes a tensor [shape] of the model's type, on its device, that is to be written to."""
+
+    def __call__(self, shape: tuple[int, ...]) -> Tensor: ...
+
+
+class Staging:
+    """Memory that one weight after another is read into, where only what is made of each is kept.
+
+    Memory that was never touched costs as much as reading into it. What is larger than ``MOST_BYTES`` gets memory of its own,
+    which is free again before the next is read.
+    """
+
+    MOST_BYTES: Final = 64 << 20
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._memory = torch.empty(0, dtype=dtype)
+
+    def __call__(self, shape: tuple[int, ...]) -> Tensor:
+        count = math.prod(shape)
+        if count * self._memory.itemsize > self.MOST_BYTES:
+            return torch.empty(shape, dtype=self._memory.dtype)
+        if count > self._memory.numel():
+            self._memory = torch.empty(count, dtype=self._memory.dtype)
+        return self._memory[:count].view(shape)
+
+
+class SliceReader:
+    """Reads this rank's part of each parameter, in the model's type, onto its device."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, blueprint: Blueprint, shards: Mapping[str, ShardOf], device: torch.device
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._blueprint = blueprint
+        self._shards = shards
+        self._device = device
+        self._memory = WeightMemory()
+
+    def read(self, name: str, room: Room | None = None) -> Tensor:
+        """The tensor as the model wants it; [out, in] for weights that are stored transposed.
+
+        Args:
+            room: where it is read to; a new tensor without it, and for stacks of experts.
+        """
+        shard = self._shards.get(name)
+        if name in self._blueprint.stacks:
+            return self._blueprint.stacks[name].read(self._read, shard)
+        transposed, stored = name in self._blueprint.transposed, self._stored(name)
+        shape = self.shape(name)
+        out = self.new(shape) if room is None else room(shape)
+        # A dimension of the model's [out, in] is the other one of a stored [in, out].
+        target = out.t() if transposed else out
+        if shard is None:
+            self._fill(stored, None, target)
+            return out
+        dim, begin = 1 - shard.dim if transposed else shard.dim, 0
+        for piece in shard.pieces:
+            width = piece.end - piece.begin
+            index = (*[slice(None)] * dim, slice(piece.begin, piece.end))
+            self._fill(stored, index, target.narrow(dim, begin, width))
+            begin += width
+        return out
+
+    def reads_rows(self, name: str) -> bool:
+        """Whether rows of a parameter [O, I] can be read as cheaply as the whole: they lie as the model wants them."""
+        is_as_wanted = name not in self._blueprint.stacks and name not in self._blueprint.transposed
+        return is_as_wanted and not self._checkpoint.tensors[self._stored(name)].adapted and len(self.shape(name)) == 2
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of this rank's part of a parameter that is no stack of experts."""
+        if (shard := self._shards.get(name)) is not None:
+            return shard.shape
+        whole = self._checkpoint.tensors[self._stored(name)].shape
+        return whole[::-1] if name in self._blueprint.transposed else whole
+
+    def read_rows(self, name: str, begin: int, out: Tensor) -> None:
+        """Fill ``out`` with the rows from ``begin`` of this rank's part of a parameter; see ``reads_rows``."""
+        stored, shard, end = self._stored(name), self._shards.get(name), begin + out.shape[0]
+        if shard is None:
+            self._fill(stored, (slice(begin, end),), out)
+            return
+        place = 0
+        for piece in shard.pieces:
+            width = piece.end - piece.begin
+            if shard.dim == 1:
+                self._fill(stored, (slice(begin, end), slice(piece.begin, piece.end)), out[:, place : place + width])
+            elif (first := max(begin, place)) < (last := min(end, place + width)):
+                offset = piece.begin - place
+                self._fill(stored, (slice(first + offset, last + offset),), out[first - begin : last - begin])
+            place += width
+
+    def new(self, shape: tuple[int, ...]) -> Tensor:
+        """A tensor that stays, whose values are not set."""
+        on_cpu, dtype = self._device.type == "cpu", self._blueprint.dtype
+        return self._memory.empty(shape, dtype) if on_cpu else torch.empty(shape, dtype=dtype, device=self._device)
+
+    def _stored(self, name: str) -> str:
+        """The checkpoint's name of a parameter."""
+        if not is_stored(self._checkpoint, name):
+            name = stored_name(self._blueprint.family, name)
+        try:
+            return self._checkpoint.resolve(name, self._blueprint.aliases)  # a stage may have the alias alone
+        except CheckpointError as error:
+            raise ConfigError(str(error)) from error
+
+    def _fill(self, stored: str, index: tuple[slice, ...] | None, out: Tensor) -> None:
+        try:
+            self._checkpoint.read(stored, index, out=out)
+        except CheckpointError as error:
+            raise ConfigError(str(error)) from error
+
+    def _read(self, name: str, index: tuple[slice, ...] | None) -> Tensor:
+        try:
+            return self._checkpoint.read(self._stored(name), index, dtype=self._blueprint.dtype, device=self._device)
+        except CheckpointError as error:
+            raise ConfigError(str(error)) from error
