@@ -201,6 +201,7 @@ def run(folder: Path, name: str) -> int:
     made = folder / f"{name}-unfinished"
     shutil.rmtree(made, ignore_errors=True)
     made.mkdir(parents=True)
+    (folder / f"{name}-meeting").unlink(missing_ok=True)  # of a run that was ended, whose ranks new ones would wait for
     children = []
     for rank in range(RANKS):
         child = os.fork()
