@@ -106,7 +106,8 @@ class Filler:
     def fill(self, checkpoint: Checkpoint, blueprint: Blueprint) -> None:
         """Give every parameter and buffer its memory and its values for the first time; no other thread may compute meanwhile.
 
-        As many threads as torch has each read a layer and make what computes it, where that copies the weights.
+        As many threads as torch has each read a layer and make what computes it, where that copies the weights; of a large one
+        that is made by rows, each reads a part.
 
         Raises:
             ConfigError: a file cannot be read.

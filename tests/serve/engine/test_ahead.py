@@ -83,14 +83,20 @@ def late(engine: Engine, clock: Clock, steps: int, between: float) -> list[int]:
     return under_way
 
 
-def test_a_step_is_planned_ahead_no_sooner_than_its_ranks_may_need_it() -> None:
-    """What comes while the ranks compute a step is part of the next one."""
+def running() -> tuple[Engine, Taking, Clock]:
+    """An engine that knows how long its steps take: 0.1 s, with 2 ms between them."""
     clock = Clock()
     executor = Taking(clock, 0.1)
     engine = make_engine(MODEL, executor=executor, clock=clock, async_scheduling=True)
-    engine.add(make_request("runs", max_new=200))
+    engine.add(make_request("runs", max_new=1000))
     late(engine, clock, 20, 0.002)
     executor.waited.clear()
+    return engine, executor, clock
+
+
+def test_a_step_is_planned_ahead_no_sooner_than_its_ranks_may_need_it() -> None:
+    """What comes while the ranks compute a step is part of the next one."""
+    engine, executor, clock = running()
     began = clock.now
     assert late(engine, clock, 10, 0.002) == [1] * 10
     assert clock.now - began == pytest.approx(10 * 0.1, rel=0.03), "the ranks waited for nobody"
@@ -105,12 +111,7 @@ def test_a_step_is_planned_ahead_no_sooner_than_its_ranks_may_need_it() -> None:
 
 def test_the_longer_plans_come_in_time_the_later_they_are_made() -> None:
     """Until one comes when the ranks have ended already: from then on somewhat sooner again."""
-    clock = Clock()
-    executor = Taking(clock, 0.1)
-    engine = make_engine(MODEL, executor=executor, clock=clock, async_scheduling=True)
-    engine.add(make_request("runs", max_new=1000))
-    late(engine, clock, 20, 0.002)
-    executor.waited.clear()
+    engine, executor, clock = running()
     late(engine, clock, 200, 0.002)
     first, *_, last = executor.waited
     assert 0.06 < first < 0.09 < last < 0.1
