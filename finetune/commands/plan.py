@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from rich.console import Console
 
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from finetune.forecast.hardware import Hardware
     from finetune.forecast.speeds import Measured
 
+_ROOM: Final = ("gpu_gib", "ram_gib", "nvme_gib", "disk_gib")
+"""Options that say how much room a described machine has."""
+
 
 def add_arguments(parser: CommandParser) -> None:
     """What the command takes."""
@@ -35,6 +38,7 @@ def add_arguments(parser: CommandParser) -> None:
     parser.add_argument("--gpu-gib", type=float, help="memory of each of them")
     parser.add_argument("--ram-gib", type=float, help="host memory of a described machine")
     parser.add_argument("--nvme-gib", type=float, help="free space of its NVMe disk")
+    parser.add_argument("--disk-gib", type=float, help="free space where its runs are kept")
     parser.add_argument(
         "--command",
         choices=("tune", "pretrain"),
@@ -54,10 +58,10 @@ def run(options: argparse.Namespace) -> int:
     require_option(options.gpus is None or options.gpus >= 0, "gpus", options.gpus, "be 0 or more")
     if options.gpus and options.gpu_gib is None:
         raise ConfigError("--gpus needs --gpu-gib, the memory of each")
-    for name in ("gpu_gib", "ram_gib", "nvme_gib"):
+    for name in _ROOM:
         value = getattr(options, name)
         require_option(value is None or 0 < value < 1e9, name, value, "be greater than 0")
-    described = [name for name in ("gpus", "gpu_gib", "ram_gib", "nvme_gib") if getattr(options, name) is not None]
+    described = [name for name in ("gpus", *_ROOM) if getattr(options, name) is not None]
     if options.measure and described:
         raise ConfigError(f"--measure measures this machine; --{described[0].replace('_', '-')} describes another")
 
@@ -95,9 +99,7 @@ def plan(config: TuneConfig, options: argparse.Namespace, console: Console, *, c
         from finetune.forecast.show import show_plan
 
     hf_config = model_config_of(config, weights=weights)
-    hardware = described_machine(
-        config, gpus=options.gpus, gpu_gib=options.gpu_gib, ram_gib=options.ram_gib, nvme_gib=options.nvme_gib
-    )
+    hardware = described_machine(config, gpus=options.gpus, **{name: getattr(options, name) for name in _ROOM})
     precision = precision_of(config, hardware.device)
     speeds = _speeds(config, hardware, precision, command, console, anew=options.measure)
     pace = None if hardware.described else kept_pace(config)

@@ -51,7 +51,13 @@ def this_machine(config: TuneConfig, *, already_taken: int = 0) -> Hardware:
 
 
 def described_machine(
-    config: TuneConfig, *, gpus: int | None, gpu_gib: float | None, ram_gib: float | None, nvme_gib: float | None
+    config: TuneConfig,
+    *,
+    gpus: int | None,
+    gpu_gib: float | None,
+    ram_gib: float | None,
+    nvme_gib: float | None,
+    disk_gib: float | None,
 ) -> Hardware:
     """This machine, with what is given put in its place; ``gpus`` of 0 is a machine without any."""
     here = this_machine(config)
@@ -65,9 +71,9 @@ def described_machine(
         gpus=count,
         gpu_bytes=memory if device == "cuda" else None,
         ram_bytes=here.ram_bytes if ram_gib is None else gib(ram_gib),
-        disk_bytes=here.disk_bytes,
+        disk_bytes=here.disk_bytes if disk_gib is None else gib(disk_gib),
         nvme_bytes=here.nvme_bytes if nvme_gib is None else gib(nvme_gib),
-        described=any(value is not None for value in (gpus, gpu_gib, ram_gib, nvme_gib)),
+        described=any(value is not None for value in (gpus, gpu_gib, ram_gib, nvme_gib, disk_gib)),
     )
 
 

@@ -15,7 +15,7 @@ from finetune.forecast.hardware import Hardware, described_machine, free_bytes, 
 from finetune.machine import inventory
 from tests.finetune.forecast.support import GIB, config_of
 
-NOTHING: dict[str, Any] = {"gpus": None, "gpu_gib": None, "ram_gib": None, "nvme_gib": None}
+NOTHING: dict[str, Any] = {"gpus": None, "gpu_gib": None, "ram_gib": None, "nvme_gib": None, "disk_gib": None}
 
 
 @pytest.fixture
@@ -69,6 +69,7 @@ def test_what_the_run_holds_already_is_room_and_never_more_than_there_is(machine
         ({"gpus": 0, "gpu_gib": 80}, "auto", {"device": "cpu", "gpus": 0, "gpu_bytes": None}),
         ({"gpus": 8, "gpu_gib": 80}, "cpu", {"device": "cpu", "gpus": 8, "gpu_bytes": None}),
         ({"nvme_gib": 2}, "auto", {"nvme_bytes": 2 * GIB, "described": True}),
+        ({"disk_gib": 3}, "auto", {"disk_bytes": 3 * GIB, "described": True}),
     ],
 )
 def test_what_is_said_of_a_machine_stands_in_the_place_of_what_is_here(

@@ -21,14 +21,23 @@ def planned(tmp_path: Path, capsys: pytest.CaptureFixture[str], *words: str) -> 
 
 
 def test_plan_needs_neither_data_nor_hardware(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, said = planned(tmp_path, capsys, "--gpus", "1", "--gpu-gib", "80", "--ram-gib", "256")
+    code, said = planned(tmp_path, capsys, "--gpus", "1", "--gpu-gib", "80", "--ram-gib", "256", "--disk-gib", "500")
     assert code == 0
     for words in ("fits", "ZeRO-3", "moments", "not calibrated", "device memory of one rank"):
         assert words in said
 
 
+def test_plan_compares_a_described_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    machine = ("--gpus", "1", "--gpu-gib", "80", "--ram-gib", "256", "--json")
+    for room, shortages in (("500", 0), ("0.5", 1)):
+        code, said = planned(tmp_path, capsys, *machine, "--disk-gib", room)
+        answer = json.loads(said)
+        assert (code, len(answer["shortages"])) == (2 if shortages else 0, shortages)
+        assert all("disk space" in shortage for shortage in answer["shortages"])
+
+
 def test_plan_says_what_to_change_and_that_is_true(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    room = ("--gpus", "1", "--gpu-gib", "5", "--ram-gib", "64")
+    room = ("--gpus", "1", "--gpu-gib", "5", "--ram-gib", "64", "--disk-gib", "500")
     code, said = planned(tmp_path, capsys, *room, "--json")
     assert code == 2
     answer = json.loads(said)
@@ -45,7 +54,7 @@ def test_plan_says_what_to_change_and_that_is_true(tmp_path: Path, capsys: pytes
 
 def test_plan_offers_the_plain_method_where_zenflow_is_too_large(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     zenflow = ("--zero.stage=2", "--offload.optimizer=cpu", "--offload.method=zenflow")
-    machine = ("--gpus", "1", "--gpu-gib", "80", "--nvme-gib", "500", "--json")
+    machine = ("--gpus", "1", "--gpu-gib", "80", "--nvme-gib", "500", "--disk-gib", "500", "--json")
     for ram, key, value in (("11", "offload.method", "plain"), ("8", "offload.optimizer", "nvme")):
         room = (*machine, "--ram-gib", ram)
         code, said = planned(tmp_path, capsys, *zenflow, "--offload.zenflow.share=0.2", *room)
