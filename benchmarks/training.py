@@ -38,6 +38,8 @@ MODEL = {
     "vocab_size": VOCABULARY, "max_position_embeddings": 512,
 }  # fmt: skip
 SEQ, MICRO, ACCUMULATION, RANKS = 256, 2, 2, 2
+PAGES = "BENCH_PAGES"
+"""Environment variable that names the library by which Tessera's ranks keep the memory of large tensors."""
 TURN = 3
 """Steps of a system before it is another one's turn. The first turn warms up and is not counted."""
 PATIENCE_SECONDS = 600.0
@@ -105,17 +107,25 @@ def worker(system: str, stage: int, offload: bool, steps: int, adam: str) -> Non
         from finetune.machine.process import LARGE_PAGES, rank_environment
 
         os.environ[LARGE_PAGES] = rank_environment(1, 1)[LARGE_PAGES]
+    import deepspeed
     import torch
 
     from finetune.engines.zero import engine
-    from finetune.machine import build_ops
+    from finetune.machine import build_ops, ops
     from host.process import end_process
 
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # which would be built, and is for inference
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if adam:
         build_ops.load_op("cpu_adam", Path(adam))
     rank = int(os.environ["RANK"])
-    device = engine.start_ranks("cpu", rank)
+    if system == "tessera":
+        device = engine.start_ranks("cpu", rank)
+        if (library := os.environ.get(PAGES)) is not None:
+            build_ops.load_all({ops.PAGES: library}, device="cpu")
+    else:  # with the C library's own habits
+        device = torch.device("cpu")
+        deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
     draw = torch.Generator().manual_seed(rank)
     tokens = torch.randint(0, VOCABULARY, (ACCUMULATION * MICRO * 4, SEQ + 1), generator=draw)
     with tempfile.TemporaryDirectory() as folder:
@@ -335,6 +345,8 @@ def main() -> int:
     from benchmarks.serving import machine
     from finetune.machine import ops
 
+    if ops.ensure(ops.PAGES, print).available:
+        os.environ[PAGES] = str(ops.library_of(ops.PAGES))
     built = ops.ensure(ops.CPU_ADAM, print)
     adam = str(ops.library_of(ops.CPU_ADAM)) if built.available else ""
     cases = {"ZeRO-3, all offloaded": (3, True), "ZeRO-2": (2, False)}

@@ -12,8 +12,10 @@ _M_ARENA_MAX: Final = -8
 """Parameters of mallopt(3)."""
 
 TENSOR_BYTES: Final = 1 << 20
-"""In training's ranks a tensor this large or larger is mapped by itself, so that gaps between smaller ones are all that a heap
-keeps. A smaller number would have pages asked for anew in every step, for less and less memory."""
+"""In training's ranks what is this large or larger is mapped by itself, and an end of the heap that is goes back to the system,
+so that gaps between smaller pieces are all that a heap keeps. Tensors of training on a CPU are not in it from a smaller size on
+(``finetune.machine.pages``), unless there is no compiler: then a smaller number here would have more pages asked for anew in
+every step, for less and less memory."""
 
 
 def give_back(num_bytes: int) -> None:

@@ -89,8 +89,9 @@ def _versions() -> list[Finding]:
 def _building() -> list[Finding]:
     built = ops.library_of(ops.CPU_ADAM)
     cost = "without it an offloaded optimizer is torch's AdamW, which is slower"
+    pages = "and training on a CPU is slower"
     tools = (
-        ("c++ compiler", inventory.compiler(), f"apt-get install g++ ({cost})"),
+        ("c++ compiler", inventory.compiler(), f"apt-get install g++ ({cost}, {pages})"),
         ("ninja", inventory.ninja(), f"pip install ninja ({cost})"),
         ("Python.h", inventory.python_headers(), f"apt-get install python3-dev ({cost})"),
         ("libaio", inventory.libaio(), "apt-get install libaio-dev (needed for NVMe offload only)"),

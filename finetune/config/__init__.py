@@ -2,7 +2,7 @@
 
 from finetune.config.activations import ActivationConfig
 from finetune.config.data import DataConfig, SourceConfig
-from finetune.config.deepspeed import DiskSettings, to_deepspeed
+from finetune.config.deepspeed import DiskSettings, fit_bucket, to_deepspeed
 from finetune.config.lora import LoraConfig
 from finetune.config.memory import OffloadConfig, ZenFlowConfig, ZeroConfig
 from finetune.config.model import ModelConfig, TokenizerConfig, TrainTokenizerConfig
@@ -34,5 +34,6 @@ __all__ = [
     "TuneConfig",
     "ZenFlowConfig",
     "ZeroConfig",
+    "fit_bucket",
     "to_deepspeed",
 ]

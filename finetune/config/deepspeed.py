@@ -88,6 +88,19 @@ def to_deepspeed(
     return json
 
 
+def fit_bucket(json: dict[str, Any], trained: int) -> None:
+    """Make the bucket of gradients no larger than all of them.
+
+    DeepSpeed takes memory for a whole bucket in every backward pass, or once, and never writes more than the gradients there.
+
+    Args:
+        json: as ``to_deepspeed`` makes it; it is changed.
+        trained: elements of the weights with a gradient, whole ones.
+    """
+    zero = json["zero_optimization"]
+    zero["reduce_bucket_size"] = max(1, min(zero["reduce_bucket_size"], trained))
+
+
 def _zero(config: TuneConfig, device: str, disk: DiskSettings | None, elements: int | None) -> dict[str, Any]:
     offload, buckets = config.offload, config.zero.bucket_elements
     assert disk is not None or not offload.on_disk, "NVMe offload was configured before the disk was measured"

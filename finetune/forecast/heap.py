@@ -1,8 +1,7 @@
-"""The C library's heap, as far as it decides how much memory tensors on a CPU hold: glibc's malloc, in numbers alone.
+"""How much memory tensors on a CPU hold: glibc's malloc, and the pages of the large ones, in numbers alone.
 
-A tensor lies in the heap, which grows at its end alone: what is freed inside it is used again, by best fit, and stays resident
-until then. One at or above a threshold, which ranks set (``host.heap``), does not make the heap grow: where no gap is large
-enough for it, it is mapped by itself, and its pages go back when it is freed.
+A small tensor lies in the C library's heap, which grows at its end alone: what is freed inside it is used again, by best fit,
+and stays resident until then. A large one has pages (``finetune.machine.pages``) that are kept for whatever large one is next.
 
 torch's tensors are aligned, for which malloc takes more than is needed and frees what is too much in front and behind. So a gap
 as large as a tensor is too small for another one of its size, unless it grows together with the gaps beside it.
@@ -13,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from typing import Final
 
+from finetune.machine.pages import SMALLEST_BYTES
 from host.heap import TENSOR_BYTES
 
 _PADDING: Final = 128 << 10
@@ -35,12 +35,14 @@ class Heap:
             keeps_end: whether something small always lies at its end, so that it never shrinks.
         """
         self._keeps_end = keeps_end
-        self.mapped_bytes = 0
-        """In pieces mapped by themselves."""
+        self.paged_bytes = 0
+        """In pieces of whole pages."""
+        self._held_bytes = 0
+        """In these and in free pages."""
         self.used_bytes = 0
         """In pieces of the heap."""
         self._pieces: dict[int, tuple[int, int]] = {}
-        """Number -> begin and size; begin is -1 for what is mapped."""
+        """Number -> begin and size; begin is -1 for what has pages."""
         self._free: list[tuple[int, int]] = []
         """Size and begin of every gap, in that order."""
         self._gap_at: dict[int, int] = {}
@@ -51,13 +53,22 @@ class Heap:
 
     @property
     def resident_bytes(self) -> int:
-        """Pages of the heap that hold or have held something, and all that is mapped."""
-        return self._touched + self.mapped_bytes
+        """What of the heap holds or has held something, and all pages that are held."""
+        return self._touched + self._held_bytes
 
     @property
     def gap_bytes(self) -> int:
         """Resident bytes of the heap that hold nothing: gaps between pieces, and what lies behind the last one."""
         return self._touched - self.used_bytes
+
+    @property
+    def free_page_bytes(self) -> int:
+        """Pages that are held and hold nothing: whatever large tensor is next has them."""
+        return self._held_bytes - self.paged_bytes
+
+    def give_back(self) -> None:
+        """Free pages go back to the system (``finetune.machine.pages.give_back``)."""
+        self._held_bytes = self.paged_bytes
 
     def take(self, number: int, size: int, *, followed: bool = False) -> None:
         """A piece of ``size`` bytes is made.
@@ -65,14 +76,15 @@ class Heap:
         Args:
             followed: whether something small that stays comes to lie in what alignment leaves in front of it.
         """
+        if size >= SMALLEST_BYTES:
+            whole = -(-size // _PAGE) * _PAGE
+            self._pieces[number] = (-1, whole)
+            self.paged_bytes += whole
+            self._held_bytes = max(self._held_bytes, self.paged_bytes)
+            return
         whole = -(-(size + _HEADER) // _HEADER) * _HEADER
         asked = whole + _ALIGNED + _SMALLEST
         found = self._place(asked)
-        if found is None:
-            whole = -(-(size + _ALIGNED) // _PAGE) * _PAGE
-            self._pieces[number] = (-1, whole)
-            self.mapped_bytes += whole
-            return
         begin = -(-(found + _HEADER) // _ALIGNED) * _ALIGNED - _HEADER
         if 0 < begin - found < _SMALLEST:
             begin += _ALIGNED
@@ -87,7 +99,7 @@ class Heap:
         """Free the piece of this number."""
         begin, size = self._pieces.pop(number)
         if begin < 0:
-            self.mapped_bytes -= size
+            self.paged_bytes -= size
             return
         self.used_bytes -= size
         self._leave(begin, begin + size)
@@ -108,8 +120,8 @@ class Heap:
             self._end = self._top + _PADDING
             self._touched = min(self._touched, self._end)
 
-    def _place(self, size: int) -> int | None:
-        """Where ``size`` bytes of the heap begin; ``None`` for what is mapped by itself."""
+    def _place(self, size: int) -> int:
+        """Where ``size`` bytes of the heap begin."""
         index = bisect_left(self._free, (size, 0))
         if index < len(self._free):
             _, begin = self._free[index]
@@ -119,8 +131,6 @@ class Heap:
                 self._add_gap(begin + size, end)
             return begin
         begin = self._top
-        if size >= TENSOR_BYTES and begin + size > self._end:
-            return None
         self._top += size
         if self._top > self._end:
             self._end = self._top + _PADDING

@@ -30,7 +30,7 @@ from host.modules import import_path, module_command
 
 _LIMIT_SECONDS: Final = 300
 _PROGRAM: Final = "finetune.train.trial"
-_METHOD: Final = 4
+_METHOD: Final = 5
 """How operations are counted and speeds are measured; figures that were found in another way are not used."""
 
 
@@ -66,7 +66,7 @@ def measure_speeds(config: TuneConfig, precision: str, command: str, *, librarie
     """Measure, about half a minute, and keep the figures.
 
     Args:
-        libraries: of DeepSpeed's operations that the run would load, by name.
+        libraries: built ones that the run would load, by name.
 
     Raises:
         FinetuneError: the processes that measure failed.

@@ -272,9 +272,9 @@ def _backward(facts: ModelFacts, layout: Layout) -> tuple[Phase, Phase]:
     if layout.sums_in_fp32:
         return {"activations": _activations(facts, layout)[0], "gradients": w * trained}, {}
     in_bucket = min(layout.bucket, trained)
-    # The bucket is taken whole, and twice where communication overlaps.
+    # Twice where communication overlaps.
     in_place = layout.stage in (1, 2)  # buckets of ZeRO-1 and 2 are reduced where they lie, see ``finetune.engines.buckets``
-    bucket = layout.bucket * (2 if in_place and not layout.staged else 1)
+    bucket = in_bucket * (2 if in_place and not layout.staged else 1)
     device: Phase = {"reduce bucket": w * bucket, "reduced copy": 0 if in_place else w * in_bucket}
     activations, host_inputs = _activations(facts, layout)
     host: Phase = {}

@@ -8,10 +8,13 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from finetune.config import TuneConfig
 from finetune.machine import inventory
+
+if TYPE_CHECKING:
+    import torch
 
 FILE: Final = "pace.json"
 _PEAK_TERAFLOPS: Final = (
@@ -34,10 +37,10 @@ class Pace:
     """Where the figure comes from, for the reader."""
 
 
-def peak_flops(device: str, ranks: int) -> float | None:
-    """Operations a second that all ranks' devices do at best in bf16 (a CPU: fp32, measured); ``None`` if unknown."""
+def peak_flops(device: str, ranks: int, dtype: torch.dtype) -> float | None:
+    """Operations a second that all ranks' devices do at best: a GPU in bf16, a CPU in ``dtype``, measured; or ``None``."""
     if device == "cpu":
-        return _cpu_peak_flops() * ranks
+        return _cpu_peak_flops(dtype) * ranks
     import torch
 
     if not torch.cuda.is_available():
@@ -47,13 +50,13 @@ def peak_flops(device: str, ranks: int) -> float | None:
     return None if per_device is None else per_device * 1e12 * ranks
 
 
-def _cpu_peak_flops(seconds: float = 0.15) -> float:
+def _cpu_peak_flops(dtype: torch.dtype, seconds: float = 0.15) -> float:
     """Best rate of a large product on the threads of this process, which are this rank's part of the machine."""
     import torch
 
     size = 512
     # No random numbers: a run's own must not move.
-    left, right = torch.full((size, size), 0.5), torch.full((size, size), 0.25)
+    left, right = torch.full((size, size), 0.5, dtype=dtype), torch.full((size, size), 0.25, dtype=dtype)
     best, end = float("inf"), time.perf_counter() + seconds
     while True:  # once at least, however long this process was kept waiting
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""A rank's passes over micro-batches on a CPU, replayed through the C library's heap (``heap``): what is resident, and when.
+"""A rank's passes over micro-batches on a CPU, replayed through its heap and its pages (``heap``): what is resident, and when.
 
 Only what comes and goes is replayed. State that lies there during all of training is in large pieces, and counted elsewhere.
 """
@@ -32,7 +32,7 @@ class Resident:
     bucket: int
     """The part of the gradients' bucket that was written."""
     gaps: int
-    """Freed, and kept by the heap."""
+    """Freed, and kept by the heap, or as free pages beside a heap that is largest at another moment."""
     bucket_at_end: int
     gradients_at_end: int
     gaps_at_end: int
@@ -96,7 +96,7 @@ class _Rank:
         self._bucket = 0
         self._passes = 0
         self._busiest: dict[str, int] = {}
-        self._most = 0
+        self._most = self._resident = 0
         self._end: dict[str, int] = {}
 
     # -- what is gathered and given back
@@ -126,6 +126,7 @@ class _Rank:
         if layout.flattens:
             for piece in pieces:
                 self._heap.give(piece)
+        self._heap.give_back()
 
     def _gather(self, numbers: list[int]) -> None:
         """Parts of weights arrive in one piece, from which each weight is copied."""
@@ -205,15 +206,17 @@ class _Rank:
 
     def _look(self, extra: tuple[str, int] | None = None) -> None:
         resident = self._heap.resident_bytes + self._bucket
-        if resident > self._most:
-            self._most = resident
+        self._resident = max(self._resident, resident)
+        in_use = resident - self._heap.free_page_bytes
+        if in_use > self._most:
+            self._most = in_use
             self._busiest = {**self._live, "bucket": self._bucket, "gaps": self._heap.gap_bytes}
             if extra is not None:
                 self._busiest[extra[0]] += extra[1]
 
     def result(self) -> Resident:
         return Resident(
-            **self._busiest,
+            **{**self._busiest, "gaps": self._busiest["gaps"] + self._resident - self._most},
             bucket_at_end=self._end["bucket"],
             gradients_at_end=self._end["gradients"],
             gaps_at_end=self._end["gaps"],

@@ -42,7 +42,7 @@ class Job:
     command: str
     precision: str
     libraries: dict[str, str]
-    """Built libraries of DeepSpeed's operations that the run would load, by name."""
+    """Built libraries that the run would load, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

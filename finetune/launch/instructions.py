@@ -49,7 +49,7 @@ class Instructions:
     """``model.path`` as it was settled for all ranks; ``None`` of a new model."""
     prepared: Prepared
     ops: dict[str, str]
-    """Libraries of DeepSpeed's operations on the first machine, by name."""
+    """Built libraries on the first machine, by name."""
     disk: Disk | None
     """What the NVMe disk can do; ``None`` where nothing is offloaded to one."""
     swap: str | None

@@ -13,7 +13,7 @@ from finetune.config import TuneConfig
 from finetune.data.prepared import TOKENIZER_CLASS, Prepared
 from finetune.errors import ConfigError
 from finetune.launch.instructions import Instructions
-from finetune.machine import ops
+from finetune.machine import ops, pages
 from finetune.machine.process import without_collection
 from finetune.output.folder import CHECKPOINTS, RESUME, step_folders
 
@@ -150,7 +150,7 @@ def _data_of_saves(output: Path) -> set[str]:
 
 
 def built_ops(config: TuneConfig, say: Say) -> dict[str, str]:
-    """Libraries of the operations a run loads on this machine, built if need be, by name.
+    """Libraries that a run loads on this machine, built if need be, by name.
 
     Raises:
         ConfigError: NVMe offload, and one cannot be built.
@@ -160,10 +160,14 @@ def built_ops(config: TuneConfig, say: Say) -> dict[str, str]:
     wanted = [ops.PIN_MEMORY, ops.ASYNC_IO] if offload.on_disk else []
     if offload.optimizer != "none" and config.algorithm == "adamw":
         wanted.append(ops.CPU_ADAM)
+    if config.run.device != "cuda" and pages.supported():
+        wanted.append(ops.PAGES)
     for op in wanted:
         found = ops.ensure(op, say)
         if found.available:
             built[op] = str(ops.library_of(op))
+        elif op == ops.PAGES:
+            say(f"{found.reason}; every step on the CPU asks the system for memory anew, which makes it slower")
         elif op == ops.CPU_ADAM and offload.ratio < 1.0:
             raise ConfigError(f"offload.ratio: below 1 needs DeepSpeed's CPU Adam, but {found.reason}; or leave it at 1")
         elif op == ops.CPU_ADAM and not offload.on_disk:

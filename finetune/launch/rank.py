@@ -90,12 +90,11 @@ def train_rank(
         place: this rank's device.
         should_stop: asked once a step.
     """
-    from finetune.machine.build_ops import load_op
+    from finetune.machine.build_ops import load_all
     from finetune.machine.swap import held_swap
     from finetune.train.begin import Job, run_rank
 
-    for name, library in told.ops.items():
-        load_op(name, Path(library))
+    load_all(told.ops, device=place.type)
     swap = None if told.swap is None else Path(told.swap)
     job = Job(
         config=config,

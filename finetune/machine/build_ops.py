@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Protocol
@@ -20,7 +20,9 @@ import torch
 from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder, PinMemoryBuilder
 from deepspeed.ops.op_builder.builder import OpBuilder
 
+from finetune.machine import pages
 from finetune.machine.nvme import CANDIDATES, PROBE_BYTES, Disk
+from finetune.machine.ops import PAGES
 from finetune.machine.process import die_with_parent
 
 _FILE_CONSTANT = re.compile(r"^(?:static\s+)?const\s+[\w:]+\s+(c_\w+)\s*=", re.MULTILINE)
@@ -92,6 +94,16 @@ def merge_sources(sources: Sequence[Path], include_folders: Sequence[Path], fold
     merged = folder / "merged.cpp"
     merged.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return merged
+
+
+def load_all(libraries: Mapping[str, str], *, device: str) -> None:
+    """Load what was built for a rank on ``device``: DeepSpeed's operations and, on a CPU, the memory of large tensors."""
+    for name, library in libraries.items():
+        if name == PAGES:
+            if device == "cpu":
+                pages.use(Path(library))
+        else:
+            load_op(name, Path(library))
 
 
 def load_op(name: str, library: Path) -> None:

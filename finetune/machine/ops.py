@@ -1,6 +1,6 @@
-"""DeepSpeed's C++ operations: whether they can be built, built once per environment, announced before it takes time.
+"""Libraries in C++ that runs load: whether they can be built, built once per environment, announced before it takes time.
 
-Each operation is built by one process, under a lock, in a folder of its own that is renamed when it is whole: a build that is
+Each is built by one process, under a lock, in a folder of its own that is renamed when it is whole: a build that is
 killed leaves nothing that a later run would wait for or load.
 """
 
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from finetune.machine import inventory
+from finetune.machine import inventory, pages
 from host.modules import import_path, module_command
 
 Say = Callable[[str], None]
@@ -26,10 +26,13 @@ CPU_ADAM = "cpu_adam"
 PIN_MEMORY = "pin_memory"
 ASYNC_IO = "async_io"
 """Reads and writes a disk past the page cache; finds its pinned buffers through ``pin_memory``, which is loaded before it."""
+PAGES = "pages"
+"""The memory of large tensors on a CPU, which is Tessera's own (``pages``); the others are DeepSpeed's."""
 _NAMES = {
-    CPU_ADAM: "CPU Adam for the offloaded optimizer",
-    PIN_MEMORY: "pinned memory for the buffers of NVMe offload",
-    ASYNC_IO: "asynchronous file access for NVMe offload",
+    CPU_ADAM: "DeepSpeed's CPU Adam for the offloaded optimizer",
+    PIN_MEMORY: "DeepSpeed's pinned memory for the buffers of NVMe offload",
+    ASYNC_IO: "DeepSpeed's asynchronous file access for NVMe offload",
+    PAGES: "the memory of large tensors on the CPU",
 }
 _ABOUT = "about 20 to 60 s"
 _ADVICE = "set TESSERA_CACHE_DIR to a folder that can be written"
@@ -65,7 +68,7 @@ def extensions_folder() -> Path:
 
 def library_of(op: str) -> Path:
     """The shared library of a built operation."""
-    return extensions_folder() / op / f"{op}.so"
+    return extensions_folder() / (pages.build_name() if op == PAGES else op) / f"{op}.so"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +85,10 @@ def ensure(op: str, say: Say) -> Built:
     try:
         library_of(op)
     except RuntimeError:
-        return Built(False, f"this user has no home folder to keep DeepSpeed's {_NAMES[op]} in; {_ADVICE}")
+        return Built(False, f"this user has no home folder to keep {_NAMES[op]} in; {_ADVICE}")
     if library_of(op).is_file():
         if inventory.compiler() is None:
-            say(f"no C++ compiler found; using DeepSpeed's {_NAMES[op]} as built before ({library_of(op).parent})")
+            say(f"no C++ compiler found; using {_NAMES[op]} as built before ({library_of(op).parent})")
         return Built(True, "")
     missing = [
         what
@@ -93,11 +96,11 @@ def ensure(op: str, say: Say) -> Built:
             ("no C++ compiler", inventory.compiler()),
             ("no ninja", inventory.ninja()),
             ("no Python.h", inventory.python_headers()),
-        )
+        )[: 1 if op == PAGES else None]
         if found is None
     ]
     if missing:
-        return Built(False, f"{' and '.join(missing)} found to build DeepSpeed's {_NAMES[op]}")
+        return Built(False, f"{' and '.join(missing)} found to build {_NAMES[op]}")
     return _build(op, say)
 
 
@@ -107,18 +110,31 @@ def _build(op: str, say: Say) -> Built:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / ".lock").open("w")
     except OSError as error:
-        return Built(False, f"{folder} cannot hold DeepSpeed's {_NAMES[op]} ({error.strerror or error}); {_ADVICE}")
+        return Built(False, f"{folder} cannot hold {_NAMES[op]} ({error.strerror or error}); {_ADVICE}")
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if library_of(op).is_file():  # another run built it while this one waited
             return Built(True, "")
-        say(f"building DeepSpeed's {_NAMES[op]} with {inventory.compiler()}: {_ABOUT}, once; kept in {folder}")
+        if op != PAGES:  # which takes a second
+            say(f"building {_NAMES[op]} with {inventory.compiler()}: {_ABOUT}, once; kept in {folder}")
         began = time.monotonic()
         failure = _run_build(op, folder)
         if failure is None:
-            say(f"built in {time.monotonic() - began:.0f} s")
+            if op != PAGES:
+                say(f"built in {time.monotonic() - began:.0f} s")
             return Built(True, "")
-        return Built(False, f"DeepSpeed's {_NAMES[op]} could not be built ({failure})")
+        return Built(False, f"{_NAMES[op]} could not be built ({failure})")
+
+
+def _build_command(op: str, folder: Path) -> list[str]:
+    """What builds ``op`` as a file of its name, in a folder of its name below ``folder``."""
+    if op != PAGES:
+        needed = [str(library_of(PIN_MEMORY))] if op == ASYNC_IO else []
+        return [*module_command("finetune.machine.build_ops"), op, *needed]
+    compiler = inventory.compiler()
+    assert compiler is not None, "nothing is built without one"
+    (folder / op).mkdir()
+    return pages.build_command(compiler, folder / op / f"{op}.so")
 
 
 def _run_build(op: str, folder: Path) -> str | None:
@@ -133,10 +149,8 @@ def _run_build(op: str, folder: Path) -> str | None:
     try:
         work.mkdir()
         with log.open("wb") as out:
-            needed = [str(library_of(PIN_MEMORY))] if op == ASYNC_IO else []
-            command = [*module_command("finetune.machine.build_ops"), op, *needed]
             subprocess.run(
-                command,
+                _build_command(op, work),
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=out,

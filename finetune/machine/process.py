@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from finetune.machine import inventory
 
 LARGE_PAGES = "THP_MEM_ALLOC_ENABLE"
-"""torch's own switch, read at a process' first tensor: a tensor of 2 MiB or more is asked of Linux in large pages.
+"""torch's own switch, read at a process' first tensor, which ``pages`` goes by too: what a tensor of 2 MiB or more needs of new
+memory is asked of Linux in large pages, since by pages of 4 KiB that takes longer.
 
-Large tensors are mapped anew in every step (``host.heap.give_back``): by pages of 4 KiB that is a twentieth of it and more.
 glibc's ``glibc.malloc.hugetlb`` would do as much, but has the heap grow and shrink by other rules than the forecast replays.
 """
 _PR_SET_PDEATHSIG = 1

@@ -23,15 +23,24 @@ class Gauges:
 
     Args:
         step_tokens: tokens of one step that are computed, all ranks together, targets or not.
+        dtype: what the model computes in.
     """
 
-    def __init__(self, config: TuneConfig, device: torch.device, *, ranks: int, step_tokens: int) -> None:
+    def __init__(
+        self,
+        config: TuneConfig,
+        device: torch.device,
+        *,
+        ranks: int,
+        step_tokens: int,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         self._output = Path(config.run.output)
         self._device = device
         self._step_tokens = step_tokens
         said = read_json(self._output / FORECAST)
         per_token = None if said is None else said.get("flops_per_token")
-        peak = None if per_token is None else peak_flops(device.type, ranks)
+        peak = None if per_token is None else peak_flops(device.type, ranks, dtype)
         self._flops_share = None if per_token is None or peak is None else step_tokens * per_token / peak
 
     def read(self, steps_per_second: float) -> dict[str, float]:

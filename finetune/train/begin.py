@@ -20,6 +20,7 @@ from finetune.data.prepared import Prepared, described
 from finetune.data.rows import open_rows
 from finetune.engines.protocol import Fill, FillAdapters, TrainingEngine
 from finetune.engines.zero.engine import ZeroEngine
+from finetune.machine import pages
 from finetune.machine.nvme import Disk
 from finetune.model.adapters import adapter_config_of
 from finetune.model.build import saved_config, shapes_of
@@ -121,6 +122,7 @@ def begin(job: Job, console: Console) -> Trainer:
         for line in [*lines, *_resumed_in_words(config, state, position, course)]:
             console.print(line, highlight=False, soft_wrap=True, markup=False)
     saved = None if state is None else (position.step, _made_up(saver, engine, state, console))
+    pages.give_back()  # what a checkpoint was read through
     return Trainer(config, engine, samples, schedule, saver, position, saved, console)
 
 

@@ -17,6 +17,7 @@ from checkpoint import CheckpointWriter
 from finetune.base_model.identity import Base, recorded
 from finetune.engines.protocol import TrainingEngine
 from finetune.errors import RunError
+from finetune.machine import pages
 from finetune.output.folder import CHECKPOINTS, RESUME, SNAPSHOTS, prune
 from finetune.output.saves import is_whole
 from finetune.train.position import RunPosition
@@ -117,6 +118,7 @@ class CheckpointSaver:
         extra: Mapping[str, Any],
     ) -> Path:
         """Gather on all ranks, write on rank 0. A failing disk ends the writing, not the gathering: the others would wait."""
+        pages.give_back()  # whole weights and what is written are of other sizes than what a step makes
         writer: CheckpointWriter | None = None
         failure: Exception | None = None
         folder = self.output / root / f"step-{position.step:08d}"
@@ -140,6 +142,7 @@ class CheckpointSaver:
                 writer.abort()
         if not engine.agree(failure is None):
             raise RunError(f"{folder}: the save of step {position.step} failed: {failure or 'see rank 0'}") from failure
+        pages.give_back()
         return folder
 
     def _writer(self, root: str, position: RunPosition, extra: Mapping[str, Any]) -> CheckpointWriter:

@@ -177,7 +177,13 @@ class Trainer:
             self.train(should_stop)
             return
         started, step_tokens = self.position, self._samples.share.step_samples * self.config.data.seq_len
-        gauges = Gauges(self.config, self.engine.device, ranks=self.engine.world_size, step_tokens=step_tokens)
+        gauges = Gauges(
+            self.config,
+            self.engine.device,
+            ranks=self.engine.world_size,
+            step_tokens=step_tokens,
+            dtype=next(self.engine.model.parameters()).dtype,
+        )
         with RunProgress(self._console, self.config, gauges, steps=self.schedule.steps, done=started.step) as progress:
             self._progress, clock = progress, time.monotonic()
             self.train(should_stop)

@@ -38,8 +38,7 @@ def main(job: Job) -> None:
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     start_ranks("cpu", int(os.environ["RANK"]))
-    for name, library in job.libraries.items():
-        build_ops.load_op(name, Path(library))
+    build_ops.load_all(job.libraries, device="cpu")
     speeds = measure(DTYPES[job.precision], job.config.run.ranks)
     seconds = [_seconds(trial, job) for trial in trials_of(job.config)]
     print(json.dumps({"speeds": speeds, "seconds": seconds}), flush=True)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PretrainedConfig
 
-from finetune.config import TuneConfig, to_deepspeed
+from finetune.config import TuneConfig, fit_bucket, to_deepspeed
 from finetune.data.batches import Microbatch
 from finetune.distributed import Grid, random_state, set_random_state
 from finetune.engines.base import EngineBase, Reduced
@@ -103,6 +103,7 @@ class PipelineEngine(EngineBase[StageOptimizer]):
             groups, names = [{"params": [idle], "weight_decay": 0.0}], {idle: IDLE}
         inner = KINDS[options.name].make(config, groups, matrices_of(self.model, options.name))
         json = to_deepspeed(config, device=self.device.type, precision=precision, cpu_adam=False, pipeline=True)
+        fit_bucket(json, sum(p.numel() for p in names))
         end = StepEnd(
             add_shared_gradients=lambda: self._shared_weights.reduce_gradients(self._optimizer.gradient_of),
             reduce_gradients=self._reduce_gradients,

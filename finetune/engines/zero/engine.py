@@ -22,7 +22,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
-from finetune.config import TuneConfig, to_deepspeed
+from finetune.config import TuneConfig, fit_bucket, to_deepspeed
 from finetune.data.batches import Microbatch
 from finetune.distributed import random_state, set_random_state
 from finetune.engines.base import EngineBase, Reduced
@@ -137,6 +137,7 @@ class ZeroEngine(EngineBase[ZeroOptimizer]):
         self._head_loss = _head_loss(config, base, device, precision)
         self._state_keys = state_of(self.model, config.algorithm)
         optimizer = choose_optimizer(config, self.model, cpu_adam=cpu_adam)
+        fit_bucket(ds, sum(getattr(parameter, "ds_numel", parameter.numel()) for _, parameter in self._trained()))
         engine, *_ = deepspeed.initialize(model=self.model, optimizer=optimizer, config=ds, dist_init_required=False)
         self._engine: Engine = engine
         names = {parameter: name for name, parameter in self._trained()}

@@ -18,7 +18,7 @@ from finetune.config import (
     ZeroConfig,
     to_deepspeed,
 )
-from finetune.config.deepspeed import SUB_GROUPS
+from finetune.config.deepspeed import SUB_GROUPS, fit_bucket
 from tests.finetune.config.test_rules import tune
 
 DISK = DiskSettings(
@@ -62,6 +62,14 @@ def test_a_bucket_has_its_elements_in_every_collective_of_its_stage(stage: Any) 
     assert ("stage3_prefetch_bucket_size" in sizes) is (stage == 3)
     assert "aio" not in made(tune()), "nothing is set for a disk that is not used"
     assert zero_of(tune(), device="cpu")["overlap_comm"] is False
+
+
+@pytest.mark.parametrize(("trained", "size"), [(5000, 1234), (1234, 1234), (1000, 1000), (0, 1)])
+def test_a_bucket_of_gradients_is_no_larger_than_they_are(trained: int, size: int) -> None:
+    json_ = made(tune(zero=ZeroConfig(stage=2, bucket_elements=1234)))
+    fit_bucket(json_, trained)
+    zero = json_["zero_optimization"]
+    assert (zero["reduce_bucket_size"], zero["allgather_bucket_size"]) == (size, 1234)
 
 
 def test_what_the_disk_can_do_decides_buffers_of_what_lies_there_and_of_nothing_else() -> None:

@@ -41,19 +41,20 @@ def test_a_gpu_s_peak_is_its_own_and_not_that_of_one_whose_name_it_holds(
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda _: name)
-    assert peak_flops("cuda", 4) == (None if teraflops is None else 4 * teraflops * 1e12)
+    assert peak_flops("cuda", 4, torch.bfloat16) == (None if teraflops is None else 4 * teraflops * 1e12)
 
 
 def test_without_a_device_nothing_is_known_and_a_cpu_is_measured_once_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert peak_flops("cuda", 4) is None
-    monkeypatch.setattr(pace, "_cpu_peak_flops", lambda: 3e9)
-    assert peak_flops("cpu", 4) == 1.2e10
+    assert peak_flops("cuda", 4, torch.bfloat16) is None
+    monkeypatch.setattr(pace, "_cpu_peak_flops", {torch.float32: 3e9, torch.bfloat16: 7e9}.__getitem__)
+    assert [peak_flops("cpu", 4, dtype) for dtype in (torch.float32, torch.bfloat16)] == [1.2e10, 2.8e10], "in its precision"
 
 
-def test_measuring_a_cpu_draws_no_random_number() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_measuring_a_cpu_draws_no_random_number(dtype: torch.dtype) -> None:
     before = torch.get_rng_state()
-    assert pace._cpu_peak_flops(seconds=0.0) > 0, "measured once at least, whatever the machine is busy with"
+    assert pace._cpu_peak_flops(dtype, seconds=0.0) > 0, "measured once at least, whatever the machine is busy with"
     assert torch.equal(torch.get_rng_state(), before), "a run's own numbers must not move"
 
 

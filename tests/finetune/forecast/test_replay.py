@@ -19,6 +19,7 @@ from finetune.forecast.follow import Event, Trace, What
 from finetune.forecast.heap import Heap
 from finetune.forecast.layout import Layout
 from finetune.forecast.replay import replay
+from finetune.machine.pages import SMALLEST_BYTES
 from tests.finetune.forecast.support import NEW, config_of
 
 MADE, FREED, USED, GRADIENT = What.MADE, What.FREED, What.USED, What.GRADIENT
@@ -45,7 +46,7 @@ class Witness(Heap):
         self.live[number] = size
         self.taken += 1
         super().take(number, size, followed=followed)
-        assert sum(self.live.values()) <= self.used_bytes + self.mapped_bytes, "no piece is smaller than was asked for"
+        assert sum(self.live.values()) <= self.used_bytes + self.paged_bytes, "no piece is smaller than was asked for"
 
     def give(self, number: int) -> None:
         del self.live[number]
@@ -135,6 +136,7 @@ def test_the_busiest_moment_is_told_item_by_item() -> None:
     one = replay(trace, replace(USUAL, stage=2))
     assert (one.activations, one.gathered, one.gradients) == (110 * MIB, 0, 0)
     assert (one.bucket, one.bucket_at_end) == (4 * 500, 4 * 1500)
+    assert one.gaps < MIB, "40 MiB were free when 50 were made, and hold them in part"
     several = replay(trace, replace(USUAL, stage=1, accumulation=2))
     assert (several.gradients, several.bucket) == (4 * 1000, 4 * 500), "whole ones of the micro-batch before go one by one"
     assert several.gradients_at_end == 0
@@ -145,15 +147,15 @@ def test_the_busiest_moment_is_told_item_by_item() -> None:
 
 
 def test_gradients_that_wait_lie_where_they_were_made_and_hold_the_heap(heaps: list[Witness]) -> None:
-    half = MIB // 2
-    made = tuple(Event(MADE, number, half) for number in range(1, 9))
-    freed = tuple(Event(FREED, number, 0) for number in range(1, 9))
-    weight = Event(USED, 0, half // 4)
-    trace = (weight, *made, Event(MADE, 0, half), *freed, Event(GRADIENT, 0, half // 4), Event(FREED, 0, 0))
+    size, others = SMALLEST_BYTES // 2, range(1, 25)
+    made = tuple(Event(MADE, number, size) for number in others)
+    freed = tuple(Event(FREED, number, 0) for number in others)
+    weight = Event(USED, 0, size // 4)
+    trace = (weight, *made, Event(MADE, 0, size), *freed, Event(GRADIENT, 0, size // 4), Event(FREED, 0, 0))
     waiting, reduced = (replay(trace, replace(USUAL, stage=1, accumulation=count)) for count in (2, 1))
-    assert waiting.gaps_at_end > reduced.gaps_at_end + half
+    assert waiting.gaps_at_end > reduced.gaps_at_end + size
     assert [heap._keeps_end for heap in heaps] == [True, False]
-    assert heaps[0].taken - 2 * 2 * 9 == heaps[1].taken - 2 * 9 + 2, "nothing but an empty place is taken for a gradient"
+    assert heaps[0].taken - 2 * 2 * 25 == heaps[1].taken - 2 * 25 + 2, "nothing but an empty place is taken for a gradient"
 
 
 @pytest.mark.parametrize(("bucket", "written"), [(750, 750), (800, 800), (1 << 20, 800)])
@@ -182,16 +184,16 @@ def test_a_heap_keeps_pieces_apart_and_joins_what_is_free(seed: int) -> None:
             number += 1
         placed = sorted(piece for piece in heap._pieces.values() if piece[0] >= 0)
         assert heap.used_bytes == sum(size for _, size in placed)
-        assert heap.mapped_bytes == sum(size for begin, size in heap._pieces.values() if begin < 0)
+        assert heap.paged_bytes == sum(size for begin, size in heap._pieces.values() if begin < 0)
         spans = sorted([(begin, begin + size) for begin, size in placed] + list(heap._gap_at.items()))
         assert all(end <= begin for (_, end), (begin, _) in pairwise(spans)), "nothing lies on another"
         assert {(end - begin, begin) for begin, end in heap._gap_at.items()} == set(heap._free)
         assert {end: begin for begin, end in heap._gap_at.items()} == heap._gap_to
         assert not set(heap._gap_at) & set(heap._gap_to), "gaps that touch are one"
-        assert heap.resident_bytes == heap.used_bytes + heap.gap_bytes + heap.mapped_bytes
+        assert heap.resident_bytes == heap.used_bytes + heap.gap_bytes + heap.paged_bytes + heap.free_page_bytes
     for piece in list(heap._pieces):
         heap.give(piece)
-    assert (heap.used_bytes, heap.mapped_bytes) == (0, 0)
+    assert (heap.used_bytes, heap.paged_bytes) == (0, 0)
 
 
 # -- a model that is followed

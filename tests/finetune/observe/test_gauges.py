@@ -56,13 +56,13 @@ def console() -> Console:
 
 def test_figures_are_those_that_can_be_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "pages_of", lambda: Pages(own=3 * GIB, peak=4 * GIB, files=GIB))
-    monkeypatch.setattr(measuring, "peak_flops", lambda device, ranks: 1e6 * ranks)
+    monkeypatch.setattr(measuring, "peak_flops", lambda device, ranks, dtype: 1e6 * ranks)
     plain = Gauges(tune(tmp_path), CPU, ranks=2, step_tokens=64)
     assert plain.read(0.5) == {"all_tokens_per_second": 32.0, "memory_bytes": 3 * GIB}, "no share without a forecast"
     write_json(tmp_path / FORECAST, {"flops_per_token": 1000.0})
     known = Gauges(tune(tmp_path), CPU, ranks=2, step_tokens=64)
     assert known.read(0.5)["mfu"] == pytest.approx(0.5 * 64 * 1000 / 2e6)
-    monkeypatch.setattr(measuring, "peak_flops", lambda device, ranks: None)
+    monkeypatch.setattr(measuring, "peak_flops", lambda device, ranks, dtype: None)
     monkeypatch.setattr(measuring, "pages_of", lambda: None)
     assert Gauges(tune(tmp_path), CPU, ranks=2, step_tokens=64).read(2.0) == {"all_tokens_per_second": 128.0}
 

@@ -26,7 +26,7 @@ from finetune.config import (
 )
 from finetune.errors import ConfigError
 from finetune.launch.prerequisites import built_ops
-from finetune.machine import ops
+from finetune.machine import ops, pages
 from finetune.train import begin as beginning
 from finetune.train.begin import Job, run_rank
 from finetune.train.position import RunPosition
@@ -158,12 +158,16 @@ def test_a_checkpoint_that_was_missing_is_told_of_by_rank_0(rank: int, missing: 
         ({"offload": OffloadConfig(optimizer="cpu", method="zenflow")}, []),
         ({"offload": OffloadConfig(parameters="nvme", path="/disk")}, [ops.PIN_MEMORY, ops.ASYNC_IO]),
         ({"offload": OffloadConfig(optimizer="nvme", path="/disk")}, [ops.PIN_MEMORY, ops.ASYNC_IO, ops.CPU_ADAM]),
+        ({"run": {"device": "cpu"}}, [ops.PAGES]),
+        ({"run": {"device": "auto"}}, [ops.PAGES]),
     ],
 )
 def test_only_operations_that_a_run_loads_are_built(
     sections: dict[str, Any], asked: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    sections = {"run": {"device": "cuda"}, **sections}
     seen: list[str] = []
+    monkeypatch.setattr(pages, "supported", lambda: True)
     monkeypatch.setattr(ops, "ensure", lambda op, _: seen.append(op) or ops.Built(True, ""))
     monkeypatch.setattr(ops, "library_of", lambda op: tmp_path / f"{op}.so")
     assert built_ops(tune(**sections), lambda _: None) == {op: str(tmp_path / f"{op}.so") for op in asked}
@@ -172,9 +176,16 @@ def test_only_operations_that_a_run_loads_are_built(
 
 def test_without_an_operation_a_run_goes_on_slower_or_is_refused_with_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "ensure", lambda op, _: ops.Built(False, f"no compiler for {op}"))
+    monkeypatch.setattr(pages, "supported", lambda: True)
     said: list[str] = []
     assert built_ops(tune(offload=OffloadConfig(optimizer="cpu")), said.append) == {}
-    assert said == ["no compiler for cpu_adam; training goes on with torch's AdamW on the CPU, which is slower and as exact"]
+    assert said == [
+        "no compiler for cpu_adam; training goes on with torch's AdamW on the CPU, which is slower and as exact",
+        "no compiler for pages; every step on the CPU asks the system for memory anew, which makes it slower",
+    ]
+    monkeypatch.setattr(pages, "supported", lambda: False)
+    assert built_ops(tune(), said.append) == {}
+    assert len(said) == 2, "of what no compiler could mend nothing is said"
     with pytest.raises(ConfigError, match=r"^offload\.ratio: below 1 needs DeepSpeed's CPU Adam, but no compiler for cpu_adam"):
         built_ops(tune(offload=OffloadConfig(optimizer="cpu", ratio=0.5)), said.append)
     with pytest.raises(ConfigError, match=r"^offload: nvme needs it, but no compiler for pin_memory; or offload to cpu$"):
