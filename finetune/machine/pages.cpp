@@ -10,6 +10,7 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/alloc_cpu.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstddef>
@@ -25,7 +26,7 @@ namespace {
 
 using Address = std::uintptr_t;
 
-constexpr std::size_t kPage = 4096;
+const std::size_t kPage = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
 constexpr std::size_t kLargePage = std::size_t{2} << 20;
 
 std::size_t rounded_up(std::size_t bytes, std::size_t unit) { return (bytes + unit - 1) / unit * unit; }
@@ -140,6 +141,13 @@ class Pages {
     }
     if (end_of_.size() > most_mappings_) release(size);
     const std::size_t moved = move_free_pages(at, size);
+    // A move that fails may have unmapped where it was to go.
+    if (moved < size && !mapped_anew(at + moved, size - moved)) {
+      munmap(pointer(at), size);
+      cut_out(at, at + moved);
+      figures_.held -= static_cast<std::int64_t>(moved);
+      return 0;
+    }
     if (moved < size) {
       end_of_[at + moved] = at + size;
       if (large_pages_ && size - moved >= kLargePage) madvise(pointer(at + moved), size - moved, MADV_HUGEPAGE);
@@ -147,6 +155,12 @@ class Pages {
       figures_.held += static_cast<std::int64_t>(size - moved);
     }
     return at;
+  }
+
+  // Whether all of these addresses could be mapped, in the place of what is there.
+  static bool mapped_anew(Address at, std::size_t size) {
+    const int how = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED;
+    return mmap(pointer(at), size, PROT_READ | PROT_WRITE, how, -1, 0) != MAP_FAILED;
   }
 
   // Free pages to the beginning of a new range, the longest free ranges first; how many bytes.
@@ -183,6 +197,7 @@ class Pages {
 
   // These addresses are no longer mapped.
   void cut_out(Address begin, Address end) {
+    if (begin == end) return;
     for (auto one = std::prev(end_of_.upper_bound(begin)); one != end_of_.end() && one->first < end;) {
       const auto [from, to] = *one;
       one = end_of_.erase(one);
