@@ -1,4 +1,4 @@
-"""ZeRO-1 and ZeRO-2 reduce a bucket of gradients where it lies. No DeepSpeed here: its optimizer is handed in.
+"""ZeRO-1 and ZeRO-2 reduce a bucket of gradients where it lies, and have one. No DeepSpeed here: its optimizer is handed in.
 
 DeepSpeed collects gradients in one buffer, cuts that by the ranks that own the parts, joins the parts in new memory for the
 all-reduce, and copies the sums back. The parts are neighbours, so the buffer itself can be reduced: the same sums, without two
@@ -17,6 +17,23 @@ import torch
 
 class _Reducer(Protocol):
     allreduce_bucket: Callable[..., torch.Tensor]
+
+
+class _Collector(Protocol):
+    setup_buckets: Callable[[], None]
+
+
+def make_bucket_only(zero: _Collector, wanted: Callable[[], bool]) -> None:
+    """Have a ``DeepSpeedZeroOptimizer`` make the bucket of a backward pass only where gradients are moved to one.
+
+    It makes one whenever a gradient comes. In ZeRO-1 gradients stay where they are until the last micro-batch of a step, and in
+    a pipeline until after it, in a bucket that is made then: the memory of the others is held, and never written.
+
+    Args:
+        wanted: asked in each backward pass.
+    """
+    make = zero.setup_buckets
+    zero.setup_buckets = lambda: make() if wanted() else None
 
 
 def reduce_in_place(zero: _Reducer) -> None:

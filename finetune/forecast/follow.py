@@ -24,7 +24,7 @@ from finetune.forecast.work import Tally, Work
 from finetune.model.fused_loss import fused_rows
 from finetune.model.hooks import after_each_gradient
 from finetune.model.isolation import BY_MASK
-from finetune.model.loss import HeadLoss, chunk_rows, token_losses
+from finetune.model.loss import HeadLoss, chunk_rows, product_rows, token_losses
 from finetune.model.pretrained import head_of
 
 
@@ -191,11 +191,12 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx.weight_VH = None
         for _ in range(2):  # the first chunk, and one that adds to it
             logits_RV = buffer_RV.float() if typed else buffer_RV
-            if ctx.needs_input_grad[1] and (typed or ctx.weight_VH is None):
-                product_VH = torch.empty_like(weight_VH)
+            if ctx.needs_input_grad[1]:
                 if ctx.weight_VH is None:
-                    ctx.weight_VH = product_VH.float()
-                del product_VH
+                    ctx.weight_VH = torch.empty_like(weight_VH, dtype=torch.float32)
+                if typed:
+                    # With the fp32 copy of it that torch makes to add it.
+                    torch.empty_like(weight_VH[: product_rows(weight_VH)]).float()
             del logits_RV
         return torch.empty(())
 

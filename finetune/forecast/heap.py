@@ -95,6 +95,24 @@ class Heap:
         if begin + whole < found + asked:
             self._leave(begin + whole, found + asked)
 
+    def take_unwritten(self, number: int, size: int) -> None:
+        """A large piece is made and nothing written: free pages lie below its begin, the rest is not resident until it is."""
+        held = min(-(-size // _PAGE) * _PAGE, self.free_page_bytes)
+        self._pieces[number] = (-1, held)
+        self.paged_bytes += held
+
+    def write(self, number: int, size: int) -> None:
+        """The first ``size`` bytes of what ``take_unwritten`` made are written."""
+        begin, held = self._pieces[number]
+        more = max(0, -(-size // _PAGE) * _PAGE - held)
+        self._pieces[number] = (begin, held + more)
+        self.paged_bytes += more
+        self._held_bytes += more
+
+    def size_of(self, number: int) -> int:
+        """Resident bytes of the piece of this number."""
+        return self._pieces[number][1]
+
     def give(self, number: int) -> None:
         """Free the piece of this number."""
         begin, size = self._pieces.pop(number)

@@ -175,9 +175,9 @@ def _state(facts: ModelFacts, layout: Layout) -> tuple[Phase, Phase]:
         device["weights"] = weights
     elif layout.parameters == "cpu":
         host["weights"] = weights
-    # In fp32 a share that lies where the optimizer works is the optimizer's own.
-    same = layout.stage in (0, 3) and w == 4 and layout.optimizer == "none" and layout.parameters == "none"
-    master = 0 if same else 4 * share
+    # Without ZeRO the optimizer updates fp32 weights themselves. ZeRO-3 means to, too, and copies them, since it compares a
+    # device with its name.
+    master = 0 if layout.stage == 0 and w == 4 else 4 * share
     states = {"fp32 weights": master, "moments": 4 * _moments(facts, layout)}
     if layout.optimizer == "none":
         device |= states
@@ -248,11 +248,12 @@ def _passing(facts: ModelFacts, layout: Layout) -> tuple[Phase, Phase, Phase]:
     if layout.staged:
         reduction = _merge(reduction, {"gradients": -reduction["gradients"]}, _reduction(facts, layout))
         if not layout.sums_in_fp32:
-            # ZeRO-1 moves gradients to a bucket one by one, reduces them where they lie (``finetune.engines.buckets``), and
-            # copies this rank's part out of it; without ZeRO a copy is sent.
-            own = share if layout.stage == 1 else 0
-            copied = in_bucket if not own and layout.shares > 1 else 0
-            reduction = _merge(reduction, {"gradients": w * (trained + own), "reduced copy": copied})
+            # ZeRO-1 makes a bucket beside them, moves them to it one by one, reduces them where they lie
+            # (``finetune.engines.buckets``) and copies this rank's part, for which they have left room; without ZeRO a copy is
+            # sent.
+            bucket = in_bucket if layout.stage == 1 else 0
+            copied = in_bucket if layout.stage == 0 and layout.shares > 1 else 0
+            reduction = _merge(reduction, {"gradients": w * trained, "reduce bucket": bucket, "reduced copy": copied})
     elif layout.stage == 3:
         reduction["reduced copy"] = 2 * in_bucket
     elif layout.optimizer == "none":
@@ -336,7 +337,8 @@ def _step(facts: ModelFacts, layout: Layout) -> tuple[Phase, Phase]:
     if layout.sums_in_fp32:
         return {"gradients": w * trained, "optimizer's scratch": scratch, **turn}, {}
     if layout.stage == 3:
-        work = {"gradients in fp32": 4 * share, "optimizer's scratch": scratch}
+        # Of 16 bits they are laid end to end first.
+        work = {"gradients in fp32": (4 + (w if w == 2 else 0)) * share, "optimizer's scratch": scratch}
         kept = {"reduce bucket": w * min(layout.bucket, trained)} if layout.device == "cpu" else {}
         if layout.optimizer == "none":
             return _merge(work, kept, turn), {}

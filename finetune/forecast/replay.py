@@ -30,7 +30,7 @@ class Resident:
     gradients: int
     """Whole ones, added up from one micro-batch to the next."""
     bucket: int
-    """The part of the gradients' bucket that was written."""
+    """The part of the gradients' bucket that was written, or lies on pages that were there."""
     gaps: int
     """Freed, and kept by the heap, or as free pages beside a heap that is largest at another moment."""
     bucket_at_end: int
@@ -91,9 +91,14 @@ class _Rank:
         self._activations: dict[int, tuple[int, int]] = {}
         """Storage of the trace -> piece of the heap, bytes."""
         self._gathered: dict[int, int] = {}
+        self._arrived: dict[int, tuple[int, set[int]]] = {}
+        """Piece that weights came in together -> bytes, those that no module has asked for yet."""
         self._gradients: dict[int, int] = {}
         self._live = {"activations": 0, "gathered": 0, "gradients": 0}
-        self._bucket = 0
+        self._bucket: int | None = None
+        """Piece of the bucket that a backward pass has in ZeRO-1 and 2. ZeRO-3 has one for good, beside the heap."""
+        self._collected = 0
+        """Bytes of the gradients that were written to the bucket, as far as it goes."""
         self._passes = 0
         self._busiest: dict[str, int] = {}
         self._most = self._resident = 0
@@ -134,19 +139,27 @@ class _Rank:
         missing = [number for number in numbers if number not in self._gathered]
         if not missing:
             return
-        arrived = self._take(w * sum(self._sizes[number] for number in missing))
+        arrived = w * sum(self._sizes[number] for number in missing)
+        self._arrived[self._take(arrived)] = arrived, {*missing}
+        self._live["gathered"] += arrived
         for number in missing:
             self._gathered[number] = self._take(w * self._sizes[number], followed=self._passes == 0)
             self._live["gathered"] += w * self._sizes[number]
-        self._look(extra=("gathered", w * sum(self._sizes[number] for number in missing)))
-        self._heap.give(arrived)
+        self._look()
+
+    def _comes_to(self, number: int) -> None:
+        """A module asks for a weight. What several came in is kept until each of them was asked for."""
+        self._gather([number])
+        for piece, (size, waiting) in [*self._arrived.items()]:
+            waiting.discard(number)
+            if not waiting:
+                self._heap.give(piece)
+                self._live["gathered"] -= size
+                del self._arrived[piece]
 
     # -- a micro-batch
 
     def micro_batch(self, *, last: bool) -> None:
-        layout = self._layout
-        if layout.stage != 3:
-            self._bucket = 0
         ahead = self._gathers and self._passes > 0  # the order of the modules is known from the first pass
         if ahead:
             self._gather(list(self._sizes))
@@ -159,14 +172,17 @@ class _Rank:
                 self._live["activations"] -= bytes_
                 self._heap.give(piece)
             elif what is What.USED and self._gathers:
-                self._gather([number])
+                self._comes_to(number)
             elif what is What.GRADIENT:
                 self._gradient(number, size, last=last, following=following)
             self._look()
         self._passes += 1
         for number in [*self._gathered]:
             self._release(number)
-        self._end = {**self._live, "bucket": self._bucket, "gaps": self._heap.gap_bytes}
+        self._end = {**self._live, "bucket": self._bucket_bytes, "gaps": self._heap.gap_bytes}
+        if self._bucket is not None:
+            self._heap.give(self._bucket)
+            self._bucket, self._collected = None, 0
 
     def _gradient(self, number: int, size: int, *, last: bool, following: Event | None) -> None:
         layout = self._layout
@@ -175,11 +191,25 @@ class _Rank:
             self._gradients[number] = self._made_as(following, w * size)
             self._live["gradients"] += w * size
         if layout.fills_bucket and (last or not layout.adds_whole):
-            self._bucket = min(self._bucket + w * size, w * max(layout.bucket, size))
+            self._collect(w * size)
             if layout.adds_whole:
                 self._drop_gradient(number)
         if self._gathers:
             self._release(number)
+
+    def _collect(self, size: int) -> None:
+        """A gradient goes to the bucket, which is made for the first one of a backward pass."""
+        room = self._layout.weight_bytes * min(self._layout.bucket, sum(self._trained.values()))
+        if self._bucket is None and self._layout.stage != 3:
+            self._bucket = next(self._new)
+            self._heap.take_unwritten(self._bucket, room)
+        self._collected = min(self._collected + size, max(room, size))
+        if self._bucket is not None:
+            self._heap.write(self._bucket, self._collected)
+
+    @property
+    def _bucket_bytes(self) -> int:
+        return self._collected if self._bucket is None else self._heap.size_of(self._bucket)
 
     def _made_as(self, following: Event | None, size: int) -> int:
         """The piece of a gradient that waits: the storage it was made in, which is then not freed, or a copy of a part."""
@@ -204,15 +234,13 @@ class _Rank:
         for number in [*self._gradients]:
             self._drop_gradient(number)
 
-    def _look(self, extra: tuple[str, int] | None = None) -> None:
-        resident = self._heap.resident_bytes + self._bucket
+    def _look(self) -> None:
+        resident = self._heap.resident_bytes + (self._collected if self._bucket is None else 0)
         self._resident = max(self._resident, resident)
         in_use = resident - self._heap.free_page_bytes
         if in_use > self._most:
             self._most = in_use
-            self._busiest = {**self._live, "bucket": self._bucket, "gaps": self._heap.gap_bytes}
-            if extra is not None:
-                self._busiest[extra[0]] += extra[1]
+            self._busiest = {**self._live, "bucket": self._bucket_bytes, "gaps": self._heap.gap_bytes}
 
     def result(self) -> Resident:
         return Resident(

@@ -100,7 +100,7 @@ class Tally:
         self.move(2 * 4.0 * rows * vocab, costly=True)  # the exponentials, in place
         self.move((24.0 + (12.0 if width < 4 else 0.0)) * rows * vocab)  # largest, difference, sum, quotient; copies of 16 bits
         if trained:
-            self.move((8.0 if width == 4 else 16.0) * vocab * hidden * -(-rows // chunk))
+            self.move(8.0 * vocab * hidden * -(-rows // chunk))  # products of 16 bits lie in the cache
 
     def _product(self, count: int, rows: int, inner: int, columns: int, *, size: int | None = None) -> None:
         self._products[size or _cube_root(rows * inner * columns)] += 2 * count * rows * inner * columns

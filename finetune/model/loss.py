@@ -4,7 +4,7 @@ The output layer of a transformers model is made to answer with the summed loss 
 hook around it (ZeRO-3 gathers its weight there) works as before. Gradients are computed in the forward pass, chunk by chunk,
 as Liger Kernel's fused linear cross-entropy does (arXiv 2410.10989): three products in all, as without chunks.
 
-T target rows   H hidden size   V vocabulary   R rows of one chunk
+T target rows   H hidden size   V vocabulary   R rows of one chunk   P rows of the weight at once
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from finetune.model.pretrained import head_of
 _CHUNK_BYTES: Final = {"cpu": (16 << 20, 32 << 20), "cuda": (128 << 20, 256 << 20)}
 """Fewest and most. Each chunk also reads and writes the weight's gradient, so small ones cost time; a GPU wants larger ones."""
 _FEWEST_ROWS: Final = 16
+_PRODUCT_BYTES: Final = 2 << 20
+"""A product of 16 bits that is added to an fp32 gradient on a CPU is no larger: it is copied in fp32 for that, in the cache."""
 _HALF_SCALE: Final = 16.0
 _HALF_SUM: Final = 4096.0
 """Factor of the gradient of the logits while it is in fp16, whose small numbers are coarse; with many rows at once less, since
@@ -115,6 +117,12 @@ def chunk_rows(num_targets: int, vocab_size: int, device: str = "cpu") -> int:
     return max(_FEWEST_ROWS, min(most, max(fewest, -(-num_targets // 16))))
 
 
+def product_rows(weight_VH: Tensor) -> int:
+    """Rows of a weight whose gradient of 16 bits is computed, and added in fp32, at once."""
+    vocab, hidden = weight_VH.shape
+    return vocab if weight_VH.is_cuda else max(1, min(vocab, _PRODUCT_BYTES // (weight_VH.itemsize * hidden)))
+
+
 class _Kept(Protocol):
     """What the forward pass leaves for the backward pass; torch makes it."""
 
@@ -189,7 +197,7 @@ class _Gradients:
         self.hidden_TH = torch.empty_like(hidden_TH) if of_hidden else None
         self.of_weight = of_weight
         self._weight_VH: Tensor | None = None
-        self._weight_shape = weight_VH.shape
+        self._weight_shape, self._product_rows = weight_VH.shape, product_rows(weight_VH)
         self.bias_V = torch.zeros_like(bias_V, dtype=torch.float32) if bias_V is not None and of_bias else None
 
     @property
@@ -198,12 +206,19 @@ class _Gradients:
 
     def add_to_weight(self, typed_RV: Tensor, hidden_RH: Tensor) -> None:
         """Add the gradient of the weight from some rows, that of their logits given."""
-        if self._weight_VH is None:  # zeros to add to would be a pass over memory more
-            self._weight_VH = (typed_RV.t() @ hidden_RH).float()
-        elif self.dtype == torch.float32:
-            self._weight_VH.addmm_(typed_RV.t(), hidden_RH)
-        else:
-            self._weight_VH += typed_RV.t() @ hidden_RH
+        first = self._weight_VH is None  # zeros to add to would be a pass over memory more
+        if self._weight_VH is None:
+            self._weight_VH = torch.empty(self._weight_shape, dtype=torch.float32, device=typed_RV.device)
+        if self.dtype == torch.float32:
+            self._weight_VH.addmm_(typed_RV.t(), hidden_RH, beta=0 if first else 1)
+            return
+        for begin in range(0, len(self._weight_VH), self._product_rows):
+            part = slice(begin, begin + self._product_rows)
+            product_PH = typed_RV[:, part].t() @ hidden_RH
+            if first:
+                self._weight_VH[part] = product_PH
+            else:
+                self._weight_VH[part] += product_PH
 
     def weight_VH(self, like: Tensor) -> Tensor:
         """What was added up; zeros where nothing was."""

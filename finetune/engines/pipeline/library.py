@@ -22,7 +22,8 @@ class Wrapper(Protocol):
     single_partition_of_fp32_groups: Sequence[torch.Tensor]
     averaged_gradients: Mapping[int, Sequence[torch.Tensor] | None]
     allreduce_bucket: Callable[..., torch.Tensor]
-    """Attribute of ``DeepSpeedZeroOptimizer``, as are the three above."""
+    setup_buckets: Callable[[], None]
+    """Attribute of ``DeepSpeedZeroOptimizer``, as are the four above."""
 
     def update_hp_grads(self) -> None: ...
 

@@ -25,6 +25,7 @@ class Zero(Protocol):
     subgroup_to_device: Mapping[int, str]
     overflow: bool | torch.Tensor
     allreduce_bucket: Callable[..., torch.Tensor]
+    setup_buckets: Callable[[], None]
 
     fp16_groups: Sequence[Sequence[nn.Parameter]]
     fp32_partitioned_groups_flat: Sequence[torch.Tensor]
@@ -37,6 +38,8 @@ class Zero(Protocol):
     """By ``get_param_id``; on NVMe, where the gradients are files."""
 
     def get_param_id(self, parameter: nn.Parameter) -> int: ...
+
+    def is_gradient_accumulation_boundary(self) -> bool: ...
 
     def override_loss_scale(self, loss_scale: float) -> None: ...
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -128,13 +129,30 @@ def resumed(output: Path, zero: int, precision: str) -> dict[str, Any]:
     for step in range(4):
         engine.train_step(mine(engine, step), SCHEDULE.rate(step))
     keeper(output, "gpt2").save(engine, position_of(engine))
+    buckets = buckets_of(engine)
     losses = {"uninterrupted": go_on(engine)}
     final = snapshot(engine)
     state = ResumeState(open_checkpoint(output / "resume"))
     again = make_engine("gpt2", zero=zero, precision=precision, dropout=True, fill=state.fill)
     state.restore(again)
     losses["resumed"] = go_on(again)
-    return {"losses": losses, "bitwise": same(final, snapshot(again))}
+    return {"losses": losses, "bitwise": same(final, snapshot(again)), "buckets": buckets}
+
+
+def buckets_of(engine: PipelineEngine) -> list[int]:
+    """How many buckets of gradients there are whenever one is reduced, which fills as training goes on."""
+    seen: list[int] = []
+    zero: Any = engine._optimizer._wrapper
+    if isinstance(zero, DeepSpeedZeroOptimizer):
+        reduce = zero.allreduce_bucket
+
+        def counted(*args: Any, **words: Any) -> torch.Tensor:
+            seen.append(sum(len(bucket.buffer) for bucket in zero.ipg_buckets.values()))
+            reduced: torch.Tensor = reduce(*args, **words)
+            return reduced
+
+        zero.allreduce_bucket = counted  # type: ignore[method-assign]
+    return seen
 
 
 def half(output: Path, zero: int, partition: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from finetune.engines.buckets import joined, reduce_in_place
+from finetune.engines.buckets import joined, make_bucket_only, reduce_in_place
 
 BUFFER = torch.arange(24.0)
 
@@ -60,3 +60,19 @@ def test_the_sums_are_those_of_the_parts(begin: int, joins: int) -> None:
     reduce_in_place(zero)
     assert zero.allreduce_bucket(parts, torch.float64, divide=False).tolist() == expected
     assert zero.seen == [joins]
+
+
+def test_a_bucket_is_made_when_it_is_wanted() -> None:
+    made: list[int] = []
+
+    class Collector:
+        def setup_buckets(self) -> None:
+            made.append(1)
+
+    zero: Any = Collector()
+    answers = iter([False, True])
+    make_bucket_only(zero, lambda: next(answers))
+    zero.setup_buckets()
+    assert not made
+    zero.setup_buckets()
+    assert made == [1]

@@ -81,6 +81,12 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(reports: Reports, ranks:
     assert seen["bitwise"]
 
 
+@pytest.mark.parametrize(("ranks", "case"), [(2, "zero1-fp32"), (4, "zero1-fp32")])
+def test_gradients_have_one_bucket(reports: Reports, ranks: int, case: str) -> None:
+    for report in reports[ranks]:
+        assert {*report["resumed"][case]["buckets"]} == {1}
+
+
 def test_bf16_learns_as_fp32_does(reports: Reports) -> None:
     seen = reports[2][0]["resumed"]
     assert seen["zero1-bf16"]["losses"]["resumed"] == pytest.approx(seen["zero1-fp32"]["losses"]["resumed"], abs=0.03)

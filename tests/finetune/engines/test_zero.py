@@ -51,6 +51,12 @@ def test_gradients_are_reduced_where_they_lie(reports: Reports, case: str) -> No
         assert set(seen["made"]) == {1}, "no copy of them to join them"
 
 
+@pytest.mark.parametrize(("case", "micro_batches"), [("zero1", [1]), ("zero2", [0, 1]), ("zero2-offload", [0, 1])])
+def test_a_bucket_is_made_where_gradients_are_moved_to_it(reports: Reports, case: str, micro_batches: list[int]) -> None:
+    for report in reports:
+        assert report["reductions"][case]["buckets"] == micro_batches
+
+
 def test_all_ranks_report_the_same_losses(reports: Reports) -> None:
     assert reports[0]["parity"] == reports[1]["parity"]
 

@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest.mock import patch
@@ -19,7 +20,6 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import pin_memory as deepspeed_pins
 from torch import nn
 from transformers import PreTrainedModel
@@ -50,6 +50,7 @@ from finetune.train.resume import ResumeState
 from finetune.train.saving import CheckpointSaver
 from finetune.train.schedule import Schedule
 from host.process import end_process
+from tests.finetune.engines.reductions import reductions
 
 STEPS = 10
 RANKS = 2
@@ -210,25 +211,6 @@ def parity(case: str, adam: bool, rank: int, start: dict[str, torch.Tensor]) -> 
     return {"same_start": rank != 0 or same(begin, start), "losses": losses}
 
 
-def reductions(case: str, adam: bool, rank: int) -> dict[str, list[int]]:
-    """How many tensors the all-reduces of one step were of: as DeepSpeed cut the buckets, and as they were made."""
-    cut: list[int] = []
-    made: list[int] = []
-    reduce = DeepSpeedZeroOptimizer.allreduce_bucket
-    with patch.object(
-        DeepSpeedZeroOptimizer,
-        "allreduce_bucket",
-        lambda self, bucket, *args, **words: made.append(len(bucket)) or reduce(self, bucket, *args, **words),
-    ):
-        engine = make_engine(case, adam)
-        in_place = engine._engine.optimizer.allreduce_bucket
-        engine._engine.optimizer.allreduce_bucket = lambda bucket, *args, **words: (
-            cut.append(len(bucket)) or in_place(bucket, *args, **words)
-        )
-        engine.train_step(mine(step_data(0), rank), 1e-3)
-    return {"cut": cut, "made": made}
-
-
 @contextmanager
 def fp16_on_cpu() -> Iterator[None]:
     """DeepSpeed trains in fp16 only where it is fast. Here it need not be."""
@@ -383,7 +365,10 @@ def main(out: Path, library: str) -> None:
         for case in ("zero1", "zero2-offload", "zero3", "zero3-offload-all", *(["zero3-ratio"] if adam else []))
         for precision in ("fp32", "bf16")
     }
-    report["reductions"] = {case: reductions(case, adam, rank) for case in ("zero1", "zero2", "zero2-offload")}
+    reduced = mine(step_data(0), rank)
+    report["reductions"] = {
+        case: reductions(partial(make_engine, case, adam), reduced) for case in ("zero1", "zero2", "zero2-offload")
+    }
     report["half"] = {case: half(case, adam, rank) for case in HALF}
     report["resumed"] = resumed(adam, rank, out / "resumed")
     report["failing_save"] = failing_save(adam)

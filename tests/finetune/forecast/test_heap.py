@@ -46,6 +46,25 @@ def test_pages_that_are_freed_hold_whatever_large_tensor_is_next_and_are_given_b
     assert heap.free_page_bytes == heap.gap_bytes == 0
 
 
+def test_what_is_not_written_holds_free_pages_alone() -> None:
+    heap = Heap()
+    heap.take(0, 3 * SMALLEST_BYTES)
+    heap.give(0)
+    heap.take_unwritten(1, 5 * SMALLEST_BYTES)
+    assert (heap.resident_bytes, heap.size_of(1), heap.free_page_bytes) == (3 * SMALLEST_BYTES, 3 * SMALLEST_BYTES, 0)
+    heap.write(1, 2 * SMALLEST_BYTES)
+    assert heap.resident_bytes == 3 * SMALLEST_BYTES, "free pages lie where it begins"
+    heap.take(2, SMALLEST_BYTES)
+    heap.give(2)
+    heap.write(1, 5 * SMALLEST_BYTES - 1)
+    assert heap.size_of(1) == 5 * SMALLEST_BYTES
+    assert heap.resident_bytes == 6 * SMALLEST_BYTES, "what others have freed meanwhile is not its own"
+    heap.give(1)
+    assert heap.free_page_bytes == 6 * SMALLEST_BYTES
+    heap.take_unwritten(3, SMALLEST_BYTES)
+    assert heap.size_of(3) == SMALLEST_BYTES, "and no more of it than it is long"
+
+
 def test_a_gap_is_too_small_for_a_tensor_of_its_own_size() -> None:
     heap = Heap()
     for number in range(3):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, PhiConfig
 
+import finetune.model.loss as losses
 from finetune.model.loss import HeadLoss, chunk_rows, linear_cross_entropy, token_losses
 
 
@@ -60,6 +61,24 @@ def test_16_bits_are_as_near_to_fp32_as_whole_logits_are(dtype: torch.dtype) -> 
         assert gradient.dtype == dtype
         error = (gradient.float() - reference[name]).norm()
         assert error <= 1.2 * (plain[name].float() - reference[name]).norm() + 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_weights_gradient_of_16_bits_may_be_added_up_a_few_rows_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    p = problem(dtype)
+
+    def computed(rows: int) -> tuple[int, dict[str, Tensor]]:
+        monkeypatch.setattr(losses, "_PRODUCT_BYTES", rows * p["weight"].shape[1] * 2)
+        loss = linear_cross_entropy(p["hidden"], p["weight"], p["bias"], p["targets"], 8)
+        return losses.product_rows(p["weight"]), gradients(p, loss)
+
+    vocab = len(p["weight"])
+    (few, found), (every, whole) = computed(5), computed(2 * vocab)
+    assert (few, every) == (5, vocab)
+    assert vocab % few, "the last part is shorter"
+    torch.testing.assert_close(found, whole, rtol=0, atol=0)
 
 
 def test_a_frozen_weight_gets_no_gradient_and_costs_none() -> None:
