@@ -30,8 +30,6 @@ PLACES = 16
 """Calls come at random moments, so whoever keeps to a share in the mean wants more than that at times, and waits: one call of
 13 with 8 places, one of 60 with 16, which leaves the 95th percentile alone."""
 WARM_SECONDS = 4.0
-USED = 0.4
-"""How much of its share the tenant takes whose calls are timed."""
 
 
 def share_of(loads: list[Load], seconds: float) -> float:
@@ -67,7 +65,7 @@ def measure(scratch: Path, options: argparse.Namespace, *, limits: bool) -> dict
     with serving(scratch / "model", "--tokens", str(tokens), *fixed) as server:
         kept = Load(address=server.address, seconds=0, token=kept_token, prompt_tokens=16, new_tokens=options.tokens)
         share = share_of([kept, replace(kept, token=flood_token)], options.seconds)
-        kept = replace(kept, rate=USED * share)
+        kept = replace(kept, rate=options.used * share)
         flood = replace(kept, token=flood_token, rate=10 * share)
         for number in range(options.turns):
             seeded = replace(kept, seed=number)
@@ -97,6 +95,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=20.0, help="of a turn (20)")
     parser.add_argument("--turns", type=int, default=5, help="of each kind (5)")
     parser.add_argument("--tokens", type=int, default=64, help="that each call generates (64)")
+    parser.add_argument("--used", type=float, default=0.4, help="part of its share that the timed tenant takes (0.4)")
     parser.add_argument("--only", choices=["limits", "none"], help="one of the two configurations")
     parser.add_argument("--out", type=Path, help="result file")
     options = parser.parse_args()
@@ -109,7 +108,8 @@ def main() -> int:
                 print(json.dumps({name: results[name]}, indent=1), flush=True)
     if options.out is not None:
         record = {"what": (__doc__ or "").split("\n")[0], "date": str(datetime.date.today()), "machine": machine()}
-        options.out.write_text(json.dumps({**record, "limits per tenant": results}, indent=2) + "\n")
+        found = {"part of its share used": options.used, "limits per tenant": results}
+        options.out.write_text(json.dumps({**record, **found}, indent=2) + "\n")
     return int(any(result["p95 beside / alone, median of turns"] > 1.5 for result in results.values()))
 
 
