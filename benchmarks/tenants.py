@@ -99,6 +99,8 @@ def main() -> int:
     parser.add_argument("--only", choices=["limits", "none"], help="one of the two configurations")
     parser.add_argument("--out", type=Path, help="result file")
     options = parser.parse_args()
+    if not options.used > 0:
+        parser.error(f"--used must be above 0, not {options.used:g}")
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder) / "model", hidden=768, layers=12)

@@ -1,4 +1,4 @@
-"""ZeRO-1 and ZeRO-2 reduce a bucket of gradients where it lies, and have one. No DeepSpeed here: its optimizer is handed in.
+"""ZeRO-1 and ZeRO-2 reduce a bucket of gradients where it lies; ZeRO-1 makes it late. Their optimizer is handed in.
 
 DeepSpeed collects gradients in one buffer, cuts that by the ranks that own the parts, joins the parts in new memory for the
 all-reduce, and copies the sums back. The parts are neighbours, so the buffer itself can be reduced: the same sums, without two
@@ -20,20 +20,32 @@ class _Reducer(Protocol):
 
 
 class _Collector(Protocol):
+    overlap_comm: bool
     setup_buckets: Callable[[], None]
+    reduce_gradients: Callable[..., None]
+
+    def is_gradient_accumulation_boundary(self) -> bool: ...
 
 
-def make_bucket_only(zero: _Collector, wanted: Callable[[], bool]) -> None:
-    """Have a ``DeepSpeedZeroOptimizer`` make the bucket of a backward pass only where gradients are moved to one.
+def make_bucket_late(zero: _Collector) -> None:
+    """Have a ``DeepSpeedZeroOptimizer`` of stage 1 make its bucket when gradients are moved to it.
 
-    It makes one whenever a gradient comes. In ZeRO-1 gradients stay where they are until the last micro-batch of a step, and in
-    a pipeline until after it, in a bucket that is made then: the memory of the others is held, and never written.
-
-    Args:
-        wanted: asked in each backward pass.
+    It makes one for the first gradient of a step, and holds it. The gradients stay where they are until the last micro-batch,
+    in whose backward pass they are moved if communication overlaps it, and else after it. A pipeline makes another one then.
     """
-    make = zero.setup_buckets
-    zero.setup_buckets = lambda: make() if wanted() else None
+    make, reduce = zero.setup_buckets, zero.reduce_gradients
+    if zero.overlap_comm:
+        zero.setup_buckets = lambda: make() if zero.is_gradient_accumulation_boundary() else None
+        return
+
+    @wraps(reduce)
+    def reduce_in_bucket(pipeline_parallel: bool = False) -> None:
+        if not pipeline_parallel:
+            make()
+        reduce(pipeline_parallel=pipeline_parallel)
+
+    zero.setup_buckets = lambda: None
+    zero.reduce_gradients = reduce_in_bucket
 
 
 def reduce_in_place(zero: _Reducer) -> None:

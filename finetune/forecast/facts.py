@@ -103,7 +103,7 @@ def facts_of(
         wrapped = _prepared(model, config)
     if config.activations.loss == "fused":
         check_fused_loss(device, precision, model)
-    trace, work = _followed(wrapped, model, config, packed=packed, masked=packed and not by_length)
+    trace, work = _followed(wrapped, model, config, device=device, packed=packed, masked=packed and not by_length)
     trained = sum(p.numel() for p in wrapped.parameters() if p.requires_grad)
     every = [p.numel() for p in wrapped.parameters()]
     names = matrices_of(wrapped, config.algorithm)
@@ -138,18 +138,20 @@ _MOST_REMEMBERED = 16
 
 
 def _followed(
-    wrapped: nn.Module, model: PreTrainedModel, config: TuneConfig, *, packed: bool, masked: bool
+    wrapped: nn.Module, model: PreTrainedModel, config: TuneConfig, *, device: str, packed: bool, masked: bool
 ) -> tuple[Trace, Work]:
     """What ``follow`` tells of a micro-batch; one that was followed a short while ago is not followed again."""
     where = ("zero", "offload", "save", "batch")  # where states lie, and how many micro-batches there are
     sections = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in where}
     built = model.config.to_json_string(use_diff=False)
-    key = tuple(map(str, (sections, config.batch.micro, built, model.dtype, packed, masked)))
+    key = tuple(map(str, (sections, config.batch.micro, built, model.dtype, device, packed, masked)))
     if key not in _followed_before:
         while len(_followed_before) >= _MOST_REMEMBERED:
             _followed_before.pop(next(iter(_followed_before)))
         whole_logits = config.activations.loss_rows == 0
-        _followed_before[key] = follow(wrapped, model, config, packed=packed, masked=masked, whole_logits=whole_logits)
+        _followed_before[key] = follow(
+            wrapped, model, config, device=device, packed=packed, masked=masked, whole_logits=whole_logits
+        )
     return _followed_before[key]
 
 

@@ -56,12 +56,20 @@ Trace = tuple[Event, ...]
 
 
 def follow(
-    wrapped: nn.Module, model: PreTrainedModel, config: TuneConfig, *, packed: bool, masked: bool, whole_logits: bool
+    wrapped: nn.Module,
+    model: PreTrainedModel,
+    config: TuneConfig,
+    *,
+    device: str,
+    packed: bool,
+    masked: bool,
+    whole_logits: bool,
 ) -> tuple[Trace, Work]:
     """Follow one micro-batch through the model's forward and backward pass: what it holds, and what it computes.
 
     Args:
         wrapped: the model as it is trained, adapters included; its tensors are replaced by fake ones.
+        device: ``cpu`` or ``cuda``, which decides how much of a loss in rows is there at once.
         packed: whether rows hold several samples that do not see each other.
         masked: whether a mask keeps them apart. Attention by lengths takes the memory of rows of one sample each.
         whole_logits: whether the loss is taken from all logits at once.
@@ -70,7 +78,7 @@ def follow(
         _pretend(wrapped)
         seen = _Witness(wrapped)
         shape = (config.batch.micro, config.data.seq_len)
-        with seen, _loss_as_trained(model, config, packed, whole_logits) as chunked, _masks_as_trained(masked):
+        with seen, _loss_as_trained(model, config, device, packed, whole_logits) as chunked, _masks_as_trained(masked):
             inputs = torch.zeros(shape, dtype=torch.int64)
             targets = torch.zeros(shape, dtype=torch.int64)
             more: dict[str, torch.Tensor] = {}
@@ -84,14 +92,14 @@ def follow(
             loss.backward()
             del loss, inputs, targets
     if chunked:
-        _count_head(seen.tally, model, config)
+        _count_head(seen.tally, model, config, device)
     return tuple(seen.events), seen.tally.work(tensors=sum(p.requires_grad for p in wrapped.parameters()))
 
 
-def _count_head(tally: Tally, model: PreTrainedModel, config: TuneConfig) -> None:
+def _count_head(tally: Tally, model: PreTrainedModel, config: TuneConfig, device: str) -> None:
     weight = _head_of(model).weight
     count = config.batch.micro * config.data.seq_len
-    rows = _rows_at_once(config, count, weight)
+    rows = _rows_at_once(config, count, weight, device)
     vocab, hidden = weight.shape
     tally.head(count, rows, hidden, vocab, trained=weight.requires_grad, width=weight.itemsize)
 
@@ -136,18 +144,21 @@ def _masks_as_trained(masked: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _loss_as_trained(model: PreTrainedModel, config: TuneConfig, packed: bool, whole_logits: bool) -> Iterator[bool]:
+def _loss_as_trained(
+    model: PreTrainedModel, config: TuneConfig, device: str, packed: bool, whole_logits: bool
+) -> Iterator[bool]:
     """Let the output layer answer with a loss that takes the memory of the real one; false when that has whole logits."""
     if whole_logits or not HeadLoss.supports(model):
         yield False
         return
     head = _head_of(model)
-    rows = _rows_at_once(config, config.batch.micro * config.data.seq_len, head.weight)
+    rows = _rows_at_once(config, config.batch.micro * config.data.seq_len, head.weight, device)
+    product = product_rows(head.weight, device)
     chosen = packed and config.activations.loss == "rows"
 
     def forward(input: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-            input.flatten(0, -2), head.weight, rows, chosen
+            input.flatten(0, -2), head.weight, rows, chosen, product
         )
         return loss
 
@@ -155,12 +166,12 @@ def _loss_as_trained(model: PreTrainedModel, config: TuneConfig, packed: bool, w
     yield True
 
 
-def _rows_at_once(config: TuneConfig, count: int, weight_VH: torch.Tensor) -> int:
+def _rows_at_once(config: TuneConfig, count: int, weight_VH: torch.Tensor, device: str) -> int:
     """Rows of logits that the loss of ``count`` targets has at once."""
     vocab, hidden = weight_VH.shape
     if config.activations.loss == "fused":
         return fused_rows(count, vocab, hidden)
-    return min(count, config.activations.loss_rows or chunk_rows(count, vocab))
+    return min(count, config.activations.loss_rows or chunk_rows(count, vocab, device))
 
 
 def _head_of(model: PreTrainedModel) -> nn.Linear:
@@ -182,7 +193,9 @@ class _ChunkedLoss(torch.autograd.Function):
     """Makes and keeps tensors of the sizes that ``finetune.model.loss`` makes and keeps; computes nothing."""
 
     @staticmethod
-    def forward(ctx: _Kept, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, rows: int, packed: bool) -> torch.Tensor:
+    def forward(
+        ctx: _Kept, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, rows: int, packed: bool, product: int
+    ) -> torch.Tensor:
         ctx.packed = packed
         hidden_TH = torch.empty_like(hidden_NH) if packed else hidden_NH  # the rows of targets that count, about all
         ctx.hidden_TH = torch.empty_like(hidden_TH)
@@ -195,8 +208,11 @@ class _ChunkedLoss(torch.autograd.Function):
                 if ctx.weight_VH is None:
                     ctx.weight_VH = torch.empty_like(weight_VH, dtype=torch.float32)
                 if typed:
-                    # With the fp32 copy of it that torch makes to add it.
-                    torch.empty_like(weight_VH[: product_rows(weight_VH)]).float()
+                    # With the fp32 copy of it that torch makes on a CPU to add it.
+                    product_PH = torch.empty_like(weight_VH[:product])
+                    if product < len(weight_VH):
+                        product_PH.float()
+                    del product_PH
             del logits_RV
         return torch.empty(())
 
@@ -206,7 +222,7 @@ class _ChunkedLoss(torch.autograd.Function):
         del ctx.hidden_TH, ctx.weight_VH
         if ctx.packed:
             hidden = torch.empty_like(hidden)  # with zeros where nothing counts
-        return hidden, None if weight is None else weight.to(hidden.dtype), None, None
+        return hidden, None if weight is None else weight.to(hidden.dtype), None, None, None
 
 
 class _Witness(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it unannotated

@@ -54,13 +54,13 @@ class Layout:
 
     @property
     def adds_whole(self) -> bool:
-        """Whether whole gradients wait for the last micro-batch of a step."""
-        return self.staged or (self.stage == 1 and self.accumulation > 1)
+        """Whether, on a CPU, whole gradients wait until the last micro-batch of a step is computed."""
+        return self.staged or self.stage == 1
 
     @property
     def fills_bucket(self) -> bool:
-        """Whether gradients go into a bucket as they come; ``pretrain`` reduces them after the last."""
-        return not self.staged
+        """Whether, on a CPU, gradients go into a bucket as they come."""
+        return not self.adds_whole
 
     @property
     def shares(self) -> int:

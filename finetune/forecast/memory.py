@@ -245,19 +245,18 @@ def _passing(facts: ModelFacts, layout: Layout) -> tuple[Phase, Phase, Phase]:
     kept = {"heap gaps": part(seen.gaps_at_end)}
     reduction = {**kept, "gradients": min(seen.gradients_at_end, whole), "reduce bucket": seen.bucket_at_end}
     in_bucket = w * min(layout.bucket, trained)
-    if layout.staged:
-        reduction = _merge(reduction, {"gradients": -reduction["gradients"]}, _reduction(facts, layout))
-        if not layout.sums_in_fp32:
-            # ZeRO-1 makes a bucket beside them, moves them to it one by one, reduces them where they lie
-            # (``finetune.engines.buckets``) and copies this rank's part, for which they have left room; without ZeRO a copy is
-            # sent.
-            bucket = in_bucket if layout.stage == 1 else 0
-            copied = in_bucket if layout.stage == 0 and layout.shares > 1 else 0
-            reduction = _merge(reduction, {"gradients": w * trained, "reduce bucket": bucket, "reduced copy": copied})
+    if layout.sums_in_fp32:
+        reduction = _merge(kept, _reduction(facts, layout))
+    elif layout.adds_whole:
+        # ZeRO-1 makes a bucket beside them (``finetune.engines.buckets``), moves them to it one by one, reduces them where they
+        # lie and copies this rank's part, for which they have left room; without ZeRO a copy is sent.
+        bucket = in_bucket if layout.stage == 1 else 0
+        copied = in_bucket if layout.stage == 0 and layout.shares > 1 else 0
+        reduction = _merge(kept, {"gradients": w * trained, "reduce bucket": bucket, "reduced copy": copied})
     elif layout.stage == 3:
         reduction["reduced copy"] = 2 * in_bucket
     elif layout.optimizer == "none":
-        before = w * share if layout.stage == 2 and layout.accumulation > 1 else 0
+        before = w * share if layout.accumulation > 1 else 0
         backward["gradients"] += before
         reduction["gradients"] += before + w * share
     elif layout.accumulation > 1:

@@ -49,8 +49,8 @@ def replay(trace: Trace, layout: Layout) -> Resident:
     rank.load()
     for _ in range(_STEPS):
         accumulation = min(layout.accumulation, _MOST_MICRO_BATCHES)
-        for number in range(accumulation):
-            rank.micro_batch(last=number == accumulation - 1)
+        for _ in range(accumulation):
+            rank.micro_batch()
         rank.step()
     return rank.result()
 
@@ -96,7 +96,7 @@ class _Rank:
         self._gradients: dict[int, int] = {}
         self._live = {"activations": 0, "gathered": 0, "gradients": 0}
         self._bucket: int | None = None
-        """Piece of the bucket that a backward pass has in ZeRO-1 and 2. ZeRO-3 has one for good, beside the heap."""
+        """Piece of the bucket that a backward pass has in ZeRO-2. ZeRO-3 has one for good, beside the heap."""
         self._collected = 0
         """Bytes of the gradients that were written to the bucket, as far as it goes."""
         self._passes = 0
@@ -159,7 +159,7 @@ class _Rank:
 
     # -- a micro-batch
 
-    def micro_batch(self, *, last: bool) -> None:
+    def micro_batch(self) -> None:
         ahead = self._gathers and self._passes > 0  # the order of the modules is known from the first pass
         if ahead:
             self._gather(list(self._sizes))
@@ -174,7 +174,7 @@ class _Rank:
             elif what is What.USED and self._gathers:
                 self._comes_to(number)
             elif what is What.GRADIENT:
-                self._gradient(number, size, last=last, following=following)
+                self._gradient(number, size, following=following)
             self._look()
         self._passes += 1
         for number in [*self._gathered]:
@@ -184,16 +184,14 @@ class _Rank:
             self._heap.give(self._bucket)
             self._bucket, self._collected = None, 0
 
-    def _gradient(self, number: int, size: int, *, last: bool, following: Event | None) -> None:
+    def _gradient(self, number: int, size: int, *, following: Event | None) -> None:
         layout = self._layout
         w = layout.weight_bytes
         if layout.adds_whole and number not in self._gradients:
             self._gradients[number] = self._made_as(following, w * size)
             self._live["gradients"] += w * size
-        if layout.fills_bucket and (last or not layout.adds_whole):
+        if layout.fills_bucket:
             self._collect(w * size)
-            if layout.adds_whole:
-                self._drop_gradient(number)
         if self._gathers:
             self._release(number)
 

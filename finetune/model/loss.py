@@ -117,10 +117,10 @@ def chunk_rows(num_targets: int, vocab_size: int, device: str = "cpu") -> int:
     return max(_FEWEST_ROWS, min(most, max(fewest, -(-num_targets // 16))))
 
 
-def product_rows(weight_VH: Tensor) -> int:
-    """Rows of a weight whose gradient of 16 bits is computed, and added in fp32, at once."""
+def product_rows(weight_VH: Tensor, device: str) -> int:
+    """Rows of a weight whose gradient of 16 bits is computed, and added in fp32, at once: all of them on a GPU."""
     vocab, hidden = weight_VH.shape
-    return vocab if weight_VH.is_cuda else max(1, min(vocab, _PRODUCT_BYTES // (weight_VH.itemsize * hidden)))
+    return vocab if device == "cuda" else max(1, min(vocab, _PRODUCT_BYTES // (weight_VH.itemsize * hidden)))
 
 
 class _Kept(Protocol):
@@ -197,7 +197,7 @@ class _Gradients:
         self.hidden_TH = torch.empty_like(hidden_TH) if of_hidden else None
         self.of_weight = of_weight
         self._weight_VH: Tensor | None = None
-        self._weight_shape, self._product_rows = weight_VH.shape, product_rows(weight_VH)
+        self._weight_shape, self._product_rows = weight_VH.shape, product_rows(weight_VH, weight_VH.device.type)
         self.bias_V = torch.zeros_like(bias_V, dtype=torch.float32) if bias_V is not None and of_bias else None
 
     @property

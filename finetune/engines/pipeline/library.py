@@ -22,8 +22,12 @@ class Wrapper(Protocol):
     single_partition_of_fp32_groups: Sequence[torch.Tensor]
     averaged_gradients: Mapping[int, Sequence[torch.Tensor] | None]
     allreduce_bucket: Callable[..., torch.Tensor]
+    overlap_comm: bool
     setup_buckets: Callable[[], None]
-    """Attribute of ``DeepSpeedZeroOptimizer``, as are the four above."""
+    reduce_gradients: Callable[..., None]
+    """Attribute of ``DeepSpeedZeroOptimizer``, as are the six above."""
+
+    def is_gradient_accumulation_boundary(self) -> bool: ...
 
     def update_hp_grads(self) -> None: ...
 

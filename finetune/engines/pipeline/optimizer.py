@@ -21,7 +21,7 @@ from deepspeed.utils import (
 from torch import nn
 
 from finetune.distributed import Peers
-from finetune.engines.buckets import make_bucket_only, reduce_in_place
+from finetune.engines.buckets import make_bucket_late, reduce_in_place
 from finetune.engines.optimizer import EngineOptimizer
 from finetune.engines.pipeline.library import Schedule, Wrapper
 from finetune.optimizers.fragments import Fragments, all_of, ranges_of
@@ -53,7 +53,7 @@ class StageOptimizer(EngineOptimizer):
         """Whether gradients are of 16 bits, and added up in fp32."""
         if not self.plain and not self.sums_in_fp32:
             reduce_in_place(self._wrapper)
-            make_bucket_only(self._wrapper, lambda: False)
+            make_bucket_late(self._wrapper)
         # Without ZeRO every rank of a stage updates all of its weights by itself.
         self._create_state(self._find_fragments(names), Peers.alone() if self.plain else self._peers())
 

@@ -25,7 +25,9 @@ class Zero(Protocol):
     subgroup_to_device: Mapping[int, str]
     overflow: bool | torch.Tensor
     allreduce_bucket: Callable[..., torch.Tensor]
+    overlap_comm: bool
     setup_buckets: Callable[[], None]
+    reduce_gradients: Callable[..., None]
 
     fp16_groups: Sequence[Sequence[nn.Parameter]]
     fp32_partitioned_groups_flat: Sequence[torch.Tensor]

@@ -22,7 +22,7 @@ from torch import nn
 
 from finetune.config import TuneConfig
 from finetune.distributed import Peers
-from finetune.engines.buckets import make_bucket_only, reduce_in_place
+from finetune.engines.buckets import make_bucket_late, reduce_in_place
 from finetune.engines.optimizer import EngineOptimizer
 from finetune.engines.zero.library import Engine
 from finetune.model.finite import is_finite
@@ -56,8 +56,8 @@ class ZeroOptimizer(EngineOptimizer):
         self._engine, self._zero, self._rank, self._stage = engine, zero, rank, config.zero.stage
         if self._stage < 3:
             reduce_in_place(zero)
-        if self._stage == 1 and config.offload.method != "zenflow":
-            make_bucket_only(zero, zero.is_gradient_accumulation_boundary)
+        if self._stage == 1:
+            make_bucket_late(zero)
         updaters = [zero.optimizer]
         if config.offload.ratio < 1.0:
             # DeepSpeed updates what stays on the device with an optimizer of its own, which neither follows the schedule nor

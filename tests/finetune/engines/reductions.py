@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -12,19 +12,19 @@ from finetune.data.batches import Microbatch
 from finetune.engines.zero.engine import ZeroEngine
 
 
-def reductions(make_engine: Callable[[], ZeroEngine], batches: list[Microbatch]) -> dict[str, list[int]]:
+def reductions(make_engine: Callable[[], ZeroEngine], batches: list[Microbatch]) -> dict[str, Sequence[int]]:
     """How many tensors the all-reduces of one step were of: as DeepSpeed cut the buckets, and as they were made.
 
-    And the micro-batches that had a bucket.
+    And for each bucket that was made, whether all gradients were there.
     """
     cut: list[int] = []
     made: list[int] = []
-    buckets: list[int] = []
+    buckets: list[bool] = []
     reduce, make = DeepSpeedZeroOptimizer.allreduce_bucket, DeepSpeedZeroOptimizer.setup_buckets
 
     def making(self: Any) -> None:
         if not self.ready_for_gradients:
-            buckets.append(zero_engine.micro_steps)
+            buckets.append(all(parameter.grad is not None for group in self.bit16_groups for parameter in group))
         make(self)
 
     with (

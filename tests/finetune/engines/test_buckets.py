@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from finetune.engines.buckets import joined, make_bucket_only, reduce_in_place
+from finetune.engines.buckets import joined, make_bucket_late, reduce_in_place
 
 BUFFER = torch.arange(24.0)
 
@@ -62,17 +62,38 @@ def test_the_sums_are_those_of_the_parts(begin: int, joins: int) -> None:
     assert zero.seen == [joins]
 
 
-def test_a_bucket_is_made_when_it_is_wanted() -> None:
-    made: list[int] = []
+class Collector:
+    """As much of DeepSpeed's optimizer as makes buckets."""
 
-    class Collector:
-        def setup_buckets(self) -> None:
-            made.append(1)
+    def __init__(self, *, overlap_comm: bool) -> None:
+        self.overlap_comm, self.last, self.seen = overlap_comm, False, list[str]()
 
-    zero: Any = Collector()
-    answers = iter([False, True])
-    make_bucket_only(zero, lambda: next(answers))
+    def is_gradient_accumulation_boundary(self) -> bool:
+        return self.last
+
+    def setup_buckets(self) -> None:
+        self.seen.append("bucket")
+
+    def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
+        self.seen.append(f"reduced, {pipeline_parallel}")
+
+
+@pytest.mark.parametrize(("pipeline", "seen"), [(False, ["bucket", "reduced, False"]), (True, ["reduced, True"])])
+def test_a_bucket_is_made_after_the_last_micro_batch(pipeline: bool, seen: list[str]) -> None:
+    zero = Collector(overlap_comm=False)
+    make_bucket_late(zero)
+    for zero.last in (False, True):
+        zero.setup_buckets()
+    zero.reduce_gradients(pipeline_parallel=pipeline)
+    assert zero.seen == seen
+
+
+def test_a_bucket_is_made_in_the_last_micro_batch_where_communication_overlaps_it() -> None:
+    zero = Collector(overlap_comm=True)
+    make_bucket_late(zero)
     zero.setup_buckets()
-    assert not made
+    assert not zero.seen
+    zero.last = True
     zero.setup_buckets()
-    assert made == [1]
+    zero.reduce_gradients()
+    assert zero.seen == ["bucket", "reduced, False"]

@@ -96,6 +96,17 @@ def test_a_chunked_loss_takes_less_than_whole_logits() -> None:
     assert activations(None) < 0.7 * activations(0)
 
 
+@pytest.mark.parametrize(("on_gpu", "product"), [(False, 2 << 20), (True, 5 << 20)])
+def test_a_heads_gradient_of_16_bits_is_multiplied_in_parts_on_a_cpu(on_gpu: bool, product: int) -> None:
+    vocab, hidden = 40960, NEW["hidden_size"]
+    config = config_of(new={**NEW, "vocab_size": vocab})
+    found = facts_of(config, model_config_of(config), "bf16", on_gpu=on_gpu)
+    made = {event.size for event in found.trace}
+    assert {4 * vocab * hidden, product} <= made
+    assert on_gpu or 2 * product in made, "torch's fp32 copy of a part"
+    assert ((2 << 20) in made) is not on_gpu
+
+
 @pytest.mark.parametrize("packing", ["join", "isolate"])
 def test_masks_are_counted_where_samples_are_packed_alone(packing: Any) -> None:
     """A mask is a square for every row and layer; rows of one sample need none, whatever their length."""

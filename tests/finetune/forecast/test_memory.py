@@ -146,11 +146,26 @@ def test_offload_moves_the_state_to_the_host() -> None:
     assert moved.host_bytes - stays.host_bytes > 14 * moved.facts.total
 
 
-def test_a_pipeline_with_zero_reduces_its_bucket_where_it_lies() -> None:
+@pytest.mark.parametrize(("stage", "command"), [(0, "pretrain"), (1, "pretrain"), (1, "tune")])
+def test_zero_one_makes_a_bucket_beside_whole_gradients_and_reduces_it_where_it_lies(stage: int, command: str) -> None:
     """Without ZeRO a copy of the gradients is sent to the other ranks."""
-    for stage in (0, 1):
-        config = config_of(zero=ZeroConfig(stage=stage))  # type: ignore[arg-type]
-        facts = facts_of(config, model_config_of(config), "fp32", on_gpu=False)
-        layout = layout_of(config, device="cpu", precision="fp32", command="pretrain")
-        reduction, _ = _phases(facts, layout)["reduction"]
-        assert ("reduced copy" in reduction) == (stage == 0)
+    config = config_of(zero=ZeroConfig(stage=stage))  # type: ignore[arg-type]
+    facts = facts_of(config, model_config_of(config), "fp32", on_gpu=False)
+    reduction, _ = _phases(facts, layout_of(config, device="cpu", precision="fp32", command=command))["reduction"]
+    assert reduction["gradients"] == 4 * facts.trained
+    assert reduction.get("reduce bucket", 0) == (4 * facts.trained if stage else 0)
+    assert reduction.get("reduced copy", 0) == (0 if stage else 4 * facts.trained)
+
+
+@pytest.mark.parametrize(("precision", "width"), [("fp32", 4), ("bf16", 2)])
+def test_zero_three_has_an_fp32_copy_of_its_weights_and_lays_gradients_of_16_bits_end_to_end(
+    precision: str, width: int
+) -> None:
+    config = config_of(zero=ZeroConfig(stage=3))
+    facts = facts_of(config, model_config_of(config), precision, on_gpu=False)
+    layout = layout_of(config, device="cpu", precision=precision)
+    share = -(-facts.trained // layout.ranks)
+    state, _ = _state(facts, layout)
+    assert (state["weights"], state["fp32 weights"]) == (width * share, 4 * share)
+    step, _ = _step(facts, layout)
+    assert step["gradients in fp32"] == (4 if width == 4 else 4 + width) * share

@@ -12,6 +12,7 @@ from finetune.config import DataConfig, TuneConfig
 from finetune.forecast.estimate import model_config_of
 from finetune.forecast.facts import facts_of
 from finetune.forecast.probe import _Counted
+from finetune.forecast.work import Tally
 from tests.finetune.forecast.support import config_of
 
 
@@ -44,3 +45,17 @@ def test_samples_that_are_packed_apart_are_counted_by_the_squares_of_their_masks
         for data in (DataConfig(train=("x",), seq_len=1024, packing=packing) for packing in ("join", "isolate"))  # type: ignore[arg-type]
     )
     assert joined == pytest.approx(0.75 * apart)
+
+
+@pytest.mark.parametrize("width", [2, 4])
+def test_a_heads_gradient_is_read_and_written_once_for_every_chunk_of_rows(width: int) -> None:
+    """In 16 bits too, where the products that are added to it stay in the cache."""
+    rows, hidden, vocab = 64, 32, 1000
+
+    def moved(chunk: int, *, trained: bool) -> float:
+        tally = Tally()
+        tally.head(rows, chunk, hidden, vocab, trained=trained, width=width)
+        return tally.work(tensors=0).plain_bytes
+
+    for chunk in (16, 64):
+        assert moved(chunk, trained=True) - moved(chunk, trained=False) == 2 * 4 * vocab * hidden * (rows // chunk)
