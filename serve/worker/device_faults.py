@@ -18,6 +18,8 @@ _TRIED: Final = re.compile(r"Tried to allocate ([\d.]+) (GiB|MiB|KiB|bytes)")
 _UNITS: Final = {"GiB": GIB, "MiB": 1 << 20, "KiB": 1 << 10, "bytes": 1}
 _DEVICE: Final = re.compile(r"CUDA error|cudaError|CUBLAS_STATUS_|CUDNN_STATUS_|Triton Error \[CUDA\]")
 _EXCHANGE: Final = re.compile(r"\bNCCL\b|ncclSystemError|ncclRemoteError|ncclInternalError|ProcessGroupNCCL")
+_GLOO: Final = "third_party/gloo"
+"""Where torch says that an error of the exchange on a CPU came from; it has no type of its own."""
 _NO_MEMORY: Final = "can't allocate memory"
 """What torch says of the machine's memory, in an error of no type of its own."""
 _TO_SPARE: Final = 1.25
@@ -58,6 +60,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     return False
 
 
+def is_of_an_exchange(error: BaseException) -> bool:
+    """Whether an exchange with other ranks failed: one of them may have ended, which is why."""
+    said = str(error)
+    return isinstance(error, torch.distributed.DistError) or _GLOO in said or _EXCHANGE.search(said) is not None
+
+
 def fault(error: BaseException, device: str, doing: str) -> LastWords | None:
     """What of an error is to be said of the device: nothing where it did not fail, nor the exchange between devices.
 
@@ -68,7 +76,7 @@ def fault(error: BaseException, device: str, doing: str) -> LastWords | None:
     first = said.strip().partition("\n")[0][:500]
     if isinstance(error, torch.OutOfMemoryError):
         return LastWords("memory", f"{device} ran out of memory {doing}: {first}")
-    if _EXCHANGE.search(said):  # before what follows: such an error may quote one of the device
+    if is_of_an_exchange(error):  # before what follows: such an error may quote one of the device
         return LastWords("exchange", f"the exchange with other ranks failed {doing}: {first}")
     if isinstance(error, torch.AcceleratorError) or _DEVICE.search(said):
         return LastWords("device", f"{device} failed {doing}: {first}")

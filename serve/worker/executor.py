@@ -150,30 +150,37 @@ class RankExecutor:
         with selectors.DefaultSelector() as selector:
             for rank in self._ranks:
                 selector.register(rank.steps, selectors.EVENT_READ, rank)
-            while len(facts) < len(self._ranks) and not failures:
+            while len(facts) + len(failures) < len(self._ranks) and all(failure.by_others for failure in failures):
                 left = deadline - time.monotonic()
                 ready = selector.select(timeout=max(0.0, min(left, _LOOK_SECONDS)))
                 self._unless_closed()
                 if not ready and left <= 0.0:
+                    if failures:
+                        break
                     limit = self._config.supervisor.start_timeout_seconds
                     raise RankStartError(f"the ranks were not ready within {limit:.0f} s")
                 for key, _ in ready:
                     rank = key.data
                     selector.unregister(rank.steps)
-                    try:
-                        report = wire.decode_report(wire.receive(rank.steps))
-                    except wire.ConnectionLost:
-                        report = wire.Failed(self._lost_while_it_started(rank), configured=False)
-                    except wire.Malformed as error:
-                        report = wire.Failed(f"rank {rank.number} started with {error}", configured=False)
+                    report = self._first_report(rank)
                     if isinstance(report, wire.Ready):
                         facts[rank.number] = report.facts
                     elif isinstance(report, wire.Failed):
                         failures.append(report)
+                        # Another rank's end, which would explain it, is seen in a moment.
+                        deadline = min(deadline, time.monotonic() + _LOSS_SECONDS)
         if failures:
-            # A configuration error explains the others' deaths, not the other way round.
-            raise min(failures, key=lambda failure: not failure.configured).error()
+            # A configuration error explains the others' deaths, not the other way round; an exchange that failed explains none.
+            raise min(failures, key=lambda failure: (not failure.configured, failure.by_others)).error()
         return dataclasses.replace(facts[0], gpus=tuple(gpu for number in sorted(facts) for gpu in facts[number].gpus))
+
+    def _first_report(self, rank: Rank) -> wire.Report:
+        try:
+            return wire.decode_report(wire.receive(rank.steps))
+        except wire.ConnectionLost:
+            return wire.Failed(self._lost_while_it_started(rank), configured=False)
+        except wire.Malformed as error:
+            return wire.Failed(f"rank {rank.number} started with {error}", configured=False)
 
     def _lost_while_it_started(self, rank: Rank) -> str:
         """What became of a rank whose connection has gone: the kernel closes that a moment before the dead can be collected."""

@@ -139,8 +139,7 @@ def _load(
         wire.send(steps, wire.encode(wire.Failed(str(error), configured=isinstance(error, ConfigError))))
         return None
     except Exception as error:
-        _log.exception("the rank could not be loaded")
-        wire.send(steps, wire.encode(wire.Failed(_why_not_loaded(error, rank, name), configured=False)))
+        wire.send(steps, wire.encode(_not_loaded(error, rank, name)))
         return None
     progress.waiting = True  # from here on it has nothing to do but what it is told
     wire.send(steps, wire.encode(wire.Ready(model.facts)))
@@ -162,13 +161,17 @@ def _trial(config: ServerConfig, progress: Progress, drafts: list[RankModel | No
     return trial
 
 
-def _why_not_loaded(error: Exception, rank: int, device: str) -> str:
+def _not_loaded(error: Exception, rank: int, device: str) -> wire.Failed:
+    """What is reported of an error while the model was loaded. Only one that is this rank's own is logged with its place."""
     if "torch" in sys.modules:
         from serve.worker.device_faults import fault
 
         if (words := fault(error, device, "while the model was loaded")) is not None:
-            return f"rank {rank}: {words.sentence}"
-    return f"{type(error).__name__}: {error}"
+            by_others = words.kind == "exchange"
+            _log.error("%s", words.sentence, exc_info=not by_others)
+            return wire.Failed(f"rank {rank}: {words.sentence}", configured=False, by_others=by_others)
+    _log.exception("the rank could not be loaded")
+    return wire.Failed(f"{type(error).__name__}: {error}", configured=False)
 
 
 def _faults(config: ServerConfig, model: RankModel, ranks: Ranks, device: str, beside: int) -> FaultOf:

@@ -56,6 +56,8 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     message: str
     configured: bool
     """Whether the checkpoint or an option is at fault."""
+    by_others: bool = False
+    """Whether what failed was an exchange with other ranks, which the end of one of them would explain."""
 
     def error(self) -> StartError:
         """For the one who started it."""

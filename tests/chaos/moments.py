@@ -181,7 +181,8 @@ def _start(field: Field, report: Report, rounds: int) -> None:
             else:
                 report.count("ended")
                 report.expect(process.wait(timeout=400) == 1, "a server whose rank was killed in the start did not end with 1")
-        report.expect(not any("Traceback" in entry for entry in log), "a traceback in the log")
+        told = next((number for number, entry in enumerate(log) if "Traceback" in entry), None)
+        report.expect(told is None, f"a traceback in the log: {'; '.join(map(str.strip, log[told:]))}")
         left = leftovers.left()
         report.expect(not left, f"left over: {left}")
     with field.server() as server:

@@ -317,6 +317,15 @@ def test_the_figures_of_training_are_those_of_the_result_file() -> None:
     assert said_in(MEMORY, f"take {percent(found['loss']['chunked memory / whole logits'])} % of the memory of whole logits")
 
 
+def test_the_figures_of_quantization_are_those_of_the_result_file() -> None:
+    ways = newest("quantization-cpu-*.json")["ways"]
+    more = {name: way["more than bf16, percent"] for name, way in ways.items()}
+    groups = [f"{more[f'int4, groups of {size}']:.2f} %" for size in (32, 64, 128)]
+    rounded = f"is {-more['int8']:.3f} % lower with `int8`, and {groups[0]} higher with `int4` in groups of 32"
+    assert said_in("docs/operations.md", f"{rounded}, {groups[1]} of 64, {groups[2]} of 128")
+    assert abs(more["bf16, KV cache in int8"]) < 0.01, "as that page says"
+
+
 def test_the_figures_of_zenflow_are_those_of_the_result_file() -> None:
     short, long = (f"{row['zenflow_to']['deepspeed']:.2f}" for row in newest("stall-cpu-*.json")["rows"])
     assert said_in(

@@ -77,8 +77,10 @@ def test_a_cache_that_could_not_give_enough_is_not_advised() -> None:
         (RuntimeError("CUBLAS_STATUS_EXECUTION_FAILED when calling cublasGemmEx"), "device", "CUBLAS_STATUS_EXECUTION_FAILED"),
         (RuntimeError("Triton Error [CUDA]: an illegal memory access"), "device", "Triton Error"),
         (RuntimeError("NCCL communicator was aborted on rank 1. CUDA error: x"), "exchange", "NCCL communicator was aborted"),
+        (RuntimeError("[/x/third_party/gloo/gloo/pair.cc:537] Read error [::1]:9: reset"), "exchange", "Read error [::1]:9"),
+        (torch.distributed.DistNetworkError("the socket has timed out\nmore"), "exchange", "the socket has timed out"),
     ],
-    ids=["ecc", "access", "cublas", "triton", "nccl"],
+    ids=["ecc", "access", "cublas", "triton", "nccl", "gloo", "store"],
 )
 def test_a_broken_device_is_told_by_its_name_and_a_lost_exchange_as_such(error: Exception, kind: str, said: str) -> None:
     words = _said(_plan(1), error)
