@@ -112,14 +112,13 @@ class RankExecutor:
                 os.close(descriptor)
 
     def _spawn(self, number: int, size: int, rendezvous: int, shared: int) -> Rank:
-        ours, theirs = socket.socketpair()
-        our_orders, their_orders = socket.socketpair()
-        our_pulse, their_pulse = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        output = RankOutput("serve.rank", number)
-        with contextlib.ExitStack() as failed, contextlib.ExitStack() as always, theirs, their_orders, their_pulse:
+        # Whatever fails, no descriptor stays open while its error is remembered.
+        with contextlib.ExitStack() as failed, contextlib.ExitStack() as always:
+            ours, theirs = _pair(failed, always, socket.SOCK_STREAM)
+            our_orders, their_orders = _pair(failed, always, socket.SOCK_STREAM)
+            our_pulse, their_pulse = _pair(failed, always, socket.SOCK_SEQPACKET)
+            output = RankOutput("serve.rank", number)
             always.callback(output.handed_over)
-            for end in (ours, our_orders, our_pulse):
-                failed.callback(end.close)
             process = self._starter.start(
                 NewRank(
                     number=number,
@@ -384,3 +383,13 @@ class RankExecutor:
         rank.output.wait()
         lived = time.monotonic() - rank.started
         _log.info("rank %d ended after %.1f s: %s (process %d)", rank.number, lived, how, rank.process.pid)
+
+
+def _pair(
+    failed: contextlib.ExitStack, always: contextlib.ExitStack, kind: socket.SocketKind
+) -> tuple[socket.socket, socket.socket]:
+    """Two connected sockets, the first of which ``failed`` closes and the second ``always``."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
+    failed.callback(ours.close)
+    always.callback(theirs.close)
+    return ours, theirs

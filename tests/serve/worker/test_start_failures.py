@@ -1,7 +1,8 @@
-"""A rank that could not load because another one ended is not blamed for it."""
+"""Starts that fail: a rank that lost another is not blamed for it, and nothing stays open while the error is remembered."""
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import pytest
 
 from serve.config import ModelConfig, ServerConfig
 from serve.errors import RankStartError
+from serve.worker import executor as executor_module
 from serve.worker import wire
 from serve.worker.executor import RankExecutor
 from serve.worker.rank import Rank
@@ -66,3 +68,17 @@ def test_where_nobody_ended_the_exchange_that_failed_is_told_without_a_traceback
     said = "".join(capfd.readouterr()) + caplog.text
     assert "Connection reset by peer" in said
     assert "Traceback" not in said
+
+
+def test_a_start_without_descriptors_leaves_none_open_while_its_error_is_remembered(
+    executor: RankExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(executor_module, "RankOutput", none_left)
+    before = sorted(os.listdir("/proc/self/fd"))
+    with pytest.raises(RankStartError, match="Too many open files") as remembered:
+        executor.start()
+    assert sorted(os.listdir("/proc/self/fd")) == before
+    assert remembered.value.__cause__ is not None, "with what its frames held"
