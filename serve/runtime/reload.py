@@ -182,8 +182,7 @@ class Reload:
         if unavailable is not None:
             raise unavailable
         late = Loading("the model is being loaded again and this call did not end in time")
-        while self._server.now is State.SERVING:  # also again, if the ranks died meanwhile and are back
-            self._server.enter(State.LOADING)
+        with self._server.taking_no_new():
             await self._flight.until_over(at_most_seconds=self._drain_seconds, error=late)
         if self._server.has_given_up or self._server.now in (State.DRAINING, State.STOPPED):
             raise self._server.unavailable() or Draining("the server is going away")

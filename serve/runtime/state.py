@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import Enum
 
 from serve.engine.executor import ModelFacts
@@ -41,6 +42,7 @@ class ServerState:
         self.facts: ModelFacts | None = None
         """What the ranks said when they were last ready."""
         self._now = State.LOADING
+        self._takes_no_new = False
         self._listeners: list[Callable[[State], None]] = []
         self._serving = asyncio.Event()
         self._end: asyncio.Future[StartError] = asyncio.get_running_loop().create_future()
@@ -84,7 +86,8 @@ class ServerState:
 
     def refusal(self, edition: Edition | None = None) -> Unavailable | None:
         """Why a request made for ``edition`` is refused now; ``None`` if it may begin, or wait for an engine to come back."""
-        return None if self.waits_for_engine and self._is_meant(edition) else self.unavailable(edition)
+        may_wait = self.waits_for_engine and not self._takes_no_new and self._is_meant(edition)
+        return None if may_wait else self.unavailable(edition)
 
     def _is_meant(self, edition: Edition | None) -> bool:
         return edition is None or edition.lineage is self.edition.lineage
@@ -99,8 +102,23 @@ class ServerState:
         if unavailable is not None and self._now is not State.DRAINING:
             raise unavailable
 
+    @contextlib.contextmanager
+    def taking_no_new(self) -> Iterator[None]:
+        """Within, new requests are refused as while the model is loaded, and those in flight go on.
+
+        So it is where the ranks die and come back meanwhile: else a server under load would never be without calls.
+        """
+        self._takes_no_new = True
+        try:
+            self.enter(State.LOADING)
+            yield
+        finally:
+            self._takes_no_new = False
+
     def enter(self, state: State) -> None:
         """Change the state and tell everybody. A server that drains does not come back, whatever its engine does."""
+        if state is State.SERVING and self._takes_no_new:
+            state = State.LOADING
         if state is self._now or self._now is State.STOPPED:
             return
         if self._now is State.DRAINING and state is not State.STOPPED:

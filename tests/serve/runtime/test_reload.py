@@ -102,6 +102,37 @@ async def test_ranks_that_die_while_calls_end_do_not_keep_the_new_model_away() -
         assert (await read(b.gateway.start(request(), AGAIN)))[1] is None
 
 
+async def test_ranks_that_come_back_while_calls_end_take_no_new_ones() -> None:
+    """Or there would always be calls, and the reload would cut them when its time is over."""
+
+    def prepare(ranks: FakeRanks, life: int) -> None:
+        if life == 1:
+            ranks.ready.clear()
+            ranks.open.clear()
+
+    async with bench(prepare, reopen=lambda _: AGAIN) as b:
+        b.ranks.open.clear()
+        stream = b.gateway.start(request())
+        reloading = asyncio.create_task(b.gateway.reload())
+        await b.until_state(State.LOADING)
+        b.ranks.kill()
+        await b.until_state(State.DOWN)
+        with pytest.raises(EngineDown):
+            b.gateway.start(request("while there are no ranks"))
+        await b.until(lambda: len(b.groups) == 2)
+        b.groups[1].ready.set()
+        await b.until_state(State.LOADING)
+        with pytest.raises(Loading):
+            b.gateway.start(request("while they end what is in flight"))
+        b.groups[1].open.set()
+        events, error = await read(stream)
+        assert error is None
+        assert ids_of(events) == expected_ids((5, 6, 7), 4)
+        await reloading
+        assert b.states == [State.SERVING, State.LOADING, State.DOWN, State.LOADING, State.SERVING]
+        assert b.gateway.edition is AGAIN
+
+
 async def test_a_new_model_whose_ranks_die_later_is_brought_back_as_itself() -> None:
     async with bench(reopen=lambda _: AGAIN) as b:
         await b.gateway.reload()
