@@ -54,13 +54,8 @@ class Layout:
 
     @property
     def adds_whole(self) -> bool:
-        """Whether, on a CPU, whole gradients wait until the last micro-batch of a step is computed."""
+        """Whether, on a CPU, whole gradients wait for the last micro-batch's end; others go into a bucket as they come."""
         return self.staged or self.stage == 1
-
-    @property
-    def fills_bucket(self) -> bool:
-        """Whether, on a CPU, gradients go into a bucket as they come."""
-        return not self.adds_whole
 
     @property
     def shares(self) -> int:

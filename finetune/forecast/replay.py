@@ -88,6 +88,8 @@ class _Rank:
         self._sizes = {event.number: event.size for event in trace if event.what is What.USED}
         self._trained = {number: size for number, size in self._sizes.items() if number in trained}
         self._saved = _saved(trace)
+        self._room = layout.weight_bytes * min(layout.bucket, sum(self._trained.values()))
+        """Bytes of a bucket, which is no larger than the gradients (``finetune.config.fit_bucket``)."""
         self._activations: dict[int, tuple[int, int]] = {}
         """Storage of the trace -> piece of the heap, bytes."""
         self._gathered: dict[int, int] = {}
@@ -187,21 +189,20 @@ class _Rank:
     def _gradient(self, number: int, size: int, *, following: Event | None) -> None:
         layout = self._layout
         w = layout.weight_bytes
-        if layout.adds_whole and number not in self._gradients:
+        if not layout.adds_whole:
+            self._collect(w * size)
+        elif number not in self._gradients:
             self._gradients[number] = self._made_as(following, w * size)
             self._live["gradients"] += w * size
-        if layout.fills_bucket:
-            self._collect(w * size)
         if self._gathers:
             self._release(number)
 
     def _collect(self, size: int) -> None:
         """A gradient goes to the bucket, which is made for the first one of a backward pass."""
-        room = self._layout.weight_bytes * min(self._layout.bucket, sum(self._trained.values()))
         if self._bucket is None and self._layout.stage != 3:
             self._bucket = next(self._new)
-            self._heap.take_unwritten(self._bucket, room)
-        self._collected = min(self._collected + size, max(room, size))
+            self._heap.take_unwritten(self._bucket, self._room)
+        self._collected = min(self._collected + size, max(self._room, size))
         if self._bucket is not None:
             self._heap.write(self._bucket, self._collected)
 

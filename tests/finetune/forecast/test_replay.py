@@ -122,7 +122,7 @@ def test_allocations_of_a_replay_balance(heaps: list[Witness], stage: int, seed:
     w, whole = layout.weight_bytes, sum(trained.values())
     assert 0 <= found.gradients <= w * whole * layout.adds_whole
     assert found.gradients_at_end == w * whole * layout.adds_whole
-    most = w * max(min(layout.bucket, whole), *trained.values()) if layout.fills_bucket else 0
+    most = w * max(min(layout.bucket, whole), *trained.values()) if not layout.adds_whole else 0
     assert 0 <= found.bucket_at_end <= -(-most // PAGE) * PAGE
     made = [event.size for event in trace if event.what is MADE]
     assert 0 <= found.activations <= sum(made)
