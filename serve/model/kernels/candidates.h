@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "vectors.h"
-#ifdef __AVX512F__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
@@ -20,11 +20,29 @@ namespace {
 
 constexpr int64_t kSorted = 1024;  // candidates that are sorted rather than counted
 constexpr int kBins = 2048;
+constexpr int64_t kLook = 64;      // candidates that are looked at together for one bin's
 
-constexpr int kWide = 8;
-typedef double dvec __attribute__((vector_size(64)));
-typedef int64_t lvec __attribute__((vector_size(64)));
-typedef float fvec __attribute__((vector_size(32)));
+// What a register holds: vectors that are longer are taken apart by the compiler, and choices between them number by number.
+#ifdef __AVX512F__
+constexpr int kRegister = 64;
+#else
+constexpr int kRegister = 32;
+#endif
+typedef float fvec __attribute__((vector_size(kRegister)));
+typedef int32_t wvec __attribute__((vector_size(kRegister)));
+typedef double dvec __attribute__((vector_size(kRegister)));
+typedef int64_t lvec __attribute__((vector_size(kRegister)));
+typedef float narrow __attribute__((vector_size(kRegister / 2)));
+constexpr int kFloats = kRegister / 4, kWide = kRegister / 8;
+
+// The largest of a vector's numbers, by halves.
+inline float highest_of(fvec value) {
+    float most[kFloats];
+    std::memcpy(most, &value, sizeof(most));
+    for (int half = kFloats / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; ++i) most[i] = most[i + half] > most[i] ? most[i + half] : most[i];
+    return most[0];
+}
 
 // exp(x) for x <= 0 in double precision, error about 1e-15: 2^n times the series of the remainder.
 inline dvec exp_nonpositive(dvec x) {
@@ -71,19 +89,19 @@ struct Candidates {
     void weigh() {
         // Whole vectors: what lies behind the last candidate is scratch.
         for (int64_t i = 0; i < count; i += kWide) {
-            fvec narrow;
-            std::memcpy(&narrow, &value[size_t(i)], sizeof(narrow));
-            narrow = __builtin_convertvector(exp_nonpositive(__builtin_convertvector(narrow, dvec)), fvec);
-            std::memcpy(&mass[size_t(i)], &narrow, sizeof(narrow));
+            const narrow of = load_as<narrow>(&value[size_t(i)]);
+            save_as(__builtin_convertvector(exp_nonpositive(__builtin_convertvector(of, dvec)), narrow), &mass[size_t(i)]);
         }
         std::memset(&mass[size_t(count)], 0, kLanes * sizeof(float));
     }
     // The mass of ``kLanes`` candidates from ``i`` on.
     double stretch(int64_t i) const {
-        fvec low, high;
-        std::memcpy(&low, &mass[size_t(i)], sizeof(low));
-        std::memcpy(&high, &mass[size_t(i) + kWide], sizeof(high));
-        const dvec both = __builtin_convertvector(low, dvec) + __builtin_convertvector(high, dvec);
+        double both[kLanes / 2];  // in one order on all processors
+        for (int k = 0; k < kLanes / 2; k += kWide) {
+            const narrow low = load_as<narrow>(&mass[size_t(i + k)]), high = load_as<narrow>(&mass[size_t(i + k) + kLanes / 2]);
+            const dvec sum = __builtin_convertvector(low, dvec) + __builtin_convertvector(high, dvec);
+            std::memcpy(both + k, &sum, sizeof(sum));
+        }
         return ((both[0] + both[1]) + (both[2] + both[3])) + ((both[4] + both[5]) + (both[6] + both[7]));
     }
     double total() const {
@@ -118,18 +136,60 @@ void keep_up_to(Candidates& list, const Entry& last) {
 
 // The same by taking their mass: enough for a draw, and many at a time.
 void weigh_up_to(Candidates& list, const Entry& last) {
-    const vec edge = all(last.value);
-    const ivec edge_id = ivec{} + last.id;
-    for (int64_t i = 0; i < list.count; i += kLanes) {
-        const vec value = load(&list.value[size_t(i)]);
-        ivec id;
+    const fvec edge = filled<fvec>(last.value);
+    const wvec edge_id = wvec{} + last.id;
+    for (int64_t i = 0; i < list.count; i += kFloats) {
+        const fvec value = load_as<fvec>(&list.value[size_t(i)]);
+        wvec id;
         std::memcpy(&id, &list.id[size_t(i)], sizeof(id));
-        const ivec keeps = (value > edge) | ((value == edge) & (id <= edge_id));
-        ivec mass;
+        const wvec keeps = (value > edge) | ((value == edge) & (id <= edge_id));
+        wvec mass;
         std::memcpy(&mass, &list.mass[size_t(i)], sizeof(mass));
         mass &= keeps;
         std::memcpy(&list.mass[size_t(i)], &mass, sizeof(mass));
     }
+}
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// By the bits of a mask, the places of those that are set, first ones first.
+struct Places {
+    alignas(32) int32_t of[256][8] = {};
+    constexpr Places() {
+        for (int mask = 0; mask < 256; ++mask)
+            for (int place = 0, count = 0; place < 8; ++place)
+                if (mask >> place & 1) of[mask][count++] = place;
+    }
+};
+constexpr Places kPlaces;
+#endif
+
+// Write those of a vector's numbers that reach the bound, and their ids from ``first`` on; returns how many.
+inline int pick(fvec x, float bound, int32_t first, float* value, int32_t* id) {
+#if defined(__AVX512F__)
+    const __m512 wide = (__m512)x;
+    const __mmask16 mask = _mm512_cmp_ps_mask(wide, _mm512_set1_ps(bound), _CMP_GE_OQ);
+    if (mask == 0) return 0;
+    const __m512i ids = _mm512_add_epi32(
+        _mm512_set1_epi32(first), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+    _mm512_storeu_ps(value, _mm512_maskz_compress_ps(mask, wide));
+    _mm512_storeu_si512(id, _mm512_maskz_compress_epi32(mask, ids));
+    return __builtin_popcount(unsigned(mask));
+#elif defined(__AVX2__)
+    const int mask = _mm256_movemask_ps(_mm256_cmp_ps((__m256)x, _mm256_set1_ps(bound), _CMP_GE_OQ));
+    if (mask == 0) return 0;
+    const __m256i places = _mm256_load_si256(reinterpret_cast<const __m256i*>(kPlaces.of[mask]));
+    _mm256_storeu_ps(value, _mm256_permutevar8x32_ps((__m256)x, places));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(id), _mm256_add_epi32(places, _mm256_set1_epi32(first)));
+    return __builtin_popcount(unsigned(mask));
+#else
+    int count = 0;
+    for (int lane = 0; lane < kFloats; ++lane) {
+        value[count] = x[lane];
+        id[count] = first + lane;
+        count += x[lane] >= bound;
+    }
+    return count;
+#endif
 }
 
 // Everything that reaches the bound, in order of ids.
@@ -137,26 +197,9 @@ void collect(const float* row, int64_t V, float peak, float temperature, float b
     list.reserve(V);
     bound = bound > std::numeric_limits<float>::lowest() ? bound : std::numeric_limits<float>::lowest();
     int64_t count = 0, i = 0;
-    for (; i + kLanes <= V; i += kLanes) {
-        const vec x = (load(row + i) - peak) / temperature;
-#ifdef __AVX512F__
-        __m512 wide;
-        std::memcpy(&wide, &x, sizeof(wide));
-        const __mmask16 mask = _mm512_cmp_ps_mask(wide, _mm512_set1_ps(bound), _CMP_GE_OQ);
-        if (mask == 0) continue;
-        const __m512i ids = _mm512_add_epi32(
-            _mm512_set1_epi32(int32_t(i)), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
-        _mm512_storeu_ps(&list.value[size_t(count)], _mm512_maskz_compress_ps(mask, wide));
-        _mm512_storeu_si512(&list.id[size_t(count)], _mm512_maskz_compress_epi32(mask, ids));
-        count += __builtin_popcount(unsigned(mask));
-#else
-        if (!(highest(x) >= bound)) continue;
-        for (int lane = 0; lane < kLanes; ++lane) {
-            list.value[size_t(count)] = x[lane];
-            list.id[size_t(count)] = int32_t(i + lane);
-            count += x[lane] >= bound;
-        }
-#endif
+    for (; i + kFloats <= V; i += kFloats) {
+        const fvec x = (load_as<fvec>(row + i) - peak) / temperature;
+        count += pick(x, bound, int32_t(i), &list.value[size_t(count)], &list.id[size_t(count)]);
     }
     for (; i < V; ++i) {
         const float x = (row[i] - peak) / temperature;
@@ -190,19 +233,19 @@ bool find_top_p(Scratch& s, double total, double share, Entry& last) {
     const int64_t count = list.count;
     int bins = 1;
     if (count > kSorted) {
-        vec low{};
-        for (int64_t i = 0; i + kLanes <= count; i += kLanes) {
-            const vec x = load(&list.value[size_t(i)]);
+        fvec low{};
+        for (int64_t i = 0; i + kFloats <= count; i += kFloats) {
+            const fvec x = load_as<fvec>(&list.value[size_t(i)]);
             low = x < low ? x : low;
         }
-        const float least = -highest(-low);
+        const float least = -highest_of(-low);
         const float scale = least < 0.0f ? float(kBins - 1) / -least : 0.0f;
-        const ivec most = ivec{} + (kBins - 1);
-        s.bin.resize(size_t(count + kLanes));
-        for (int64_t i = 0; i < count; i += kLanes) {
-            vec place = load(&list.value[size_t(i)]) * -scale;
-            place = place < all(float(kBins)) ? place : all(float(kBins));
-            ivec bin = __builtin_convertvector(place, ivec);
+        const wvec most = wvec{} + (kBins - 1);
+        s.bin.resize(size_t(count + kFloats));
+        for (int64_t i = 0; i < count; i += kFloats) {
+            fvec place = load_as<fvec>(&list.value[size_t(i)]) * -scale;
+            place = place < filled<fvec>(float(kBins)) ? place : filled<fvec>(float(kBins));
+            wvec bin = __builtin_convertvector(place, wvec);
             bin = bin < most ? bin : most;
             std::memcpy(&s.bin[size_t(i)], &bin, sizeof(bin));
         }
@@ -220,9 +263,16 @@ bool find_top_p(Scratch& s, double total, double share, Entry& last) {
             continue;
         }
         s.entries.clear();
-        for (int64_t i = 0; i < count; ++i)
-            if (bins == 1 || s.bin[size_t(i)] == bin)
-                s.entries.push_back({list.value[size_t(i)], list.id[size_t(i)], list.mass[size_t(i)]});
+        for (int64_t begin = 0; begin < count; begin += kLook) {
+            const int64_t end = std::min(count, begin + kLook);
+            int32_t none = bins > 1;  // of these candidates: few stretches hold one of the bin
+            if (none)
+                for (int64_t i = begin; i < end; ++i) none &= s.bin[size_t(i)] != bin;
+            if (none) continue;
+            for (int64_t i = begin; i < end; ++i)
+                if (bins == 1 || s.bin[size_t(i)] == bin)
+                    s.entries.push_back({list.value[size_t(i)], list.id[size_t(i)], list.mass[size_t(i)]});
+        }
         std::sort(s.entries.begin(), s.entries.end(), likelier);
         for (const Entry& entry : s.entries) {
             if (any && !(before / total < share)) {

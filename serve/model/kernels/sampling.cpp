@@ -14,9 +14,6 @@
 
 #include "candidates.h"
 #include "vectors.h"
-#ifdef __AVX512F__
-#include <immintrin.h>
-#endif
 
 namespace {
 
@@ -38,12 +35,12 @@ float find_peak(const float* row, int64_t V, std::vector<float>& maxima) {
     for (int64_t begin = 0, chunk = 0; begin < V; begin += kChunk, ++chunk) {
         float most = kNone;
         if (begin + kChunk <= V) {
-            vec m = load(row + begin);
-            for (int64_t i = kLanes; i < kChunk; i += kLanes) {
-                const vec x = load(row + begin + i);
+            fvec m = load_as<fvec>(row + begin);
+            for (int64_t i = kFloats; i < kChunk; i += kFloats) {
+                const fvec x = load_as<fvec>(row + begin + i);
                 m = x > m ? x : m;
             }
-            most = highest(m);
+            most = highest_of(m);
         } else {
             for (int64_t i = begin; i < V; ++i) most = row[i] > most ? row[i] : most;
         }
@@ -58,14 +55,17 @@ double whole_mass(const float* row, int64_t V, float peak, const Rule& rule) {
     double total = 0.0;
     int64_t i = 0;
     for (; i + kLanes <= V;) {
-        vec sum{};
+        constexpr int kVectors = kLanes / kFloats;  // sums of sixteen lanes on all processors
+        fvec sum[kVectors]{};
         const int64_t end = std::min(V - kLanes + 1, i + 2048);
         for (; i < end; i += kLanes) {
-            const vec x = (load(row + i) - peak) / rule.temperature;
-            const vec e = exp_nonpositive(x);
-            sum += x < all(rule.floor) ? vec{} : e;
+            for (int k = 0; k < kVectors; ++k) {
+                const fvec x = (load_as<fvec>(row + i + k * kFloats) - peak) / rule.temperature;
+                const fvec e = exp_nonpositive(x);
+                sum[k] += x < filled<fvec>(rule.floor) ? fvec{} : e;
+            }
         }
-        for (int lane = 0; lane < kLanes; ++lane) total += double(sum[lane]);
+        for (int lane = 0; lane < kLanes; ++lane) total += double(sum[lane / kFloats][lane % kFloats]);
     }
     for (; i < V; ++i) {
         const float x = (row[i] - peak) / rule.temperature;
@@ -103,29 +103,29 @@ int64_t draw(const float* row, int64_t V, const Rule& rule, Scratch& s, float& p
     return token_at(s.list, rule.uniform);
 }
 
-// Every id stands once, so those of one vector do not meet.
-void penalise(
-    float* row, const int32_t* id, const int32_t* time, int64_t count, float again, float once, float each) {
+struct Penalties {
+    float again, once, each;  // repetition, presence, frequency
+};
+
+// Every id stands once, so those of one vector do not meet. They are fetched and put back one by one: instructions that do it for a
+// whole vector are no faster where there are any.
+inline void penalise_some(float* row, const int32_t* id, const int32_t* time, int count, const Penalties& by) {
+    float value[kFloats]{};
+    int32_t made[kFloats]{};
+    for (int k = 0; k < count; ++k) value[k] = row[id[k]], made[k] = time[k];
+    wvec times;
+    std::memcpy(&times, made, sizeof(times));
+    fvec x = load_as<fvec>(value);
+    x = x > fvec{} ? x / by.again : x * by.again;
+    x -= times > 0 ? by.once + by.each * __builtin_convertvector(times, fvec) : fvec{};
+    save_as(x, value);
+    for (int k = 0; k < count; ++k) row[id[k]] = value[k];
+}
+
+void penalise(float* row, const int32_t* id, const int32_t* time, int64_t count, const Penalties& by) {
     int64_t i = 0;
-#ifdef __AVX512F__
-    const __m512 factor = _mm512_set1_ps(again), one = _mm512_set1_ps(once), step = _mm512_set1_ps(each), zero = _mm512_setzero_ps();
-    for (; i + kLanes <= count; i += kLanes) {
-        const __m512i place = _mm512_loadu_si512(id + i);
-        const __m512i times = _mm512_loadu_si512(time + i);
-        const __m512 x = _mm512_i32gather_ps(place, row, 4);
-        const __mmask16 positive = _mm512_cmp_ps_mask(x, zero, _CMP_GT_OQ);
-        __m512 out = _mm512_mask_div_ps(_mm512_mul_ps(x, factor), positive, x, factor);
-        const __mmask16 made = _mm512_cmpgt_epi32_mask(times, _mm512_setzero_si512());
-        out = _mm512_mask_sub_ps(out, made, out, _mm512_add_ps(one, _mm512_mul_ps(step, _mm512_cvtepi32_ps(times))));
-        _mm512_i32scatter_ps(row, place, out, 4);
-    }
-#endif
-    for (; i < count; ++i) {
-        const float x = row[id[i]];
-        const float less = x / again, more = x * again;  // both: a branch would be guessed wrong half the time
-        const float out = x > 0.0f ? less : more;
-        row[id[i]] = time[i] > 0 ? out - (once + each * float(time[i])) : out;
-    }
+    for (; i + kFloats <= count; i += kFloats) penalise_some(row, id + i, time + i, kFloats, by);
+    penalise_some(row, id + i, time + i, int(count - i), by);
 }
 
 void peak_of(const float* row, int64_t V, float& peak, int64_t& place) {
@@ -137,16 +137,16 @@ void peak_of(const float* row, int64_t V, float& peak, int64_t& place) {
         const int64_t end = std::min(V, begin + kStretch);
         float most = kNone;
         int64_t i = begin;
-        if (end - begin >= kLanes) {
-            vec m = all(kNone);
-            ivec odd{};
-            for (; i + kLanes <= end; i += kLanes) {
-                const vec x = load(row + i);
+        if (end - begin >= kFloats) {
+            fvec m = filled<fvec>(kNone);
+            wvec odd{};
+            for (; i + kFloats <= end; i += kFloats) {
+                const fvec x = load_as<fvec>(row + i);
                 m = x > m ? x : m;
                 odd |= x != x;
             }
-            most = highest(m);
-            for (int lane = 0; lane < kLanes; ++lane) nan |= odd[lane] != 0;
+            most = highest_of(m);
+            for (int lane = 0; lane < kFloats; ++lane) nan |= odd[lane] != 0;
         }
         for (; i < end; ++i) {
             most = row[i] > most ? row[i] : most;
@@ -193,7 +193,7 @@ void tessera_choose(
                 // In its place: having been gone through for its peak it is in the core's own cache, and a copy takes longer.
                 penalise(
                     row, reinterpret_cast<const int32_t*>(ids[r]), reinterpret_cast<const int32_t*>(times[r]),
-                    counts[r], repetition[r], presence[r], frequency[r]);
+                    counts[r], {repetition[r], presence[r], frequency[r]});
             }
             if (temperature[r] > 0.0f && std::isfinite(raw_peaks[r])) {
                 const Rule rule{temperature[r], floor[r], top_k[r], top_p[r], typical_p[r], uniform[r]};
