@@ -23,6 +23,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import NameOID
 from transformers import AutoConfig
 
+from finetune.machine.inventory import cpu_description
 from finetune.model.pretrained import new_model
 
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -147,10 +148,8 @@ def serving(model: Path, *options: str, log: Path | None = None) -> Iterator[Ser
 
 def machine() -> dict[str, str]:
     """What the figures belong to."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "")
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     return {
-        "device": f"{cpu}, {len(os.sched_getaffinity(0))} cores, load at the end {load}",
+        "device": f"{cpu_description()}, {len(os.sched_getaffinity(0))} cores, load at the end {load}",
         "python": platform.python_version(), "torch": torch.__version__, "grpc": grpc.__version__,
     }  # fmt: skip

@@ -39,6 +39,7 @@ from benchmarks.peers import (
     transformers_model,
 )
 from benchmarks.pretrained import without_advice, without_progress_bars
+from finetune.machine.inventory import cpu_description
 from finetune.model.pretrained import new_model
 
 PROMPT_TOKENS = 64
@@ -142,16 +143,9 @@ def report(
 
 def machine(device: str) -> dict[str, str]:
     """What the figures belong to."""
-    cpu = next(
-        (
-            line.split(":")[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        "",
-    )
+    cpu = f"{cpu_description()}, {len(os.sched_getaffinity(0))} cores"
     return {
-        "device": torch.cuda.get_device_name() if device == "cuda" else f"{cpu}, {len(os.sched_getaffinity(0))} cores",
+        "device": torch.cuda.get_device_name() if device == "cuda" else cpu,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,

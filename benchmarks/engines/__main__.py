@@ -32,6 +32,7 @@ from benchmarks.engines.figures import Seconds, agreement, summary, table
 from benchmarks.engines.peers import ENGINES, Kitchen, usable_cores
 from benchmarks.engines.process import ROOT, EngineProcess
 from benchmarks.engines.reference import reference_of
+from finetune.machine.inventory import cpu_description
 
 RESULTS: Final = ROOT / "benchmarks" / "results"
 WARM_TOKENS: Final = 4
@@ -40,10 +41,8 @@ COMPARED: Final = 8
 
 
 def device() -> str:
-    """The processor's name."""
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-    return f"{name}, {usable_cores()} cores"
+    """The processor's name, and its vector instructions."""
+    return f"{cpu_description()}, {usable_cores()} cores"
 
 
 class Run:

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from host.process import name_process
+from host.process import be_killed_first, name_process
 from serve import logs
 from serve.config import ServerConfig
 from serve.errors import ConfigError, StartError
@@ -61,6 +61,7 @@ def main(arguments: list[str]) -> int:
     rank, step_fd, order_fd, pulse_fd, shared_fd = (int(argument) for argument in arguments[:5])
     rendezvous = arguments[5]
     die_with_parent()
+    be_killed_first()
     name_process(f"{RANK_NAME}{rank}")
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
     # Ctrl-C and a service manager's SIGTERM may reach the whole group; the server drains first and then ends its ranks.

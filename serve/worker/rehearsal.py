@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from host.forked import ForkServerLost
 from host.modules import module_command
-from host.process import give_way
+from host.process import be_killed_first, give_way
 from serve import logs
 from serve.config import ServerConfig
 from serve.errors import ConfigError, RankStartError, StartError
@@ -91,6 +91,7 @@ async def _by_fork(told: bytes, environment: dict[str, str], starter: ForkStarte
 def main(_: Sequence[str] = ()) -> int:
     """Read a configuration from standard input, try it, and write what was found to standard output."""
     die_with_parent()
+    be_killed_first()
     answer_fd = os.dup(1)
     os.dup2(2, 1)  # what libraries print is no answer
     logs.set_up_for_server("WARNING")

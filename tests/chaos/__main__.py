@@ -17,6 +17,7 @@ import time
 import traceback
 from pathlib import Path
 
+from finetune.machine.inventory import cpu_description
 from tests.chaos import clients, clock, killed, limits, memory, moments, planted, ranks
 from tests.chaos.case import Case, Field, Report
 from tests.chaos.leftovers import Surroundings
@@ -57,10 +58,9 @@ def run(name: str, field: Field, rounds: int | None) -> Report:
 
 
 def _machine() -> dict[str, object]:
-    names = [line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
     load = ", ".join(f"{number:.0f}" for number in os.getloadavg())
     return {
-        "device": f"{names[0] if names else platform.machine()}, {len(os.sched_getaffinity(0))} cores",
+        "device": f"{cpu_description()}, {len(os.sched_getaffinity(0))} cores",
         "python": platform.python_version(),
         "load when it ended": load,
     }

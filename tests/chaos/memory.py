@@ -88,9 +88,6 @@ def _group_exhausted(field: Field, report: Report, rounds: int) -> None:
                 leftovers.saw(ranks_of(server))
                 streams_under_way(load)
                 at_a_random_moment(field.draw(f"memory {number}"), 0.25)
-                # Whom the kernel kills is its own choice; ranks are to be the first here.
-                for pid in ranks_of(server):
-                    Path(f"/proc/{pid}/oom_score_adj").write_text("1000")
                 group.limit(_ROOM_BYTES)
                 _new_ranks(server, load, lambda: _exhaust(group))
                 known = server.metrics().get(_RUNS_OUT, 0) - before

@@ -153,6 +153,11 @@ def test_a_killed_rank_ends_the_step_and_is_named(started: RankExecutor, victim:
         started.execute(_plan(1))
 
 
+def test_ranks_are_killed_for_memory_before_their_server(started: RankExecutor) -> None:
+    server, *ranks = (int(Path(f"/proc/{pid}/oom_score_adj").read_text()) for pid in (os.getpid(), *_pids(started)))
+    assert ranks == [min(1000, server + 300)] * 2
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_frozen_rank_is_noticed_and_close_frees_the_waiting_step(started: RankExecutor, victim: int) -> None:
     os.kill(_pids(started)[victim], signal.SIGSTOP)
