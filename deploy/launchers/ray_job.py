@@ -145,8 +145,20 @@ def _parser() -> argparse.ArgumentParser:
     add("key_file", metavar="KEY_FILE", help="The key of server and agents: the same file on every node.")
     add("--ray", required=True, metavar="ADDRESS", help="The cluster: auto, the one of this machine, or HOST:PORT.")
     add("--nodes", required=True, type=int, metavar="N", help="How many nodes the model is shared among.")
-    add("--cpus-per-node", type=float, default=1.0, metavar="C", help="Taken of each node's, as Ray counts them. (default: 1)")
-    add("--gpus-per-node", type=float, default=0.0, metavar="G", help="Likewise; no others are seen. (default: 0)")
+    add(
+        "--cpus-per-node",
+        type=float,
+        default=1.0,
+        metavar="C",
+        help="CPUs to have of each node, as Ray counts them. (default: 1)",
+    )
+    add(
+        "--gpus-per-node",
+        type=float,
+        default=0.0,
+        metavar="G",
+        help="GPUs to have of each; ranks see these alone. (default: 0)",
+    )
     add("--agents-port", type=int, default=DEFAULT_PORT, metavar="PORT", help=f"Where agents join. (default: {DEFAULT_PORT})")
     add("--wait-seconds", type=float, default=60.0, metavar="S", help="For the nodes, at the start. (default: 60)")
     add("--insecure-public", action="store_true", help="Use a cluster whose nodes have addresses that all the world may reach.")

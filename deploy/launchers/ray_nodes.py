@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 from typing import Any, Final
@@ -21,6 +22,7 @@ from deploy.launchers.ray_job import MISTAKE, Job, LaunchError, check_reach, par
 
 _AGAIN_SECONDS: Final = 1.0
 _END_SECONDS: Final = 20.0
+_REACH_SECONDS: Final = 5.0
 
 
 class Launch:
@@ -83,7 +85,11 @@ class Launch:
         return serving.result()
 
     async def _place(self) -> None:
-        """Wait for as many nodes as are asked for, each with room."""
+        """Wait for as many nodes as are asked for, each with room.
+
+        Raises:
+            LaunchError: they did not come in time.
+        """
         job = self._job
         bundle = {name: many for name, many in (("CPU", job.cpus), ("GPU", job.gpus)) if many}
         self._group = self._ray.util.placement_group([bundle] * job.nodes, strategy="STRICT_SPREAD", name="tessera")
@@ -103,7 +109,11 @@ class Launch:
         return [node for node in self._ray.nodes() if node["Alive"]]
 
     async def _placed(self, number: int) -> tuple[Any, str]:
-        """An actor on a node, as soon as Ray has one; nothing of Tessera runs there yet."""
+        """An actor on a node, as soon as Ray has one, and that node's address; nothing of Tessera runs there yet.
+
+        Raises:
+            LaunchError: the node may be reached by everybody, or lacks what it needs.
+        """
         placed = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self._group, number)
         actor = (
             self._ray.remote(ray_actor.OnNode)
@@ -197,8 +207,11 @@ def connect(address: str) -> Any:
     except ModuleNotFoundError as error:
         raise LaunchError(f"{error.name!r} is not installed; pip install ray, of the cluster's version, brings it") from None
     try:
+        if address != "auto":  # Ray itself tries for minutes
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host.strip("[]"), int(port)), _REACH_SECONDS).close()
         ray.init(address, log_to_driver=False, logging_level="warning")
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise LaunchError(f"no Ray cluster was joined at {address} (--ray): {error}") from None
     ray.cloudpickle.register_pickle_by_value(ray_actor)
     return ray

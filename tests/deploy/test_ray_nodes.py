@@ -169,7 +169,15 @@ def test_a_launcher_that_is_killed_leaves_nothing(cluster: Cluster, folder: Path
 
 def test_a_mistake_of_the_server_s_options_is_told_with_its_exit_code(cluster: Cluster, folder: Path) -> None:
     with launched(cluster, folder / "nothing", key="../key") as launcher:
-        assert launcher.ends()[0] == 2
+        code, said = launcher.ends()
+        assert (code, str(folder / "nothing/model") in said) == (2, True), launcher.said
+
+
+def test_a_cluster_that_nobody_answers_for_is_told_at_once(cluster: Cluster, folder: Path) -> None:
+    with held_port() as nobody, launched(cluster, folder, "--ray", f"127.0.0.1:{nobody}") as launcher:
+        assert launcher.ends() == (
+            1, f"ray_nodes: no Ray cluster was joined at 127.0.0.1:{nobody} (--ray): [Errno 111] Connection refused\n",
+        )  # fmt: skip
 
 
 def test_what_a_cluster_lacks_is_told(cluster: Cluster, folder: Path) -> None:
