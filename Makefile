@@ -183,10 +183,10 @@ deploy-tools:
 test-deploy: $(STAMP) deploy-tools ## what deploy/ says, tried with the programs it is said to: rules, alerts, dashboards
 	@$(PY) -m pytest -q -rs -m deploy
 
-# Ray comes beside what is there and changes none of it; from then on `make test-slow` has the test too.
-test-ray: $(STAMP) ## the example for Ray Data on a Ray of two workers, which is installed first (80 MB)
+# Ray comes beside what is there and changes none of it; from then on `make test-slow` and `make test-deploy` have the tests too.
+test-ray: $(STAMP) ## the example for Ray Data, and the launcher for Ray, on a Ray on loopback, which is installed first (80 MB)
 	@$(PY) -m pip install -q --disable-pip-version-check -c constraints.txt 'ray[data]==2.60.0'
-	@$(PY) -m pytest -q -rs tests/serve/client/offline/test_ray.py
+	@$(PY) -m pytest -q -rs tests/serve/client/offline/test_ray.py tests/deploy/test_ray_nodes.py
 
 chaos: $(STAMP) ## faults of many kinds under load, and the history of every call; CASE=kill for one, ROUNDS=20 for the whole
 	@$(PY) -m tests.chaos $(CASE) $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(OUT),--out $(OUT))

@@ -52,6 +52,7 @@ def test_inline_examples_of_our_commands_name_real_options() -> None:
         known |= options_in(help_of("finetune", subcommand))
     for subcommand in ("build-kernels", "agent", "token"):
         known |= options_in(help_of("serve", subcommand))
+    known |= options_in(help_of("deploy.launchers.ray_nodes"))
     for page in PAGES:
         used = set(re.findall(r"`(--[a-z][\w-]*)[ =`]", page.read_text()))
         assert used <= known, f"{page.relative_to(REPOSITORY)} names {used - known}"
