@@ -157,7 +157,7 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=0.0,
         metavar="G",
-        help="GPUs to have of each; ranks see these alone. (default: 0)",
+        help="GPUs to have of each; ranks then see no others. (default: 0)",
     )
     add("--agents-port", type=int, default=DEFAULT_PORT, metavar="PORT", help=f"Where agents join. (default: {DEFAULT_PORT})")
     add("--wait-seconds", type=float, default=60.0, metavar="S", help="For the nodes, at the start. (default: 60)")

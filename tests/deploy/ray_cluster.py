@@ -111,7 +111,7 @@ def main() -> None:
     for line in sys.stdin:
         word, *given = line.split()
         if word == "add":
-            node = cluster.add_node(**common, num_cpus=1)
+            node = cluster.add_node(**common, num_cpus=1, num_gpus=1)  # which Ray does not look for
             nodes[pid := node.all_processes["raylet"][0].process.pid] = node
             answer(pid)
         elif word == "remove":

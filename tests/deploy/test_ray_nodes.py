@@ -161,9 +161,13 @@ def test_the_loss_of_the_server_s_node_ends_all(cluster: Cluster, folder: Path) 
         cluster.add()
 
 
-def test_a_launcher_that_is_killed_leaves_nothing(cluster: Cluster, folder: Path) -> None:
-    with launched(cluster, folder) as launcher:
+def test_programs_see_the_gpus_that_were_asked_for_and_a_launcher_that_is_killed_leaves_none(
+    cluster: Cluster, folder: Path
+) -> None:
+    with launched(cluster, folder, "--gpus-per-node", "1") as launcher:
         address_of(launcher.process)
+        programs = [until(lambda: cluster.program(agent=False)), until(lambda: cluster.program(agent=True))]
+        assert [program.environ()["CUDA_VISIBLE_DEVICES"] for program in programs] == ["0", "0"]
         launcher.process.kill()
 
 
@@ -183,7 +187,7 @@ def test_a_cluster_that_nobody_answers_for_is_told_at_once(cluster: Cluster, fol
 def test_what_a_cluster_lacks_is_told(cluster: Cluster, folder: Path) -> None:
     for options, key, code, says in (
         (["--nodes", "4", "--wait-seconds", "1"], "key", 1, "--nodes asks for 4 nodes, and the Ray cluster has 3 after 1 s"),
-        (["--gpus-per-node", "1", "--wait-seconds", "1"], "key", 1, "no 2 of them have 1 CPUs and 1 GPUs free"),
+        (["--gpus-per-node", "2", "--wait-seconds", "1"], "key", 1, "no 2 of them have 1 CPUs and 2 GPUs free"),
         ([], "none", 2, f"node 127.0.0.1 has no key file {folder / 'none'}, which must be the same on every node"),
     ):
         with launched(cluster, folder, *options, key=key) as launcher:
