@@ -160,6 +160,7 @@ def python_files() -> tuple[str, ...]:
         "benchmarks",
         "checkpoint",
         "configuration",
+        "deploy",
         "docs",
         "examples",
         "finetune",
