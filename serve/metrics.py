@@ -163,6 +163,7 @@ class Metrics:
         self._blocks_used = self._gauge("kv_blocks_used", "KV blocks that live sequences hold.")
         self._blocks_cached = self._gauge("kv_blocks_cached", "KV blocks nobody holds, kept for reuse by equal prefixes.")
         self._blocks_total = self._gauge("kv_blocks", "KV blocks in the pool.")
+        self._usage = self._gauge("kv_usage_ratio", "Share of the pool's blocks that live sequences hold.")
         self._preemptions = self._counter("preemptions", "Sequences preempted to make room.")
         self._cache_queries = self._counter("prefix_cache_queries", "Tokens looked up in the prefix cache.")
         self._cache_hits = self._counter("prefix_cache_hits", "Tokens found in the prefix cache.")
@@ -346,6 +347,7 @@ class Metrics:
         self._blocks_used.set(stats.kv_blocks_used)
         self._blocks_cached.set(stats.kv_blocks_cached)
         self._blocks_total.set(stats.kv_blocks_total)
+        self._usage.set(stats.kv_blocks_used / max(1, stats.kv_blocks_total))
         self.tenants.engine(stats.tenants)
 
     # Reading.

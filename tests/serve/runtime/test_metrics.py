@@ -59,7 +59,7 @@ NAMES = {
     "request_time_per_output_token_seconds", "request_unstarted_queue_time_seconds", "server_state", "wasted_tokens",
     "watch_interval_seconds",
     "build_info", "e2e_request_latency_seconds", "engine_restarts", "engine_up", "event_loop_lag_seconds", "generation_tokens",
-    "inter_token_latency_seconds", "kv_blocks", "kv_blocks_cached", "kv_blocks_used", "model_info", "model_load_seconds",
+    "inter_token_latency_seconds", "kv_blocks", "kv_blocks_cached", "kv_blocks_used", "model_info", "model_load_seconds", "kv_usage_ratio",
     "nonfinite_requests", "num_requests_running", "num_requests_waiting",
     "preemptions", "prefix_cache_hits", "prefix_cache_queries", "prompt_tokens",
     "audit_lines_lost",
