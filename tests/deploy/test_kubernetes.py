@@ -22,9 +22,9 @@ KUBERNETES = REPOSITORY / "deploy/kubernetes"
 TOOLS = REPOSITORY / ".cache/deploy-tools/bin"
 """Where ``make deploy-tools`` puts what pip has."""
 SERVING = ("cpu", "gpu", "gpus", "nodes")
-OVERLAYS = (*SERVING, "leader-worker", "train")
-OTHERS_KINDS = ("JobSet", "LeaderWorkerSet", "PodMonitor", "PrometheusRule", "ScaledObject")
-"""Of operators, for which there is no schema here."""
+OVERLAYS = (*SERVING, "pool", "leader-worker", "train")
+OTHERS_KINDS = ("HTTPRoute", "InferencePool", "JobSet", "LeaderWorkerSet", "PodMonitor", "PrometheusRule", "ScaledObject")
+"""Of operators and gateways, for which there is no schema here."""
 MOST_SECONDS = 300.0
 BALANCERS_HEAR_SECONDS = 2.0
 """Twice what HAProxy and Envoy, as deploy/ has them, need to take out a server that says NOT_SERVING."""
