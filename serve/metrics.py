@@ -267,7 +267,7 @@ class Metrics:
 
     def engine_stopped(self) -> None:
         """The engine is gone, and everything it held and its ranks with it."""
-        held = (self._running, self._waiting, self._queued_tokens, self._blocks_used, self._blocks_cached)
+        held = (self._running, self._waiting, self._queued_tokens, self._blocks_used, self._blocks_cached, self._usage)
         for gauge in (self._engine_up, *self._rank_up, *held):
             gauge.set(0)
         self.ranks.gone()

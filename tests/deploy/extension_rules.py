@@ -1,8 +1,8 @@
 """What the kinds of the Gateway API Inference Extension may say, for which ``kubernetes-validate`` has no schema.
 
-From the sources of Gateway API Inference Extension 1.6.0 (InferencePool), Gateway API 1.5 (HTTPRoute, the fields that are
-common to its implementations and its timeouts) and llm-d-router 0.9.0 (EndpointPickerConfig, the plugins that ours names,
-options of its command).
+From the sources of Gateway API Inference Extension 1.6.0 (InferencePool), Gateway API 1.6.1 (HTTPRoute) and llm-d-router 0.9.0
+(EndpointPickerConfig, its plugins, options of its command): every field of a pool, and of the others those that ours have or
+might.
 """
 
 from __future__ import annotations

@@ -59,8 +59,8 @@ NAMES = {
     "request_time_per_output_token_seconds", "request_unstarted_queue_time_seconds", "server_state", "wasted_tokens",
     "watch_interval_seconds",
     "build_info", "e2e_request_latency_seconds", "engine_restarts", "engine_up", "event_loop_lag_seconds", "generation_tokens",
-    "inter_token_latency_seconds", "kv_blocks", "kv_blocks_cached", "kv_blocks_used", "model_info", "model_load_seconds", "kv_usage_ratio",
-    "nonfinite_requests", "num_requests_running", "num_requests_waiting",
+    "inter_token_latency_seconds", "kv_blocks", "kv_blocks_cached", "kv_blocks_used", "model_info", "model_load_seconds",
+    "kv_usage_ratio", "nonfinite_requests", "num_requests_running", "num_requests_waiting",
     "preemptions", "prefix_cache_hits", "prefix_cache_queries", "prompt_tokens",
     "audit_lines_lost",
     "tenant_generation_tokens", "tenant_prompt_tokens", "tenant_refusals", "tenant_requests", "tenant_requests_held",
@@ -180,10 +180,13 @@ def test_every_way_to_fail_has_its_name(metrics: Metrics) -> None:
 def test_totals_go_on_when_a_new_engine_begins_at_zero(metrics: Metrics) -> None:
     metrics.engine_started(stats(), FACTS, model="m")
     metrics.engine_advanced(
-        stats(preemptions=3, prefix_cache_queries=10, prefix_cache_hits=4, kv_blocks_used=5, proposed_tokens=6)
+        stats(
+            preemptions=3, prefix_cache_queries=10, prefix_cache_hits=4, kv_blocks_used=5, kv_blocks_total=8, proposed_tokens=6
+        )
     )
+    assert value(metrics, "kv_usage_ratio") == 5 / 8
     metrics.engine_stopped()
-    assert value(metrics, "kv_blocks_used") == 0
+    assert value(metrics, "kv_blocks_used") == value(metrics, "kv_usage_ratio") == 0
     assert value(metrics, "engine_up") == 0
     metrics.engine_started(stats(), FACTS, model="m")
     metrics.engine_advanced(stats(preemptions=2, prefix_cache_queries=1, proposed_tokens=3, accepted_tokens=2))
