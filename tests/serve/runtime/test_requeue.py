@@ -75,7 +75,9 @@ async def test_no_more_of_them_than_the_queue_takes() -> None:
 async def test_without_resume_a_stream_that_has_said_something_ends_and_the_rest_waits() -> None:
     async with bench(supervisor={"resume_streams": False}, scheduler={"max_num_seqs": 1}) as b:
         b.ranks.hold_after = 3
+        b.ranks.open.clear()
         said, waits = (b.gateway.start(request(name, tokens=9)) for name in ("said", "waits"))
+        b.ranks.open.set()  # the second step finds them both
         await b.until_held()
         b.ranks.kill()
         events, error = await read(said)
