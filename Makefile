@@ -167,6 +167,9 @@ deploy-tools:
 	@command -v haproxy >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
 	    { apt-get update -qq && apt-get install -y -qq haproxy; } >/dev/null 2>&1; } || \
 	    echo "several servers are tried behind Debian's haproxy (apt-get install haproxy)"
+	@command -v mpirun >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	    { apt-get update -qq && apt-get install -y -qq --no-install-recommends openmpi-bin; } >/dev/null 2>&1; } || \
+	    echo "the launchers are tried with Debian's mpirun (apt-get install openmpi-bin)"
 	@command -v ip >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
 	    { apt-get update -qq && apt-get install -y -qq iproute2; } >/dev/null 2>&1; } || \
 	    echo "several machines are tried in network namespaces by iproute2 (apt-get install iproute2), as root"

@@ -1,4 +1,7 @@
-"""The launchers' files, started by torchrun itself and by a stand-in for Slurm, with both nodes on this machine's loopback."""
+"""The launchers' files, started by torchrun and Open MPI themselves and by a stand-in for Slurm.
+
+Both nodes are on this machine's loopback.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ import pytest
 from host.modules import import_path
 from serve.v1 import inference_pb2, inference_pb2_grpc
 from tests.deploy import srun
+from tests.deploy.tools import needs
 from tests.repo.documents import REPOSITORY
 from tests.support.models import save
 from tests.support.ports import held_port
@@ -119,6 +123,26 @@ def test_by_torchrun_a_killed_agent_comes_back_and_all_end_when_the_server_does(
         assert said + ids_of(events) == expected
         below(first, agent=False).send_signal(signal.SIGTERM)
         assert (first.wait(MOST_SECONDS), second.wait(MOST_SECONDS)) == (0, 0)
+
+
+@needs("mpirun")
+def test_by_mpi_a_killed_agent_comes_back_and_all_end_when_the_server_does(
+    folder: Path, expected: list[int], tmp_path: Path
+) -> None:
+    """Open MPI starts a program that calls nothing of it, and says by its own variables which node each is."""
+    with held_port(FIRST) as port:
+        variables = (f"MASTER_ADDR={FIRST}", f"AGENTS_PORT={port}", "LEAVE_SECONDS=1", "PATH", "PYTHONPATH")
+        given = [word for variable in variables for word in ("-x", variable)]
+        (tmp_path / "hosts").write_text("localhost slots=2\n")
+        words = ["mpirun", "--allow-run-as-root", "--hostfile", str(tmp_path / "hosts"), "-n", "2", *given]
+        loopback = ["--mca", "oob_tcp_if_include", "lo", "--mca", "btl_tcp_if_include", "lo"]
+        with started(*words, *loopback, str(LAUNCHERS / "tessera-node.sh"), *options(folder)) as launcher:
+            events = stream(address_of(launcher))
+            said = list(next(events).delta.token_ids)
+            below(launcher, agent=True).kill()
+            assert said + ids_of(events) == expected
+            below(launcher, agent=False).send_signal(signal.SIGTERM)
+            assert launcher.wait(MOST_SECONDS) == 0
 
 
 def test_by_slurm_a_job_that_is_told_to_end_drains_first(folder: Path, expected: list[int], tmp_path: Path) -> None:

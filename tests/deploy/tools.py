@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-PACKAGES = {"promtool": "prometheus", "prometheus": "prometheus", "haproxy": "haproxy"}
+PACKAGES = {"promtool": "prometheus", "prometheus": "prometheus", "haproxy": "haproxy", "mpirun": "openmpi-bin"}
 """Debian's package of each program."""
 MOST_SECONDS = 120.0
 
