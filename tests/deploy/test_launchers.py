@@ -7,59 +7,38 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import grpc
 import psutil
 import pytest
 
 from host.modules import import_path
-from serve.v1 import inference_pb2, inference_pb2_grpc
 from tests.deploy import srun
+from tests.deploy.one_model import MOST_SECONDS, address_of, ids_of, model_and_key, said_by_one, stream
 from tests.deploy.tools import needs
 from tests.repo.documents import REPOSITORY
-from tests.support.models import save
 from tests.support.ports import held_port
-from tests.support.server import serving, until
+from tests.support.server import until
 
 pytestmark = [pytest.mark.deploy, pytest.mark.timeout(900)]
 
 LAUNCHERS = REPOSITORY / "deploy/launchers"
 FIRST, SECOND = "127.0.0.2", "127.0.0.3"
-TOKENS = 400
-MOST_SECONDS = 300.0
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("launchers")
-    (root / "key").write_text(secrets.token_hex(32))
-    save("gpt_neox", root / "model")
-    return root
+    return model_and_key(tmp_path_factory.mktemp("launchers"))
 
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> list[int]:
     """What one process says."""
-    with serving(folder / "model") as alone:
-        return ids_of(stream(alone.address))
-
-
-def stream(address: str) -> Any:
-    request = inference_pb2.GenerateRequest(token_ids={"ids": [5, 6, 7]})
-    request.stopping.max_new_tokens, request.stopping.ignore_eos, request.sampling.temperature = TOKENS, True, 0.0
-    stub: Any = inference_pb2_grpc.InferenceStub(grpc.insecure_channel(address))  # type: ignore[no-untyped-call]
-    return stub.GenerateStream(request, timeout=MOST_SECONDS)
-
-
-def ids_of(events: Any) -> list[int]:
-    return [token for event in events for token in event.delta.token_ids]
+    return said_by_one(folder)
 
 
 def options(folder: Path) -> list[str]:
@@ -88,13 +67,6 @@ def started(*words: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
         process.wait()
         assert process.stdout is not None
         process.stdout.close()
-
-
-def address_of(launcher: subprocess.Popen[str]) -> str:
-    """Where the server that it has started answers."""
-    assert launcher.stdout is not None
-    line = next(line for line in launcher.stdout if "tessera ready " in line)
-    return next(word.removeprefix("grpc=") for word in line.split() if word.startswith("grpc="))
 
 
 def below(launcher: subprocess.Popen[str], *, agent: bool) -> psutil.Process:

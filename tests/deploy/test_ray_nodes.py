@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import secrets
 import signal
 import subprocess
 import sys
@@ -14,13 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.deploy.one_model import MOST_SECONDS, address_of, ids_of, model_and_key, said_by_one, stream
 from tests.deploy.ray_cluster import Cluster, cluster_of_two
-from tests.deploy.test_launchers import MOST_SECONDS, address_of, ids_of, stream
 from tests.repo.documents import REPOSITORY
 from tests.serve.client.offline.test_ray import addresses_that_listen
-from tests.support.models import save
 from tests.support.ports import held_port
-from tests.support.server import serving, until
+from tests.support.server import until
 
 pytestmark = [
     pytest.mark.deploy,
@@ -31,17 +29,13 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("ray_nodes")
-    (root / "key").write_text(secrets.token_hex(32))
-    save("gpt_neox", root / "model")
-    return root
+    return model_and_key(tmp_path_factory.mktemp("ray_nodes"))
 
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> list[int]:
     """What one process says."""
-    with serving(folder / "model") as alone:
-        return ids_of(stream(alone.address))
+    return said_by_one(folder)
 
 
 @pytest.fixture(scope="module")

@@ -107,8 +107,8 @@ struct Penalties {
     float again, once, each;  // repetition, presence, frequency
 };
 
-// Every id stands once, so those of one vector do not meet. They are fetched and put back one by one: instructions that do it for a
-// whole vector are no faster where there are any.
+// Every id stands once, so those of one vector do not meet. They are fetched and put back one by one, on all processors alike: AVX2
+// has no instruction that puts the numbers of a vector back where they belong.
 inline void penalise_some(float* row, const int32_t* id, const int32_t* time, int count, const Penalties& by) {
     float value[kFloats]{};
     int32_t made[kFloats]{};

@@ -40,22 +40,8 @@ inline void from_float(float x, bf16& out) {
 // Sixteen floats at once; the compiler maps them to whatever vectors the processor has.
 constexpr int kLanes = 16;
 typedef float vec __attribute__((vector_size(64)));
-typedef int32_t ivec __attribute__((vector_size(64)));
 
-inline vec load(const float* source) {
-    vec out;
-    std::memcpy(&out, source, sizeof(out));
-    return out;
-}
-inline void save(vec value, float* target) { std::memcpy(target, &value, sizeof(value)); }
-inline vec all(float x) { return vec{} + x; }
-inline float highest(vec value) {
-    float peak = value[0];
-    for (int i = 1; i < kLanes; ++i) peak = value[i] > peak ? value[i] : peak;
-    return peak;
-}
-
-// The same of vectors of any size.
+// Vectors of any size.
 template <typename V>
 inline V load_as(const float* source) {
     V out;
@@ -91,7 +77,7 @@ __attribute__((always_inline)) inline V exp_nonpositive(V x) {
     std::memcpy(&scale, &bits, sizeof(scale));
     return p * scale;
 }
-inline float exp_nonpositive(float x) { return exp_nonpositive(all(x))[0]; }
+inline float exp_nonpositive(float x) { return exp_nonpositive(filled<vec>(x))[0]; }
 
 // tanh(x), relative error about 3e-7: by exp where it is far from 0, by its series where that difference would cancel.
 template <typename V>
