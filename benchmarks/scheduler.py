@@ -41,7 +41,7 @@ class InstantExecutor:
         self._results: deque[StepResult] = deque()
         self._table = SequenceTable(BLOCK_TOKENS, torch.device("cpu")) if carries else None
 
-    def launch(self, plan: StepPlan) -> None:
+    def launch(self, plan: StepPlan, *, overtakes: bool = False) -> None:
         """See ``serve.engine.executor.Executor``."""
         self.began = time.thread_time()
         sampled = tuple(Sampled(sequence=span.sequence, token_id=7) for span in plan.spans if span.sample)
@@ -53,7 +53,7 @@ class InstantExecutor:
             result = wire.decode_result(wire.encode(result))
         self._results.append(result)
 
-    def wait(self, seconds: float) -> bool:
+    def wait(self, seconds: float, bell: int | None = None) -> bool:
         """See ``serve.engine.executor.Executor``: results are there at once."""
         return True
 

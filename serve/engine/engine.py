@@ -7,6 +7,7 @@ from collections.abc import Callable
 from serve.engine.admission import Admission
 from serve.engine.events import failed_event, finished_event, prompt_event, token_event
 from serve.engine.executor import Executor, ModelFacts
+from serve.engine.figures import figures
 from serve.engine.limits import EngineLimits, check_fits
 from serve.engine.opening import Opening
 from serve.engine.plan import Sampled, Span, StepPlan, StepResult
@@ -15,7 +16,7 @@ from serve.engine.queued import Queued
 from serve.engine.registry import Registry
 from serve.engine.scheduler import Scheduler
 from serve.engine.sequence import LiveRequest, Sequence, SequenceState
-from serve.engine.stats import EngineStats, stats_of_tenants
+from serve.engine.stats import EngineStats
 from serve.engine.step_results import judge
 from serve.engine.stopping import LENGTH, Stop
 from serve.engine.swap import Swap, Swapped, Weights
@@ -83,6 +84,11 @@ class Engine:
         return bool(self._events or self._under_way) or self._swap is not None or self._scheduler.has_work
 
     @property
+    def is_computing(self) -> bool:
+        """Whether the ranks have a step that was not settled."""
+        return bool(self._under_way)
+
+    @property
     def next_deadline_seconds(self) -> float | None:
         """The earliest deadline of all live requests, on the engine's clock."""
         return self._registry.next_deadline_seconds
@@ -94,28 +100,8 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """The figures of this moment. Costs the same however many requests the tenants have."""
-        running, totals, caching = self._scheduler.num_running_requests, self._under_way.totals, self._limits.prefix_caching
-        return EngineStats(
-            num_running=running,
-            num_waiting=len(self._registry) - running,
-            queued_requests=self._registry.queue.requests,
-            queued_tokens=self._registry.queue.tokens,
-            queued_since_seconds=self._registry.queue.since_seconds,
-            kv_blocks_used=self._cache.pool.num_used,
-            kv_blocks_cached=self._cache.pool.num_kept,
-            kv_blocks_total=self._cache.pool.num_blocks,
-            preemptions=self._scheduler.preemptions,
-            recomputed=self._scheduler.recomputed,
-            prefix_cache_queries=self._scheduler.cache_queries if caching else 0,
-            prefix_cache_hits=self._scheduler.cache_hits if caching else 0,
-            prompt_tokens=self._prompt_tokens,
-            generation_tokens=self._generation_tokens,
-            proposed_tokens=self._scheduler.proposed_tokens,
-            accepted_tokens=self._scheduler.accepted_tokens,
-            tenants=stats_of_tenants(self._scheduler.places.taken, self._registry.queue.requests_of),
-            steps=totals.steps,
-            last_step=totals.last,
-        )
+        caches, tokens = self._limits.prefix_caching, (self._prompt_tokens, self._generation_tokens)
+        return figures(self._scheduler, self._registry, self._cache, self._under_way.totals, caches=caches, tokens=tokens)
 
     # What the caller does.
 
@@ -226,16 +212,30 @@ class Engine:
             except InvalidRequest as error:  # by the new ranks, which found less memory
                 self._fail(request, error)
 
-    def await_planning(self) -> None:
-        """Wait while it is too early to plan a step ahead: a request that is added after this can be part of it."""
-        if self._swap is None:
-            self._under_way.await_planning()
+    def await_planning(self, bell: int | None = None) -> bool:
+        """Wait while it is too early to plan a step ahead: a request that is added after this can be part of it.
+
+        Returns:
+            Whether it is too early yet, the wait having ended since there is something to read from ``bell``, a descriptor.
+        """
+        return self._swap is None and self._under_way.await_planning(bell)
+
+    def overtake(self) -> None:
+        """Let a prompt be computed before the step under way, where that is of tenants who have more.
+
+        Raises:
+            ExecutorDied: as of ``step``.
+        """
+        under = self._under_way.only
+        if under is not None and self._swap is None:
+            self._launch(self._clock(), under)
 
     def step(self) -> tuple[Event, ...]:
         """Admit, schedule, launch, settle, emit.
 
         With ``async_scheduling`` the ranks have two steps, where they would wait otherwise, and the older one is settled: they
-        compute while its events are told. Where it ends a sequence, what the other computes for that is passed over.
+        compute while its events are told. Where it ends a sequence, what the other computes for that is passed over. Where they
+        would hardly wait, one step is launched by one call and settled by the next: ``await_planning`` comes between.
 
         Returns:
             Everything there is to tell, in order; empty when nothing happened.
@@ -249,10 +249,12 @@ class Engine:
                 self._settle()
             if self._is_due(self._swap, self._clock()):
                 self._exchange_weights(self._swap)
-        if not self._under_way:
+        if begins := not self._under_way:
             self._launch(self._clock())
         if self._swap is None and self._under_way.pays_ahead:
             self._launch(self._clock())
+        elif begins and self._swap is None and self._under_way.spare_seconds:
+            return self.drain_events()  # and what comes while that is computed may overtake it
         if self._under_way:
             self._settle()
         return self.drain_events()
@@ -287,14 +289,16 @@ class Engine:
         self._swap = None
         self._swapped = Swapped(swap, result.refused, self._clock() - began, num_running)
 
-    def _launch(self, began: float) -> None:
-        if (plan := self._scheduler.schedule()) is not None:
+    def _launch(self, began: float, under: StepPlan | None = None) -> None:
+        """``under``: the step that is under way, and to be overtaken."""
+        plan = self._scheduler.schedule() if under is None else self._scheduler.overtake(under)
+        if plan is not None:
             for start in plan.starts:
                 self._registry.start(self._scheduler.running[start.sequence].request, began)
-            self._under_way.launch(plan, began)
+            self._under_way.launch(plan, began, overtakes=under is not None)
 
     def _settle(self) -> None:
-        """Wait for the oldest step under way, and apply its result."""
+        """Wait for the oldest step under way, or one that has overtaken it, and apply its result."""
         plan, result, answers = self._under_way.collect(self._facts.vocab_size)
         self._apply(plan, result, answers, self._clock())
         self._under_way.end(goes_on=self._scheduler.has_work)
@@ -318,7 +322,8 @@ class Engine:
             if span.sample:
                 self._apply_answers(seq, span, answers[span.sequence], now)
             elif not seq.samples and computed == len(seq.token_ids):
-                self._end_without_tokens(request, now)
+                for done in tuple(request.sequences):  # nothing was to be generated
+                    self._end(done, LENGTH, now)
 
     def _announce_prompt(self, leader: Sequence) -> None:
         """The prompt is computed: say so, and let the other sequences in, which find its blocks in the prefix cache."""
@@ -386,11 +391,6 @@ class Engine:
         if not request.sequences:
             self._registry.remove(request)
         self._events.append(finished_event(seq, stop, now))
-
-    def _end_without_tokens(self, request: LiveRequest, now: float) -> None:
-        """Nothing was to be generated and the prompt is computed: all sequences of the request end."""
-        for seq in tuple(request.sequences):
-            self._end(seq, LENGTH, now)
 
     def _fail(self, request: LiveRequest, error: RequestError) -> None:
         """The request ends with ``error``, and all its sequences with it."""

@@ -105,18 +105,25 @@ class ExecutorDied(Exception):
 
 
 class Executor(Protocol):
-    """Carries out plans, one after the other, in the order in which they came. Called by the engine thread alone."""
+    """Carries out plans, one after the other, in the order in which they came, or with one before another where it may
+    overtake. Called by the engine thread alone."""
 
-    def launch(self, plan: StepPlan) -> None:
+    def launch(self, plan: StepPlan, *, overtakes: bool = False) -> None:
         """Let one step be computed once all before it are; does not wait for that.
+
+        Args:
+            overtakes: whether it may be computed before the one that is under way, whose blocks and sequences it has none of.
 
         Raises:
             ExecutorDied: the results of all that is under way are lost and no further call can succeed.
         """
         ...
 
-    def wait(self, seconds: float) -> bool:
+    def wait(self, seconds: float, bell: int | None = None) -> bool:
         """Wait until the result that ``collect`` would give is there, or the ranks are lost; at most so many seconds.
+
+        Args:
+            bell: a descriptor that ends the wait as well when there is something to read from it.
 
         Returns:
             Whether ``collect`` would answer at once.
@@ -124,7 +131,7 @@ class Executor(Protocol):
         ...
 
     def collect(self) -> StepResult:
-        """Wait for the result of the oldest step that was launched and not collected.
+        """Wait for the result of the oldest step that was launched and not collected, or of one that has overtaken it.
 
         Raises:
             ExecutorDied: as above.

@@ -30,6 +30,11 @@ class EngineLimits:
     drafts: bool = False
     """Whether the ranks have a draft model, which says what is proposed; else it is what texts have said before."""
 
+    @property
+    def num_places(self) -> int:
+        """Sequences that one step can compute a position of."""
+        return min(self.max_num_seqs, self.max_step_tokens)
+
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_step_tokens", "max_queued_requests", "max_queued_tokens"):
             assert getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1"

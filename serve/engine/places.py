@@ -41,7 +41,7 @@ class Places:
         Args:
             waiting: for reading, as is ``running``, whose order is that of admission.
         """
-        self._num_places = min(limits.max_num_seqs, limits.max_step_tokens)
+        self._num_places = limits.num_places
         self._budget = limits.max_step_tokens
         self._waiting = waiting
         self._running = running
@@ -85,6 +85,31 @@ class Places:
                 if seq is not None and seq.priority >= head.priority and (giving := room.make(seq)) is not None:
                     claims.append(Claim(seq, giving))
         return claims
+
+    def overtaking(self, cache: PrefixCache, headroom: int) -> Claim | None:
+        """Who may begin before a step under way has ended: the first of the tenant with the fewest places, short of its share.
+
+        It may pass the head of the queue, whose tenant has more.
+
+        Args:
+            headroom: blocks that stay free.
+        """
+        head, tenants = self._waiting.first(), self._tenants()
+        if head is None or len(tenants) == 1:
+            return None
+        having, share = self._num_running, self._share(len(tenants))
+        tenant = min(self._waiting.tenants, key=lambda tenant: (having.get(tenant, 0), tenant != head.tenant, tenant))
+        seq = self._waiting.first_of(tenant)
+        if seq is None or seq.priority < head.priority or having.get(tenant, 0) >= share:
+            return None
+        room = _Room(self._running, self._num_places, self._budget, cache, headroom, len(tenants))
+        giving_way = room.make(seq)
+        return None if giving_way is None else Claim(seq, giving_way)
+
+    def tenants_with_more(self, tenant: str) -> set[str]:
+        """Those that have more places than this one, and half of their share or more."""
+        least = max(self._num_running.get(tenant, 0) + 1, self._share(len(self._tenants())) // 2)
+        return {other for other, count in self._num_running.items() if count >= least}
 
     def tenants_with_their_share(self) -> set[str]:
         """Those that have no fewer places than is their due."""

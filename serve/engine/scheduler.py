@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Container
 
 from serve.engine.ahead import can_run_ahead
+from serve.engine.checking import check_batch
 from serve.engine.draft import Draft
 from serve.engine.first_tokens import FirstTokens
 from serve.engine.limits import EngineLimits
 from serve.engine.places import Claim, Places
 from serve.engine.plan import StepPlan
 from serve.engine.prefix_cache import PrefixCache
+from serve.engine.proposing import proposal
 from serve.engine.sequence import Sequence, SequenceState
 from serve.engine.shares import Shares
-from serve.engine.sharing import is_being_made
+from serve.engine.sharing import is_being_made, prefix_of
 from serve.engine.speculation import Speculation
 from serve.engine.starting import start_of
 from serve.engine.stats import Loss, Recomputed
 from serve.engine.waiting_line import WaitingLine
-from serve.types import BlockId, SequenceId
+from serve.types import SequenceId
 
 _HEADROOM_FRACTION = 100
 """One block in so many stays free at admission, so that the sequences already running can grow a little before one of
@@ -58,12 +61,12 @@ class Scheduler:
         self.running: dict[SequenceId, Sequence] = {}
         """The running batch in order of admission, the oldest first. For others to read."""
         self.places = Places(limits, self._waiting, self.running)
-        self._first_tokens = FirstTokens(self.places, limits) if rows_take_time else None
+        self._first_tokens = FirstTokens(self.places, limits, rows_take_time=rows_take_time)
         self._dropped: list[SequenceId] = []
         self._aside: dict[Sequence, None] | None = None
         """Sequences that wait for an exchange of weights, in their order; ``None`` while nothing waits for one."""
-        self._making: deque[set[bytes]] = deque()
-        """What each step under way fills, as ``Draft.making``."""
+        self._making: dict[int, set[bytes]] = {}
+        """What each step under way fills, by its number; as ``Draft.making``."""
         self._num_plans = 0
         self._num_admissions = 0
         self.num_running_requests = 0
@@ -162,26 +165,45 @@ class Scheduler:
         ahead = bool(self._making)
         if ahead and not can_run_ahead(self.running, self._cache, self._limits):
             return None
+        if (crowded := self._first_tokens.crowded(self.running)) and ahead:
+            return None
+        self._let_give_way(crowded)
         claims = self.places.claims(self._cache, self._headroom) if self._aside is None else []
         giving_way = [seq for claim in claims for seq in claim.giving_way]
         if ahead and giving_way:
             return None
+        self._first_tokens.settle()
         draft = Draft(budget=self._limits.max_step_tokens)
-        for seq in giving_way:
-            seq.gives_way_from = 2 * seq.num_computed
-            self._preempt(seq, "fair_share")
-        self.gave_way += len(giving_way)
+        self._let_give_way(giving_way)
         left_out = self._left_out(claims)
         self._continue_running(draft, left_out)
         if not draft.has_preempted:
             self._admit_waiting(draft, claims, only_claims=bool(left_out))
         if not draft.spans and (ahead or not self._dropped):
             return None
-        self._making.append(draft.making)
-        starts, spans, dropped = tuple(draft.starts), tuple(draft.spans), tuple(self._dropped)
-        plan = StepPlan(step=self._num_plans, starts=starts, spans=spans, dropped=dropped)
+        return self._planned(draft)
+
+    def overtake(self, under: StepPlan) -> StepPlan | None:
+        """Draw up a step of one prompt that may be computed before the one under way; ``None`` where there is no reason.
+
+        See ``FirstTokens``. There may be a few more running than there are places until that has ended.
+        """
+        if self._aside is not None or [*self._making] != [under.step]:
+            return None
+        at = {"step": self._num_plans, "headroom": self._headroom}
+        claim = self._first_tokens.overtaking(under, self.running, self._cache, **at)
+        if claim is None or self._is_being_made(claim.sequence) or not self._take_prefix(claim.sequence):
+            return None
+        self._first_tokens.overtakes(claim, step=self._num_plans)
+        self._admit(claim.sequence, draft := Draft(budget=self._limits.max_step_tokens))
+        return self._planned(draft, still_computed={span.sequence for span in under.spans})
+
+    def _planned(self, draft: Draft, still_computed: Container[SequenceId] = ()) -> StepPlan:
+        self._making[self._num_plans] = draft.making
+        dropped = tuple(sequence for sequence in self._dropped if sequence not in still_computed)
+        plan = StepPlan(step=self._num_plans, starts=tuple(draft.starts), spans=tuple(draft.spans), dropped=dropped)
         self._num_plans += 1
-        self._dropped = []
+        self._dropped = [sequence for sequence in self._dropped if sequence in still_computed]
         return plan
 
     def commit(self, plan: StepPlan) -> None:
@@ -189,7 +211,7 @@ class Scheduler:
 
         What was proposed counts as computed once it is known to come; see ``advance``.
         """
-        self._making.popleft()
+        del self._making[plan.step]
         running, size = self.running, self._cache.block_tokens
         for span in plan.spans:
             seq = running.get(span.sequence)
@@ -216,9 +238,13 @@ class Scheduler:
 
     def _left_out(self, claims: list[Claim]) -> frozenset[SequenceId]:
         """Running sequences that the next step passes over."""
-        if len(claims) != 1 or self._first_tokens is None or is_being_made(claims[0].sequence, self._cache, self._making):
+        if len(claims) != 1 or self._is_being_made(claims[0].sequence):
             return frozenset()
         return self._first_tokens.leave_out(claims[0], self.running, self._cache, step=self._num_plans, headroom=self._headroom)
+
+    def _is_being_made(self, seq: Sequence, draft: Draft | None = None) -> bool:
+        making = [*self._making.values(), *(() if draft is None else (draft.making,))]
+        return is_being_made(seq, self._cache, making)
 
     def _continue_running(self, draft: Draft, left_out: frozenset[SequenceId]) -> None:
         """Pay the debts of the running sequences, oldest first, preempting the youngest where blocks run out; compute some of
@@ -250,7 +276,9 @@ class Scheduler:
         while draft.budget and len(self.running) - draft.num_last < self._limits.max_num_seqs:
             if first:
                 claiming = first.popleft()
-                if not is_being_made(claiming, self._cache, (draft.making, *self._making)) and self._take_prefix(claiming):
+                if not is_being_made(claiming, self._cache, (draft.making, *self._making.values())) and self._take_prefix(
+                    claiming
+                ):
                     self._admit(claiming, draft)
                 continue
             if only_claims:
@@ -260,7 +288,11 @@ class Scheduler:
                 self._waiting.discard(seq)
                 self._aside[seq] = None
                 continue
-            if seq is None or is_being_made(seq, self._cache, (draft.making, *self._making)) or not self._take_prefix(seq):
+            if (
+                seq is None
+                or is_being_made(seq, self._cache, (draft.making, *self._making.values()))
+                or not self._take_prefix(seq)
+            ):
                 return
             self._admit(seq, draft)
 
@@ -275,24 +307,13 @@ class Scheduler:
         draft.add_span(seq, count, self._cache.block_tokens)
 
     def _take_prefix(self, seq: Sequence) -> bool:
-        """Give a waiting sequence its prefix-cache hits; False, and no change, if the rest of what it knows would not fit.
-
-        At most the blocks before the last known token are hit, so that there is always a position left to compute.
-        """
-        pool = self._cache.pool
-        num_known = len(seq.token_ids)
+        """Give a waiting sequence its prefix-cache hits; False, and no change, if the rest of what it knows would not fit."""
+        num_known, headroom = len(seq.token_ids), self._headroom if self.running else 0
         looks_up = seq.chain is not None and not seq.wants_prompt_logprobs
-        headroom = self._headroom if self.running else 0
-        if pool.num_free <= headroom:
-            return False
-        hits: list[BlockId] = []
-        if looks_up and seq.chain is not None:
-            hits = self._cache.lookup(seq.chain, (num_known - 1) // self._cache.block_tokens)
-        available = pool.num_free - sum(pool.is_free(block) for block in hits)
-        if self._cache.blocks_for(num_known) - len(hits) + headroom > available:
+        if (hits := prefix_of(seq, self._cache, headroom=headroom)) is None:
             return False
         for block in hits:
-            pool.share(block)
+            self._cache.pool.share(block)
         seq.table = hits
         seq.num_registered = len(hits)
         seq.num_computed = len(hits) * self._cache.block_tokens
@@ -324,29 +345,17 @@ class Scheduler:
         return True
 
     def _propose(self, seq: Sequence, speculation: Speculation, draft: Draft) -> tuple[int, ...]:
-        """Tokens that may follow what a sequence knows, which it owes one position of and has the block for.
-
-        The last token that it may generate is never computed, so it is not proposed either. A guess may take what is left of
-        the sequence's blocks, and more only while each running sequence could have one yet: nothing is preempted for it.
-        """
-        num_tokens, size = len(seq.token_ids), self._cache.block_tokens
-        if draft.spare <= 0 or speculation.rests(num_tokens) or seq.debt != 1:
-            return ()
-        request = seq.request
-        still_to_come = request.num_prompt_tokens + request.rule.max_new_tokens - num_tokens
-        covered = len(seq.table) * size
-        free = max(0, self._cache.pool.num_free - self._headroom - len(self.running))
-        room = min(still_to_come - 1, draft.spare, covered + free * size - num_tokens)
-        proposed = speculation.propose(seq.token_ids, room)
-        missing = self._cache.blocks_for(num_tokens + len(proposed)) - len(seq.table)
-        if missing > 0:
-            blocks = self._cache.try_take(missing)
-            assert blocks is not None, "room was reckoned by the free blocks"
-            seq.table += blocks
-        speculation.proposed += len(proposed)
+        """Tokens that may follow what a sequence knows, with the blocks for them; nothing is preempted for those."""
+        proposed = proposal(seq, speculation, draft.spare, self._cache, keep=self._headroom + len(self.running))
         self.proposed_tokens += len(proposed)
         draft.spare -= len(proposed)
         return proposed
+
+    def _let_give_way(self, sequences: list[Sequence]) -> None:
+        for seq in sequences:
+            seq.gives_way_from = 2 * seq.num_computed
+            self._preempt(seq, "fair_share")
+        self.gave_way += len(sequences)
 
     def _preempt(self, seq: Sequence, loss: Loss) -> None:
         """Take a running sequence's blocks away and put it at the front of the queue, before all that never ran."""
@@ -382,17 +391,10 @@ class Scheduler:
         self._waiting.check()
         self.places.check()
         self._shares.check(len(self._waiting) + len(self.running) + len(self._aside or ()))
-        num_going_on = sum(seq.debt > 0 for seq in self.running.values())
-        assert num_going_on <= min(self._limits.max_num_seqs, self._limits.max_step_tokens), "more sequences run than may"
-        held: dict[BlockId, int] = {}
         for seq in self.running.values():
             assert seq not in self._waiting, f"sequence {seq.id} runs and waits"
             assert seq not in (self._aside or ()), f"sequence {seq.id} runs and was set aside"
-            is_youngest = seq.id == next(reversed(self.running))
-            seq.check_running(is_youngest=is_youngest, num_under_way=len(self._making), block_tokens=self._cache.block_tokens)
-            for block in seq.table:
-                held[block] = held.get(block, 0) + 1
-        self._cache.pool.check_references(held)
-        assert [*self.running.values()] == sorted(self.running.values(), key=lambda seq: seq.admitted), "batch out of order"
+        num_places = self._limits.num_places + len(self._first_tokens.crowded(self.running))
+        check_batch(self.running, self._cache, num_under_way=len(self._making), num_places=num_places)
         num_requests = len({id(seq.request) for seq in self.running.values()})
         assert num_requests == self.num_running_requests, "the count of running requests is wrong"

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from serve.engine.prefix_cache import DigestChain, PrefixCache
 from serve.engine.sequence import LiveRequest, Sequence
-from serve.types import LengthRule
+from serve.types import BlockId, LengthRule
 
 
 def chain_of(
@@ -49,3 +49,21 @@ def is_being_made(seq: Sequence, cache: PrefixCache, making: Collection[set[byte
         return False
     digest = seq.chain.digest(found)
     return any(digest in each for each in making)
+
+
+def prefix_of(seq: Sequence, cache: PrefixCache, *, headroom: int) -> list[BlockId] | None:
+    """The blocks that a waiting sequence finds in the cache; ``None`` if there is no room for the rest of what it knows.
+
+    At most those before the last known token are found, so that there is always a position left to compute.
+
+    Args:
+        headroom: blocks that stay free.
+    """
+    pool, num_known = cache.pool, len(seq.token_ids)
+    if pool.num_free <= headroom:
+        return None
+    hits: list[BlockId] = []
+    if seq.chain is not None and not seq.wants_prompt_logprobs:
+        hits = cache.lookup(seq.chain, (num_known - 1) // cache.block_tokens)
+    available = pool.num_free - sum(pool.is_free(block) for block in hits)
+    return hits if cache.blocks_for(num_known) - len(hits) + headroom <= available else None

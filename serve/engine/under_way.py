@@ -19,11 +19,13 @@ _WORTH = 0.01
 step more: where steps are long it would be the one who pays, for next to nothing."""
 _WEIGHT = 0.125
 """How much the latest step counts in the running means."""
+_MOST_SPARE_SECONDS = 1.0
+"""Whoever waits looks up as often as that."""
 _LATELY = 16
 """Steps of each size of which the median tells how long the next one takes."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Step:
     plan: StepPlan
     began: float
@@ -50,6 +52,8 @@ class UnderWay:
         self._clock = clock
         self._may_run_ahead = may_run_ahead
         self._steps: deque[_Step] = deque()
+        self._answered: _Step | None = None
+        """The one of them that was collected and has not ended."""
         self._last_end = 0.0
         self._collected: float | None = None
         """When the ranks answered last, and had no more to do unless another step was under way; ``None`` once counted."""
@@ -76,34 +80,50 @@ class UnderWay:
         return self._may_run_ahead and len(self._steps) == 1 and self._between >= _WORTH * self._each
 
     @property
+    def only(self) -> StepPlan | None:
+        """The one that is under way, where it is one."""
+        return self._steps[0].plan if len(self._steps) == 1 else None
+
+    @property
     def spare_seconds(self) -> float:
         """For how long the step after the one under way need not be planned yet: a request that comes meanwhile is in it.
 
-        Where steps of its size took the ranks longer lately; else the step is planned at once.
+        Where steps of its size took the ranks longer lately; else the step is planned at once. Where none is planned ahead,
+        until the one under way should end.
         """
-        if not self.pays_ahead or not (took := self._took.get(self._steps[0].size)):
+        if not self._may_run_ahead or len(self._steps) != 1 or not (took := self._took.get(self._steps[0].size)):
             return 0.0
         usual = statistics.median(took)
-        return max(0.0, self._computing + usual - self._lead.seconds(self._between, usual) - self._clock())
+        lead = self._lead.seconds(self._between, usual) if self.pays_ahead else 0.0
+        return min(_MOST_SPARE_SECONDS, max(0.0, self._computing + usual - lead - self._clock()))
 
-    def await_planning(self) -> None:
-        """Wait for ``spare_seconds``, or until the ranks have answered."""
-        if (seconds := self.spare_seconds) > 0.0:
-            began = self._clock()
-            self._executor.wait(seconds)
-            if self._collected is not None:  # nothing was done here meanwhile for which ranks would have to wait
-                self._collected += self._clock() - began
+    def await_planning(self, bell: int | None = None) -> bool:
+        """Wait for ``spare_seconds``, or until the ranks have answered, or there is something to read from ``bell``.
 
-    def launch(self, plan: StepPlan, began: float) -> None:
+        Returns:
+            Whether neither of the first two is so yet.
+        """
+        if (seconds := self.spare_seconds) <= 0.0:
+            return False
+        began = self._clock()
+        answered = self._executor.wait(seconds, bell)
+        if self._collected is not None:  # nothing was done here meanwhile for which ranks would have to wait
+            self._collected += self._clock() - began
+        return not answered and self.spare_seconds > 0.0
+
+    def launch(self, plan: StepPlan, began: float, *, overtakes: bool = False) -> None:
         """Give the ranks a step, which began to be planned at ``began``.
+
+        Args:
+            overtakes: whether it may be computed before the one that is under way.
 
         Raises:
             ExecutorDied: the ranks are lost.
         """
-        self._executor.launch(plan)
+        self._executor.launch(plan, overtakes=overtakes)
         if not self._steps:
             self._computing = self._clock()
-        else:
+        elif not overtakes:
             self._lead.learn(was_late=self._executor.wait(0.0))
         self._steps.append(_Step(plan, began, sum(span.count for span in plan.spans).bit_length()))
         if self._collected is not None:
@@ -111,25 +131,32 @@ class UnderWay:
             self._collected = None
 
     def collect(self, vocab_size: int) -> tuple[StepPlan, StepResult, dict[SequenceId, list[Sampled]]]:
-        """The oldest step with its result, and what was chosen for each sequence; waits for it. It is under way until ``end``.
+        """The oldest step, or one that has overtaken it, with its result and what was chosen for each sequence.
+
+        Waits for it. It is under way until ``end``.
 
         Raises:
             ExecutorDied: the ranks are lost, or the result does not answer the plan.
         """
-        step = self._steps[0]
         result = self._executor.collect()
         self._collected = self._clock()
-        self._took[step.size].append(self._collected - self._computing)
+        step = next((step for step in self._steps if step.plan.step == result.step), self._steps[0])
+        if step is self._steps[0]:  # one that overtook another was begun while that was computed
+            self._took[step.size].append(self._collected - self._computing)
         self._computing = self._collected
+        self._answered = step
         return step.plan, result, check_result(step.plan, result, vocab_size)
 
     def end(self, *, goes_on: bool) -> None:
-        """The result of the oldest step was applied.
+        """The result of the step that was collected last was applied.
 
         Args:
             goes_on: whether more is to be computed; otherwise the time until the next launch is nobody's.
         """
-        step, now = self._steps.popleft(), self._clock()
+        step, now = self._answered, self._clock()
+        assert step is not None, "a step ends that was not collected"
+        self._steps.remove(step)
+        self._answered = None
         seconds = now - max(step.began, self._last_end)
         self.totals.note(step.plan, seconds)
         self._each += _WEIGHT * (seconds - self._each)
@@ -152,7 +179,7 @@ class UnderWay:
     def lose(self) -> None:
         """The ranks are gone, and will answer nothing."""
         self._steps.clear()
-        self._collected = None
+        self._collected = self._answered = None
 
     def go_on_with(self, executor: Executor) -> None:
         """Others compute from now on."""

@@ -8,6 +8,7 @@ Shapes.  T tokens of the step, all sequences flat   H query heads on this rank  
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
@@ -145,13 +146,19 @@ def whole_numbers(x_TGD: Tensor) -> tuple[Tensor, Tensor]:
     return numbers_TGD.nan_to_num(0.0).to(torch.int8), scale_TG
 
 
+def _do_nothing() -> None:
+    pass
+
+
 class StepState:
     """The layout of the step being computed: the runner sets it, every layer's attention reads it."""
 
-    __slots__ = ("layout", "rotary")
+    __slots__ = ("layout", "look", "rotary")
 
     def __init__(self) -> None:
         self.layout: StepLayout | None = None
+        self.look: Callable[[], None] = _do_nothing
+        """Called in each layer. What it raises ends the step."""
         self.rotary: Rotary | None = None
         """What the layer being computed has left to the back end to turn its queries and keys with."""
 
@@ -182,6 +189,7 @@ class PagedAttention:
         layout = self.state.layout
         assert layout is not None, "attention was called outside a step"
         rotary, self.state.rotary = self.state.rotary, None
+        self.state.look()
         out_THD = self.backend.attend(
             query_1HTD[0].transpose(0, 1),
             key_1GTD[0].transpose(0, 1),

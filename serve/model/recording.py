@@ -24,6 +24,7 @@ from serve.model.dispatch import Watching
 
 KINDS: Final = ("product", "quantized", "attention", "add", "multiply", "layer_norm", "rms_norm", "look_up", "widen")
 """``Kind`` of kernels/parts.h, in its order."""
+NO_SOCKET: Final = -1
 _ALIGNMENT_BYTES: Final = 64
 _SLOT_BYTES: Final = 256
 """Memory of a step is given in multiples of this."""
@@ -77,18 +78,18 @@ class Steps:
     def __init__(self, kernels: ctypes.CDLL) -> None:
         """``kernels`` as ``load_cpu_kernels`` gives them."""
         self._steps = kernels.tessera_steps
-        self._steps.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int)
-        self._steps.restype = None
+        self._steps.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int)
+        self._steps.restype = ctypes.c_bool
 
     def one(self, job: Job) -> None:
         """Carry one out, and let whoever records know."""
-        self._steps(ctypes.addressof(job), 1, torch.get_num_threads())
+        self._steps(ctypes.addressof(job), 1, torch.get_num_threads(), NO_SOCKET)
         if _recorders:
             _recorders[-1].note(job)
 
-    def all(self, jobs: ctypes.Array[Job]) -> None:
-        """Carry these out, one after the other."""
-        self._steps(ctypes.addressof(jobs), len(jobs), torch.get_num_threads())
+    def all(self, jobs: ctypes.Array[Job], socket: int) -> bool:
+        """Carry these out, one after the other, until a message that overtakes them waits at a socket; whether none did."""
+        return bool(self._steps(ctypes.addressof(jobs), len(jobs), torch.get_num_threads(), socket))
 
 
 class StepMemory:
@@ -145,7 +146,8 @@ class Program:
     """The jobs and calls of a recorded step, which can be carried out again."""
 
     def __init__(self, steps: Steps, recorded: Sequence[Job | Callable[[], object]], held: Sequence[object]) -> None:
-        self._parts: list[Callable[[], object]] = []
+        self._steps = steps
+        self._parts: list[ctypes.Array[Job] | Callable[[], object]] = []
         self._held = held
         jobs: list[Job] = []
         for item in (*recorded, None):
@@ -153,7 +155,7 @@ class Program:
                 jobs.append(item)
                 continue
             if jobs:
-                self._parts.append(partial(steps.all, (Job * len(jobs))(*jobs)))
+                self._parts.append((Job * len(jobs))(*jobs))
                 jobs = []
             if item is not None:
                 self._parts.append(item)
@@ -163,10 +165,21 @@ class Program:
         """How often Python has a part in a replay; 1 where all is kernels' calls."""
         return len(self._parts)
 
-    def replay(self) -> None:
-        """Do again what was recorded, with what the inputs hold now."""
+    def replay(self, socket: int = NO_SOCKET) -> bool:
+        """Do again what was recorded, with what the inputs hold now.
+
+        Args:
+            socket: where a message may come that overtakes it; see ``serve.worker.wire.send``.
+
+        Returns:
+            False if such a message waits there, and this was given up in the middle.
+        """
         for part in self._parts:
-            part()
+            if not isinstance(part, ctypes.Array):
+                part()
+            elif not self._steps.all(part, socket):
+                return False
+        return True
 
 
 class Recorder(Watching):

@@ -5,8 +5,11 @@ In: commands through a thread-safe queue. Out: the events of a step, all in one 
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import queue
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
@@ -56,6 +59,9 @@ class EngineThread:
         self._clock = clock
         self._ledger = Ledger(metrics, clock)
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """Rings when a command has come."""
+        weakref.finalize(self, os.close, self._bell)
         self._routes: dict[RequestId, Stream] = {}
         self._outbox: list[Delivery] = []
         self._swap_done: Future[Swapped] | None = None
@@ -74,6 +80,7 @@ class EngineThread:
         if isinstance(command, Add):
             self._sent = _plus(self._sent, command)
         self._commands.put(command)
+        os.eventfd_write(self._bell, 1)
 
     def refusal(self, generation: Generation) -> QueueFull | None:
         """What the engine would refuse a request with that were sent now; ``None`` where it may take it. Any thread.
@@ -118,7 +125,13 @@ class EngineThread:
         self._progressed_seconds = self._clock()
         try:
             while True:
-                engine.await_planning()
+                while engine.await_planning(self._bell):
+                    self._take_commands(engine)
+                    if should_leave():
+                        return
+                    engine.overtake()
+                    self._progressed_seconds = self._clock()
+                    self._publish()
                 self._take_commands(engine)
                 if should_leave():
                     return
@@ -180,7 +193,7 @@ class EngineThread:
         self.step_started_seconds = self._clock()
         try:
             events = engine.step()
-            is_stalled = not events and engine.stats().steps == steps_before and engine.has_work
+            is_stalled = not events and engine.stats().steps == steps_before and engine.has_work and not engine.is_computing
             if not is_stalled:
                 self._progressed_seconds = self._clock()
         finally:
@@ -191,6 +204,8 @@ class EngineThread:
 
     def _take_commands(self, engine: Engine) -> None:
         """Obey everything in the queue; with nothing else to do, wait for the first command."""
+        with contextlib.suppress(BlockingIOError):  # before the queue is looked at: what comes after this rings again
+            os.eventfd_read(self._bell)
         if not engine.has_work and not self._outbox:
             self._wait(engine, None)
         for _ in range(self._commands.qsize()):

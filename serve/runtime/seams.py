@@ -51,16 +51,22 @@ class RankGroup(Protocol):
         """
         ...
 
-    def launch(self, plan: StepPlan) -> None:
+    def launch(self, plan: StepPlan, *, overtakes: bool = False) -> None:
         """Give the ranks one plan, to be computed once all before it are; does not wait for that.
+
+        Args:
+            overtakes: whether it may be computed before the one that is under way.
 
         Raises:
             ExecutorDied: the ranks are lost, and with them all that was under way; no further call can succeed.
         """
         ...
 
-    def wait(self, seconds: float) -> bool:
+    def wait(self, seconds: float, bell: int | None = None) -> bool:
         """Wait until the result that ``collect`` would give is there, or the ranks are lost; at most so many seconds.
+
+        Args:
+            bell: a descriptor that ends the wait as well when there is something to read from it.
 
         Returns:
             Whether ``collect`` would answer at once.
@@ -68,7 +74,7 @@ class RankGroup(Protocol):
         ...
 
     def collect(self) -> StepResult:
-        """Wait for the result of the oldest plan that was launched and not collected.
+        """Wait for the result of the oldest plan that was launched and not collected, or of one that has overtaken it.
 
         Raises:
             ExecutorDied: the ranks are lost, and with them all that was under way; no further call can succeed.

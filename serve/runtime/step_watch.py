@@ -63,8 +63,11 @@ class StepWatch:
         self._excused_seconds = 0.0
         self._exchanging = False
 
-    def launch(self, plan: StepPlan) -> None:
+    def launch(self, plan: StepPlan, *, overtakes: bool = False) -> None:
         """Give the ranks one plan, to be computed once all before it are, and note how large it is; does not wait.
+
+        Args:
+            overtakes: whether it may be computed before the one that is under way.
 
         Raises:
             ExecutorDied: the ranks are lost, and with them all that was under way; no further call can succeed.
@@ -72,24 +75,31 @@ class StepWatch:
         self._under_way.append((plan, self._size_of(plan)))
         if self._step is None:
             self._begin_next()
-        self._executor.launch(plan)
+        self._executor.launch(plan, overtakes=overtakes)
 
-    def wait(self, seconds: float) -> bool:
+    def wait(self, seconds: float, bell: int | None = None) -> bool:
         """Wait until the result that ``collect`` would give is there, or the ranks are lost; at most so many seconds.
+
+        Args:
+            bell: a descriptor that ends the wait as well when there is something to read from it.
 
         Returns:
             Whether ``collect`` would answer at once.
         """
-        return self._executor.wait(seconds)
+        return self._executor.wait(seconds, bell)
 
     def collect(self) -> StepResult:
         """Wait for the result of the step in progress, and remember how long it took; then the next one is in progress.
+
+        One that has overtaken it counts from when that began, which then begins anew.
 
         Raises:
             ExecutorDied: the ranks are lost, and with them all that was under way; no further call can succeed.
         """
         result = self._executor.collect()
-        _, size = self._under_way.popleft()
+        place = next((place for place, (plan, _) in enumerate(self._under_way) if plan.step == result.step), 0)
+        _, size = self._under_way[place]
+        del self._under_way[place]
         self._longest_seconds = max(self._longest_seconds, self._clock() - self._began - self._excused_seconds)
         self._excused_seconds = 0.0
         self._largest |= size

@@ -24,7 +24,7 @@ from serve.worker import wire
 from serve.worker.orders import Orders
 from serve.worker.preparation import Preparation
 from serve.worker.profiling import Profiling
-from serve.worker.rank import Rank
+from serve.worker.rank import Rank, connected
 from serve.worker.rank_output import RankOutput
 from serve.worker.rank_process import NewRank, ProgramStarter, RankStarter, rank_environment
 from serve.worker.vitals import Vitals, furthest_behind, stalled
@@ -60,6 +60,8 @@ class RankExecutor:
         """The rank that has the results: the first of the last stage."""
         self._under_way: deque[int] = deque()
         """Numbers of the steps that the ranks were given and have not answered."""
+        self._overtaking: int | None = None
+        """The one of them that may be answered before the oldest."""
         self._received: deque[StepResult] = deque()
         """Results that came before they were asked for."""
         self._closed = False
@@ -114,9 +116,9 @@ class RankExecutor:
     def _spawn(self, number: int, size: int, rendezvous: int, shared: int) -> Rank:
         # Whatever fails, no descriptor stays open while its error is remembered.
         with contextlib.ExitStack() as failed, contextlib.ExitStack() as always:
-            ours, theirs = _pair(failed, always, socket.SOCK_STREAM)
-            our_orders, their_orders = _pair(failed, always, socket.SOCK_STREAM)
-            our_pulse, their_pulse = _pair(failed, always, socket.SOCK_SEQPACKET)
+            ours, theirs = connected(failed, always, socket.SOCK_STREAM)
+            our_orders, their_orders = connected(failed, always, socket.SOCK_STREAM)
+            our_pulse, their_pulse = connected(failed, always, socket.SOCK_SEQPACKET)
             output = RankOutput("serve.rank", number)
             always.callback(output.handed_over)
             process = self._starter.start(
@@ -187,37 +189,45 @@ class RankExecutor:
             rank.process.wait(_LOSS_SECONDS)
         return f"rank {rank.number} ended while it started: {rank.how_it_ended()}"
 
-    def launch(self, plan: StepPlan) -> None:
+    def launch(self, plan: StepPlan, *, overtakes: bool = False) -> None:
         """Send one plan to every rank.
 
         Ranks read it when they have computed what they were sent before. A large one waits for that here: it would not fit
         into the socket, nor would perhaps the result that a rank tries to send meanwhile.
 
+        Args:
+            overtakes: whether the rank may compute it before what it was sent last; several ranks never do.
+
         Raises:
             ExecutorDied: a rank is gone, or ``close`` was called meanwhile.
         """
-        payload = wire.encode(plan)
+        payload, overtakes = wire.encode(plan), overtakes and len(self._ranks) == 1
         if self._under_way and len(payload) > _BUFFERED_BYTES:
             self._received.append(self._receive())
         try:
             for rank in self._ranks:
-                wire.send(rank.steps, payload)
+                wire.send(rank.steps, payload, overtakes=overtakes)
         except wire.ConnectionLost as error:
             raise self._died(error) from error
         self._under_way.append(plan.step)
+        if overtakes:
+            self._overtaking = plan.step
 
-    def wait(self, seconds: float) -> bool:
-        """Wait until the oldest result that is under way arrives, or its rank is lost; at most so many seconds.
+    def wait(self, seconds: float, bell: int | None = None) -> bool:
+        """Wait until a result that is under way arrives, or its rank is lost; at most so many seconds.
+
+        Args:
+            bell: a descriptor that ends the wait as well when there is something to read from it.
 
         Returns:
             Whether ``collect`` would answer at once.
         """
         if self._received or not self._under_way:
             return bool(self._received)
-        return wire.await_message(self._ranks[self._answers].steps, seconds)
+        return wire.await_message(self._ranks[self._answers].steps, seconds, bell)
 
     def collect(self) -> StepResult:
-        """Wait for the result of the oldest plan that was sent, from the first rank of the last stage.
+        """Wait for the result of the oldest plan that was sent, or of one that overtook it.
 
         Raises:
             ExecutorDied: a rank is gone, or ``close`` was called meanwhile.
@@ -225,15 +235,18 @@ class RankExecutor:
         return self._received.popleft() if self._received else self._receive()
 
     def _receive(self) -> StepResult:
-        step, number = self._under_way.popleft(), self._answers
+        step, number = self._under_way[0], self._answers
         try:
             result = wire.decode_result(wire.receive(self._ranks[number].steps))
         except (wire.ConnectionLost, IndexError) as error:
             raise self._died(error) from error
         except wire.Malformed as error:
             raise ExecutorDied(f"rank {number} answered step {step} with {error}") from None
-        if result.step != step:
+        if result.step not in (step, self._overtaking):
             raise ExecutorDied(f"step {step} was answered by step {result.step}")
+        self._under_way.remove(result.step)
+        if self._overtaking not in self._under_way:
+            self._overtaking = None
         return result
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -383,13 +396,3 @@ class RankExecutor:
         rank.output.wait()
         lived = time.monotonic() - rank.started
         _log.info("rank %d ended after %.1f s: %s (process %d)", rank.number, lived, how, rank.process.pid)
-
-
-def _pair(
-    failed: contextlib.ExitStack, always: contextlib.ExitStack, kind: socket.SocketKind
-) -> tuple[socket.socket, socket.socket]:
-    """Two connected sockets, the first of which ``failed`` closes and the second ``always``."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
-    failed.callback(ours.close)
-    always.callback(theirs.close)
-    return ours, theirs

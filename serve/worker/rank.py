@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from host import limits
@@ -57,3 +58,11 @@ class Rank:
         if words is not None and words.kind != "exchange":
             return 0
         return 1 if code < 0 else 2
+
+
+def connected(failed: ExitStack, always: ExitStack, kind: socket.SocketKind) -> tuple[socket.socket, socket.socket]:
+    """Two connected sockets, the first of which ``failed`` closes and the second ``always``."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
+    failed.callback(ours.close)
+    always.callback(theirs.close)
+    return ours, theirs

@@ -193,6 +193,17 @@ def _serve(
     runner: Runner, order_loop: OrderLoop, steps: socket.socket, progress: Progress, pulse: socket.socket, fault_of: FaultOf
 ) -> None:
     profiler = order_loop.profiler
+
+    def compute_other() -> None:
+        plan = wire.decode_plan(wire.receive(steps))
+        progress.mark()
+        result = runner.execute(plan)
+        progress.mark()
+        assert result is not None, "the only rank answers"
+        wire.send(steps, wire.encode(result))
+
+    if runner.may_be_overtaken:
+        runner.overtaking.begin(steps, compute_other)
     while True:
         if profiler.is_on:
             profiler.attend(steps)

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from serve.model.attention import StepLayout
 from serve.model.cuda.graphs import CaptureError
-from serve.model.recording import Program, Recorder, StepMemory, Steps
+from serve.model.recording import NO_SOCKET, Program, Recorder, StepMemory, Steps
 from serve.worker.decode_inputs import DecodeInputs, DecodeStep
 from serve.worker.loader import RankModel
+from serve.worker.overtaking import Overtaken, Overtaking
 
 _log = logging.getLogger(__name__)
 
@@ -47,9 +48,10 @@ class RecordedSteps:
     be recorded goes on as before, and the log says so once. What ranks exchange they exchange in the same order each way.
     """
 
-    def __init__(self, model: RankModel, inputs: DecodeInputs) -> None:
+    def __init__(self, model: RankModel, inputs: DecodeInputs, overtaking: Overtaking) -> None:
         assert model.kernels is not None, "kernels' calls are what is replayed"
         self._model = model
+        self._overtaking = overtaking
         self._inputs = inputs
         self._steps = Steps(model.kernels)
         self._memory = StepMemory()
@@ -73,7 +75,11 @@ class RecordedSteps:
         self._sizes.clear()
 
     def replay(self, layout: StepLayout) -> Computed | None:
-        """Compute the step whose inputs were filled; ``None`` where that is to be done as usual."""
+        """Compute the step whose inputs were filled; ``None`` where that is to be done as usual.
+
+        Raises:
+            Overtaken: nothing of it counts, and it may be computed again.
+        """
         rows = len(layout.table_rows)
         step = self._inputs.steps.get(rows)
         if not self._begun or self.aside or step is None or step.layout is not layout:
@@ -84,7 +90,8 @@ class RecordedSteps:
             return None
         if size.program is None:
             return self._record(size, step)
-        size.program.replay()
+        if not size.program.replay(self._overtaking.descriptor if size.proven else NO_SOCKET):
+            raise Overtaken
         assert size.results is not None, "results belong to the program"
         return size.results if size.proven else self._prove(size, step)
 
@@ -121,9 +128,10 @@ class RecordedSteps:
 
     def _compute(self, step: DecodeStep) -> Computed:
         self._model.state.layout = step.layout
-        hidden_1TE = self._model.body(
-            input_ids=step.input_ids, position_ids=step.position_ids, use_cache=False, return_dict=True
-        ).last_hidden_state
+        with self._overtaking.undisturbed():
+            hidden_1TE = self._model.body(
+                input_ids=step.input_ids, position_ids=step.position_ids, use_cache=False, return_dict=True
+            ).last_hidden_state
         return Computed(hidden_1TE[0], self._model.head(hidden_1TE)[0].float())
 
 

@@ -27,12 +27,14 @@ class Rest:
 
     @contextmanager
     def interrupted(self) -> Iterator[None]:
-        """Within, a step is computed."""
+        """Within, a step is computed; and perhaps another in the middle of it."""
+        rested = self._rests.is_set()
         self._rests.clear()
         try:
             yield
         finally:
-            self._rests.set()
+            if rested:
+                self._rests.set()
 
     def wait(self) -> None:
         """Return when no step has been computed for a moment; where steps never end, a twentieth of a second later."""

@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from serve.engine.plan import PromptLogprobs, Sampled, SequenceFault, StepPlan, StepResult
+from serve.engine.plan import PromptLogprobs, Sampled, SequenceFault, Span, StepPlan, StepResult
 from serve.model.sending import send
 from serve.types import SequenceId
 from serve.worker.batch import Batch, SequenceTable
@@ -16,6 +16,7 @@ from serve.worker.decode_graphs import Captured, DecodeGraphs
 from serve.worker.decode_inputs import DecodeInputs
 from serve.worker.drafting import Drafting
 from serve.worker.loader import RankModel
+from serve.worker.overtaking import Overtaken, Overtaking
 from serve.worker.parallel import Ranks
 from serve.worker.recorded_steps import Computed, RecordedSteps
 from serve.worker.rest import Rest
@@ -40,6 +41,9 @@ class Runner:
         """``draft``: the draft model, where there is one, on rank 0."""
         self._model = model
         self._ranks = ranks
+        self.overtaking: Final = Overtaking()
+        """What may be computed in the middle of a step."""
+        model.state.look = self.overtaking.look
         facts, inputs = model.facts, None
         if model.graph_sizes:
             by_length = facts.length_rule is not None
@@ -47,12 +51,19 @@ class Runner:
         self.graphs: DecodeGraphs | RecordedSteps | None = None
         """Captured decoding steps, where the model has some; without ``capture`` they are computed as all others are."""
         if inputs is not None:
-            self.graphs = DecodeGraphs(model, inputs, ranks) if model.kernels is None else RecordedSteps(model, inputs)
+            self.graphs = (
+                DecodeGraphs(model, inputs, ranks) if model.kernels is None else RecordedSteps(model, inputs, self.overtaking)
+            )
         self._begins_S = first_columns(model.head_widths, model.device)
         self._table = SequenceTable(facts.block_tokens, model.device, facts.length_rule, inputs)
         self._drafting = Drafting(draft, self._table, model, ranks)
         self.rest: Final = Rest()
         """When no step is computed."""
+
+    @property
+    def may_be_overtaken(self) -> bool:
+        """Whether a step may be left in its middle: no other rank computes a part of it, and no device is ahead of the host."""
+        return self._ranks.count == 1 and self._model.device.type == "cpu"
 
     @property
     def recorded(self) -> RecordedSteps | None:
@@ -69,8 +80,8 @@ class Runner:
         self._table.learn(plan)
         if not plan.spans:
             return StepResult(step=plan.step) if self._ranks.answers else None
-        batch = self._table.batch(self._drafting.guess(plan.spans))
-        hidden_TE, replayed = self._compute(batch)
+        spans = self._drafting.guess(plan.spans)
+        batch, (hidden_TE, replayed) = self._compute_spans(spans)
         if self._ranks.stage.is_last:
             result = self._result(plan, batch, hidden_TE, replayed)
         else:
@@ -108,6 +119,16 @@ class Runner:
             prompt_logprobs=tuple(told),
             faults=tuple(faults.values()),
         )
+
+    def _compute_spans(self, spans: tuple[Span, ...]) -> tuple[Batch, tuple[Tensor, Captured | Computed | None]]:
+        """Their rows and what is computed of them, from the beginning after each plan that overtakes."""
+        while True:
+            batch = self._table.batch(spans)  # inputs of steps of one size have one place, where the other may have had its own
+            try:
+                return batch, self._compute(batch)
+            except Overtaken:
+                with self.overtaking.undisturbed():
+                    self.overtaking.compute_other()
 
     def _compute(self, batch: Batch) -> tuple[Tensor, Captured | Computed | None]:
         """Last hidden states, and, where the step was captured or recorded, what was computed with them."""

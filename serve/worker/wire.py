@@ -26,6 +26,8 @@ T = TypeVar("T")
 
 _LENGTH: Final = struct.Struct("!I")
 MAX_MESSAGE_BYTES: Final = 1 << 30
+_OVERTAKES: Final = 1 << 31
+"""In a length: the message may be looked at before what is being done ends. ``is_overtaken`` of steps.cpp reads it, too."""
 
 
 class ConnectionLost(Exception):
@@ -158,34 +160,53 @@ _PLAN: Final = msgspec.msgpack.Decoder(StepPlan)
 _RESULT: Final = msgspec.msgpack.Decoder(StepResult)
 
 
-def send(connection: socket.socket, payload: bytes) -> None:
+def send(connection: socket.socket, payload: bytes, *, overtakes: bool = False) -> None:
     """Send one message, whole.
+
+    Args:
+        overtakes: whether it may be looked at before what came before it is done.
 
     Raises:
         ConnectionLost: the other side is gone.
     """
     try:
-        connection.sendall(_LENGTH.pack(len(payload)) + payload)
+        connection.sendall(_LENGTH.pack(len(payload) | (_OVERTAKES if overtakes else 0)) + payload)
     except OSError as error:
         raise ConnectionLost(str(error)) from error
 
 
-def await_message(connection: socket.socket, seconds: float) -> bool:
+def await_message(connection: socket.socket, seconds: float, bell: int | None = None) -> bool:
     """Wait until there is something to receive, or the other side is gone; at most so many seconds.
 
+    Args:
+        bell: a descriptor that ends the wait as well when there is something to read from it.
+
     Returns:
-        Whether ``receive`` would find that.
+        Whether ``receive`` would find something.
     """
     looks = select.poll()
     try:
         looks.register(connection, select.POLLIN)
     except ValueError:  # closed by another thread, which ``receive`` tells
         return True
+    number = connection.fileno()
+    if bell is not None:
+        looks.register(bell, select.POLLIN)
     whole, rest = divmod(1000 * seconds, 1)
-    if looks.poll(whole):
-        return True
-    time.sleep(rest / 1000)  # ``poll`` waits for whole milliseconds, of which a step may have few
-    return bool(looks.poll(0))
+    if not (found := looks.poll(whole)):
+        time.sleep(rest / 1000)  # ``poll`` waits for whole milliseconds, of which a step may have few
+        found = looks.poll(0)
+    return any(descriptor == number for descriptor, _ in found)
+
+
+def is_overtaken(connection: socket.socket) -> bool:
+    """Whether a message that may overtake waits to be received; does not wait for one, over a connection without a timeout."""
+    assert connection.gettimeout() is None, "recv waits for as long as the timeout, whatever its flags say"
+    try:
+        first = connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except OSError:  # nothing, or gone, which ``receive`` tells
+        return False
+    return bool(first) and bool(first[0] & (_OVERTAKES >> 24))
 
 
 def receive(connection: socket.socket) -> bytes:
@@ -195,6 +216,7 @@ def receive(connection: socket.socket) -> bytes:
         ConnectionLost: the other side is gone, or sent a length beyond any message's.
     """
     (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
+    length &= ~_OVERTAKES
     if length > MAX_MESSAGE_BYTES:
         raise ConnectionLost(f"a message of {length} bytes was announced; at most {MAX_MESSAGE_BYTES} are allowed")
     return _exactly(connection, length)

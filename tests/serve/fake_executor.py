@@ -112,11 +112,12 @@ class _Known:
 class Deferred:
     """``launch`` and ``collect`` of an executor, made of its ``execute``: a step is computed when its result is asked for."""
 
-    def launch(self, plan: StepPlan) -> None:
-        """See ``serve.engine.executor.Executor``."""
-        vars(self).setdefault("launched", deque()).append(plan)
+    def launch(self, plan: StepPlan, *, overtakes: bool = False) -> None:
+        """See ``serve.engine.executor.Executor``: what may overtake does."""
+        launched: deque[StepPlan] = vars(self).setdefault("launched", deque())
+        launched.insert(0 if overtakes else len(launched), plan)
 
-    def wait(self, seconds: float) -> bool:
+    def wait(self, seconds: float, bell: int | None = None) -> bool:
         """See ``serve.engine.executor.Executor``: what is asked for is computed when it is collected."""
         return False
 
@@ -175,6 +176,12 @@ class FakeExecutor(Deferred):
         self.on_execute = on_execute
         self.given: list[StepPlan] = []
         """The plans that were launched."""
+        self.num_overtaking = 0
+        """How many of them were allowed to overtake the one before."""
+        self.lets_pass = True
+        """Whether they do; ranks that come to them too late compute them in order."""
+        self._early: set[int] = set()
+        """Steps that have overtaken the one that is due."""
         self.num_tokens = 0
         """Positions computed in all steps."""
         self._max_step_tokens = max_step_tokens
@@ -195,10 +202,11 @@ class FakeExecutor(Deferred):
         """The block table that plans gave this live sequence."""
         return tuple(self._known[sequence].blocks)
 
-    def launch(self, plan: StepPlan) -> None:
+    def launch(self, plan: StepPlan, *, overtakes: bool = False) -> None:
         """See ``serve.engine.executor.Executor``."""
         self.given.append(plan)
-        super().launch(plan)
+        self.num_overtaking += overtakes
+        super().launch(plan, overtakes=overtakes and self.lets_pass)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """See ``serve.engine.executor.Executor``."""
@@ -206,8 +214,10 @@ class FakeExecutor(Deferred):
             self.on_execute(plan)
         if self.dies_at_step is not None and plan.step >= self.dies_at_step:
             raise ExecutorDied("the fake ranks died")
+        known = bool(self._early) and plan.step == self._next_step
         self._check_plan(plan)
-        self._learn(plan)
+        if not known:
+            self._learn(plan)
         plan = dataclasses.replace(plan, spans=tuple(self._drafted(span) for span in plan.spans))
         if plan.swap is not None:
             return self._exchange(plan, plan.swap)
@@ -245,8 +255,18 @@ class FakeExecutor(Deferred):
         return StepResult(step=plan.step, refused=refused)
 
     def _check_plan(self, plan: StepPlan) -> None:
-        assert plan.step == self._next_step, f"step {plan.step} came, {self._next_step} was due"
-        self._next_step += 1
+        under: StepPlan | None = next(iter(vars(self).get("launched", ())), None)
+        if plan.step != self._next_step and under is not None and under.step == self._next_step:
+            assert plan.step == self._next_step + 1 + len(self._early), f"step {plan.step} overtook step {self._next_step}"
+            overtaken = {span.sequence for span in under.spans}
+            assert not overtaken & set(plan.dropped), f"step {plan.step} drops what it overtakes"
+            if not self._early:
+                self._learn(under)  # as ranks do that are in the middle of it
+            self._early.add(plan.step)
+        else:
+            assert plan.step == self._next_step, f"step {plan.step} came, {self._next_step} was due"
+            self._next_step += 1 + len(self._early)
+            self._early.clear()
         assert plan.spans or plan.dropped or plan.swap is not None, f"step {plan.step} is empty"
         sequences = [span.sequence for span in plan.spans]
         assert len(set(sequences)) == len(sequences), f"step {plan.step} has two spans of one sequence"

@@ -2,6 +2,8 @@
 // sums, factors, norms, rows of a table.
 //
 // Shapes.  R rows   W numbers of a row
+#include <sys/socket.h>
+
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -129,14 +131,31 @@ void widen_rows(const Job& job) {
     }
 }
 
+constexpr int64_t kLook = 8;  // jobs after which is looked for a message: about a layer's
+
+// Whether the message that waits at a socket overtakes what is being done: its length's highest bit says so (serve/worker/wire.py).
+bool is_overtaken(int socket) {
+    unsigned char first = 0;
+    return recv(socket, &first, 1, MSG_PEEK | MSG_DONTWAIT) == 1 && (first & 0x80u) != 0;
+}
+
 }  // namespace
 
 extern "C" {
 
-// Jobs one after the other, each when what the ones before have written is there.
-void tessera_steps(const tessera::Job* jobs, int64_t count, int threads) {
+// Jobs one after the other, each when what the ones before have written is there. Where there is a socket, only until a message
+// waits there that overtakes them; returns whether none did.
+bool tessera_steps(const tessera::Job* jobs, int64_t count, int threads, int socket) {
+    bool overtaken = false;
 #pragma omp parallel num_threads(threads)
-    for (int64_t at = 0; at < count;) {
+    for (int64_t at = 0, looked = -kLook; at < count;) {
+        if (socket >= 0 && at - looked >= kLook) {
+            looked = at;
+            // One thread looks for all of them. No other look comes before each has read what this one found: a job lies between.
+#pragma omp single
+            overtaken = is_overtaken(socket);
+            if (overtaken) break;
+        }
         const Job& job = jobs[at];
         int64_t next = at + 1;
         switch (job.kind) {
@@ -150,5 +169,6 @@ void tessera_steps(const tessera::Job* jobs, int64_t count, int threads) {
         }
         at = next;
     }
+    return !overtaken;
 }
 }

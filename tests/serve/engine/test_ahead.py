@@ -30,13 +30,13 @@ class Taking(FakeExecutor):
         """Seconds until the ranks have a plan."""
         self.most_under_way = 0
 
-    def launch(self, plan: StepPlan) -> None:
-        super().launch(plan)
+    def launch(self, plan: StepPlan, *, overtakes: bool = False) -> None:
+        super().launch(plan, overtakes=overtakes)
         self._clock.now += self.planning
         self._computed += self.planning
         self.most_under_way = max(self.most_under_way, len(vars(self)["launched"]))
 
-    def wait(self, seconds: float) -> bool:
+    def wait(self, seconds: float, bell: int | None = None) -> bool:
         if seconds:
             self.waited.append(seconds)
         self._clock.now += seconds

@@ -201,7 +201,7 @@ def test_what_was_sent_ahead_is_lost_with_the_rest_and_computed_again() -> None:
     second = revive(engine)
     events += engine.step()
 
-    def launch(_: object) -> None:
+    def launch(_: object, *, overtakes: bool = False) -> None:
         raise ExecutorDied("a rank is gone")
 
     second.launch = launch  # type: ignore[method-assign]

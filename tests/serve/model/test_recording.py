@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from serve.model.cuda.graphs import CaptureError
 from serve.model.recording import Recorder, StepMemory, Steps, anew, row_stride
+from serve.worker import wire
 from tests.support.kernels import LEVELS, kernels_of
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -102,6 +104,32 @@ def test_what_python_must_do_anew_is_done_in_its_place(steps: Steps) -> None:
         recorder.program().replay()
     assert seen == [8.0, 16.0]
     assert out.tolist() == [[[6.0] * 4]]
+
+
+def test_a_replay_is_left_where_a_message_overtakes_it_and_gives_all_when_it_is_done_again(steps: Steps) -> None:
+    def function(x: Tensor) -> Tensor:
+        for _ in range(40):
+            x = x + x * 0.5
+        return x
+
+    ours, theirs = socket.socketpair()
+    with torch.inference_mode(), ours, theirs:
+        x = torch.ones(1, 3, 64)
+        with Recorder(steps, StepMemory()) as recorder:
+            out = function(x)
+        program, expected = recorder.program(), out.clone()
+        out.zero_()
+        wire.send(ours, b"in its turn")
+        assert program.replay(theirs.fileno())
+        assert torch.equal(out, expected)
+        wire.receive(theirs)
+        out.zero_()
+        wire.send(ours, b"first", overtakes=True)
+        assert not program.replay(theirs.fileno())
+        assert not out.any(), "it was done to its end"
+        wire.receive(theirs)
+        assert program.replay(theirs.fileno())
+        assert torch.equal(out, expected)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import select
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -17,7 +18,7 @@ from serve.runtime.commands import Abort, Add, Command, FlushPrefixCache, Wake
 from serve.runtime.engine_thread import STUCK_SECONDS, Delivery, EngineThread
 from serve.runtime.stream import Stream
 from serve.types import Event, Generation, RequestFailed, RequestId, SequenceFinished, TokensOut
-from tests.serve.runtime.ranks import FACTS, FakeRanks, IdText, request
+from tests.serve.runtime.ranks import FACTS, PATIENCE_SECONDS, FakeRanks, IdText, expected_ids, request
 
 
 class _WakingRanks(FakeRanks):
@@ -170,3 +171,74 @@ async def test_an_engine_that_has_work_and_gets_nowhere_is_stuck_though_its_loop
     thread.run(engine, should_leave)
     assert seen == ([False, False, True, True, True] if kind is _Stalled else [False] * 5)
     assert not thread.is_stuck, "it has no engine by now"
+
+
+class _RungFor(FakeRanks):
+    """Ranks that another tenant's request comes to while they compute a flood's step, which takes a second of their clock."""
+
+    def __init__(self) -> None:
+        super().__init__(num_ranks=1)
+        self.seconds = 0.0
+        self.in_the_middle: Callable[[], None] | None = None
+        self.launched_early: list[int] = []
+        self.order: list[int] = []
+        self.on_execute: Callable[[], None] = _nothing
+
+    def launch(self, plan: StepPlan, *, overtakes: bool = False) -> None:
+        self.launched_early += [plan.step] if overtakes else []
+        super().launch(plan, overtakes=overtakes)
+
+    def wait(self, seconds: float, bell: int | None = None) -> bool:
+        if bell is None or len(self.order) < 10 or self.in_the_middle is None:
+            return True
+        happens, self.in_the_middle = self.in_the_middle, None
+        happens()
+        looks = select.poll()
+        looks.register(bell, select.POLLIN)
+        assert looks.poll(1000 * PATIENCE_SECONDS), "a command does not ring"
+        return False
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.seconds += 1.0
+        self.order.append(plan.step)
+        if self.launched_early:
+            self.on_execute()
+        return super().execute(plan)
+
+
+def _nothing() -> None:
+    pass
+
+
+async def test_a_request_that_comes_in_the_middle_of_a_step_is_taken_there_and_may_overtake_it() -> None:
+    ranks = _RungFor()
+    limits = EngineLimits(
+        max_num_seqs=4,
+        max_step_tokens=64,
+        max_queued_requests=9,
+        max_queued_tokens=999,
+        prefix_caching=True,
+        async_scheduling=True,
+    )
+    engine = Engine(facts=FACTS, limits=limits, executor=ranks, open_text=lambda *_: IdText(), clock=lambda: ranks.seconds)
+    metrics = Metrics(version="0", num_ranks=1)
+    metrics.engine_started(engine.stats(), FACTS, model="m")
+    told: list[Delivery] = []
+    thread = EngineThread(deliver=told.extend, metrics=metrics, clock=lambda: ranks.seconds)
+    thread.take(engine)
+    for number in range(2):
+        thread.send(Add(stream_of(request(f"flood{number}", tokens=30, tenant="flood"))))
+
+    def come() -> None:
+        thread.send(Add(stream_of(request("other", tokens=3, tenant="other"))))
+
+    ranks.in_the_middle = come
+    ranks.on_execute = lambda: thread.send(Wake())  # it looks whether it may leave
+    thread.run(engine, should_leave=lambda: not engine.has_work)
+    [early] = ranks.launched_early
+    assert ranks.order.index(early) == ranks.order.index(early - 1) - 1, "it did not overtake"
+    tokens: dict[str, list[int]] = {}
+    for stream, event in told:
+        if isinstance(event, TokensOut):
+            tokens.setdefault(stream.generation.request_id, []).extend(event.token_ids)
+    assert tokens == {name: [*expected_ids((5, 6, 7), count)] for name, count in (("flood0", 30), ("flood1", 30), ("other", 3))}

@@ -192,3 +192,34 @@ def test_who_waits_for_a_message_wakes_when_it_comes_and_when_one_side_is_gone()
     theirs.close()
     ours.close()
     assert wakes(lambda: None)
+
+
+def test_a_message_that_overtakes_is_seen_before_it_is_received() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        assert not wire.is_overtaken(ours)
+        wire.send(theirs, b"in its turn")
+        assert not wire.is_overtaken(ours)
+        wire.send(theirs, b"", overtakes=True)
+        assert not wire.is_overtaken(ours), "the one before it is received first"
+        assert wire.receive(ours) == b"in its turn"
+        assert wire.is_overtaken(ours)
+        assert wire.is_overtaken(ours), "to look takes nothing away"
+        assert wire.receive(ours) == b""
+        theirs.close()
+        assert not wire.is_overtaken(ours), "who is gone overtakes nothing"
+
+
+def test_who_waits_for_a_message_hears_the_bell_and_tells_it_from_a_message() -> None:
+    ours, theirs = socket.socketpair()
+    bell = os.eventfd(0)
+    with ours, theirs:
+        try:
+            os.eventfd_write(bell, 1)
+            assert not wire.await_message(ours, 400.0, bell)
+            wire.send(theirs, b"result")
+            assert wire.await_message(ours, 400.0, bell)
+            assert os.eventfd_read(bell) == 1, "it is left to ring"
+            assert wire.await_message(ours, 400.0, bell)
+        finally:
+            os.close(bell)
