@@ -44,7 +44,8 @@ class RecordedSteps:
     """Owns the recorded steps of one model.
 
     The first step of so many rows is computed as all others are, the second is recorded while it is computed, the third is
-    replayed and computed beside that: from the fourth on it is replayed, if both gave the same bits. A model whose step cannot
+    replayed and computed beside that: from the fourth on it is replayed, if both gave the same bits. None of those three gives
+    way to another plan. A model whose step cannot
     be recorded goes on as before, and the log says so once. What ranks exchange they exchange in the same order each way.
     """
 
@@ -87,7 +88,7 @@ class RecordedSteps:
         size = self._sizes.setdefault(rows, _Size())
         if not size.computed:
             size.computed = True
-            return None
+            return self._compute(step)  # to its end: what one has left is not all there when the next is recorded
         if size.program is None:
             return self._record(size, step)
         if not size.program.replay(self._overtaking.descriptor if size.proven else NO_SOCKET):

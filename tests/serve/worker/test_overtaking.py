@@ -110,20 +110,30 @@ def expected(folder: Path, steps: int) -> list[StepResult]:
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 4, 6])
 def test_both_give_what_they_give_one_after_the_other(overtaken: Overtaken, tmp_path: Path, steps: int) -> None:
-    """The step that is given up computes prompts, by torch's modules; or a token of each by them; or is replayed. One that is
-    recorded, or compared with its replay, is not given up for anything."""
+    """The step that is given up computes prompts, by torch's modules; or is replayed. The first of a size, one that is recorded
+    and one that is compared with its replay are not given up for anything."""
     *before, last = plans(steps)
     for plan in before:
         overtaken.execute(plan)
     wire.send(overtaken.ours, wire.encode(begin(steps, (LATE,))), overtakes=True)
     overtaken.execute(last)
-    if steps in (3, 4):
+    if steps in (2, 3, 4):
         assert overtaken.answers[-1].step == steps - 1
         overtaken.compute_other()
     else:
         assert [answer.step for answer in overtaken.answers[-2:]] == [steps, steps - 1], "it did not overtake"
     overtaken.execute(go_on(steps + 1, tuple(range(ROWS)), len(PROMPT) + steps))
     assert sorted(overtaken.answers, key=lambda answer: answer.step) == expected(tmp_path / "model", steps)
+
+
+@pytest.mark.parametrize("number", range(1, 5))
+def test_steps_are_recorded_whichever_of_them_another_plan_wants_to_overtake(overtaken: Overtaken, number: int) -> None:
+    for plan in plans(6):
+        if plan.step == number:
+            wire.send(overtaken.ours, wire.encode(begin(6, (LATE,))), overtakes=True)
+        overtaken.execute(plan)
+    assert overtaken.runner.recorded is not None
+    assert overtaken.runner.recorded.sizes == (ROWS,)
 
 
 @pytest.mark.parametrize("steps", [1, 6])
