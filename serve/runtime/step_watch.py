@@ -43,7 +43,8 @@ class StepWatch:
     respect, that much longer in proportion, as the steps of a sequence that grows are. Of the first, and of one more than
     twice as large as any before it, nothing says yet what is long: it may take ``step_timeout_seconds``, if that is more.
 
-    A step that was launched while another was under way is in progress once that one is collected.
+    A step that was launched while another was under way is in progress once that one is collected. One that may overtake it
+    may be computed first: until one of them is collected, what is in progress is as large as the larger in each respect.
 
     ``launch``, ``wait``, ``collect`` and ``execute`` belong to the engine's thread; everything else may be called from another.
     """
@@ -56,7 +57,7 @@ class StepWatch:
         """Live sequences of whose prompt every position's logits are computed."""
         self._under_way: deque[tuple[StepPlan, _Size]] = deque()
         self._step: tuple[StepPlan, _Size] | None = None
-        """The oldest of them, which is in progress."""
+        """The oldest of them, which is in progress, and how large it is, or what may be computed before it."""
         self._began = 0.0
         self._largest = _Size()
         self._longest_seconds = 0.0
@@ -72,9 +73,11 @@ class StepWatch:
         Raises:
             ExecutorDied: the ranks are lost, and with them all that was under way; no further call can succeed.
         """
-        self._under_way.append((plan, self._size_of(plan)))
+        self._under_way.append((plan, size := self._size_of(plan)))
         if self._step is None:
             self._begin_next()
+        elif overtakes:
+            self._step = self._step[0], self._step[1] | size
         self._executor.launch(plan, overtakes=overtakes)
 
     def wait(self, seconds: float, bell: int | None = None) -> bool:
@@ -132,8 +135,9 @@ class StepWatch:
             self._excused_seconds = 0.0
 
     def excuse(self, seconds: float) -> None:
-        """Do not count so many seconds of the step in progress as its own: the whole process stood still meanwhile."""
-        self._excused_seconds += seconds
+        """Do not count so many seconds of the step in progress, if any, as its own: the whole process stood still meanwhile."""
+        if self._step is not None or self._exchanging:
+            self._excused_seconds += seconds
 
     def limit_seconds(self) -> float:
         """How long the step in progress may take, from its schedule to its answers."""

@@ -351,8 +351,7 @@ class Supervisor:
         """This process did not run for so long: what looks silent or slow says nothing about the ranks yet."""
         _log.warning("the server stood still for %.1f s: it was stopped, or its machine had no time for it", seconds)
         life.started_seconds += seconds
-        if self._bridge.step_started_seconds is not None:
-            life.steps.excuse(seconds)
+        life.steps.excuse(seconds)
         self._stop.wait(WAKE_SECONDS)
 
     def _find_cause(self, life: Life) -> str | None:

@@ -95,6 +95,23 @@ def test_a_machine_slower_than_the_first_limit_is_believed() -> None:
     assert slow.limit_seconds == 315.0
 
 
+def test_a_prompt_that_overtakes_a_step_has_the_patience_that_it_would_have_by_itself() -> None:
+    slow = Slow()
+    slow.takes_seconds = 1.0
+    limits: list[float] = []
+
+    def spans(sequence: int, start: int, count: int) -> tuple[Span, ...]:
+        return (Span(sequence=SequenceId(sequence), start=start, count=count, sample=True),)
+
+    slow.watch.execute(StepPlan(step=0, spans=spans(0, 0, 8)))
+    slow.watch.launch(StepPlan(step=1, spans=spans(0, 8, 1)))
+    slow.watch.launch(StepPlan(step=2, spans=spans(1, 0, 400)), overtakes=True)
+    for _ in range(2):
+        slow.watch.collect()
+        limits.append(slow.limit_seconds)
+    assert limits == [120.0, 16.0]
+
+
 class Counted(tuple[Span, ...]):
     """Spans that count how often they are gone through."""
 

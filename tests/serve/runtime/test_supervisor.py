@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
 
 import pytest
 
@@ -11,7 +12,7 @@ from serve.engine.executor import ExecutorDied, Loss
 from serve.errors import ConfigError, EngineDown, RankStartError
 from serve.runtime import supervisor
 from serve.runtime.state import State
-from tests.serve.runtime.ranks import LOSING, Bench, FakeRanks, bench, expected_ids, ids_of, read, request
+from tests.serve.runtime.ranks import LOSING, PATIENCE_SECONDS, Bench, FakeRanks, bench, expected_ids, ids_of, read, request
 
 
 async def serves_exactly(b: Bench) -> None:
@@ -125,6 +126,36 @@ async def test_a_server_that_was_stopped_and_goes_on_keeps_its_ranks(
         assert ids_of(events) == expected_ids((5, 6, 7), 12)
         assert len(b.groups) == 1
     assert re.search(r"the server stood still for \d+\.\d s", caplog.text)
+
+
+async def test_a_stop_while_a_step_is_under_way_that_nobody_waits_for_yet_makes_no_step_seem_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(supervisor, "WAKE_SECONDS", 0.0)
+    waits, goes_on = threading.Event(), threading.Event()
+
+    def wait(seconds: float, bell: int | None = None) -> bool:
+        if seconds:
+            waits.set()
+            goes_on.wait(PATIENCE_SECONDS)
+        return True
+
+    def prepare(ranks: FakeRanks, life: int) -> None:
+        ranks.step_seconds = 0.02
+        ranks.wait = wait  # type: ignore[method-assign]
+
+    async with bench(prepare) as b:
+        stream = b.gateway.start(request(tokens=12))
+        await b.until(waits.is_set)
+        assert b.gateway._bridge.step_started_seconds is None
+        looks = b.ranks.num_looks
+        b.clock.ahead_seconds += 1000.0
+        await b.until(lambda: b.ranks.num_looks > looks + 3)
+        goes_on.set()
+        assert ids_of((await read(stream))[0]) == expected_ids((5, 6, 7), 12)
+        life = b.gateway._supervisor._life
+        assert life is not None
+        assert life.steps.limit_seconds() < 200.0
 
 
 async def test_ranks_that_hang_while_they_load_are_noticed_and_show_where(monkeypatch: pytest.MonkeyPatch) -> None:
