@@ -125,12 +125,12 @@ class EngineThread:
         self._progressed_seconds = self._clock()
         try:
             while True:
+                self._overtake(engine)  # of several that came at once, one has overtaken the step and been answered
                 while engine.await_planning(self._bell):
                     self._take_commands(engine)
                     if should_leave():
                         return
-                    engine.overtake()
-                    self._progressed_seconds = self._clock()
+                    self._overtake(engine)
                     self._publish()
                 self._take_commands(engine)
                 if should_leave():
@@ -187,6 +187,18 @@ class EngineThread:
         self.stats = engine.stats()
         self._publish()
         return True
+
+    def _overtake(self, engine: Engine) -> None:
+        """Let something overtake the step under way. A plan that does not fit into the socket waits for that to end: so this
+        counts as a part of it, for whoever watches over ranks that hang."""
+        if not engine.is_computing:
+            return
+        self.step_started_seconds = self._clock()
+        try:
+            engine.overtake()
+            self._progressed_seconds = self._clock()
+        finally:
+            self.step_started_seconds = None
 
     def _step(self, engine: Engine) -> None:
         steps_before = engine.stats().steps

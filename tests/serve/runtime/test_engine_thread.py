@@ -183,9 +183,14 @@ class _RungFor(FakeRanks):
         self.launched_early: list[int] = []
         self.order: list[int] = []
         self.on_execute: Callable[[], None] = _nothing
+        self.in_progress_since: Callable[[], float | None] = _nothing
+        self.watched_since: list[float | None] = []
+        """Of each that was launched early, since when whoever watches took a step to be in progress."""
 
     def launch(self, plan: StepPlan, *, overtakes: bool = False) -> None:
-        self.launched_early += [plan.step] if overtakes else []
+        if overtakes:
+            self.launched_early.append(plan.step)
+            self.watched_since.append(self.in_progress_since())
         super().launch(plan, overtakes=overtakes)
 
     def wait(self, seconds: float, bell: int | None = None) -> bool:
@@ -210,7 +215,8 @@ def _nothing() -> None:
     pass
 
 
-async def test_a_request_that_comes_in_the_middle_of_a_step_is_taken_there_and_may_overtake_it() -> None:
+@pytest.mark.parametrize("count", [1, 2])
+async def test_requests_that_come_in_the_middle_of_a_step_are_taken_there_and_may_overtake_it(count: int) -> None:
     ranks = _RungFor()
     limits = EngineLimits(
         max_num_seqs=4,
@@ -230,15 +236,21 @@ async def test_a_request_that_comes_in_the_middle_of_a_step_is_taken_there_and_m
         thread.send(Add(stream_of(request(f"flood{number}", tokens=30, tenant="flood"))))
 
     def come() -> None:
-        thread.send(Add(stream_of(request("other", tokens=3, tenant="other"))))
+        for name in others:
+            thread.send(Add(stream_of(request(name, tokens=3, tenant="other"))))
 
+    others = [f"other{number}" for number in range(count)]
     ranks.in_the_middle = come
+    ranks.in_progress_since = lambda: thread.step_started_seconds
     ranks.on_execute = lambda: thread.send(Wake())  # it looks whether it may leave
     thread.run(engine, should_leave=lambda: not engine.has_work)
-    [early] = ranks.launched_early
-    assert ranks.order.index(early) == ranks.order.index(early - 1) - 1, "it did not overtake"
+    first, under = ranks.launched_early[0], ranks.launched_early[0] - 1
+    assert ranks.launched_early == [*range(first, first + count)], "one of them waited"
+    assert ranks.order.index(under) == ranks.order.index(first) + count, "they did not overtake"
+    assert None not in ranks.watched_since, "nobody would see that ranks hang while they are given what overtakes"
     tokens: dict[str, list[int]] = {}
+    told_of = [("flood0", 30), ("flood1", 30), *((name, 3) for name in others)]
     for stream, event in told:
         if isinstance(event, TokensOut):
             tokens.setdefault(stream.generation.request_id, []).extend(event.token_ids)
-    assert tokens == {name: [*expected_ids((5, 6, 7), count)] for name, count in (("flood0", 30), ("flood1", 30), ("other", 3))}
+    assert tokens == {name: [*expected_ids((5, 6, 7), count)] for name, count in told_of}
