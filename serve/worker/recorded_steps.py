@@ -45,8 +45,8 @@ class RecordedSteps:
 
     The first step of so many rows is computed as all others are, the second is recorded while it is computed, the third is
     replayed and computed beside that: from the fourth on it is replayed, if both gave the same bits. None of those three gives
-    way to another plan. A model whose step cannot
-    be recorded goes on as before, and the log says so once. What ranks exchange they exchange in the same order each way.
+    way to another plan. A model whose step cannot be recorded goes on as before, and the log says so once. What ranks exchange
+    they exchange in the same order each way.
     """
 
     def __init__(self, model: RankModel, inputs: DecodeInputs, overtaking: Overtaking) -> None:
