@@ -6,7 +6,9 @@ import contextlib
 import dataclasses
 import itertools
 import random
+import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -52,10 +54,11 @@ def started(ranks: tuple[RankExecutor, ModelFacts]) -> RankExecutor:
     return ranks[0]
 
 
-def plan(step: int) -> StepPlan:
+def plan(step: int, prompt: tuple[int, ...] = (3, 4, 5), block: int = 0) -> StepPlan:
     """The prompt of a sequence of its own."""
-    start = Start(sequence=SequenceId(step), index=0, token_ids=(3, 4, 5), num_prompt_tokens=3, sampling=SamplingParams())
-    span = Span(sequence=SequenceId(step), start=0, count=3, new_blocks=(BlockId(0),), sample=True)
+    sequence = SequenceId(step)
+    start = Start(sequence=sequence, index=0, token_ids=prompt, num_prompt_tokens=len(prompt), sampling=SamplingParams())
+    span = Span(sequence=sequence, start=0, count=len(prompt), new_blocks=(BlockId(block),), sample=True)
     return StepPlan(step=step, starts=(start,), spans=(span,))
 
 
@@ -173,3 +176,28 @@ def test_answers_are_the_same_with_and_without_a_step_ahead(ranks: tuple[RankExe
     assert {key: ended[0][key] for key in both} == {key: ended[1][key] for key in both}
     reasons = {said[-1] for said in ended[1].values()}
     assert len(reasons) > 2, "stop ids ended some"
+
+
+def test_the_only_rank_lets_a_plan_overtake_the_one_before_it_and_answers_both(tmp_path: Path) -> None:
+    """A rank that stands still has read neither: when it goes on, it finds the second in the middle of the first."""
+    config = ServerConfig(
+        model=ModelConfig(path=str(save("gpt_neox", tmp_path / "neox", with_tokenizer=False)), device="cpu"),
+        supervisor=SupervisorConfig(heartbeat_timeout_seconds=60.0, load_stall_seconds=60.0),
+    )
+    with (
+        contextlib.closing(ForkStarter(1, "cpu", stall_seconds=60.0)) as starter,
+        contextlib.closing(RankExecutor(config, starter)) as executor,
+    ):
+        executor.start()
+        prompts = ((3, 4, 5), (8, 8, 9, 2, 6))
+        alone = [executor.execute(plan(step, prompt)).sampled[0].token_id for step, prompt in enumerate(prompts)]
+        [rank] = executor._ranks
+        for first, overtakes in ((2, False), (4, True)):
+            rank.process.send_signal(signal.SIGSTOP)
+            for number in range(2):
+                executor.launch(plan(first + number, prompts[number], block=number), overtakes=overtakes and number == 1)
+            rank.process.send_signal(signal.SIGCONT)
+            answers = [executor.collect() for _ in range(2)]
+            assert [answer.step for answer in answers] == ([first + 1, first] if overtakes else [first, first + 1])
+            assert [answer.sampled[0].token_id for answer in answers] == (alone[::-1] if overtakes else alone)
+        assert executor.execute(plan(6)).sampled[0].token_id == alone[0]
