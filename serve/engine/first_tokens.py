@@ -67,6 +67,8 @@ class FirstTokens:
             step: number of the step that would overtake it.
             headroom: blocks that stay free when something begins.
         """
+        if not self._may_be_alone(step):  # before anything is looked up: others ask in vain as often as they like
+            return None
         claim = self._places.overtaking(cache, headroom)
         if claim is None or len(claim.giving_way) > MOST_AT_ONCE:
             return None
@@ -94,6 +96,12 @@ class FirstTokens:
         """Nobody has to give way any more."""
         self._crowded = ()
 
+    def _may_be_alone(self, step: int) -> bool:
+        """Whether a prompt may at all be computed without the rows of others."""
+        # What is guessed may take the blocks that are counted on here.
+        asks_too_much = self._owed(step) >= ONE_STEP_IN * (MOST_AT_ONCE - 1)
+        return self._rows_take_time and not asks_too_much and not self._limits.speculative_tokens
+
     def _owed(self, step: int) -> int:
         """Steps that must pass until nothing is owed; none if their numbers have begun anew, as they do with new ranks."""
         owed = self._paid - step
@@ -110,9 +118,7 @@ class FirstTokens:
         rows = [seq for seq in running.values() if seq.debt > 0]
         missing = sum(max(0, cache.blocks_for(seq.num_computed + 1) - len(seq.table)) for seq in rows)
         if (
-            not self._rows_take_time
-            or self._owed(step) >= ONE_STEP_IN * (MOST_AT_ONCE - 1)
-            or self._limits.speculative_tokens  # what is guessed may take the blocks that are counted on here
+            not self._may_be_alone(step)
             or any(seq.debt > 1 for seq in rows)
             or first.debt + len(rows) > self._limits.max_step_tokens
             or cache.pool.num_free < headroom + cache.blocks_for(len(first.token_ids)) + missing

@@ -242,9 +242,9 @@ def encode(value: object) -> bytes:
 
 @functools.cache
 def form() -> str:
-    """A hash of the names, types and defaults of everything that messages are made of."""
+    """A hash of the names, types and defaults of everything that messages are made of, and of what lengths say beside."""
     components = msgspec.json.schema_components((ServerConfig, Report, StepPlan, StepResult))
-    return hashlib.sha256(msgspec.json.encode(components)).hexdigest()
+    return hashlib.sha256(msgspec.json.encode((components, _OVERTAKES))).hexdigest()
 
 
 def encode_config(config: ServerConfig) -> bytes:
