@@ -165,6 +165,7 @@ class Metrics:
         self._blocks_total = self._gauge("kv_blocks", "KV blocks in the pool.")
         self._usage = self._gauge("kv_usage_ratio", "Share of the pool's blocks that live sequences hold.")
         self._preemptions = self._counter("preemptions", "Sequences preempted to make room.")
+        self._overtaken = self._counter("steps_overtaken", "Steps given up for another tenant's prompt, and computed anew.")
         self._cache_queries = self._counter("prefix_cache_queries", "Tokens looked up in the prefix cache.")
         self._cache_hits = self._counter("prefix_cache_hits", "Tokens found in the prefix cache.")
         self._proposed = self._counter("speculative_proposed_tokens", "Tokens guessed ahead and verified by the model.")
@@ -322,6 +323,7 @@ class Metrics:
         self._last_stats = stats
         self._set_gauges(stats)
         _add(self._preemptions, stats.preemptions - last.preemptions)
+        _add(self._overtaken, stats.steps_overtaken - last.steps_overtaken)
         _add(self._cache_queries, stats.prefix_cache_queries - last.prefix_cache_queries)
         _add(self._cache_hits, stats.prefix_cache_hits - last.prefix_cache_hits)
         self.lengths.recomputed(stats.recomputed, last.recomputed)

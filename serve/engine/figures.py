@@ -43,5 +43,6 @@ def figures(
         accepted_tokens=scheduler.accepted_tokens,
         tenants=stats_of_tenants(scheduler.places.taken, queue.requests_of),
         steps=totals.steps,
+        steps_overtaken=totals.overtaken,
         last_step=totals.last,
     )

@@ -46,6 +46,8 @@ class StepTotals:
 
     def __init__(self) -> None:
         self.steps = 0
+        self.overtaken = 0
+        """How often one was computed anew behind another's prompt."""
         self.tokens = 0
         self.seconds = 0.0
         self.last: StepStats | None = None
@@ -109,6 +111,8 @@ class EngineStats:
     """Tokens of those that became output."""
     steps: int
     """Steps that computed something."""
+    steps_overtaken: int
+    """How often one was given up in its middle for another tenant's prompt, and computed anew."""
     tenants: tuple[TenantStats, ...] = ()
     """All of whom something runs or waits, where callers are told apart."""
     last_step: StepStats | None

@@ -141,8 +141,10 @@ class UnderWay:
         result = self._executor.collect()
         self._collected = self._clock()
         step = next((step for step in self._steps if step.plan.step == result.step), self._steps[0])
-        if step is self._steps[0]:  # one that overtook another was begun while that was computed
+        if step is self._steps[0]:
             self._took[step.size].append(self._collected - self._computing)
+        else:  # it was begun while the oldest was computed, which says nothing of how long either takes
+            self.totals.overtaken += 1
         self._computing = self._collected
         self._answered = step
         return step.plan, result, check_result(step.plan, result, vocab_size)

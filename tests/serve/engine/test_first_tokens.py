@@ -142,6 +142,7 @@ def test_a_prompt_overtakes_the_step_under_way_of_a_tenant_with_more(*, lets_pas
     assert (first.request_id == "other") == lets_pass
     engine.check()
     events += run(engine)
+    assert engine.stats().steps_overtaken == int(lets_pass)
     assert ids_of(events, "other") == expected_tokens((7, 8, 9), 5)
     for number in range(4):
         assert ids_of(events, f"flood{number}")[-20:] == expected_tokens((number + 1,) * 3, 30)[-20:]

@@ -61,7 +61,7 @@ NAMES = {
     "build_info", "e2e_request_latency_seconds", "engine_restarts", "engine_up", "event_loop_lag_seconds", "generation_tokens",
     "inter_token_latency_seconds", "kv_blocks", "kv_blocks_cached", "kv_blocks_used", "model_info", "model_load_seconds",
     "kv_usage_ratio", "nonfinite_requests", "num_requests_running", "num_requests_waiting",
-    "preemptions", "prefix_cache_hits", "prefix_cache_queries", "prompt_tokens",
+    "preemptions", "steps_overtaken", "prefix_cache_hits", "prefix_cache_queries", "prompt_tokens",
     "audit_lines_lost",
     "tenant_generation_tokens", "tenant_prompt_tokens", "tenant_refusals", "tenant_requests", "tenant_requests_held",
     "tenant_requests_queued", "tenant_sequences_running",
@@ -181,7 +181,13 @@ def test_totals_go_on_when_a_new_engine_begins_at_zero(metrics: Metrics) -> None
     metrics.engine_started(stats(), FACTS, model="m")
     metrics.engine_advanced(
         stats(
-            preemptions=3, prefix_cache_queries=10, prefix_cache_hits=4, kv_blocks_used=5, kv_blocks_total=8, proposed_tokens=6
+            preemptions=3,
+            steps_overtaken=2,
+            prefix_cache_queries=10,
+            prefix_cache_hits=4,
+            kv_blocks_used=5,
+            kv_blocks_total=8,
+            proposed_tokens=6,
         )
     )
     assert value(metrics, "kv_usage_ratio") == 5 / 8
@@ -189,8 +195,11 @@ def test_totals_go_on_when_a_new_engine_begins_at_zero(metrics: Metrics) -> None
     assert value(metrics, "kv_blocks_used") == value(metrics, "kv_usage_ratio") == 0
     assert value(metrics, "engine_up") == 0
     metrics.engine_started(stats(), FACTS, model="m")
-    metrics.engine_advanced(stats(preemptions=2, prefix_cache_queries=1, proposed_tokens=3, accepted_tokens=2))
+    metrics.engine_advanced(
+        stats(preemptions=2, steps_overtaken=1, prefix_cache_queries=1, proposed_tokens=3, accepted_tokens=2)
+    )
     assert value(metrics, "preemptions_total") == 5
+    assert value(metrics, "steps_overtaken_total") == 3
     assert value(metrics, "prefix_cache_queries_total") == 11
     assert value(metrics, "prefix_cache_hits_total") == 4
     assert value(metrics, "speculative_proposed_tokens_total") == 9
