@@ -58,6 +58,8 @@ class Outcome:
     codes: dict[str, int] = field(default_factory=dict)
     first_token: list[float] = field(default_factory=list)
     """Of each call that was answered."""
+    in_flight: list[int] = field(default_factory=list)
+    """How many calls had begun and not ended when each of those began, itself among them."""
     refused: list[float] = field(default_factory=list)
     """From the request to the end, of calls that ended with RESOURCE_EXHAUSTED before anything came."""
     without_retry_info: int = 0
@@ -117,6 +119,7 @@ class _Caller:
         self._draw = random.Random(load.seed)
         self.outcome = Outcome()
         self._codes = Counter[str]()
+        self._in_flight = 0
 
     async def run(self) -> Outcome:
         """Make all calls, and wait for their ends."""
@@ -156,6 +159,8 @@ class _Caller:
         request.stopping.ignore_eos = True
         request.sampling.temperature = 0.0
         began = time.monotonic()
+        self._in_flight += 1
+        in_flight = self._in_flight
         counts = began - self._began >= self._load.warm_seconds
         first, tokens, code = None, 0, "OK"
         call = self._call(request, timeout=CALL_SECONDS, metadata=self._connection.metadata)
@@ -176,10 +181,12 @@ class _Caller:
         else:
             second = int(time.monotonic() - self._began)
             self.outcome.ended_well[second] = self.outcome.ended_well.get(second, 0) + tokens
+        self._in_flight -= 1
         if counts:
             self._codes[code] += 1
             if first is not None:
                 self.outcome.first_token.append(first)
+                self.outcome.in_flight.append(in_flight)
 
 
 if __name__ == "__main__":

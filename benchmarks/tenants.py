@@ -5,6 +5,9 @@ beside the other, who makes ten times as many as its share: half of what the ser
 time to the first token of the one who keeps to its share. It is done twice: with limits in the file of tokens, by which each
 tenant may have half of the places (``max_running``), and without any, where the server alone keeps them apart.
 
+Calls come at random moments, so the timed tenant has more of them under way than its share of the places now and then, and such
+a call waits for its own. Those that came while it had no more calls than half of the places are told beside the rest.
+
 There are as many places as a step can take without becoming much longer: it reads the weights once, however many there are.
 What the flood costs is then what it keeps another waiting, not what a larger batch takes to compute.
 """
@@ -77,10 +80,19 @@ def measure(scratch: Path, options: argparse.Namespace, *, limits: bool) -> dict
             print(json.dumps({"alone": spread(alone[-1].first_token), "beside": spread(beside[-1].first_token)}), flush=True)
     ratios = [percentile(b.first_token, 0.95) / percentile(a.first_token, 0.95) for a, b in zip(alone, beside, strict=True)]
     together = [[seconds for outcome in turns for seconds in outcome.first_token] for turns in (alone, beside)]
+    within = [
+        seconds
+        for outcome in beside
+        for seconds, calls in zip(outcome.first_token, outcome.in_flight, strict=True)
+        if calls <= PLACES // 2
+    ]
     return {
         "calls a second": {"share": round(share, 1), "kept": round(kept.rate, 1), "flood": round(flood.rate, 1)},
         "ms to first token, alone": spread(together[0]),
         "ms to first token, beside the flood": spread(together[1]),
+        "ms to first token, beside the flood, of calls within the share": spread(within),
+        "p95 beside / alone, of all calls": round(percentile(together[1], 0.95) / percentile(together[0], 0.95), 2),
+        "p95 beside / alone, of calls within the share": round(percentile(within, 0.95) / percentile(together[0], 0.95), 2),
         "p95 beside / alone, median of turns": round(statistics.median(ratios), 2),
         "p95 beside / alone, each": [round(ratio, 2) for ratio in ratios],
         "kept, ends": [outcome.codes for outcome in beside],
