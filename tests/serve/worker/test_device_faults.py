@@ -135,6 +135,8 @@ def test_weights_without_memory_are_refused_as_they_are_read(tmp_path: Path, mon
 class _Failing:
     """A runner whose device fails in its first step."""
 
+    may_be_overtaken = False
+
     def execute(self, plan: StepPlan) -> None:
         raise torch.AcceleratorError("CUDA error: unspecified launch failure")
 
