@@ -48,8 +48,10 @@ class FirstTokens:
             step: number of the step.
             headroom: blocks that stay free when something begins.
         """
+        if not self._may_be_alone(step):
+            return frozenset()
         leave, first = self._places.tenants_with_their_share() - {claim.sequence.tenant}, claim.sequence
-        rows = self._rows_beside(claim, running, cache, step=step, headroom=headroom)
+        rows = self._rows_beside(claim, running, cache, headroom=headroom)
         left_out = frozenset(seq.id for seq in rows if seq.tenant in leave and seq.priority <= first.priority)
         if left_out:
             self._spend(step)
@@ -80,7 +82,7 @@ class FirstTokens:
             tenants.add(row.tenant)
         if not tenants & more or tenants - more - {first.tenant}:
             return None
-        return claim if self._rows_beside(claim, running, cache, step=step, headroom=headroom) else None
+        return claim if self._rows_beside(claim, running, cache, headroom=headroom) else None
 
     def overtakes(self, claim: Claim, *, step: int) -> None:
         """It does, in the step of this number; whoever gives way to it does so afterwards."""
@@ -111,15 +113,14 @@ class FirstTokens:
         self._paid = step + self._owed(step) + ONE_STEP_IN
 
     def _rows_beside(
-        self, claim: Claim, running: Mapping[SequenceId, Sequence], cache: PrefixCache, *, step: int, headroom: int
+        self, claim: Claim, running: Mapping[SequenceId, Sequence], cache: PrefixCache, *, headroom: int
     ) -> list[Sequence]:
         """The running sequences that would have a row in the next step; none where the claim's may not be alone in it."""
         first = claim.sequence
         rows = [seq for seq in running.values() if seq.debt > 0]
         missing = sum(max(0, cache.blocks_for(seq.num_computed + 1) - len(seq.table)) for seq in rows)
         if (
-            not self._may_be_alone(step)
-            or any(seq.debt > 1 for seq in rows)
+            any(seq.debt > 1 for seq in rows)
             or first.debt + len(rows) > self._limits.max_step_tokens
             or cache.pool.num_free < headroom + cache.blocks_for(len(first.token_ids)) + missing
         ):

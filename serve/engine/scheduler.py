@@ -242,9 +242,9 @@ class Scheduler:
             return frozenset()
         return self._first_tokens.leave_out(claims[0], self.running, self._cache, step=self._num_plans, headroom=self._headroom)
 
-    def _is_being_made(self, seq: Sequence, draft: Draft | None = None) -> bool:
-        making = [*self._making.values(), *(() if draft is None else (draft.making,))]
-        return is_being_made(seq, self._cache, making)
+    def _is_being_made(self, seq: Sequence, *making: set[bytes]) -> bool:
+        """Whether steps under way, or what else fills blocks, compute what a sequence shares."""
+        return is_being_made(seq, self._cache, (*making, *self._making.values()))
 
     def _continue_running(self, draft: Draft, left_out: frozenset[SequenceId]) -> None:
         """Pay the debts of the running sequences, oldest first, preempting the youngest where blocks run out; compute some of
@@ -276,9 +276,7 @@ class Scheduler:
         while draft.budget and len(self.running) - draft.num_last < self._limits.max_num_seqs:
             if first:
                 claiming = first.popleft()
-                if not is_being_made(claiming, self._cache, (draft.making, *self._making.values())) and self._take_prefix(
-                    claiming
-                ):
+                if not self._is_being_made(claiming, draft.making) and self._take_prefix(claiming):
                     self._admit(claiming, draft)
                 continue
             if only_claims:
@@ -288,11 +286,7 @@ class Scheduler:
                 self._waiting.discard(seq)
                 self._aside[seq] = None
                 continue
-            if (
-                seq is None
-                or is_being_made(seq, self._cache, (draft.making, *self._making.values()))
-                or not self._take_prefix(seq)
-            ):
+            if seq is None or self._is_being_made(seq, draft.making) or not self._take_prefix(seq):
                 return
             self._admit(seq, draft)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import select
 import time
 from collections.abc import Callable
@@ -61,11 +62,14 @@ def stream_of(generation: Generation) -> Stream:
     return Stream(generation, buffer_events=16, slow_reader_seconds=1, abort=lambda *_: None, over=lambda _: None)
 
 
-def make_engine(ranks: FakeRanks, kind: type[Engine] = Engine) -> Engine:
+def make_engine(
+    ranks: FakeRanks, kind: type[Engine] = Engine, *, clock: Callable[[], float] = time.monotonic, **changed: int
+) -> Engine:
     limits = EngineLimits(
         max_num_seqs=64, max_step_tokens=512, max_queued_requests=64, max_queued_tokens=10_000, prefix_caching=True
     )
-    return kind(facts=FACTS, limits=limits, executor=ranks, open_text=lambda *_: IdText(), clock=time.monotonic)
+    limits = dataclasses.replace(limits, **changed)
+    return kind(facts=FACTS, limits=limits, executor=ranks, open_text=lambda *_: IdText(), clock=clock)
 
 
 @pytest.fixture
@@ -218,15 +222,7 @@ def _nothing() -> None:
 @pytest.mark.parametrize("count", [1, 2])
 async def test_requests_that_come_in_the_middle_of_a_step_are_taken_there_and_may_overtake_it(count: int) -> None:
     ranks = _RungFor()
-    limits = EngineLimits(
-        max_num_seqs=4,
-        max_step_tokens=64,
-        max_queued_requests=9,
-        max_queued_tokens=999,
-        prefix_caching=True,
-        async_scheduling=True,
-    )
-    engine = Engine(facts=FACTS, limits=limits, executor=ranks, open_text=lambda *_: IdText(), clock=lambda: ranks.seconds)
+    engine = make_engine(ranks, clock=lambda: ranks.seconds, max_num_seqs=4, async_scheduling=True)
     metrics = Metrics(version="0", num_ranks=1)
     metrics.engine_started(engine.stats(), FACTS, model="m")
     told: list[Delivery] = []
