@@ -115,7 +115,7 @@ class Exchange:
             if not is_out_of_memory(error):
                 raise
             candidate.values = None
-            return str(error).strip().partition("\n")[0][:_MOST_CHARACTERS] or "out of memory"
+            return _said(error)
         return ""
 
     def _forget(self) -> None:
@@ -160,8 +160,10 @@ class Exchange:
         why = ""
         try:
             self._read_into_place(candidate.checkpoint, candidate.survey)
-        except StartError as error:
-            why = str(error)
+        except Exception as error:
+            if not isinstance(error, StartError) and not is_out_of_memory(error):
+                raise
+            why = str(error) if isinstance(error, StartError) else _said(error)
             _log.error("weights could not be read into their places: %s", why)
         return "" if self._ranks.smallest(int(not why)) else why or "another rank could not read its weights"
 
@@ -176,6 +178,11 @@ class Exchange:
     def _read_into_place(self, checkpoint: Checkpoint, found: Survey) -> None:
         for value in self._model.filler.read(checkpoint, found.blueprint):
             value.put()
+
+
+def _said(error: Exception) -> str:
+    """The first line of an error, or that memory was wanting where it says nothing."""
+    return str(error).strip().partition("\n")[0][:_MOST_CHARACTERS] or "out of memory"
 
 
 def _difference(served: Survey, found: Survey) -> str:

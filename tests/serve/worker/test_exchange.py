@@ -204,7 +204,7 @@ def of_a_file() -> CheckpointError:
     return error
 
 
-@pytest.mark.parametrize(
+out_of_memory = pytest.mark.parametrize(
     "error",
     [
         torch.OutOfMemoryError("out of memory\nand more"),
@@ -215,6 +215,9 @@ def of_a_file() -> CheckpointError:
     ],
     ids=["a device's", "Python's", "the system's", "torch's", "a file's"],
 )
+
+
+@out_of_memory
 def test_weights_for_which_there_is_no_memory_are_given_back_and_read_into_place(
     error: Exception, folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,6 +252,26 @@ def test_weights_for_which_there_is_no_memory_are_given_back_and_read_into_place
         result = served.exchange.take(StepPlan(step=9, swap=1))
     assert result == StepResult(step=9)
     assert served.tokens() == reference.greedy(reference.load(folders[1]), PROMPTS[0], NEW_TOKENS)
+
+
+@out_of_memory
+def test_memory_that_ends_while_weights_are_read_into_place_leaves_the_old_ones(
+    error: Exception, folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, fill = Served(folders[0]), SliceReader._fill
+    left = iter([None] * 5 + [error])
+
+    def read_some(self: SliceReader, stored: str, index: tuple[slice, ...] | None, out: torch.Tensor) -> None:
+        if (failure := next(left, None)) is not None:
+            raise failure
+        fill(self, stored, index, out)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SliceReader, "_fill", read_some)
+        refused = served.take(folders[1], beside=False)
+    assert (str(error).partition("\n")[0] or "out of memory") in refused
+    assert served.tokens() == reference.greedy(reference.load(folders[0]), PROMPTS[0], NEW_TOKENS)
+    assert served.take(folders[1], beside=False) == "", "the next one has memory"
 
 
 def test_a_rank_that_is_told_to_read_into_place_after_all_gives_back_what_it_has_read(folders: tuple[Path, Path]) -> None:
