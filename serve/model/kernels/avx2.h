@@ -16,20 +16,21 @@
 
 namespace {
 
-constexpr int kWidth = 8;        // floats of a register
-constexpr int kMostRows = 6;     // by two registers of outputs: twelve sums, two weights and an input are what there is room for
-constexpr int64_t kAhead = 2048; // bytes of a panel between what is used and what is asked for
-constexpr int64_t kFewRows = 12; // with more it pays to widen a panel once and to use it several times
+constexpr int kWidth = 8;         // floats of a register
+constexpr int kMostRows = 6;      // by two registers of outputs: twelve sums, two weights and an input are what there is room for
+constexpr int64_t kAhead = 2048;  // bytes of a panel between what is used and what is asked for
+constexpr int64_t kMostAhead = 8; // groups of rows: with more, what they read of memory is a small part of the time
 
 // Weights of one panel. ``at<k>`` gives those of input i + k and the outputs from ``first`` registers on; ``join`` adds sums of
 // inputs from ``begin`` on to a total; ``chunk`` says how many inputs may be summed before. Of ``stretch`` inputs, whole chunks, the
-// weights stay in the first-level cache while all rows use them.
+// weights stay in the first-level cache while all rows use them. Each row's products widen them anew: that costs less than the room
+// that wide ones would take there, and a pass over them.
 struct PlainFp32 {
-    static constexpr int kTogether = 1;  // inputs side by side
-    static constexpr bool kIsNarrow = false;
+    static constexpr int kTogether = 1;            // inputs side by side
+    static constexpr int64_t kBytes = kPanel * 4;  // of an input
     const float* panel;
-    int64_t chunk() const { return kChunk; }
-    int64_t stretch() const { return kChunk; }
+    int64_t chunk() const { return kChunk / 2; }  // half of the first-level cache, as of the others at most
+    int64_t stretch() const { return kChunk / 2; }
     int64_t border(int64_t, int64_t I) const { return I; }
     template <int k, int H>
     void at(int64_t i, int first, __m256 (&out)[H]) const {
@@ -41,7 +42,7 @@ struct PlainFp32 {
 
 struct PlainBf16 {
     static constexpr int kTogether = 2;
-    static constexpr bool kIsNarrow = true;
+    static constexpr int64_t kBytes = kPanel * 2;
     const uint16_t* panel;
     int64_t chunk() const { return kChunk; }
     int64_t stretch() const { return kChunk; }
@@ -76,7 +77,7 @@ struct Scaled {
 template <int bits>
 struct Whole : Scaled {
     static constexpr int kTogether = 1;
-    static constexpr bool kIsNarrow = true;
+    static constexpr int64_t kBytes = kPanel * bits / 8;
     const uint8_t* panel;
     Whole(const uint8_t* packed, const float* factors, int64_t inputs) : Scaled{factors, inputs}, panel(packed) {}
     template <int k, int H>
@@ -98,21 +99,6 @@ struct Whole : Scaled {
     }
 };
 
-// Whole numbers of a panel that was widened before.
-struct WideScaled : Scaled {
-    static constexpr int kTogether = 1;
-    static constexpr bool kIsNarrow = false;
-    const float* panel;
-    WideScaled(const float* wide, const Scaled& scaled) : Scaled(scaled), panel(wide) {}
-    template <int k, int H>
-    void at(int64_t i, int first, __m256 (&out)[H]) const {
-        PlainFp32{panel}.at<k, H>(i, first, out);
-    }
-};
-
-inline PlainFp32 widened(const PlainBf16&, const float* wide) { return {wide}; }
-inline WideScaled widened(const Scaled& scaled, const float* wide) { return {wide, scaled}; }
-
 template <typename Weights, int k, int R, int H>
 inline void add_products(const Weights& weights, int64_t i, int first, const float* x, int64_t stride, __m256 (&sums)[R][H]) {
     __m256 w[H];
@@ -130,11 +116,18 @@ struct Inputs {
     int64_t from, to, I;
 };
 
-// H registers of a panel's outputs times R rows, the sums split U ways so that additions do not wait for one another.
-template <typename Weights, int R, int H, int U>
-void part_times_rows(const Weights& weights, int first, Inputs inputs, const float* x, int64_t stride, float (*out)[kPanel], bool asks) {
+// Memory that is asked for while something else is computed, ``stride`` bytes on with every input.
+struct Ahead {
+    const char* place;
+    int64_t stride;
+};
+
+// H registers of a panel's outputs times R rows, the sums split U ways so that additions do not wait for one another. Where it
+// ``looks_ahead`` it asks for memory on the way, else for what comes of the panel if it ``asks``.
+template <typename Weights, int R, int H, int U, bool looks_ahead>
+void part_times_rows(const Weights& weights, int first, Inputs inputs, const float* x, int64_t stride, float (*out)[kPanel], bool asks,
+                     Ahead ahead) {
     constexpr int step = Weights::kTogether;
-    constexpr int64_t bytes = sizeof(*weights.panel) * kPanel * step;
     __m256 totals[R][H];
     for (int r = 0; r < R; ++r)
         for (int h = 0; h < H; ++h) totals[r][h] = inputs.from ? _mm256_loadu_ps(out[r] + (first + h) * kWidth) : _mm256_setzero_ps();
@@ -148,7 +141,11 @@ void part_times_rows(const Weights& weights, int first, Inputs inputs, const flo
         for (; i + U * step <= end; i += U * step)
 #pragma GCC unroll 4
             for (int u = 0; u < U; ++u) {
-                if (asks && bytes == 128) {
+                if constexpr (looks_ahead) {
+                    _mm_prefetch(ahead.place, _MM_HINT_T1);
+                    ahead.place += ahead.stride * step;
+                }
+                if (!looks_ahead && asks && Weights::kBytes * step == 128) {
                     const char* coming = reinterpret_cast<const char*>(weights.panel + (i + u * step) * kPanel) + kAhead;
                     _mm_prefetch(coming, _MM_HINT_T0);
                     _mm_prefetch(coming + 64, _MM_HINT_T0);
@@ -172,15 +169,18 @@ void part_times_rows(const Weights& weights, int first, Inputs inputs, const flo
 }
 
 // One or two rows take a panel in one go, which is one stream of memory; more rows take it in two, the second from the cache.
-// Processors do not foresee well that the first skips every other line: what comes is asked for where ``is_first`` says so.
-template <typename Weights>
-void panel_times_rows(const Weights& weights, int rows, Inputs inputs, const float* x, int64_t stride, float (*out)[kPanel], bool is_first) {
-#define TESSERA_HALVES(R, U)                                                          \
-    part_times_rows<Weights, R, 2, U>(weights, 0, inputs, x, stride, out, is_first); \
-    part_times_rows<Weights, R, 2, U>(weights, 2, inputs, x, stride, out, false)
+// Processors do not foresee well that the first skips every other line: what comes is asked for where ``is_first`` says so, unless that
+// was done before.
+template <bool looks_ahead, typename Weights>
+void panel_times_rows(const Weights& weights, int rows, Inputs inputs, const float* x, int64_t stride, float (*out)[kPanel],
+                      bool is_first, Ahead ahead) {
+#define TESSERA_HALVES(R, U)                                                                             \
+    part_times_rows<Weights, R, 2, U, looks_ahead>(weights, 0, inputs, x, stride, out, is_first, ahead); \
+    ahead.place += ahead.stride * (inputs.to - inputs.from);                                             \
+    part_times_rows<Weights, R, 2, U, looks_ahead>(weights, 2, inputs, x, stride, out, false, ahead)
     switch (rows) {
-        case 1: part_times_rows<Weights, 1, 4, 2>(weights, 0, inputs, x, stride, out, false); break;
-        case 2: part_times_rows<Weights, 2, 4, 1>(weights, 0, inputs, x, stride, out, false); break;
+        case 1: part_times_rows<Weights, 1, 4, 2, false>(weights, 0, inputs, x, stride, out, false, ahead); break;
+        case 2: part_times_rows<Weights, 2, 4, 1, false>(weights, 0, inputs, x, stride, out, false, ahead); break;
         case 3: TESSERA_HALVES(3, 2); break;
         case 4: TESSERA_HALVES(4, 1); break;
         case 5: TESSERA_HALVES(5, 1); break;
@@ -222,50 +222,42 @@ void finish(const Call<scalar>& call, int64_t p, int64_t m, int64_t rows, float 
     }
 }
 
-// A panel times ``rows`` rows from m on, by groups of as equal a size as can be. Many rows take a stretch of its inputs after the other,
-// before each of which ``ready`` is told of it.
-template <typename scalar, typename Weights, typename Ready>
-void panel_times_all(const Weights& weights, const Call<scalar>& call, int64_t p, int64_t m, int64_t rows, const float* x, int64_t stride,
-                     const Ready& ready) {
+// A panel times ``rows`` rows from m on, by groups of as equal a size as can be. Several groups take a stretch of its inputs after the
+// other, and while they compute, what lies behind it comes to the second-level cache, a part with each: of few rows memory would
+// otherwise wait for the products, and these for memory. What is narrow comes soon enough by itself.
+template <typename scalar, typename Weights>
+void panel_times_all(const Weights& weights, const Call<scalar>& call, int64_t p, int64_t m, int64_t rows, const float* x, int64_t stride) {
     alignas(64) float sums[kBlockRows][kPanel];
-    const int64_t length = rows > kMostRows ? weights.stretch() : call.I;
+    const int64_t groups = (rows + kMostRows - 1) / kMostRows;
+    const int64_t length = groups > 1 ? weights.stretch() : call.I;
+    const bool looks_ahead = Weights::kBytes >= 64 && groups > 1 && groups <= kMostAhead;
     for (int64_t from = 0; from < call.I; from += length) {
         const Inputs inputs{from, from + length < call.I ? from + length : call.I, call.I};
-        ready(inputs);
-        for (int64_t done = 0; done < rows;) {
-            const int64_t left = rows - done, groups = (left + kMostRows - 1) / kMostRows;
-            const int count = int((left + groups - 1) / groups);
-            panel_times_rows(weights, count, inputs, x + done * stride, stride, sums + done, done == 0);
+        const int64_t passes = 2 * groups;
+        const char* behind = reinterpret_cast<const char*>(weights.panel) + inputs.to * Weights::kBytes;
+        Ahead ahead{behind, (Weights::kBytes + passes - 1) / passes};
+        for (int64_t done = 0, group = 0; done < rows; ++group) {
+            const int count = int((rows - done + groups - group - 1) / (groups - group));
+            if (looks_ahead)
+                panel_times_rows<true>(weights, count, inputs, x + done * stride, stride, sums + done, false, ahead);
+            else
+                panel_times_rows<false>(weights, count, inputs, x + done * stride, stride, sums + done, done == 0, ahead);
+            ahead.place += ahead.stride * 2 * (inputs.to - inputs.from);
             done += count;
         }
     }
     finish(call, p, m, rows, sums);
 }
 
-template <typename Weights>
-void widen_panel(const Weights& weights, Inputs inputs, float* wide) {
-    for (int64_t i = inputs.from; i < inputs.to; i += Weights::kTogether) {
-        __m256 w[4];
-        weights.template at<0, 4>(i, 0, w);
-        for (int h = 0; h < 4; ++h) _mm256_storeu_ps(wide + i * kPanel + h * kWidth, w[h]);
-        if constexpr (Weights::kTogether == 2) {
-            weights.template at<1, 4>(i, 0, w);
-            for (int h = 0; h < 4; ++h) _mm256_storeu_ps(wide + (i + 1) * kPanel + h * kWidth, w[h]);
-        }
-    }
-}
-
 // By all threads of the parallel region that it is called in. ``weights_of(p)`` gives the weights of a panel.
 template <typename scalar, typename Make>
 void multiply_rows(const Call<scalar>& call, const Make& weights_of) {
-    constexpr bool is_wide = sizeof(scalar) == sizeof(float), is_narrow = decltype(weights_of(0))::kIsNarrow;
+    constexpr bool is_wide = sizeof(scalar) == sizeof(float);
     const int64_t panels = panels_of(call.O);
-    thread_local std::vector<float> inputs, scratch;
+    thread_local std::vector<float> inputs;
     for (int64_t m = 0; m < call.M; m += kBlockRows) {
         const int64_t rows = call.M - m < kBlockRows ? call.M - m : kBlockRows;
         const int64_t stride = is_wide ? call.stride : call.I;
-        const bool widens = is_narrow && rows > kFewRows;
-        if (widens && scratch.size() < size_t(call.I * kPanel)) scratch.resize(size_t(call.I * kPanel));
         const float* x;
         if constexpr (is_wide) {
             x = call.x + m * stride;
@@ -274,20 +266,9 @@ void multiply_rows(const Call<scalar>& call, const Make& weights_of) {
             for (int64_t r = 0; r < rows; ++r) widen(call.x + (m + r) * call.stride, inputs.data() + r * call.I, call.I);
             x = inputs.data();
         }
-        float* const wide = scratch.data();
 // Dynamic, since another thread of the machine may hold one of ours up: the others then take over its panels.
 #pragma omp for schedule(dynamic, 4)
-        for (int64_t p = 0; p < panels; ++p) {
-            const auto weights = weights_of(p);
-            if constexpr (is_narrow) {
-                if (widens) {
-                    panel_times_all(widened(weights, wide), call, p, m, rows, x, stride,
-                                    [&](Inputs inputs) { widen_panel(weights, inputs, wide); });
-                    continue;
-                }
-            }
-            panel_times_all(weights, call, p, m, rows, x, stride, [](Inputs) {});
-        }
+        for (int64_t p = 0; p < panels; ++p) panel_times_all(weights_of(p), call, p, m, rows, x, stride);
     }
 }
 
