@@ -1,8 +1,8 @@
 """Gives a pipeline's tensors, named by layer, the names that the model of transformers has.
 
-Known are pipelines of transformers' own blocks, for families whose order of layers leaves no choice: embeddings, blocks, last
-norm, head. Others are told by a file: YAML or JSON, from a layer's number to the prefix of its names, to a table of prefixes,
-or to null for a layer that is left out.
+Known are pipelines of transformers' own blocks, for families whose order of layers leaves no choice: embeddings, perhaps their
+norm, blocks, last norm, head. Others are told by a file: YAML or JSON, from a layer's number to the prefix of its names, to a
+table of prefixes, or to null for a layer that is left out.
 """
 
 from __future__ import annotations
@@ -32,13 +32,31 @@ class _Family:
     embeddings: tuple[str, ...]
     """One for each matrix before the blocks."""
     norm: str
+    embedding_norm: str = ""
+    """Of the vectors before the blocks; empty where it has none."""
     head: str = "lm_head."
 
 
+_GPT2 = ("transformer.wte.", "transformer.wpe.")
+_OPT = ("model.decoder.embed_tokens.", "model.decoder.embed_positions.")
 _FAMILIES = (
-    _Family("self_attn.q_proj.weight", "model.layers.", ("model.embed_tokens.",), "model.norm."),
+    # Those whose blocks have a tensor of their own come before those with which they share one.
+    _Family("self_attn.dense.weight", "model.layers.", ("model.embed_tokens.",), "model.final_layernorm."),  # Phi
+    _Family("self_attn.out_proj.weight", "model.decoder.layers.", _OPT, "model.decoder.final_layer_norm."),
+    _Family("self_attn.q_proj.weight", "model.layers.", ("model.embed_tokens.",), "model.norm."),  # Llama, and all like it
+    _Family("self_attn.qkv_proj.weight", "model.layers.", ("model.embed_tokens.",), "model.norm."),  # Phi-3
     _Family("attention.query_key_value.weight", "gpt_neox.layers.", ("gpt_neox.embed_in.",), "gpt_neox.final_layer_norm."),
-    _Family("attn.c_attn.weight", "transformer.h.", ("transformer.wte.", "transformer.wpe."), "transformer.ln_f."),
+    _Family("attn.c_attn.weight", "transformer.h.", _GPT2, "transformer.ln_f."),  # GPT-BigCode too
+    _Family("attn.attention.q_proj.weight", "transformer.h.", _GPT2, "transformer.ln_f."),  # GPT-Neo
+    _Family("attn.q_proj.weight", "transformer.h.", _GPT2[:1], "transformer.ln_f."),  # GPT-J
+    _Family("attn.qkv_proj.weight", "transformer.h.", _GPT2[:1], "transformer.ln_f."),  # CodeGen
+    _Family(  # BLOOM, and Falcon, which has no norm before its blocks
+        "self_attention.query_key_value.weight",
+        "transformer.h.",
+        ("transformer.word_embeddings.",),
+        "transformer.ln_f.",
+        "transformer.word_embeddings_layernorm.",
+    ),
 )
 
 
@@ -136,28 +154,33 @@ def _embeddings(
     before: list[tuple[int, str]],
     named: dict[int, dict[str, str]],
 ) -> None:
-    """Name the matrices before the blocks: by order, or by a name of their own that is the model's."""
-    if len(before) != len(family.embeddings) or any(len(layers[number][local].shape) != 2 for number, local in before):
+    """Name the matrices before the blocks, by order or by a name of their own that is the model's, and the norm behind them."""
+    norms = [place for place in before if family.embedding_norm and len(layers[place[0]][place[1]].shape) == 1]
+    for number, local in norms:
+        named.setdefault(number, {})[local] = family.embedding_norm + local.rpartition(".")[2]
+    matrices = [place for place in before if place not in norms]
+    if len(matrices) != len(family.embeddings) or any(len(layers[number][local].shape) != 2 for number, local in matrices):
         held = ", ".join(f"{number}.{local}" for number, local in before) or "none"
         rule = f"has the tensors {held} before its blocks, where {len(family.embeddings)} embeddings must stand; {_ASK}"
         raise CheckpointError(_file(before[0][0] if before else 0), rule)
     prefixes = list(family.embeddings)
     own = {prefix.split(".")[-2]: prefix for prefix in prefixes}
-    known = [next((prefix for word, prefix in own.items() if word in local.split(".")), None) for _, local in before]
+    known = [next((prefix for word, prefix in own.items() if word in local.split(".")), None) for _, local in matrices]
     if None not in known and len(set(known)) == len(known):
         prefixes = [prefix for prefix in known if prefix is not None]
-    for (number, local), prefix in zip(before, prefixes, strict=True):
+    for (number, local), prefix in zip(matrices, prefixes, strict=True):
         named.setdefault(number, {})[local] = f"{prefix}weight"
 
 
 def _after(family: _Family, tensors: Mapping[str, Stored], layer: int) -> dict[str, str]:
-    """The names of the last norm, which has one dimension, and of the head, which has two."""
+    """The names of the last norm, whose weight has one dimension, and of the head, whose weight has two."""
+    matrices = {local.rpartition(".")[0] for local, stored in tensors.items() if len(stored.shape) == 2}
     found: dict[str, str] = {}
     for local, stored in tensors.items():
-        kind = local.rpartition(".")[2]
+        module, _, kind = local.rpartition(".")
         if kind not in ("weight", "bias") or len(stored.shape) not in (1, 2):
             raise CheckpointError(_file(layer), f"holds {local!r} behind the blocks, which is neither norm nor head; {_ASK}")
-        found[local] = f"{family.head if len(stored.shape) == 2 else family.norm}{kind}"
+        found[local] = f"{family.head if module in matrices else family.norm}{kind}"
     return found
 
 

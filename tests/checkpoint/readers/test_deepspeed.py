@@ -15,15 +15,12 @@ import torch
 
 from checkpoint import CheckpointError, Given, open_checkpoint
 from checkpoint.given import NOTHING_GIVEN
-from checkpoint.readers.deepspeed.layer_map import rename
 from tests.checkpoint.folders import assert_holds
 from tests.checkpoint.readers.deepspeed_folders import (
     ALIASES,
     CONFIG,
     TAG,
     change,
-    gpt2_layers,
-    layer_files,
     model_file,
     optimizer_file,
     part,
@@ -307,83 +304,3 @@ def test_nothing_in_an_engine_s_pickle_runs(tmp_path: Path) -> None:
     change(model_file(folder, 0), client=Calls(open, str(canary), "w"))
     assert "names _io.open" in refusal(tmp_path).rule or "names io.open" in refusal(tmp_path).rule
     assert not canary.exists()
-
-
-@pytest.mark.parametrize("axis", ["", "-model_00"])
-def test_layers_of_a_known_family_are_named_by_their_order(tmp_path: Path, axis: str) -> None:
-    layer_files(tmp_path, gpt2_layers(), axis)
-    with open_checkpoint(tmp_path) as checkpoint:
-        first = {name: checkpoint.read(name).flatten()[0].item() for name in checkpoint.tensors}
-    assert first == {
-        "transformer.wte.weight": 5.0,
-        "transformer.wpe.weight": 4.0,
-        "transformer.h.0.attn.c_attn.weight": 2.0,
-        "transformer.h.0.ln_1.weight": 2.0,
-        "transformer.h.1.attn.c_attn.weight": 3.0,
-        "transformer.h.1.ln_1.weight": 3.0,
-        "transformer.ln_f.weight": 6.0,
-        "transformer.ln_f.bias": 7.0,
-        "lm_head.weight": 8.0,
-    }
-
-
-@pytest.mark.parametrize("axis", ["", "-model_00"])
-def test_a_missing_layer_is_told(tmp_path: Path, axis: str) -> None:
-    layers = gpt2_layers()
-    layer_files(tmp_path, layers | {4: layers[3]}, axis)
-    (tmp_path / TAG / f"layer_03{axis}-model_states.pt").unlink()
-    assert str(refusal(tmp_path)) == f"layer_03{axis}-model_states.pt: is missing between other layers"
-
-
-def test_layers_that_model_parallel_ranks_share_are_refused_by_what_they_are(tmp_path: Path) -> None:
-    folder = layer_files(tmp_path, gpt2_layers(), "-model_00")
-    layer_files(tmp_path / "other", gpt2_layers(), "-model_01")
-    for path in (tmp_path / "other" / TAG).iterdir():
-        path.rename(folder / path.name)
-    error = refusal(tmp_path)
-    assert (error.file, "that 2 model-parallel ranks of a pipeline share" in error.rule) == (
-        "layer_00-model_01-model_states.pt",
-        True,
-    )
-
-
-def test_layers_that_are_not_known_are_named_by_a_file(tmp_path: Path) -> None:
-    layer_files(
-        tmp_path / "save",
-        {0: {"weight": torch.ones(2, 2)}, 1: {"l.a": torch.ones(3), "b": torch.ones(4)}, 2: {"x": torch.ones(1)}},
-    )
-    assert "--layer-map" in refusal(tmp_path / "save").rule
-    said = tmp_path / "map.yaml"
-    said.write_text("0: embed.\n1: {l.: block.0., '': rest.}\n2: null\n")
-    with open_checkpoint(tmp_path / "save", given=Given(layer_map=str(said))) as checkpoint:
-        assert {name: info.shape for name, info in checkpoint.tensors.items()} == {
-            "embed.weight": (2, 2),
-            "block.0.a": (3,),
-            "rest.b": (4,),
-        }
-
-
-@pytest.mark.parametrize(
-    ("text", "rule"),
-    [
-        ("0: a\n0: b\n", "names layer 0 twice"),
-        ("0: a\n", "does not name layer 1"),
-        ("0: a\n1: b\n9: c\n", "names layer 9, which the checkpoint does not have"),
-        ("x: a\n", "has the key 'x'"),
-        ("0: 3\n", "must be a prefix"),
-        ("- a\n", "must be a table"),
-        ("{", "neither YAML nor JSON"),
-        ("0: ''\n1: ''\n", "gives the name 'weight' to two tensors"),
-        ("0: {x: y}\n1: b\n", "has no prefix for 'weight' of layer 0"),
-    ],
-)
-def test_a_map_of_layers_that_does_not_fit_is_refused(tmp_path: Path, text: str, rule: str) -> None:
-    (tmp_path / "map.yaml").write_text(text)
-    layer_files(tmp_path / "save", {0: {"weight": torch.ones(2, 2)}, 1: {"weight": torch.ones(2)}})
-    with pytest.raises(CheckpointError, match=rule):
-        open_checkpoint(tmp_path / "save", given=Given(layer_map=str(tmp_path / "map.yaml")))
-
-
-def test_what_lies_outside_layers_has_no_name() -> None:
-    with pytest.raises(CheckpointError, match="outside a layer"):
-        rename({"tied_modules.embed.weight": None}, None, "zero")  # type: ignore[dict-item]  # not looked at
