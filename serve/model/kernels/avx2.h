@@ -21,13 +21,14 @@ constexpr int kMostRows = 6;      // by two registers of outputs: twelve sums, t
 constexpr int64_t kAhead = 2048;  // bytes of a panel between what is used and what is asked for
 constexpr int64_t kMostAhead = 8; // groups of rows: with more, what they read of memory is a small part of the time
 
-// Weights of one panel. ``at<k>`` gives those of input i + k and the outputs from ``first`` registers on; ``join`` adds sums of
-// inputs from ``begin`` on to a total; ``chunk`` says how many inputs may be summed before. Of ``stretch`` inputs, whole chunks, the
-// weights stay in the first-level cache while all rows use them. Each row's products widen them anew: that costs less than the room
-// that wide ones would take there, and a pass over them.
+// Weights of one panel. ``at<k>`` gives those of input i + k and the outputs from ``first`` registers on; ``chunk`` says how many inputs
+// are summed before their sum is added to a total, which ``join`` does where it is scaled then: those are kept in registers, others
+// where the outputs come to. Of ``stretch`` inputs, whole chunks, the weights stay in the first-level cache while all rows use them.
+// Each group of rows widens them anew: that costs less than the room that wide ones would take there, and a pass over them.
 struct PlainFp32 {
     static constexpr int kTogether = 1;            // inputs side by side
     static constexpr int64_t kBytes = kPanel * 4;  // of an input
+    static constexpr bool kJoinsOften = false;
     const float* panel;
     int64_t chunk() const { return kChunk / 2; }  // half of the first-level cache, as of the others at most
     int64_t stretch() const { return kChunk / 2; }
@@ -37,12 +38,12 @@ struct PlainFp32 {
 #pragma GCC unroll 4
         for (int h = 0; h < H; ++h) out[h] = _mm256_loadu_ps(panel + i * kPanel + (first + h) * kWidth);
     }
-    __m256 join(__m256 total, __m256 sum, int64_t, int) const { return _mm256_add_ps(total, sum); }
 };
 
 struct PlainBf16 {
     static constexpr int kTogether = 2;
     static constexpr int64_t kBytes = kPanel * 2;
+    static constexpr bool kJoinsOften = false;
     const uint16_t* panel;
     int64_t chunk() const { return kChunk; }
     int64_t stretch() const { return kChunk; }
@@ -56,7 +57,6 @@ struct PlainBf16 {
             out[h] = _mm256_castsi256_ps(wide);
         }
     }
-    __m256 join(__m256 total, __m256 sum, int64_t, int) const { return _mm256_add_ps(total, sum); }
 };
 
 // What whole numbers of both forms share: the scales of their groups, [G, 32].
@@ -64,7 +64,7 @@ struct Scaled {
     const float* scales;
     int64_t group;
     int64_t chunk() const { return group < kChunk ? group : kChunk; }
-    int64_t stretch() const { return group < kChunk ? kChunk / group * group : group; }
+    int64_t stretch() const { return group < 2 * kChunk ? 2 * kChunk / group * group : 2 * kChunk; }
     int64_t border(int64_t begin, int64_t I) const {
         const int64_t next = (begin / group + 1) * group;
         return next < I ? next : I;
@@ -78,6 +78,7 @@ template <int bits>
 struct Whole : Scaled {
     static constexpr int kTogether = 1;
     static constexpr int64_t kBytes = kPanel * bits / 8;
+    static constexpr bool kJoinsOften = true;
     const uint8_t* panel;
     Whole(const uint8_t* packed, const float* factors, int64_t inputs) : Scaled{factors, inputs}, panel(packed) {}
     template <int k, int H>
@@ -122,15 +123,20 @@ struct Ahead {
     int64_t stride;
 };
 
-// H registers of a panel's outputs times R rows, the sums split U ways so that additions do not wait for one another. Where it
-// ``looks_ahead`` it asks for memory on the way, else for what comes of the panel if it ``asks``.
-template <typename Weights, int R, int H, int U, bool looks_ahead>
-void part_times_rows(const Weights& weights, int first, Inputs inputs, const float* x, int64_t stride, float (*out)[kPanel], bool asks,
-                     Ahead ahead) {
+// What a part asks memory for while it computes: nothing, what comes of its panel, or what ``Ahead`` says.
+enum Asks { kNothing, kOwn, kBehind };
+
+// H registers of a panel's outputs times R rows, the sums split U ways so that additions do not wait for one another.
+template <typename Weights, int R, int H, int U, Asks asks>
+void part_times_rows(const Weights& weights, int first, Inputs inputs, const float* x, int64_t stride, float (*out)[kPanel], Ahead ahead) {
     constexpr int step = Weights::kTogether;
     __m256 totals[R][H];
-    for (int r = 0; r < R; ++r)
-        for (int h = 0; h < H; ++h) totals[r][h] = inputs.from ? _mm256_loadu_ps(out[r] + (first + h) * kWidth) : _mm256_setzero_ps();
+    if constexpr (Weights::kJoinsOften) {
+#pragma GCC unroll 6
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+            for (int h = 0; h < H; ++h) totals[r][h] = inputs.from ? _mm256_loadu_ps(out[r] + (first + h) * kWidth) : _mm256_setzero_ps();
+    }
     for (int64_t begin = inputs.from; begin < inputs.to;) {
         const int64_t most = begin + weights.chunk(), border = weights.border(begin, inputs.I), end = most < border ? most : border;
         __m256 sums[U][R][H];
@@ -141,11 +147,11 @@ void part_times_rows(const Weights& weights, int first, Inputs inputs, const flo
         for (; i + U * step <= end; i += U * step)
 #pragma GCC unroll 4
             for (int u = 0; u < U; ++u) {
-                if constexpr (looks_ahead) {
+                if constexpr (asks == kBehind) {
                     _mm_prefetch(ahead.place, _MM_HINT_T1);
                     ahead.place += ahead.stride * step;
                 }
-                if (!looks_ahead && asks && Weights::kBytes * step == 128) {
+                if constexpr (asks == kOwn && Weights::kBytes * step == 128) {
                     const char* coming = reinterpret_cast<const char*>(weights.panel + (i + u * step) * kPanel) + kAhead;
                     _mm_prefetch(coming, _MM_HINT_T0);
                     _mm_prefetch(coming + 64, _MM_HINT_T0);
@@ -157,30 +163,39 @@ void part_times_rows(const Weights& weights, int first, Inputs inputs, const flo
             add_products<Weights, 0, R, H>(weights, i, first, x, stride, sums[0]);
             if constexpr (step == 2) add_products<Weights, 1, R, H>(weights, i, first, x, stride, sums[0]);
         }
+#pragma GCC unroll 6
         for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
             for (int h = 0; h < H; ++h) {
                 for (int u = 1; u < U; ++u) sums[0][r][h] = _mm256_add_ps(sums[0][r][h], sums[u][r][h]);
-                totals[r][h] = weights.join(totals[r][h], sums[0][r][h], begin, first + h);
+                float* place = out[r] + (first + h) * kWidth;
+                if constexpr (Weights::kJoinsOften)
+                    totals[r][h] = weights.join(totals[r][h], sums[0][r][h], begin, first + h);
+                else
+                    _mm256_storeu_ps(place, begin ? _mm256_add_ps(_mm256_loadu_ps(place), sums[0][r][h]) : sums[0][r][h]);
             }
         begin = end;
     }
-    for (int r = 0; r < R; ++r)
-        for (int h = 0; h < H; ++h) _mm256_storeu_ps(out[r] + (first + h) * kWidth, totals[r][h]);
+    if constexpr (Weights::kJoinsOften) {
+#pragma GCC unroll 6
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+            for (int h = 0; h < H; ++h) _mm256_storeu_ps(out[r] + (first + h) * kWidth, totals[r][h]);
+    }
 }
 
 // One or two rows take a panel in one go, which is one stream of memory; more rows take it in two, the second from the cache.
-// Processors do not foresee well that the first skips every other line: what comes is asked for where ``is_first`` says so, unless that
-// was done before.
-template <bool looks_ahead, typename Weights>
-void panel_times_rows(const Weights& weights, int rows, Inputs inputs, const float* x, int64_t stride, float (*out)[kPanel],
-                      bool is_first, Ahead ahead) {
-#define TESSERA_HALVES(R, U)                                                                             \
-    part_times_rows<Weights, R, 2, U, looks_ahead>(weights, 0, inputs, x, stride, out, is_first, ahead); \
-    ahead.place += ahead.stride * (inputs.to - inputs.from);                                             \
-    part_times_rows<Weights, R, 2, U, looks_ahead>(weights, 2, inputs, x, stride, out, false, ahead)
+// Processors do not foresee well that the first skips every other line: what comes is to be asked for, unless that was done before.
+template <Asks asks, typename Weights>
+void panel_times_rows(const Weights& weights, int rows, Inputs inputs, const float* x, int64_t stride, float (*out)[kPanel], Ahead ahead) {
+    constexpr Asks then = asks == kBehind ? kBehind : kNothing;
+#define TESSERA_HALVES(R, U)                                                               \
+    part_times_rows<Weights, R, 2, U, asks>(weights, 0, inputs, x, stride, out, ahead);    \
+    ahead.place += ahead.stride * (inputs.to - inputs.from);                               \
+    part_times_rows<Weights, R, 2, U, then>(weights, 2, inputs, x, stride, out, ahead)
     switch (rows) {
-        case 1: part_times_rows<Weights, 1, 4, 2, false>(weights, 0, inputs, x, stride, out, false, ahead); break;
-        case 2: part_times_rows<Weights, 2, 4, 1, false>(weights, 0, inputs, x, stride, out, false, ahead); break;
+        case 1: part_times_rows<Weights, 1, 4, 2, kNothing>(weights, 0, inputs, x, stride, out, ahead); break;
+        case 2: part_times_rows<Weights, 2, 4, 1, kNothing>(weights, 0, inputs, x, stride, out, ahead); break;
         case 3: TESSERA_HALVES(3, 2); break;
         case 4: TESSERA_HALVES(4, 1); break;
         case 5: TESSERA_HALVES(5, 1); break;
@@ -208,29 +223,45 @@ Call<scalar> call_of(const tessera::Job& job) {
             static_cast<scalar*>(job.out),     job.width, job.inputs};
 }
 
-template <typename scalar>
-void finish(const Call<scalar>& call, int64_t p, int64_t m, int64_t rows, float (*sums)[kPanel]) {
+template <Activation activation, typename scalar>
+void finish_by(const Call<scalar>& call, int64_t p, int64_t m, int64_t rows, float (*sums)[kPanel]) {
     const int64_t place = p * kPanel, outputs = call.O - place < kPanel ? call.O - place : kPanel;
     float bias[kPanel] = {};
     if (call.bias)
         for (int64_t o = 0; o < outputs; ++o) bias[o] = to_float(call.bias[place + o]);
     for (int64_t r = 0; r < rows; ++r) {
+        float* row = sums[r];
         for (int o = 0; o < kPanel; o += kWidth)
-            save_as(activate(call.activation, load_as<eight>(sums[r] + o) + load_as<eight>(bias + o)), sums[r] + o);
+            save_as(activate(activation, load_as<eight>(row + o) + load_as<eight>(bias + o)), row + o);
         scalar* target = call.y + (m + r) * call.O + place;
-        for (int64_t o = 0; o < outputs; ++o) from_float(sums[r][o], target[o]);
+        if (outputs == kPanel)
+            for (int o = 0; o < kPanel; ++o) from_float(row[o], target[o]);
+        else
+            for (int64_t o = 0; o < outputs; ++o) from_float(row[o], target[o]);
     }
 }
 
-// A panel times ``rows`` rows from m on, by groups of as equal a size as can be. Several groups take a stretch of its inputs after the
-// other, and while they compute, what lies behind it comes to the second-level cache, a part with each: of few rows memory would
+// Sums become outputs.
+template <typename scalar>
+void finish(const Call<scalar>& call, int64_t p, int64_t m, int64_t rows, float (*sums)[kPanel]) {
+    switch (call.activation) {
+        case kNone: return finish_by<kNone>(call, p, m, rows, sums);
+        case kGelu: return finish_by<kGelu>(call, p, m, rows, sums);
+        case kGeluTanh: return finish_by<kGeluTanh>(call, p, m, rows, sums);
+        case kSilu: return finish_by<kSilu>(call, p, m, rows, sums);
+        case kRelu: return finish_by<kRelu>(call, p, m, rows, sums);
+    }
+}
+
+// A panel times ``rows`` rows from m on, by groups of as equal a size as can be. All but very few rows take a stretch of its inputs after
+// the other, and while they compute, what lies behind it comes to the second-level cache, a part with each group: memory would
 // otherwise wait for the products, and these for memory. What is narrow comes soon enough by itself.
 template <typename scalar, typename Weights>
 void panel_times_all(const Weights& weights, const Call<scalar>& call, int64_t p, int64_t m, int64_t rows, const float* x, int64_t stride) {
     alignas(64) float sums[kBlockRows][kPanel];
     const int64_t groups = (rows + kMostRows - 1) / kMostRows;
-    const int64_t length = groups > 1 ? weights.stretch() : call.I;
-    const bool looks_ahead = Weights::kBytes >= 64 && groups > 1 && groups <= kMostAhead;
+    const int64_t length = rows > 2 ? weights.stretch() : call.I;
+    const bool looks_ahead = Weights::kBytes >= 64 && rows > 2 && groups <= kMostAhead;
     for (int64_t from = 0; from < call.I; from += length) {
         const Inputs inputs{from, from + length < call.I ? from + length : call.I, call.I};
         const int64_t passes = 2 * groups;
@@ -238,10 +269,10 @@ void panel_times_all(const Weights& weights, const Call<scalar>& call, int64_t p
         Ahead ahead{behind, (Weights::kBytes + passes - 1) / passes};
         for (int64_t done = 0, group = 0; done < rows; ++group) {
             const int count = int((rows - done + groups - group - 1) / (groups - group));
-            if (looks_ahead)
-                panel_times_rows<true>(weights, count, inputs, x + done * stride, stride, sums + done, false, ahead);
-            else
-                panel_times_rows<false>(weights, count, inputs, x + done * stride, stride, sums + done, done == 0, ahead);
+            const float* rows_x = x + done * stride;
+            if (looks_ahead) panel_times_rows<kBehind>(weights, count, inputs, rows_x, stride, sums + done, ahead);
+            else if (done) panel_times_rows<kNothing>(weights, count, inputs, rows_x, stride, sums + done, ahead);
+            else panel_times_rows<kOwn>(weights, count, inputs, rows_x, stride, sums + done, ahead);
             ahead.place += ahead.stride * 2 * (inputs.to - inputs.from);
             done += count;
         }
