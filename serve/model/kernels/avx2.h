@@ -1,7 +1,8 @@
 // Products of the kernels of linear layers on processors with AVX2 and FMA, and without AVX-512: eight floats at once, sixteen
 // registers. Everything is multiplied in fp32: bf16 rows are widened once, weights on their way to the registers.
 //
-// Shapes.  M rows   I input features   O output features.  Panels of 32 outputs as linear.cpp and quantized.cpp say.
+// Shapes.  M rows   I input features   O output features.  Panels of 32 outputs as linear.cpp and quantized.cpp say, of 16 in fp32:
+// what two registers multiply lies side by side then.
 #pragma once
 
 #include "parts.h"
@@ -26,29 +27,34 @@ constexpr int64_t kMostAhead = 8; // groups of rows: with more, what they read o
 // where the outputs come to. Of ``stretch`` inputs, whole chunks, the weights stay in the first-level cache while all rows use them.
 // Each group of rows widens them anew: that costs less than the room that wide ones would take there, and a pass over them.
 struct PlainFp32 {
-    static constexpr int kTogether = 1;            // inputs side by side
-    static constexpr int64_t kBytes = kPanel * 4;  // of an input
+    static constexpr int kTogether = 1;  // inputs side by side
+    static constexpr int64_t kOutputs = kPanel / 2;
+    static constexpr int64_t kBytes = kOutputs * 4;  // of an input
     static constexpr bool kJoinsOften = false;
     const float* panel;
-    int64_t chunk() const { return kChunk / 2; }  // half of the first-level cache, as of the others at most
-    int64_t stretch() const { return kChunk / 2; }
+    int64_t chunk() const { return kChunk; }
+    int64_t stretch() const { return kChunk; }
     int64_t border(int64_t, int64_t I) const { return I; }
-    template <int k, int H>
+    template <int k, int R, int H>
     void at(int64_t i, int first, __m256 (&out)[H]) const {
 #pragma GCC unroll 4
-        for (int h = 0; h < H; ++h) out[h] = _mm256_loadu_ps(panel + i * kPanel + (first + h) * kWidth);
+        for (int h = 0; h < H; ++h) {
+            out[h] = _mm256_loadu_ps(panel + i * kOutputs + (first + h) * kWidth);
+            if constexpr (R > 3) __asm__("" : "+x"(out[h]));  // loaded once, not by the product of each row
+        }
     }
 };
 
 struct PlainBf16 {
     static constexpr int kTogether = 2;
+    static constexpr int64_t kOutputs = kPanel;
     static constexpr int64_t kBytes = kPanel * 2;
     static constexpr bool kJoinsOften = false;
     const uint16_t* panel;
     int64_t chunk() const { return kChunk; }
     int64_t stretch() const { return kChunk; }
     int64_t border(int64_t, int64_t I) const { return I; }
-    template <int k, int H>
+    template <int k, int, int H>
     void at(int64_t i, int first, __m256 (&out)[H]) const {
 #pragma GCC unroll 4
         for (int h = 0; h < H; ++h) {
@@ -77,11 +83,12 @@ struct Scaled {
 template <int bits>
 struct Whole : Scaled {
     static constexpr int kTogether = 1;
+    static constexpr int64_t kOutputs = kPanel;
     static constexpr int64_t kBytes = kPanel * bits / 8;
     static constexpr bool kJoinsOften = true;
     const uint8_t* panel;
     Whole(const uint8_t* packed, const float* factors, int64_t inputs) : Scaled{factors, inputs}, panel(packed) {}
-    template <int k, int H>
+    template <int k, int, int H>
     void at(int64_t i, int first, __m256 (&out)[H]) const {
         const uint8_t* step = panel + i * kPanel * bits / 8;
 #pragma GCC unroll 4
@@ -103,7 +110,7 @@ struct Whole : Scaled {
 template <typename Weights, int k, int R, int H>
 inline void add_products(const Weights& weights, int64_t i, int first, const float* x, int64_t stride, __m256 (&sums)[R][H]) {
     __m256 w[H];
-    weights.template at<k, H>(i, first, w);
+    weights.template at<k, R, H>(i, first, w);
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r) {
         const __m256 input = _mm256_broadcast_ss(x + r * stride + i + k);
@@ -128,7 +135,7 @@ enum Asks { kNothing, kOwn, kBehind };
 
 // H registers of a panel's outputs times R rows, the sums split U ways so that additions do not wait for one another.
 template <typename Weights, int R, int H, int U, Asks asks>
-void part_times_rows(const Weights& weights, int first, Inputs inputs, const float* x, int64_t stride, float (*out)[kPanel], Ahead ahead) {
+void part_times_rows(const Weights& weights, int first, Inputs inputs, const float* x, int64_t stride, float (*out)[Weights::kOutputs], Ahead ahead) {
     constexpr int step = Weights::kTogether;
     __m256 totals[R][H];
     if constexpr (Weights::kJoinsOften) {
@@ -184,24 +191,27 @@ void part_times_rows(const Weights& weights, int first, Inputs inputs, const flo
     }
 }
 
-// One or two rows take a panel in one go, which is one stream of memory; more rows take it in two, the second from the cache.
+// One or two rows take a panel in one go, which is one stream of memory; more rows take one of 32 in two, the second from the cache.
 // Processors do not foresee well that the first skips every other line: what comes is to be asked for, unless that was done before.
 template <Asks asks, typename Weights>
-void panel_times_rows(const Weights& weights, int rows, Inputs inputs, const float* x, int64_t stride, float (*out)[kPanel], Ahead ahead) {
-    constexpr Asks then = asks == kBehind ? kBehind : kNothing;
-#define TESSERA_HALVES(R, U)                                                               \
-    part_times_rows<Weights, R, 2, U, asks>(weights, 0, inputs, x, stride, out, ahead);    \
-    ahead.place += ahead.stride * (inputs.to - inputs.from);                               \
-    part_times_rows<Weights, R, 2, U, then>(weights, 2, inputs, x, stride, out, ahead)
-    switch (rows) {
-        case 1: part_times_rows<Weights, 1, 4, 2, kNothing>(weights, 0, inputs, x, stride, out, ahead); break;
-        case 2: part_times_rows<Weights, 2, 4, 1, kNothing>(weights, 0, inputs, x, stride, out, ahead); break;
-        case 3: TESSERA_HALVES(3, 2); break;
-        case 4: TESSERA_HALVES(4, 1); break;
-        case 5: TESSERA_HALVES(5, 1); break;
-        case 6: TESSERA_HALVES(6, 1); break;
+void panel_times_rows(const Weights& weights, int rows, Inputs inputs, const float* x, int64_t stride, float (*out)[Weights::kOutputs], Ahead ahead) {
+    [[maybe_unused]] constexpr Asks then = asks == kBehind ? kBehind : kNothing;
+    constexpr int all = Weights::kOutputs / kWidth, shares = 4 / all;
+#define TESSERA_PARTS(R, U)                                                                     \
+    part_times_rows<Weights, R, 2, U, asks>(weights, 0, inputs, x, stride, out, ahead);         \
+    if constexpr (all == 4) {                                                                   \
+        ahead.place += ahead.stride * (inputs.to - inputs.from);                                \
+        part_times_rows<Weights, R, 2, U, then>(weights, 2, inputs, x, stride, out, ahead);     \
     }
-#undef TESSERA_HALVES
+    switch (rows) {
+        case 1: part_times_rows<Weights, 1, all, 2 * shares, kNothing>(weights, 0, inputs, x, stride, out, ahead); break;
+        case 2: part_times_rows<Weights, 2, all, shares, kNothing>(weights, 0, inputs, x, stride, out, ahead); break;
+        case 3: TESSERA_PARTS(3, 2) break;
+        case 4: TESSERA_PARTS(4, 1) break;
+        case 5: TESSERA_PARTS(5, 1) break;
+        case 6: TESSERA_PARTS(6, 1) break;
+    }
+#undef TESSERA_PARTS
 }
 
 // Rows, bias, activation and outputs of one call.
@@ -223,33 +233,33 @@ Call<scalar> call_of(const tessera::Job& job) {
             static_cast<scalar*>(job.out),     job.width, job.inputs};
 }
 
-template <Activation activation, typename scalar>
-void finish_by(const Call<scalar>& call, int64_t p, int64_t m, int64_t rows, float (*sums)[kPanel]) {
-    const int64_t place = p * kPanel, outputs = call.O - place < kPanel ? call.O - place : kPanel;
-    float bias[kPanel] = {};
+template <Activation activation, int64_t width, typename scalar>
+void finish_by(const Call<scalar>& call, int64_t p, int64_t m, int64_t rows, float (*sums)[width]) {
+    const int64_t place = p * width, outputs = call.O - place < width ? call.O - place : width;
+    float bias[width] = {};
     if (call.bias)
         for (int64_t o = 0; o < outputs; ++o) bias[o] = to_float(call.bias[place + o]);
     for (int64_t r = 0; r < rows; ++r) {
         float* row = sums[r];
-        for (int o = 0; o < kPanel; o += kWidth)
+        for (int o = 0; o < width; o += kWidth)
             save_as(activate(activation, load_as<eight>(row + o) + load_as<eight>(bias + o)), row + o);
         scalar* target = call.y + (m + r) * call.O + place;
-        if (outputs == kPanel)
-            for (int o = 0; o < kPanel; ++o) from_float(row[o], target[o]);
+        if (outputs == width)
+            for (int o = 0; o < width; ++o) from_float(row[o], target[o]);
         else
             for (int64_t o = 0; o < outputs; ++o) from_float(row[o], target[o]);
     }
 }
 
 // Sums become outputs.
-template <typename scalar>
-void finish(const Call<scalar>& call, int64_t p, int64_t m, int64_t rows, float (*sums)[kPanel]) {
+template <int64_t width, typename scalar>
+void finish(const Call<scalar>& call, int64_t p, int64_t m, int64_t rows, float (*sums)[width]) {
     switch (call.activation) {
-        case kNone: return finish_by<kNone>(call, p, m, rows, sums);
-        case kGelu: return finish_by<kGelu>(call, p, m, rows, sums);
-        case kGeluTanh: return finish_by<kGeluTanh>(call, p, m, rows, sums);
-        case kSilu: return finish_by<kSilu>(call, p, m, rows, sums);
-        case kRelu: return finish_by<kRelu>(call, p, m, rows, sums);
+        case kNone: return finish_by<kNone, width>(call, p, m, rows, sums);
+        case kGelu: return finish_by<kGelu, width>(call, p, m, rows, sums);
+        case kGeluTanh: return finish_by<kGeluTanh, width>(call, p, m, rows, sums);
+        case kSilu: return finish_by<kSilu, width>(call, p, m, rows, sums);
+        case kRelu: return finish_by<kRelu, width>(call, p, m, rows, sums);
     }
 }
 
@@ -258,13 +268,14 @@ void finish(const Call<scalar>& call, int64_t p, int64_t m, int64_t rows, float 
 // otherwise wait for the products, and these for memory. What is narrow comes soon enough by itself.
 template <typename scalar, typename Weights>
 void panel_times_all(const Weights& weights, const Call<scalar>& call, int64_t p, int64_t m, int64_t rows, const float* x, int64_t stride) {
-    alignas(64) float sums[kBlockRows][kPanel];
+    alignas(64) float sums[kBlockRows][Weights::kOutputs];
     const int64_t groups = (rows + kMostRows - 1) / kMostRows;
     const int64_t length = rows > 2 ? weights.stretch() : call.I;
     const bool looks_ahead = Weights::kBytes >= 64 && rows > 2 && groups <= kMostAhead;
     for (int64_t from = 0; from < call.I; from += length) {
         const Inputs inputs{from, from + length < call.I ? from + length : call.I, call.I};
-        const int64_t passes = 2 * groups;
+        constexpr int64_t parts = Weights::kOutputs / (2 * kWidth);  // of three rows and more
+        const int64_t passes = parts * groups;
         const char* behind = reinterpret_cast<const char*>(weights.panel) + inputs.to * Weights::kBytes;
         Ahead ahead{behind, (Weights::kBytes + passes - 1) / passes};
         for (int64_t done = 0, group = 0; done < rows; ++group) {
@@ -273,18 +284,19 @@ void panel_times_all(const Weights& weights, const Call<scalar>& call, int64_t p
             if (looks_ahead) panel_times_rows<kBehind>(weights, count, inputs, rows_x, stride, sums + done, ahead);
             else if (done) panel_times_rows<kNothing>(weights, count, inputs, rows_x, stride, sums + done, ahead);
             else panel_times_rows<kOwn>(weights, count, inputs, rows_x, stride, sums + done, ahead);
-            ahead.place += ahead.stride * 2 * (inputs.to - inputs.from);
+            ahead.place += ahead.stride * parts * (inputs.to - inputs.from);
             done += count;
         }
     }
-    finish(call, p, m, rows, sums);
+    finish<Weights::kOutputs>(call, p, m, rows, sums);
 }
 
 // By all threads of the parallel region that it is called in. ``weights_of(p)`` gives the weights of a panel.
 template <typename scalar, typename Make>
 void multiply_rows(const Call<scalar>& call, const Make& weights_of) {
     constexpr bool is_wide = sizeof(scalar) == sizeof(float);
-    const int64_t panels = panels_of(call.O);
+    typedef decltype(weights_of(0)) Weights;
+    const int64_t panels = (call.O + Weights::kOutputs - 1) / Weights::kOutputs;
     thread_local std::vector<float> inputs;
     for (int64_t m = 0; m < call.M; m += kBlockRows) {
         const int64_t rows = call.M - m < kBlockRows ? call.M - m : kBlockRows;

@@ -3,8 +3,8 @@
 // Shapes.  M rows   I input features   O output features
 //
 // Packed weights: panels of 32 outputs, [O / 32, I, 32] in fp32 and [O / 32, I / 2, 32, 2] in bf16 (two neighbouring inputs
-// side by side, as a processor's bf16 dot product wants them; I is even there), outputs padded with zeros. One panel is one
-// stream of memory; groups of up to eight rows share what was read of it.
+// side by side, as a processor's bf16 dot product wants them; I is even there), outputs padded with zeros. With AVX2 alone panels
+// of fp32 have 16. One panel is one stream of memory; groups of up to eight rows share what was read of it.
 #include <cstdint>
 #include <cstring>
 
@@ -16,10 +16,11 @@ namespace {
 constexpr int64_t kWord = 4;
 constexpr int64_t kLine = 64;
 
-// Words [from, to) of the rows of one panel, wherever they lie.
+// Words [from, to) of the rows of one panel of so many outputs, wherever they lie.
+template <int64_t width>
 void pack_words(const char* plain, char* panel, int64_t rows, int64_t W, int64_t from, int64_t to) {
     for (int64_t o = 0; o < rows; ++o)
-        for (int64_t w = from; w < to; ++w) std::memcpy(panel + (w * kPanel + o) * kWord, plain + (o * W + w) * kWord, kWord);
+        for (int64_t w = from; w < to; ++w) std::memcpy(panel + (w * width + o) * kWord, plain + (o * W + w) * kWord, kWord);
 }
 
 #if defined(__AVX512F__)
@@ -27,6 +28,7 @@ void pack_words(const char* plain, char* panel, int64_t rows, int64_t W, int64_t
 constexpr int64_t kSquare = 16;
 
 // 16 words of 16 rows that are W words apart, transposed in registers: each line of memory is written once, whole.
+template <int64_t width>
 void pack_square(const char* plain, char* panel, int64_t W) {
     __m512i r[16], t[16];
     for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_si512(plain + i * W * kWord);
@@ -52,7 +54,7 @@ void pack_square(const char* plain, char* panel, int64_t W) {
         r[4 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0x88);
         r[12 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0xdd);
     }
-    for (int w = 0; w < 16; ++w) _mm512_storeu_si512(panel + w * kPanel * kWord, r[w]);
+    for (int w = 0; w < 16; ++w) _mm512_storeu_si512(panel + w * width * kWord, r[w]);
 }
 
 #elif defined(__AVX2__)
@@ -60,6 +62,7 @@ void pack_square(const char* plain, char* panel, int64_t W) {
 constexpr int64_t kSquare = 8;
 
 // 8 words of 8 rows. Words are moved as floats, whatever they are: none is computed with.
+template <int64_t width>
 void pack_square(const char* plain, char* panel, int64_t W) {
     __m256 r[8], t[8];
     for (int i = 0; i < 8; ++i) r[i] = _mm256_loadu_ps(reinterpret_cast<const float*>(plain + i * W * kWord));
@@ -77,31 +80,32 @@ void pack_square(const char* plain, char* panel, int64_t W) {
         t[i] = _mm256_permute2f128_ps(r[i], r[4 + i], 0x20);
         t[4 + i] = _mm256_permute2f128_ps(r[i], r[4 + i], 0x31);
     }
-    for (int w = 0; w < 8; ++w) _mm256_storeu_ps(reinterpret_cast<float*>(panel + w * kPanel * kWord), t[w]);
+    for (int w = 0; w < 8; ++w) _mm256_storeu_ps(reinterpret_cast<float*>(panel + w * width * kWord), t[w]);
 }
 
 #endif
 
 // Packs a weight of O rows of W words: a word is one number of fp32, or two neighbouring ones of bf16. Word [o, w] comes to
-// [o / 32, w, o % 32].
+// [o / width, w, o % width].
+template <int64_t width>
 void pack(const char* plain, char* packed, int64_t O, int64_t W, int threads) {
-    const int64_t panels = panels_of(O);
+    const int64_t panels = panels_of(O) * kPanel / width;
 #pragma omp parallel for num_threads(threads)
     for (int64_t p = 0; p < panels; ++p) {
-        char* panel = packed + p * kPanel * W * kWord;
-        const char* first = plain + p * kPanel * W * kWord;
-        const int64_t rows = O - p * kPanel < kPanel ? O - p * kPanel : kPanel;
+        char* panel = packed + p * width * W * kWord;
+        const char* first = plain + p * width * W * kWord;
+        const int64_t left = O - p * width, rows = left < 0 ? 0 : left < width ? left : width;
         int64_t w = 0;
-        if (rows < kPanel) std::memset(panel, 0, size_t(kPanel * W * kWord));
+        if (rows < width) std::memset(panel, 0, size_t(width * W * kWord));
 #if defined(__AVX2__)
         else
             for (; w + kSquare <= W; w += kSquare)
-                for (int64_t o = 0; o < kPanel; o += kSquare)
-                    pack_square(first + (o * W + w) * kWord, panel + (w * kPanel + o) * kWord, W);
+                for (int64_t o = 0; o < width; o += kSquare)
+                    pack_square<width>(first + (o * W + w) * kWord, panel + (w * width + o) * kWord, W);
 #else
-            for (; w + 16 <= W; w += 16) pack_words(first, panel, rows, W, w, w + 16);  // what is written stays in the cache
+            for (; w + 16 <= W; w += 16) pack_words<width>(first, panel, rows, W, w, w + 16);  // what is written stays in the cache
 #endif
-        pack_words(first, panel, rows, W, w, W);
+        pack_words<width>(first, panel, rows, W, w, W);
     }
 }
 
@@ -217,12 +221,15 @@ void tessera::multiply([[maybe_unused]] const Job& job) {
     if (job.is_bf16) by(Bf16{});
 #endif
 #ifdef TESSERA_AVX2
-    const int64_t panel = kPanel * job.inputs;
+    const auto by = [&](auto plain, auto scalar) {
+        typedef decltype(plain) Plain;
+        const auto* weight = static_cast<decltype(plain.panel)>(job.weight);
+        multiply_rows(call_of<decltype(scalar)>(job), [&](int64_t p) { return Plain{weight + p * Plain::kOutputs * job.inputs}; });
+    };
     if (job.is_bf16)
-        multiply_rows(call_of<bf16>(job),
-                      [&](int64_t p) { return PlainBf16{static_cast<const uint16_t*>(job.weight) + p * panel}; });
+        by(PlainBf16{}, bf16{});
     else
-        multiply_rows(call_of<float>(job), [&](int64_t p) { return PlainFp32{static_cast<const float*>(job.weight) + p * panel}; });
+        by(PlainFp32{}, float{});
 #endif
 }
 
@@ -243,7 +250,12 @@ int tessera_linear_supported([[maybe_unused]] int is_bf16) {
 int64_t tessera_linear_packed_numbers(int64_t O, int64_t I) { return panels_of(O) * kPanel * I; }
 
 void tessera_linear_pack(int is_bf16, int threads, const void* plain, void* packed, int64_t O, int64_t I) {
-    pack(static_cast<const char*>(plain), static_cast<char*>(packed), O, is_bf16 ? I / 2 : I, threads);
+    const char* from = static_cast<const char*>(plain);
+    char* to = static_cast<char*>(packed);
+#ifdef TESSERA_AVX2
+    if (!is_bf16) return pack<PlainFp32::kOutputs>(from, to, O, I, threads);
+#endif
+    pack<kPanel>(from, to, O, is_bf16 ? I / 2 : I, threads);
 }
 
 // x is [M, I] with rows ``stride`` apart; in bf16 I must be even. y is [M, O], contiguous.
