@@ -33,7 +33,7 @@ class _Family:
     """One for each matrix before the blocks."""
     norm: str
     embedding_norm: str = ""
-    """Of the vectors before the blocks; empty where it has none."""
+    """What the norm of the vectors before the blocks is called; empty where there is none."""
     head: str = "lm_head."
 
 
