@@ -172,6 +172,7 @@ class Exchange:
             value.put()
         candidate.before = []
         if candidate.values is None:
+            gpus.give_back(self._model.device)
             with opened(self._config, everything=False) as checkpoint:
                 self._read_into_place(checkpoint, survey(checkpoint, self._config, self._model.device))
 

@@ -35,14 +35,22 @@ class _Family:
     embedding_norm: str = ""
     """What the norm of the vectors before the blocks is called; empty where there is none."""
     head: str = "lm_head."
+    types: tuple[str, ...] = ()
+    """The model types that have these names, where others have blocks that look like theirs; empty where none is known to."""
 
 
 _GPT2 = ("transformer.wte.", "transformer.wpe.")
 _OPT = ("model.decoder.embed_tokens.", "model.decoder.embed_positions.")
 _FAMILIES = (
     # Those whose blocks have a tensor of their own come before those with which they share one.
-    _Family("self_attn.dense.weight", "model.layers.", ("model.embed_tokens.",), "model.final_layernorm."),  # Phi
-    _Family("self_attn.out_proj.weight", "model.decoder.layers.", _OPT, "model.decoder.final_layer_norm."),
+    _Family(
+        "self_attn.dense.weight",
+        "model.layers.",
+        ("model.embed_tokens.",),
+        "model.final_layernorm.",
+        types=("phi", "persimmon"),
+    ),
+    _Family("self_attn.out_proj.weight", "model.decoder.layers.", _OPT, "model.decoder.final_layer_norm.", types=("opt",)),
     _Family("self_attn.q_proj.weight", "model.layers.", ("model.embed_tokens.",), "model.norm."),  # Llama, and all like it
     _Family("self_attn.qkv_proj.weight", "model.layers.", ("model.embed_tokens.",), "model.norm."),  # Phi-3
     _Family("attention.query_key_value.weight", "gpt_neox.layers.", ("gpt_neox.embed_in.",), "gpt_neox.final_layer_norm."),
@@ -50,12 +58,13 @@ _FAMILIES = (
     _Family("attn.attention.q_proj.weight", "transformer.h.", _GPT2, "transformer.ln_f."),  # GPT-Neo
     _Family("attn.q_proj.weight", "transformer.h.", _GPT2[:1], "transformer.ln_f."),  # GPT-J
     _Family("attn.qkv_proj.weight", "transformer.h.", _GPT2[:1], "transformer.ln_f."),  # CodeGen
-    _Family(  # BLOOM, and Falcon, which has no norm before its blocks
+    _Family(  # Falcon has no norm before its blocks
         "self_attention.query_key_value.weight",
         "transformer.h.",
         ("transformer.word_embeddings.",),
         "transformer.ln_f.",
         "transformer.word_embeddings_layernorm.",
+        types=("bloom", "falcon"),
     ),
 )
 
@@ -71,7 +80,13 @@ def file_of_layer(number: int, other: str) -> str:
     return f"layer_{number:02d}{'-model_00' if '-model_00-' in other else ''}-model_states.pt"
 
 
-def rename(places: Mapping[str, Stored], layer_map: str | None, table: str, num_blocks: int | None = None) -> dict[str, Stored]:
+def rename(
+    places: Mapping[str, Stored],
+    layer_map: str | None,
+    table: str,
+    num_blocks: int | None = None,
+    model_type: str | None = None,
+) -> dict[str, Stored]:
     """Where each tensor lies, by the names of the model instead of those by layers.
 
     Args:
@@ -79,6 +94,7 @@ def rename(places: Mapping[str, Stored], layer_map: str | None, table: str, num_
         layer_map: path of a file that says what each layer is; ``None`` for what is known of families.
         table: the file that a message names.
         num_blocks: of the model by its configuration, where that is known.
+        model_type: of its configuration, where that is known: of some families others have blocks that look alike.
 
     Raises:
         CheckpointError: a layer is none that is known, is missing, or is not in the file; the file is not as described.
@@ -89,7 +105,7 @@ def rename(places: Mapping[str, Stored], layer_map: str | None, table: str, num_
         if match is None:
             raise CheckpointError(table, f"holds {name!r} outside a layer, whose place in the model cannot be told; {_ASK}")
         layers.setdefault(int(match[1]), {})[match[2]] = stored
-    named = _by_family(layers, table, num_blocks) if layer_map is None else _by_file(layers, layer_map)
+    named = _by_family(layers, table, num_blocks, model_type) if layer_map is None else _by_file(layers, layer_map)
     found: dict[str, Stored] = {}
     for number, names in named.items():
         for local, name in names.items():
@@ -101,9 +117,13 @@ def rename(places: Mapping[str, Stored], layer_map: str | None, table: str, num_
     return found
 
 
-def _by_family(layers: Mapping[int, Mapping[str, Stored]], table: str, num_blocks: int | None) -> dict[int, dict[str, str]]:
+def _by_family(
+    layers: Mapping[int, Mapping[str, Stored]], table: str, num_blocks: int | None, model_type: str | None
+) -> dict[int, dict[str, str]]:
     """For each layer, the model's names by the layer's own."""
     for family in _FAMILIES:
+        if model_type is not None and family.types and model_type not in family.types:
+            continue
         blocks = sorted(number for number, tensors in layers.items() if _prefix(family, tensors) is not None)
         if not blocks:
             continue
@@ -155,11 +175,17 @@ def _embeddings(
     named: dict[int, dict[str, str]],
 ) -> None:
     """Name the matrices before the blocks, by order or by a name of their own that is the model's, and the norm behind them."""
-    norms = [place for place in before if family.embedding_norm and len(layers[place[0]][place[1]].shape) == 1]
+    norms = [
+        (number, local)
+        for number, local in before
+        if family.embedding_norm and len(layers[number][local].shape) == 1 and local.rpartition(".")[2] in ("weight", "bias")
+    ]
     for number, local in norms:
         named.setdefault(number, {})[local] = family.embedding_norm + local.rpartition(".")[2]
     matrices = [place for place in before if place not in norms]
-    if len(matrices) != len(family.embeddings) or any(len(layers[number][local].shape) != 2 for number, local in matrices):
+    shapes = [layers[number][local].shape for number, local in matrices]
+    alike = all(len(shape) == 2 and shape[1] == shapes[0][-1] for shape in shapes)
+    if len(matrices) != len(family.embeddings) or not alike:
         held = ", ".join(f"{number}.{local}" for number, local in before) or "none"
         rule = f"has the tensors {held} before its blocks, where {len(family.embeddings)} embeddings must stand; {_ASK}"
         raise CheckpointError(_file(before[0][0] if before else 0), rule)

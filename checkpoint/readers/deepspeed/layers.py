@@ -65,9 +65,10 @@ def open_weights(folder: Folder, given: Given = NOTHING_GIVEN) -> Weights:
                         raise CheckpointError(missing, rule)
         configs = find_configs(folder, given, above=True)
         config = client_config(folder, given, opened[0]) if opened else None
-        told = num_layers((config or {}) if configs is None else configs[0])
+        described = (config or {}) if configs is None else configs[0]
         table = next(iter(layers.values()))
-        found = rename(places, given.layer_map, table, told)
+        kind = described.get("model_type")
+        found = rename(places, given.layer_map, table, num_layers(described), kind if isinstance(kind, str) else None)
         facts |= {"layers": len(layers), "stages": len(stages)}
         sought = SOUGHT if opened else "there is no mp_rank_00_model_states.pt, whose client_state could"
         tokenizer = client_tokenizer(folder, given, opened[0]) if opened else None

@@ -25,7 +25,7 @@ constexpr int64_t kMostAhead = 8; // groups of rows: with more, what they read o
 // Weights of one panel. ``at<k>`` gives those of input i + k and the outputs from ``first`` registers on; ``chunk`` says how many inputs
 // are summed before their sum is added to a total, which ``join`` does where it is scaled then: those are kept in registers, others
 // where the outputs come to. Of ``stretch`` inputs, whole chunks, the weights stay in the first-level cache while all rows use them.
-// Each group of rows widens them anew: that costs less than the room that wide ones would take there, and a pass over them.
+// Each group of rows widens them anew: at 16 and 32 rows that costs less than the room that wide ones would take there, and a pass.
 struct PlainFp32 {
     static constexpr int kTogether = 1;  // inputs side by side
     static constexpr int64_t kOutputs = kPanel / 2;
@@ -70,7 +70,7 @@ struct Scaled {
     const float* scales;
     int64_t group;
     int64_t chunk() const { return group < kChunk ? group : kChunk; }
-    int64_t stretch() const { return group < 2 * kChunk ? 2 * kChunk / group * group : 2 * kChunk; }
+    int64_t stretch() const { return group <= 2 * kChunk ? 2 * kChunk / group * group : group % kChunk ? group : 2 * kChunk; }
     int64_t border(int64_t begin, int64_t I) const {
         const int64_t next = (begin / group + 1) * group;
         return next < I ? next : I;
@@ -196,7 +196,7 @@ void part_times_rows(const Weights& weights, int first, Inputs inputs, const flo
 template <Asks asks, typename Weights>
 void panel_times_rows(const Weights& weights, int rows, Inputs inputs, const float* x, int64_t stride, float (*out)[Weights::kOutputs], Ahead ahead) {
     [[maybe_unused]] constexpr Asks then = asks == kBehind ? kBehind : kNothing;
-    constexpr int all = Weights::kOutputs / kWidth, shares = 4 / all;
+    constexpr int all = Weights::kOutputs / kWidth;
 #define TESSERA_PARTS(R, U)                                                                     \
     part_times_rows<Weights, R, 2, U, asks>(weights, 0, inputs, x, stride, out, ahead);         \
     if constexpr (all == 4) {                                                                   \
@@ -204,8 +204,8 @@ void panel_times_rows(const Weights& weights, int rows, Inputs inputs, const flo
         part_times_rows<Weights, R, 2, U, then>(weights, 2, inputs, x, stride, out, ahead);     \
     }
     switch (rows) {
-        case 1: part_times_rows<Weights, 1, all, 2 * shares, kNothing>(weights, 0, inputs, x, stride, out, ahead); break;
-        case 2: part_times_rows<Weights, 2, all, shares, kNothing>(weights, 0, inputs, x, stride, out, ahead); break;
+        case 1: part_times_rows<Weights, 1, all, 2, kNothing>(weights, 0, inputs, x, stride, out, ahead); break;
+        case 2: part_times_rows<Weights, 2, all, 1, kNothing>(weights, 0, inputs, x, stride, out, ahead); break;
         case 3: TESSERA_PARTS(3, 2) break;
         case 4: TESSERA_PARTS(4, 1) break;
         case 5: TESSERA_PARTS(5, 1) break;

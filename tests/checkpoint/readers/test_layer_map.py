@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
+from types import SimpleNamespace
+from typing import Any, Final
 
 import pytest
 import torch
@@ -74,6 +75,35 @@ def test_a_pipeline_of_transformers_modules_is_the_model(family: str, together: 
     (tmp_path / "run" / "config.json").write_bytes((model / "config.json").read_bytes())
     with open_checkpoint(tmp_path / "run") as checkpoint:
         assert_holds(checkpoint, whole | head)
+
+
+@pytest.mark.parametrize(("like", "kind"), [("opt", "biogpt"), ("falcon", "chatglm"), ("phi", "another")])
+def test_blocks_that_look_like_those_of_another_family_are_not_named(like: str, kind: str) -> None:
+    marker = {
+        "opt": "self_attn.out_proj.weight",
+        "falcon": "self_attention.query_key_value.weight",
+        "phi": "self_attn.dense.weight",
+    }[like]
+    shapes = {"0.weight": (8, 4), f"1.{marker}": (4, 4), "2.weight": (4,)} | ({"0.other": (8, 4)} if like == "opt" else {})
+    places: dict[str, Any] = {name: SimpleNamespace(shape=shape) for name, shape in shapes.items()}
+    assert rename(places, None, "layer_00", 1, like), "the family itself is known"
+    with pytest.raises(CheckpointError, match="--layer-map"):
+        rename(places, None, "layer_00", 1, kind)
+
+
+@pytest.mark.parametrize("before", [{"0.rope.inv_freq": (4,)}, {"0.rope.weight": (4, 4)}, {"0.wide": (8, 5)}])
+def test_what_is_no_embedding_before_the_blocks_is_refused(before: dict[str, tuple[int, ...]]) -> None:
+    shapes = {"0.wte.weight": (8, 4), "1.self_attention.query_key_value.weight": (12, 4), "2.weight": (4,)} | before
+    places: dict[str, Any] = {name: SimpleNamespace(shape=shape) for name, shape in sorted(shapes.items())}
+    with pytest.raises(CheckpointError, match="before its blocks"):
+        rename(places, None, "layer_00")
+
+
+def test_embeddings_are_as_wide_as_one_another() -> None:
+    shapes = {"0.weight": (20, 4), "1.weight": (8, 5), "2.attn.c_attn.weight": (4, 12), "3.weight": (4,)}
+    places: dict[str, Any] = {name: SimpleNamespace(shape=shape) for name, shape in shapes.items()}
+    with pytest.raises(CheckpointError, match="2 embeddings must stand"):
+        rename(places, None, "layer_00")
 
 
 @pytest.mark.parametrize("axis", ["", "-model_00"])

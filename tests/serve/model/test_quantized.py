@@ -13,7 +13,7 @@ from tests.support.kernels import LEVELS, cpu_kernels, kernels_of
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize(("quantization", "group"), [("int8", 32), ("int4", 32), ("int4", 128)])
+@pytest.mark.parametrize(("quantization", "group"), [("int8", 32), ("int4", 32), ("int4", 128), ("int4", 600)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 2), (31, 64), (100, 258), (65, 255), (130, 1100)])
 def test_the_kernel_computes_what_the_reference_does(
