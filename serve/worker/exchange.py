@@ -160,10 +160,13 @@ class Exchange:
         why = ""
         try:
             self._read_into_place(candidate.checkpoint, candidate.survey)
+        except StartError as error:
+            why = str(error)
         except Exception as error:
-            if not isinstance(error, StartError) and not is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
-            why = str(error) if isinstance(error, StartError) else _said(error)
+            why = _said(error)
+        if why:
             _log.error("weights could not be read into their places: %s", why)
         return "" if self._ranks.smallest(int(not why)) else why or "another rank could not read its weights"
 

@@ -14,7 +14,7 @@ from checkpoint.given import Given
 from checkpoint.model.config import shown
 from checkpoint.readers.deepspeed.saves import Saved
 from checkpoint.readers.files.pickles import DTYPES
-from checkpoint.readers.surroundings import checked, config_file, find_tokenizer
+from checkpoint.readers.surroundings import checked, config_file, find_configs, find_tokenizer
 from checkpoint.text.tokenizer_files import TOKENIZER_CONFIG, TOKENIZER_FILES, TOKENIZER_JSON
 
 KEYS: Final = ("model_config", "config")
@@ -49,6 +49,16 @@ def client_config(folder: Folder, given: Given, saved: Saved) -> dict[str, Any] 
         except CheckpointError as error:
             raise CheckpointError(saved.file, f"its client_state has a {key} that is no configuration: {error.rule}") from error
     return None
+
+
+def known_config(folder: Folder, given: Given, client: dict[str, Any] | None) -> dict[str, Any]:
+    """The configuration that the model will have: the given one, a file's, or ``client`` of ``client_config``; else empty.
+
+    Raises:
+        CheckpointError: a file's breaks a rule.
+    """
+    configs = find_configs(folder, given, above=True)
+    return (client or {}) if configs is None else configs[0]
 
 
 def client_tokenizer(folder: Folder, given: Given, saved: Saved) -> Folder | None:

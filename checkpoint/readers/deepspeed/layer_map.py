@@ -17,9 +17,11 @@ import yaml
 
 from checkpoint.errors import CheckpointError
 from checkpoint.layout import Stored
+from checkpoint.model.config import layers as num_layers
 
 _MAX_FILE_BYTES = 1 << 20
 _OF_LAYER = re.compile(r"(\d+)\.(.+)")
+NOTHING_KNOWN: Mapping[str, Any] = {}
 _ASK = "say which names of the model its layers have (--layer-map)"
 
 
@@ -81,11 +83,7 @@ def file_of_layer(number: int, other: str) -> str:
 
 
 def rename(
-    places: Mapping[str, Stored],
-    layer_map: str | None,
-    table: str,
-    num_blocks: int | None = None,
-    model_type: str | None = None,
+    places: Mapping[str, Stored], layer_map: str | None, table: str, config: Mapping[str, Any] = NOTHING_KNOWN
 ) -> dict[str, Stored]:
     """Where each tensor lies, by the names of the model instead of those by layers.
 
@@ -93,8 +91,7 @@ def rename(
         places: by names that begin with the layer's number.
         layer_map: path of a file that says what each layer is; ``None`` for what is known of families.
         table: the file that a message names.
-        num_blocks: of the model by its configuration, where that is known.
-        model_type: of its configuration, where that is known: of some families others have blocks that look alike.
+        config: the model's, where it is known: how many blocks there are, and of which type, since others' may look alike.
 
     Raises:
         CheckpointError: a layer is none that is known, is missing, or is not in the file; the file is not as described.
@@ -105,7 +102,7 @@ def rename(
         if match is None:
             raise CheckpointError(table, f"holds {name!r} outside a layer, whose place in the model cannot be told; {_ASK}")
         layers.setdefault(int(match[1]), {})[match[2]] = stored
-    named = _by_family(layers, table, num_blocks, model_type) if layer_map is None else _by_file(layers, layer_map)
+    named = _by_family(layers, table, config) if layer_map is None else _by_file(layers, layer_map)
     found: dict[str, Stored] = {}
     for number, names in named.items():
         for local, name in names.items():
@@ -117,16 +114,16 @@ def rename(
     return found
 
 
-def _by_family(
-    layers: Mapping[int, Mapping[str, Stored]], table: str, num_blocks: int | None, model_type: str | None
-) -> dict[int, dict[str, str]]:
+def _by_family(layers: Mapping[int, Mapping[str, Stored]], table: str, config: Mapping[str, Any]) -> dict[int, dict[str, str]]:
     """For each layer, the model's names by the layer's own."""
+    num_blocks, model_type = num_layers(config), config.get("model_type")
     for family in _FAMILIES:
-        if model_type is not None and family.types and model_type not in family.types:
-            continue
         blocks = sorted(number for number, tensors in layers.items() if _prefix(family, tensors) is not None)
         if not blocks:
             continue
+        if model_type is not None and family.types and model_type not in family.types:
+            rule = f"has blocks like those of {' and '.join(family.types)}; its configuration says {model_type}"
+            raise CheckpointError(table, f"{rule}, whose layers are not known; {_ASK}")
         missing = next((number for number in range(blocks[0], blocks[-1]) if number not in layers), None)
         if missing is not None:
             raise CheckpointError(file_of_layer(missing, table), "is missing between other layers")

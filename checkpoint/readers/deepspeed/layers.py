@@ -8,12 +8,10 @@ from checkpoint.disk.folder import Folder
 from checkpoint.errors import CheckpointError
 from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.layout import Stored
-from checkpoint.model.config import layers as num_layers
 from checkpoint.readers.deepspeed import one_save, saves
-from checkpoint.readers.deepspeed.client_state import SOUGHT, client_config, client_tokenizer
+from checkpoint.readers.deepspeed.client_state import SOUGHT, client_config, client_tokenizer, known_config
 from checkpoint.readers.deepspeed.layer_map import file_of_layer, rename
 from checkpoint.readers.deepspeed.saves import LAYER, LAYER_PART, MODULE, UNIVERSAL, open_saved
-from checkpoint.readers.surroundings import find_configs
 from checkpoint.readers.weights import OpenFiles, Weights
 
 NAME = "DeepSpeed pipeline"
@@ -63,12 +61,9 @@ def open_weights(folder: Folder, given: Given = NOTHING_GIVEN) -> Weights:
                         rule = f"is missing, though {file} says that tensor {name!r} was trained"
                         missing = file_of_layer(int(str(name).partition(".")[0]), next(iter(layers.values())))
                         raise CheckpointError(missing, rule)
-        configs = find_configs(folder, given, above=True)
         config = client_config(folder, given, opened[0]) if opened else None
-        described = (config or {}) if configs is None else configs[0]
         table = next(iter(layers.values()))
-        kind = described.get("model_type")
-        found = rename(places, given.layer_map, table, num_layers(described), kind if isinstance(kind, str) else None)
+        found = rename(places, given.layer_map, table, known_config(folder, given, config))
         facts |= {"layers": len(layers), "stages": len(stages)}
         sought = SOUGHT if opened else "there is no mp_rank_00_model_states.pt, whose client_state could"
         tokenizer = client_tokenizer(folder, given, opened[0]) if opened else None

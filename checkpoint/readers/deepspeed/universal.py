@@ -15,7 +15,7 @@ from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.layout import Stored
 from checkpoint.readers.deepspeed import one_save, saves
 from checkpoint.readers.deepspeed.adapted import with_adapter
-from checkpoint.readers.deepspeed.client_state import SOUGHT, client_config, client_tokenizer
+from checkpoint.readers.deepspeed.client_state import SOUGHT, client_config, client_tokenizer, known_config
 from checkpoint.readers.deepspeed.layer_map import by_layers, rename
 from checkpoint.readers.deepspeed.saves import MODULE, PARTITIONED_MODEL, UNIVERSAL, Flat, Saved, open_saved
 from checkpoint.readers.deepspeed.zero3 import frozen_places, whole_places
@@ -62,16 +62,16 @@ def open_weights(folder: Folder, given: Given = NOTHING_GIVEN) -> Weights:
             name: _tensor(open_saved_tensor(files, f"{UNIVERSAL}/{name}/{_WEIGHTS}"), shapes.get(name)) for name in tensors
         }
         _check_all_there(saved[0], shapes, places)
+        config = client_config(folder, given, saved[0])
         if partitioned:
             places |= frozen_places(saved)
             places |= whole_places(saved[0], places)
         elif by_layers(places):
-            places = rename(places, given.layer_map, UNIVERSAL)
+            places = rename(places, given.layer_map, UNIVERSAL, known_config(folder, given, config))
         elif len(saved) == 1:
             places = _with_untrained(saved[0], shapes, places)
         saves.check_cover(UNIVERSAL, places)
         facts = saves.trained_with(saved[0]) | {"tensors with master weights": len(tensors)}
-        config = client_config(folder, given, saved[0])
         tokenizer = client_tokenizer(folder, given, saved[0])
         weights = Weights(
             files.descriptors, places, UNIVERSAL, config, SOUGHT, step=saves.step_of(saved[0]), facts=facts, tokenizer=tokenizer

@@ -86,9 +86,9 @@ def test_blocks_that_look_like_those_of_another_family_are_not_named(like: str, 
     }[like]
     shapes = {"0.weight": (8, 4), f"1.{marker}": (4, 4), "2.weight": (4,)} | ({"0.other": (8, 4)} if like == "opt" else {})
     places: dict[str, Any] = {name: SimpleNamespace(shape=shape) for name, shape in shapes.items()}
-    assert rename(places, None, "layer_00", 1, like), "the family itself is known"
-    with pytest.raises(CheckpointError, match="--layer-map"):
-        rename(places, None, "layer_00", 1, kind)
+    assert rename(places, None, "layer_00", {"model_type": like}), "the family itself is known"
+    with pytest.raises(CheckpointError, match=f"its configuration says {kind}.*--layer-map"):
+        rename(places, None, "layer_00", {"model_type": kind})
 
 
 @pytest.mark.parametrize("before", [{"0.rope.inv_freq": (4,)}, {"0.rope.weight": (4, 4)}, {"0.wide": (8, 5)}])
