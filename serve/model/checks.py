@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from serve.errors import ConfigError
-from serve.model.families import FAMILIES, Family, head_dim
+from serve.model.families import FAMILIES, head_dim
 from serve.types import LengthRule
 
 if TYPE_CHECKING:
@@ -45,20 +45,14 @@ def check_dtype(dtype: str, device: str) -> None:
         raise ConfigError("model.dtype is float16; on the CPU choose float32 or bfloat16")
 
 
-def check_quantization(quantization: str, device: str, family: Family) -> None:
-    """Refuse to round what has no layers of whole numbers here.
+def check_quantization(quantization: str, device: str) -> None:
+    """Refuse to round to what this device does not compute with.
 
     Raises:
-        ConfigError: fp8 on the CPU, or a family whose experts are no linear layers.
+        ConfigError: fp8 on the CPU.
     """
-    if quantization == "none":
-        return
     if quantization == "fp8" and device == "cpu":
         raise ConfigError("model.quantization is fp8; it is for GPUs, and model.device is cpu: choose int8")
-    if family.experts:
-        raise ConfigError(
-            f"model.quantization is {quantization}; {family.name} has experts, whose weights are not quantized: choose none"
-        )
 
 
 def extended_positions(limit: int | None, config: Mapping[str, Any]) -> int | None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from serve.model.families import HALVES, PAIRS, Family
 from serve.model.heads import Piece, near_even
-from serve.model.shards import ReadSlice, ShardOf
+from serve.model.shards import ShardOf
 
 # Shapes.  E experts   O rows of a stack, over all of an expert's tensors   I columns
 
@@ -29,20 +28,15 @@ class Stack:
             for name in expert:
                 yield name, (self.shape[1] // len(expert), self.shape[2])
 
-    def read(self, read: ReadSlice, shard: ShardOf | None) -> Tensor:
-        """A rank's part of the stack, tensor after tensor, so that nothing is held twice."""
-        out: Tensor | None = None
-        for place, expert in enumerate(self.names):
-            begin = 0
-            for number, name in enumerate(expert):
-                part = read(name, None if shard is None else self._index(shard, number, len(expert)))
-                if out is None:
-                    rows = part.shape[0] * len(expert)
-                    out = torch.empty(len(self.names), rows, part.shape[1], dtype=part.dtype, device=part.device)
-                out[place, begin : begin + part.shape[0]] = part
-                begin += part.shape[0]
-        assert out is not None, "a stack has experts"
-        return out
+    def parts(self, expert: int, shard: ShardOf | None) -> Iterator[tuple[str, tuple[slice, ...] | None, slice]]:
+        """Each tensor of one expert: its name, a rank's part of it, and in which rows of the rank's [O, I] that lies."""
+        names = self.names[expert]
+        begin = 0
+        for number, name in enumerate(names):
+            index = None if shard is None else self._index(shard, number, len(names))
+            rows = self.shape[1] // len(names) if index is None or len(index) > 1 else index[0].stop - index[0].start
+            yield name, index, slice(begin, begin + rows)
+            begin += rows
 
     def _index(self, shard: ShardOf, number: int, parts: int) -> tuple[slice, ...]:
         if shard.dim == 2:

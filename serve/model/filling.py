@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from checkpoint import Checkpoint
 from serve.model.linear import Matmul, Panels, Product
 from serve.model.load import Blueprint
+from serve.model.packed_experts import Mix
 from serve.model.pretrained import initialise
 from serve.model.shards import ShardOf
 from serve.model.slice_reading import SliceReader, Staging
@@ -44,7 +45,7 @@ class Filling:
     place: Place
     parameters: Mapping[str, nn.Parameter | None]
     """By their names in the module; ``None`` where the values are in ``matmul``."""
-    matmul: Matmul | None
+    matmul: Matmul | Mix | None
     """What computes the layer, if that is not the module's own ``forward``."""
 
     def put(self) -> Filling:
@@ -78,6 +79,22 @@ class Maker(Protocol):
         ...
 
     def __call__(self, module: nn.Module, weight: Tensor | Panels, bias_O: Tensor | None) -> Matmul | None: ...
+
+    def experts(self, module: nn.Module, read: ReadExpert) -> Mix | None:
+        """Makes of stacked experts what computes them, reading one after the other; ``None`` where another module is meant, or
+        its ``forward`` is as good."""
+        ...
+
+
+class ReadExpert(Protocol):
+    """Reads one expert's part of a module's stack, which is there until the next is read.
+
+    Args:
+        name: of the stack, in the module.
+        expert: its number.
+    """
+
+    def __call__(self, name: str, expert: int) -> Tensor: ...
 
 
 class Filler:
@@ -151,6 +168,9 @@ class _Reading:
 
     def of(self, place: Place) -> Filling:
         """What a place is filled with."""
+        mix = self._make.experts(place.module, partial(self._read_expert, place))
+        if mix is not None:
+            return Filling(place, {name: None for name, _ in place.owners}, mix)
         is_linear = _is_linear(place.module)
         alone = is_linear and "weight" not in place.shared
         panels = self._panels(f"{place.path}.weight") if alone else None
@@ -173,6 +193,9 @@ class _Reading:
                 if name in place.shared:
                     self._filled[owner] = value
         return Filling(place, parameters, matmul)
+
+    def _read_expert(self, place: Place, name: str, expert: int) -> Tensor:
+        return self._reader.read_expert(f"{place.path}.{name}", expert, self._staging())
 
     def _panels(self, name: str) -> Panels | None:
         """A linear layer's weight, packed block by block as it is read; ``None`` where it is made of the whole."""
@@ -215,8 +238,8 @@ class _Reading:
             pass
 
     def _staging(self) -> Staging | None:
-        """This thread's memory for weights of which something is made."""
-        if not self._make.copies:
+        """This thread's memory for weights of which something is made; ``None`` on a GPU, which makes it of its own memory."""
+        if not self._make.copies or not self._reader.on_cpu:
             return None
         if not hasattr(self._of_thread, "staging"):
             self._of_thread.staging = Staging(self._dtype)

@@ -47,7 +47,7 @@ def check_fit(model: ModelConfig, structure: Structure) -> None:
     if limit is not None:
         check_max_model_len(model.max_model_len, limit, extended_positions(limit, config))
     check_dtype(str(config.get("dtype") or config.get("torch_dtype")) if model.dtype == "auto" else model.dtype, model.device)
-    check_quantization(model.quantization, model.device, family)
+    check_quantization(model.quantization, model.device)
     if model.verify == "sha256" and structure.manifest is None:
         raise ConfigError("model.verify is sha256; the checkpoint has no manifest.json to compare with")
 

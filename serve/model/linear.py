@@ -27,15 +27,15 @@ _PRODUCT: Final = KINDS.index("product")
 
 
 class Product:
-    """A linear layer's ``forward``. Whoever calls it may keep it: its weights are exchanged inside."""
+    """The ``forward`` of a linear layer, or of experts. Whoever calls it may keep it: its weights are exchanged inside."""
 
     __slots__ = ("matmul",)
 
-    def __init__(self, matmul: Matmul) -> None:
+    def __init__(self, matmul: Callable[..., Tensor]) -> None:
         self.matmul = matmul
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.matmul(x)
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        return self.matmul(*inputs)
 
 
 ACTIVATIONS: Final = ("none", "gelu", "gelu_tanh", "silu", "relu")

@@ -209,6 +209,8 @@ class Recorder(Watching):
 
     def note(self, job: Job, *held: object) -> None:
         """A kernel was called. ``held``: what the job refers to and nothing else keeps."""
+        if self._paused:
+            return
         self._recorded.append(job)
         self._held.extend(held)
 

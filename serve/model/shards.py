@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
-
-from torch import Tensor
 
 from serve.model.heads import Piece
 
@@ -22,9 +19,3 @@ class ShardOf:
     def shape(self) -> tuple[int, ...]:
         width = sum(piece.end - piece.begin for piece in self.pieces)
         return (*self.full_shape[: self.dim], width, *self.full_shape[self.dim + 1 :])
-
-
-class ReadSlice(Protocol):
-    """Reads ``tensor[index]`` by its stored name; ``None`` reads it whole."""
-
-    def __call__(self, name: str, index: tuple[slice, ...] | None) -> Tensor: ...

@@ -55,19 +55,21 @@ class SliceReader:
         self._shards = shards
         self._device = device
         self._memory = WeightMemory()
+        self.on_cpu: Final = device.type == "cpu"
 
     def read(self, name: str, room: Room | None = None) -> Tensor:
         """The tensor as the model wants it; [out, in] for weights that are stored transposed.
 
         Args:
-            room: where it is read to; a new tensor without it, and for stacks of experts.
+            room: where it is read to; a new tensor without it.
         """
-        shard = self._shards.get(name)
-        if name in self._blueprint.stacks:
-            return self._blueprint.stacks[name].read(self._read, shard)
-        transposed, stored = name in self._blueprint.transposed, self._stored(name)
-        shape = self.shape(name)
+        shard, shape = self._shards.get(name), self.shape(name)
         out = self.new(shape) if room is None else room(shape)
+        if name in self._blueprint.stacks:
+            for expert in range(shape[0]):
+                self._fill_expert(name, expert, out[expert])
+            return out
+        transposed, stored = name in self._blueprint.transposed, self._stored(name)
         # A dimension of the model's [out, in] is the other one of a stored [in, out].
         target = out.t() if transposed else out
         if shard is None:
@@ -81,15 +83,45 @@ class SliceReader:
             begin += width
         return out
 
+    def read_expert(self, name: str, expert: int, room: Room | None = None) -> Tensor:
+        """One expert's part of a stack, as it lies there: without the first of the stack's dimensions.
+
+        Args:
+            room: as in ``read``.
+        """
+        shape = self.shape(name)[1:]
+        out = self.new(shape) if room is None else room(shape)
+        self._fill_expert(name, expert, out)
+        return out
+
+    def _fill_expert(self, name: str, expert: int, out: Tensor) -> None:
+        shard = self._shards.get(name)
+        if (stack := self._blueprint.stacks.get(name)) is not None:
+            for part, index, rows in stack.parts(expert, shard):
+                self._fill(self._stored(part), index, out[rows])
+            return
+        stored, only, stacked = self._stored(name), slice(expert, expert + 1), out.unsqueeze(0)
+        if shard is None:
+            self._fill(stored, (only,), stacked)
+            return
+        begin = 0
+        for piece in shard.pieces:
+            width = piece.end - piece.begin
+            index = (only, *[slice(None)] * (shard.dim - 1), slice(piece.begin, piece.end))
+            self._fill(stored, index, stacked.narrow(shard.dim, begin, width))
+            begin += width
+
     def reads_rows(self, name: str) -> bool:
         """Whether rows of a parameter [O, I] can be read as cheaply as the whole: they lie as the model wants them."""
         is_as_wanted = name not in self._blueprint.stacks and name not in self._blueprint.transposed
         return is_as_wanted and not self._checkpoint.tensors[self._stored(name)].adapted and len(self.shape(name)) == 2
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of this rank's part of a parameter that is no stack of experts."""
+        """The shape of this rank's part of a parameter."""
         if (shard := self._shards.get(name)) is not None:
             return shard.shape
+        if (stack := self._blueprint.stacks.get(name)) is not None:
+            return stack.shape
         whole = self._checkpoint.tensors[self._stored(name)].shape
         return whole[::-1] if name in self._blueprint.transposed else whole
 
@@ -111,8 +143,8 @@ class SliceReader:
 
     def new(self, shape: tuple[int, ...]) -> Tensor:
         """A tensor that stays, whose values are not set."""
-        on_cpu, dtype = self._device.type == "cpu", self._blueprint.dtype
-        return self._memory.empty(shape, dtype) if on_cpu else torch.empty(shape, dtype=dtype, device=self._device)
+        dtype = self._blueprint.dtype
+        return self._memory.empty(shape, dtype) if self.on_cpu else torch.empty(shape, dtype=dtype, device=self._device)
 
     def _stored(self, name: str) -> str:
         """The checkpoint's name of a parameter."""
@@ -126,11 +158,5 @@ class SliceReader:
     def _fill(self, stored: str, index: tuple[slice, ...] | None, out: Tensor) -> None:
         try:
             self._checkpoint.read(stored, index, out=out)
-        except CheckpointError as error:
-            raise ConfigError(str(error)) from error
-
-    def _read(self, name: str, index: tuple[slice, ...] | None) -> Tensor:
-        try:
-            return self._checkpoint.read(self._stored(name), index, dtype=self._blueprint.dtype, device=self._device)
         except CheckpointError as error:
             raise ConfigError(str(error)) from error

@@ -95,8 +95,11 @@ def sum_embedding(model: PreTrainedModel, ranks: Ranks) -> None:
 
 
 def sum_experts(model: PreTrainedModel, family: Family, ranks: Ranks) -> None:
-    """Sum what the ranks' shares of the experts give; a bias that follows the sum is kept by the first rank."""
-    modules = expert_modules(model, family)
+    """Sum what the ranks' shares of stacked experts give; a bias that follows the sum is kept by the first rank.
+
+    Those that were packed one by one sum by themselves.
+    """
+    modules = [module for module in expert_modules(model, family) if next(module.parameters(), None) is not None]
     # torch's product over groups of rows takes rows of whole 16 bytes alone, which a rank's share need not be.
     if any(size * stack.itemsize % 16 for module in modules for stack in module.parameters() for size in stack.shape[1:]):
         model.config._experts_implementation = "eager"

@@ -52,7 +52,7 @@ from serve.worker.device_faults import weights_that_do_not_fit
 from serve.worker.finite import check_weights
 from serve.worker.kv_cache import allocate, cache_dtype, enlarge
 from serve.worker.parallel import Ranks
-from serve.worker.products import ProductMaker, activations
+from serve.worker.products import ProductMaker
 from serve.worker.sampling.backend import SamplingBackend
 from serve.worker.sampling.sampler import choose_sampling
 from serve.worker.sizing import Blocks, choose_blocks, few_blocks, is_measured
@@ -268,7 +268,7 @@ def survey(checkpoint: Checkpoint, config: ServerConfig, device: torch.device) -
     check_pipeline_parallel(int(model_config.num_hidden_layers), config.model.pipeline_parallel_size)
     dtype = choose_dtype(checkpoint, config.model.dtype)
     check_dtype(dtype_name(dtype), device.type)
-    check_quantization(config.model.quantization, device.type, family)
+    check_quantization(config.model.quantization, device.type)
     kept_in = cache_dtype(config.cache.kv_cache_dtype, device.type, dtype)
     limit = getattr(model_config, "max_position_embeddings", None)
     most = extended_positions(limit, {"rope_parameters": getattr(model_config, "rope_parameters", None)})
@@ -310,7 +310,7 @@ def _read_weights(
     captured = captures_on_cpu(config, device)
     kernels = None if captured else _load_kernels(config.kernels.cache_dir, ranks.number, device, dtype)
     linear, packer = choose_linear(config.model, device, dtype, kernels, captured=captured)
-    filler = Filler(model, shards, device, ProductMaker(packer, ranks, activations(model, plan.family)))
+    filler = Filler(model, shards, device, ProductMaker(packer, ranks, model, plan.family))
     free = gpus.free_bytes(device)
     try:
         filler.fill(checkpoint, plan.blueprint)

@@ -1,12 +1,18 @@
-"""What is made of each linear layer as it is read: its product, with the activation behind it and the sum over the ranks."""
+"""What is made of linear layers and experts as they are read: products, activations behind them, sums over the ranks."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
+from serve.model.experts import expert_modules
 from serve.model.families import Family
+from serve.model.filling import ReadExpert
 from serve.model.linear import KernelPacker, Matmul, Packer, Panels, activation_of, plain
+from serve.model.packed_experts import Expert, Mix, packed_experts
 from serve.worker.autotp import is_row_parallel
 from serve.worker.parallel import Ranks
 
@@ -27,8 +33,10 @@ class ProductMaker:
     A packed layer takes over the activation that follows it; ``None`` where the layer's own ``forward`` is as good.
     """
 
-    def __init__(self, packer: Packer | None, ranks: Ranks, followed: dict[nn.Module, tuple[nn.Module, str]]) -> None:
-        self._packer, self._ranks, self._followed = packer, ranks, followed
+    def __init__(self, packer: Packer | None, ranks: Ranks, model: nn.Module, family: Family) -> None:
+        self._packer, self._ranks, self._family = packer, ranks, family
+        self._followed = activations(model, family)
+        self._experts = frozenset(expert_modules(model, family))
         self._taken_over: dict[nn.Module, str] = {}
 
     @property
@@ -53,6 +61,28 @@ class ProductMaker:
             matmul = (packer or plain)(weight, bias, activation)
         return _summed(matmul, bias_O, self._ranks) if summed else matmul
 
+    def experts(self, module: nn.Module, read: ReadExpert) -> Mix | None:
+        """What computes a layer's experts, each packed for itself; ``None`` of other modules, and where nothing is packed.
+
+        What the ranks' shares give is summed, and a bias that follows the sum is the first rank's.
+        """
+        packer = self._packer
+        if packer is None or module not in self._experts:
+            return None
+        left_out = self._family.expert_biases if self._ranks.rank else ()
+
+        def product(stack: str, expert: int) -> Matmul:
+            name = f"{stack}_bias"
+            has_bias = module.has_bias and name not in left_out
+            bias_O = read(name, expert).clone() if has_bias else None
+            weight = read(stack, expert)
+            return packer(weight.t() if module.is_transposed else weight, bias_O)
+
+        count, gate = cast(int, module.num_experts), cast(Callable[[Tensor], Tensor], module._apply_gate)
+        made = [Expert(product("gate_up_proj", number), product("down_proj", number)) for number in range(count)]
+        mix = packed_experts(made, gate)
+        return mix if self._ranks.size == 1 else _summed_mix(mix, self._ranks)
+
     def _activation_behind(self, module: nn.Module) -> str:
         if module not in self._taken_over:
             parent, name = self._followed[module]
@@ -60,6 +90,13 @@ class ProductMaker:
             if activation != "none":
                 setattr(parent, name, nn.Identity())
         return self._taken_over[module]
+
+
+def _summed_mix(mix: Mix, ranks: Ranks) -> Mix:
+    def forward(hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        return ranks.sum_(mix(hidden_TH, experts_TK, weights_TK))
+
+    return forward
 
 
 def _summed(matmul: Matmul, bias_O: Tensor | None, ranks: Ranks) -> Matmul:

@@ -15,7 +15,7 @@ from checkpoint import Checkpoint, open_checkpoint
 from serve.config import ModelConfig, ServerConfig
 from serve.errors import ConfigError
 from serve.model import filling
-from serve.model.filling import Filler, Staging
+from serve.model.filling import Filler, ReadExpert, Staging
 from serve.model.heads import Piece
 from serve.model.linear import KernelPacker, Matmul, Panels, plain
 from serve.model.load import Blueprint
@@ -37,6 +37,9 @@ class Copies:
         self.made: dict[nn.Module, tuple[str, int]] = {}
 
     def begin(self, shape: tuple[int, int], dtype: torch.dtype) -> Panels | None:
+        return None
+
+    def experts(self, module: nn.Module, read: ReadExpert) -> None:
         return None
 
     def __call__(self, module: nn.Module, weight_OI: Tensor | Panels, bias_O: Tensor | None) -> Matmul:
@@ -119,6 +122,33 @@ def test_a_file_that_ends_early_is_told_and_no_thread_goes_on(tmp_path: Path) ->
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("weights")]
 
 
+class Elsewhere(Copies):
+    """Notes on which device it was given each weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.devices: set[str] = set()
+
+    def experts(self, module: nn.Module, read: ReadExpert) -> None:
+        if hasattr(module, "num_experts") and hasattr(module, "act_fn"):
+            self.devices.add(read("gate_up_proj", 0).device.type)
+
+    def __call__(self, module: nn.Module, weight_OI: Tensor | Panels, bias_O: Tensor | None) -> Matmul:
+        assert isinstance(weight_OI, Tensor)
+        self.devices.add(weight_OI.device.type)
+        return super().__call__(module, weight_OI, bias_O)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_what_is_made_on_a_device_is_made_of_weights_that_lie_there(tmp_path: Path, family: str) -> None:
+    """A device that computes nothing stands for a GPU."""
+    make = Elsewhere()
+    with surveyed(save(family, tmp_path / "model", with_tokenizer=False)) as (checkpoint, blueprint):
+        Filler(blueprint.model, {}, torch.device("meta"), make).fill(checkpoint, blueprint)
+    assert make.made
+    assert make.devices == {"meta"}
+
+
 class Packs:
     """Packs each layer with the CPU kernel, by blocks or as a whole, and notes who did."""
 
@@ -141,6 +171,9 @@ class Packs:
 
             panels.put = noted  # type: ignore[method-assign]
         return panels
+
+    def experts(self, module: nn.Module, read: ReadExpert) -> None:
+        return None
 
     def __call__(self, module: nn.Module, weight: Tensor | Panels, bias_O: Tensor | None) -> Matmul:
         self.made[module] = type(weight).__name__

@@ -56,9 +56,9 @@ def test_a_replayed_step_gives_what_the_step_gives_bit_for_bit(name: str, dtype:
     assert sizes == ROWS
 
 
-@pytest.mark.parametrize("bits", ["int8", "int4"])
-def test_so_do_steps_of_quantized_weights_on_two_threads(bits: str, tmp_path: Path) -> None:
-    model = load_recorded(saved("llama", tmp_path / "model"), ALONE, "bfloat16", quantization=bits)
+@pytest.mark.parametrize(("family", "bits"), [("llama", "int8"), ("llama", "int4"), ("mixtral", "int8")])
+def test_so_do_steps_of_quantized_weights_on_two_threads(family: str, bits: str, tmp_path: Path) -> None:
+    model = load_recorded(saved(family, tmp_path / "model"), ALONE, "bfloat16", quantization=bits)
     torch.set_num_threads(2)
     eager, replayed, sizes = digests_of_both_ways(model, ALONE)
     assert replayed == eager
