@@ -13,6 +13,7 @@
 
 #include <immintrin.h>
 
+#include <type_traits>
 #include <vector>
 
 namespace {
@@ -26,6 +27,7 @@ constexpr int64_t kMostAhead = 8; // groups of rows: with more, what they read o
 // are summed before their sum is added to a total, which ``join`` does where it is scaled then: those are kept in registers, others
 // where the outputs come to. Of ``stretch`` inputs, whole chunks, the weights stay in the first-level cache while all rows use them.
 // Each group of rows widens them anew: at 16 and 32 rows that costs less than the room that wide ones would take there, and a pass.
+// With many rows those of bf16 are widened once for all of them.
 struct PlainFp32 {
     static constexpr int kTogether = 1;  // inputs side by side
     static constexpr int64_t kOutputs = kPanel / 2;
@@ -61,6 +63,39 @@ struct PlainBf16 {
             const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(panel + i * kPanel + (first + h) * kWidth * 2));
             const __m256i wide = k == 0 ? _mm256_slli_epi32(pairs, 16) : _mm256_and_si256(pairs, _mm256_set1_epi32(int32_t(0xffff0000)));
             out[h] = _mm256_castsi256_ps(wide);
+        }
+    }
+};
+
+// Inputs of two registers of bf16 outputs, from ``from`` on, that were widened.
+struct WidenedBf16 {
+    static constexpr int kTogether = 1;
+    static constexpr int64_t kOutputs = kPanel;
+    static constexpr int64_t kBytes = kPanel * 4;
+    static constexpr bool kJoinsOften = false;
+    typedef float Room[kChunk][2 * kWidth];  // half of the first-level cache
+    const Room& room;
+    int64_t from;
+    int64_t chunk() const { return kChunk; }
+    int64_t border(int64_t, int64_t I) const { return I; }
+    template <int, int, int H>
+    void at(int64_t i, int, __m256 (&out)[H]) const {
+        static_assert(H == 2);
+        for (int h = 0; h < H; ++h) {
+            out[h] = _mm256_load_ps(room[i - from] + h * kWidth);
+            __asm__("" : "+x"(out[h]));  // loaded once, not by the product of each row
+        }
+    }
+    // Those of [from, to) and of the outputs from ``first`` registers on.
+    static void widen(const PlainBf16& weights, int64_t from, int64_t to, int first, Room& room) {
+        for (int64_t i = from; i < to; i += PlainBf16::kTogether) {
+            __m256 even[2], odd[2];
+            weights.at<0, 1, 2>(i, first, even);
+            weights.at<1, 1, 2>(i, first, odd);
+            for (int h = 0; h < 2; ++h) {
+                _mm256_store_ps(room[i - from] + h * kWidth, even[h]);
+                _mm256_store_ps(room[i + 1 - from] + h * kWidth, odd[h]);
+            }
         }
     }
 };
@@ -263,6 +298,29 @@ void finish(const Call<scalar>& call, int64_t p, int64_t m, int64_t rows, float 
     }
 }
 
+// Rows of the next group, where as many groups share what is left as evenly as can be.
+inline int rows_of_group(int64_t left, int64_t groups) { return int((left + groups - 1) / groups); }
+
+// A panel of bf16 times many rows: half of a stretch after the other is widened, and all rows take it.
+inline void widened_times_all(const PlainBf16& weights, int64_t I, int64_t rows, const float* x, int64_t stride, float (*sums)[kPanel]) {
+    alignas(64) WidenedBf16::Room room;
+    const int64_t groups = (rows + kMostRows - 1) / kMostRows;
+    for (int64_t from = 0; from < I; from += kChunk) {
+        const Inputs inputs{from, from + kChunk < I ? from + kChunk : I, I};
+        for (int first = 0; first < kPanel / kWidth; first += 2) {
+            WidenedBf16::widen(weights, from, inputs.to, first, room);
+            const WidenedBf16 wide{room, from};
+            for (int64_t done = 0, group = 0; group < groups; ++group) {
+                const int count = rows_of_group(rows - done, groups - group);  // 5 or 6, of so many
+                const float* rows_x = x + done * stride;
+                if (count == 5) part_times_rows<WidenedBf16, 5, 2, 1, kNothing>(wide, first, inputs, rows_x, stride, sums + done, Ahead{});
+                else part_times_rows<WidenedBf16, 6, 2, 1, kNothing>(wide, first, inputs, rows_x, stride, sums + done, Ahead{});
+                done += count;
+            }
+        }
+    }
+}
+
 // A panel times ``rows`` rows from m on, by groups of as equal a size as can be. All but very few rows take a stretch of its inputs after
 // the other, and while they compute, what lies behind it comes to the second-level cache, a part with each group: memory would
 // otherwise wait for the products, and these for memory. What is narrow comes soon enough by itself.
@@ -270,6 +328,11 @@ template <typename scalar, typename Weights>
 void panel_times_all(const Weights& weights, const Call<scalar>& call, int64_t p, int64_t m, int64_t rows, const float* x, int64_t stride) {
     alignas(64) float sums[kBlockRows][Weights::kOutputs];
     const int64_t groups = (rows + kMostRows - 1) / kMostRows;
+    if constexpr (std::is_same_v<Weights, PlainBf16>)
+        if (groups > kMostAhead) {
+            widened_times_all(weights, call.I, rows, x, stride, sums);
+            return finish<Weights::kOutputs>(call, p, m, rows, sums);
+        }
     const int64_t length = rows > 2 ? weights.stretch() : call.I;
     const bool looks_ahead = Weights::kBytes >= 64 && rows > 2 && groups <= kMostAhead;
     for (int64_t from = 0; from < call.I; from += length) {
@@ -279,7 +342,7 @@ void panel_times_all(const Weights& weights, const Call<scalar>& call, int64_t p
         const char* behind = reinterpret_cast<const char*>(weights.panel) + inputs.to * Weights::kBytes;
         Ahead ahead{behind, (Weights::kBytes + passes - 1) / passes};
         for (int64_t done = 0, group = 0; done < rows; ++group) {
-            const int count = int((rows - done + groups - group - 1) / (groups - group));
+            const int count = rows_of_group(rows - done, groups - group);
             const float* rows_x = x + done * stride;
             if (looks_ahead) panel_times_rows<kBehind>(weights, count, inputs, rows_x, stride, sums + done, ahead);
             else if (done) panel_times_rows<kNothing>(weights, count, inputs, rows_x, stride, sums + done, ahead);
