@@ -40,6 +40,8 @@ class Load:
     rate: float = 0.0
     """Calls a second, at random moments (Poisson); 0: ``streams`` callers make one call after another instead."""
     streams: int = 0
+    apart_seconds: float = 0.0
+    """The callers begin at random moments within so many seconds; at once, all their calls would begin and end together for good."""
     token: str = ""
     ca: str = ""
     """File of an authority: calls go over TLS."""
@@ -149,6 +151,7 @@ class _Caller:
                 due += self._draw.expovariate(self._load.rate)
 
     async def _closed(self) -> None:
+        await asyncio.sleep(self._draw.uniform(0.0, self._load.apart_seconds))
         while time.monotonic() - self._began < self._load.seconds:
             await self._one()
 

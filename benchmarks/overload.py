@@ -1,7 +1,8 @@
 """Three times as many calls as a server can answer: ``make bench-overload``.
 
-What the server can do is measured first, by as many callers as keep its places full, each making one call after another. Then
-calls come at random moments at three times that rate, whatever becomes of those before. Goodput is tokens of calls that ended
+What the server can do is measured first, by as many callers as keep its places full, each making one call after another. They
+begin at different moments, so that their calls do not go on in step, as no others do: whose prompts are computed together cost
+less. Then calls come at random moments at three times that rate, whatever becomes of those before. Goodput is tokens of calls that ended
 well; the queue's length is read from the metrics all the while.
 """
 
@@ -66,7 +67,7 @@ def measure(scratch: Path, seconds: float, times: float, tokens: int) -> dict[st
     options = ("--max-num-seqs", str(PLACES), "--max-queued-requests", str(QUEUE), "--no-prefix-caching")
     with serving(make_model(scratch / "model"), *options, "--audit-log", str(audit)) as server:
         base = Load(address=server.address, seconds=WARM_SECONDS + min(30.0, seconds), prompt_tokens=32, new_tokens=tokens)
-        full = replace(base, streams=PLACES + 8)
+        full = replace(base, streams=PLACES + 8, apart_seconds=WARM_SECONDS - 1.0)
         before = tokens_a_second(first := Running(full).outcome(), full.seconds, first.tokens_by_second)
         flood = replace(base, seconds=WARM_SECONDS + seconds, rate=times * before / tokens, warm_seconds=WARM_SECONDS)
         with _Watch(server) as watch:
