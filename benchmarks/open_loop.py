@@ -41,7 +41,7 @@ class Load:
     """Calls a second, at random moments (Poisson); 0: ``streams`` callers make one call after another instead."""
     streams: int = 0
     apart_seconds: float = 0.0
-    """The callers begin at random moments within so many seconds; at once, all their calls would begin and end together for good."""
+    """The callers begin at random moments within so many seconds; if at once, all their calls begin and end together."""
     token: str = ""
     ca: str = ""
     """File of an authority: calls go over TLS."""
