@@ -1,7 +1,7 @@
 """Three times as many calls as a server can answer: ``make bench-overload``.
 
 What the server can do is measured first, by as many callers as keep its places full, each making one call after another. They
-begin at different moments, so that their calls do not go on in step, as no others do: prompts that come together cost less. Then
+begin at different moments: calls that go on in step have their prompts computed together, which costs less than others do. Then
 calls come at random moments at three times that rate, whatever becomes of those before. Goodput is tokens of calls that ended
 well; the queue's length is read from the metrics all the while.
 """

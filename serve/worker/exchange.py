@@ -168,7 +168,8 @@ class Exchange:
             why = _said(error)
         if why:
             _log.error("weights could not be read into their places: %s", why)
-        return "" if self._ranks.smallest(int(not why)) else why or "another rank could not read its weights"
+        elsewhere = "another rank could not read its weights, and its line in the log says why"
+        return "" if self._ranks.smallest(int(not why)) else why or elsewhere
 
     def _put_back(self, candidate: _Candidate) -> None:
         for value in candidate.before:
