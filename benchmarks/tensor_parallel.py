@@ -1,8 +1,8 @@
 """Decode speed of several ranks beside one on the same cores, in one run: ``make bench-tensor-parallel``.
 
 The shape is Pythia-160M's, and tokens/s are had as in ``benchmarks.serving``. What is lost is what the ranks' exchanges of
-activations cost, two sums for each layer, one for the embedding and the gathering of the logits, and what one rank computes
-while others wait.
+activations cost, one sum for each layer of this shape, one for the embedding and the gathering of the logits, and what one rank
+computes while others wait.
 """
 
 from __future__ import annotations

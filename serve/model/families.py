@@ -24,7 +24,8 @@ class Family:
     """One architecture's facts.
 
     ``column`` and ``row`` name linear layers by the end of their module path. A column-parallel layer keeps some of its
-    output features on each rank, a row-parallel one some of its input features; the ranks' products are summed after it.
+    output features on each rank, a row-parallel one some of its input features; the ranks' products are summed after it. The
+    first in ``row`` ends a layer's attention, the second its feed-forward part.
     """
 
     name: str
@@ -38,6 +39,8 @@ class Family:
     """Into how many blocks the heads fall that each have rows, and features of ``row``, of their own."""
     halves: tuple[str, ...] = ()
     """Column-parallel layers of two equal parts, gate and up, each of which is cut by itself."""
+    parallel: bool = False
+    """What a layer's attention gives, and its feed-forward part, computed after it, are added to the same residual."""
     conv1d: bool = False
     """Linear layers are transformers' ``Conv1D``: stored as [in, out]."""
     activated: tuple[str, str] = ("", "")
@@ -135,6 +138,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         ),
         Family(
             name="gptj",
+            parallel=True,
             column=(*_SEPARATE, "mlp.fc_in"),
             row=("out_proj", "mlp.fc_out"),
             rows=_SEPARATE,
@@ -144,6 +148,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         ),
         Family(
             name="codegen",
+            parallel=True,
             column=("qkv_proj", "mlp.fc_in"),
             row=("attn.out_proj", "mlp.fc_out"),
             rows={"qkv_proj": (QUERY, VALUE, KEY) * 4},
@@ -204,6 +209,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         ),
         Family(
             name="phi",
+            parallel=True,
             column=(*_SEPARATE, "mlp.fc1"),
             row=("self_attn.dense", "mlp.fc2"),
             rows=_SEPARATE,
@@ -261,7 +267,10 @@ def as_configured(family: Family, config: PretrainedConfig) -> Family:
     if family.name in ("gpt_bigcode", "falcon") and not _one_shared_head(config):
         family = replace(family, rows={})
     if family.name == "falcon":
-        family = replace(family, alibi=bool(config.alibi))
+        is_parallel = config.parallel_attn or config.new_decoder_architecture
+        family = replace(family, alibi=bool(config.alibi), parallel=bool(is_parallel))
+    if family.name in ("gpt_neox", "stablelm"):
+        family = replace(family, parallel=bool(config.use_parallel_residual))
     return family
 
 

@@ -36,6 +36,8 @@ class ProductMaker:
     def __init__(self, packer: Packer | None, ranks: Ranks, model: nn.Module, family: Family) -> None:
         self._packer, self._ranks, self._family = packer, ranks, family
         self._followed = activations(model, family)
+        self._joint = _Joint(ranks) if family.parallel and ranks.size > 1 else None
+        self._ends = tuple(_ending(model, name) for name in family.row[:2])
         self._experts = frozenset(expert_modules(model, family))
         self._taken_over: dict[nn.Module, str] = {}
 
@@ -53,12 +55,15 @@ class ProductMaker:
         if packer is None and self._ranks.size == 1:
             return None
         activation = self._activation_behind(module) if packer is not None and module in self._followed else "none"
-        bias = None if summed else bias_O
+        joint = self._joint if summed else None
+        bias = bias_O if not summed or (joint is not None and self._ranks.rank == 0) else None
         if isinstance(weight, Panels):
             assert isinstance(packer, KernelPacker), "it was begun by this one"
             matmul = packer.product(weight, bias, activation)
         else:
             matmul = (packer or plain)(weight, bias, activation)
+        if joint is not None:
+            return joint.last(matmul) if module in self._ends[1] else joint.first(matmul)
         return _summed(matmul, bias_O, self._ranks) if summed else matmul
 
     def experts(self, module: nn.Module, read: ReadExpert) -> Mix | None:
@@ -90,6 +95,51 @@ class ProductMaker:
             if activation != "none":
                 setattr(parent, name, nn.Identity())
         return self._taken_over[module]
+
+
+def _ending(model: nn.Module, name: str) -> frozenset[nn.Module]:
+    """The modules whose path ends so."""
+    return frozenset(module for path, module in model.named_modules() if path.endswith("." + name))
+
+
+class _Joint:
+    """Attention and feed-forward part of layers that add both to the same residual: one sum over the ranks for both.
+
+    What a rank's attention gives is kept until its feed-forward part is there, and is zero meanwhile to the layer.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._kept: Tensor | None = None
+        self._zeros: dict[int, Tensor] = {}
+        """By powers of two, the least of which has a row for each that is asked for. A recorded step reads from them."""
+
+    def first(self, matmul: Matmul) -> Matmul:
+        """The product that ends an attention."""
+
+        def forward(x: Tensor) -> Tensor:
+            self._kept = out = matmul(x)
+            return self._nothing(out)
+
+        return forward
+
+    def last(self, matmul: Matmul) -> Matmul:
+        """The product that ends a feed-forward part."""
+
+        def forward(x: Tensor) -> Tensor:
+            kept, self._kept = self._kept, None
+            assert kept is not None, "attention comes first in a layer"
+            return self._ranks.sum_(matmul(x).add_(kept))
+
+        return forward
+
+    def _nothing(self, like: Tensor) -> Tensor:
+        width = like.shape[-1]
+        rows = like.numel() // width
+        size = 1 << (rows - 1).bit_length()
+        if size not in self._zeros:
+            self._zeros[size] = torch.zeros(size, width, dtype=like.dtype, device=like.device)
+        return self._zeros[size][:rows].view(like.shape)
 
 
 def _summed_mix(mix: Mix, ranks: Ranks) -> Mix:

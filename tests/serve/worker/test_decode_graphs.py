@@ -34,7 +34,7 @@ from tests.serve.worker.family_worker import BLOCK_TOKENS, generate, load, setti
 from tests.serve.worker.test_loader import VARIANTS
 from tests.serve.worker.waits import META, OnlyDevice, Waits, on_meta
 from tests.support import warm
-from tests.support.models import VOCABULARY, save
+from tests.support.models import SMALL, VOCABULARY, save
 
 ALONE = Ranks(0, 1)
 NOT_CAPTURED = "llama, dynamic angles"
@@ -291,8 +291,10 @@ def test_two_ranks_capture_the_same_sizes_in_the_same_order_and_replay_what_they
         assert first[name]["replayed"] == first[name]["eager"]
         assert first[name]["eager"] == generate(Runner(load(tmp_path / name, 1, ALONE), ALONE), ALONE)
         assert first[name]["drawn"] == first[name]["drawn eager"] != first[name]["eager"]
+    layers = SMALL["gpt_neox"]["num_hidden_layers"]
     for size, (step, gathering) in zip((4, 2, 1), first["gpt_neox"]["exchanged"], strict=True):
         *sums, likeliest = step
         assert {name for name, _ in sums} == {"c10d.allreduce_.default"}, "what layers sum is in the step"
+        assert len(sums) == 1 + layers, "the embedding, and attention and feed-forward part of each layer together"
         assert likeliest == ["c10d.gather_.default", [size, 2]], "so are each row's largest logit and its place"
         assert gathering == [["c10d.gather_.default", [size, -(-VOCABULARY // 2)]]], "all logits, for who wants more"

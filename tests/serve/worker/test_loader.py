@@ -68,6 +68,7 @@ VARIANTS |= {
         {"do_layer_norm_before": False, "word_embed_proj_dim": 24, "_remove_final_layer_norm": False},
     ),
     "stablelm, normed queries": ("stablelm", {"qk_layernorm": True}),
+    "stablelm, parallel": ("stablelm", {"use_parallel_residual": True}),
     "phi3, a part of each head": ("phi3", {"partial_rotary_factor": 0.5}),
     "gpt_bigcode, as many keys": ("gpt_bigcode", {"multi_query": False, "scale_attn_weights": False}),
     "falcon, grouped": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
