@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import pytest
 import torch
@@ -58,10 +58,11 @@ def reserved_bytes() -> int:
     return torch.cuda.memory_reserved()
 
 
-def load_on_device(folder: Path, dtype: str) -> RankModel:
-    """The one rank's model of a checkpoint, whose steps are not captured."""
+def load_on_device(folder: Path, dtype: str, **options: Any) -> RankModel:
+    """The one rank's model of a checkpoint, whose steps are not captured; ``options`` as ``ModelConfig`` has them."""
     config = settings(folder, 1, dtype)
-    config = replace(config, model=replace(config.model, device=DEVICE), kernels=KernelsConfig(cuda_graphs="off"))
+    model = replace(config.model, device=DEVICE, **options)
+    config = replace(config, model=model, kernels=KernelsConfig(cuda_graphs="off"))
     return load_rank(config, 0, torch.device(DEVICE), lambda: ALONE, Stopwatch())[0]
 
 
