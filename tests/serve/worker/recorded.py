@@ -84,11 +84,13 @@ class Following:
         self.runner.execute(StepPlan(step=self._step, **parts))
 
 
-def digests_of_both_ways(model: RankModel, ranks: Ranks) -> tuple[list[str], list[str], tuple[int, ...]]:
-    """What steps of all numbers of rows gave by Python, what they gave with replays, and which of them were replayed."""
+def digests_of_both_ways(
+    model: RankModel, ranks: Ranks, sizes: tuple[int, ...] = ROWS
+) -> tuple[list[str], list[str], tuple[int, ...]]:
+    """What steps of these numbers of rows gave by Python, what they gave with replays, and which of them were replayed."""
     eager, replayed = (Following(model, ranks, replays=replays) for replays in (False, True))
     for each in (eager, replayed):
-        for rows in ROWS:
+        for rows in sizes:
             each.decode(rows)
     assert isinstance(replayed.runner.graphs, RecordedSteps)
     return eager.digests, replayed.digests, replayed.runner.graphs.sizes

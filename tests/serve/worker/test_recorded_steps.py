@@ -28,6 +28,8 @@ from tests.support.kernels import cpu_kernels
 from tests.support.models import save
 
 ALONE = Ranks(0, 1)
+FEW_ROWS = (1, 2, 7)
+"""Where threads wait for one another, which takes long on cores that are taken."""
 BY_PYTHON = {"llama, dynamic angles"}
 """Whose angles come from the host in every step."""
 CASES = [name if name in FAMILIES else pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS if name not in BY_PYTHON]
@@ -60,9 +62,9 @@ def test_a_replayed_step_gives_what_the_step_gives_bit_for_bit(name: str, dtype:
 def test_so_do_steps_of_quantized_weights_on_two_threads(family: str, bits: str, tmp_path: Path) -> None:
     model = load_recorded(saved(family, tmp_path / "model"), ALONE, "bfloat16", quantization=bits)
     torch.set_num_threads(2)
-    eager, replayed, sizes = digests_of_both_ways(model, ALONE)
+    eager, replayed, sizes = digests_of_both_ways(model, ALONE, FEW_ROWS)
     assert replayed == eager
-    assert sizes == ROWS
+    assert sizes == FEW_ROWS
 
 
 @pytest.mark.parametrize("name", ["gpt_neox", "llama", "qwen2", "mistral"])
