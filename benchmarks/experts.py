@@ -22,7 +22,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from benchmarks import kernels
 from serve.model.linear import Packer, choose_packer
-from serve.model.packed_experts import Expert, Mix, packed_experts
+from serve.model.packed_experts import Expert, Mix, PackedExperts
 from serve.model.quantized import quantizing_packer
 
 LAYERS: Final = 3
@@ -42,7 +42,8 @@ def packed(layer: MixtralExperts, pack: Packer) -> Mix:
     """A layer's experts, packed one by one."""
     pairs = zip(layer.gate_up_proj, layer.down_proj, strict=True)
     gate = cast(Callable[[Tensor], Tensor], layer._apply_gate)
-    return packed_experts([Expert(pack(gate_up, None), pack(down, None)) for gate_up, down in pairs], gate)
+    made = [Expert(pack(gate_up, None), pack(down, None), (HIDDEN, INNER)) for gate_up, down in pairs]
+    return PackedExperts(made, gate)
 
 
 def mixes(dtype: torch.dtype, library: ctypes.CDLL) -> dict[str, list[Mix]]:

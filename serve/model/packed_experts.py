@@ -23,35 +23,49 @@ class Expert:
 
     gate_up: Matmul
     down: Matmul
+    inputs: tuple[int, int]
+    """Features that each of the two takes."""
 
 
-def packed_experts(experts: Sequence[Expert], gate: Callable[[Tensor], Tensor]) -> Mix:
-    """What computes a layer's experts.
+class PackedExperts:
+    """What computes a layer's experts; see ``Mix``.
 
     How many rows each of them gets is a number that the host waits for, in every step: a recorded step calls this again, and a
-    CUDA graph cannot hold it. Weighted rows are summed in the wider of their two types and rounded once, in the order of ``K``.
-
-    Args:
-        gate: makes what ``down`` takes of what ``gate_up`` gives.
+    CUDA graph cannot hold it. Rows times what they count are summed in the order of ``K``.
     """
 
-    def mix(hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        out_TH = torch.empty_like(hidden_TH)
-        anew(compute, hidden_TH, experts_TK, weights_TK, out_TH)
-        return out_TH
+    def __init__(
+        self, experts: Sequence[Expert], gate: Callable[[Tensor], Tensor], finish: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        """``gate`` makes what ``down`` takes of what ``gate_up`` gives, ``finish`` what is given of the sum."""
+        self._experts, self._gate, self._finish = tuple(experts), gate, finish
 
-    def compute(hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor, out_TH: Tensor) -> None:
+    def __call__(self, hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        out_TH = torch.empty_like(hidden_TH)
+        anew(self._compute, hidden_TH, experts_TK, weights_TK, out_TH)
+        return out_TH if self._finish is None else self._finish(out_TH)
+
+    def are_finite(self, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether a number of this type that every weight is multiplied by makes no NaN or infinity of any.
+
+        A few tokens are not routed to every expert.
+        """
+        for expert in self._experts:
+            for product, inputs in zip((expert.gate_up, expert.down), expert.inputs, strict=True):
+                if not bool(product(torch.full((1, inputs), 1 / inputs, dtype=dtype, device=device)).isfinite().all()):
+                    return False
+        return True
+
+    def _compute(self, hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor, out_TH: Tensor) -> None:
         flat_S = experts_TK.flatten()
         order_S = flat_S.argsort(stable=True)
         rows_SH = hidden_TH[order_S // experts_TK.shape[1]]
         given_SH = torch.empty_like(rows_SH)
         begin = 0
-        for expert, count in zip(experts, flat_S.bincount(minlength=len(experts)).tolist(), strict=True):
+        for expert, count in zip(self._experts, flat_S.bincount(minlength=len(self._experts)).tolist(), strict=True):
             if count:
                 rows = slice(begin, begin + count)
-                given_SH[order_S[rows]] = expert.down(gate(expert.gate_up(rows_SH[rows])))
+                given_SH[order_S[rows]] = expert.down(self._gate(expert.gate_up(rows_SH[rows])))
                 begin += count
         weighted_TKH = given_SH.view(*experts_TK.shape, -1) * weights_TK.unsqueeze(-1)
         out_TH.copy_(weighted_TKH.sum(dim=1))
-
-    return mix

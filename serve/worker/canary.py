@@ -16,6 +16,8 @@ from serve.engine.executor import ModelFacts
 from serve.engine.plan import Span, Start, StepPlan
 from serve.errors import ConfigError
 from serve.model.fit import given_of
+from serve.model.linear import Product
+from serve.model.packed_experts import PackedExperts
 from serve.types import BlockId, SamplingParams, SequenceId
 from serve.worker.finite import check_weights, is_finite
 from serve.worker.loader import RankModel
@@ -39,7 +41,7 @@ def check_forward(config: ModelConfig, model: RankModel, ranks: Ranks, runner: R
     """Compute a prompt and one more token of a sequence that nobody asked for; all ranks together.
 
     It leaves nothing behind but finite keys and values in blocks that the engine knows nothing of yet. What such a short
-    sequence does not touch, most rows of an embedding, is looked at directly.
+    sequence does not touch, most rows of an embedding and experts that none is routed to, is looked at directly.
 
     Args:
         config: where the checkpoint is, read again only to name the tensor that is at fault.
@@ -48,6 +50,7 @@ def check_forward(config: ModelConfig, model: RankModel, ranks: Ranks, runner: R
         ConfigError: on every rank, where any rank's numbers are NaN or infinite; names the tensor, or else the layer.
     """
     weights_are_finite = all(is_finite(weight) for part in (model.body, model.head) for weight in part.parameters())
+    weights_are_finite = weights_are_finite and _experts_are_finite(model)
     is_good, layer = _try_forward(model, runner, _plans(model.facts))
     bad = _first_bad_stage(ranks, is_good and weights_are_finite)
     if bad == ranks.stage.count:
@@ -55,6 +58,14 @@ def check_forward(config: ModelConfig, model: RankModel, ranks: Ranks, runner: R
     # One rank reads the whole checkpoint once more; the others wait for what it finds.
     tells = (ranks.stage.number, ranks.rank) == (bad, 0)
     raise ConfigError(ranks.told_by_first(_fault(config, model, layer) if tells else "", bad))
+
+
+def _experts_are_finite(model: RankModel) -> bool:
+    """Whether every expert's packed weights are, which are no parameters any more."""
+    dtype = getattr(torch, model.facts.dtype)
+    products = [module.__dict__.get("forward") for module in model.body.modules()]
+    mixes = [product.matmul for product in products if isinstance(product, Product)]
+    return all(mix.are_finite(dtype, model.device) for mix in mixes if isinstance(mix, PackedExperts))
 
 
 def forward_fault(model: RankModel, ranks: Ranks, runner: Runner) -> str:

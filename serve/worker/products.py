@@ -12,7 +12,7 @@ from serve.model.experts import expert_modules
 from serve.model.families import Family
 from serve.model.filling import ReadExpert
 from serve.model.linear import KernelPacker, Matmul, Packer, Panels, activation_of, plain
-from serve.model.packed_experts import Expert, Mix, packed_experts
+from serve.model.packed_experts import Expert, Mix, PackedExperts
 from serve.worker.autotp import is_row_parallel
 from serve.worker.parallel import Ranks
 
@@ -37,7 +37,7 @@ class ProductMaker:
         self._packer, self._ranks, self._family = packer, ranks, family
         self._followed = activations(model, family)
         self._joint = _Joint(ranks) if family.parallel and ranks.size > 1 else None
-        self._ends = tuple(_ending(model, name) for name in family.row[:2])
+        self._last = _ending(model, family.row[-1])
         self._experts = frozenset(expert_modules(model, family))
         self._taken_over: dict[nn.Module, str] = {}
 
@@ -63,7 +63,7 @@ class ProductMaker:
         else:
             matmul = (packer or plain)(weight, bias, activation)
         if joint is not None:
-            return joint.last(matmul) if module in self._ends[1] else joint.first(matmul)
+            return joint.last(matmul) if module in self._last else joint.first(matmul)
         return _summed(matmul, bias_O, self._ranks) if summed else matmul
 
     def experts(self, module: nn.Module, read: ReadExpert) -> Mix | None:
@@ -76,17 +76,20 @@ class ProductMaker:
             return None
         left_out = self._family.expert_biases if self._ranks.rank else ()
 
-        def product(stack: str, expert: int) -> Matmul:
+        def product(stack: str, expert: int) -> tuple[Matmul, int]:
             name = f"{stack}_bias"
             has_bias = module.has_bias and name not in left_out
             bias_O = read(name, expert).clone() if has_bias else None
             weight = read(stack, expert)
-            return packer(weight.t() if module.is_transposed else weight, bias_O)
+            weight_OI = weight.t() if module.is_transposed else weight
+            return packer(weight_OI, bias_O), weight_OI.shape[1]
 
-        count, gate = cast(int, module.num_experts), cast(Callable[[Tensor], Tensor], module._apply_gate)
-        made = [Expert(product("gate_up_proj", number), product("down_proj", number)) for number in range(count)]
-        mix = packed_experts(made, gate)
-        return mix if self._ranks.size == 1 else _summed_mix(mix, self._ranks)
+        made = []
+        for number in range(cast(int, module.num_experts)):
+            (gate_up, hidden), (down, inner) = product("gate_up_proj", number), product("down_proj", number)
+            made.append(Expert(gate_up, down, (hidden, inner)))
+        gate = cast(Callable[[Tensor], Tensor], module._apply_gate)
+        return PackedExperts(made, gate, None if self._ranks.size == 1 else self._ranks.sum_)
 
     def _activation_behind(self, module: nn.Module) -> str:
         if module not in self._taken_over:
@@ -111,8 +114,8 @@ class _Joint:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._kept: Tensor | None = None
-        self._zeros: dict[int, Tensor] = {}
-        """By powers of two, the least of which has a row for each that is asked for. A recorded step reads from them."""
+        self._zero: Tensor | None = None
+        """One row, which is all rows that are asked for. Recorded steps read it where it is."""
 
     def first(self, matmul: Matmul) -> Matmul:
         """The product that ends an attention."""
@@ -134,19 +137,9 @@ class _Joint:
         return forward
 
     def _nothing(self, like: Tensor) -> Tensor:
-        width = like.shape[-1]
-        rows = like.numel() // width
-        size = 1 << (rows - 1).bit_length()
-        if size not in self._zeros:
-            self._zeros[size] = torch.zeros(size, width, dtype=like.dtype, device=like.device)
-        return self._zeros[size][:rows].view(like.shape)
-
-
-def _summed_mix(mix: Mix, ranks: Ranks) -> Mix:
-    def forward(hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        return ranks.sum_(mix(hidden_TH, experts_TK, weights_TK))
-
-    return forward
+        if self._zero is None:
+            self._zero = torch.zeros(like.shape[-1], dtype=like.dtype, device=like.device)
+        return self._zero.expand(like.shape)
 
 
 def _summed(matmul: Matmul, bias_O: Tensor | None, ranks: Ranks) -> Matmul:

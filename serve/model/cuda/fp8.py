@@ -26,7 +26,7 @@ def pack_fp8(weight_OI: Tensor, bias_O: Tensor | None, activation: str = "none")
     outputs, inputs = weight_OI.shape
     if outputs % _MULTIPLE or inputs % _MULTIPLE:
         return plain(weight_OI, bias_O, activation)
-    numbers_OI, scale_O1 = _scaled(weight_OI)
+    numbers_OI, scale_O1 = _scaled(weight_OI.contiguous())  # whose transposed form is what torch takes
     activate = FUNCTIONS[activation]
 
     def matmul(x: Tensor) -> Tensor:

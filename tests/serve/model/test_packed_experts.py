@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
 
 from serve.model.linear import KernelPacker, Packer, plain
-from serve.model.packed_experts import Expert, Mix, packed_experts
+from serve.model.packed_experts import Expert, PackedExperts
 from serve.model.recording import Recorder, StepMemory, Steps
 from tests.support.kernels import cpu_kernels
 
@@ -19,13 +21,13 @@ def gate(both: Tensor) -> Tensor:
     return torch.tanh(first) * second
 
 
-def made(dtype: torch.dtype, pack: Packer = plain) -> tuple[list[tuple[Tensor, Tensor]], Mix]:
+def made(dtype: torch.dtype, pack: Packer = plain) -> tuple[list[tuple[Tensor, Tensor]], PackedExperts]:
     torch.manual_seed(3)
     weights = [
         (torch.randn(2 * INNER, HIDDEN, dtype=dtype) * 0.3, torch.randn(HIDDEN, INNER, dtype=dtype) * 0.3)
         for _ in range(EXPERTS)
     ]
-    return weights, packed_experts([Expert(pack(up, None), pack(down, None)) for up, down in weights], gate)
+    return weights, PackedExperts([Expert(pack(up, None), pack(down, None), (HIDDEN, INNER)) for up, down in weights], gate)
 
 
 def by_token(weights: list[tuple[Tensor, Tensor]], hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
@@ -81,3 +83,13 @@ def test_a_recorded_step_routes_anew_in_every_replay() -> None:
             mine.copy_(other)
         program.replay()
         torch.testing.assert_close(out, by_token(weights, *others), rtol=1e-6, atol=1e-6)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("part", [0, 1])
+def test_a_weight_of_any_expert_that_is_not_finite_is_told(part: int, number: float) -> None:
+    weights, mix = made(torch.float32)
+    assert mix.are_finite(torch.float32, torch.device("cpu"))
+    weights[EXPERTS - 2][part][3, 5] = number
+    assert not mix.are_finite(torch.float32, torch.device("cpu"))

@@ -1,7 +1,7 @@
 """One rank of several that decodes with recorded steps, and without: ``python -m … RANK SIZE FOLDER``.
 
-FOLDER has a checkpoint in each of its folders. Every rank writes, by folder and type, what steps gave both ways and which were
-replayed, to its recorded-RANK.json.
+FOLDER has a checkpoint in each of its folders; where a name ends with int8, weights are rounded. Every rank writes, by folder
+and type, what steps gave both ways and which were replayed, to its recorded-RANK.json.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ def main(rank: int, size: int, root: Path) -> None:
     memory = os.open(root / f"memory-{size}", os.O_RDWR | os.O_CREAT)
     ranks = join_ranks(rank, size, torch.device("cpu"), root / f"meeting-{size}", memory, 120.0, Progress())
     told = {
-        f"{folder.name} {dtype}": digests_of_both_ways(load_recorded(folder, ranks, dtype), ranks)
+        f"{folder.name} {dtype}": digests_of_both_ways(
+            load_recorded(folder, ranks, dtype, quantization="int8" if folder.name.endswith("int8") else "none"), ranks
+        )
         for folder in sorted(path for path in root.iterdir() if path.is_dir())
         for dtype in ("float32", "bfloat16")
     }

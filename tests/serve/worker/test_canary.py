@@ -57,6 +57,22 @@ def test_a_tensor_that_is_not_finite_is_named_with_its_file(tmp_path: Path, name
         _check(_spoiled(tmp_path, actual, math.inf if "bias" in name else math.nan))
 
 
+@pytest.mark.parametrize("stack", ["gate_up_proj", "down_proj"])
+def test_an_expert_that_no_canary_token_goes_to_is_looked_at_too(tmp_path: Path, stack: str) -> None:
+    model = build("mixtral", num_local_experts=24)
+    weights = model.get_parameter(f"model.layers.1.mlp.experts.{stack}")
+    for expert in range(24):
+        folder = tmp_path / str(expert)
+        with torch.no_grad():
+            before = weights[expert, 3, 5].item()
+            weights[expert, 3, 5] = math.nan
+        model.save_pretrained(folder)
+        with torch.no_grad():
+            weights[expert, 3, 5] = before
+        with pytest.raises(ConfigError, match=rf"tensor '.*experts\.{expert}\.w.*NaN or infinite in float32"):
+            _check(folder)
+
+
 class SecondRank(Ranks):
     """One that has the whole model, and the first rank's words."""
 

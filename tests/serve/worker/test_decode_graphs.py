@@ -199,6 +199,13 @@ def test_what_cannot_be_captured_is_refused_where_it_is_asked_for(tmp_path: Path
         load_captured(folder, ALONE)
 
 
+def test_quantized_experts_are_not_captured(tmp_path: Path) -> None:
+    folder = save("mixtral", tmp_path, with_tokenizer=False)
+    assert load_captured(folder, ALONE).graph_sizes
+    with pytest.raises(ConfigError, match=r"^kernels.cuda_graphs is on; the host counts the rows of each of its experts"):
+        load_captured(folder, ALONE, quantization="int8")
+
+
 @pytest.mark.parametrize("changed", [{"quantization": "int4"}, {"kv_cache_dtype": "int8"}], ids=["int4 weights", "int8 cache"])
 def test_smaller_weights_and_caches_are_captured_too(
     changed: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -85,6 +85,7 @@ def test_between_two_layers_of_the_common_families_python_has_no_part(name: str,
 def test_two_ranks_replay_what_they_exchange(tmp_path: Path) -> None:
     for name in ("gpt_neox", "llama", "gpt2", "olmo2"):
         saved(name, tmp_path / name)
+    saved("mixtral", tmp_path / "mixtral of int8")
     ranks = [
         warm.start("tests.serve.worker.recorded_worker", [str(rank), "2", str(tmp_path)], rank_environment(rank, 2, "cpu"))
         for rank in range(2)
@@ -93,7 +94,7 @@ def test_two_ranks_replay_what_they_exchange(tmp_path: Path) -> None:
     assert [rank.returncode for rank in ranks] == [0, 0], said
     for rank in range(2):
         told = json.loads((tmp_path / f"recorded-{rank}.json").read_text())
-        assert len(told) == 8
+        assert len(told) == 10
         for eager, replayed, sizes in told.values():
             assert replayed == eager
             assert sizes == list(ROWS)

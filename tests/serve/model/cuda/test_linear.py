@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from serve.model.cuda.fp8 import pack_fp8
 from serve.model.cuda.linear import AT_ONCE, packed
@@ -47,6 +49,22 @@ def test_fp8_products_are_near_those_of_the_plain_weight(rows: int, activation: 
     scale = weight.float().norm(dim=1) * x.float().norm(dim=2, keepdim=True)
     assert ((found.float() - expected).abs() / scale).max() < 2**-5
     assert ((found.float() - expected).abs() / scale).max() > 0, "rounded, and so not equal"
+
+
+def test_fp8_products_are_given_weights_as_a_gpu_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns one after the other, also of a weight that is stored the other way round; the CPU takes both."""
+    given = []
+    multiply = torch._scaled_mm
+
+    def noted(x: Tensor, weight: Tensor, *others: Any, **options: Any) -> Tensor:
+        given.append(weight.stride())
+        return multiply(x, weight, *others, **options)
+
+    monkeypatch.setattr(torch, "_scaled_mm", noted)
+    weight, x = torch.randn(32, 48).bfloat16(), torch.randn(3, 32).bfloat16()
+    stored, plain = pack_fp8(weight.t(), None)(x), pack_fp8(weight.t().contiguous(), None)(x)
+    torch.testing.assert_close(stored, plain, rtol=0, atol=0)
+    assert given == [(1, 32), (1, 32)]
 
 
 def test_an_fp8_layer_whose_sizes_are_no_multiple_of_16_keeps_its_weight() -> None:
