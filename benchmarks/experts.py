@@ -1,7 +1,7 @@
 """What a step's experts cost: ``python -m benchmarks.experts``.
 
-Experts of Mixtral's form, eight of which two are chosen for each token, in layers with weights of their own so that they come
-from memory, for 1 to 256 tokens: packed one by one for the compiled kernels, plain and as whole numbers, beside transformers'
+Experts of Mixtral's form, few large and many small ones, in layers with weights of their own so that they come from memory, for
+1 to 1,024 tokens: packed one by one for the compiled kernels, plain and as whole numbers, beside transformers'
 own two ways, all experts in one grouped product and one after the other, in turns in one process.
 """
 
@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Final, cast
 
@@ -26,9 +27,24 @@ from serve.model.packed_experts import Expert, Mix, PackedExperts
 from serve.model.quantized import quantizing_packer
 
 LAYERS: Final = 3
-HIDDEN, INNER, EXPERTS, CHOSEN = 1024, 1792, 8, 2
-TOKENS: Final = (1, 8, 32, 256)
+TOKENS: Final = (1, 8, 32, 256, 1024)
 GROUP: Final = 64
+
+
+@dataclass(frozen=True)
+class Form:
+    """Sizes of a layer's experts, and how many of them each token has."""
+
+    hidden: int
+    inner: int
+    experts: int
+    chosen: int
+
+    def __str__(self) -> str:
+        return f"{self.chosen} of {self.experts} experts of {self.hidden} by {self.inner}"
+
+
+FORMS: Final = (Form(1024, 1792, 8, 2), Form(768, 768, 32, 4), Form(512, 384, 128, 4))
 
 
 def by_transformers(way: str, layer: MixtralExperts, hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
@@ -38,18 +54,18 @@ def by_transformers(way: str, layer: MixtralExperts, hidden_TH: Tensor, experts_
     return out
 
 
-def packed(layer: MixtralExperts, pack: Packer) -> Mix:
+def packed(layer: MixtralExperts, form: Form, pack: Packer) -> Mix:
     """A layer's experts, packed one by one."""
     pairs = zip(layer.gate_up_proj, layer.down_proj, strict=True)
     gate = cast(Callable[[Tensor], Tensor], layer._apply_gate)
-    made = [Expert(pack(gate_up, None), pack(down, None), (HIDDEN, INNER)) for gate_up, down in pairs]
+    made = [Expert(pack(gate_up, None), pack(down, None), (form.hidden, form.inner)) for gate_up, down in pairs]
     return PackedExperts(made, gate)
 
 
-def mixes(dtype: torch.dtype, library: ctypes.CDLL) -> dict[str, list[Mix]]:
+def mixes(form: Form, dtype: torch.dtype, library: ctypes.CDLL) -> dict[str, list[Mix]]:
     """The experts of every layer, by who computes them."""
     torch.manual_seed(0)
-    config = MixtralConfig(hidden_size=HIDDEN, intermediate_size=INNER, num_local_experts=EXPERTS, num_experts_per_tok=CHOSEN)
+    config = MixtralConfig(hidden_size=form.hidden, intermediate_size=form.inner, num_local_experts=form.experts)
     layers = [MixtralExperts(config).to(dtype).requires_grad_(False) for _ in range(LAYERS)]
     for layer in layers:
         for stack in layer.parameters():
@@ -60,27 +76,29 @@ def mixes(dtype: torch.dtype, library: ctypes.CDLL) -> dict[str, list[Mix]]:
     ways: dict[str, list[Mix]] = {
         f"transformers, {way}": [partial(by_transformers, way, layer) for layer in layers] for way in ("grouped_mm", "eager")
     }
-    ours = {who: [packed(layer, pack) for layer in layers] for who, pack in packers.items()}
+    ours = {who: [packed(layer, form, pack) for layer in layers] for who, pack in packers.items()}
     return ways | ours
 
 
 def measure(dtype: torch.dtype, library: ctypes.CDLL, repeats: int) -> dict[str, dict[str, float]]:
-    """Milliseconds of a layer's experts by tokens and by who computes them; medians."""
-    layers_of = mixes(dtype, library)
+    """Milliseconds of a layer's experts by form and tokens, and by who computes them; medians."""
     found: dict[str, dict[str, float]] = {}
-    for tokens in TOKENS:
-        hidden_TH, weights_TK = torch.randn(tokens, HIDDEN).to(dtype), torch.rand(tokens, CHOSEN)
-        experts_TK = torch.stack([torch.randperm(EXPERTS)[:CHOSEN] for _ in range(tokens)])
-        seconds: dict[str, list[float]] = {who: [] for who in layers_of}
-        for number in range(repeats + 1):
-            for who, layers in kernels.in_turns(layers_of, number):
-                began = time.perf_counter()
-                for mix in layers:
-                    mix(hidden_TH, experts_TK, weights_TK)
-                seconds[who].append((time.perf_counter() - began) / LAYERS)
-        found[str(tokens)] = {who: round(1e3 * statistics.median(each[1:]), 3) for who, each in seconds.items()}
-        said = "  ".join(f"{who} {value:.2f}" for who, value in found[str(tokens)].items())
-        print(f"{dtype} {tokens:4} tokens: {said}", flush=True)
+    for form in FORMS:
+        layers_of = mixes(form, dtype, library)
+        for tokens in TOKENS:
+            hidden_TH, weights_TK = torch.randn(tokens, form.hidden).to(dtype), torch.rand(tokens, form.chosen)
+            experts_TK = torch.stack([torch.randperm(form.experts)[: form.chosen] for _ in range(tokens)])
+            seconds: dict[str, list[float]] = {who: [] for who in layers_of}
+            for number in range(repeats + 1):
+                for who, layers in kernels.in_turns(layers_of, number):
+                    began = time.perf_counter()
+                    for mix in layers:
+                        mix(hidden_TH, experts_TK, weights_TK)
+                    seconds[who].append((time.perf_counter() - began) / LAYERS)
+            cell = f"{form}, {tokens} tokens"
+            found[cell] = {who: round(1e3 * statistics.median(each[1:]), 3) for who, each in seconds.items()}
+            said = "  ".join(f"{who} {value:.2f}" for who, value in found[cell].items())
+            print(f"{dtype} {cell}: {said}", flush=True)
     return found
 
 
@@ -90,8 +108,7 @@ def main() -> int:
     torch.set_num_threads(options.threads)
     with kernels.kernels_of(options.level) as library, torch.inference_mode():
         record = kernels.record_of(
-            f"milliseconds of a layer's {EXPERTS} experts of {HIDDEN} by {INNER}, {CHOSEN} of them for each token, by tokens; "
-            f"{options.threads} threads, medians",
+            f"milliseconds of a layer's experts by their form and the number of tokens; {options.threads} threads, medians",
             library,
             lambda dtype: measure(dtype, library, options.repeats),
         )

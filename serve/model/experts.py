@@ -89,6 +89,11 @@ def _pieces(layout: str, whole: int, size: int, rank: int) -> tuple[Piece, ...]:
     return (near_even(whole, size, rank),)
 
 
+def stacked_experts(model: nn.Module, family: Family) -> list[nn.Module]:
+    """The experts of every layer that keeps them stacked; those that were packed one by one have no parameters any more."""
+    return [module for module in expert_modules(model, family) if next(module.parameters(), None) is not None]
+
+
 def expert_modules(model: nn.Module, family: Family) -> list[nn.Module]:
     """The experts of every layer that has some."""
     return [module for path, module in model.named_modules() if family.experts and path.endswith("." + family.experts)]

@@ -39,8 +39,8 @@ class Family:
     """Into how many blocks the heads fall that each have rows, and features of ``row``, of their own."""
     halves: tuple[str, ...] = ()
     """Column-parallel layers of two equal parts, gate and up, each of which is cut by itself."""
-    parallel: bool = False
-    """What a layer's attention gives, and its feed-forward part, computed after it, are added to the same residual."""
+    parallel_residual: bool = False
+    """A layer's attention and its feed-forward part, computed in this order, are both added to the layer's input."""
     conv1d: bool = False
     """Linear layers are transformers' ``Conv1D``: stored as [in, out]."""
     activated: tuple[str, str] = ("", "")
@@ -138,7 +138,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         ),
         Family(
             name="gptj",
-            parallel=True,
+            parallel_residual=True,
             column=(*_SEPARATE, "mlp.fc_in"),
             row=("out_proj", "mlp.fc_out"),
             rows=_SEPARATE,
@@ -148,7 +148,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         ),
         Family(
             name="codegen",
-            parallel=True,
+            parallel_residual=True,
             column=("qkv_proj", "mlp.fc_in"),
             row=("attn.out_proj", "mlp.fc_out"),
             rows={"qkv_proj": (QUERY, VALUE, KEY) * 4},
@@ -209,7 +209,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         ),
         Family(
             name="phi",
-            parallel=True,
+            parallel_residual=True,
             column=(*_SEPARATE, "mlp.fc1"),
             row=("self_attn.dense", "mlp.fc2"),
             rows=_SEPARATE,
@@ -268,9 +268,9 @@ def as_configured(family: Family, config: PretrainedConfig) -> Family:
         family = replace(family, rows={})
     if family.name == "falcon":
         is_parallel = config.parallel_attn or config.new_decoder_architecture
-        family = replace(family, alibi=bool(config.alibi), parallel=bool(is_parallel))
+        family = replace(family, alibi=bool(config.alibi), parallel_residual=bool(is_parallel))
     if family.name in ("gpt_neox", "stablelm"):
-        family = replace(family, parallel=bool(config.use_parallel_residual))
+        family = replace(family, parallel_residual=bool(config.use_parallel_residual))
     return family
 
 

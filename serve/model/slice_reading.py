@@ -69,18 +69,10 @@ class SliceReader:
             for expert in range(shape[0]):
                 self._fill_expert(name, expert, out[expert])
             return out
-        transposed, stored = name in self._blueprint.transposed, self._stored(name)
-        # A dimension of the model's [out, in] is the other one of a stored [in, out].
-        target = out.t() if transposed else out
-        if shard is None:
-            self._fill(stored, None, target)
-            return out
-        dim, begin = 1 - shard.dim if transposed else shard.dim, 0
-        for piece in shard.pieces:
-            width = piece.end - piece.begin
-            index = (*[slice(None)] * dim, slice(piece.begin, piece.end))
-            self._fill(stored, index, target.narrow(dim, begin, width))
-            begin += width
+        dim, target = 0 if shard is None else shard.dim, out
+        if name in self._blueprint.transposed:  # a dimension of the model's [out, in] is the other one of a stored [in, out]
+            dim, target = 1 - dim, out.t()
+        self._fill_pieces(self._stored(name), shard, dim, target)
         return out
 
     def read_expert(self, name: str, expert: int, room: Room | None = None) -> Tensor:
@@ -100,15 +92,18 @@ class SliceReader:
             for part, index, rows in stack.parts(expert, shard):
                 self._fill(self._stored(part), index, out[rows])
             return
-        stored, only, stacked = self._stored(name), slice(expert, expert + 1), out.unsqueeze(0)
+        dim, only = 0 if shard is None else shard.dim, slice(expert, expert + 1)
+        self._fill_pieces(self._stored(name), shard, dim, out.unsqueeze(0), only)
+
+    def _fill_pieces(self, stored: str, shard: ShardOf | None, dim: int, out: Tensor, first: slice | None = None) -> None:
+        """Fill ``out`` with a shard's pieces of a stored tensor's dimension ``dim``; ``first``: of its first alone."""
         if shard is None:
-            self._fill(stored, (only,), stacked)
+            self._fill(stored, None if first is None else (first,), out)
             return
-        begin = 0
+        before, begin = (first or slice(None), *[slice(None)] * dim)[:dim], 0
         for piece in shard.pieces:
             width = piece.end - piece.begin
-            index = (only, *[slice(None)] * (shard.dim - 1), slice(piece.begin, piece.end))
-            self._fill(stored, index, stacked.narrow(shard.dim, begin, width))
+            self._fill(stored, (*before, slice(piece.begin, piece.end)), out.narrow(dim, begin, width))
             begin += width
 
     def reads_rows(self, name: str) -> bool:

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from serve.model.attach import attach, register_interface
 from serve.model.attention import PLAIN, Backend, LayerCache, PagedAttention, ScoreRules, StepState
-from serve.model.experts import expert_modules
+from serve.model.experts import stacked_experts
 from serve.model.families import Family, attention_window, head_dim
 from serve.model.forwards import alibi_table
 from serve.model.heads import HeadCut
@@ -99,7 +99,7 @@ def sum_experts(model: PreTrainedModel, family: Family, ranks: Ranks) -> None:
 
     Those that were packed one by one sum by themselves.
     """
-    modules = [module for module in expert_modules(model, family) if next(module.parameters(), None) is not None]
+    modules = stacked_experts(model, family)
     # torch's product over groups of rows takes rows of whole 16 bytes alone, which a rank's share need not be.
     if any(size * stack.itemsize % 16 for module in modules for stack in module.parameters() for size in stack.shape[1:]):
         model.config._experts_implementation = "eager"

@@ -15,7 +15,7 @@ from serve.model.attention import Backend, TorchBackend
 from serve.model.cuda.device import device_backend, device_packer
 from serve.model.cuda.graphs import graph_sizes
 from serve.model.cuda.static import StaticTorchBackend
-from serve.model.experts import expert_modules
+from serve.model.experts import stacked_experts
 from serve.model.families import Family
 from serve.model.kernel_attention import CpuKernelBackend
 from serve.model.linear import Packer, choose_packer
@@ -107,7 +107,7 @@ def _obstacle(family: Family, rule: LengthRule | None, model: PreTrainedModel, d
         return "its angles follow each length, by numbers that come from the host in every step"
     if not family.experts:
         return ""
-    if all(next(module.parameters(), None) is None for module in expert_modules(model, family)):
+    if not stacked_experts(model, family):
         return "the host counts the rows of each of its experts, whose weights are quantized one by one"
     if model.config._experts_implementation == "eager":
         return "its experts, whose rows are no whole number of 16 bytes on a rank, are computed one after the other"

@@ -36,7 +36,7 @@ class ProductMaker:
     def __init__(self, packer: Packer | None, ranks: Ranks, model: nn.Module, family: Family) -> None:
         self._packer, self._ranks, self._family = packer, ranks, family
         self._followed = activations(model, family)
-        self._joint = _Joint(ranks) if family.parallel and ranks.size > 1 else None
+        self._both = _ParallelResidual(ranks) if family.parallel_residual and ranks.size > 1 else None
         self._last = _ending(model, family.row[-1])
         self._experts = frozenset(expert_modules(model, family))
         self._taken_over: dict[nn.Module, str] = {}
@@ -55,15 +55,15 @@ class ProductMaker:
         if packer is None and self._ranks.size == 1:
             return None
         activation = self._activation_behind(module) if packer is not None and module in self._followed else "none"
-        joint = self._joint if summed else None
-        bias = bias_O if not summed or (joint is not None and self._ranks.rank == 0) else None
+        both = self._both if summed else None
+        bias = bias_O if not summed or (both is not None and self._ranks.rank == 0) else None
         if isinstance(weight, Panels):
             assert isinstance(packer, KernelPacker), "it was begun by this one"
             matmul = packer.product(weight, bias, activation)
         else:
             matmul = (packer or plain)(weight, bias, activation)
-        if joint is not None:
-            return joint.last(matmul) if module in self._last else joint.first(matmul)
+        if both is not None:
+            return both.last(matmul) if module in self._last else both.first(matmul)
         return _summed(matmul, bias_O, self._ranks) if summed else matmul
 
     def experts(self, module: nn.Module, read: ReadExpert) -> Mix | None:
@@ -105,8 +105,8 @@ def _ending(model: nn.Module, name: str) -> frozenset[nn.Module]:
     return frozenset(module for path, module in model.named_modules() if path.endswith("." + name))
 
 
-class _Joint:
-    """Attention and feed-forward part of layers that add both to the same residual: one sum over the ranks for both.
+class _ParallelResidual:
+    """Layers that add their attention and feed-forward part to the same residual: one sum over the ranks for both.
 
     What a rank's attention gives is kept until its feed-forward part is there, and is zero meanwhile to the layer.
     """

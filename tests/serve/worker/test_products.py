@@ -55,7 +55,7 @@ def made(rank: int, *, parallel: bool) -> Layer:
     for part, name, inputs in ENDS:
         modules.append(LinearAllreduce(inputs, WIDTH))
         model.get_submodule("layers.0").add_module(part, nn.ModuleDict({name: modules[-1]}))
-    make = ProductMaker(None, cast(Ranks, ranks), model, replace(FAMILIES["gpt_neox"], parallel=parallel))
+    make = ProductMaker(None, cast(Ranks, ranks), model, replace(FAMILIES["gpt_neox"], parallel_residual=parallel))
     products = [make(module, module.weight, module.bias) for module in modules]
     assert None not in products
     return Layer(ranks, modules, cast(list[Matmul], products))
