@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 
+from serve.engine.credit import Credit
 from serve.engine.limits import EngineLimits
 from serve.engine.prefix_cache import PrefixCache
 from serve.engine.sequence import Sequence
@@ -24,16 +25,16 @@ class Claim:
 
 class Places:
     """Deals the running batch out among tenants: the places divided by the number of tenants that run or wait are the share of
-    each. Whoever is alone may have them all.
+    each, and its due, unless it has had more or fewer before (see ``Credit``). Whoever is alone may have them all.
 
-    A waiting sequence of a tenant that has less than its share begins at once. Where it finds no room, the newest sequence of
-    the tenant that has most, and more than its share, gives way; so does a prompt that is still being computed, is longer, and
-    takes the whole budget of a step. Nobody gives way to smaller priority.
+    A waiting sequence of a tenant that has less than its due begins at once. Where it finds no room, the newest sequence of
+    the tenant that has most beyond its due gives way; so does a prompt that is still being computed, is longer, and takes the
+    whole budget of a step. Nobody gives way to smaller priority.
 
-    Why this ends: after an exchange the one tenant has no more than its share and the other no less, so that it is not turned
+    Why this ends: after an exchange the one tenant has no more than its due and the other no less, so that it is not turned
     back. A sequence that gave way does so again only when it is twice as long; so it does ``log2`` of its length times at most,
     and what is computed anew of it for the sake of others is less than twice its length. Nor does anybody pass the first of the
-    queue whose tenant itself has less than its share.
+    queue whose tenant itself has less than its due.
     """
 
     def __init__(self, limits: EngineLimits, waiting: WaitingLine, running: dict[SequenceId, Sequence]) -> None:
@@ -46,6 +47,7 @@ class Places:
         self._waiting = waiting
         self._running = running
         self._num_running: dict[str, int] = {}
+        self._credit = Credit()
 
     @property
     def taken(self) -> Mapping[str, int]:
@@ -62,6 +64,12 @@ class Places:
         if not self._num_running[tenant]:
             del self._num_running[tenant]
 
+    def note_step(self) -> None:
+        """A step is planned: whoever has fewer places than its share while others wait has credit for it."""
+        tenants = self._tenants()
+        if len(self._waiting) and len(tenants) > 1:
+            self._credit.note_step(self._num_running, tenants, self._share(len(tenants)))
+
     def claims(self, cache: PrefixCache, headroom: int) -> list[Claim]:
         """Who begins in the next step, one of each tenant at most.
 
@@ -72,22 +80,21 @@ class Places:
         tenants = self._tenants()
         if head is None or len(tenants) == 1:
             return []
-        having = self._num_running
-        share = self._share(len(tenants))
-        short = [tenant for tenant in self._waiting.tenants if having.get(tenant, 0) < share]
+        having, dues = self._num_running, self._dues(tenants)
+        short = [tenant for tenant in self._waiting.tenants if having.get(tenant, 0) < dues[tenant]]
         if head.tenant in short:
             short = [head.tenant]
         claims: list[Claim] = []
         if short:
-            room = _Room(self._running, self._num_places, self._budget, cache, headroom, len(tenants))
-            for tenant in sorted(short, key=lambda tenant: having.get(tenant, 0)):
+            room = _Room(self._running, self._num_places, self._budget, cache, headroom, dues)
+            for tenant in sorted(short, key=lambda tenant: having.get(tenant, 0) - dues[tenant]):
                 seq = self._waiting.first_of(tenant)
                 if seq is not None and seq.priority >= head.priority and (giving := room.make(seq)) is not None:
                     claims.append(Claim(seq, giving))
         return claims
 
     def overtaking(self, cache: PrefixCache, headroom: int) -> Claim | None:
-        """Who may begin before a step under way has ended: the first of the tenant with the fewest places, short of its share.
+        """Who may begin before a step under way has ended: the first of the tenant that is furthest from its due.
 
         It may pass the head of the queue, whose tenant has more.
 
@@ -97,27 +104,38 @@ class Places:
         head, tenants = self._waiting.first(), self._tenants()
         if head is None or len(tenants) == 1:
             return None
-        having, share = self._num_running, self._share(len(tenants))
-        tenant = min(self._waiting.tenants, key=lambda tenant: (having.get(tenant, 0), tenant != head.tenant, tenant))
+        having, dues = self._num_running, self._dues(tenants)
+        order = {
+            tenant: (having.get(tenant, 0) - dues[tenant], tenant != head.tenant, tenant) for tenant in self._waiting.tenants
+        }
+        tenant = min(order, key=order.__getitem__)
         seq = self._waiting.first_of(tenant)
-        if seq is None or seq.priority < head.priority or having.get(tenant, 0) >= share:
+        if seq is None or seq.priority < head.priority or having.get(tenant, 0) >= dues[tenant]:
             return None
-        room = _Room(self._running, self._num_places, self._budget, cache, headroom, len(tenants))
+        room = _Room(self._running, self._num_places, self._budget, cache, headroom, dues)
         giving_way = room.make(seq)
         return None if giving_way is None else Claim(seq, giving_way)
 
     def tenants_with_more(self, tenant: str) -> set[str]:
-        """Those that have more places than this one, and half of their share or more."""
-        least = max(self._num_running.get(tenant, 0) + 1, self._share(len(self._tenants())) // 2)
-        return {other for other, count in self._num_running.items() if count >= least}
+        """Those that have more places than this one, or owe it some, and half of their share or more."""
+        half, own = self._share(len(self._tenants())) // 2, self._num_running.get(tenant, 0)
+        borrows = self._credit.may_borrow(tenant)
+        return {
+            other
+            for other, count in self._num_running.items()
+            if count >= half and (count > own or (borrows and self._credit.owes(other)))
+        }
 
     def tenants_with_their_share(self) -> set[str]:
         """Those that have no fewer places than is their due."""
-        share = self._share(len(self._tenants()))
-        return {tenant for tenant, count in self._num_running.items() if count >= share}
+        dues = self._dues(self._tenants())
+        return {tenant for tenant, count in self._num_running.items() if count >= dues[tenant]}
 
     def _tenants(self) -> Set[str]:
         return self._waiting.tenants | self._num_running.keys()
+
+    def _dues(self, tenants: Set[str]) -> dict[str, int]:
+        return self._credit.dues(tenants, self._share(len(tenants)))
 
     def _share(self, num_tenants: int) -> int:
         return max(1, self._num_places // num_tenants)
@@ -126,22 +144,30 @@ class Places:
         """Assert what must always hold. For tests."""
         counted = Counter(seq.tenant for seq in self._running.values())
         assert counted == self._num_running, "the places that tenants have are counted wrong"
+        self._credit.check()
 
 
 class _Room:
     """What one step has to deal out."""
 
     def __init__(
-        self, running: dict[SequenceId, Sequence], places: int, budget: int, cache: PrefixCache, headroom: int, tenants: int
+        self,
+        running: dict[SequenceId, Sequence],
+        places: int,
+        budget: int,
+        cache: PrefixCache,
+        headroom: int,
+        dues: Mapping[str, int],
     ) -> None:
+        """``dues``: places that each tenant which runs or waits may claim."""
         self._running = [seq for seq in running.values() if seq.debt > 0]
         """Those that go on, in order of admission."""
         self._cache = cache
         self._places = places - len(self._running)
         self._budget = budget - sum(seq.debt for seq in self._running)
         self._blocks = cache.pool.num_free - headroom
-        self._share = max(1, places // tenants)
-        self._share_of_blocks = cache.pool.num_blocks // tenants
+        self._dues = dues
+        self._share_of_blocks = dict.fromkeys(dues, cache.pool.num_blocks // len(dues))
 
     def make(self, seq: Sequence) -> tuple[Sequence, ...] | None:
         """Who must give way so that a sequence can begin, and reckon with it; ``None``: there is no room to be had."""
@@ -171,19 +197,19 @@ class _Room:
         if self._budget <= 0 and newest.debt > max(1, seq.debt):
             return newest if newest.tenant != seq.tenant and _may_give_way(newest, seq) else None
         if self._budget <= 0 or self._places <= 0:
-            return self._of_the_largest(seq, lambda one: 1, self._share)
+            return self._of_the_largest(seq, lambda one: 1, self._dues)
         own = sum(len(one.table) for one in self._running if one.tenant == seq.tenant)
-        if own + needed > self._share_of_blocks:
+        if own + needed > self._share_of_blocks[seq.tenant]:
             return None
         return self._of_the_largest(seq, lambda one: len(one.table), self._share_of_blocks)
 
-    def _of_the_largest(self, seq: Sequence, size: Callable[[Sequence], int], share: int) -> Sequence | None:
-        """The newest that may give way, of the tenant that has most of what is short, if that is more than its share."""
-        sizes: dict[str, int] = {}
+    def _of_the_largest(self, seq: Sequence, size: Callable[[Sequence], int], dues: Mapping[str, int]) -> Sequence | None:
+        """The newest that may give way, of the tenant that has most of what is short beyond its due."""
+        beyond: dict[str, int] = {}
         for one in self._running:
-            sizes[one.tenant] = sizes.get(one.tenant, 0) + size(one)
-        most = max(sizes, key=lambda tenant: sizes[tenant])
-        if sizes[most] <= share or most == seq.tenant:
+            beyond[one.tenant] = beyond.get(one.tenant, -dues[one.tenant]) + size(one)
+        most = max(beyond, key=lambda tenant: beyond[tenant])
+        if beyond[most] <= 0 or most == seq.tenant:
             return None
         return next((one for one in reversed(self._running) if one.tenant == most and _may_give_way(one, seq)), None)
 

@@ -173,6 +173,7 @@ class Scheduler:
         if ahead and giving_way:
             return None
         self._first_tokens.settle()
+        self.places.note_step()
         draft = Draft(budget=self._limits.max_step_tokens)
         self._let_give_way(giving_way)
         left_out = self._left_out(claims)
