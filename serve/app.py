@@ -28,6 +28,7 @@ from serve.model.fit import check_fit, check_rows, given_of
 from serve.rpc.server import RpcServer
 from serve.runtime.edition import Edition
 from serve.runtime.gateway import Gateway
+from serve.runtime.memory import keep_trimmed, set_aside
 from serve.runtime.seams import RankGroup
 from serve.runtime.service_manager import ServiceManager
 from serve.runtime.watch import Sight, Watch
@@ -164,8 +165,9 @@ async def serve(
         try:
             gateway.launch()
             if await _unless(told.stop, gateway.until_serving()):
+                set_aside()
                 print(ready_line(edition.config, gateway.facts, address, endpoint.url), flush=True)
-                async with _running(watch):
+                async with _running(keep_trimmed(), *([watch.run()] if watch is not None else [])):
                     await _unless(told.stop, _until_fatal(gateway))
             # Drain.
             _log.info("stopping: %d calls in flight", gateway.num_in_flight)
@@ -212,15 +214,15 @@ def _watch(config: ServerConfig, gateway: Gateway, metrics: Metrics) -> Watch | 
 
 
 @contextlib.asynccontextmanager
-async def _running(watch: Watch | None) -> AsyncIterator[None]:
-    """Within, the watch goes on."""
-    task = None if watch is None else asyncio.create_task(watch.run())
+async def _running(*jobs: Coroutine[None, None, None]) -> AsyncIterator[None]:
+    """Within, these go on."""
+    tasks = [asyncio.create_task(job) for job in jobs]
     try:
         yield
     finally:
-        if task is not None:
+        for task in tasks:
             task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def see(config: ServerConfig) -> Sight | None:

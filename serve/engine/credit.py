@@ -7,7 +7,7 @@ from typing import Final
 
 MOST: Final = 128
 """What a tenant can save up, and owe: its share of the places for so many steps."""
-LEAST: Final = 16
+LEAST: Final = 8
 """It lends from so many on, until nothing is left: so nobody gives a place back that it has just been given."""
 _MOST_REMEMBERED: Final = 1024
 """Tenants that neither run nor wait whose accounts are kept."""

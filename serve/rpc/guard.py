@@ -16,7 +16,8 @@ from serve.rpc.audit import Books, NoBooks
 from serve.rpc.context import Context
 from serve.rpc.identity import CALLER, Caller, Identities
 from serve.rpc.methods import Count
-from serve.rpc.status import abort, internal_status, rpc_status
+from serve.rpc.pacing import Pace
+from serve.rpc.status import RpcStatus, abort, internal_status, rpc_status
 
 _log = logging.getLogger(__name__)
 
@@ -49,12 +50,19 @@ SCOPES_OF: Final[Mapping[str, frozenset[str] | None]] = {
 }
 """Method -> scopes of which a token must have one; ``None``: open to everyone."""
 
+_NO_TOKEN: Final = "the call carries no valid token: send it as the metadata 'authorization: Bearer TOKEN'"
+_NOT_AUTHENTICATED: Final = rpc_status(NotAuthenticated(_NO_TOKEN))
+"""Made once: it is what a flood is answered."""
+
 _READING_SECONDS: Final = 0.1
 """How long the messages of a refused call are read: gRPC's client may take a refusal that overtakes them for INTERNAL."""
 
 
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs alone
-    """Lets a call pass whose token has the scope of its method; ends every other before a service sees it."""
+    """Lets a call pass whose token has the scope of its method; ends every other before a service sees it.
+
+    Those that are refused take turns, so that a flood of them leaves the event loop to the rest.
+    """
 
     def __init__(self, identities: Identities, count: Count, books: Books | None = None) -> None:
         """
@@ -65,6 +73,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
         self._identities = identities
         self._count = count
         self._books = books or NoBooks()
+        self._pace = Pace()
 
     async def intercept_service(
         self,
@@ -75,15 +84,20 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
         method: str = handler_call_details.method
         try:
             caller = self._allowed(method, handler_call_details.invocation_metadata or ())
+        except NotAuthenticated:
+            status = _NOT_AUTHENTICATED
         except RequestError as error:
-            return _refusal(method, error, self._count, self._books)
+            status = rpc_status(error)
         except Exception:
             # gRPC would send the exception's words to the client.
             _log.exception("a caller could not be told")
-            return _refusal(method, None, self._count, self._books)
-        if caller is not None:
-            CALLER.set(caller)
-        return await continuation(handler_call_details)
+            status = internal_status()
+        else:
+            if caller is not None:
+                CALLER.set(caller)
+            return await continuation(handler_call_details)
+        await self._pace.turn()
+        return _refusal(method, status, self._count, self._books)
 
     def _allowed(self, method: str, metadata: Any) -> Caller | None:
         """Who calls; ``None`` where everyone may.
@@ -97,7 +111,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
             return None
         caller = self._identities.who(bearer_token([value for key, value in metadata if key == "authorization"]))
         if caller is None:
-            raise NotAuthenticated("the call carries no valid token: send it as the metadata 'authorization: Bearer TOKEN'")
+            raise NotAuthenticated(_NO_TOKEN)
         if not wanted & caller.scopes:
             needed = " or ".join(sorted(wanted)) or "no token has"
             raise NotPermitted(f"the token of {caller.name} may not call this method; the scope it needs: {needed}")
@@ -112,9 +126,8 @@ def bearer_token(values: list[str | bytes]) -> str:
     return token.strip(" ") if scheme.lower() == "bearer" else ""
 
 
-def _refusal(method: str, error: RequestError | None, count: Count, books: Books) -> grpc.RpcMethodHandler[Any, Any]:
+def _refusal(method: str, status: RpcStatus, count: Count, books: Books) -> grpc.RpcMethodHandler[Any, Any]:
     """A handler of all four kinds of method: gRPC treats a single message as a stream of one."""
-    status = internal_status() if error is None else rpc_status(error)
 
     async def refuse(requests: AsyncIterator[bytes], context: Context) -> None:
         entry = books.entry(method.removeprefix("/"), context)

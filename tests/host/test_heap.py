@@ -37,3 +37,34 @@ def test_threads_share_the_heaps_that_there_are() -> None:
 
     assert heaps(2) == 2
     assert heaps(6) > 2, "each of the threads would have one of its own"
+
+
+BETWEEN = """
+import ctypes, os
+from host import heap
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.free.argtypes = (ctypes.c_void_p,)
+
+def resident():
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+pieces = [libc.malloc(16_000) for _ in range(4_000)]
+for piece in pieces:
+    ctypes.memset(piece, 1, 16_000)
+for number, piece in enumerate(pieces):
+    if number % 10 != 9:  # every tenth stays, so that no end of the heap is free
+        libc.free(piece)
+before = resident()
+heap.trim()
+print(before - resident())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc keeps such memory")
+def test_what_lies_between_pieces_in_use_goes_back() -> None:
+    words = [sys.executable, "-c", BETWEEN]
+    done = subprocess.run(words, env={"PYTHONPATH": import_path({})}, capture_output=True, text=True, check=True)
+    assert int(done.stdout) > 0.8 * 3_600 * 16_000
