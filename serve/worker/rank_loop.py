@@ -34,7 +34,7 @@ from serve.worker.vitals import PULSE, LastWords
 if TYPE_CHECKING:
     import torch
 
-    from serve.engine.plan import StepPlan
+    from serve.engine.plan import StepPlan, StepResult
     from serve.worker.loader import RankModel
     from serve.worker.order_loop import OrderLoop
     from serve.worker.parallel import Ranks
@@ -194,24 +194,15 @@ def _serve(
 ) -> None:
     profiler = order_loop.profiler
 
-    def compute_other() -> None:
-        plan = wire.decode_plan(wire.receive(steps))
-        progress.mark()
-        result = runner.execute(plan)
-        progress.mark()
-        assert result is not None, "the only rank answers"
-        wire.send(steps, wire.encode(result))
+    def execute(plan: StepPlan) -> StepResult | None:
+        this = runner.execute if plan.swap is None else order_loop.exchange.take
+        return profiler.record(plan, this) if profiler.is_on else this(plan)
 
-    if runner.may_be_overtaken:
-        runner.overtaking.begin(steps, compute_other)
-    while True:
-        if profiler.is_on:
-            profiler.attend(steps)
+    def compute_next(execute: Callable[[StepPlan], StepResult | None]) -> None:
         plan = wire.decode_plan(wire.receive(steps))
         progress.mark()
-        execute = runner.execute if plan.swap is None else order_loop.exchange.take
         try:
-            result = profiler.record(plan, execute) if profiler.is_on else execute(plan)
+            result = execute(plan)
         except Exception as error:
             if (words := fault_of(error, plan)) is None:
                 raise
@@ -222,6 +213,13 @@ def _serve(
         progress.mark()
         if result is not None:
             wire.send(steps, wire.encode(result))
+
+    if runner.may_be_overtaken:
+        runner.overtaking.begin(steps, partial(compute_next, runner.execute))
+    while True:
+        if profiler.is_on:
+            profiler.attend(steps)
+        compute_next(execute)
 
 
 def choose_device(wanted: str, rank: int) -> torch.device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from serve.types import SequenceId
 from serve.worker import rank_loop, wire
 from serve.worker.device_faults import fault, step_fault, weights_that_do_not_fit
 from serve.worker.executor import RankExecutor
+from serve.worker.overtaking import Overtaking
 from serve.worker.parallel import Ranks
 from serve.worker.progress import Progress
 from serve.worker.rank import Rank
@@ -141,11 +143,28 @@ class _Failing:
         raise torch.AcceleratorError("CUDA error: unspecified launch failure")
 
 
+class _FailingInAnother:
+    """A runner whose device fails in the plan that overtakes its first step."""
+
+    may_be_overtaken = True
+
+    def __init__(self) -> None:
+        self.overtaking = Overtaking()
+
+    def execute(self, plan: StepPlan) -> None:
+        if plan.step:
+            raise torch.AcceleratorError("CUDA error: unspecified launch failure")
+        self.overtaking.compute_other()
+
+
 def _in_a_step(error: Exception, plan: StepPlan) -> LastWords | None:
-    return fault(error, DEVICE, "in a step")
+    return fault(error, DEVICE, f"in step {plan.step}")
 
 
-def test_a_rank_whose_device_fails_in_a_step_says_so_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("runner", "step"), [(_Failing, 0), (_FailingInAnother, 1)])
+def test_a_rank_whose_device_fails_in_a_step_says_so_and_ends(
+    runner: type[_Failing | _FailingInAnother], step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def end(code: int) -> None:
         raise SystemExit(code)
 
@@ -153,14 +172,15 @@ def test_a_rank_whose_device_fails_in_a_step_says_so_and_ends(monkeypatch: pytes
     (told, steps), (heard, pulse) = socket.socketpair(), socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with told, steps, heard, pulse:
         heard.setblocking(False)
-        wire.send(told, wire.encode(_plan(1)))
+        for number in range(2):
+            wire.send(told, wire.encode(dataclasses.replace(_plan(1), step=number)))
         told_nothing = SimpleNamespace(profiler=SimpleNamespace(is_on=False))
         with pytest.raises(SystemExit) as ended:
-            rank_loop._serve(_Failing(), told_nothing, steps, Progress(), pulse, _in_a_step)
+            rank_loop._serve(runner(), told_nothing, steps, Progress(), pulse, _in_a_step)
         vitals = Vitals(1, 0, heard, 0.0)
         vitals.listen(1.0)
     assert ended.value.code == 1
-    assert vitals.last_words == LastWords("device", f"{DEVICE} failed in a step: CUDA error: unspecified launch failure")
+    assert vitals.last_words == LastWords("device", f"{DEVICE} failed in step {step}: CUDA error: unspecified launch failure")
 
 
 class _Ended:
