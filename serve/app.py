@@ -215,14 +215,21 @@ def _watch(config: ServerConfig, gateway: Gateway, metrics: Metrics) -> Watch | 
 
 @contextlib.asynccontextmanager
 async def _running(*jobs: Coroutine[None, None, None]) -> AsyncIterator[None]:
-    """Within, these go on."""
+    """Within, these go on. That one has ended by an error is logged."""
     tasks = [asyncio.create_task(job) for job in jobs]
+    for task in tasks:
+        task.add_done_callback(_tell_error)
     try:
         yield
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _tell_error(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _log.error("what goes on beside calls has ended: %s", task.get_coro(), exc_info=error)
 
 
 def see(config: ServerConfig) -> Sight | None:

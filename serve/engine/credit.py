@@ -8,7 +8,7 @@ from typing import Final
 MOST: Final = 128
 """What a tenant can save up, and owe: its share of the places for so many steps."""
 LEAST: Final = 8
-"""It lends from so many on, until nothing is left: so nobody gives a place back that it has just been given."""
+"""It may borrow from so many on, until nothing is left: so nobody gives a place back that it has just been given."""
 _MOST_REMEMBERED: Final = 1024
 """Tenants that neither run nor wait whose accounts are kept."""
 
@@ -18,9 +18,9 @@ class Credit:
     and takes the places that it has.
 
     Calls come at random moments. A tenant that keeps to its share in the mean has more calls than its share of the places at
-    times, and another that floods has as many as it can get at all times. What the one left to the other it gets back when it
-    has use for it: while it has credit, the due of those in debt is half of their share, and what they lend is divided among
-    those with credit. The account of a tenant that neither runs nor waits rests.
+    times, and another that floods has as many as it can get at all times. What the one left to the others it gets back when it
+    has use for it: with credit it may have more than its share, and those in debt lend what it wants, half of their share at
+    most, the one with the largest debt first. The account of a tenant that neither runs nor waits rests.
     """
 
     def __init__(self) -> None:
@@ -35,6 +35,8 @@ class Credit:
             tenants: all that run or wait, two or more.
             share: of the places, for each of them.
         """
+        if share < 2:  # nobody could lend
+            return
         balances, most, least = self._balances, MOST * share, LEAST * share
         for tenant in tenants:
             balance = balances.get(tenant, 0) + share - having.get(tenant, 0)
@@ -47,25 +49,31 @@ class Credit:
             self._balances = {tenant: balances[tenant] for tenant in tenants}
             self._in_credit &= tenants
 
-    def dues(self, tenants: Set[str], share: int) -> dict[str, int]:
-        """How many places each of the tenants that run or wait may claim; ``share`` for each where nothing is lent."""
-        dues = dict.fromkeys(tenants, share)
-        lending = [tenant for tenant in tenants if self.owes(tenant)]
-        borrowing = self._in_credit & tenants
-        if not lending or not borrowing:
-            return dues
-        lent = share // 2
-        dues |= dict.fromkeys(lending, share - lent)
-        dues |= dict.fromkeys(borrowing, share + lent * len(lending) // len(borrowing))
-        return dues
+    def loans(self, having: Mapping[str, int], waiting: Set[str], tenants: Set[str], share: int) -> dict[str, int]:
+        """Places by which what a tenant may claim differs from its share: more for who borrows, fewer for who lends.
 
-    def owes(self, tenant: str) -> bool:
-        """Whether a tenant has had more than its share."""
-        return self._balances.get(tenant, 0) < 0
+        Together they are none. A tenant borrows what it has beyond its share, and one place more if it waits.
 
-    def may_borrow(self, tenant: str) -> bool:
-        """Whether a tenant may have more than its share, of those that owe."""
-        return tenant in self._in_credit
+        Args:
+            waiting: those of the tenants that wait.
+        """
+        wanted = {
+            tenant: more
+            for tenant in self._in_credit
+            if tenant in tenants and (more := having.get(tenant, 0) - share + (tenant in waiting)) > 0
+        }
+        if not wanted or share < 2:
+            return {}
+        lenders = sorted((balance, tenant) for tenant in tenants if (balance := self._balances.get(tenant, 0)) < 0)
+        left = share // 2 * len(lenders)
+        loans: dict[str, int] = {}
+        for tenant in sorted(wanted, key=lambda tenant: (-self._balances[tenant], tenant)):
+            loans[tenant] = min(wanted[tenant], left)
+            left -= loans[tenant]
+        total = sum(loans.values())
+        for number, (_, tenant) in enumerate(lenders):
+            loans[tenant] = -((total + len(lenders) - 1 - number) // len(lenders))
+        return loans
 
     def check(self) -> None:
         """Assert what must always hold. For tests."""

@@ -32,9 +32,10 @@ class Places:
     whole budget of a step. Nobody gives way to smaller priority.
 
     Why this ends: after an exchange the one tenant has no more than its due and the other no less, so that it is not turned
-    back. A sequence that gave way does so again only when it is twice as long; so it does ``log2`` of its length times at most,
-    and what is computed anew of it for the sake of others is less than twice its length. Nor does anybody pass the first of the
-    queue whose tenant itself has less than its due.
+    back before what is due changes: when tenants come or go, or a credit is used up. A sequence that gave way does so again
+    only when it is twice as long; so it does ``log2`` of its length times at most, and what is computed anew of it for the sake
+    of others is less than twice its length. Nor does anybody pass the first of the queue whose tenant itself has less than its
+    due.
     """
 
     def __init__(self, limits: EngineLimits, waiting: WaitingLine, running: dict[SequenceId, Sequence]) -> None:
@@ -105,10 +106,9 @@ class Places:
         if head is None or len(tenants) == 1:
             return None
         having, dues = self._num_running, self._dues(tenants)
-        order = {
-            tenant: (having.get(tenant, 0) - dues[tenant], tenant != head.tenant, tenant) for tenant in self._waiting.tenants
-        }
-        tenant = min(order, key=order.__getitem__)
+        tenant = min(
+            self._waiting.tenants, key=lambda tenant: (having.get(tenant, 0) - dues[tenant], tenant != head.tenant, tenant)
+        )
         seq = self._waiting.first_of(tenant)
         if seq is None or seq.priority < head.priority or having.get(tenant, 0) >= dues[tenant]:
             return None
@@ -117,13 +117,14 @@ class Places:
         return None if giving_way is None else Claim(seq, giving_way)
 
     def tenants_with_more(self, tenant: str) -> set[str]:
-        """Those that have more places than this one, or owe it some, and half of their share or more."""
-        half, own = self._share(len(self._tenants())) // 2, self._num_running.get(tenant, 0)
-        borrows = self._credit.may_borrow(tenant)
+        """Those that have more places than this one, or lend it some, and half of their share or more."""
+        tenants, own = self._tenants(), self._num_running.get(tenant, 0)
+        half, loans = self._share(len(tenants)) // 2, self._loans(tenants)
+        borrows = loans.get(tenant, 0) > 0
         return {
             other
             for other, count in self._num_running.items()
-            if count >= half and (count > own or (borrows and self._credit.owes(other)))
+            if count >= half and (count > own or (borrows and loans.get(other, 0) < 0))
         }
 
     def tenants_with_their_share(self) -> set[str]:
@@ -135,7 +136,15 @@ class Places:
         return self._waiting.tenants | self._num_running.keys()
 
     def _dues(self, tenants: Set[str]) -> dict[str, int]:
-        return self._credit.dues(tenants, self._share(len(tenants)))
+        """How many places each tenant may claim, which together are no more than there are, unless tenants are."""
+        share = self._share(len(tenants))
+        dues = dict.fromkeys(tenants, share)
+        for tenant, places in self._loans(tenants).items():
+            dues[tenant] += places
+        return dues
+
+    def _loans(self, tenants: Set[str]) -> dict[str, int]:
+        return self._credit.loans(self._num_running, self._waiting.tenants, tenants, self._share(len(tenants)))
 
     def _share(self, num_tenants: int) -> int:
         return max(1, self._num_places // num_tenants)

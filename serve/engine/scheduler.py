@@ -42,7 +42,7 @@ class Scheduler:
     Why it cannot come to a halt: no sequence is accepted that could not run alone in the pool; the oldest running
     sequence is never preempted for a younger one's blocks, and for another tenant's place a few times at most, so it always
     reaches its end; and the head of the queue is never passed by a smaller sequence behind it, but by those of tenants that
-    have less than their share while its own has not, so it always becomes the oldest. It waits for no more than the step in
+    have less than their due while its own has not, so it always becomes the oldest. It waits for no more than the step in
     which another computes what it shares. One that must be computed again, having grown beyond a ``LengthRule``, goes back to
     the head of the queue once.
 

@@ -13,7 +13,7 @@ from host import heap
 
 _EVERY_SECONDS: Final = 20.0
 _WORTH_BYTES: Final = 8 << 20
-"""So much more than after the time before, or than at first."""
+"""So much more than there was at the least."""
 
 
 def set_aside() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 
@@ -18,20 +19,40 @@ BOTH = {"flood", "other"}
 ROOMY = fake_facts(num_blocks=1024)
 
 
+def loans(credit: Credit, having: dict[str, int], *waiting: str, share: int = 4) -> dict[str, int]:
+    return credit.loans(having, set(waiting), having.keys() | set(waiting), share)
+
+
 def test_places_are_lent_once_enough_was_saved_and_until_nothing_is_left() -> None:
     credit = Credit()
+    flooded, lent = {"flood": 8}, {"flood": 2, "other": 6}
     for _ in range(LEAST - 1):
-        credit.note_step({"flood": 8}, BOTH, 4)
-    assert credit.dues(BOTH, 4) == {"flood": 4, "other": 4}
-    credit.note_step({"flood": 8}, BOTH, 4)
-    assert credit.dues(BOTH, 4) == {"flood": 2, "other": 6}
+        credit.note_step(flooded, BOTH, 4)
+    assert loans(credit, {"flood": 4, "other": 4}, *BOTH) == {}
+    credit.note_step(flooded, BOTH, 4)
+    assert loans(credit, {"flood": 4, "other": 4}, *BOTH) == {"flood": -1, "other": 1}
     for _ in range(2 * LEAST - 1):
-        credit.note_step({"flood": 2, "other": 6}, BOTH, 4)
-        assert credit.dues(BOTH, 4) == {"flood": 2, "other": 6}
-    credit.note_step({"flood": 2, "other": 6}, BOTH, 4)
-    assert credit.dues(BOTH, 4) == {"flood": 4, "other": 4}, "all is given back"
+        credit.note_step(lent, BOTH, 4)
+        assert loans(credit, lent, *BOTH) == {"flood": -2, "other": 2}, "half of its share is the most that the flood lends"
+    credit.note_step(lent, BOTH, 4)
+    assert loans(credit, lent, *BOTH) == {}, "all is given back"
     credit.note_step({"flood": 5, "other": 3}, BOTH, 4)
-    assert credit.dues(BOTH, 4) == {"flood": 4, "other": 4}, "one place is not enough to lend again"
+    assert loans(credit, {"flood": 4, "other": 4}, *BOTH) == {}, "one place is not enough to lend again"
+
+
+def test_nothing_is_lent_to_who_does_not_want_it() -> None:
+    credit = Credit()
+    three = BOTH | {"third"}
+    for _ in range(LEAST):
+        credit.note_step({"flood": 9, "third": 3}, three, 4)
+    assert credit._balances == {"flood": -40, "third": 8, "other": 32}
+    for _ in range(16):
+        credit.note_step({"flood": 6, "third": 6}, three, 4)
+    assert loans(credit, {"flood": 6, "third": 5, "other": 1}, "flood", "third") == {}
+    assert loans(credit, {"flood": 6, "third": 3, "other": 3}, *three) == {}, "its own share is enough"
+    assert loans(credit, {"flood": 5, "third": 3, "other": 4}, *three) == {"flood": -1, "third": 0, "other": 1}
+    assert loans(credit, {"flood": 4, "third": 3, "other": 6}, *three) == {"flood": -2, "third": -1, "other": 3}
+    assert loans(credit, {"flood": 4, "third": 3, "other": 6}, "flood") == {"flood": -1, "third": -1, "other": 2}
 
 
 def test_no_more_is_saved_or_owed_than_so_many_steps_and_an_account_rests_meanwhile() -> None:
@@ -40,31 +61,33 @@ def test_no_more_is_saved_or_owed_than_so_many_steps_and_an_account_rests_meanwh
         credit.note_step({"flood": 8}, BOTH, 4)
     for _ in range(100):
         credit.note_step({"flood": 6, "third": 2}, {"flood", "third"}, 4)
-    steps = 0
-    while credit.may_borrow("other"):
-        credit.note_step({"flood": 2, "other": 6}, BOTH, 4)
+    having, steps = {"flood": 2, "other": 6}, 0
+    while loans(credit, having):
+        credit.note_step(having, BOTH, 4)
         steps += 1
     assert steps == 2 * MOST
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_what_is_due_is_never_more_than_there_is(seed: int) -> None:
+def test_what_is_lent_is_what_is_borrowed(seed: int) -> None:
     rng = random.Random(seed)
     credit = Credit()
-    lent = 0
+    times = 0
     for _ in range(4000):
         tenants = set(rng.sample("abcdefg", rng.randint(2, 7)))
         places = rng.randint(2, 40)
         share = max(1, places // len(tenants))
-        having = {tenant: rng.randint(0, 3 * share if tenant in "ab" else share) for tenant in tenants}
+        having = {tenant: rng.randint(0, 3 * share if tenant in "ab" else share + 2) for tenant in tenants}
+        waiting = {tenant for tenant in tenants if rng.random() < 0.7}
         credit.note_step(having, tenants, share)
         credit.check()
-        dues = credit.dues(tenants, share)
-        assert dues.keys() == tenants
-        assert sum(dues.values()) <= share * len(tenants)
-        assert all(share - share // 2 <= due for due in dues.values())
-        lent += dues != dict.fromkeys(tenants, share)
-    assert lent > 100
+        lent = credit.loans(having, waiting, tenants, share)
+        assert lent.keys() <= tenants
+        assert sum(lent.values()) == 0
+        assert all(-places <= share // 2 for places in lent.values())
+        assert all(places <= max(0, having[tenant] - share + (tenant in waiting)) for tenant, places in lent.items())
+        times += any(lent.values())
+    assert times > 100
 
 
 def test_accounts_of_tenants_that_went_are_forgotten_when_there_are_too_many() -> None:
@@ -72,7 +95,15 @@ def test_accounts_of_tenants_that_went_are_forgotten_when_there_are_too_many() -
     for number in range(5000):
         credit.note_step({"flood": 8}, {"flood", f"other{number}"}, 4)
     assert len(credit._balances) < 1100
-    assert credit.owes("flood")
+    assert credit._balances["flood"] == -4 * MOST
+
+
+def test_where_each_has_one_place_nothing_is_noted() -> None:
+    credit = Credit()
+    for _ in range(LEAST):
+        credit.note_step({"flood": 2}, BOTH, 1)
+    assert not credit._balances
+    assert loans(credit, {"flood": 2}, *BOTH, share=1) == {}
 
 
 def crowded(executor: FakeExecutor | None = None) -> tuple[Engine, list[Event]]:
@@ -141,3 +172,17 @@ def test_the_rows_of_those_that_lend_are_left_out_for_a_first_token_beyond_the_s
     flood = {seq.id for seq in engine._scheduler.running.values() if seq.tenant == "flood"}
     assert third.id in {span.sequence for span in given.spans}
     assert not flood & {span.sequence for span in given.spans}
+
+
+def test_two_that_flood_share_while_a_third_with_credit_wants_nothing() -> None:
+    engine = make_engine(ROOMY, max_num_seqs=12, max_queued_requests=1000, max_queued_tokens=100_000)
+    engine.add(make_request("light", (7, 8), max_new=1000, tenant="light"))
+    for tenant in ("b", "c"):
+        for number in range(60):
+            engine.add(make_request(f"{tenant}{number}", (number + 1, 3), max_new=20, tenant=tenant))
+        for _ in range(4 * LEAST):
+            engine.step()
+    for _ in range(4 * LEAST):
+        engine.step()
+        engine.check()
+        assert Counter(tenants_of(engine))["c"] >= 4, "what was not asked for is lent to nobody"
