@@ -12,10 +12,10 @@ import grpc
 import grpc.aio
 
 from serve.errors import NotAuthenticated, NotPermitted, RequestError
-from serve.rpc.audit import Books, Entry, NoBooks
+from serve.rpc.audit import Books, NoBooks
 from serve.rpc.context import Context
 from serve.rpc.identity import CALLER, Caller, Identities
-from serve.rpc.methods import Count, client_code
+from serve.rpc.methods import Count
 from serve.rpc.pacing import Pace
 from serve.rpc.status import RpcStatus, abort, internal_status, rpc_status
 
@@ -96,7 +96,13 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
             if caller is not None:
                 CALLER.set(caller)
             return await continuation(handler_call_details)
-        return _refusal(method, status, self._count, self._books, self._pace)
+        try:
+            await self._pace.turn()
+        except asyncio.CancelledError:
+            # Counted, not written: who has no token could fill the disk with lines.
+            self._count(method, "CANCELLED")
+            raise
+        return _refusal(method, status, self._count, self._books)
 
     def _allowed(self, method: str, metadata: Any) -> Caller | None:
         """Who calls; ``None`` where everyone may.
@@ -125,25 +131,17 @@ def bearer_token(values: list[str | bytes]) -> str:
     return token.strip(" ") if scheme.lower() == "bearer" else ""
 
 
-def _refusal(method: str, status: RpcStatus, count: Count, books: Books, pace: Pace) -> grpc.RpcMethodHandler[Any, Any]:
+def _refusal(method: str, status: RpcStatus, count: Count, books: Books) -> grpc.RpcMethodHandler[Any, Any]:
     """A handler of all four kinds of method: gRPC treats a single message as a stream of one."""
 
-    def end(entry: Entry, code: str) -> None:
-        count(method, code)
-        entry.ended(code)
-
     async def refuse(requests: AsyncIterator[bytes], context: Context) -> None:
-        entry, allowed = books.entry(method.removeprefix("/"), context), context.time_remaining()
-        try:
-            await pace.turn(context.peer())
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_READING_SECONDS):
-                    async for _ in requests:
-                        pass
-        except asyncio.CancelledError:
-            end(entry, client_code(context, allowed))
-            raise
-        end(entry, status.code.name)
+        entry = books.entry(method.removeprefix("/"), context)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_READING_SECONDS):
+                async for _ in requests:
+                    pass
+        count(method, status.code.name)
+        entry.ended(status.code.name)
         await abort(context, status)
 
     return grpc.stream_stream_rpc_method_handler(refuse)

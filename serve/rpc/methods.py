@@ -181,11 +181,11 @@ class _Behaviour:
             status = rpc_status(error)
         except asyncio.CancelledError:
             # The client has gone, or gRPC found the deadline passed. Not swallowed: gRPC would leak the call.
-            self._ended(client_code(context, allowed), told)
+            self._ended(_client_code(context, allowed), told)
             raise
         except Exception:
             if context.done():  # a write met a call that was already over
-                self._ended(client_code(context, allowed), told)
+                self._ended(_client_code(context, allowed), told)
                 raise
             status = self._bug()
         else:
@@ -207,6 +207,6 @@ class _Behaviour:
         return internal_status()
 
 
-def client_code(context: Context, allowed_seconds: float | None) -> str:
+def _client_code(context: Context, allowed_seconds: float | None) -> str:
     """The status of a call that its client ended."""
     return "DEADLINE_EXCEEDED" if is_expired(context.time_remaining(), allowed_seconds) else "CANCELLED"
