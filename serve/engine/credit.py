@@ -19,8 +19,8 @@ class Credit:
 
     Calls come at random moments. A tenant that keeps to its share in the mean has more calls than its share of the places at
     times, and another that floods has as many as it can get at all times. What the one left to the others it gets back when it
-    has use for it: with credit it may have more than its share, and those in debt lend what it wants, half of their share at
-    most, the one with the largest debt first. The account of a tenant that neither runs nor waits rests.
+    has use for it: with credit it may have more than its share, and those in debt lend what it wants in equal parts, half of
+    their share at most. The account of a tenant that neither runs nor waits rests.
     """
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ class FirstTokens:
     """For machines on which a step takes the longer the more rows it has: there, a prompt that is computed beside the rows of
     a flood waits for those too.
 
-    The step in which a tenant begins that has less than its share leaves out the rows of those that have theirs; they are in
+    The step in which a tenant begins that has less than its due leaves out the rows of those that have theirs; they are in
     the next one again. Such a prompt may even overtake the step under way, where that is of tenants that have more than its
     own: it is given up in the middle, and computed anew behind it. That is done where the whole prompt is computed in one step,
     so that its first token comes of it, and no other is computed in it.
@@ -50,7 +50,7 @@ class FirstTokens:
         """
         if not self._may_be_alone(step):
             return frozenset()
-        leave, first = self._places.tenants_with_their_share() - {claim.sequence.tenant}, claim.sequence
+        leave, first = self._places.tenants_with_their_due() - {claim.sequence.tenant}, claim.sequence
         rows = self._rows_beside(claim, running, cache, headroom=headroom)
         left_out = frozenset(seq.id for seq in rows if seq.tenant in leave and seq.priority <= first.priority)
         if left_out:

@@ -127,7 +127,7 @@ class Places:
             if count >= half and (count > own or (borrows and loans.get(other, 0) < 0))
         }
 
-    def tenants_with_their_share(self) -> set[str]:
+    def tenants_with_their_due(self) -> set[str]:
         """Those that have no fewer places than is their due."""
         dues = self._dues(self._tenants())
         return {tenant for tenant, count in self._num_running.items() if count >= dues[tenant]}
