@@ -10,7 +10,6 @@ from typing import Final
 
 _QUIET_SECONDS: Final = 0.005
 """Longer than what lies between two steps of a sequence."""
-_PATIENCE_SECONDS: Final = 0.05
 
 
 class Rest:
@@ -36,9 +35,9 @@ class Rest:
             if rested:
                 self._rests.set()
 
-    def wait(self) -> None:
-        """Return when no step has been computed for a moment; where steps never end, a twentieth of a second later."""
-        end = time.monotonic() + _PATIENCE_SECONDS
+    def wait(self, longest: float) -> None:
+        """Return when no step has been computed for a moment; where steps never end, ``longest`` seconds later."""
+        end = time.monotonic() + longest
         while (left := end - time.monotonic()) > 0.0:
             if self._rests.wait(left):
                 time.sleep(_QUIET_SECONDS)

@@ -57,7 +57,7 @@ def huge_bytes() -> int:
     return int(line.split()[1]) << 10
 
 
-def gather_and_wait(wait: Callable[[], None] = lambda: None) -> None:
+def gather_and_wait(wait: Callable[[float], None] = lambda _: None) -> None:
     gather_pages_beside(wait)
     for thread in threading.enumerate():
         if thread.name == "gather-pages":
@@ -72,12 +72,31 @@ def test_large_pages_are_made_of_what_was_written_and_of_nothing_else() -> None:
     tensors = [memory.empty((AREA_BYTES // 8,), torch.uint8).fill_(number) for number in range(4)]
     before, resident = huge_bytes(), resident_bytes()
     waits = list[int]()
-    gather_and_wait(lambda: waits.append(huge_bytes()))
+    gather_and_wait(lambda _: waits.append(huge_bytes()))
     assert len(waits) >= AREA_BYTES // HUGE_PAGE_BYTES, "each page waits until the processor is free"
     assert huge_bytes() - before >= AREA_BYTES // 2
     assert resident_bytes() - resident < HUGE_PAGE_BYTES
     for number, tensor in enumerate(tensors):
         assert torch.equal(tensor, torch.full_like(tensor, number))
+
+
+def test_a_page_waits_twice_as_long_as_the_last_took_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = WeightMemory()
+    tensor = memory.empty((AREA_BYTES,), torch.uint8)
+    if not weight_memory._small:
+        pytest.skip("this kernel makes no huge page of small ones")
+    clock, takes, waits = [0.0], iter([0.0001, 0.003, 0.008, 0.04, 0.0] + [0.0] * 99), list[float]()
+
+    def advise(address: int, num_bytes: int, advice: int) -> bool:
+        clock[0] += next(takes)
+        return True
+
+    monkeypatch.setattr(weight_memory, "_advise", advise)
+    monkeypatch.setattr(weight_memory.time, "perf_counter", lambda: clock[0])
+    weight_memory.gather_pages(waits.append)
+    assert waits[:6] == pytest.approx([0.002, 0.002, 0.006, 0.016, 0.05, 0.002])
+    assert set(waits[6:]) == {0.002}
+    del tensor
 
 
 def test_an_area_that_is_gone_is_left_alone() -> None:

@@ -9,11 +9,11 @@ from serve.worker.rest import Rest
 
 def test_who_waits_goes_on_when_the_step_has_ended() -> None:
     rest, done = Rest(), threading.Event()
-    rest.wait()
+    rest.wait(60.0)
 
     def wait_for_long() -> None:
         for _ in range(3):
-            rest.wait()
+            rest.wait(60.0)
         done.set()
 
     with rest.interrupted():
@@ -28,7 +28,7 @@ def test_who_waits_goes_on_when_the_step_has_ended() -> None:
 def test_a_step_that_never_ends_is_waited_for_no_longer_than_a_moment() -> None:
     rest = Rest()
     with rest.interrupted():
-        rest.wait()
+        rest.wait(0.01)
         assert not rest.rests, "it came back although the step goes on"
 
 
