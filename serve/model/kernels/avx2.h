@@ -356,7 +356,7 @@ void panel_times_all(const Weights& weights, const Call<scalar>& call, int64_t p
 
 // By all threads of the parallel region that it is called in. ``weights_of(p)`` gives the weights of a panel.
 template <typename scalar, typename Make>
-void multiply_rows(const Call<scalar>& call, const Make& weights_of) {
+void multiply_rows(const Call<scalar>& call, const Make& weights_of, tessera::Hand& hand) {
     constexpr bool is_wide = sizeof(scalar) == sizeof(float);
     typedef decltype(weights_of(0)) Weights;
     const int64_t panels = (call.O + Weights::kOutputs - 1) / Weights::kOutputs;
@@ -372,9 +372,7 @@ void multiply_rows(const Call<scalar>& call, const Make& weights_of) {
             for (int64_t r = 0; r < rows; ++r) widen(call.x + (m + r) * call.stride, inputs.data() + r * call.I, call.I);
             x = inputs.data();
         }
-// Dynamic, since another thread of the machine may hold one of ours up: the others then take over its panels.
-#pragma omp for schedule(dynamic, 4)
-        for (int64_t p = 0; p < panels; ++p) panel_times_all(weights_of(p), call, p, m, rows, x, stride);
+        hand.share_out(panels, [&](int64_t p) { panel_times_all(weights_of(p), call, p, m, rows, x, stride); });
     }
 }
 

@@ -164,11 +164,10 @@ void panel_times_rows(const typename kind::number* panel, const typename kind::n
 // By all threads of the parallel region that it is called in.
 template <typename kind>
 void linear(const typename kind::number* x, int64_t M, int64_t stride, const typename kind::number* packed,
-            const typename kind::number* bias, Activation activation, typename kind::number* y, int64_t O, int64_t I) {
+            const typename kind::number* bias, Activation activation, typename kind::number* y, int64_t O, int64_t I,
+            tessera::Hand& hand) {
     const int64_t panels = panels_of(O), blocks = (M + kBlockRows - 1) / kBlockRows;
-// Dynamic, since another thread of the machine may hold one of ours up: the others then take over its panels.
-#pragma omp for schedule(dynamic, 4)
-    for (int64_t item = 0; item < blocks * panels; ++item) {
+    hand.share_out(blocks * panels, [&](int64_t item) {
         const int64_t p = item / blocks, first = item % blocks * kBlockRows;
         const int64_t end = first + kBlockRows < M ? first + kBlockRows : M;
         const typename kind::number* panel = packed + p * kPanel * I;
@@ -200,20 +199,20 @@ void linear(const typename kind::number* x, int64_t M, int64_t stride, const typ
             case 1: TESSERA_ROWS(1, 8); break;
         }
 #undef TESSERA_ROWS
-    }
+    });
 }
 
 #endif
 
 }  // namespace
 
-void tessera::multiply([[maybe_unused]] const Job& job) {
+void tessera::multiply([[maybe_unused]] const Job& job, [[maybe_unused]] Hand& hand) {
 #ifdef __AVX512F__
     const auto by = [&](auto kind) {
         typedef typename decltype(kind)::number number;
         linear<decltype(kind)>(static_cast<const number*>(job.x), job.rows, job.x_stride, static_cast<const number*>(job.weight),
                                static_cast<const number*>(job.bias), Activation(job.activation), static_cast<number*>(job.out),
-                               job.width, job.inputs);
+                               job.width, job.inputs, hand);
     };
     if (!job.is_bf16) by(Fp32{});
 #endif
@@ -224,7 +223,7 @@ void tessera::multiply([[maybe_unused]] const Job& job) {
     const auto by = [&](auto plain, auto scalar) {
         typedef decltype(plain) Plain;
         const auto* weight = static_cast<decltype(plain.panel)>(job.weight);
-        multiply_rows(call_of<decltype(scalar)>(job), [&](int64_t p) { return Plain{weight + p * Plain::kOutputs * job.inputs}; });
+        multiply_rows(call_of<decltype(scalar)>(job), [&](int64_t p) { return Plain{weight + p * Plain::kOutputs * job.inputs}; }, hand);
     };
     if (job.is_bf16)
         by(PlainBf16{}, bf16{});
@@ -264,7 +263,11 @@ void tessera_linear(int is_bf16, int threads, const void* x, int64_t M, int64_t 
     tessera::Job job = {};
     job.is_bf16 = is_bf16, job.x = x, job.rows = M, job.x_stride = stride, job.weight = packed, job.bias = bias;
     job.activation = activation, job.out = y, job.width = job.out_stride = O, job.inputs = I;
+    tessera::Team team(threads);
 #pragma omp parallel num_threads(threads)
-    tessera::multiply(job);
+    {
+        tessera::Hand hand(team);
+        tessera::multiply(job, hand);
+    }
 }
 }

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "sharing.h"
+
 namespace tessera {
 
 // ``KINDS`` of serve/model/recording.py.
@@ -24,8 +26,8 @@ struct Job {
     double epsilon;
 };
 
-void multiply(const Job& job);            // linear.cpp
-void multiply_quantized(const Job& job);  // quantized.cpp
+void multiply(const Job& job, Hand& hand);            // linear.cpp
+void multiply_quantized(const Job& job, Hand& hand);  // quantized.cpp
 void attend(const Job& job);              // attention.cpp
 void attend_fp32(const Job& job);         // attention_fp32.cpp
 void attend_bf16(const Job& job);         // attention_bf16.cpp

@@ -167,12 +167,12 @@ void panel_times_all(Weights weights, const Layer& layer, int64_t p, const typen
 
 // By all threads of the parallel region that it is called in.
 template <typename kind, int bits>
-void multiply(const Layer& layer, const typename kind::number* x, int64_t M, int64_t stride, typename kind::number* y) {
+void multiply(const Layer& layer, const typename kind::number* x, int64_t M, int64_t stride, typename kind::number* y,
+              tessera::Hand& hand) {
     const int64_t panels = panels_of(layer.O), blocks = (M + kBlockRows - 1) / kBlockRows;
     constexpr int64_t step = kind::kInputs;
     std::unique_ptr<typename kind::number[]> scratch(M > kRows ? new typename kind::number[size_t(layer.I * kPanel)] : nullptr);
-#pragma omp for schedule(dynamic, 4)
-    for (int64_t item = 0; item < blocks * panels; ++item) {
+    hand.share_out(blocks * panels, [&](int64_t item) {
         const int64_t p = item / blocks, first = item % blocks * kBlockRows;
         const int64_t end = first + kBlockRows < M ? first + kBlockRows : M;
         const int64_t bytes = kPanel * bits / 8;  // of an input
@@ -180,7 +180,7 @@ void multiply(const Layer& layer, const typename kind::number* x, int64_t M, int
         const Narrow<kind, bits> narrow{packed};
         if (end - first <= kRows) {
             panel_times_all<kind>(narrow, layer, p, x, first, end, stride, y, Ahead{packed, 0});
-            continue;
+            return;
         }
         __m512 w[2];
         for (int64_t i = 0; i < layer.I; i += step) {
@@ -191,7 +191,7 @@ void multiply(const Layer& layer, const typename kind::number* x, int64_t M, int
         const bool wants_next = blocks == 1 && p + 1 < panels;
         const Ahead ahead = {wants_next ? packed + layer.I * bytes : packed, wants_next ? step * bytes : 0};
         panel_times_all<kind>(Wide<kind>{scratch.get()}, layer, p, x, first, end, stride, y, ahead);
-    }
+    });
 }
 
 #endif
@@ -199,36 +199,36 @@ void multiply(const Layer& layer, const typename kind::number* x, int64_t M, int
 #ifdef TESSERA_AVX2
 
 template <int bits, typename scalar>
-void multiply_whole(const Call<scalar>& call, const void* packed, const void* scales, int64_t group) {
+void multiply_whole(const Call<scalar>& call, const void* packed, const void* scales, int64_t group, tessera::Hand& hand) {
     const int64_t groups = (call.I + group - 1) / group;
     multiply_rows(call, [&](int64_t p) {
         return Whole<bits>(static_cast<const uint8_t*>(packed) + p * kPanel * call.I * bits / 8,
                            static_cast<const float*>(scales) + p * groups * kPanel, group);
-    });
+    }, hand);
 }
 
 #endif
 
 }  // namespace
 
-void tessera::multiply_quantized([[maybe_unused]] const Job& job) {
+void tessera::multiply_quantized([[maybe_unused]] const Job& job, [[maybe_unused]] Hand& hand) {
 #ifdef __AVX512F__
     const Layer layer{static_cast<const uint8_t*>(job.weight), static_cast<const float*>(job.scales), job.bias,
                       Activation(job.activation), job.width, job.inputs, job.group};
     if (!job.is_bf16)
         (job.bits == 8 ? ::multiply<FromFp32, 8> : ::multiply<FromFp32, 4>)(layer, static_cast<const float*>(job.x), job.rows, job.x_stride,
-                                                                        static_cast<float*>(job.out));
+                                                                        static_cast<float*>(job.out), hand);
 #endif
 #ifdef __AVX512BF16__
     if (job.is_bf16)
         (job.bits == 8 ? ::multiply<FromBf16, 8> : ::multiply<FromBf16, 4>)(layer, static_cast<const uint16_t*>(job.x), job.rows,
-                                                                        job.x_stride, static_cast<uint16_t*>(job.out));
+                                                                        job.x_stride, static_cast<uint16_t*>(job.out), hand);
 #endif
 #ifdef TESSERA_AVX2
     if (job.is_bf16)
-        (job.bits == 8 ? multiply_whole<8, bf16> : multiply_whole<4, bf16>)(call_of<bf16>(job), job.weight, job.scales, job.group);
+        (job.bits == 8 ? multiply_whole<8, bf16> : multiply_whole<4, bf16>)(call_of<bf16>(job), job.weight, job.scales, job.group, hand);
     else
-        (job.bits == 8 ? multiply_whole<8, float> : multiply_whole<4, float>)(call_of<float>(job), job.weight, job.scales, job.group);
+        (job.bits == 8 ? multiply_whole<8, float> : multiply_whole<4, float>)(call_of<float>(job), job.weight, job.scales, job.group, hand);
 #endif
 }
 
@@ -263,7 +263,11 @@ void tessera_linear_quantized(int is_bf16, int bits, int threads, const void* x,
     job.is_bf16 = is_bf16, job.bits = bits, job.x = x, job.rows = M, job.x_stride = stride, job.weight = packed;
     job.scales = scales, job.bias = bias, job.activation = activation, job.out = y, job.width = job.out_stride = O;
     job.inputs = I, job.group = group;
+    tessera::Team team(threads);
 #pragma omp parallel num_threads(threads)
-    tessera::multiply_quantized(job);
+    {
+        tessera::Hand hand(team);
+        tessera::multiply_quantized(job, hand);
+    }
 }
 }

@@ -139,6 +139,31 @@ bool is_overtaken(int socket) {
     return recv(socket, &first, 1, MSG_PEEK | MSG_DONTWAIT) == 1 && (first & 0x80u) != 0;
 }
 
+// By all threads of a parallel region. ``overtaken`` is theirs together.
+void walk(const Job* jobs, int64_t count, int socket, bool& overtaken, tessera::Hand& hand) {
+    for (int64_t at = 0, looked = -kLook; at < count;) {
+        if (socket >= 0 && at - looked >= kLook) {
+            looked = at;
+            // One thread looks for all of them. No other look comes before each has read what this one found: a job lies between.
+#pragma omp single
+            overtaken = is_overtaken(socket);
+            if (overtaken) return;
+        }
+        const Job& job = jobs[at];
+        int64_t next = at + 1;
+        switch (job.kind) {
+            case tessera::kProduct: tessera::multiply(job, hand); break;
+            case tessera::kQuantized: tessera::multiply_quantized(job, hand); break;
+            case tessera::kAttention: tessera::attend(job); break;
+            case tessera::kWiden: widen_rows(job); break;
+            default:
+                while (next < count && goes_on(jobs[next - 1], jobs[next])) ++next;
+                compute_rows(jobs + at, next - at);
+        }
+        at = next;
+    }
+}
+
 }  // namespace
 
 extern "C" {
@@ -147,27 +172,11 @@ extern "C" {
 // waits there that overtakes them; returns whether none did.
 bool tessera_steps(const tessera::Job* jobs, int64_t count, int threads, int socket) {
     bool overtaken = false;
+    tessera::Team team(threads);
 #pragma omp parallel num_threads(threads)
-    for (int64_t at = 0, looked = -kLook; at < count;) {
-        if (socket >= 0 && at - looked >= kLook) {
-            looked = at;
-            // One thread looks for all of them. No other look comes before each has read what this one found: a job lies between.
-#pragma omp single
-            overtaken = is_overtaken(socket);
-            if (overtaken) break;
-        }
-        const Job& job = jobs[at];
-        int64_t next = at + 1;
-        switch (job.kind) {
-            case tessera::kProduct: tessera::multiply(job); break;
-            case tessera::kQuantized: tessera::multiply_quantized(job); break;
-            case tessera::kAttention: tessera::attend(job); break;
-            case tessera::kWiden: widen_rows(job); break;
-            default:
-                while (next < count && goes_on(jobs[next - 1], jobs[next])) ++next;
-                compute_rows(jobs + at, next - at);
-        }
-        at = next;
+    {
+        tessera::Hand hand(team);
+        walk(jobs, count, socket, overtaken, hand);
     }
     return !overtaken;
 }

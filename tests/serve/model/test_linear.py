@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 import pytest
@@ -54,6 +55,34 @@ def test_bf16_rounds_once(rows: int, outputs: int, inputs: int, level: str) -> N
     weight, x, bias = (torch.randn(*shape).bfloat16() for shape in ((outputs, inputs), (rows, inputs), (outputs,)))
     expected = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
     torch.testing.assert_close(packer(weight, bias)(x).double(), expected, rtol=2**-7, atol=0.02)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("outputs", [1, 32, 65, 800])
+def test_any_number_of_threads_computes_all_outputs_with_the_same_bits_beside_others(level: str, outputs: int) -> None:
+    kernels, inputs = kernels_of(level), 96
+    _, packer = linear.choose_packer(CPU, torch.float32, kernels)
+    assert isinstance(packer, linear.KernelPacker)
+    torch.manual_seed(outputs)
+    weight, x = torch.randn(outputs, inputs), torch.randn(300, inputs)
+    panels = packer.begin((outputs, inputs), torch.float32)
+    assert panels is not None
+    panels.put(0, weight)
+
+    def product(rows: int, threads: int) -> torch.Tensor:
+        out = torch.full((rows, outputs), math.nan)
+        places = x.data_ptr(), rows, inputs, panels.packed.data_ptr(), None, 0, out.data_ptr()
+        kernels.tessera_linear(0, threads, *places, outputs, inputs)
+        return out
+
+    def products(threads: int) -> list[torch.Tensor]:
+        return [product(rows, threads) for _ in range(20) for rows in (1, 5, 40, 300)]
+
+    expected = products(1)
+    torch.testing.assert_close(expected[3].double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-4)
+    with ThreadPoolExecutor(4) as pool:  # each with threads of its own
+        for found in pool.map(products, range(2, 8)):
+            assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("level", BF16_LEVELS)
