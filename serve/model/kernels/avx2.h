@@ -69,7 +69,7 @@ struct PlainBf16 {
 
 // Inputs of two registers of bf16 outputs, from ``from`` on, that were widened.
 struct WidenedBf16 {
-    static constexpr int kTogether = 1;
+    static constexpr int kTogether = 2;
     static constexpr int64_t kOutputs = kPanel;
     static constexpr int64_t kBytes = kPanel * 4;
     static constexpr bool kJoinsOften = false;
@@ -78,11 +78,11 @@ struct WidenedBf16 {
     int64_t from;
     int64_t chunk() const { return kChunk; }
     int64_t border(int64_t, int64_t I) const { return I; }
-    template <int, int, int H>
+    template <int k, int, int H>
     void at(int64_t i, int, __m256 (&out)[H]) const {
         static_assert(H == 2);
         for (int h = 0; h < H; ++h) {
-            out[h] = _mm256_load_ps(room[i - from] + h * kWidth);
+            out[h] = _mm256_load_ps(room[i + k - from] + h * kWidth);
             __asm__("" : "+x"(out[h]));  // loaded once, not by the product of each row
         }
     }
@@ -307,12 +307,16 @@ inline void widened_times_all(const PlainBf16& weights, int64_t I, int64_t rows,
     const int64_t groups = (rows + kMostRows - 1) / kMostRows;
     for (int64_t from = 0; from < I; from += kChunk) {
         const Inputs inputs{from, from + kChunk < I ? from + kChunk : I, I};
+        // What lies behind comes to the second-level cache meanwhile, a part before each group.
+        const int64_t lines = (inputs.to - inputs.from) * PlainBf16::kBytes / kLine, passes = groups * (kPanel / kWidth / 2);
+        const char* behind = reinterpret_cast<const char*>(weights.panel) + inputs.to * PlainBf16::kBytes;
         for (int first = 0; first < kPanel / kWidth; first += 2) {
             WidenedBf16::widen(weights, from, inputs.to, first, room);
             const WidenedBf16 wide{room, from};
             for (int64_t done = 0, group = 0; group < groups; ++group) {
                 const int count = rows_of_group(rows - done, groups - group);  // 5 or 6, of so many
                 const float* rows_x = x + done * stride;
+                for (int64_t line = 0; line < lines; line += passes, behind += kLine) _mm_prefetch(behind, _MM_HINT_T1);
                 if (count == 5) part_times_rows<WidenedBf16, 5, 2, 1, kNothing>(wide, first, inputs, rows_x, stride, sums + done, Ahead{});
                 else part_times_rows<WidenedBf16, 6, 2, 1, kNothing>(wide, first, inputs, rows_x, stride, sums + done, Ahead{});
                 done += count;

@@ -14,7 +14,6 @@
 namespace {
 
 constexpr int64_t kWord = 4;
-constexpr int64_t kLine = 64;
 
 // Words [from, to) of the rows of one panel of so many outputs, wherever they lie.
 template <int64_t width>

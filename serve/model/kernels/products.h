@@ -15,6 +15,7 @@ constexpr int64_t kPanel = 32;
 constexpr int kRows = 8;             // rows that share each weight while it is in a register
 constexpr int64_t kBlockRows = 128;  // rows of one work item: their inputs stay in the second-level cache
 constexpr int64_t kChunk = 256;      // inputs summed before their sum joins the total: rounding errors do not pile up
+constexpr int64_t kLine = 64;        // bytes that memory gives at once
 
 inline int64_t panels_of(int64_t outputs) { return (outputs + kPanel - 1) / kPanel; }
 
