@@ -6,8 +6,8 @@ weights lie one behind the other in areas that begin at a multiple of 2 MiB.
 
 A page of 2 MiB is dear to get in one piece while the model loads: on virtual machines whose host takes back what is free, up to
 six times what small ones cost. So areas begin with small pages, and ``gather_pages`` makes large ones of them when the model
-serves (Linux 6.1; on older kernels they are large from the beginning). How fast it goes on while steps never end is a share of
-what a page takes, 0.3 to 8 ms: until they are large a step of one sequence takes up to 1.5 times as long.
+serves (Linux 6.1; on older kernels they are large from the beginning). How fast it goes on while steps never end follows from
+what a page takes: until they are large a step of one sequence takes up to 1.5 times as long.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ AREA_BYTES: Final = 32 << 20
 """What one area takes of addresses, and of memory only as far as it is written to."""
 ALIGNMENT_BYTES: Final = 64
 WAITS: Final = 2.0
-"""How often as long as the last page took the next is kept waiting by steps that never end, within the two below."""
+"""How often as long as the last page took of the processor the next waits for steps that never end, within what follows."""
 LEAST_WAIT_SECONDS: Final = 0.002
 MOST_WAIT_SECONDS: Final = 0.05
 
@@ -117,9 +117,9 @@ def gather_pages(wait: Callable[[float], None] = lambda _: None) -> None:
         if memory is not None:
             for number in range(memory.num_pages):
                 wait(min(max(WAITS * took, LEAST_WAIT_SECONDS), MOST_WAIT_SECONDS))
-                began = time.perf_counter()
+                began = time.thread_time()  # without the time for which other threads of Python let it wait
                 _advise(memory.first + number * HUGE_PAGE_BYTES, HUGE_PAGE_BYTES, _COLLAPSE)
-                took = time.perf_counter() - began
+                took = time.thread_time() - began
         del memory  # its last tensor may be gone
 
 

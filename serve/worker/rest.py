@@ -40,6 +40,6 @@ class Rest:
         end = time.monotonic() + longest
         while (left := end - time.monotonic()) > 0.0:
             if self._rests.wait(left):
-                time.sleep(_QUIET_SECONDS)
+                time.sleep(min(_QUIET_SECONDS, max(end - time.monotonic(), 0.0)))
                 if self._rests.is_set():
                     return

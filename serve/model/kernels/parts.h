@@ -28,9 +28,9 @@ struct Job {
 
 void multiply(const Job& job, Hand& hand);            // linear.cpp
 void multiply_quantized(const Job& job, Hand& hand);  // quantized.cpp
-void attend(const Job& job);              // attention.cpp
-void attend_fp32(const Job& job);         // attention_fp32.cpp
-void attend_bf16(const Job& job);         // attention_bf16.cpp
-void attend_int8(const Job& job);         // attention_int8.cpp
+void attend(const Job& job);                          // attention.cpp
+void attend_fp32(const Job& job);                     // attention_fp32.cpp
+void attend_bf16(const Job& job);                     // attention_bf16.cpp
+void attend_int8(const Job& job);                     // attention_int8.cpp
 
 }  // namespace tessera

@@ -1,8 +1,8 @@
 // A product's panels, shared out among the threads of a parallel region.
 //
-// Each thread has a run of items, one behind the other in memory, so that what it asks for ahead of time is its own; who is through
-// with its run takes items from the ends of others', since another thread of the machine may hold one of ours up. A run is one word,
-// [round | begin | end], which its owner shortens at the front and others at the back.
+// Each thread has a run of items, one behind the other in memory, so that what it asks for ahead of time is its own until the run is
+// done; then it takes items from the ends of others', since another thread of the machine may hold one of ours up. A run is one
+// word, [round | begin | end], which its owner shortens at the front and others at the back.
 #pragma once
 
 #include <omp.h>
@@ -34,11 +34,12 @@ public:
     // ``work(item)`` for each of [0, items), by all threads; none returns before all is done.
     template <typename Work>
     void share_out(int64_t items, const Work& work) {
-        for (int64_t done = 0; done < items; done += kMost) {
+        int64_t done = 0;
+        do {
             begin(items - done < kMost ? items - done : kMost);
             for (int64_t item; (item = next()) >= 0;) work(done + item);
 #pragma omp barrier
-        }
+        } while ((done += kMost) < items);
     }
 
 private:

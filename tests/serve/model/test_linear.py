@@ -58,28 +58,35 @@ def test_bf16_rounds_once(rows: int, outputs: int, inputs: int, level: str) -> N
 
 
 @pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("outputs", [1, 32, 65, 800])
-def test_any_number_of_threads_computes_all_outputs_with_the_same_bits_beside_others(level: str, outputs: int) -> None:
-    kernels, inputs = kernels_of(level), 96
-    _, packer = linear.choose_packer(CPU, torch.float32, kernels)
+def test_any_number_of_threads_computes_all_outputs_with_the_same_bits_beside_others(
+    level: str, dtype: torch.dtype, outputs: int
+) -> None:
+    kernels, inputs, is_bf16 = kernels_of(level), 96, int(dtype == torch.bfloat16)
+    _, packer = linear.choose_packer(CPU, dtype, kernels)
+    if is_bf16 and not isinstance(packer, linear.KernelPacker):
+        pytest.skip("this processor has no packed bf16 route")
     assert isinstance(packer, linear.KernelPacker)
     torch.manual_seed(outputs)
-    weight, x = torch.randn(outputs, inputs), torch.randn(300, inputs)
-    panels = packer.begin((outputs, inputs), torch.float32)
+    weight, x = torch.randn(outputs, inputs).to(dtype), torch.randn(300, inputs).to(dtype)
+    panels = packer.begin((outputs, inputs), dtype)
     assert panels is not None
     panels.put(0, weight)
 
     def product(rows: int, threads: int) -> torch.Tensor:
-        out = torch.full((rows, outputs), math.nan)
+        out = torch.full((rows, outputs), math.nan, dtype=dtype)
         places = x.data_ptr(), rows, inputs, panels.packed.data_ptr(), None, 0, out.data_ptr()
-        kernels.tessera_linear(0, threads, *places, outputs, inputs)
+        kernels.tessera_linear(is_bf16, threads, *places, outputs, inputs)
         return out
 
     def products(threads: int) -> list[torch.Tensor]:
         return [product(rows, threads) for _ in range(20) for rows in (1, 5, 40, 300)]
 
     expected = products(1)
-    torch.testing.assert_close(expected[3].double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(
+        expected[3].double(), x.double() @ weight.double().T, rtol=2**-7 if is_bf16 else 1e-5, atol=1e-4 + 0.02 * is_bf16
+    )
     with ThreadPoolExecutor(4) as pool:  # each with threads of its own
         for found in pool.map(products, range(2, 8)):
             assert all(map(torch.equal, found, expected))
