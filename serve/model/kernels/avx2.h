@@ -1,5 +1,5 @@
 // Products of the kernels of linear layers on processors with AVX2 and FMA, and without AVX-512: eight floats at once, sixteen
-// registers. Everything is multiplied in fp32: bf16 rows are widened once, weights on their way to the registers.
+// registers. Everything is multiplied in fp32: bf16 rows are widened once, weights on their way to the registers, or for many rows at once.
 //
 // Shapes.  M rows   I input features   O output features.  Panels of 32 outputs as linear.cpp and quantized.cpp say, of 16 in fp32:
 // what two registers multiply lies side by side then.
@@ -13,144 +13,45 @@
 
 #include <immintrin.h>
 
-#include <type_traits>
 #include <vector>
+
+#include "avx2_weights.h"
 
 namespace {
 
-constexpr int kWidth = 8;         // floats of a register
-constexpr int kMostRows = 6;      // by two registers of outputs: twelve sums, two weights and an input are what there is room for
-constexpr int64_t kAhead = 2048;  // bytes of a panel between what is used and what is asked for
-constexpr int64_t kMostAhead = 8; // groups of rows: with more, what they read of memory is a small part of the time
+constexpr int kTurn = 4;  // inputs between two jumps, of three rows and more
 
-// Weights of one panel. ``at<k>`` gives those of input i + k and the outputs from ``first`` registers on; ``chunk`` says how many inputs
-// are summed before their sum is added to a total, which ``join`` does where it is scaled then: those are kept in registers, others
-// where the outputs come to. Of ``stretch`` inputs, whole chunks, the weights stay in the first-level cache while all rows use them.
-// Each group of rows widens them anew: at 16 and 32 rows that costs less than the room that wide ones would take there, and a pass.
-// With many rows those of bf16 are widened once for all of them.
-struct PlainFp32 {
-    static constexpr int kTogether = 1;  // inputs side by side
-    static constexpr int64_t kOutputs = kPanel / 2;
-    static constexpr int64_t kBytes = kOutputs * 4;  // of an input
-    static constexpr bool kJoinsOften = false;
-    const float* panel;
-    int64_t chunk() const { return kChunk; }
-    int64_t stretch() const { return kChunk; }
-    int64_t border(int64_t, int64_t I) const { return I; }
-    template <int k, int R, int H>
-    void at(int64_t i, int first, __m256 (&out)[H]) const {
-#pragma GCC unroll 4
-        for (int h = 0; h < H; ++h) {
-            out[h] = _mm256_loadu_ps(panel + i * kOutputs + (first + h) * kWidth);
-            if constexpr (R > 3) __asm__("" : "+x"(out[h]));  // loaded once, not by the product of each row
-        }
-    }
-};
-
-struct PlainBf16 {
-    static constexpr int kTogether = 2;
-    static constexpr int64_t kOutputs = kPanel;
-    static constexpr int64_t kBytes = kPanel * 2;
-    static constexpr bool kJoinsOften = false;
-    const uint16_t* panel;
-    int64_t chunk() const { return kChunk; }
-    int64_t stretch() const { return kChunk; }
-    int64_t border(int64_t, int64_t I) const { return I; }
-    template <int k, int, int H>
-    void at(int64_t i, int first, __m256 (&out)[H]) const {
-#pragma GCC unroll 4
-        for (int h = 0; h < H; ++h) {
-            const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(panel + i * kPanel + (first + h) * kWidth * 2));
-            const __m256i wide = k == 0 ? _mm256_slli_epi32(pairs, 16) : _mm256_and_si256(pairs, _mm256_set1_epi32(int32_t(0xffff0000)));
-            out[h] = _mm256_castsi256_ps(wide);
-        }
-    }
-};
-
-// Inputs of two registers of bf16 outputs, from ``from`` on, that were widened.
-struct WidenedBf16 {
-    static constexpr int kTogether = 2;
-    static constexpr int64_t kOutputs = kPanel;
-    static constexpr int64_t kBytes = kPanel * 4;
-    static constexpr bool kJoinsOften = false;
-    typedef float Room[kChunk][2 * kWidth];  // half of the first-level cache
-    const Room& room;
-    int64_t from;
-    int64_t chunk() const { return kChunk; }
-    int64_t border(int64_t, int64_t I) const { return I; }
-    template <int k, int, int H>
-    void at(int64_t i, int, __m256 (&out)[H]) const {
-        static_assert(H == 2);
-        for (int h = 0; h < H; ++h) {
-            out[h] = _mm256_load_ps(room[i + k - from] + h * kWidth);
-            __asm__("" : "+x"(out[h]));  // loaded once, not by the product of each row
-        }
-    }
-    // Those of [from, to) and of the outputs from ``first`` registers on.
-    static void widen(const PlainBf16& weights, int64_t from, int64_t to, int first, Room& room) {
-        for (int64_t i = from; i < to; i += PlainBf16::kTogether) {
-            __m256 even[2], odd[2];
-            weights.at<0, 1, 2>(i, first, even);
-            weights.at<1, 1, 2>(i, first, odd);
-            for (int h = 0; h < 2; ++h) {
-                _mm256_store_ps(room[i - from] + h * kWidth, even[h]);
-                _mm256_store_ps(room[i + 1 - from] + h * kWidth, odd[h]);
-            }
-        }
-    }
-};
-
-// What whole numbers of both forms share: the scales of their groups, [G, 32].
-struct Scaled {
-    const float* scales;
-    int64_t group;
-    int64_t chunk() const { return group < kChunk ? group : kChunk; }
-    int64_t stretch() const { return group <= 2 * kChunk ? 2 * kChunk / group * group : group % kChunk ? group : 2 * kChunk; }
-    int64_t border(int64_t begin, int64_t I) const {
-        const int64_t next = (begin / group + 1) * group;
-        return next < I ? next : I;
-    }
-    __m256 join(__m256 total, __m256 sum, int64_t begin, int place) const {
-        return _mm256_fmadd_ps(sum, _mm256_loadu_ps(scales + begin / group * kPanel + place * kWidth), total);
-    }
-};
-
-template <int bits>
-struct Whole : Scaled {
-    static constexpr int kTogether = 1;
-    static constexpr int64_t kOutputs = kPanel;
-    static constexpr int64_t kBytes = kPanel * bits / 8;
-    static constexpr bool kJoinsOften = true;
-    const uint8_t* panel;
-    Whole(const uint8_t* packed, const float* factors, int64_t inputs) : Scaled{factors, inputs}, panel(packed) {}
-    template <int k, int, int H>
-    void at(int64_t i, int first, __m256 (&out)[H]) const {
-        const uint8_t* step = panel + i * kPanel * bits / 8;
-#pragma GCC unroll 4
-        for (int h = 0; h < H; ++h) {
-            const int place = first + h;
-            const uint8_t* from = bits == 8 ? step + place * kWidth : step + place % 2 * kWidth;
-            const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
-            if constexpr (bits == 8) {
-                out[h] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
-            } else {
-                const __m256i wide = _mm256_cvtepu8_epi32(bytes);
-                const __m256i number = place < 2 ? _mm256_and_si256(wide, _mm256_set1_epi32(15)) : _mm256_srli_epi32(wide, 4);
-                out[h] = _mm256_cvtepi32_ps(_mm256_sub_epi32(number, _mm256_set1_epi32(8)));
-            }
-        }
-    }
-};
+// Instructions that stay in the order they are written in: a compiler that moves loads forward runs out of registers.
+inline __m256 everywhere(const float* input) {
+    __m256 out;
+    __asm__ volatile("vbroadcastss %1, %0" : "=x"(out) : "m"(*input));
+    return out;
+}
+inline void keep(__m256& weights) { __asm__ volatile("" : "+x"(weights)); }
+inline void add_product(__m256& sum, __m256 weights, __m256 input) {
+    __asm__ volatile("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(weights), "x"(input));
+}
 
 template <typename Weights, int k, int R, int H>
 inline void add_products(const Weights& weights, int64_t i, int first, const float* x, int64_t stride, __m256 (&sums)[R][H]) {
     __m256 w[H];
-    weights.template at<k, R, H>(i, first, w);
+    weights.template at<k, H>(i, first, w);
+    if constexpr (R > 2) {
+#pragma GCC unroll 2
+        for (int h = 0; h < H; ++h) keep(w[h]);
 #pragma GCC unroll 6
-    for (int r = 0; r < R; ++r) {
-        const __m256 input = _mm256_broadcast_ss(x + r * stride + i + k);
+        for (int r = 0; r < R; ++r) {
+            const __m256 input = everywhere(x + r * stride + i + k);
+#pragma GCC unroll 2
+            for (int h = 0; h < H; ++h) add_product(sums[r][h], w[h], input);
+        }
+    } else {
+#pragma GCC unroll 2
+        for (int r = 0; r < R; ++r) {
+            const __m256 input = _mm256_broadcast_ss(x + r * stride + i + k);
 #pragma GCC unroll 4
-        for (int h = 0; h < H; ++h) sums[r][h] = _mm256_fmadd_ps(w[h], input, sums[r][h]);
+            for (int h = 0; h < H; ++h) sums[r][h] = _mm256_fmadd_ps(w[h], input, sums[r][h]);
+        }
     }
 }
 
@@ -165,15 +66,20 @@ struct Ahead {
     int64_t stride;
 };
 
-// What a part asks memory for while it computes: nothing, what comes of its panel, or what ``Ahead`` says.
-enum Asks { kNothing, kOwn, kBehind };
+// What a part asks memory for while it computes: nothing, or what ``Ahead`` says, with every turn or with every input.
+enum Asks { kNothing, kByTurns, kByInputs };
 
 // H registers of a panel's outputs times R rows, the sums split U ways so that additions do not wait for one another.
+//
+// Where three rows and more share what was loaded, what a core decodes in a cycle is the limit, all the more where another thread runs
+// on it: several inputs are multiplied in a turn, so that little but products is decoded, and the build aligns loops to lines, which it
+// does where a loop is most of its function.
 template <typename Weights, int R, int H, int U, Asks asks>
-void part_times_rows(const Weights& weights, int first, Inputs inputs, const float* x, int64_t stride, float (*out)[Weights::kOutputs], Ahead ahead) {
-    constexpr int step = Weights::kTogether;
+__attribute__((noinline)) void part_times_rows(const Weights& weights, int first, Inputs inputs, const float* x, int64_t stride,
+                                               float (*out)[Weights::kOutputs], Ahead ahead) {
+    constexpr int step = Weights::kTogether, turn = R > 2 ? kTurn : U * step;
     __m256 totals[R][H];
-    if constexpr (Weights::kJoinsOften) {
+    if constexpr (Weights::kIsScaled) {
 #pragma GCC unroll 6
         for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
@@ -186,21 +92,16 @@ void part_times_rows(const Weights& weights, int first, Inputs inputs, const flo
             for (int r = 0; r < R; ++r)
                 for (int h = 0; h < H; ++h) sums[u][r][h] = _mm256_setzero_ps();
         int64_t i = begin;
-        for (; i + U * step <= end; i += U * step)
+        for (; i + turn <= end; i += turn) {
 #pragma GCC unroll 4
-            for (int u = 0; u < U; ++u) {
-                if constexpr (asks == kBehind) {
-                    _mm_prefetch(ahead.place, _MM_HINT_T1);
-                    ahead.place += ahead.stride * step;
-                }
-                if constexpr (asks == kOwn && Weights::kBytes * step == 128) {
-                    const char* coming = reinterpret_cast<const char*>(weights.panel + (i + u * step) * kPanel) + kAhead;
-                    _mm_prefetch(coming, _MM_HINT_T0);
-                    _mm_prefetch(coming + 64, _MM_HINT_T0);
-                }
-                add_products<Weights, 0, R, H>(weights, i + u * step, first, x, stride, sums[u]);
-                if constexpr (step == 2) add_products<Weights, 1, R, H>(weights, i + u * step, first, x, stride, sums[u]);
+            for (int k = 0; k < turn; k += step) {
+                if constexpr (asks != kNothing)
+                    if (asks == kByInputs || k == 0) _mm_prefetch(ahead.place + k * ahead.stride, _MM_HINT_T1);
+                add_products<Weights, 0, R, H>(weights, i + k, first, x, stride, sums[k / step % U]);
+                if constexpr (step == 2) add_products<Weights, 1, R, H>(weights, i + k, first, x, stride, sums[k / step % U]);
             }
+            if constexpr (asks != kNothing) ahead.place += turn * ahead.stride;
+        }
         for (; i < end; i += step) {
             add_products<Weights, 0, R, H>(weights, i, first, x, stride, sums[0]);
             if constexpr (step == 2) add_products<Weights, 1, R, H>(weights, i, first, x, stride, sums[0]);
@@ -211,14 +112,14 @@ void part_times_rows(const Weights& weights, int first, Inputs inputs, const flo
             for (int h = 0; h < H; ++h) {
                 for (int u = 1; u < U; ++u) sums[0][r][h] = _mm256_add_ps(sums[0][r][h], sums[u][r][h]);
                 float* place = out[r] + (first + h) * kWidth;
-                if constexpr (Weights::kJoinsOften)
+                if constexpr (Weights::kIsScaled)
                     totals[r][h] = weights.join(totals[r][h], sums[0][r][h], begin, first + h);
                 else
                     _mm256_storeu_ps(place, begin ? _mm256_add_ps(_mm256_loadu_ps(place), sums[0][r][h]) : sums[0][r][h]);
             }
         begin = end;
     }
-    if constexpr (Weights::kJoinsOften) {
+    if constexpr (Weights::kIsScaled) {
 #pragma GCC unroll 6
         for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
@@ -227,24 +128,25 @@ void part_times_rows(const Weights& weights, int first, Inputs inputs, const flo
 }
 
 // One or two rows take a panel in one go, which is one stream of memory; more rows take one of 32 in two, the second from the cache.
-// Processors do not foresee well that the first skips every other line: what comes is to be asked for, unless that was done before.
 template <Asks asks, typename Weights>
-void panel_times_rows(const Weights& weights, int rows, Inputs inputs, const float* x, int64_t stride, float (*out)[Weights::kOutputs], Ahead ahead) {
-    [[maybe_unused]] constexpr Asks then = asks == kBehind ? kBehind : kNothing;
+void panel_times_rows(const Weights& weights, int rows, Inputs inputs, const float* x, int64_t stride, float (*out)[Weights::kOutputs],
+                      Ahead ahead) {
     constexpr int all = Weights::kOutputs / kWidth;
 #define TESSERA_PARTS(R, U)                                                                     \
     part_times_rows<Weights, R, 2, U, asks>(weights, 0, inputs, x, stride, out, ahead);         \
     if constexpr (all == 4) {                                                                   \
         ahead.place += ahead.stride * (inputs.to - inputs.from);                                \
-        part_times_rows<Weights, R, 2, U, then>(weights, 2, inputs, x, stride, out, ahead);     \
+        part_times_rows<Weights, R, 2, U, asks>(weights, 2, inputs, x, stride, out, ahead);     \
     }
     switch (rows) {
         case 1: part_times_rows<Weights, 1, all, 2, kNothing>(weights, 0, inputs, x, stride, out, ahead); break;
         case 2: part_times_rows<Weights, 2, all, 1, kNothing>(weights, 0, inputs, x, stride, out, ahead); break;
-        case 3: TESSERA_PARTS(3, 2) break;
+        case 3: TESSERA_PARTS(3, (Weights::kIsScaled ? 1 : 2)) break;
         case 4: TESSERA_PARTS(4, 1) break;
         case 5: TESSERA_PARTS(5, 1) break;
-        case 6: TESSERA_PARTS(6, 1) break;
+        case 6:
+            if constexpr (Weights::kMostRows == 6) { TESSERA_PARTS(6, 1) }
+            break;
     }
 #undef TESSERA_PARTS
 }
@@ -301,24 +203,30 @@ void finish(const Call<scalar>& call, int64_t p, int64_t m, int64_t rows, float 
 // Rows of the next group, where as many groups share what is left as evenly as can be.
 inline int rows_of_group(int64_t left, int64_t groups) { return int((left + groups - 1) / groups); }
 
-// A panel of bf16 times many rows: half of a stretch after the other is widened, and all rows take it.
-inline void widened_times_all(const PlainBf16& weights, int64_t I, int64_t rows, const float* x, int64_t stride, float (*sums)[kPanel]) {
-    alignas(64) WidenedBf16::Room room;
+// A panel times many rows: two registers of a stretch after the other are widened, and all rows take them.
+template <typename Weights>
+void widened_times_all(const Weights& weights, int64_t I, int64_t rows, const float* x, int64_t stride, float (*sums)[kPanel]) {
+    alignas(64) Widened::Room room;
     const int64_t groups = (rows + kMostRows - 1) / kMostRows;
     for (int64_t from = 0; from < I; from += kChunk) {
         const Inputs inputs{from, from + kChunk < I ? from + kChunk : I, I};
         // What lies behind comes to the second-level cache meanwhile, a part before each group.
-        const int64_t lines = (inputs.to - inputs.from) * PlainBf16::kBytes / kLine, passes = groups * (kPanel / kWidth / 2);
-        const char* behind = reinterpret_cast<const char*>(weights.panel) + inputs.to * PlainBf16::kBytes;
+        const int64_t lines = (inputs.to - inputs.from) * Weights::kBytes / kLine, passes = groups * (kPanel / kWidth / 2);
+        const char* behind = reinterpret_cast<const char*>(weights.panel) + inputs.to * Weights::kBytes;
         for (int first = 0; first < kPanel / kWidth; first += 2) {
-            WidenedBf16::widen(weights, from, inputs.to, first, room);
-            const WidenedBf16 wide{room, from};
+            widen(weights, from, inputs.to, I, first, room);
+            const Widened wide{room, from};
             for (int64_t done = 0, group = 0; group < groups; ++group) {
-                const int count = rows_of_group(rows - done, groups - group);  // 5 or 6, of so many
+                const int count = rows_of_group(rows - done, groups - group);
                 const float* rows_x = x + done * stride;
                 for (int64_t line = 0; line < lines; line += passes, behind += kLine) _mm_prefetch(behind, _MM_HINT_T1);
-                if (count == 5) part_times_rows<WidenedBf16, 5, 2, 1, kNothing>(wide, first, inputs, rows_x, stride, sums + done, Ahead{});
-                else part_times_rows<WidenedBf16, 6, 2, 1, kNothing>(wide, first, inputs, rows_x, stride, sums + done, Ahead{});
+#define TESSERA_PART(R) part_times_rows<Widened, R, 2, 1, kNothing>(wide, first, inputs, rows_x, stride, sums + done, Ahead{})
+                switch (count) {  // more than kFewRows are no smaller groups
+                    case 4: TESSERA_PART(4); break;
+                    case 5: TESSERA_PART(5); break;
+                    case 6: TESSERA_PART(6); break;
+                }
+#undef TESSERA_PART
                 done += count;
             }
         }
@@ -331,26 +239,26 @@ inline void widened_times_all(const PlainBf16& weights, int64_t I, int64_t rows,
 template <typename scalar, typename Weights>
 void panel_times_all(const Weights& weights, const Call<scalar>& call, int64_t p, int64_t m, int64_t rows, const float* x, int64_t stride) {
     alignas(64) float sums[kBlockRows][Weights::kOutputs];
-    const int64_t groups = (rows + kMostRows - 1) / kMostRows;
-    if constexpr (std::is_same_v<Weights, PlainBf16>)
-        if (groups > kMostAhead) {
+    if constexpr (Weights::kFewRows < kBlockRows)
+        if (rows > Weights::kFewRows) {
             widened_times_all(weights, call.I, rows, x, stride, sums);
             return finish<Weights::kOutputs>(call, p, m, rows, sums);
         }
+    const int64_t groups = (rows + Weights::kMostRows - 1) / Weights::kMostRows;
     const int64_t length = rows > 2 ? weights.stretch() : call.I;
-    const bool looks_ahead = Weights::kBytes >= 64 && rows > 2 && groups <= kMostAhead;
+    constexpr int64_t parts = Weights::kOutputs / (2 * kWidth);  // of three rows and more
+    const int64_t passes = parts * groups;
+    const Asks asks = Weights::kBytes < kLine || rows < 3 ? kNothing : passes < kTurn ? kByInputs : kByTurns;
     for (int64_t from = 0; from < call.I; from += length) {
         const Inputs inputs{from, from + length < call.I ? from + length : call.I, call.I};
-        constexpr int64_t parts = Weights::kOutputs / (2 * kWidth);  // of three rows and more
-        const int64_t passes = parts * groups;
         const char* behind = reinterpret_cast<const char*>(weights.panel) + inputs.to * Weights::kBytes;
         Ahead ahead{behind, (Weights::kBytes + passes - 1) / passes};
         for (int64_t done = 0, group = 0; done < rows; ++group) {
             const int count = rows_of_group(rows - done, groups - group);
             const float* rows_x = x + done * stride;
-            if (looks_ahead) panel_times_rows<kBehind>(weights, count, inputs, rows_x, stride, sums + done, ahead);
-            else if (done) panel_times_rows<kNothing>(weights, count, inputs, rows_x, stride, sums + done, ahead);
-            else panel_times_rows<kOwn>(weights, count, inputs, rows_x, stride, sums + done, ahead);
+            if (asks == kByTurns) panel_times_rows<kByTurns>(weights, count, inputs, rows_x, stride, sums + done, ahead);
+            else if (asks == kByInputs) panel_times_rows<kByInputs>(weights, count, inputs, rows_x, stride, sums + done, ahead);
+            else panel_times_rows<kNothing>(weights, count, inputs, rows_x, stride, sums + done, ahead);
             ahead.place += ahead.stride * parts * (inputs.to - inputs.from);
             done += count;
         }

@@ -31,13 +31,14 @@ _SOURCES = tuple(
 )  # fmt: skip
 _HEADERS = tuple(
     Path(__file__).with_name(f"{name}.h")
-    for name in ("attention", "avx2", "candidates", "panels", "parts", "products", "sharing", "vectors")
+    for name in ("attention", "avx2", "avx2_weights", "candidates", "panels", "parts", "products", "sharing", "vectors")
 )
 _FLAGS = (
     "-O3",
     "-std=c++17",
     "-fPIC",
     "-fopenmp",
+    "-falign-loops=64",  # see part_times_rows in avx2.h
     # Not -ffast-math: it would assume NaN away and, in a shared library, switch the whole process to flush denormals.
     "-fno-math-errno",
     "-fno-trapping-math",

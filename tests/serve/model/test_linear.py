@@ -45,7 +45,7 @@ def test_the_packed_product_is_the_product(
 
 
 @pytest.mark.parametrize("level", BF16_LEVELS)
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 13, 33, 49, 96, 131])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 13, 20, 21, 33, 96, 131])
 @pytest.mark.parametrize(("outputs", "inputs"), [(33, 64), (100, 255), (96, 1024)])
 def test_bf16_rounds_once(rows: int, outputs: int, inputs: int, level: str) -> None:
     _, packer = linear.choose_packer(CPU, torch.bfloat16, kernels_of(level))

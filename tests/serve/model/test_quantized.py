@@ -27,7 +27,7 @@ def test_the_kernel_computes_what_the_reference_does(
     for own_bias, activation in ((bias, "gelu"), (None, "none")):
         product = pack(weight, own_bias, activation)
         expected = reference(quantize(weight, bits, group), own_bias, activation)
-        for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 31, 131):
+        for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 18, 25, 31, 131):
             x = torch.randn(1, rows, inputs).to(dtype)
             tolerance = 1e-5 if dtype == torch.float32 else 2**-7
             torch.testing.assert_close(product(x), expected(x), rtol=tolerance, atol=tolerance * inputs**0.5)
