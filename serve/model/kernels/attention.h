@@ -76,10 +76,14 @@ class Item {
     static constexpr bool kScaled = std::is_same_v<stored, int8_t>;
 
 public:
-    Item(const Step& given, int64_t tile, int64_t own_head)
-        : step(given), D(given.head_dim), S(given.block_tokens), width((D + kPart - 1) / kPart * kPart), head(own_head),
-          group(given.query_heads / given.kv_heads), first_token(given.tiles[3 * tile + 1]), rows(given.tiles[3 * tile + 2] * group),
-          panels((rows + kPanelRows - 1) / kPanelRows), table(given.tables + given.tiles[3 * tile] * given.table_width),
+    // ``next`` is computed after it, by this thread as a rule.
+    struct Place {
+        int64_t tile, head;
+    };
+    Item(const Step& given, Place own, Place then)
+        : step(given), next(then), D(given.head_dim), S(given.block_tokens), width((D + kPart - 1) / kPart * kPart), head(own.head),
+          group(given.query_heads / given.kv_heads), first_token(given.tiles[3 * own.tile + 1]),
+          rows(given.tiles[3 * own.tile + 2] * group), panels((rows + kPanelRows - 1) / kPanelRows), table(table_of(own.tile)),
           positions(given.positions + first_token), lies_in_tiles(S == kPart && D % kPart == 0) {}
 
     void attend() {
@@ -91,18 +95,20 @@ public:
         tile.has_rules = kScaled || step.softcap != 0.0f || step.bias || !(step.scale > 0.0f);
         for (int64_t base = first / kTile * kTile; base <= last; base += kTile) {
             find_tile(base, first > base ? first : base, last < base + kTile ? last : base + kTile - 1, tile);
+            if (lies_in_tiles) find_coming(base, last, tile);
             for (int64_t p = 0; p < panels; ++p) {
                 look(p, base, seen[p]);
-                if (seen[p].end_part > seen[p].first_part) weigh_panel_of<kPanelRows>(rows_of(p), tile, seen[p], panel_at(p));
+                if (seen[p].end_part > seen[p].first_part) weigh_panel_of<kPanelRows>(rows_of(p), looks(p), tile, seen[p], panel_at(p));
             }
             for (int64_t p = 0; p < panels; ++p)
-                if (seen[p].end_part > seen[p].first_part) add_panel_of<kPanelRows>(rows_of(p), tile, seen[p], panel_at(p));
+                if (seen[p].end_part > seen[p].first_part) add_panel_of<kPanelRows>(rows_of(p), looks(p), tile, seen[p], panel_at(p));
         }
         for (int64_t r = 0; r < rows; ++r) finish(r);
     }
 
 private:
     const Step& step;
+    const Place next;
     const int64_t D, S, width, head, group, first_token, rows, panels;
     const int32_t* table;
     const int32_t* positions;
@@ -112,12 +118,15 @@ private:
     Seen* seen;
     stored *own_keys, *own_values;
 
+    const int32_t* table_of(int64_t tile) const { return step.tables + step.tiles[3 * tile] * step.table_width; }
     int64_t first_seen(int64_t position) const { return step.window && position >= step.window ? position - step.window + 1 : 0; }
+    bool looks(int64_t panel) const { return panel == 0 && lies_in_tiles; }  // the first of those that read the same
     int64_t first_row(int64_t panel) const { return panel * rows / panels; }
     int rows_of(int64_t panel) const { return int(first_row(panel + 1) - first_row(panel)); }
-    const stored* keys_of(int64_t block) const {
-        return static_cast<const stored*>(step.key_cache) + (int64_t(table[block]) * step.kv_heads + head) * D * S;
+    const stored* keys_at(int32_t block, int64_t of_head) const {
+        return static_cast<const stored*>(step.key_cache) + (int64_t(block) * step.kv_heads + of_head) * D * S;
     }
+    const stored* keys_of(int64_t block) const { return keys_at(table[block], head); }
     const stored* values_of(int64_t block) const {
         return static_cast<const stored*>(step.value_cache) + (int64_t(table[block]) * step.kv_heads + head) * D * S;
     }
@@ -187,6 +196,26 @@ private:
         }
     }
 
+    // What is read while this tile's keys are multiplied, and while its values are: those, and the next keys.
+    void find_coming(int64_t base, int64_t last, Tile<stored>& tile) const {
+        const bool is_last = base + kTile > last;
+        const int32_t* blocks = table + (base + kTile) / kPart;
+        int64_t count = (last - base - kTile) / kPart + 1, of_head = head;
+        if (is_last && next.tile < 0) {
+            count = 0;
+        } else if (is_last) {
+            const int32_t* then = step.tiles + 3 * next.tile;
+            const int64_t begin = first_seen(step.positions[then[1]]) / kTile * kTile, end = step.positions[then[1] + then[2] - 1];
+            blocks = table_of(next.tile) + begin / kPart, count = (end - begin) / kPart + 1, of_head = next.head;
+        }
+        for (int part = 0; part < kParts; ++part) {
+            const int64_t seen_of = last + 1 - base - part * kPart;
+            tile.value_rows[part] = seen_of < 0 ? 0 : seen_of < kPart ? int(seen_of) : kPart;
+            // Where nothing comes: what is there already.
+            tile.coming[part] = part < count ? keys_at(blocks[part], of_head) : tile.values[part];
+        }
+    }
+
     // What the panel's rows see of the tile from ``base`` on.
     void look(int64_t panel, int64_t base, Seen& seen) const {
         const int64_t begin = first_row(panel);
@@ -211,17 +240,17 @@ private:
     }
 
     template <int R>
-    static void weigh_panel_of(int count, const Tile<stored>& tile, const Seen& seen, const Panel& panel) {
+    static void weigh_panel_of(int count, bool looks, const Tile<stored>& tile, const Seen& seen, const Panel& panel) {
         if constexpr (R > 1)
-            if (count < R) return weigh_panel_of<R - 1>(count, tile, seen, panel);
-        weigh_panel<Kind, R>(tile, seen, panel);
+            if (count < R) return weigh_panel_of<R - 1>(count, looks, tile, seen, panel);
+        looks ? weigh_panel<Kind, R, true>(tile, seen, panel) : weigh_panel<Kind, R, false>(tile, seen, panel);
     }
 
     template <int R>
-    static void add_panel_of(int count, const Tile<stored>& tile, const Seen& seen, const Panel& panel) {
+    static void add_panel_of(int count, bool looks, const Tile<stored>& tile, const Seen& seen, const Panel& panel) {
         if constexpr (R > 1)
-            if (count < R) return add_panel_of<R - 1>(count, tile, seen, panel);
-        add_panel<Kind, R>(tile, seen, panel);
+            if (count < R) return add_panel_of<R - 1>(count, looks, tile, seen, panel);
+        looks ? add_panel<Kind, R, true>(tile, seen, panel) : add_panel<Kind, R, false>(tile, seen, panel);
     }
 
     void finish(int64_t r) const {
@@ -292,8 +321,11 @@ void attend_all(const Step& step) {
     }
 // From the last on: a prompt's last tiles see the most, and what comes last should be short.
 #pragma omp for schedule(dynamic, chunk)
-    for (int64_t item = 0; item < items; ++item)
-        Item<Kind, scalar>(step, step.num_tiles - 1 - item / step.kv_heads, item % step.kv_heads).attend();
+    for (int64_t item = 0; item < items; ++item) {
+        typedef typename Item<Kind, scalar>::Place Place;
+        const auto place = [&](int64_t at) { return Place{step.num_tiles - 1 - at / step.kv_heads, at % step.kv_heads}; };
+        Item<Kind, scalar>(step, place(item), place(item + 1)).attend();
+    }
 }
 
 }  // namespace

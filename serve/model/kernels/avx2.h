@@ -75,7 +75,7 @@ enum Asks { kNothing, kByTurns, kByInputs };
 // on it: several inputs are multiplied in a turn, so that little but products is decoded, and the build aligns loops to lines, which it
 // does where a loop is most of its function.
 template <typename Weights, int R, int H, int U, Asks asks>
-__attribute__((noinline)) void part_times_rows(const Weights& weights, int first, Inputs inputs, const float* x, int64_t stride,
+__attribute__((noinline)) void part_times_rows(const Weights& weights, int first, const Inputs& inputs, const float* x, int64_t stride,
                                                float (*out)[Weights::kOutputs], Ahead ahead) {
     constexpr int step = Weights::kTogether, turn = R > 2 ? kTurn : U * step;
     __m256 totals[R][H];
@@ -129,7 +129,7 @@ __attribute__((noinline)) void part_times_rows(const Weights& weights, int first
 
 // One or two rows take a panel in one go, which is one stream of memory; more rows take one of 32 in two, the second from the cache.
 template <Asks asks, typename Weights>
-void panel_times_rows(const Weights& weights, int rows, Inputs inputs, const float* x, int64_t stride, float (*out)[Weights::kOutputs],
+void panel_times_rows(const Weights& weights, int rows, const Inputs& inputs, const float* x, int64_t stride, float (*out)[Weights::kOutputs],
                       Ahead ahead) {
     constexpr int all = Weights::kOutputs / kWidth;
 #define TESSERA_PARTS(R, U)                                                                     \
@@ -170,21 +170,33 @@ Call<scalar> call_of(const tessera::Job& job) {
             static_cast<scalar*>(job.out),     job.width, job.inputs};
 }
 
+inline void save_numbers(eight x, float* target) { save_as(x, target); }
+// To the nearest, in the middle to the even one, as from_float does.
+inline void save_numbers(eight x, bf16* target) {
+    const __m256i bits = _mm256_castps_si256(x), is_odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), is_odd), 16);
+    const __m256i no_number = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    const __m256i out = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0), no_number);
+    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(out, out), 0xd8);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(target), _mm256_castsi256_si128(packed));
+}
+
 template <Activation activation, int64_t width, typename scalar>
 void finish_by(const Call<scalar>& call, int64_t p, int64_t m, int64_t rows, float (*sums)[width]) {
     const int64_t place = p * width, outputs = call.O - place < width ? call.O - place : width;
     float bias[width] = {};
     if (call.bias)
         for (int64_t o = 0; o < outputs; ++o) bias[o] = to_float(call.bias[place + o]);
-    for (int64_t r = 0; r < rows; ++r) {
-        float* row = sums[r];
-        for (int o = 0; o < width; o += kWidth)
-            save_as(activate(activation, load_as<eight>(row + o) + load_as<eight>(bias + o)), row + o);
-        scalar* target = call.y + (m + r) * call.O + place;
-        if (outputs == width)
-            for (int o = 0; o < width; ++o) from_float(row[o], target[o]);
-        else
-            for (int64_t o = 0; o < outputs; ++o) from_float(row[o], target[o]);
+    const auto of = [&](int64_t r, int64_t o) { return activate(activation, load_as<eight>(sums[r] + o) + load_as<eight>(bias + o)); };
+    scalar* target = call.y + m * call.O + place;
+    if (outputs == width) {
+        for (int64_t r = 0; r < rows; ++r, target += call.O)
+            for (int64_t o = 0; o < width; o += kWidth) save_numbers(of(r, o), target + o);
+    } else {
+        for (int64_t r = 0; r < rows; ++r, target += call.O) {
+            for (int64_t o = 0; o < width; o += kWidth) save_as(of(r, o), sums[r] + o);
+            for (int64_t o = 0; o < outputs; ++o) from_float(sums[r][o], target[o]);
+        }
     }
 }
 
