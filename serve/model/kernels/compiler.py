@@ -31,7 +31,9 @@ _SOURCES = tuple(
 )  # fmt: skip
 _HEADERS = tuple(
     Path(__file__).with_name(f"{name}.h")
-    for name in ("attention", "avx2", "avx2_weights", "candidates", "factors", "panels", "parts", "products", "sharing", "vectors")
+    for name in (
+        "attention", "avx2", "avx2_weights", "candidates", "factors", "panels", "parts", "products", "sharing", "vectors",
+    )  # fmt: skip
 )
 _FLAGS = (
     "-O3",
