@@ -31,9 +31,7 @@ _SOURCES = tuple(
 )  # fmt: skip
 _HEADERS = tuple(
     Path(__file__).with_name(f"{name}.h")
-    for name in (
-        "attention", "avx2", "avx2_weights", "candidates", "factors", "panels", "parts", "products", "sharing", "vectors",
-    )  # fmt: skip
+    for name in "attention avx2 avx2_weights candidates factors panels parts products sharing vectors".split()
 )
 _FLAGS = (
     "-O3",
