@@ -29,10 +29,7 @@ _SOURCES = tuple(
         "attention_int8", "attention_bf16", "attention_fp32", "quantized", "sampling", "linear", "steps", "group", "attention",
     )
 )  # fmt: skip
-_HEADERS = tuple(
-    Path(__file__).with_name(f"{name}.h")
-    for name in "attention avx2 avx2_weights candidates factors panels parts products sharing vectors".split()
-)
+_HEADERS = tuple(sorted(Path(__file__).parent.glob("*.h")))
 _FLAGS = (
     "-O3",
     "-std=c++17",
