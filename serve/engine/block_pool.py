@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 
 from serve.types import BlockId
 
@@ -12,7 +12,8 @@ class BlockPool:
 
     A block is room for a fixed number of consecutive positions of one sequence, in every layer. The pool deals in block
     ids only; the tensors are the ranks'. Free blocks are of two sorts: empty ones, and kept ones whose contents somebody
-    may want back (see ``PrefixCache``). Empty ones are taken first, then the kept one that was released longest ago.
+    may want back (see ``PrefixCache``). Empty ones are taken first, the one that was released last before the others, so that
+    memory which was never touched stays untouched while there is other; then the kept one that was released longest ago.
     Not thread-safe: the engine thread alone calls it.
 
     Always true (see ``check``): a block is on exactly one of the two free lists, once, exactly when its reference count
@@ -24,7 +25,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._references = [0] * num_blocks
         self._marked = [False] * num_blocks
-        self._empty = deque(BlockId(i) for i in range(num_blocks))
+        self._empty = [BlockId(i) for i in reversed(range(num_blocks))]
         self._kept: OrderedDict[BlockId, None] = OrderedDict()
 
     @property
@@ -55,7 +56,7 @@ class BlockPool:
         taken: list[BlockId] = []
         for _ in range(count):
             if self._empty:
-                block = self._empty.popleft()
+                block = self._empty.pop()
             else:
                 block, _ = self._kept.popitem(last=False)
                 self._marked[block] = False

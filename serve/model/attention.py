@@ -63,6 +63,8 @@ class Backend(Protocol):
 
     rotates: bool
     """Whether ``attend`` can turn queries and keys itself."""
+    writes_alone: bool
+    """Whether ``attend`` takes a layout of tokens without sequences, whose keys and values it writes, and no more."""
 
     def attend(
         self,
@@ -153,12 +155,16 @@ def _do_nothing() -> None:
 class StepState:
     """The layout of the step being computed: the runner sets it, every layer's attention reads it."""
 
-    __slots__ = ("layout", "look", "rotary")
+    __slots__ = ("layout", "look", "read", "rotary", "written")
 
     def __init__(self) -> None:
         self.layout: StepLayout | None = None
         self.look: Callable[[], None] = _do_nothing
         """Called in each layer. What it raises ends the step."""
+        self.written: Callable[[], None] = _do_nothing
+        """Called in each layer when its keys and values are in the cache. What it raises ends the layer."""
+        self.read: tuple[int, ...] | None = None
+        """The rows whose last hidden states are read, ascending; ``None``: all of them."""
         self.rotary: Rotary | None = None
         """What the layer being computed has left to the back end to turn its queries and keys with."""
 
@@ -201,6 +207,7 @@ class PagedAttention:
             rotary=rotary,
             rules=replace(self.rules, softcap=softcap) if softcap else self.rules,
         )
+        self.state.written()
         return out_THD.unsqueeze(0)
 
 
@@ -208,6 +215,7 @@ class TorchBackend:
     """Attention in plain torch operations: every device, every type; gathers each sequence's blocks."""
 
     rotates = False
+    writes_alone = True
 
     def attend(
         self,

@@ -63,6 +63,7 @@ class CpuKernelBackend:
     """Attention by the C++ kernel: fp32 and bf16 on the CPU, nothing gathered."""
 
     rotates = True
+    writes_alone = True
 
     def __init__(self, kernels: ctypes.CDLL) -> None:
         """``kernels`` as ``load_cpu_kernels`` gives them."""
@@ -92,7 +93,7 @@ class CpuKernelBackend:
         _check_types(query_THD.dtype, (key_TGD, value_TGD, *(rotary or ())), layer)
         tokens, heads, width = query_THD.shape
         kv_heads, block_tokens = layer.values.shape[1:3]
-        _check_rules(rules, heads, max(layout.context_lengths), block_tokens)
+        _check_rules(rules, heads, max(layout.context_lengths, default=0), block_tokens)
         out_THD = torch.empty(tokens, heads, width, dtype=query_THD.dtype)
         tiles = self._tiles_of(layout, self._tile_tokens(tokens, heads, kv_heads))
         cosines, sines, turned = (rotary[0].data_ptr(), rotary[1].data_ptr(), rotary[0].shape[1]) if rotary else (None, None, 0)
@@ -152,7 +153,7 @@ class CpuKernelBackend:
                 for i, row in enumerate(layout.table_rows)
                 for first in range(starts[i], starts[i + 1], tile_tokens)
             ]
-            layout.made[tile_tokens] = made = torch.tensor(tiles, dtype=torch.int32)
+            layout.made[tile_tokens] = made = torch.tensor(tiles, dtype=torch.int32).view(-1, 3)
         assert isinstance(made, Tensor)
         return made
 

@@ -54,7 +54,7 @@ def keep_stage(model: PreTrainedModel, family: Family, stage: Stage, device: tor
         device: where the stage computes.
         receive: asked in each step, on all stages but the first.
     """
-    layers = _layers_of(model, family)
+    layers = layers_of(model, family)
     own = stage.layers(len(layers))
     for number in list(layers._modules):
         if not own.begin <= int(number) < own.end:
@@ -78,7 +78,7 @@ def keep_stage(model: PreTrainedModel, family: Family, stage: Stage, device: tor
     assert stage.is_last or head_of(model) is not head, "a head behind the last layer is the last stage's"
 
 
-def _layers_of(model: nn.Module, family: Family) -> nn.ModuleList:
+def layers_of(model: nn.Module, family: Family) -> nn.ModuleList:
     """The list of a model's layers: the one that has the attention modules."""
     first = attention_modules(model, family)[0]
     path = next(path for path, module in model.named_modules() if module is first)

@@ -100,6 +100,12 @@ class Batch:
     prompt_rows: tuple[tuple[SequenceState, int, int, int], ...]
     """(sequence, first row, first position, rows): prompt positions whose successor's logprob is wanted."""
 
+    @property
+    def read_rows(self) -> tuple[int, ...]:
+        """The rows whose last hidden states are read, ascending."""
+        rows = set(self.sample_rows).union(*(range(first, first + count) for _, first, _, count in self.prompt_rows))
+        return tuple(sorted(rows))
+
 
 class SequenceTable:
     """The live sequences; follows the plans exactly as ``serve.engine.plan`` states them."""

@@ -28,13 +28,14 @@ from serve.model.fit import given_of
 from serve.model.heads import KEY, HeadCut, check_pipeline_parallel, check_tensor_parallel
 from serve.model.kernels.build import built_for, load_cpu_kernels
 from serve.model.kernels.compiler import KernelUnavailable
+from serve.model.last_layer import compute_what_is_read
 from serve.model.lean import call_leaves_directly
 from serve.model.load import Blueprint, build_on_meta, choose_dtype, read_config
 from serve.model.norms import compute_norms
 from serve.model.pretrained import vocabulary_rows
 from serve.model.recording import Steps
 from serve.model.shards import ShardOf
-from serve.model.stages import keep_stage
+from serve.model.stages import keep_stage, layers_of
 from serve.types import LengthRule
 from serve.worker import gpus
 from serve.worker.autotp import shard, vocabulary_widths
@@ -194,6 +195,8 @@ def _with_cache(plan: Survey, caches: list[LayerCache], ranks: Ranks, backend: B
     model = plan.blueprint.model
     first = ranks.stage.layers(plan.layers).begin
     state = page_attention(model, plan.family, caches, backend, plan.heads, ranks.rank, plan.max_model_len, first_layer=first)
+    if ranks.stage.is_last and backend.writes_alone:
+        compute_what_is_read(list(layers_of(model, plan.family))[-1], state)
     if plan.length_rule is not None:
         turn_by_own_lengths(model, plan.length_rule, state)
     sum_norms(model, plan.family, plan.heads, ranks)

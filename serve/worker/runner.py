@@ -131,14 +131,17 @@ class Runner:
                     self.overtaking.compute_other()
 
     def _compute(self, batch: Batch) -> tuple[Tensor, Captured | Computed | None]:
-        """Last hidden states, and, where the step was captured or recorded, what was computed with them."""
+        """Last hidden states, at least of the rows that are read; and what was computed with them, captured or recorded."""
         replayed = None if self.graphs is None else self.graphs.replay(batch.layout)
         if replayed is not None:
             return replayed.hidden_TE, replayed
-        self._model.state.layout = batch.layout
-        hidden_1TE = self._model.body(
-            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, return_dict=True
-        ).last_hidden_state
+        self._model.state.layout, self._model.state.read = batch.layout, batch.read_rows
+        try:
+            hidden_1TE = self._model.body(
+                input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, return_dict=True
+            ).last_hidden_state
+        finally:
+            self._model.state.read = None
         return hidden_1TE[0], None
 
     def _sample(self, own_RV: Tensor, batch: Batch) -> tuple[list[Sampled], list[SequenceFault]]:

@@ -31,6 +31,7 @@ class TritonBackend:
     """
 
     rotates = False
+    writes_alone = False
 
     def __init__(self, processors: int, *, splits: int | None = None, share: int = SHARE_POSITIONS) -> None:
         """

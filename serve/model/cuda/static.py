@@ -30,6 +30,7 @@ class StaticTorchBackend:
     """
 
     rotates = False
+    writes_alone = False
 
     def __init__(self) -> None:
         self._plain = TorchBackend()

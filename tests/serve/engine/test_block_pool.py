@@ -18,6 +18,17 @@ def test_too_few_free_blocks_change_nothing() -> None:
     pool.check()
 
 
+def test_the_empty_block_that_was_released_last_is_taken_first() -> None:
+    """What was never touched stays so while there is other: memory that nobody needed is never given to the ranks."""
+    pool = BlockPool(100)
+    for _ in range(50):
+        taken = pool.try_take(3)
+        assert taken is not None
+        assert set(taken) == {0, 1, 2}
+        for block in taken:
+            pool.release(block)
+
+
 def test_empty_blocks_are_taken_before_kept_ones_and_the_longest_kept_first() -> None:
     pool = BlockPool(4)
     assert pool.try_take(3) == [0, 1, 2]
@@ -26,7 +37,7 @@ def test_empty_blocks_are_taken_before_kept_ones_and_the_longest_kept_first() ->
         pool.release(block)
     pool.release(BlockId(2))
     assert pool.num_kept == 2
-    assert pool.try_take(4) == [3, 2, 1, 0]
+    assert pool.try_take(4) == [2, 3, 1, 0]
     assert not pool.is_marked(BlockId(0))
 
 
