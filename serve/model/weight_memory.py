@@ -30,7 +30,8 @@ AREA_BYTES: Final = 32 << 20
 """What one area takes of addresses, and of memory only as far as it is written to."""
 ALIGNMENT_BYTES: Final = 64
 WAITS: Final = 2.0
-"""How often as long as the last page took of the processor the next waits for steps that never end, within what follows."""
+"""Where steps never end, the next page waits for this many times as long as the last one took of the processor, between the two
+limits below."""
 LEAST_WAIT_SECONDS: Final = 0.002
 MOST_WAIT_SECONDS: Final = 0.05
 
