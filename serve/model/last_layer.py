@@ -26,8 +26,8 @@ class _Written(Exception):
 def compute_what_is_read(layer: nn.Module, state: StepState) -> None:
     """Let a model's last layer compute the rows of ``state.read``, and give the others as they came to it.
 
-    The layer is entered for all rows until their keys and values are written, and then for those that are read, each as the
-    one new token of its sequence. What it is given beside hidden states is narrowed by its shape: tensors [1, T, ...] and [T].
+    The layer is entered for all rows until their keys and values are written, and then for those that are read, as the new
+    tokens of their sequences. What it is given beside hidden states is narrowed by its shape: tensors [1, T, ...] and [T].
     """
     forward: Callable[..., Any] = layer.forward
 
@@ -42,7 +42,7 @@ def compute_what_is_read(layer: nn.Module, state: StepState) -> None:
         try:
             state.layout, state.written = replace(layout, query_starts=(0,), context_lengths=(), table_rows=()), _leave
             _until_written(forward, hidden_1TE, *others, **options)
-            state.layout, state.written = _one_by_one(layout, rows, rows_R), written
+            state.layout, state.written = _alone(layout, rows, rows_R), written
             given = forward(*_narrow((hidden_1TE, *others), tokens, rows_R), **_narrow(options, tokens, rows_R))
         finally:
             state.layout, state.written = layout, written
@@ -65,21 +65,28 @@ def _until_written(forward: Callable[..., Any], *inputs: object, **options: obje
     raise AssertionError("the last layer has no attention")
 
 
-def _one_by_one(layout: StepLayout, rows: Sequence[int], rows_R: Tensor) -> StepLayout:
-    """The layout of these rows alone, each a sequence of one new token."""
-    tables = [
-        table
-        for table, (begin, end) in zip(layout.table_rows, pairwise(layout.query_starts), strict=True)
-        for _ in range(begin, end)
-    ]
+def _alone(layout: StepLayout, rows: Sequence[int], rows_R: Tensor) -> StepLayout:
+    """The layout of these rows: those of a sequence that follow one another are one, and read its cache together."""
+    owners = [owner for owner, (begin, end) in enumerate(pairwise(layout.query_starts)) for _ in range(begin, end)]
     positions_R = layout.positions[rows_R]
+    starts, lengths, tables = [0], list[int](), list[int]()
+    before = None
+    for row, position in zip(rows, positions_R.tolist(), strict=True):
+        if before is not None and row == before + 1 and owners[row] == owners[before]:
+            starts[-1] += 1
+            lengths[-1] = position + 1
+        else:
+            starts.append(starts[-1] + 1)
+            lengths.append(position + 1)
+            tables.append(layout.table_rows[owners[row]])
+        before = row
     return replace(
         layout,
         slots=layout.slots[rows_R],
         positions=positions_R,
-        query_starts=tuple(range(len(rows) + 1)),
-        context_lengths=tuple(position + 1 for position in positions_R.tolist()),
-        table_rows=tuple(tables[row] for row in rows),
+        query_starts=tuple(starts),
+        context_lengths=tuple(lengths),
+        table_rows=tuple(tables),
         lengths=None if layout.lengths is None else layout.lengths[rows_R],
     )
 

@@ -195,7 +195,7 @@ def _with_cache(plan: Survey, caches: list[LayerCache], ranks: Ranks, backend: B
     model = plan.blueprint.model
     first = ranks.stage.layers(plan.layers).begin
     state = page_attention(model, plan.family, caches, backend, plan.heads, ranks.rank, plan.max_model_len, first_layer=first)
-    if ranks.stage.is_last and backend.writes_alone:
+    if ranks.stage.is_last and backend.writes_alone and caches[0].values.device.type == "cpu":
         compute_what_is_read(list(layers_of(model, plan.family))[-1], state)
     if plan.length_rule is not None:
         turn_by_own_lengths(model, plan.length_rule, state)

@@ -136,7 +136,25 @@ def test_rows_whose_logprobs_are_told_are_read(llama: Path, calls: list[tuple[in
     batch = step_of(model, prompt_logprobs=0)
     assert batch.read_rows == (44, *range(45, 58), 87)
     computed(model, batch)
-    assert calls == [(ROWS, 3), (ROWS, 0), (15, 15)]
+    assert calls == [(ROWS, 3), (ROWS, 0), (15, 3)]
+
+
+@pytest.mark.parametrize("with_kernels", [True, False])
+def test_rows_that_follow_one_another_read_their_sequence_together(
+    llama: Path, calls: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch, with_kernels: bool
+) -> None:
+    if not with_kernels:
+        monkeypatch.setattr(loader, "_load_kernels", lambda *_: None)
+    model = load(llama, 1, Ranks(0, 1))
+    batch, rows = step_of(model), (3, 4, 5, 43, 44, 45, 46, 70, 72, 73)
+    monkeypatch.setattr(Batch, "read_rows", rows)
+    few_TE, few = computed(model, batch)
+    assert calls == [(ROWS, 3), (ROWS, 0), (len(rows), 5)]
+    monkeypatch.setattr(Batch, "read_rows", tuple(range(ROWS)))
+    all_TE, whole = computed(model, batch)
+    torch.testing.assert_close(few_TE[list(rows)], all_TE[list(rows)], atol=2e-5, rtol=2e-5)
+    for mine, other in zip(few, whole, strict=True):
+        torch.testing.assert_close(mine, other, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("rows", [range(ROWS // 2 + 1), range(ROWS - 15)])
