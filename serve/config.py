@@ -224,6 +224,10 @@ class KernelsConfig:
     """Whether on the CPU steps of one token of each of few sequences are recorded as lists of kernels' calls and replayed,
     without Python between the calls; nothing else changes by it."""
 
+    pack_later: bool = True
+    """Whether on the CPU weights that lie in their files as the model wants them are mapped at the start and packed while the
+    model serves, which so begins at once; off, it serves when all are packed. Nothing else changes by it."""
+
     cuda_graph_max_batch: int = 256
     """Sequences of the largest step that is captured, at most ``max_num_seqs``; larger ones are launched piece by piece."""
 

@@ -20,6 +20,7 @@ from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.layout import TensorInfo
 from checkpoint.model import names
 from checkpoint.opening.agreement import check_tensors
+from checkpoint.opening.mapped import view_stored
 from checkpoint.opening.slices import read_stored
 from checkpoint.opening.structure import Structure, Verification, open_structure
 from checkpoint.text.vocabulary import check_rows, tokenizer_vocab_size
@@ -170,6 +171,33 @@ class Checkpoint:
         with self._lock:
             self._bytes_read += num_bytes
         return out
+
+    def view(self, name: str, index: tuple[slice, ...] | None = None, *, dtype: torch.dtype) -> torch.Tensor | None:
+        """``tensor[index]`` of two dimensions as it lies in its file, mapped: nothing is copied.
+
+        Its pages have been fetched and count as memory of the process until the last tensor over them is gone, which may be
+        after ``close``. A file that is cut meanwhile ends the process that looks behind its new end: so use it for a moment, or
+        give it memory of its own with ``keep`` of ``checkpoint.opening.mapped``.
+
+        Args:
+            name, index: as of ``read``.
+            dtype: what it must be stored in.
+
+        Returns:
+            A tensor that nobody may write to, the numbers of each row side by side; ``None`` where the slice does not lie in
+            one piece, or not as ``dtype``, or has to be computed: then ``read`` it.
+
+        Raises:
+            CheckpointError: no such tensor; the file ends early or cannot be read.
+            ValueError: ``index`` is not as described, or the checkpoint is closed.
+        """
+        info = self.tensors[self.resolve(name)]
+        with self._reading():
+            found = view_stored(self._weights.files, self._weights.places[info.name], index, dtype)
+        if found is not None:
+            with self._lock:
+                self._bytes_read += found.numel() * found.itemsize
+        return found
 
     def look_through(self, look: Callable[[str], None], *, hashes: bool) -> None:
         """Have ``look`` called with the name of every weights file, in several threads; raises what it raises.

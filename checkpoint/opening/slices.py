@@ -1,6 +1,6 @@
 """Answers the one question of every reader: this slice of this tensor, in this dtype, on this device.
 
-Files are read with positioned reads and never mapped: the pages of a mapped file count as the process's resident memory, and a
+Files are read with positioned reads: the pages of a mapped file (``mapped``) count as the process's resident memory, and a
 rank must stay near the size of its own slices. Exactly the bytes of the slice are read, one read for each stretch that is
 contiguous in the file, straight into the result where dtype, device and order allow, else through a buffer of ``CAST_BYTES``.
 """

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Protocol
 
@@ -73,9 +74,13 @@ class Maker(Protocol):
         """Whether something is made of every layer that does not hold the weight it was made of."""
         ...
 
-    def begin(self, shape: tuple[int, int], dtype: torch.dtype) -> Panels | None:
+    def begin(self, shape: tuple[int, int], dtype: torch.dtype, *, later: bool = False) -> Panels | None:
         """A weight [O, I] that is made by blocks of rows and then given in place of the plain one; ``None`` where it is made of
-        the whole."""
+        the whole.
+
+        Args:
+            later: it is made while its product computes already.
+        """
         ...
 
     def __call__(self, module: nn.Module, weight: Tensor | Panels, bias_O: Tensor | None) -> Matmul | None: ...
@@ -97,12 +102,25 @@ class ReadExpert(Protocol):
     def __call__(self, name: str, expert: int) -> Tensor: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Weights that are used where they lie in their files."""
+
+    panels: list[Panels] = field(default_factory=list)
+    """To be packed: their products read plain rows."""
+    views: list[Tensor] = field(default_factory=list)
+    """To be copied: parameters whose memory is a file's."""
+
+
 class Filler:
     """Fills one rank's model, built on ``meta`` and cut, from a checkpoint; later from others of the same shapes.
 
     ``make`` is offered each linear layer's weight and bias as soon as they are read; what it makes of them computes the layer,
     and the module keeps no plain weight. Where it copies what it is given, all weights are read into the same memory, one after
     the other. Two modules that shared a parameter share it again.
+
+    With ``later``, weights that lie in a file as the model wants them are not read by ``fill`` but mapped: they are used where
+    they are until somebody packs and keeps what ``take_waiting`` gives.
     """
 
     def __init__(
@@ -111,12 +129,16 @@ class Filler:
         shards: Mapping[str, ShardOf],
         device: torch.device,
         make: Maker,
+        *,
+        later: bool = False,
     ) -> None:
         self._model = model
         self._shards = shards
         self._device = device
         self._make = make
         self._places = _places_of(model)
+        self._later = later
+        self._waiting = Waiting()
         self.num_bytes = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
         """What the rank's weights take."""
 
@@ -130,10 +152,22 @@ class Filler:
             ConfigError: a file cannot be read.
         """
         threads = torch.get_num_threads() if self._device.type == "cpu" and self._make.copies else 1
-        with _several(self._reading(checkpoint, blueprint), threads) as read:
+        later = self._waiting if self._later else None
+        with _several(self._reading(checkpoint, blueprint, later), threads) as read:
             for filling in read(self._places):
                 filling.put()
         _fill_buffers(self._model, self._device)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """What of the rank's weights has no memory of its own yet."""
+        packed = sum(panels.packed.nbytes for panels in self._waiting.panels)
+        return packed + sum(view.nbytes for view in self._waiting.views)
+
+    def take_waiting(self) -> Waiting:
+        """The weights that lie in files yet, for whoever packs and keeps them: they are given once."""
+        waiting, self._waiting = self._waiting, Waiting()
+        return waiting
 
     def read(self, checkpoint: Checkpoint, blueprint: Blueprint) -> Iterator[Filling]:
         """The values of one place after the other, in this thread.
@@ -143,17 +177,23 @@ class Filler:
         """
         return map(self._reading(checkpoint, blueprint).of, self._places)
 
-    def _reading(self, checkpoint: Checkpoint, blueprint: Blueprint) -> _Reading:
-        return _Reading(self._make, SliceReader(checkpoint, blueprint, self._shards, self._device), blueprint.dtype)
+    def _reading(self, checkpoint: Checkpoint, blueprint: Blueprint, later: Waiting | None = None) -> _Reading:
+        reader = SliceReader(checkpoint, blueprint, self._shards, self._device)
+        return _Reading(self._make, reader, blueprint.dtype, later)
 
 
 class _Reading:
     """Reads places and makes what computes them; those that share no parameter with another may be read by several threads."""
 
-    def __init__(self, make: Maker, reader: SliceReader, dtype: torch.dtype) -> None:
+    def __init__(self, make: Maker, reader: SliceReader, dtype: torch.dtype, later: Waiting | None) -> None:
+        """
+        Args:
+            later: where weights go that are left where they lie; ``None``: all are read.
+        """
         self._make = make
         self._reader = reader
         self._dtype = dtype
+        self._later = later
         self._of_thread = threading.local()
         self._filled: dict[str, nn.Parameter] = {}
         """Parameters that several modules have, by the first name."""
@@ -181,6 +221,9 @@ class _Reading:
             for name, owner in place.owners
             if panels is None or name != "weight"
         }
+        if is_linear and not alone:  # it lies in another module's memory, and so do its rows until they are packed
+            plain_OI = tensors["weight"]
+            panels = self._packed_later((plain_OI.shape[0], plain_OI.shape[1]), lambda: plain_OI)
         matmul = self._make(place.module, panels or tensors["weight"], tensors.get("bias")) if is_linear else None
         parameters: dict[str, nn.Parameter | None] = {}
         for name, owner in place.owners:
@@ -202,6 +245,9 @@ class _Reading:
         if not self._reader.reads_rows(name):
             return None
         outputs, inputs = self._reader.shape(name)
+        panels = self._packed_later((outputs, inputs), partial(self._reader.view, name))
+        if panels is not None:
+            return panels
         panels = self._make.begin((outputs, inputs), self._dtype)
         if panels is None:
             return None
@@ -216,14 +262,31 @@ class _Reading:
         self._by_rows(put, outputs, inputs)
         return panels
 
+    def _packed_later(self, shape: tuple[int, int], find: Callable[[], Tensor | None]) -> Panels | None:
+        """A linear layer's weight that is read where ``find`` finds it until it is packed; ``None`` where it is made now."""
+        panels = None if self._later is None else self._make.begin(shape, self._dtype, later=True)
+        if self._later is None or panels is None or (plain_OI := find()) is None:
+            return None
+        panels.read_from(plain_OI)
+        self._later.panels.append(panels)
+        return panels
+
     def _read(self, name: str, room: Staging | None) -> Tensor:
-        """A parameter as the model wants it; large ones by several threads."""
+        """A parameter as the model wants it; large ones by several threads, or left where they lie."""
+        if room is None and self._later is not None and (view := self._large_view(name)) is not None:
+            self._later.views.append(view)
+            return view
         if room is not None or self.pool is None or not self._reader.reads_rows(name):
             return self._reader.read(name, room)
         rows, width = shape = self._reader.shape(name)
         out = self._reader.new(shape)
         self._by_rows(lambda begin, end: self._reader.read_rows(name, begin, out[begin:end]), rows, width)
         return out
+
+    def _large_view(self, name: str) -> Tensor | None:
+        """A parameter of two dimensions where it lies, if it is worth it."""
+        is_large = math.prod(self._reader.shape(name)) * self._dtype.itemsize >= BLOCK_BYTES
+        return self._reader.view(name) if is_large and self._make.copies else None
 
     def _by_rows(self, read: Callable[[int, int], None], rows: int, width: int) -> None:
         """Call ``read`` with each block of rows."""

@@ -48,8 +48,17 @@ class Packer(Protocol):
     def __call__(self, weight_OI: Tensor, bias_O: Tensor | None, activation: str = "none") -> Matmul: ...
 
 
+class PlainRows(ctypes.Structure):
+    """``PlainRows`` of kernels/parts.h: where the rows of a weight lie until they are packed, if they are not."""
+
+    _fields_ = (("place", ctypes.c_void_p), ("stride", ctypes.c_int64))
+
+
 class Panels:
-    """A weight [O, I] as the kernel of ``kernels/linear.cpp`` reads it, which is filled by blocks of rows."""
+    """A weight [O, I] as the kernel of ``kernels/linear.cpp`` reads it, which is filled by blocks of rows.
+
+    It may be filled after its product computes, which reads plain rows until then and gives the same to the last bit.
+    """
 
     ROWS: Final = 32
     """Outputs of a panel: blocks of rows begin at a multiple of it, and all but the last have a multiple of it."""
@@ -58,17 +67,40 @@ class Panels:
         self.shape = shape
         self.dtype = dtype
         self.packed = memory.empty((kernels.tessera_linear_packed_numbers(*shape),), dtype)
+        self.plain: PlainRows | None = None
+        """What products look at for a place to read from; ``None`` where the weight is packed before there are any."""
         self._pack = kernels.tessera_linear_pack
+        self._rows_OI: Tensor | None = None
 
-    def put(self, begin: int, rows_RI: Tensor) -> None:
-        """Pack the rows from ``begin``. Any thread, and several at once for different rows."""
-        (count, inputs), plain_RI = rows_RI.shape, rows_RI.contiguous()
+    def put(self, begin: int, rows_RI: Tensor, threads: int | None = None) -> None:
+        """Pack the rows from ``begin``. Any thread, and several at once for different rows.
+
+        Args:
+            threads: that this call takes; as many as torch has without it.
+        """
+        count, inputs = rows_RI.shape
+        plain_RI = rows_RI if rows_RI.stride(1) == 1 else rows_RI.contiguous()
         assert begin % self.ROWS == 0, "a block begins inside a panel"
         assert count % self.ROWS == 0 or begin + count == self.shape[0], "a block ends inside a panel"
         assert (plain_RI.dtype, inputs) == (self.dtype, self.shape[1]), "rows of another weight"
         place = self.packed.data_ptr() + begin * inputs * self.packed.itemsize
-        is_bf16 = int(self.dtype == torch.bfloat16)
-        self._pack(is_bf16, torch.get_num_threads(), plain_RI.data_ptr(), place, count, inputs)
+        is_bf16, several = int(self.dtype == torch.bfloat16), threads or torch.get_num_threads()
+        self._pack(is_bf16, several, plain_RI.data_ptr(), plain_RI.stride(0), place, count, inputs)
+
+    def read_from(self, rows_OI: Tensor) -> None:
+        """Have products that are made from now on read these rows, until ``settle``."""
+        assert (rows_OI.shape, rows_OI.dtype, rows_OI.stride(1)) == (self.shape, self.dtype, 1), "rows of another weight"
+        self._rows_OI, self.plain = rows_OI, PlainRows(rows_OI.data_ptr(), rows_OI.stride(0))
+
+    @property
+    def rows(self) -> Tensor | None:
+        """The rows [O, I] that products read; ``None`` where the weight is packed."""
+        return self._rows_OI
+
+    def settle(self) -> None:
+        """All rows are packed: no product that begins from now on reads the plain ones. One that has begun still may."""
+        assert self.plain is not None, "products never read anything but what is packed"
+        self.plain.place, self._rows_OI = None, None
 
 
 _BY_CLASS: Final = {
@@ -160,19 +192,23 @@ class KernelPacker:
 
     def __init__(self, kernels: ctypes.CDLL) -> None:
         self._kernels = kernels
-        self._memory = WeightMemory()
+        self._memory, self._later = WeightMemory(), WeightMemory(large=True)
         flag, whole, place = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
         kernels.tessera_linear_packed_numbers.argtypes = (whole, whole)
         kernels.tessera_linear_packed_numbers.restype = whole
-        kernels.tessera_linear_pack.argtypes = (flag, flag, place, place, whole, whole)
+        kernels.tessera_linear_pack.argtypes = (flag, flag, place, whole, place, whole, whole)
         kernels.tessera_linear_pack.restype = None
-        kernels.tessera_linear.argtypes = (flag, flag, place, whole, whole, place, place, flag, place, whole, whole)
+        kernels.tessera_linear.argtypes = (flag, flag, place, whole, whole, place, place, place, flag, place, whole, whole)
         kernels.tessera_linear.restype = None
 
-    def begin(self, shape: tuple[int, int], dtype: torch.dtype) -> Panels | None:
-        """Memory for a packed weight [O, I], to be filled by rows; ``None`` where it goes another route."""
+    def begin(self, shape: tuple[int, int], dtype: torch.dtype, *, later: bool = False) -> Panels | None:
+        """Memory for a packed weight [O, I], to be filled by rows; ``None`` where it goes another route.
+
+        Args:
+            later: it is filled while the model serves, in large pages at once.
+        """
         is_odd = dtype == torch.bfloat16 and shape[1] % 2
-        return None if is_odd else Panels(self._kernels, self._memory, shape, dtype)
+        return None if is_odd else Panels(self._kernels, self._later if later else self._memory, shape, dtype)
 
     def __call__(self, weight_OI: Tensor, bias_O: Tensor | None, activation: str = "none") -> Matmul:
         """Pack a weight; see ``Packer``."""
@@ -184,13 +220,14 @@ class KernelPacker:
         return self.product(panels, bias_O, activation)
 
     def product(self, panels: Panels, bias_O: Tensor | None, activation: str = "none") -> Matmul:
-        """The product with a weight that is packed."""
+        """The product with a weight that is packed, or will be."""
         (outputs, inputs), dtype, packed = panels.shape, panels.dtype, panels.packed
+        plain = None if panels.plain is None else ctypes.addressof(panels.plain)
         is_bf16 = int(dtype == torch.bfloat16)
         multiply, kind = self._kernels.tessera_linear, ACTIVATIONS.index(activation)
 
         def matmul(x: Tensor) -> Tensor:
-            assert x.dtype == dtype, "the kernel sees addresses alone"
+            assert x.dtype == panels.dtype, "the kernel sees addresses alone"
             rows_MI = x.reshape(-1, inputs)
             if rows_MI.stride(1) != 1:
                 rows_MI = rows_MI.contiguous()
@@ -203,6 +240,7 @@ class KernelPacker:
                 rows,
                 rows_MI.stride(0),
                 packed.data_ptr(),
+                plain,
                 None if bias_O is None else bias_O.data_ptr(),
                 kind,
                 out_MO.data_ptr(),
@@ -211,7 +249,7 @@ class KernelPacker:
             )
             if (recorder := active()) is not None:
                 job = Job(_PRODUCT, is_bf16, rows_MI.data_ptr(), None, packed.data_ptr())
-                job.bias = None if bias_O is None else bias_O.data_ptr()
+                job.plain, job.bias = plain, None if bias_O is None else bias_O.data_ptr()
                 job.out, job.rows, job.width, job.inputs = out_MO.data_ptr(), rows, outputs, inputs
                 job.x_stride, job.out_stride, job.activation = rows_MI.stride(0), outputs, kind
                 recorder.note(job)

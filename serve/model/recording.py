@@ -52,6 +52,7 @@ class Job(ctypes.Structure):
         ("bits", ctypes.c_int64),
         ("group", ctypes.c_int64),
         ("epsilon", ctypes.c_double),
+        ("plain", ctypes.c_void_p),
     )
 
 

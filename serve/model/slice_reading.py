@@ -136,6 +136,20 @@ class SliceReader:
                 self._fill(stored, (slice(first + offset, last + offset),), out[first - begin : last - begin])
             place += width
 
+    def view(self, name: str) -> Tensor | None:
+        """This rank's part of a parameter [O, I] where it lies in its file; ``None`` where it is to be read. See
+        ``Checkpoint.view``."""
+        shard = self._shards.get(name)
+        if not self.on_cpu or not self.reads_rows(name) or (shard is not None and len(shard.pieces) > 1):
+            return None
+        index: tuple[slice, ...] | None = None
+        if shard is not None:
+            index = (*[slice(None)] * shard.dim, *(slice(piece.begin, piece.end) for piece in shard.pieces))
+        try:
+            return self._checkpoint.view(self._stored(name), index, dtype=self._blueprint.dtype)
+        except CheckpointError as error:
+            raise ConfigError(str(error)) from error
+
     def new(self, shape: tuple[int, ...]) -> Tensor:
         """A tensor that stays, whose values are not set."""
         dtype = self._blueprint.dtype

@@ -16,7 +16,6 @@ import ctypes
 import math
 import mmap
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -25,15 +24,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from serve.model.pace import Pace
+
 HUGE_PAGE_BYTES: Final = 2 << 20
 AREA_BYTES: Final = 32 << 20
 """What one area takes of addresses, and of memory only as far as it is written to."""
 ALIGNMENT_BYTES: Final = 64
-WAITS: Final = 2.0
-"""Where steps never end, the next page waits for this many times as long as the last one took of the processor, between the two
-limits below."""
-LEAST_WAIT_SECONDS: Final = 0.002
-MOST_WAIT_SECONDS: Final = 0.05
 
 _COLLAPSE: Final = 25
 """MADV_COLLAPSE of <linux/mman.h>: make one large page of what lies there, now."""
@@ -47,7 +43,12 @@ class WeightMemory:
     small ones.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, large: bool = False) -> None:
+        """
+        Args:
+            large: pages are large from the beginning: it is written to when the model serves.
+        """
+        self._large = large
         self._lock = threading.Lock()
         self._area = torch.empty(0, dtype=torch.uint8)
         self._used = 0
@@ -56,10 +57,10 @@ class WeightMemory:
         """A contiguous CPU tensor whose values are not set; its address is a multiple of ``ALIGNMENT_BYTES``."""
         count = math.prod(shape) * dtype.itemsize
         if count > AREA_BYTES // 2:
-            return _new_area(count)[:count].view(dtype).view(shape)
+            return _new_area(count, self._large)[:count].view(dtype).view(shape)
         with self._lock:
             if self._used + count > self._area.numel():
-                self._area, self._used = _new_area(AREA_BYTES), 0
+                self._area, self._used = _new_area(AREA_BYTES, self._large), 0
             part = self._area[self._used : self._used + count]
             self._used += -(-count // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         return part.view(dtype).view(shape)
@@ -78,14 +79,14 @@ _small: list[weakref.ref[_Mapping]] = []
 """Areas that nobody has made large pages of yet."""
 
 
-def _new_area(num_bytes: int) -> Tensor:
+def _new_area(num_bytes: int, large: bool) -> Tensor:
     """Untouched private memory of whole huge pages, at least ``num_bytes``."""
     size = -(-num_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     memory = _Mapping(-1, size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     begin = -whole.data_ptr() % HUGE_PAGE_BYTES
     memory.first, memory.num_pages = whole.data_ptr() + begin, size // HUGE_PAGE_BYTES
-    if not _advise(memory.first, 0, _COLLAPSE):
+    if large or not _advise(memory.first, 0, _COLLAPSE):
         _advise(memory.first, size, mmap.MADV_HUGEPAGE)
     elif _wanted():
         _small.append(weakref.ref(memory))
@@ -112,15 +113,13 @@ def gather_pages(wait: Callable[[float], None] = lambda _: None) -> None:
     """
     global _small
     areas, _small = _small, []
-    took = 0.0
+    pace = Pace(wait)
     for area in areas:
         memory = area()
         if memory is not None:
             for number in range(memory.num_pages):
-                wait(min(max(WAITS * took, LEAST_WAIT_SECONDS), MOST_WAIT_SECONDS))
-                began = time.thread_time()  # without the time for which other threads of Python let it wait
-                _advise(memory.first + number * HUGE_PAGE_BYTES, HUGE_PAGE_BYTES, _COLLAPSE)
-                took = time.thread_time() - began
+                with pace.part():
+                    _advise(memory.first + number * HUGE_PAGE_BYTES, HUGE_PAGE_BYTES, _COLLAPSE)
         del memory  # its last tensor may be gone
 
 

@@ -20,6 +20,7 @@ from serve.worker import gpus, wire
 from serve.worker.canary import forward_fault
 from serve.worker.device_faults import is_out_of_memory
 from serve.worker.loader import RankModel, Survey, opened, survey
+from serve.worker.packing import Packing
 from serve.worker.parallel import Ranks
 from serve.worker.runner import Runner
 
@@ -52,11 +53,12 @@ class Exchange:
     the other.
     """
 
-    def __init__(self, config: ServerConfig, model: RankModel, ranks: Ranks, runner: Runner) -> None:
+    def __init__(self, config: ServerConfig, model: RankModel, ranks: Ranks, runner: Runner, packing: Packing) -> None:
         self._config = config
         self._model = model
         self._ranks = ranks
         self._runner = runner
+        self._packing = packing
         self._candidate: _Candidate | None = None
 
     def answer(self, order: wire.Look | wire.Prepare | wire.Forget) -> wire.Report:
@@ -80,6 +82,7 @@ class Exchange:
 
     def _look(self, config: ServerConfig) -> wire.Report:
         self._forget()
+        self._packing.finish()  # what is free is counted, and mapped files of the old weights are given back
         checkpoint = opened(config, everything=False)
         try:
             found = survey(checkpoint, config, self._model.device)

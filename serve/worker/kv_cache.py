@@ -54,7 +54,9 @@ class CacheMemory:
         return f"{self.num_bytes / GIB:.2f} GiB a rank, {self.why}"
 
 
-def choose_memory(cache: CacheConfig, device: torch.device, local_ranks: int, *, steps_bytes: int = 0) -> CacheMemory:
+def choose_memory(
+    cache: CacheConfig, device: torch.device, local_ranks: int, *, promised_bytes: int = 0, steps_bytes: int = 0
+) -> CacheMemory:
     """How much memory this rank's blocks may take.
 
     ``cache.kv_cache_gib`` decides where it is given. Else, on a GPU, what ``cache.memory_fraction`` of it leaves beside the
@@ -62,6 +64,7 @@ def choose_memory(cache: CacheConfig, device: torch.device, local_ranks: int, *,
     of the free memory shared by the local ranks, at most 4 GiB each. Free is what the container's limits leave, too.
 
     Args:
+        promised_bytes: what each local rank will take on the CPU beside what is taken already.
         steps_bytes: what the largest step and all captured ones take of a GPU beside weights and blocks.
     """
     if device.type == "cuda":
@@ -70,7 +73,7 @@ def choose_memory(cache: CacheConfig, device: torch.device, local_ranks: int, *,
         left = min(int(cache.memory_fraction * total) - own, free) - steps_bytes
         where = f"{_gib(free)} free on the device, {_gib(own)} taken, {_gib(steps_bytes)} kept for steps"
     else:
-        free = limits.memory_available()
+        free = max(0, limits.memory_available() - promised_bytes * local_ranks)
         left = min(_CPU_MOST_BYTES, int(free * _CPU_SHARE / local_ranks))
         limit = limits.memory_limit()
         where = f"{_gib(free)} free" + (f" of the container's limit of {_gib(limit)}" if limit is not None else "")

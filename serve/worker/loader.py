@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -135,7 +136,8 @@ def load_rank(
 
     model = plan.blueprint.model
     tried = trial if num_blocks is None and is_measured(config, device) else None
-    blocks = few_blocks(plan, config, ranks) if tried else choose_blocks(plan, config, ranks, device, beside, num_blocks)
+    count = partial(choose_blocks, plan, config, ranks, device, beside, promised_bytes=filler.waiting_bytes)
+    blocks = few_blocks(plan, config, ranks) if tried else count(num_blocks)
     ranks.share(kernels)
     attention, backend = choose_attention(device, kernels, plan.cache_dtype, captured=captures_on_cpu(config, device))
     caches = _blank(plan, blocks, config, ranks, device)
@@ -160,8 +162,7 @@ def load_rank(
         kernels=kernels,
     )
     if tried is not None:
-        blocks = choose_blocks(plan, config, ranks, device, beside, None, steps_bytes=tried(rank_model, ranks))
-        rank_model = with_blocks(rank_model, config, ranks, blocks)
+        rank_model = with_blocks(rank_model, config, ranks, count(None, steps_bytes=tried(rank_model, ranks)))
     return rank_model, ranks
 
 
@@ -313,7 +314,8 @@ def _read_weights(
     captured = captures_on_cpu(config, device)
     kernels = None if captured else _load_kernels(config.kernels.cache_dir, ranks.number, device, dtype)
     linear, packer = choose_linear(config.model, device, dtype, kernels, captured=captured)
-    filler = Filler(model, shards, device, ProductMaker(packer, ranks, model, plan.family))
+    later = config.kernels.pack_later and device.type == "cpu"
+    filler = Filler(model, shards, device, ProductMaker(packer, ranks, model, plan.family), later=later)
     free = gpus.free_bytes(device)
     try:
         filler.fill(checkpoint, plan.blueprint)

@@ -46,9 +46,9 @@ class ProductMaker:
         """Whether what is made holds nothing of the weight: a packed one is a copy."""
         return self._packer is not None
 
-    def begin(self, shape: tuple[int, int], dtype: torch.dtype) -> Panels | None:
+    def begin(self, shape: tuple[int, int], dtype: torch.dtype, *, later: bool = False) -> Panels | None:
         """A packed weight [O, I] that is to be filled by blocks of rows; ``None`` where it is packed as a whole, or not."""
-        return self._packer.begin(shape, dtype) if isinstance(self._packer, KernelPacker) else None
+        return self._packer.begin(shape, dtype, later=later) if isinstance(self._packer, KernelPacker) else None
 
     def __call__(self, module: nn.Module, weight: Tensor | Panels, bias_O: Tensor | None) -> Matmul | None:
         packer, summed = self._packer, self._ranks.size > 1 and is_row_parallel(module)

@@ -103,13 +103,13 @@ def _load(
             importlib.import_module(module)
         import torch
 
-        from serve.model.weight_memory import gather_pages_beside
         from serve.worker import gpus
         from serve.worker.canary import check_forward
         from serve.worker.drafting import draft_bytes_per_block, load_draft, with_blocks_of
         from serve.worker.exchange import Exchange
         from serve.worker.loader import RankModel, Stopwatch, load_rank
         from serve.worker.order_loop import OrderLoop
+        from serve.worker.packing import Packing
         from serve.worker.parallel import join_ranks
         from serve.worker.profiler import Profiler
         from serve.worker.runner import Runner
@@ -128,7 +128,8 @@ def _load(
         join = partial(join_ranks, rank, size, device, rendezvous, memory, patience_seconds, progress, stages)
         watch = Stopwatch((("import", time.monotonic() - began),))
         model, ranks = load_rank(config, rank, device, join, watch, beside=beside, trial=_trial(config, progress, tried))
-        runner = Runner(model, ranks, with_blocks_of(model, tried[0], config) if tried else load_draft(config, model, rank))
+        draft = with_blocks_of(model, tried[0], config) if tried else load_draft(config, model, rank)
+        runner = Runner(model, ranks, draft)
         with progress.with_others():
             check_forward(config.model, model, ranks, runner)
             if config.model.verify_logits:
@@ -144,8 +145,8 @@ def _load(
         return None
     progress.waiting = True  # from here on it has nothing to do but what it is told
     wire.send(steps, wire.encode(wire.Ready(model.facts)))
-    gather_pages_beside(runner.rest.wait)
-    order_loop = OrderLoop(Exchange(config, model, ranks, runner), Profiler(model, runner.recorded), device)
+    packing = Packing([each.filler.take_waiting() for each in (model, draft) if each], runner.rest)
+    order_loop = OrderLoop(Exchange(config, model, ranks, runner, packing), Profiler(model, runner.recorded), device)
     return runner, order_loop, _faults(config, model, ranks, name, beside)
 
 

@@ -43,3 +43,7 @@ class Rest:
                 time.sleep(min(_QUIET_SECONDS, max(end - time.monotonic(), 0.0)))
                 if self._rests.is_set():
                     return
+
+    def between_steps(self, longest: float) -> bool:
+        """Return as soon as no step is computed, or after so many seconds; whether there was such a moment since the call."""
+        return self._rests.wait(longest)

@@ -88,6 +88,7 @@ def choose_blocks(
     beside: int,
     num_blocks: int | None,
     *,
+    promised_bytes: int = 0,
     steps_bytes: int = 0,
 ) -> Blocks:
     """Agree with the other ranks on how many blocks each of them has memory for.
@@ -95,6 +96,7 @@ def choose_blocks(
     Args:
         beside: bytes that another model's part of each block takes.
         num_blocks: as many as this, where it is decided already.
+        promised_bytes: what weights of this rank will take that are not packed yet; the others' will as much.
         steps_bytes: what steps take of a device beside weights and blocks.
     """
     kv_heads = plan.heads.shared_heads(ranks.rank).width
@@ -102,7 +104,8 @@ def choose_blocks(
     if num_blocks is not None:
         return Blocks(count=num_blocks, kv_heads=kv_heads, memory="")
     # Of several machines the one with most ranks: the rank with least room decides for all.
-    memory = choose_memory(config.cache, device, max(config.ranks_per_node), steps_bytes=steps_bytes)
+    local_ranks = max(config.ranks_per_node)
+    memory = choose_memory(config.cache, device, local_ranks, promised_bytes=promised_bytes, steps_bytes=steps_bytes)
     mine = choose_num_blocks(
         memory,
         cache=config.cache,

@@ -7,6 +7,8 @@
 // of fp32 have 16. One panel is one stream of memory; groups of up to eight rows share what was read of it.
 #include <cstdint>
 #include <cstring>
+#include <memory>
+#include <type_traits>
 
 #include "avx2.h"
 #include "parts.h"
@@ -15,22 +17,26 @@ namespace {
 
 constexpr int64_t kWord = 4;
 
-// Words [from, to) of the rows of one panel of so many outputs, wherever they lie.
+// Words [from, to) of the rows of one panel of so many outputs, wherever they lie. ``stride``: bytes from a plain row to the next.
 template <int64_t width>
-void pack_words(const char* plain, char* panel, int64_t rows, int64_t W, int64_t from, int64_t to) {
+void pack_words(const char* plain, int64_t stride, char* panel, int64_t rows, int64_t from, int64_t to) {
     for (int64_t o = 0; o < rows; ++o)
-        for (int64_t w = from; w < to; ++w) std::memcpy(panel + (w * width + o) * kWord, plain + (o * W + w) * kWord, kWord);
+        for (int64_t w = from; w < to; ++w) std::memcpy(panel + (w * width + o) * kWord, plain + o * stride + w * kWord, kWord);
 }
 
 #if defined(__AVX512F__)
 
 constexpr int64_t kSquare = 16;
 
-// 16 words of 16 rows that are W words apart, transposed in registers: each line of memory is written once, whole.
+// 16 words of 16 rows that are ``stride`` bytes apart, transposed in registers: each line of memory is written once, whole. What is
+// read next lies ``ahead`` bytes behind.
 template <int64_t width>
-void pack_square(const char* plain, char* panel, int64_t W) {
+void pack_square(const char* plain, int64_t stride, char* panel, int64_t ahead) {
     __m512i r[16], t[16];
-    for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_si512(plain + i * W * kWord);
+    for (int i = 0; i < 16; ++i) {
+        r[i] = _mm512_loadu_si512(plain + i * stride);
+        _mm_prefetch(plain + i * stride + ahead, _MM_HINT_T1);
+    }
     for (int i = 0; i < 16; i += 2) {
         t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
         t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
@@ -62,9 +68,12 @@ constexpr int64_t kSquare = 8;
 
 // 8 words of 8 rows. Words are moved as floats, whatever they are: none is computed with.
 template <int64_t width>
-void pack_square(const char* plain, char* panel, int64_t W) {
+void pack_square(const char* plain, int64_t stride, char* panel, int64_t ahead) {
     __m256 r[8], t[8];
-    for (int i = 0; i < 8; ++i) r[i] = _mm256_loadu_ps(reinterpret_cast<const float*>(plain + i * W * kWord));
+    for (int i = 0; i < 8; ++i) {
+        r[i] = _mm256_loadu_ps(reinterpret_cast<const float*>(plain + i * stride));
+        _mm_prefetch(plain + i * stride + ahead, _MM_HINT_T1);
+    }
     for (int i = 0; i < 8; i += 2) {
         t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
         t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
@@ -84,29 +93,82 @@ void pack_square(const char* plain, char* panel, int64_t W) {
 
 #endif
 
-// Packs a weight of O rows of W words: a word is one number of fp32, or two neighbouring ones of bf16. Word [o, w] comes to
-// [o / width, w, o % width].
+// Packs one panel of so many outputs: a word is one number of fp32, or two neighbouring ones of bf16. Word [o, w] of ``rows`` rows
+// of W words comes to [w, o]; outputs without a row are zeros. Meanwhile the next panel's rows are asked for.
 template <int64_t width>
-void pack(const char* plain, char* packed, int64_t O, int64_t W, int threads) {
+void pack_panel(const char* plain, int64_t stride, char* panel, int64_t rows, int64_t W) {
+    int64_t w = 0;
+    if (rows < width) std::memset(panel, 0, size_t(width * W * kWord));
+#if defined(__AVX2__)
+    else
+        for (; w + kSquare <= W; w += kSquare)
+            for (int64_t o = 0; o < width; o += kSquare)
+                pack_square<width>(plain + o * stride + w * kWord, stride, panel + (w * width + o) * kWord, width * stride);
+#else
+        for (; w + 16 <= W; w += 16) pack_words<width>(plain, stride, panel, rows, w, w + 16);  // what is written stays in the cache
+#endif
+    pack_words<width>(plain, stride, panel, rows, w, W);
+}
+
+// How many of a panel's outputs a weight of O has.
+template <int64_t width>
+int64_t rows_of(int64_t p, int64_t O) {
+    const int64_t left = O - p * width;
+    return left < 0 ? 0 : left < width ? left : width;
+}
+
+template <int64_t width>
+void pack(const char* plain, int64_t stride, char* packed, int64_t O, int64_t W, int threads) {
     const int64_t panels = panels_of(O) * kPanel / width;
 #pragma omp parallel for num_threads(threads)
-    for (int64_t p = 0; p < panels; ++p) {
-        char* panel = packed + p * width * W * kWord;
-        const char* first = plain + p * width * W * kWord;
-        const int64_t left = O - p * width, rows = left < 0 ? 0 : left < width ? left : width;
-        int64_t w = 0;
-        if (rows < width) std::memset(panel, 0, size_t(width * W * kWord));
-#if defined(__AVX2__)
-        else
-            for (; w + kSquare <= W; w += kSquare)
-                for (int64_t o = 0; o < width; o += kSquare)
-                    pack_square<width>(first + (o * W + w) * kWord, panel + (w * width + o) * kWord, W);
-#else
-            for (; w + 16 <= W; w += 16) pack_words<width>(first, panel, rows, W, w, w + 16);  // what is written stays in the cache
-#endif
-        pack_words<width>(first, panel, rows, W, w, W);
-    }
+    for (int64_t p = 0; p < panels; ++p)
+        pack_panel<width>(plain + p * width * stride, stride, packed + p * width * W * kWord, rows_of<width>(p, O), W);
 }
+
+#if defined(__AVX512F__) || defined(TESSERA_AVX2)
+
+// Memory of one thread, which begins with a line and is kept for the next time.
+class Scratch {
+public:
+    char* of(int64_t bytes) {
+        if (bytes > bytes_) {
+            memory_.reset(new char[size_t(bytes + kLine)]);
+            bytes_ = bytes;
+        }
+        return memory_.get() + (-reinterpret_cast<uintptr_t>(memory_.get()) & uintptr_t(kLine - 1));
+    }
+
+private:
+    std::unique_ptr<char[]> memory_;
+    int64_t bytes_ = 0;
+};
+
+// A panel as products read it, and where what the next one is made of lies.
+template <typename number>
+struct Panel {
+    const number* numbers;
+    const char* next;
+};
+
+// A panel of a product's weight. One that is not packed yet is packed for whoever asks, each time: so a product is the same to the
+// last bit before and after. The memory is of the calling thread, until it asks for another.
+template <int64_t width, typename number>
+Panel<number> panel_of(const tessera::Job& job, int64_t p) {
+    const int64_t bytes = width * job.inputs * int64_t(sizeof(number));
+    const char* plain = job.plain ? job.plain->place.load(std::memory_order_acquire) : nullptr;
+    if (!plain) {
+        const char* panel = static_cast<const char*>(job.weight) + p * bytes;
+        return {reinterpret_cast<const number*>(panel), panel + bytes};
+    }
+    thread_local Scratch scratch;
+    char* panel = scratch.of(bytes);
+    const int64_t stride = job.plain->stride * int64_t(sizeof(number));
+    const char* first = plain + p * width * stride;
+    pack_panel<width>(first, stride, panel, rows_of<width>(p, job.width), bytes / width / kWord);
+    return {reinterpret_cast<const number*>(panel), first + width * stride};
+}
+
+#endif
 
 #ifdef __AVX512F__
 
@@ -162,20 +224,23 @@ void panel_times_rows(const typename kind::number* panel, const typename kind::n
 
 // By all threads of the parallel region that it is called in.
 template <typename kind>
-void linear(const typename kind::number* x, int64_t M, int64_t stride, const typename kind::number* packed,
-            const typename kind::number* bias, Activation activation, typename kind::number* y, int64_t O, int64_t I,
-            tessera::Hand& hand) {
+void linear(const tessera::Job& job, tessera::Hand& hand) {
+    typedef typename kind::number number;
+    const auto* x = static_cast<const number*>(job.x);
+    const auto* bias = static_cast<const number*>(job.bias);
+    auto* y = static_cast<number*>(job.out);
+    const int64_t M = job.rows, stride = job.x_stride, O = job.width, I = job.inputs;
+    const Activation activation = Activation(job.activation);
     const int64_t panels = panels_of(O), blocks = (M + kBlockRows - 1) / kBlockRows;
     hand.share_out(blocks * panels, [&](int64_t item) {
         const int64_t p = item / blocks, first = item % blocks * kBlockRows;
         const int64_t end = first + kBlockRows < M ? first + kBlockRows : M;
-        const typename kind::number* panel = packed + p * kPanel * I;
-        const typename kind::number* own_bias = bias ? bias + p * kPanel : nullptr;
+        const auto [panel, next] = panel_of<kPanel, number>(job, p);
+        const number* own_bias = bias ? bias + p * kPanel : nullptr;
         const int64_t outputs = O - p * kPanel < kPanel ? O - p * kPanel : kPanel;
         int64_t m = first;
         // While the second eight rows and the third are computed from what the first have read, the next panel comes, half with each.
         const int64_t words = I / kind::kInputs;
-        const char* next = reinterpret_cast<const char*>(panel + kPanel * I);
         const int64_t left = blocks == 1 && p + 1 < panels ? 2 : 0;
         Ahead ahead = {reinterpret_cast<const char*>(panel), 0};
 #define TESSERA_ROWS(R, U) \
@@ -207,12 +272,7 @@ void linear(const typename kind::number* x, int64_t M, int64_t stride, const typ
 
 void tessera::multiply([[maybe_unused]] const Job& job, [[maybe_unused]] Hand& hand) {
 #ifdef __AVX512F__
-    const auto by = [&](auto kind) {
-        typedef typename decltype(kind)::number number;
-        linear<decltype(kind)>(static_cast<const number*>(job.x), job.rows, job.x_stride, static_cast<const number*>(job.weight),
-                               static_cast<const number*>(job.bias), Activation(job.activation), static_cast<number*>(job.out),
-                               job.width, job.inputs, hand);
-    };
+    const auto by = [&](auto kind) { linear<decltype(kind)>(job, hand); };
     if (!job.is_bf16) by(Fp32{});
 #endif
 #ifdef TESSERA_BF16_LANES
@@ -221,8 +281,9 @@ void tessera::multiply([[maybe_unused]] const Job& job, [[maybe_unused]] Hand& h
 #ifdef TESSERA_AVX2
     const auto by = [&](auto plain, auto scalar) {
         typedef decltype(plain) Plain;
-        const auto* weight = static_cast<decltype(plain.panel)>(job.weight);
-        multiply_rows(call_of<decltype(scalar)>(job), [&](int64_t p) { return Plain{weight + p * Plain::kOutputs * job.inputs}; }, hand);
+        typedef std::remove_const_t<std::remove_pointer_t<decltype(plain.panel)>> number;
+        const auto weights_of = [&](int64_t p) { return Plain{panel_of<Plain::kOutputs, number>(job, p).numbers}; };
+        multiply_rows(call_of<decltype(scalar)>(job), weights_of, hand);
     };
     if (job.is_bf16)
         by(PlainBf16{}, bf16{});
@@ -247,20 +308,23 @@ int tessera_linear_supported([[maybe_unused]] int is_bf16) {
 
 int64_t tessera_linear_packed_numbers(int64_t O, int64_t I) { return panels_of(O) * kPanel * I; }
 
-void tessera_linear_pack(int is_bf16, int threads, const void* plain, void* packed, int64_t O, int64_t I) {
+// The plain rows are ``stride`` numbers apart.
+void tessera_linear_pack(int is_bf16, int threads, const void* plain, int64_t stride, void* packed, int64_t O, int64_t I) {
     const char* from = static_cast<const char*>(plain);
     char* to = static_cast<char*>(packed);
+    stride *= is_bf16 ? 2 : 4;
 #ifdef TESSERA_AVX2
-    if (!is_bf16) return pack<PlainFp32::kOutputs>(from, to, O, I, threads);
+    if (!is_bf16) return pack<PlainFp32::kOutputs>(from, stride, to, O, I, threads);
 #endif
-    pack<kPanel>(from, to, O, is_bf16 ? I / 2 : I, threads);
+    pack<kPanel>(from, stride, to, O, is_bf16 ? I / 2 : I, threads);
 }
 
-// x is [M, I] with rows ``stride`` apart; in bf16 I must be even. y is [M, O], contiguous.
-void tessera_linear(int is_bf16, int threads, const void* x, int64_t M, int64_t stride, const void* packed, const void* bias,
-                    int activation, void* y, int64_t O, int64_t I) {
+// x is [M, I] with rows ``x_stride`` apart; in bf16 I must be even. y is [M, O], contiguous. ``plain``: of a weight that may not be
+// packed yet, or none.
+void tessera_linear(int is_bf16, int threads, const void* x, int64_t M, int64_t x_stride, const void* packed,
+                    const tessera::PlainRows* plain, const void* bias, int activation, void* y, int64_t O, int64_t I) {
     tessera::Job job = {};
-    job.is_bf16 = is_bf16, job.x = x, job.rows = M, job.x_stride = stride, job.weight = packed, job.bias = bias;
+    job.is_bf16 = is_bf16, job.x = x, job.rows = M, job.x_stride = x_stride, job.weight = packed, job.plain = plain, job.bias = bias;
     job.activation = activation, job.out = y, job.width = job.out_stride = O, job.inputs = I;
     tessera::Team team(threads);
 #pragma omp parallel num_threads(threads)

@@ -2,6 +2,7 @@
 // job, and none returns before all have done theirs.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 
 #include "sharing.h"
@@ -10,6 +11,13 @@ namespace tessera {
 
 // ``KINDS`` of serve/model/recording.py.
 enum Kind : int64_t { kProduct, kQuantized, kAttention, kAdd, kMultiply, kLayerNorm, kRmsNorm, kLookUp, kWiden };
+
+// ``PlainRows`` of serve/model/linear.py: where the rows of a weight lie until they are packed, ``stride`` numbers apart. A product
+// reads them there as long as there is a place. Whoever packs them takes it away afterwards, while others compute.
+struct PlainRows {
+    std::atomic<const char*> place;
+    int64_t stride;
+};
 
 // ``Job`` of serve/model/recording.py. What a field means beyond its name: where the kind's own function is.
 struct Job {
@@ -24,6 +32,7 @@ struct Job {
     int64_t activation;  // of a product; of an RMSNorm how it is rounded
     int64_t bits, group; // of quantized weights
     double epsilon;
+    const PlainRows* plain;  // of a product whose weight may not be packed yet, or none
 };
 
 void multiply(const Job& job, Hand& hand);            // linear.cpp

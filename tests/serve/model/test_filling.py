@@ -36,7 +36,7 @@ class Copies:
     def __init__(self) -> None:
         self.made: dict[nn.Module, tuple[str, int]] = {}
 
-    def begin(self, shape: tuple[int, int], dtype: torch.dtype) -> Panels | None:
+    def begin(self, shape: tuple[int, int], dtype: torch.dtype, *, later: bool = False) -> Panels | None:
         return None
 
     def experts(self, module: nn.Module, read: ReadExpert) -> None:
@@ -160,8 +160,8 @@ class Packs:
         self.packed: list[str] = []
         self.made: dict[nn.Module, str] = {}
 
-    def begin(self, shape: tuple[int, int], dtype: torch.dtype) -> Panels | None:
-        panels = self.packer.begin(shape, dtype) if self.by_rows else None
+    def begin(self, shape: tuple[int, int], dtype: torch.dtype, *, later: bool = False) -> Panels | None:
+        panels = self.packer.begin(shape, dtype, later=later) if self.by_rows else None
         if panels is not None:
             put = panels.put
 

@@ -76,7 +76,7 @@ def test_any_number_of_threads_computes_all_outputs_with_the_same_bits_beside_ot
 
     def product(rows: int, threads: int) -> torch.Tensor:
         out = torch.full((rows, outputs), math.nan, dtype=dtype)
-        places = x.data_ptr(), rows, inputs, panels.packed.data_ptr(), None, 0, out.data_ptr()
+        places = x.data_ptr(), rows, inputs, panels.packed.data_ptr(), None, None, 0, out.data_ptr()
         kernels.tessera_linear(is_bf16, threads, *places, outputs, inputs)
         return out
 
@@ -90,6 +90,39 @@ def test_any_number_of_threads_computes_all_outputs_with_the_same_bits_beside_ot
     with ThreadPoolExecutor(4) as pool:  # each with threads of its own
         for found in pool.map(products, range(2, 8)):
             assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 2), (32, 96), (65, 70), (800, 258)])
+def test_a_weight_that_is_not_packed_yet_gives_the_same_bits(level: str, dtype: torch.dtype, outputs: int, inputs: int) -> None:
+    _, packer = linear.choose_packer(CPU, dtype, kernels_of(level))
+    if dtype == torch.bfloat16 and not isinstance(packer, linear.KernelPacker):
+        pytest.skip("this processor has no packed bf16 route")
+    assert isinstance(packer, linear.KernelPacker)
+    torch.manual_seed(outputs)
+    file = torch.randn(outputs + 3, inputs + 5).to(dtype)  # a rank's part: rows and columns of a whole
+    weight, bias = file[2 : 2 + outputs, 3 : 3 + inputs], torch.randn(outputs).to(dtype)
+    packed, later = packer.begin((outputs, inputs), dtype), packer.begin((outputs, inputs), dtype, later=True)
+    assert packed is not None
+    assert later is not None
+    packed.put(0, weight)
+    later.packed.fill_(math.nan)
+    later.read_from(weight)
+    assert later.rows is weight
+    expected, found = packer.product(packed, bias, "silu"), packer.product(later, bias, "silu")
+
+    rows = [torch.randn(count, inputs).to(dtype) for count in (*range(1, 34), 48, 127, 128, 129, 300)]
+    before = [found(x) for x in rows]
+    later.put(0, weight, threads=1)
+    assert torch.equal(later.packed, packed.packed)
+    file.fill_(math.nan)
+    assert all(found(x).isnan().all() for x in rows[:2]), "it reads the plain rows until it is told"
+    later.settle()
+    assert later.rows is None
+    for x, one in zip(rows, before, strict=True):
+        assert torch.equal(one, expected(x))
+        assert torch.equal(found(x), one)
 
 
 @pytest.mark.parametrize("level", BF16_LEVELS)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from serve.model import weight_memory
+from serve.model import pace, weight_memory
 from serve.model.weight_memory import AREA_BYTES, HUGE_PAGE_BYTES, WeightMemory, gather_pages_beside
 
 SIZES = [1, 63, 64, 65, 4096, HUGE_PAGE_BYTES, AREA_BYTES // 2, AREA_BYTES // 2 + 1, AREA_BYTES + 1, 3, 0]
@@ -93,7 +93,7 @@ def test_a_page_waits_twice_as_long_as_the_last_took_within_bounds(monkeypatch: 
         return True
 
     monkeypatch.setattr(weight_memory, "_advise", advise)
-    monkeypatch.setattr(weight_memory, "time", SimpleNamespace(thread_time=lambda: clock[0]))
+    monkeypatch.setattr(pace, "time", SimpleNamespace(thread_time=lambda: clock[0]))
     weight_memory.gather_pages(waits.append)
     assert waits[:6] == pytest.approx([0.002, 0.002, 0.006, 0.016, 0.05, 0.002])
     assert (len(waits), set(waits[6:])) == (AREA_BYTES // HUGE_PAGE_BYTES, {0.002})

@@ -27,6 +27,7 @@ from serve.worker import wire
 from serve.worker.exchange import Exchange
 from serve.worker.loader import Stopwatch, load_rank
 from serve.worker.orders import Orders
+from serve.worker.packing import Packing
 from serve.worker.parallel import Ranks
 from serve.worker.preparation import Preparation
 from serve.worker.runner import Runner
@@ -129,7 +130,8 @@ class Served:
         ranks = Ranks(0, 1)
         model, _ = load_rank(config_of(folder), 0, torch.device("cpu"), lambda: ranks, Stopwatch())
         self.runner = Runner(model, ranks)
-        self.exchange = Exchange(config_of(folder), model, ranks, self.runner)
+        packing = Packing([model.filler.take_waiting()], self.runner.rest)
+        self.exchange = Exchange(config_of(folder), model, ranks, self.runner, packing)
 
     def take(self, folder: Path, *, beside: bool) -> str:
         """Why the weights were refused; "" where they were taken."""

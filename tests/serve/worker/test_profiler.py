@@ -24,6 +24,7 @@ from serve.worker import profiler as profilers
 from serve.worker import wire
 from serve.worker.exchange import Exchange
 from serve.worker.order_loop import OrderLoop
+from serve.worker.packing import Packing
 from serve.worker.parallel import Ranks
 from serve.worker.profiler import Profiler
 from serve.worker.runner import Runner
@@ -234,7 +235,8 @@ def test_orders_begin_tell_fetch_and_forget(served: Served, monkeypatch: pytest.
     monkeypatch.setattr("serve.worker.order_loop.give_way", lambda niceness: None)
     monkeypatch.setattr("serve.worker.order_loop.sys.setswitchinterval", lambda seconds: None)
     folder = Path(served.model.facts.family)
-    exchange = Exchange(settings(folder, 1, "float32"), served.model, served.ranks, served.runner)
+    packing = Packing([], served.runner.rest)
+    exchange = Exchange(settings(folder, 1, "float32"), served.model, served.ranks, served.runner, packing)
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ask = partial(_ask, ours)

@@ -110,14 +110,18 @@ def test_stages_say_what_the_whole_model_says_each_from_its_own_tensors_and_cach
     whole = load(folder, 1, alone)
     expected = generate(Runner(whole, alone), alone)
     read: list[set[str]] = [set() for _ in range(STAGES)]
-    neighbours, models, plain = _neighbours(), [], Checkpoint.read
+    neighbours, models, plain = _neighbours(), [], {"read": Checkpoint.read, "view": Checkpoint.view}
     for number, ranks in enumerate(neighbours):
+        for way, found in plain.items():
 
-        def noting(self: Checkpoint, name: str, *rest: Any, _into: set[str] = read[number], **more: Any) -> Tensor:
-            _into.add(name)
-            return plain(self, name, *rest, **more)
+            def noting(
+                self: Checkpoint, name: str, *rest: Any, _into: set[str] = read[number], _found: Any = found, **more: Any
+            ) -> Tensor | None:
+                _into.add(name)
+                made: Tensor | None = _found(self, name, *rest, **more)
+                return made
 
-        monkeypatch.setattr(Checkpoint, "read", noting)
+            monkeypatch.setattr(Checkpoint, way, noting)
         models.append(_stage(folder, ranks))
     assert _side_by_side(lambda number: generate(Runner(models[number], neighbours[number]), neighbours[number])) == [
         expected,
@@ -136,7 +140,9 @@ def test_ranks_of_all_stages_share_the_memory_and_the_one_with_most_layers_says_
 ) -> None:
     folder, sharing = save("gpt_neox", tmp_path, with_tokenizer=False), []
 
-    def memory(cache: CacheConfig, device: torch.device, local_ranks: int, *, steps_bytes: int = 0) -> CacheMemory:
+    def memory(
+        cache: CacheConfig, device: torch.device, local_ranks: int, *, promised_bytes: int, steps_bytes: int
+    ) -> CacheMemory:
         sharing.append(local_ranks)
         return CacheMemory(MEMORY, "for this test")
 

@@ -51,7 +51,9 @@ def test_blocks_are_counted_after_steps_were_captured_and_tried_and_the_model_ha
 ) -> None:
     order: list[object] = []
 
-    def memory(cache: CacheConfig, device: torch.device, local_ranks: int, *, steps_bytes: int = 0) -> CacheMemory:
+    def memory(
+        cache: CacheConfig, device: torch.device, local_ranks: int, *, promised_bytes: int, steps_bytes: int
+    ) -> CacheMemory:
         order.append(("count", steps_bytes))
         return CacheMemory(MEMORY - steps_bytes, "for this test")
 
@@ -153,7 +155,9 @@ def test_a_draft_model_is_there_and_guesses_before_blocks_are_counted_and_has_as
     monkeypatch.setattr(Drafting, "_guesses", follow)
     counted: list[int] = []
 
-    def memory(cache: CacheConfig, device: torch.device, local_ranks: int, *, steps_bytes: int = 0) -> CacheMemory:
+    def memory(
+        cache: CacheConfig, device: torch.device, local_ranks: int, *, promised_bytes: int, steps_bytes: int
+    ) -> CacheMemory:
         counted.append(len(guessed))
         return CacheMemory(MEMORY, "for this test")
 

@@ -1,0 +1,100 @@
+"""Packs weights while their model serves: until then they are used where they lie in their files.
+
+What a start spends on packing is mostly new memory, a page after the other. A checkpoint's pages are in memory when they have
+been read once, and a product that packs each panel for itself is nearly as fast as memory. So a model serves as soon as its
+files are mapped; each of its weights is packed when there is time, and the files are given back.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+from torch import Tensor
+
+from checkpoint.opening.mapped import keep
+from serve.model.filling import Waiting
+from serve.model.linear import Panels
+from serve.model.pace import Pace
+from serve.model.weight_memory import gather_pages
+from serve.worker.rest import Rest
+
+BLOCK_BYTES: Final = 2 << 20
+"""What is packed before the next wait."""
+FIRST_SECONDS: Final = 1.0
+"""How long whoever waited for the start has the processor for himself."""
+_LOOK_SECONDS: Final = 0.05
+"""How long to wait for the end of a step before the next weight is packed."""
+
+_log = logging.getLogger(__name__)
+
+
+class Packing:
+    """A thread that packs what was left for later, and then makes large pages of small ones."""
+
+    def __init__(self, waiting: Iterable[Waiting], rest: Rest) -> None:
+        """
+        Args:
+            waiting: weights that are used where they lie.
+            rest: when the processor is free for this.
+        """
+        self._waiting = list(waiting)
+        self._rest = rest
+        self._hurry = threading.Event()
+        self._done = threading.Event()
+        threading.Thread(target=self._run, name="pack-weights", daemon=True).start()
+
+    def finish(self) -> None:
+        """Return when no weight lies in a file any more; from now on without waiting for the processor."""
+        self._hurry.set()
+        self._done.wait()
+
+    def _run(self) -> None:
+        if any(each.panels or each.views for each in self._waiting):
+            self._hurry.wait(FIRST_SECONDS)
+        pace = Pace(self._wait)
+        for waiting in self._waiting:
+            self._pack(waiting.panels, pace)
+        for waiting in self._waiting:
+            self._keep(waiting.views, pace)
+        self._done.set()
+        gather_pages(self._wait)
+
+    def _wait(self, longest: float) -> None:
+        if not self._hurry.is_set():
+            self._rest.wait(longest)
+
+    def _pack(self, waiting: list[Panels], pace: Pace) -> None:
+        left: list[Tensor] = []  # rows that a product which has begun may still read
+        while waiting:
+            panels = waiting.pop(0)
+            rows_OI = panels.rows
+            assert rows_OI is not None, "it was packed already"
+            step = max(1, BLOCK_BYTES // (rows_OI[0].nbytes * Panels.ROWS)) * Panels.ROWS
+            for begin in range(0, len(rows_OI), step):
+                with pace.part():
+                    panels.put(begin, rows_OI[begin : begin + step], threads=1)
+            panels.settle()
+            left.append(rows_OI)
+            del rows_OI
+            if self._rest.between_steps(0.0 if self._hurry.is_set() else _LOOK_SECONDS):
+                left.clear()
+        while left and not self._rest.between_steps(_LOOK_SECONDS):
+            pass
+
+    def _keep(self, views: list[Tensor], pace: Pace) -> None:
+        while views:
+            parts, goes_on = keep(views.pop(0)), True
+            while goes_on:
+                with pace.part():
+                    goes_on = self._one_part(parts)
+
+    def _one_part(self, parts: Iterator[None]) -> bool:
+        """Have one more part of a weight kept; whether there was one."""
+        try:
+            return next(parts, self) is not self
+        except MemoryError as error:
+            _log.warning("a weight stays in its file, which must not be cut while it is served: %s", error)
+            return False
