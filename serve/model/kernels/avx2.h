@@ -227,7 +227,7 @@ void widened_times_all(const Weights& weights, int64_t I, int64_t rows, const fl
         const char* behind = reinterpret_cast<const char*>(weights.panel) + inputs.to * Weights::kBytes;
         for (int first = 0; first < kPanel / kWidth; first += 2) {
             widen(weights, from, inputs.to, I, first, room);
-            const Widened wide{room, from};
+            const Widened wide(room, from);
             for (int64_t done = 0, group = 0; group < groups; ++group) {
                 const int count = rows_of_group(rows - done, groups - group);
                 const float* rows_x = x + done * stride;

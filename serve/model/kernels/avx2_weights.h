@@ -16,18 +16,23 @@ constexpr int kMostRows = 6;  // by two registers of outputs: twelve sums, two w
 // are summed before their sum is added to a total, which ``join`` does where it is scaled then: those are kept in registers, others
 // where the outputs come to. Of ``stretch`` inputs, whole chunks, the weights stay in the first-level cache while all rows use them.
 // Rows that share them in registers are up to ``kMostRows``, and widen them for themselves; where there are more than ``kFewRows`` in all,
-// these take what was widened once.
-struct PlainFp32 {
+// these take what was widened once. What is a number as it is, and not scaled, shares these.
+struct Unscaled {
+    static constexpr bool kIsScaled = false;
+    int64_t chunk() const { return kChunk; }
+    int64_t stretch() const { return kChunk; }
+    int64_t border(int64_t, int64_t I) const { return I; }
+};
+
+struct PlainFp32 : Unscaled {
     static constexpr int kTogether = 1;  // inputs side by side
     static constexpr int kMostRows = ::kMostRows;
     static constexpr int64_t kFewRows = kBlockRows;  // what is wide already is read where it lies
     static constexpr int64_t kOutputs = kPanel / 2;
     static constexpr int64_t kBytes = kOutputs * 4;  // of an input
-    static constexpr bool kIsScaled = false;
-    const float* panel;
-    int64_t chunk() const { return kChunk; }
-    int64_t stretch() const { return kChunk; }
-    int64_t border(int64_t, int64_t I) const { return I; }
+    typedef float number;
+    const number* panel;
+    explicit PlainFp32(const number* packed) : panel(packed) {}
     template <int k, int H>
     void at(int64_t i, int first, __m256 (&out)[H]) const {
 #pragma GCC unroll 4
@@ -35,17 +40,15 @@ struct PlainFp32 {
     }
 };
 
-struct PlainBf16 {
+struct PlainBf16 : Unscaled {
     static constexpr int kTogether = 2;
     static constexpr int kMostRows = 5;  // and a mask
     static constexpr int64_t kFewRows = 20;
     static constexpr int64_t kOutputs = kPanel;
     static constexpr int64_t kBytes = kPanel * 2;
-    static constexpr bool kIsScaled = false;
-    const uint16_t* panel;
-    int64_t chunk() const { return kChunk; }
-    int64_t stretch() const { return kChunk; }
-    int64_t border(int64_t, int64_t I) const { return I; }
+    typedef uint16_t number;
+    const number* panel;
+    explicit PlainBf16(const number* packed) : panel(packed) {}
     template <int k, int H>
     void at(int64_t i, int first, __m256 (&out)[H]) const {
 #pragma GCC unroll 4
@@ -103,15 +106,13 @@ struct Whole : Scaled {
 };
 
 // Inputs of two registers of outputs, from ``from`` on, that were widened, and scaled.
-struct Widened {
+struct Widened : Unscaled {
     static constexpr int kTogether = 1;
     static constexpr int64_t kOutputs = kPanel;
-    static constexpr bool kIsScaled = false;
     typedef float Room[kChunk][2 * kWidth];  // half of the first-level cache
     const Room& room;
     int64_t from;
-    int64_t chunk() const { return kChunk; }
-    int64_t border(int64_t, int64_t I) const { return I; }
+    Widened(const Room& widened, int64_t begin) : room(widened), from(begin) {}
     template <int k, int H>
     void at(int64_t i, int, __m256 (&out)[H]) const {
         static_assert(H == 2);

@@ -8,7 +8,6 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
-#include <type_traits>
 
 #include "avx2.h"
 #include "parts.h"
@@ -268,6 +267,16 @@ void linear(const tessera::Job& job, tessera::Hand& hand) {
 
 #endif
 
+#ifdef TESSERA_AVX2
+
+template <typename Plain, typename scalar>
+void multiply_plain(const tessera::Job& job, tessera::Hand& hand) {
+    const auto weights_of = [&](int64_t p) { return Plain(panel_of<Plain::kOutputs, typename Plain::number>(job, p).numbers); };
+    multiply_rows(call_of<scalar>(job), weights_of, hand);
+}
+
+#endif
+
 }  // namespace
 
 void tessera::multiply([[maybe_unused]] const Job& job, [[maybe_unused]] Hand& hand) {
@@ -279,16 +288,10 @@ void tessera::multiply([[maybe_unused]] const Job& job, [[maybe_unused]] Hand& h
     if (job.is_bf16) by(Bf16{});
 #endif
 #ifdef TESSERA_AVX2
-    const auto by = [&](auto plain, auto scalar) {
-        typedef decltype(plain) Plain;
-        typedef std::remove_const_t<std::remove_pointer_t<decltype(plain.panel)>> number;
-        const auto weights_of = [&](int64_t p) { return Plain{panel_of<Plain::kOutputs, number>(job, p).numbers}; };
-        multiply_rows(call_of<decltype(scalar)>(job), weights_of, hand);
-    };
     if (job.is_bf16)
-        by(PlainBf16{}, bf16{});
+        multiply_plain<PlainBf16, bf16>(job, hand);
     else
-        by(PlainFp32{}, float{});
+        multiply_plain<PlainFp32, float>(job, hand);
 #endif
 }
 
