@@ -306,6 +306,16 @@ def test_the_figures_of_serving_ranks_are_those_of_the_result_file() -> None:
     assert said_in("docs/checkpoints.md", f"at most {percent(read - 1, 1)} % more bytes than the slices take in the files")
 
 
+def test_the_figures_of_starts_are_those_of_the_result_file() -> None:
+    cells = newest("load-cpu-*.json")["cells"]
+    folder, save, cut = (
+        cells[name]["times as fast"] for name in ("Hugging Face folder", "ZeRO-3 to the first token", "cut for two ranks")
+    )
+    assert said_in("docs/operations.md", f"the first token comes {folder['answer']:.2f} times as fast as by `from_pretrained`")
+    assert said_in("docs/operations.md", f"and a ZeRO-3 save's {save['total']:.2f} times as fast as by `zero_to_fp32.py`")
+    assert said_in("docs/operations.md", f"are read {cut['read']:.2f} times as fast as whole ones")
+
+
 def test_the_figures_of_training_are_those_of_the_result_file() -> None:
     found = newest("training-cpu-*.json")
     ratios = [
