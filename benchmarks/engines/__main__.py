@@ -3,7 +3,8 @@
 Each engine is a process of its own and gets the same weights, prompts and threads; one computes at a time, the others idle.
 They take turns, so that a slow minute of the machine falls on all of them. Decode tokens/s = sequences x 64 / (seconds for 65
 new tokens - seconds for 1), greedy, all submitted at once; prefill tokens/s = prompt tokens / seconds for 1. Ours is asked over
-gRPC. The record, with a plot beside it, is written anew after each cell; ``--continue`` takes up one that was interrupted.
+gRPC, a call for each sequence, and answers when it has all tokens, as the peers do; with ``--streamed`` as soon as it has each.
+The record, with a plot beside it, is written anew after each cell; ``--continue`` takes up one that was interrupted.
 
 The first run installs the peers below ``--cache``, compiles llama.cpp, and converts the weights: about 6 GB and half an hour.
 """
@@ -48,8 +49,9 @@ def device() -> str:
 class Run:
     """A run and its record."""
 
-    def __init__(self, kitchen: Kitchen, cache: Path, out: Path, record: dict[str, Any], turns: int, names: list[str]) -> None:
-        self._kitchen, self._logs, self._out, self._turns, self._names = kitchen, cache / "logs", out, turns, names
+    def __init__(self, kitchen: Kitchen, out: Path, record: dict[str, Any], options: argparse.Namespace) -> None:
+        self._kitchen, self._logs, self._out = kitchen, options.cache / "logs", out
+        self._turns, self._names, self._streamed = options.turns, options.engines, options.streamed
         self.record = record
 
     def measure(self, cells: list[Cell], console: Console) -> None:
@@ -80,6 +82,7 @@ class Run:
             self.record["failed"].pop(label, None)
             try:
                 start = ENGINES[name](self._kitchen, shape, precision)
+                start.settings["streamed"] = self._streamed  # which ours looks at
                 engines[name] = EngineProcess(start, self._logs / f"{name}-{shape}-{precision}.log")
                 stack.callback(engines[name].close)
                 self.record["versions"] |= engines[name].versions
@@ -138,16 +141,31 @@ class Run:
             draw(self.record, self._out.with_suffix(".svg"))
 
 
-def fresh(turns: int) -> dict[str, Any]:
+def fresh(turns: int, *, streamed: bool) -> dict[str, Any]:
     """A record of nothing yet."""
+    way = "token by token" if streamed else "whole answers"
     return {
-        "what": "Tessera over gRPC beside other engines, same weights and prompts, greedy; decode: "
+        "what": f"Tessera over gRPC ({way}) beside other engines, same weights and prompts, greedy; decode: "
         f"{NEW_TOKENS} tokens after the first of each prompt; prefill: until the last first token; {usable_cores()} threads; "
         f"medians of {turns} turns, and of the ratios of the same turns",
         "date": datetime.date.today().isoformat(),
         "machine": {"device": device(), "python": platform.python_version()},
         "versions": {}, "turns": turns, "wall_seconds": 0.0, "failed": {}, "idle": {}, "agreement": {}, "cells": {},
     }  # fmt: skip
+
+
+def begun(out: Path | None, new: dict[str, Any]) -> dict[str, Any]:
+    """The record that a file has, if there is one; else ``new``.
+
+    Raises:
+        ValueError: its figures were had in another way than is meant now.
+    """
+    if out is None or not out.is_file():
+        return new
+    found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    if found["what"] != new["what"]:
+        raise ValueError(f"{out}: its figures are of {found['what']!r}, not of {new['what']!r}")
+    return found
 
 
 def arguments() -> argparse.Namespace:
@@ -157,6 +175,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--cells", nargs="+", default=[], metavar="PATTERN", help="cells by name, such as '160m/bf16/*'")
     parser.add_argument("--turns", type=int, help="of each cell (3; 2 with --quick)")
     parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES), help="which take part (all)")
+    parser.add_argument(
+        "--streamed", action="store_true", help="ours tells each token as it comes, not the whole answer at once"
+    )
     parser.add_argument("--cache", type=Path, default=ROOT / ".cache" / "peers", help="environments and models (.cache/peers)")
     parser.add_argument("--out", type=Path, help="the record; default: benchmarks/results/peers-cpu-<date>.json")
     parser.add_argument(
@@ -175,10 +196,11 @@ def main() -> int:
     """Measure, print and record; 1 if ours could not be measured."""
     options = arguments()
     out = options.out or RESULTS / f"peers-cpu-{datetime.date.today().isoformat()}.json"
-    record = fresh(options.turns)
-    if options.go_on and out.is_file():
-        record = json.loads(out.read_text(encoding="utf-8"))
-    run = Run(Kitchen(options.cache), options.cache, out, record, options.turns, options.engines)
+    try:
+        record = begun(out if options.go_on else None, fresh(options.turns, streamed=options.streamed))
+    except ValueError as error:
+        sys.exit(f"--continue: {error}")
+    run = Run(Kitchen(options.cache), out, record, options)
     console = Console(width=128)
     run.measure(options.cells, console)
     console.print(table(record, options.engines))

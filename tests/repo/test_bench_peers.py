@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import sys
@@ -114,14 +115,15 @@ def test_a_command_that_fails_says_its_last_lines(tmp_path: Path) -> None:
 def test_a_run_names_who_failed_keeps_the_others_figures_and_goes_on_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[str] = []
+    asked, started = list[str](), list[Start]()
 
     def engine(name: str, wrong: str = "") -> Any:
         def start(kitchen: Kitchen, shape: str, precision: str) -> Start:
             asked.append(name)
             if wrong == "missing":
                 raise Unavailable("no wheel for this Python")
-            return counting(wrong)
+            started.append(counting(wrong))
+            return started[-1]
 
         return start
 
@@ -139,11 +141,13 @@ def test_a_run_names_who_failed_keeps_the_others_figures_and_goes_on_where_it_wa
     out, cell = tmp_path / "record.json", Cell("160m", "int8", "prefill", 1, 1024)
 
     def go_on(record: dict[str, Any]) -> dict[str, Any]:
-        taking = program.Run(Kitchen(tmp_path), tmp_path, out, record, 2, list(engines))
+        options = argparse.Namespace(cache=tmp_path, turns=2, engines=list(engines), streamed=True)
+        taking = program.Run(Kitchen(tmp_path), out, record, options)
         taking.measure([cell], Console(quiet=True))
         return json.loads(out.read_text())
 
-    record = go_on(program.fresh(2))
+    record = go_on(program.fresh(2, streamed=True))
+    assert all(start.settings["streamed"] for start in started)
     told = record["cells"][cell.name]
     assert list(told["tokens_per_second"]) == ["tessera"]
     assert len(told["seconds"]["tessera"]) == 2
@@ -154,6 +158,15 @@ def test_a_run_names_who_failed_keeps_the_others_figures_and_goes_on_where_it_wa
     asked.clear()
     go_on(record)
     assert asked == [], "what the record has is not measured again"
+
+
+def test_figures_that_were_had_in_another_way_are_not_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "record.json"
+    out.write_text(json.dumps(program.fresh(2, streamed=True)))
+    words = ["engines", "--quick", "--continue", "--out", str(out), "--cache", str(tmp_path)]
+    monkeypatch.setattr(program.sys, "argv", words)
+    with pytest.raises(SystemExit, match=r"its figures are of 'Tessera over gRPC \(token by token\) beside other engines"):
+        program.main()
 
 
 def test_every_requirement_of_the_peers_is_one_version() -> None:

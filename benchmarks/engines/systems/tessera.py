@@ -26,6 +26,7 @@ class Tessera:
             sys.executable, "-m", "serve", "--model", settings["model"], "--device", "cpu", "--port", "0",
             "--metrics-port", "0", *settings["options"],
         ]  # fmt: skip
+        self._streamed = bool(settings["streamed"])
         self._server = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, cwd=ROOT)
         assert self._server.stdout is not None
         line = self._server.stdout.readline()
@@ -47,13 +48,15 @@ class Tessera:
         return await asyncio.gather(*(self._one(prompt, tokens) for prompt in prompts))
 
     async def _one(self, prompt: list[int], tokens: int) -> list[int]:
-        """Ids of one stream. Text is left out, as the peers make none."""
+        """Ids of one call. Text is left out, as the peers make none."""
         request = inference_pb2.GenerateRequest()
         request.token_ids.ids.extend(prompt)
         request.sampling.temperature = 0.0
         request.stopping.max_new_tokens = tokens
         request.stopping.ignore_eos = True
         request.response.text = False
+        if not self._streamed:
+            return list((await self._stub.Generate(request)).completions[0].token_ids)
         ids: list[int] = []
         async for event in self._stub.GenerateStream(request):
             ids.extend(event.delta.token_ids)
