@@ -198,8 +198,8 @@ def main() -> int:
     out = options.out or RESULTS / f"peers-cpu-{datetime.date.today().isoformat()}.json"
     try:
         record = begun(out if options.go_on else None, fresh(options.turns, streamed=options.streamed))
-    except ValueError as error:
-        sys.exit(f"--continue: {error}")
+    except ValueError as mismatch:
+        sys.exit(f"--continue: {mismatch}")
     run = Run(Kitchen(options.cache), out, record, options)
     console = Console(width=128)
     run.measure(options.cells, console)
