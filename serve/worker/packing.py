@@ -52,6 +52,15 @@ class Packing:
         self._done.wait()
 
     def _run(self) -> None:
+        try:
+            self._settle()
+        except Exception:
+            _log.exception("weights could not be packed, and are used where they lie in files that must not be written over")
+        finally:
+            self._done.set()
+        gather_pages(self._wait)
+
+    def _settle(self) -> None:
         if any(each.panels or each.views for each in self._waiting):
             self._hurry.wait(FIRST_SECONDS)
         pace = Pace(self._wait)
@@ -59,8 +68,6 @@ class Packing:
             self._pack(waiting.panels, pace)
         for waiting in self._waiting:
             self._keep(waiting.views, pace)
-        self._done.set()
-        gather_pages(self._wait)
 
     def _wait(self, longest: float) -> None:
         if not self._hurry.is_set():

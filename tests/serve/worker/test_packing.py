@@ -184,6 +184,15 @@ def test_a_weight_without_room_for_a_copy_stays_in_its_file(
     assert "a weight stays in its file, which must not be cut while it is served: no memory for" in caplog.text
 
 
+def test_a_defect_is_told_and_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    part = Part()
+    monkeypatch.setattr(Panels, "put", lambda *_, **__: 1 / 0)
+    Packing([Waiting([part.panels])], Rest()).finish()
+    assert part.panels.rows is not None, "it is read where it lies, as before"
+    assert "weights could not be packed" in caplog.text
+    assert "ZeroDivisionError" in caplog.text
+
+
 def test_what_weights_will_take_is_not_free_for_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_cache.limits, "memory_available", lambda: 10 * GIB)
     assert choose_memory(CacheConfig(), CPU, 2).num_bytes == 10 * GIB // 8
