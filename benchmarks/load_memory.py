@@ -16,7 +16,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.load_server import KV_CACHE_GIB, bytes_read, peak_bytes, serving
+from benchmarks.load_server import KV_CACHE_GIB, bytes_read, peak_bytes, serving, wait_until_unmapped
 
 MIB: Final = 1 << 20
 LIMIT_MIB: Final = 128 + 600
@@ -66,7 +66,8 @@ def measure_memory(
     console: Console,
 ) -> None:
     """Of each rank that serves 405 million parameters in bfloat16, saved by four ranks: the peak of its resident memory
-    (VmHWM), its weights, and all that it read after its imports, by the kernel's count, beside what its elements take in files.
+    (VmHWM) once all weights are packed, its weights, and all that it read after its imports, by the kernel's count, beside what
+    its elements take in files. Files that it mapped are not in that count.
 
     Bars: the peak is at most the weights, the KV cache and 728 MiB; what is read at most 1.1 of what is stored.
     """
@@ -101,6 +102,8 @@ def _make(work: Path, names: Sequence[str], make: Callable[[Sequence[str]], None
 def _measure(folder: Path, ranks: int, options: Sequence[str], imports: int) -> dict[str, Any]:
     elements, stored = _share(folder, ranks, options)
     with serving(folder, ranks, DTYPE, options) as served:
+        for pid in served.ranks:
+            wait_until_unmapped(pid, folder.parent)
         peaks = [peak_bytes(pid) for pid in served.ranks]
         reads = [bytes_read(pid) - imports for pid in served.ranks]
     weights = elements * ITEM_BYTES

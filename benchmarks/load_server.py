@@ -108,6 +108,12 @@ def peak_bytes(pid: int) -> int:
     return int(line.split()[1]) << 10
 
 
+def wait_until_unmapped(pid: int, folder: Path) -> None:
+    """Return when a process has mapped no file below a folder: its weights are packed."""
+    while str(folder) in Path(f"/proc/{pid}/maps").read_text():
+        time.sleep(0.05)
+
+
 def bytes_read(pid: int) -> int:
     """All that a process has read by system calls."""
     words = Path(f"/proc/{pid}/io").read_text().split()
