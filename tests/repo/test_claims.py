@@ -303,7 +303,7 @@ def test_the_figures_of_serving_ranks_are_those_of_the_result_file() -> None:
     cells = newest("load-memory-cpu-*.json")["cells"].values()
     beside, read = (max(max(cell[what]) for cell in cells) for what in ("beside_mib", "read_to_stored"))
     assert said_in("docs/checkpoints.md", f"at most {beside:.0f} MiB beside the rank's weights and its KV cache")
-    assert said_in("docs/checkpoints.md", f"at most {percent(read - 1, 1)} % more bytes than the slices take in the files")
+    assert said_in("docs/checkpoints.md", f"at most {percent(read - 1, 2)} % more bytes than the slices take in the files")
 
 
 def test_the_figures_of_starts_are_those_of_the_result_file() -> None:
