@@ -39,6 +39,7 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
 _libc.mremap.restype = ctypes.c_void_p
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
@@ -92,6 +93,8 @@ def _map(fd: int, file: str, offset: int, num_bytes: int) -> torch.Tensor | None
     address = _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_PRIVATE, fd, begin)
     if address == _FAILED:
         return None
+    if not (_is_cached(address) and _is_cached(address + size - 1)):
+        os.posix_fadvise(fd, begin, size, os.POSIX_FADV_WILLNEED)  # all at once, where the disk has a queue
     memory = (ctypes.c_char * num_bytes).from_address(address + offset - begin)
     weakref.finalize(memory, _libc.munmap, address, size).atexit = False
     if _libc.madvise(address, size, _POPULATE_READ) == 0:
@@ -105,6 +108,13 @@ def _map(fd: int, file: str, offset: int, num_bytes: int) -> torch.Tensor | None
             return None
         case code:
             raise CheckpointError(file, f"reading from byte {offset} failed: {os.strerror(code)}")
+
+
+def _is_cached(address: int) -> bool:
+    """Whether this byte of a mapped file is in the page cache, as far as the system tells."""
+    told = ctypes.c_ubyte(1)
+    _libc.mincore(address - address % mmap.PAGESIZE, 1, ctypes.byref(told))
+    return bool(told.value & 1)
 
 
 def keep(view: torch.Tensor) -> Iterator[None]:

@@ -148,6 +148,21 @@ def test_a_file_that_was_cut_is_told_before_anybody_looks(tmp_path: Path) -> Non
     assert not is_mapped(folder)
 
 
+def test_what_is_not_in_the_page_cache_is_asked_for_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.randn(1000, 1000)
+    folder = plain_folder(tmp_path, {"w": tensor})
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(mapped.os, "posix_fadvise", lambda fd, begin, size, advice: asked.append((begin, size)))
+    with open_checkpoint(folder) as checkpoint:
+        assert torch.equal(viewed(checkpoint, "w"), tensor)
+        assert asked == [], "it was written a moment ago"
+        monkeypatch.setattr(mapped, "_is_cached", lambda address: False)
+        assert torch.equal(viewed(checkpoint, "w"), tensor)
+    [(begin, size)] = asked
+    assert begin == 0
+    assert tensor.nbytes < size < tensor.nbytes + 8192
+
+
 class Libc:
     """The system's calls but for those that are given."""
 
