@@ -6,8 +6,8 @@ is mapped ends who looks behind its new end. So a view is made of pages that are
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import errno
 import mmap
 import os
 import weakref
@@ -57,11 +57,11 @@ def view_stored(
     Returns:
         A tensor that nobody may write to, the numbers of a row side by side; the pages are unmapped with the last tensor over
         them. ``None`` where the slice has to be made of what is stored, or is spread over more than ``MOST_SPREAD`` of its
-        size, or the kernel cannot fetch the pages of a mapping.
+        size, or its pages cannot be fetched so.
 
     Raises:
         ValueError: ``index`` is not as described.
-        CheckpointError: the file ends early or cannot be read.
+        CheckpointError: the file ends early.
     """
     starts, shape = resolve_index(stored.shape, index)
     if len(shape) != 2 or 0 in shape or TORCH_DTYPES[stored.dtype] != dtype:
@@ -88,26 +88,19 @@ def view_stored(
 
 def _map(fd: int, file: str, offset: int, num_bytes: int) -> torch.Tensor | None:
     """These bytes of a file, all of them fetched; ``None`` where the system does not do that."""
-    begin = offset - offset % mmap.PAGESIZE
-    size = offset + num_bytes - begin
-    address = _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_PRIVATE, fd, begin)
+    begin, end = offset - offset % mmap.PAGESIZE, offset + num_bytes
+    address = _libc.mmap(None, end - begin, mmap.PROT_READ, mmap.MAP_PRIVATE, fd, begin)
     if address == _FAILED:
         return None
-    if not (_is_cached(address) and _is_cached(address + size - 1)):
-        os.posix_fadvise(fd, begin, size, os.POSIX_FADV_WILLNEED)  # all at once, where the disk has a queue
     memory = (ctypes.c_char * num_bytes).from_address(address + offset - begin)
-    weakref.finalize(memory, _libc.munmap, address, size).atexit = False
-    if _libc.madvise(address, size, _POPULATE_READ) == 0:
-        return torch.frombuffer(memory, dtype=torch.uint8)
-    match ctypes.get_errno():
-        case errno.EFAULT:
-            raise CheckpointError(
-                file, f"ends before byte {offset + num_bytes}, inside a tensor; it was cut after it was opened"
-            )
-        case errno.EINVAL | errno.ENOMEM:
-            return None
-        case code:
-            raise CheckpointError(file, f"reading from byte {offset} failed: {os.strerror(code)}")
+    weakref.finalize(memory, _libc.munmap, address, end - begin).atexit = False
+    if not (_is_cached(address) and _is_cached(address + end - begin - 1)):
+        with contextlib.suppress(OSError):  # it is advice: to ask for all at once, where the disk has a queue
+            os.posix_fadvise(fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
+    fetched = _libc.madvise(address, end - begin, _POPULATE_READ) == 0
+    if os.fstat(fd).st_size < end:  # behind the end of a file its last page has zeros, which can be fetched
+        raise CheckpointError(file, f"ends before byte {end}, inside a tensor; it was cut after it was opened")
+    return torch.frombuffer(memory, dtype=torch.uint8) if fetched else None  # where a disk fails, a read tells how
 
 
 def _is_cached(address: int) -> bool:
@@ -125,7 +118,8 @@ def keep(view: torch.Tensor) -> Iterator[None]:
     which whoever touches it waits.
 
     Raises:
-        MemoryError: there is no room for a copy; the rest stays mapped, and can be read as before.
+        MemoryError: there is no room for a copy; the rest stays mapped, and can be read as before, unless the system had not
+            even memory of its own in the middle of moving a part.
     """
     first = view.data_ptr() - view.data_ptr() % mmap.PAGESIZE
     end = -(-(view.data_ptr() + view.untyped_storage().nbytes()) // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -176,8 +176,9 @@ class Checkpoint:
         """``tensor[index]`` of two dimensions as it lies in its file, mapped: nothing is copied.
 
         Its pages have been fetched and count as memory of the process until the last tensor over them is gone, which may be
-        after ``close``. A file that is cut meanwhile ends the process that looks behind its new end: so use it for a moment, or
-        give it memory of its own with ``keep`` of ``checkpoint.opening.mapped``.
+        after ``close``; where memory is short they are fetched again. What is written to the file meanwhile is seen, and a file
+        that is cut ends the process that looks behind its new end: so use it for a moment, or give it memory of its own with
+        ``keep`` of ``checkpoint.opening.mapped``.
 
         Args:
             name, index: as of ``read``.
@@ -188,7 +189,7 @@ class Checkpoint:
             one piece, or not as ``dtype``, or has to be computed: then ``read`` it.
 
         Raises:
-            CheckpointError: no such tensor; the file ends early or cannot be read.
+            CheckpointError: no such tensor; the file ends early.
             ValueError: ``index`` is not as described, or the checkpoint is closed.
         """
         info = self.tensors[self.resolve(name)]

@@ -63,10 +63,21 @@ class Panels:
     ROWS: Final = 32
     """Outputs of a panel: blocks of rows begin at a multiple of it, and all but the last have a multiple of it."""
 
-    def __init__(self, kernels: ctypes.CDLL, memory: WeightMemory, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    packed: Tensor
+    """What ``put`` fills."""
+
+    def __init__(
+        self, kernels: ctypes.CDLL, memory: WeightMemory, shape: tuple[int, int], dtype: torch.dtype, *, later: bool
+    ) -> None:
+        """
+        Args:
+            later: it gets its memory with ``read_from``.
+        """
         self.shape = shape
         self.dtype = dtype
-        self.packed = memory.empty((kernels.tessera_linear_packed_numbers(*shape),), dtype)
+        self._allocate = partial(memory.empty, (kernels.tessera_linear_packed_numbers(*shape),), dtype)
+        if not later:
+            self.packed = self._allocate()
         self.plain: PlainRows | None = None
         """What products look at for a place to read from; ``None`` where the weight is packed before there are any."""
         self._pack = kernels.tessera_linear_pack
@@ -88,8 +99,9 @@ class Panels:
         self._pack(is_bf16, several, plain_RI.data_ptr(), plain_RI.stride(0), place, count, inputs)
 
     def read_from(self, rows_OI: Tensor) -> None:
-        """Have products that are made from now on read these rows, until ``settle``."""
+        """Have products that are made from now on read these rows, until ``settle``. It is called before ``put``."""
         assert (rows_OI.shape, rows_OI.dtype, rows_OI.stride(1)) == (self.shape, self.dtype, 1), "rows of another weight"
+        self.packed = self._allocate()
         self._rows_OI, self.plain = rows_OI, PlainRows(rows_OI.data_ptr(), rows_OI.stride(0))
 
     @property
@@ -208,7 +220,8 @@ class KernelPacker:
             later: it is filled while the model serves, in large pages at once.
         """
         is_odd = dtype == torch.bfloat16 and shape[1] % 2
-        return None if is_odd else Panels(self._kernels, self._later if later else self._memory, shape, dtype)
+        memory = self._later if later else self._memory
+        return None if is_odd else Panels(self._kernels, memory, shape, dtype, later=later)
 
     def __call__(self, weight_OI: Tensor, bias_O: Tensor | None, activation: str = "none") -> Matmul:
         """Pack a weight; see ``Packer``."""

@@ -7,6 +7,7 @@ files are mapped; each of its weights is packed when there is time, and the file
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Iterable, Iterator
@@ -47,18 +48,18 @@ class Packing:
         threading.Thread(target=self._run, name="pack-weights", daemon=True).start()
 
     def finish(self) -> None:
-        """Return when no weight lies in a file any more; from now on without waiting for the processor."""
+        """Return when no weight lies in a file any more but those that could not be packed or copied, which the log tells of;
+        from now on without waiting for the processor."""
         self._hurry.set()
         self._done.wait()
 
     def _run(self) -> None:
         try:
             self._settle()
-        except Exception:
-            _log.exception("weights could not be packed, and are used where they lie in files that must not be written over")
         finally:
+            self._waiting.clear()
             self._done.set()
-        gather_pages(self._wait)
+        gather_pages(self._rest.wait)
 
     def _settle(self) -> None:
         if any(each.panels or each.views for each in self._waiting):
@@ -76,32 +77,42 @@ class Packing:
     def _pack(self, waiting: list[Panels], pace: Pace) -> None:
         left: list[Tensor] = []  # rows that a product which has begun may still read
         while waiting:
-            panels = waiting.pop(0)
-            rows_OI = panels.rows
-            assert rows_OI is not None, "it was packed already"
-            step = max(1, BLOCK_BYTES // (rows_OI[0].nbytes * Panels.ROWS)) * Panels.ROWS
-            for begin in range(0, len(rows_OI), step):
-                with pace.part():
-                    panels.put(begin, rows_OI[begin : begin + step], threads=1)
-            panels.settle()
-            left.append(rows_OI)
-            del rows_OI
+            with _told():
+                left.append(self._packed(waiting.pop(0), pace))
             if self._rest.between_steps(0.0 if self._hurry.is_set() else _LOOK_SECONDS):
                 left.clear()
         while left and not self._rest.between_steps(_LOOK_SECONDS):
             pass
 
+    def _packed(self, panels: Panels, pace: Pace) -> Tensor:
+        """Pack a weight; the rows that its products have read until now."""
+        rows_OI = panels.rows
+        assert rows_OI is not None, "it was packed already"
+        step = max(1, BLOCK_BYTES // (rows_OI[0].nbytes * Panels.ROWS)) * Panels.ROWS
+        for begin in range(0, len(rows_OI), step):
+            with pace.part():
+                panels.put(begin, rows_OI[begin : begin + step], threads=1)
+        panels.settle()
+        return rows_OI
+
     def _keep(self, views: list[Tensor], pace: Pace) -> None:
         while views:
             parts, goes_on = keep(views.pop(0)), True
-            while goes_on:
-                with pace.part():
-                    goes_on = self._one_part(parts)
+            with _told():
+                while goes_on:
+                    with pace.part():
+                        goes_on = next(parts, self) is not self
 
-    def _one_part(self, parts: Iterator[None]) -> bool:
-        """Have one more part of a weight kept; whether there was one."""
-        try:
-            return next(parts, self) is not self
-        except MemoryError as error:
-            _log.warning("a weight stays in its file, which must not be cut while it is served: %s", error)
-            return False
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """Within, a weight is packed or copied; where it cannot be, the log says so and it is used where it is."""
+    try:
+        yield
+    except Exception as error:
+        why = str(error) if isinstance(error, MemoryError) else f"{type(error).__name__}: {error}"
+        _log.warning(
+            "a weight stays in its file, which must not be written over while it is served: %s",
+            why,
+            exc_info=not isinstance(error, MemoryError),
+        )

@@ -107,8 +107,8 @@ def test_a_weight_that_is_not_packed_yet_gives_the_same_bits(level: str, dtype: 
     assert packed is not None
     assert later is not None
     packed.put(0, weight)
-    later.packed.fill_(math.nan)
     later.read_from(weight)
+    later.packed.fill_(math.nan)
     assert later.rows is weight
     expected, found = packer.product(packed, bias, "silu"), packer.product(later, bias, "silu")
 

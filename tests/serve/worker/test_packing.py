@@ -172,7 +172,7 @@ def test_whoever_waited_for_the_start_has_the_processor_first(monkeypatch: pytes
     assert part.is_packed
 
 
-def test_a_weight_without_room_for_a_copy_stays_in_its_file(
+def test_an_embedding_without_room_for_a_copy_stays_in_its_file(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def keep(view: Tensor) -> None:
@@ -181,16 +181,34 @@ def test_a_weight_without_room_for_a_copy_stays_in_its_file(
     monkeypatch.setattr(packing, "keep", lambda view: map(keep, [view]))
     with caplog.at_level(logging.WARNING):
         Packing([Waiting([], [torch.ones(3, 3)])], Rest()).finish()
-    assert "a weight stays in its file, which must not be cut while it is served: no memory for" in caplog.text
+    assert "a weight stays in its file, which must not be written over while it is served: no memory for" in caplog.text
 
 
-def test_a_defect_is_told_and_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    part = Part()
-    monkeypatch.setattr(Panels, "put", lambda *_, **__: 1 / 0)
-    Packing([Waiting([part.panels])], Rest()).finish()
-    assert part.panels.rows is not None, "it is read where it lies, as before"
-    assert "weights could not be packed" in caplog.text
-    assert "ZeroDivisionError" in caplog.text
+def test_a_weight_that_cannot_be_packed_is_told_and_the_others_are(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the middle of a step, which reads both."""
+    rest, first, broken, last = Rest(), Part(), Part(), Part()
+    put = Panels.put
+
+    def fail(panels: Panels, begin: int, rows_RI: Tensor, threads: int | None = None) -> None:
+        if panels is broken.panels:
+            raise ZeroDivisionError
+        put(panels, begin, rows_RI, threads)
+
+    monkeypatch.setattr(Panels, "put", fail)
+    with rest.interrupted():
+        packer = Packing([Waiting([each.panels for each in (first, broken, last)])], rest)
+        while not last.is_packed:
+            rest.between_steps(0.001)
+        assert not first.given_back.is_set(), "the step may read its rows, whatever became of another"
+    packer.finish()
+    assert first.given_back.wait(60)
+    assert last.given_back.wait(60)
+    assert broken.panels.rows is not None, "it is read where it lies, as before"
+    assert not broken.given_back.is_set()
+    assert "a weight stays in its file, which must not be written over while it is served: ZeroDivisionError" in caplog.text
+    assert not packer._waiting, "nobody keeps it but its product"
 
 
 def test_what_weights_will_take_is_not_free_for_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
