@@ -19,6 +19,7 @@ import torch
 from checkpoint.dtypes import TORCH_DTYPES
 from checkpoint.errors import CheckpointError
 from checkpoint.layout import Stored
+from checkpoint.opening.leases import Leases
 from checkpoint.opening.slices import resolve_index
 
 MOST_SPREAD: Final = 1.1
@@ -44,7 +45,11 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def view_stored(
-    files: Mapping[str, int], stored: Stored, index: tuple[slice, ...] | None, dtype: torch.dtype
+    files: Mapping[str, int],
+    stored: Stored,
+    index: tuple[slice, ...] | None,
+    dtype: torch.dtype,
+    leases: Leases | None = None,
 ) -> torch.Tensor | None:
     """``tensor[index]`` of two dimensions where it lies in its file; all its pages have been fetched.
 
@@ -53,11 +58,12 @@ def view_stored(
         stored: where the whole tensor lies.
         index: as of ``read_stored``.
         dtype: what it must be stored in.
+        leases: where a lease on the file goes, which is taken first.
 
     Returns:
         A tensor that nobody may write to, the numbers of a row side by side; the pages are unmapped with the last tensor over
         them. ``None`` where the slice has to be made of what is stored, or is spread over more than ``MOST_SPREAD`` of its
-        size, or its pages cannot be fetched so.
+        size, or its pages cannot be fetched so, or somebody who writes to the file holds a lease up.
 
     Raises:
         ValueError: ``index`` is not as described.
@@ -81,6 +87,8 @@ def view_stored(
         return None
     reach = (shape[0] - 1) * stride + shape[1]
     if reach > MOST_SPREAD * shape[0] * shape[1]:
+        return None
+    if leases is not None and not leases.take(files[piece.file]):
         return None
     flat = _map(files[piece.file], piece.file, offset, reach * extent.item_bytes)
     return None if flat is None else flat.view(dtype).as_strided(shape, (stride, 1))

@@ -20,6 +20,7 @@ from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.layout import TensorInfo
 from checkpoint.model import names
 from checkpoint.opening.agreement import check_tensors
+from checkpoint.opening.leases import Leases
 from checkpoint.opening.mapped import view_stored
 from checkpoint.opening.slices import read_stored
 from checkpoint.opening.structure import Structure, Verification, open_structure
@@ -172,21 +173,25 @@ class Checkpoint:
             self._bytes_read += num_bytes
         return out
 
-    def view(self, name: str, index: tuple[slice, ...] | None = None, *, dtype: torch.dtype) -> torch.Tensor | None:
+    def view(
+        self, name: str, index: tuple[slice, ...] | None = None, *, dtype: torch.dtype, leases: Leases | None = None
+    ) -> torch.Tensor | None:
         """``tensor[index]`` of two dimensions as it lies in its file, mapped: nothing is copied.
 
         Its pages have been fetched and count as memory of the process until the last tensor over them is gone, which may be
         after ``close``; where memory is short they are fetched again. What is written to the file meanwhile is seen, and a file
-        that is cut ends the process that looks behind its new end: so use it for a moment, or give it memory of its own with
-        ``keep`` of ``checkpoint.opening.mapped``.
+        that is cut ends the process that looks behind its new end: so use it for a moment, with a lease, or give it memory of
+        its own with ``keep`` of ``checkpoint.opening.mapped``.
 
         Args:
             name, index: as of ``read``.
             dtype: what it must be stored in.
+            leases: where a lease on the file goes, so that who wants to write to it waits until it is given back.
 
         Returns:
             A tensor that nobody may write to, the numbers of each row side by side; ``None`` where the slice does not lie in
-            one piece, or not as ``dtype``, or has to be computed: then ``read`` it.
+            one piece, or not as ``dtype``, or has to be computed, or somebody has the file open for writing when a lease is
+            asked for: then ``read`` it.
 
         Raises:
             CheckpointError: no such tensor; the file ends early.
@@ -194,7 +199,7 @@ class Checkpoint:
         """
         info = self.tensors[self.resolve(name)]
         with self._reading():
-            found = view_stored(self._weights.files, self._weights.places[info.name], index, dtype)
+            found = view_stored(self._weights.files, self._weights.places[info.name], index, dtype, leases)
         if found is not None:
             with self._lock:
                 self._bytes_read += found.numel() * found.itemsize

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from checkpoint import Checkpoint
+from checkpoint.opening.leases import Leases
 from serve.model.linear import Matmul, Panels, Product
 from serve.model.load import Blueprint
 from serve.model.packed_experts import Mix
@@ -110,6 +111,8 @@ class Waiting:
     """To be packed: their products read plain rows."""
     views: list[Tensor] = field(default_factory=list)
     """To be copied: parameters whose memory is a file's."""
+    leases: Leases = field(default_factory=Leases, compare=False)
+    """On the files, to be given back when no weight lies there any more."""
 
 
 class Filler:
@@ -245,7 +248,7 @@ class _Reading:
         if not self._reader.reads_rows(name):
             return None
         outputs, inputs = self._reader.shape(name)
-        panels = self._packed_later((outputs, inputs), partial(self._reader.view, name))
+        panels = self._packed_later((outputs, inputs), lambda: self._view(name))
         if panels is not None:
             return panels
         panels = self._make.begin((outputs, inputs), self._dtype)
@@ -286,7 +289,11 @@ class _Reading:
     def _large_view(self, name: str) -> Tensor | None:
         """A parameter of two dimensions where it lies, if it is worth it."""
         is_large = math.prod(self._reader.shape(name)) * self._dtype.itemsize >= BLOCK_BYTES
-        return self._reader.view(name) if is_large and self._make.copies else None
+        return self._view(name) if is_large and self._make.copies else None
+
+    def _view(self, name: str) -> Tensor | None:
+        assert self._later is not None, "all are read"
+        return self._reader.view(name, self._later.leases)
 
     def _by_rows(self, read: Callable[[int, int], None], rows: int, width: int) -> None:
         """Call ``read`` with each block of rows."""

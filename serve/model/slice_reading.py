@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from checkpoint import Checkpoint, CheckpointError
+from checkpoint.opening.leases import Leases
 from serve.errors import ConfigError
 from serve.model.experts import stored_name
 from serve.model.load import Blueprint, is_stored
@@ -136,9 +137,9 @@ class SliceReader:
                 self._fill(stored, (slice(first + offset, last + offset),), out[first - begin : last - begin])
             place += width
 
-    def view(self, name: str) -> Tensor | None:
-        """This rank's part of a parameter [O, I] where it lies in its file; ``None`` where it is to be read. See
-        ``Checkpoint.view``."""
+    def view(self, name: str, leases: Leases) -> Tensor | None:
+        """This rank's part of a parameter [O, I] where it lies in its file, with a lease on the file; ``None`` where it is to
+        be read. See ``Checkpoint.view``."""
         shard = self._shards.get(name)
         if not self.on_cpu or not self.reads_rows(name) or (shard is not None and len(shard.pieces) > 1):
             return None
@@ -146,7 +147,7 @@ class SliceReader:
         if shard is not None:
             index = (*[slice(None)] * shard.dim, *(slice(piece.begin, piece.end) for piece in shard.pieces))
         try:
-            return self._checkpoint.view(self._stored(name), index, dtype=self._blueprint.dtype)
+            return self._checkpoint.view(self._stored(name), index, dtype=self._blueprint.dtype, leases=leases)
         except CheckpointError as error:
             raise ConfigError(str(error)) from error
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from typing import Final
 
@@ -50,7 +51,7 @@ class Packing:
 
     def finish(self) -> None:
         """Return when no weight lies in a file any more but those that could not be packed or copied, which the log tells of;
-        from now on without waiting for the processor."""
+        from now on without waiting for the processor. So it is, too, when somebody waits to write to one of the files."""
         self._hurry.set()
         self._done.wait()
 
@@ -58,21 +59,32 @@ class Packing:
         try:
             self._settle()
         finally:
+            for waiting in self._waiting:
+                waiting.leases.give_back()
             self._waiting.clear()
             self._done.set()
         gather_pages(self._rest.wait)
 
     def _settle(self) -> None:
         if any(each.panels or each.views for each in self._waiting):
-            self._hurry.wait(FIRST_SECONDS)
+            begun = time.monotonic()
+            while not self._hurries and (left := begun + FIRST_SECONDS - time.monotonic()) > 0.0:
+                self._hurry.wait(min(left, _LOOK_SECONDS))
         pace = Pace(self._wait)
         for waiting in self._waiting:
             self._pack(waiting.panels, pace)
         for waiting in self._waiting:
             self._keep(waiting.views, pace)
 
+    @property
+    def _hurries(self) -> bool:
+        if not self._hurry.is_set() and any(waiting.leases.is_awaited for waiting in self._waiting):
+            _log.info("somebody waits to write to a file of the checkpoint, until its weights are packed")
+            self._hurry.set()
+        return self._hurry.is_set()
+
     def _wait(self, longest: float) -> None:
-        if not self._hurry.is_set():
+        if not self._hurries:
             self._rest.wait(longest)
 
     def _pack(self, waiting: list[Panels], pace: Pace) -> None:
@@ -80,7 +92,7 @@ class Packing:
         while waiting:
             with _told():
                 left.append(self._packed(waiting.pop(0), pace))
-            if self._rest.between_steps(0.0 if self._hurry.is_set() else _LOOK_SECONDS):
+            if self._rest.between_steps(0.0 if self._hurries else _LOOK_SECONDS):
                 left.clear()
         while left and not self._rest.between_steps(_LOOK_SECONDS):
             pass

@@ -14,7 +14,7 @@ import pytest
 
 from checkpoint import claimed
 from serve.v1 import admin_pb2, inference_pb2, models_pb2, tokenizer_pb2
-from tests.support import reference
+from tests.support import leases, reference
 from tests.support.models import save_step
 from tests.support.server import Server, serving, until
 
@@ -117,7 +117,8 @@ def test_a_checkpoint_that_cannot_be_served_leaves_the_ranks_of_the_one_before(
     shutil.rmtree(second)
     (root / "latest").write_text("step-00000001")
     shard = root / "step-00000001" / "model.safetensors"
-    until(lambda: not any(has_mapped(pid, root) for pid in ranks))  # for some seconds after a start they need it as it was
+    if leases.WHY_NOT:  # who cuts it does not wait until ranks need it no more, as they do for some seconds after a start
+        until(lambda: not any(has_mapped(pid, root) for pid in ranks))
     os.truncate(shard, shard.stat().st_size // 2)
     assert "model.safetensors" in refusal()
     assert server.models.GetModel(models_pb2.GetModelRequest(), timeout=400).checkpoint_step == 1

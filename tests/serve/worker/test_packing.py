@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import weakref
 from pathlib import Path
@@ -25,6 +26,7 @@ from serve.worker.rest import Rest
 from serve.worker.runner import Runner
 from tests.serve.worker.family_worker import PROMPTS, generate
 from tests.support.kernels import cpu_kernels
+from tests.support.leases import needs_leases
 from tests.support.models import build
 
 CPU = torch.device("cpu")
@@ -99,6 +101,45 @@ def test_tokens_are_the_same_from_files_while_weights_are_packed_and_afterwards(
     for file in folder.glob("*.safetensors"):
         file.write_bytes(b"")
     assert tokens(model) == expected
+
+
+@needs_leases
+def test_who_cuts_a_file_waits_until_its_weights_are_packed_which_is_done_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a processor that is never free."""
+    monkeypatch.setattr(packing, "FIRST_SECONDS", 600.0)
+    folder = tmp_path / "model"
+    build("llama").save_pretrained(folder)
+    [file] = folder.glob("*.safetensors")
+    model = loaded(folder)
+    expected, waiting = tokens(model), model.filler.take_waiting()
+    assert waiting.panels
+    assert waiting.views
+    cutter = threading.Thread(target=os.truncate, args=(file, 0))
+    cutter.start()
+    while not waiting.leases.is_awaited:
+        cutter.join(0.001)
+    assert tokens(model) == expected, "the file is as it was"
+    with caplog.at_level(logging.INFO):
+        Packing([waiting], Rest())
+        cutter.join(60)
+    assert file.stat().st_size == 0
+    assert not is_mapped(folder)
+    assert tokens(model) == expected
+    assert "somebody waits to write to a file of the checkpoint, until its weights are packed" in caplog.text
+
+
+@needs_leases
+def test_what_lies_in_a_file_that_somebody_writes_is_read_at_once(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    build("llama").save_pretrained(folder)
+    [file] = folder.glob("*.safetensors")
+    with file.open("r+b"):
+        model = loaded(folder)
+    assert model.filler.waiting_bytes == 0
+    assert not is_mapped(folder)
+    assert tokens(model) == tokens(loaded(folder))
 
 
 def test_what_is_cast_quantized_or_not_for_later_is_read_at_once(tmp_path: Path) -> None:
