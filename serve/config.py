@@ -228,6 +228,10 @@ class KernelsConfig:
     """Whether on the CPU weights that lie in their files as the model wants them are mapped at the start and packed while the
     model serves, which so begins at once; off, it serves when all are packed. Nothing else changes by it."""
 
+    narrow_head: bool = True
+    """Whether on the CPU the likeliest tokens are looked for by a copy of the head in half as many bits, which finds the same,
+    where the head is a good part of a small model's weights; nothing else changes by it."""
+
     cuda_graph_max_batch: int = 256
     """Sequences of the largest step that is captured, at most ``max_num_seqs``; larger ones are launched piece by piece."""
 

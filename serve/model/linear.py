@@ -81,6 +81,7 @@ class Panels:
         self.plain: PlainRows | None = None
         """What products look at for a place to read from; ``None`` where the weight is packed before there are any."""
         self._pack = kernels.tessera_linear_pack
+        self._side_by_side = int(kernels.tessera_linear_panel_outputs(int(dtype == torch.bfloat16)))
         self._rows_OI: Tensor | None = None
 
     def put(self, begin: int, rows_RI: Tensor, threads: int | None = None) -> None:
@@ -97,6 +98,14 @@ class Panels:
         place = self.packed.data_ptr() + begin * inputs * self.packed.itemsize
         is_bf16, several = int(self.dtype == torch.bfloat16), threads or torch.get_num_threads()
         self._pack(is_bf16, several, plain_RI.data_ptr(), plain_RI.stride(0), place, count, inputs)
+
+    def unpacked(self, begin: int, end: int) -> Tensor:
+        """The rows [begin, end) of what is packed, as they came; both are multiples of ``ROWS``, or ``end`` is the last."""
+        assert begin % self.ROWS == 0, "rows begin inside a panel"
+        inputs, width = self.shape[1], self._side_by_side
+        together = 2 if self.dtype == torch.bfloat16 else 1
+        panels = self.packed.view(-1, inputs // together, width, together)
+        return panels[begin // width : -(-end // width)].transpose(1, 2).reshape(-1, inputs)[: end - begin]
 
     def read_from(self, rows_OI: Tensor) -> None:
         """Have products that are made from now on read these rows, until ``settle``. It is called before ``put``."""
@@ -208,6 +217,7 @@ class KernelPacker:
         flag, whole, place = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
         kernels.tessera_linear_packed_numbers.argtypes = (whole, whole)
         kernels.tessera_linear_packed_numbers.restype = whole
+        kernels.tessera_linear_panel_outputs.argtypes = (flag,)
         kernels.tessera_linear_pack.argtypes = (flag, flag, place, whole, place, whole, whole)
         kernels.tessera_linear_pack.restype = None
         kernels.tessera_linear.argtypes = (flag, flag, place, whole, whole, place, place, place, flag, place, whole, whole)
@@ -232,40 +242,59 @@ class KernelPacker:
         panels.put(0, weight_OI)
         return self.product(panels, bias_O, activation)
 
-    def product(self, panels: Panels, bias_O: Tensor | None, activation: str = "none") -> Matmul:
+    def product(self, panels: Panels, bias_O: Tensor | None, activation: str = "none") -> PanelsProduct:
         """The product with a weight that is packed, or will be."""
-        (outputs, inputs), dtype, packed = panels.shape, panels.dtype, panels.packed
-        plain = None if panels.plain is None else ctypes.addressof(panels.plain)
-        is_bf16 = int(dtype == torch.bfloat16)
-        multiply, kind = self._kernels.tessera_linear, ACTIVATIONS.index(activation)
+        return PanelsProduct(self._kernels, panels, bias_O, activation)
 
-        def matmul(x: Tensor) -> Tensor:
-            assert x.dtype == panels.dtype, "the kernel sees addresses alone"
-            rows_MI = x.reshape(-1, inputs)
-            if rows_MI.stride(1) != 1:
-                rows_MI = rows_MI.contiguous()
-            rows = rows_MI.shape[0]
-            out_MO = torch.empty(rows, outputs, dtype=dtype)
-            multiply(
-                is_bf16,
-                torch.get_num_threads(),
-                rows_MI.data_ptr(),
-                rows,
-                rows_MI.stride(0),
-                packed.data_ptr(),
-                plain,
-                None if bias_O is None else bias_O.data_ptr(),
-                kind,
-                out_MO.data_ptr(),
-                outputs,
-                inputs,
-            )
-            if (recorder := active()) is not None:
-                job = Job(_PRODUCT, is_bf16, rows_MI.data_ptr(), None, packed.data_ptr())
-                job.plain, job.bias = plain, None if bias_O is None else bias_O.data_ptr()
-                job.out, job.rows, job.width, job.inputs = out_MO.data_ptr(), rows, outputs, inputs
-                job.x_stride, job.out_stride, job.activation = rows_MI.stride(0), outputs, kind
-                recorder.note(job)
-            return out_MO.view(*x.shape[:-1], outputs)
 
-        return matmul
+class PanelsProduct:
+    """``Matmul`` with a weight in panels."""
+
+    __slots__ = ("_activation", "_bias", "_multiply", "_plain", "bias_O", "panels")
+
+    def __init__(self, kernels: ctypes.CDLL, panels: Panels, bias_O: Tensor | None, activation: str) -> None:
+        self.panels = panels
+        self._multiply = kernels.tessera_linear
+        self.bias_O, self._bias = bias_O, None if bias_O is None else bias_O.data_ptr()
+        self._activation = ACTIVATIONS.index(activation)
+        self._plain = None if panels.plain is None else ctypes.addressof(panels.plain)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        panels = self.panels
+        outputs, inputs = panels.shape
+        assert x.dtype == panels.dtype, "the kernel sees addresses alone"
+        rows_MI = x.reshape(-1, inputs)
+        if rows_MI.stride(1) != 1:
+            rows_MI = rows_MI.contiguous()
+        out_MO = torch.empty(rows_MI.shape[0], outputs, dtype=panels.dtype)
+        self._multiply(
+            int(panels.dtype == torch.bfloat16),
+            torch.get_num_threads(),
+            rows_MI.data_ptr(),
+            rows_MI.shape[0],
+            rows_MI.stride(0),
+            panels.packed.data_ptr(),
+            self._plain,
+            self._bias,
+            self._activation,
+            out_MO.data_ptr(),
+            outputs,
+            inputs,
+        )
+        if (recorder := active()) is not None:
+            recorder.note(self.job(rows_MI, out_MO))
+        return out_MO.view(*x.shape[:-1], outputs)
+
+    def job(self, rows_MI: Tensor, out_MO: Tensor) -> Job:
+        """The call as a value.
+
+        Args:
+            rows_MI: whose numbers lie side by side in each row.
+            out_MO: contiguous.
+        """
+        panels = self.panels
+        job = Job(_PRODUCT, int(panels.dtype == torch.bfloat16), rows_MI.data_ptr(), None, panels.packed.data_ptr())
+        job.plain, job.bias, job.out = self._plain, self._bias, out_MO.data_ptr()
+        (job.width, job.inputs), job.rows = panels.shape, rows_MI.shape[0]
+        job.x_stride, job.out_stride, job.activation = rows_MI.stride(0), job.width, self._activation
+        return job

@@ -123,7 +123,7 @@ class _Own:
         """The product with a weight, of which only the packed form is kept."""
         outputs, inputs = weight.values_OI.shape
         group, is_bf16, kind = weight.group + weight.group % 2, int(dtype == torch.bfloat16), ACTIVATIONS.index(activation)
-        packed, scales = _packed(weight.values_OI, bits, self.together(dtype)), _panels(weight.scales_OG)
+        packed, scales = packed_values(weight.values_OI, bits, self.together(dtype)), packed_scales(weight.scales_OG)
         multiply = self._multiply
 
         def matmul(x: Tensor) -> Tensor:
@@ -161,8 +161,8 @@ class _Own:
         return matmul
 
 
-def _packed(values_OI: Tensor, bits: int, together: int) -> Tensor:
-    """Panels as the kernel reads them; ``together`` inputs lie side by side."""
+def packed_values(values_OI: Tensor, bits: int, together: int) -> Tensor:
+    """Panels as the kernel reads them, one behind the other; ``together`` inputs lie side by side."""
     outputs, inputs = values_OI.shape
     panels = -(-outputs // _PANEL)
     padded = torch.nn.functional.pad(values_OI, (0, 0, 0, panels * _PANEL - outputs))
@@ -174,7 +174,8 @@ def _packed(values_OI: Tensor, bits: int, together: int) -> Tensor:
     return (low | high << 4).contiguous()
 
 
-def _panels(scales_OG: Tensor) -> Tensor:
+def packed_scales(scales_OG: Tensor) -> Tensor:
+    """Scales as the kernel reads them, of one panel behind the other."""
     outputs, groups = scales_OG.shape
     panels = -(-outputs // _PANEL)
     padded = torch.nn.functional.pad(scales_OG, (0, 0, 0, panels * _PANEL - outputs))

@@ -53,6 +53,8 @@ class Job(ctypes.Structure):
         ("group", ctypes.c_int64),
         ("epsilon", ctypes.c_double),
         ("plain", ctypes.c_void_p),
+        ("panels", ctypes.c_void_p),
+        ("num_panels", ctypes.c_int64),
     )
 
 

@@ -93,15 +93,6 @@ def _new_area(num_bytes: int, large: bool) -> Tensor:
     return whole[begin : begin + size]
 
 
-def gather_pages_beside(wait: Callable[[float], None]) -> None:
-    """Have a thread of its own make large pages of the small ones that weights have been written to, one after the other.
-
-    Args:
-        wait: called before each page: returns when the processor is free for it, or after so many seconds.
-    """
-    threading.Thread(target=gather_pages, args=(wait,), name="gather-pages", daemon=True).start()
-
-
 def gather_pages(wait: Callable[[float], None] = lambda _: None) -> None:
     """Make large pages of the small ones that weights have been written to, page after page.
 
@@ -109,7 +100,7 @@ def gather_pages(wait: Callable[[float], None] = lambda _: None) -> None:
     it is.
 
     Args:
-        wait: as of ``gather_pages_beside``.
+        wait: called before each page: returns when the processor is free for it, or after so many seconds.
     """
     global _small
     areas, _small = _small, []

@@ -15,7 +15,7 @@ from serve.config import ServerConfig
 from serve.engine.plan import StepPlan, StepResult
 from serve.errors import ConfigError, StartError
 from serve.model.filling import Filling
-from serve.model.weight_memory import gather_pages, gather_pages_beside
+from serve.model.weight_memory import gather_pages
 from serve.worker import gpus, wire
 from serve.worker.canary import forward_fault
 from serve.worker.device_faults import is_out_of_memory
@@ -149,8 +149,7 @@ class Exchange:
             self._put_back(candidate)
         else:
             self._config = candidate.config
-            if candidate.values is None:
-                gather_pages_beside(self._runner.rest.wait)
+            self._packing.go_on()
         if graphs is not None:
             graphs.capture()
         return StepResult(step=plan.step, refused=refused) if self._ranks.answers else None

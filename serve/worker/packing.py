@@ -12,7 +12,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch import Tensor
 from checkpoint.opening.mapped import keep
 from serve.model.filling import Waiting
 from serve.model.linear import Panels
+from serve.model.narrow_head import NarrowHead
 from serve.model.pace import Pace
 from serve.model.weight_memory import gather_pages
 from serve.worker.rest import Rest
@@ -35,25 +36,36 @@ _log = logging.getLogger(__name__)
 
 
 class Packing:
-    """A thread that packs what was left for later, and then makes large pages of small ones."""
+    """A thread that packs what was left for later, then makes large pages of small ones, then copies the head."""
 
-    def __init__(self, waiting: Iterable[Waiting], rest: Rest) -> None:
+    def __init__(self, waiting: Iterable[Waiting], rest: Rest, narrow: NarrowHead | None = None) -> None:
         """
         Args:
             waiting: weights that are used where they lie.
             rest: when the processor is free for this.
+            narrow: a head that is copied once it is packed.
         """
         self._waiting = list(waiting)
         self._rest = rest
+        self._narrow = narrow
         self._hurry = threading.Event()
         self._done = threading.Event()
-        threading.Thread(target=self._run, name="pack-weights", daemon=True).start()
+        self._one_at_a_time = threading.Lock()
+        self._begin(self._run)
+
+    @staticmethod
+    def _begin(work: Callable[[], None]) -> None:
+        threading.Thread(target=work, name="pack-weights", daemon=True).start()
 
     def finish(self) -> None:
         """Return when no weight lies in a file any more but those that could not be packed or copied, which the log tells of;
         from now on without waiting for the processor. So it is, too, when somebody waits to write to one of the files."""
         self._hurry.set()
         self._done.wait()
+
+    def go_on(self) -> None:
+        """Do what is to be done beside steps with the weights that have just taken the others' places."""
+        self._begin(self._finish)
 
     def _run(self) -> None:
         try:
@@ -63,7 +75,13 @@ class Packing:
                 waiting.leases.give_back()
             self._waiting.clear()
             self._done.set()
-        gather_pages(self._rest.wait)
+        self._finish()
+
+    def _finish(self) -> None:
+        with self._one_at_a_time:
+            gather_pages(self._rest.wait)
+            if self._narrow is not None:
+                self._narrow.build(Pace(self._rest.wait))
 
     def _settle(self) -> None:
         if any(each.panels or each.views for each in self._waiting):

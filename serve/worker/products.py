@@ -59,7 +59,7 @@ class ProductMaker:
         bias = bias_O if not summed or (both is not None and self._ranks.rank == 0) else None
         if isinstance(weight, Panels):
             assert isinstance(packer, KernelPacker), "it was begun by this one"
-            matmul = packer.product(weight, bias, activation)
+            matmul: Matmul = packer.product(weight, bias, activation)
         else:
             matmul = (packer or plain)(weight, bias, activation)
         if both is not None:

@@ -24,13 +24,13 @@ class Computed:
 
     hidden_TE: Tensor
     """Last hidden states; of a replay overwritten by the next one, of this number of rows or another."""
-    logits_TV: Tensor
-    """This rank's logits of every row in fp32; overwritten so, too."""
+    logits_TV: Tensor | None
+    """This rank's logits of every row in fp32, if they were asked for; overwritten so, too."""
 
 
 @dataclass(slots=True)
 class _Size:
-    """What is known of the steps of so many rows."""
+    """What is known of the steps of so many rows, with or without logits."""
 
     computed: bool = False
     """Whether one was computed, by which all is there that is made on first use."""
@@ -56,15 +56,15 @@ class RecordedSteps:
         self._inputs = inputs
         self._steps = Steps(model.kernels)
         self._memory = StepMemory()
-        self._sizes: dict[int, _Size] = {}
+        self._sizes: dict[tuple[int, bool], _Size] = {}
         self._begun = False
         self.aside = False
         """Whether steps are computed as usual meanwhile: who profiles them wants to see what a replay does at once."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Numbers of rows whose steps are replayed."""
-        return tuple(rows for rows, size in self._sizes.items() if size.proven)
+        """Numbers of rows whose steps are replayed, in one of the two ways at least."""
+        return tuple(dict.fromkeys(rows for (rows, _), size in self._sizes.items() if size.proven))
 
     def capture(self) -> None:
         """Record steps from now on."""
@@ -75,8 +75,11 @@ class RecordedSteps:
         self._begun = False
         self._sizes.clear()
 
-    def replay(self, layout: StepLayout) -> Computed | None:
+    def replay(self, layout: StepLayout, *, with_logits: bool = True) -> Computed | None:
         """Compute the step whose inputs were filled; ``None`` where that is to be done as usual.
+
+        Args:
+            with_logits: whether the head is computed, too.
 
         Raises:
             Overtaken: nothing of it counts, and it may be computed again.
@@ -85,21 +88,21 @@ class RecordedSteps:
         step = self._inputs.steps.get(rows)
         if not self._begun or self.aside or step is None or step.layout is not layout:
             return None
-        size = self._sizes.setdefault(rows, _Size())
+        size = self._sizes.setdefault((rows, with_logits), _Size())
         if not size.computed:
             size.computed = True
-            return self._compute(step)  # to its end: what one has left is not all there when the next is recorded
+            return self._compute(step, with_logits)  # to its end: what one has left is not all there when the next is recorded
         if size.program is None:
-            return self._record(size, step)
+            return self._record(size, step, with_logits)
         if not size.program.replay(self._overtaking.descriptor if size.proven else NO_SOCKET):
             raise Overtaken
         assert size.results is not None, "results belong to the program"
-        return size.results if size.proven else self._prove(size, step)
+        return size.results if size.proven else self._prove(size, step, with_logits)
 
-    def _record(self, size: _Size, step: DecodeStep) -> Computed | None:
+    def _record(self, size: _Size, step: DecodeStep, with_logits: bool) -> Computed | None:
         try:
             with Recorder(self._steps, self._memory) as recorder:
-                results = self._compute(step)
+                results = self._compute(step, with_logits)
         except CaptureError as error:
             self._give_up(f"it cannot be recorded: {error}")
             return None
@@ -112,11 +115,13 @@ class RecordedSteps:
         )
         return results
 
-    def _prove(self, size: _Size, step: DecodeStep) -> Computed:
+    def _prove(self, size: _Size, step: DecodeStep, with_logits: bool) -> Computed:
         """Compare a replay with the same step, computed once more: keys and values are written where they were."""
         assert size.results is not None, "results belong to the program"
-        expected = self._compute(step)
-        size.proven = _same(size.results.hidden_TE, expected.hidden_TE) and _same(size.results.logits_TV, expected.logits_TV)
+        expected = self._compute(step, with_logits)
+        size.proven = _same(size.results.hidden_TE, expected.hidden_TE)
+        if size.results.logits_TV is not None and expected.logits_TV is not None:
+            size.proven = size.proven and _same(size.results.logits_TV, expected.logits_TV)
         if not size.proven:
             self._give_up("a replay gave other numbers")
         return expected
@@ -127,13 +132,13 @@ class RecordedSteps:
         )
         self.forget()
 
-    def _compute(self, step: DecodeStep) -> Computed:
+    def _compute(self, step: DecodeStep, with_logits: bool) -> Computed:
         self._model.state.layout = step.layout
         with self._overtaking.undisturbed():
             hidden_1TE = self._model.body(
                 input_ids=step.input_ids, position_ids=step.position_ids, use_cache=False, return_dict=True
             ).last_hidden_state
-        return Computed(hidden_1TE[0], self._model.head(hidden_1TE)[0].float())
+        return Computed(hidden_1TE[0], self._model.head(hidden_1TE)[0].float() if with_logits else None)
 
 
 def _same(x: Tensor, y: Tensor) -> bool:

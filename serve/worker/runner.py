@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from serve.engine.plan import PromptLogprobs, Sampled, SequenceFault, Span, StepPlan, StepResult
+from serve.model.narrow_head import NarrowHead
 from serve.model.sending import send
 from serve.types import SequenceId
 from serve.worker.batch import Batch, SequenceTable
@@ -37,9 +38,16 @@ _HEAD_ROWS = 64
 class Runner:
     """One rank's side of every step. All run the same plan; the first rank of the last stage samples and has the result."""
 
-    def __init__(self, model: RankModel, ranks: Ranks, draft: RankModel | None = None) -> None:
-        """``draft``: the draft model, where there is one, on rank 0."""
+    def __init__(
+        self, model: RankModel, ranks: Ranks, draft: RankModel | None = None, narrow: NarrowHead | None = None
+    ) -> None:
+        """
+        Args:
+            draft: the draft model, where there is one, on rank 0.
+            narrow: what may find the likeliest tokens in place of the head.
+        """
         self._model = model
+        self._narrow = narrow
         self._ranks = ranks
         self.overtaking: Final = Overtaking()
         """What may be computed in the middle of a step."""
@@ -102,12 +110,10 @@ class Runner:
         sampled: list[Sampled] = []
         unsampled: list[SequenceFault] = []
         if batch.sample_rows:
-            if replayed is None:
-                sampled, unsampled = self._sample(self._model.head(_rows(hidden_TE, batch.sample_rows)[None])[0], batch)
-            elif isinstance(replayed, Captured):
+            if isinstance(replayed, Captured):
                 sampled, unsampled = self._sample_captured(replayed, batch)
             else:
-                sampled, unsampled = self._sample(_rows(replayed.logits_TV, batch.sample_rows), batch)
+                sampled, unsampled = self._sample_computed(hidden_TE, None if replayed is None else replayed.logits_TV, batch)
             self._table.keep_drawn((answer.sequence, answer.token_id) for answer in sampled)
         if not self._ranks.answers:
             return None
@@ -132,7 +138,11 @@ class Runner:
 
     def _compute(self, batch: Batch) -> tuple[Tensor, Captured | Computed | None]:
         """Last hidden states, at least of the rows that are read; and what was computed with them, captured or recorded."""
-        replayed = None if self.graphs is None else self.graphs.replay(batch.layout)
+        replayed: Captured | Computed | None = None
+        if self.recorded is not None:
+            replayed = self.recorded.replay(batch.layout, with_logits=not self._searches(batch))
+        elif self.graphs is not None:
+            replayed = self.graphs.replay(batch.layout)
         if replayed is not None:
             return replayed.hidden_TE, replayed
         self._model.state.layout, self._model.state.read = batch.layout, batch.read_rows
@@ -144,6 +154,26 @@ class Runner:
             self._model.state.read = None
         return hidden_1TE[0], None
 
+    def _searches(self, batch: Batch) -> bool:
+        """Whether the likeliest tokens are all that is wanted, and are looked for without the logits of all."""
+        return self._narrow is not None and self._narrow.serves(len(batch.sample_rows)) and wants_likeliest(batch.sampled)
+
+    def _sample_computed(
+        self, hidden_TE: Tensor, logits_TV: Tensor | None, batch: Batch
+    ) -> tuple[list[Sampled], list[SequenceFault]]:
+        """The next token of each row, on the stage's rank 0.
+
+        Args:
+            logits_TV: this rank's, where they were computed.
+        """
+        rows = batch.sample_rows
+        if logits_TV is not None:
+            return self._sample(_rows(logits_TV, rows), batch)
+        hidden_RE = _rows(hidden_TE, rows)
+        if self._narrow is not None and self._searches(batch) and (found := self._narrow.likeliest(hidden_RE)) is not None:
+            return self._sample_likeliest(found.peaks_R, found.places_R, batch)
+        return self._sample(self._model.head(hidden_RE[None])[0], batch)
+
     def _sample(self, own_RV: Tensor, batch: Batch) -> tuple[list[Sampled], list[SequenceFault]]:
         """The next token of each row, on the stage's rank 0.
 
@@ -154,13 +184,21 @@ class Runner:
         """
         own_RV, states = own_RV.float(), batch.sampled
         if self._ranks.size > 1 and wants_likeliest(states):
-            peaks_R, places_R = self._model.sampling.peaks(own_RV.contiguous())
-            parts_RX = self._ranks.gather_columns(torch.stack((peaks_R, places_R.float()), dim=1), (2,) * self._ranks.size)
-            if parts_RX is None:
-                return [], []
-            return likeliest_answers(likeliest(parts_RX, self._begins_S), range(len(states)), states)
+            return self._sample_likeliest(*self._model.sampling.peaks(own_RV.contiguous()), batch)
         logits_RV = self._ranks.gather_columns(own_RV, self._model.head_widths)
         return ([], []) if logits_RV is None else sample(logits_RV, states, self._model.sampling)
+
+    def _sample_likeliest(self, peaks_R: Tensor, places_R: Tensor, batch: Batch) -> tuple[list[Sampled], list[SequenceFault]]:
+        """The likeliest token of each row, on the stage's rank 0, of each rank's largest logit and its column there."""
+        states, ranks = batch.sampled, self._ranks.size
+        if ranks == 1:
+            found_2R = torch.stack((places_R, peaks_R.isfinite()))
+        else:
+            parts_RX = self._ranks.gather_columns(torch.stack((peaks_R, places_R.float()), dim=1), (2,) * ranks)
+            if parts_RX is None:
+                return [], []
+            found_2R = likeliest(parts_RX, self._begins_S)
+        return likeliest_answers(found_2R, range(len(states)), states)
 
     def _sample_captured(self, captured: Captured, batch: Batch) -> tuple[list[Sampled], list[SequenceFault]]:
         """What ``_sample`` gives, of a captured step: it has found the likeliest tokens, and its draws are captured, too."""

@@ -19,7 +19,7 @@ if flag:
     with open(flag, "r+b") as opened:
         on = mmap.mmap(opened.fileno(), 1)
     seen = set()
-    beside = {{"tessera-watch", "tessera-metrics", "pulse", "gather-pages", "pack-weights"}}  # whether or not there is a call
+    beside = {{"tessera-watch", "tessera-metrics", "pulse", "pack-weights"}}  # whether or not there is a call
 
     def note(frame, event, argument):
         if event == "call" and on[0] == 49:

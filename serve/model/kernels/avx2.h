@@ -160,6 +160,8 @@ struct Call {
     Activation activation;
     scalar* y;
     int64_t O, I;
+    const int32_t* panels;  // of kPanel outputs: those that are computed; none: all
+    int64_t num_panels;
 };
 
 typedef float eight __attribute__((vector_size(32)));
@@ -167,7 +169,7 @@ typedef float eight __attribute__((vector_size(32)));
 template <typename scalar>
 Call<scalar> call_of(const tessera::Job& job) {
     return {static_cast<const scalar*>(job.x), job.rows,  job.x_stride, static_cast<const scalar*>(job.bias), Activation(job.activation),
-            static_cast<scalar*>(job.out),     job.width, job.inputs};
+            static_cast<scalar*>(job.out),     job.width, job.inputs, job.panels, job.num_panels};
 }
 
 inline void save_numbers(eight x, float* target) { save_as(x, target); }
@@ -283,7 +285,8 @@ template <typename scalar, typename Make>
 void multiply_rows(const Call<scalar>& call, const Make& weights_of, tessera::Hand& hand) {
     constexpr bool is_wide = sizeof(scalar) == sizeof(float);
     typedef decltype(weights_of(0)) Weights;
-    const int64_t panels = (call.O + Weights::kOutputs - 1) / Weights::kOutputs;
+    constexpr int64_t kParts = kPanel / Weights::kOutputs;
+    const int64_t all = (call.O + Weights::kOutputs - 1) / Weights::kOutputs, panels = call.panels ? call.num_panels * kParts : all;
     thread_local std::vector<float> inputs;
     for (int64_t m = 0; m < call.M; m += kBlockRows) {
         const int64_t rows = call.M - m < kBlockRows ? call.M - m : kBlockRows;
@@ -296,7 +299,10 @@ void multiply_rows(const Call<scalar>& call, const Make& weights_of, tessera::Ha
             for (int64_t r = 0; r < rows; ++r) widen(call.x + (m + r) * call.stride, inputs.data() + r * call.I, call.I);
             x = inputs.data();
         }
-        hand.share_out(panels, [&](int64_t p) { panel_times_all(weights_of(p), call, p, m, rows, x, stride); });
+        hand.share_out(panels, [&](int64_t item) {
+            const int64_t p = call.panels ? call.panels[item / kParts] * kParts + item % kParts : item;
+            if (p < all) panel_times_all(weights_of(p), call, p, m, rows, x, stride);
+        });
     }
 }
 

@@ -230,9 +230,9 @@ void linear(const tessera::Job& job, tessera::Hand& hand) {
     auto* y = static_cast<number*>(job.out);
     const int64_t M = job.rows, stride = job.x_stride, O = job.width, I = job.inputs;
     const Activation activation = Activation(job.activation);
-    const int64_t panels = panels_of(O), blocks = (M + kBlockRows - 1) / kBlockRows;
+    const int64_t panels = job.panels ? job.num_panels : panels_of(O), blocks = (M + kBlockRows - 1) / kBlockRows;
     hand.share_out(blocks * panels, [&](int64_t item) {
-        const int64_t p = item / blocks, first = item % blocks * kBlockRows;
+        const int64_t p = job.panels ? job.panels[item / blocks] : item / blocks, first = item % blocks * kBlockRows;
         const int64_t end = first + kBlockRows < M ? first + kBlockRows : M;
         const auto [panel, next] = panel_of<kPanel, number>(job, p);
         const number* own_bias = bias ? bias + p * kPanel : nullptr;
@@ -240,7 +240,7 @@ void linear(const tessera::Job& job, tessera::Hand& hand) {
         int64_t m = first;
         // While the second eight rows and the third are computed from what the first have read, the next panel comes, half with each.
         const int64_t words = I / kind::kInputs;
-        const int64_t left = blocks == 1 && p + 1 < panels ? 2 : 0;
+        const int64_t left = blocks == 1 && !job.panels && p + 1 < panels ? 2 : 0;
         Ahead ahead = {reinterpret_cast<const char*>(panel), 0};
 #define TESSERA_ROWS(R, U) \
     panel_times_rows<kind, R, U>(panel, x + m * stride, stride, own_bias, activation, y + m * O + p * kPanel, O, I, outputs, ahead)
@@ -307,6 +307,14 @@ int tessera_linear_supported([[maybe_unused]] int is_bf16) {
 #else
     return 0;
 #endif
+}
+
+// How many outputs lie side by side in a packed weight.
+int tessera_linear_panel_outputs([[maybe_unused]] int is_bf16) {
+#ifdef TESSERA_AVX2
+    if (!is_bf16) return int(PlainFp32::kOutputs);
+#endif
+    return int(kPanel);
 }
 
 int64_t tessera_linear_packed_numbers(int64_t O, int64_t I) { return panels_of(O) * kPanel * I; }

@@ -33,6 +33,8 @@ struct Job {
     int64_t bits, group; // of quantized weights
     double epsilon;
     const PlainRows* plain;  // of a product whose weight may not be packed yet, or none
+    const int32_t* panels;   // of a product: of which 32 outputs each is computed, and no other; none: all are
+    int64_t num_panels;
 };
 
 void multiply(const Job& job, Hand& hand);            // linear.cpp

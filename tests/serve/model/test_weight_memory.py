@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +9,7 @@ import pytest
 import torch
 
 from serve.model import pace, weight_memory
-from serve.model.weight_memory import AREA_BYTES, HUGE_PAGE_BYTES, WeightMemory, gather_pages_beside
+from serve.model.weight_memory import AREA_BYTES, HUGE_PAGE_BYTES, WeightMemory, gather_pages
 
 SIZES = [1, 63, 64, 65, 4096, HUGE_PAGE_BYTES, AREA_BYTES // 2, AREA_BYTES // 2 + 1, AREA_BYTES + 1, 3, 0]
 
@@ -58,22 +56,15 @@ def huge_bytes() -> int:
     return int(line.split()[1]) << 10
 
 
-def gather_and_wait(wait: Callable[[float], None] = lambda _: None) -> None:
-    gather_pages_beside(wait)
-    for thread in threading.enumerate():
-        if thread.name == "gather-pages":
-            thread.join()
-
-
 def test_large_pages_are_made_of_what_was_written_and_of_nothing_else() -> None:
     if not weight_memory._wanted() or not weight_memory._advise(0, 0, weight_memory._COLLAPSE):
         pytest.skip("this kernel makes no huge page of small ones")
-    gather_and_wait()
+    gather_pages()
     memory = WeightMemory()
     tensors = [memory.empty((AREA_BYTES // 8,), torch.uint8).fill_(number) for number in range(4)]
     before, resident = huge_bytes(), resident_bytes()
     waits = list[int]()
-    gather_and_wait(lambda _: waits.append(huge_bytes()))
+    gather_pages(lambda _: waits.append(huge_bytes()))
     assert len(waits) >= AREA_BYTES // HUGE_PAGE_BYTES, "each page waits until the processor is free"
     assert huge_bytes() - before >= AREA_BYTES // 2
     assert resident_bytes() - resident < HUGE_PAGE_BYTES
@@ -102,7 +93,7 @@ def test_a_page_waits_twice_as_long_as_the_last_took_within_bounds(monkeypatch: 
 
 def test_an_area_that_is_gone_is_left_alone() -> None:
     WeightMemory().empty((AREA_BYTES,), torch.uint8).fill_(1)
-    gather_and_wait()
+    gather_pages()
     assert not weight_memory._small
 
 
