@@ -70,6 +70,10 @@ class ModelConfig:
     quantization_group: int = 32
     """Inputs that share a scale with ``int4``: 32, 64 or 128. Smaller groups round less and take more room."""
 
+    experts: Literal["inside", "whole"] = "inside"
+    """How tensor parallel ranks share a layer's experts: each has a part of every one (``inside``), or some of them
+    (``whole``), for which few tokens wait longer."""
+
     draft_model: str = ""
     """Folder of a smaller checkpoint with the same tokenizer, which guesses the tokens of ``speculative_tokens``; rank 0 has
     all of it. Empty: they are looked up in what texts have said before."""

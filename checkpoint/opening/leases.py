@@ -29,18 +29,21 @@ class Leases:
             fd: open for reading only; it may be closed afterwards.
 
         Returns:
-            Whether nobody has the file open for writing, as far as that can be found out.
+            Whether nobody has the file open for writing or waits to open it, as far as that can be found out.
         """
         status = os.fstat(fd)
         file = (status.st_dev, status.st_ino)
         with self._lock:
             if file in self._held:
-                return True
-            own = os.dup(fd)
+                return _is_held(self._held[file])
+            own = -1
             try:
+                own = os.dup(fd)
                 fcntl.fcntl(own, fcntl.F_SETSIG, signal.SIGURG)  # which is ignored where nobody handles it; SIGIO is not
                 fcntl.fcntl(own, fcntl.F_SETLEASE, fcntl.F_RDLCK)
             except OSError as error:
+                if own < 0:
+                    return False
                 os.close(own)
                 return error.errno != errno.EAGAIN
             self._held[file] = own
@@ -50,12 +53,17 @@ class Leases:
     def is_awaited(self) -> bool:
         """Whether somebody waits for a lease to be given back; the system takes it away after a while (45 s, by default)."""
         with self._lock:
-            return any(fcntl.fcntl(fd, fcntl.F_GETLEASE) != fcntl.F_RDLCK for fd in self._held.values())
+            return not all(map(_is_held, self._held.values()))
 
     def give_back(self) -> None:
         """Hold nobody up any more."""
         with self._lock:
             _close(self._held)
+
+
+def _is_held(fd: int) -> bool:
+    """Whether a lease is as it was taken: nobody waits for it, nor has it been taken away."""
+    return fcntl.fcntl(fd, fcntl.F_GETLEASE) == fcntl.F_RDLCK
 
 
 def _close(held: dict[tuple[int, int], int]) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from serve.errors import ConfigError
 from serve.model.families import HALVES, PAIRS, Family
 from serve.model.heads import Piece, near_even
 from serve.model.shards import ShardOf
@@ -29,7 +32,10 @@ class Stack:
                 yield name, (self.shape[1] // len(expert), self.shape[2])
 
     def parts(self, expert: int, shard: ShardOf | None) -> Iterator[tuple[str, tuple[slice, ...] | None, slice]]:
-        """Each tensor of one expert: its name, a rank's part of it, and in which rows of the rank's [O, I] that lies."""
+        """Each tensor of one of a rank's experts: its name, the rank's part of it, and in which rows of the rank's [O, I] that
+        lies."""
+        if shard is not None and shard.dim == 0:
+            expert, shard = expert + shard.pieces[0].begin, None
         names = self.names[expert]
         begin = 0
         for number, name in enumerate(names):
@@ -67,16 +73,68 @@ def stored_name(family: Family, path: str) -> str:
     return path.replace(ours, theirs, 1) if ours else path
 
 
-def cut_experts(model: nn.Module, family: Family, size: int, rank: int) -> dict[str, ShardOf]:
-    """A rank's share of every expert: some of its inner features, so that the ranks' products are summed after it."""
+def cut_experts(model: nn.Module, family: Family, size: int, rank: int, *, whole: bool) -> dict[str, ShardOf]:
+    """A rank's share of the experts, whose products are summed over the ranks after them.
+
+    Args:
+        whole: some of the experts; else of every expert some of its inner features.
+    """
     shards = {}
     for path, parameter in model.named_parameters():
         module, _, name = path.rpartition(".")
-        if family.experts and module.endswith(family.experts) and name in family.expert_cuts:
+        if not family.experts or not module.endswith(family.experts):
+            continue
+        shape = tuple(parameter.shape)
+        if whole:
+            shards[path] = ShardOf(full_shape=shape, dim=0, pieces=(own_experts(shape[0], size, rank),))
+        elif name in family.expert_cuts:
             dim, layout = family.expert_cuts[name]
-            shape = tuple(parameter.shape)
             shards[path] = ShardOf(full_shape=shape, dim=dim, pieces=_pieces(layout, shape[dim], size, rank))
     return shards
+
+
+def deals_out_experts(wanted: str, family: Family, model: nn.Module, size: int) -> bool:
+    """Whether each rank gets some of the experts, not a part of each; ``wanted`` is ``model.experts``.
+
+    Raises:
+        ConfigError: the model has none, or fewer than there are ranks.
+    """
+    if wanted != "whole":
+        return False
+    counts = [cast(int, module.num_experts) for module in expert_modules(model, family)]
+    if not counts or min(counts) < size:
+        raise ConfigError(
+            f"model.experts is whole and model.tensor_parallel_size {size}; a layer of this {family.name} has "
+            f"{min(counts, default=0)} experts"
+        )
+    return size > 1
+
+
+def own_experts(count: int, size: int, rank: int) -> Piece:
+    """Which of so many experts a rank has, where they are dealt out whole."""
+    return near_even(count, size, rank)
+
+
+def only_own(forward: Callable[..., Tensor], own: Piece, *, skips: bool) -> Callable[..., Tensor]:
+    """The forward of a layer's experts where the module has some of them: of tokens [T] routed to K of all, what its own add.
+
+    Args:
+        skips: it takes a number that is one more than the last for none, and so needs to know no number of rows; else it is
+            given the rows of its own experts alone. No other is computed: what overflows would not be nothing times zero.
+    """
+
+    def by_number(hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        elsewhere_TK = (experts_TK < own.begin) | (experts_TK >= own.end)
+        weights_TK = weights_TK.masked_fill(elsewhere_TK, 0.0)
+        return forward(hidden_TH, (experts_TK - own.begin).masked_fill(elsewhere_TK, own.width), weights_TK)
+
+    def by_rows(hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        token_S, choice_S = torch.where((experts_TK >= own.begin) & (experts_TK < own.end))
+        chosen_S1 = (experts_TK[token_S, choice_S] - own.begin)[:, None]
+        given_SH = forward(hidden_TH[token_S], chosen_S1, weights_TK[token_S, choice_S][:, None])
+        return torch.zeros_like(hidden_TH).index_add_(0, token_S, given_SH)
+
+    return by_number if skips else by_rows
 
 
 def _pieces(layout: str, whole: int, size: int, rank: int) -> tuple[Piece, ...]:

@@ -34,6 +34,8 @@ _FEW_CALLS, _MOST_FAILURES = 64, 1 / 4
 _BLOCK_BYTES: Final = 1 << 20
 _BF16, _FP32 = 2.0**-8, 2.0**-24
 """What rounding to nearest loses at most, for each of a number's size."""
+_FLUSHED: Final = 2e-38
+"""More than a denormal weight, which products of pairs take for zero."""
 _QUANTIZED: Final = KINDS.index("quantized")
 
 _log = logging.getLogger(__name__)
@@ -184,8 +186,8 @@ class NarrowHead:
         kernels.tessera_likeliest.argtypes = (ctypes.c_void_p, ctypes.c_int)
         kernels.tessera_likeliest.restype = ctypes.c_int64
         outputs, inputs = product.panels.shape
-        self.num_bytes = outputs * inputs * kind.dtype.itemsize
-        """What the copy takes."""
+        self.num_bytes = outputs * (inputs * kind.dtype.itemsize + kind.most_rows * 2 * product.panels.dtype.itemsize)
+        """What the copy takes, and logits of both products."""
         self._ready: _Ready | None = None
 
     def serves(self, rows: int) -> bool:
@@ -221,9 +223,11 @@ class NarrowHead:
                 end = min(begin + step, outputs)
                 rows_BI = panels.unpacked(begin, end)
                 narrow_BI, whole_BI = copy.put(begin, rows_BI), rows_BI.float()
-                norms_O[begin:end] = narrow_BI.norm(dim=1)
-                summed_B = (whole_BI.norm(dim=1) + norms_O[begin:end]) * of_sums
-                losses_O[begin:end] = (whole_BI - narrow_BI).norm(dim=1) + summed_B
+                norms_O[begin:end] = _norm(narrow_BI)
+                summed_B = (_norm(whole_BI) + norms_O[begin:end]) * of_sums
+                losses_O[begin:end] = _norm(whole_BI - narrow_BI) + summed_B + inputs * _FLUSHED
+        if product is not _product_of(self._head):
+            return
         self._ready = self._search(product, copy, losses_O, norms_O)
         _log.debug("the likeliest of up to %d tokens are found by a copy of the head in %s", *self.kind[::-1])
 
@@ -243,6 +247,10 @@ class NarrowHead:
         of_type = {torch.bfloat16: _BF16, torch.float32: _FP32}
         search.rounding = max(of_type[dtype], of_type[type_of_copy]) + 4 * _FP32  # a bias is added, and the bound
         return _Ready(product, search, (copy, losses_O, norms_O, x_RI, exact_RO, narrow_RO, panels, biases_O))
+
+    def forget(self) -> None:
+        """Give up the copy, and the head that it was made of, until the next ``build``."""
+        self._ready = None
 
     def likeliest(self, hidden_RI: Tensor) -> Likeliest | None:
         """The largest logit of each row and its first place, as the head's product and a search through all of it give them;
@@ -274,6 +282,12 @@ class NarrowHead:
             )
             self._ready = None
         return None
+
+
+def _norm(rows_BI: Tensor) -> Tensor:
+    """Each row's length; squares of what is small enough would be zeros in fp32."""
+    lengths_B: Tensor = torch.linalg.vector_norm(rows_BI, dim=1, dtype=torch.float64)
+    return lengths_B
 
 
 def _product_of(head: nn.Module) -> PanelsProduct | None:

@@ -35,10 +35,22 @@ class PackedExperts:
     """
 
     def __init__(
-        self, experts: Sequence[Expert], gate: Callable[[Tensor], Tensor], finish: Callable[[Tensor], Tensor] | None = None
+        self,
+        experts: Sequence[Expert],
+        gate: Callable[[Tensor], Tensor],
+        finish: Callable[[Tensor], Tensor] | None = None,
+        *,
+        first: int = 0,
     ) -> None:
-        """``gate`` makes what ``down`` takes of what ``gate_up`` gives, ``finish`` what is given of the sum."""
+        """
+        Args:
+            experts: those that are here, which follow one another; what others add is left out.
+            gate: makes what ``down`` takes of what ``gate_up`` gives.
+            finish: makes what is given of the sum.
+            first: the number of the first of them.
+        """
         self._experts, self._gate, self._finish = tuple(experts), gate, finish
+        self._first = first
 
     def __call__(self, hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
         out_TH = torch.empty_like(hidden_TH)
@@ -60,9 +72,11 @@ class PackedExperts:
         flat_S = experts_TK.flatten()
         order_S = flat_S.argsort(stable=True)
         rows_SH = hidden_TH[order_S // experts_TK.shape[1]]
-        given_SH = torch.empty_like(rows_SH)
-        begin = 0
-        for expert, count in zip(self._experts, flat_S.bincount(minlength=len(self._experts)).tolist(), strict=True):
+        given_SH = torch.zeros_like(rows_SH)
+        end = self._first + len(self._experts)
+        counts = flat_S.bincount(minlength=end).tolist()
+        begin = sum(counts[: self._first])
+        for expert, count in zip(self._experts, counts[self._first : end], strict=True):
             if count:
                 rows = slice(begin, begin + count)
                 given_SH[order_S[rows]] = expert.down(self._gate(expert.gate_up(rows_SH[rows])))

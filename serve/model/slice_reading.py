@@ -93,6 +93,8 @@ class SliceReader:
             for part, index, rows in stack.parts(expert, shard):
                 self._fill(self._stored(part), index, out[rows])
             return
+        if shard is not None and shard.dim == 0:  # whole experts
+            expert, shard = expert + shard.pieces[0].begin, None
         dim, only = 0 if shard is None else shard.dim, slice(expert, expert + 1)
         self._fill_pieces(self._stored(name), shard, dim, out.unsqueeze(0), only)
 

@@ -51,7 +51,14 @@ def start_communication() -> None:
 
 
 def shard(
-    model: PreTrainedModel, family: Family, heads: HeadCut, rank: int, size: int, group: dist.ProcessGroup | None
+    model: PreTrainedModel,
+    family: Family,
+    heads: HeadCut,
+    rank: int,
+    size: int,
+    group: dist.ProcessGroup | None,
+    *,
+    whole_experts: bool = False,
 ) -> Mapping[str, ShardOf]:
     """Replace the layers of a model on the ``meta`` device by DeepSpeed's sharded ones, still on ``meta``.
 
@@ -61,6 +68,7 @@ def shard(
         rank: which of the parts is wanted.
         size: how many there are.
         group: the ranks that have them; ``None`` where those are all.
+        whole_experts: each rank has some of the experts, not a part of each.
 
     Returns:
         For each parameter name of the sharded model that a rank holds in part: which pieces of the whole are its own.
@@ -109,7 +117,7 @@ def shard(
         if hasattr(parameter, DS_AUTOTP_UC_META)
     }
     shards |= localise(model, family, heads, by_hand, rank)
-    return shards | cut_experts(model, family, size, rank)
+    return shards | cut_experts(model, family, size, rank, whole=whole_experts)
 
 
 @contextlib.contextmanager

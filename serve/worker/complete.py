@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from serve.model.attach import attach, register_interface
 from serve.model.attention import PLAIN, Backend, LayerCache, PagedAttention, ScoreRules, StepState
-from serve.model.experts import stacked_experts
+from serve.model.experts import only_own, own_experts, stacked_experts
 from serve.model.families import Family, attention_window, head_dim
 from serve.model.forwards import alibi_table
 from serve.model.heads import HeadCut
@@ -94,10 +95,13 @@ def sum_embedding(model: PreTrainedModel, ranks: Ranks) -> None:
     embedding.forward = forward
 
 
-def sum_experts(model: PreTrainedModel, family: Family, ranks: Ranks) -> None:
+def sum_experts(model: PreTrainedModel, family: Family, ranks: Ranks, *, whole: bool = False) -> None:
     """Sum what the ranks' shares of stacked experts give; a bias that follows the sum is kept by the first rank.
 
     Those that were packed one by one sum by themselves.
+
+    Args:
+        whole: each rank has some of the experts, not a part of each.
     """
     modules = stacked_experts(model, family)
     # torch's product over groups of rows takes rows of whole 16 bytes alone, which a rank's share need not be.
@@ -106,6 +110,13 @@ def sum_experts(model: PreTrainedModel, family: Family, ranks: Ranks) -> None:
     if ranks.size == 1:
         return
     for module in modules:
+        if whole:
+            own = own_experts(cast(int, module.num_experts), ranks.size, ranks.rank)
+            skips = model.config._experts_implementation != "eager"
+            module.num_experts = own.width  # type: ignore[assignment]  # a number in every module of this kind
+            module._is_expert_parallel = skips
+            module.forward = _summed(only_own(module.forward, own, skips=skips), ranks)
+            continue
         for name in family.expert_biases if ranks.rank else ():
             module.get_parameter(name).zero_()
         module.forward = _summed(module.forward, ranks)

@@ -18,6 +18,8 @@ from serve.model.cuda.static import StaticTorchBackend
 from serve.model.experts import stacked_experts
 from serve.model.families import Family
 from serve.model.kernel_attention import CpuKernelBackend
+from serve.model.kernels.build import load_cpu_kernels
+from serve.model.kernels.compiler import KernelUnavailable
 from serve.model.linear import Packer, choose_packer
 from serve.model.quantized import quantizing_packer
 from serve.types import LengthRule
@@ -114,3 +116,15 @@ def _obstacle(family: Family, rule: LengthRule | None, model: PreTrainedModel, d
     if device.type == "cuda" and model.dtype != torch.bfloat16:
         return f"experts in {model.dtype} are computed one after the other; in bfloat16 they are not"
     return ""
+
+
+def load_kernels(cache_dir: str, rank: int, device: torch.device, dtype: torch.dtype) -> ctypes.CDLL | None:
+    """The CPU kernels where they apply and can be had; else rank 0 says why not, for all."""
+    if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
+        return None
+    try:
+        return load_cpu_kernels(cache_dir)
+    except KernelUnavailable as reason:
+        if rank == 0:
+            _LOG.warning("serving without the CPU kernels, in plain torch, which is slower: %s", reason)
+        return None

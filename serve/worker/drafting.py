@@ -43,7 +43,12 @@ def draft_config(config: ServerConfig) -> ServerConfig:
         device=model.device,
         verify="auto" if model.verify == "sha256" else model.verify,
     )
-    return dataclasses.replace(config, model=drafting, scheduler=dataclasses.replace(config.scheduler, speculative_tokens=0))
+    return dataclasses.replace(
+        config,
+        model=drafting,
+        scheduler=dataclasses.replace(config.scheduler, speculative_tokens=0),
+        kernels=dataclasses.replace(config.kernels, narrow_head=False),
+    )
 
 
 def draft_bytes_per_block(config: ServerConfig, rank: int, device: torch.device) -> int:

@@ -144,12 +144,14 @@ class Exchange:
         graphs = self._runner.graphs
         if graphs is not None:
             graphs.forget()  # they hold the addresses of the weights
+        if self._runner.narrow is not None:
+            self._runner.narrow.forget()  # it holds a whole head
         refused = self._put(candidate) or forward_fault(self._model, self._ranks, self._runner)
         if refused:
             self._put_back(candidate)
         else:
             self._config = candidate.config
-            self._packing.go_on()
+        self._packing.go_on()
         if graphs is not None:
             graphs.capture()
         return StepResult(step=plan.step, refused=refused) if self._ranks.answers else None

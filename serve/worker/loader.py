@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,15 +22,16 @@ from serve.errors import ConfigError
 from serve.model.angles import turn_by_own_lengths
 from serve.model.attention import Backend, LayerCache, StepState
 from serve.model.checks import check_dtype, check_max_model_len, check_quantization, extended_positions, length_rule
+from serve.model.experts import deals_out_experts
 from serve.model.families import Family, head_cut, head_dim
 from serve.model.filling import Filler
 from serve.model.fit import given_of
 from serve.model.heads import KEY, HeadCut, check_pipeline_parallel, check_tensor_parallel
-from serve.model.kernels.build import built_for, load_cpu_kernels
-from serve.model.kernels.compiler import KernelUnavailable
+from serve.model.kernels.build import built_for
 from serve.model.last_layer import compute_what_is_read
 from serve.model.lean import call_leaves_directly
 from serve.model.load import Blueprint, build_on_meta, choose_dtype, read_config
+from serve.model.narrow_head import NarrowHead
 from serve.model.norms import compute_norms
 from serve.model.pretrained import vocabulary_rows
 from serve.model.recording import Steps
@@ -49,7 +49,7 @@ from serve.worker.complete import (
     sum_norms,
     whole_head,
 )
-from serve.worker.computing import captures_on_cpu, choose_attention, choose_linear, sizes_to_capture
+from serve.worker.computing import captures_on_cpu, choose_attention, choose_linear, load_kernels, sizes_to_capture
 from serve.worker.device_faults import weights_that_do_not_fit
 from serve.worker.finite import check_weights
 from serve.worker.kv_cache import allocate, cache_dtype, enlarge
@@ -58,8 +58,6 @@ from serve.worker.products import ProductMaker
 from serve.worker.sampling.backend import SamplingBackend
 from serve.worker.sampling.sampler import choose_sampling
 from serve.worker.sizing import Blocks, choose_blocks, few_blocks, is_measured
-
-_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +87,8 @@ class RankModel:
     """What the checkpoint was found to be."""
     kernels: ctypes.CDLL | None = None
     """The CPU kernels, where they apply."""
+    narrow: NarrowHead | None = None
+    """What may find the likeliest tokens in place of the head, once it is made."""
 
 
 class Stopwatch:
@@ -136,7 +136,10 @@ def load_rank(
 
     model = plan.blueprint.model
     tried = trial if num_blocks is None and is_measured(config, device) else None
-    count = partial(choose_blocks, plan, config, ranks, device, beside, promised_bytes=filler.waiting_bytes)
+    head = whole_head(model) if ranks.stage.is_last else nn.Identity()
+    narrow = NarrowHead.of(head, kernels, filler.num_bytes) if config.kernels.narrow_head else None
+    promised = filler.waiting_bytes + (0 if narrow is None else narrow.num_bytes)
+    count = partial(choose_blocks, plan, config, ranks, device, beside, promised_bytes=promised)
     blocks = few_blocks(plan, config, ranks) if tried else count(num_blocks)
     ranks.share(kernels)
     attention, backend = choose_attention(device, kernels, plan.cache_dtype, captured=captures_on_cpu(config, device))
@@ -150,7 +153,8 @@ def load_rank(
         sampling=choose_sampling(device, kernels),
         graph_sizes=sizes_to_capture(config, plan.family, plan.length_rule, model, device, attention),
         body=model.base_model,
-        head=whole_head(model) if ranks.stage.is_last else nn.Identity(),
+        head=head,
+        narrow=narrow,
         head_widths=vocabulary_widths(plan.vocab_size, config.model.tensor_parallel_size),
         state=state,
         caches=caches,
@@ -202,7 +206,7 @@ def _with_cache(plan: Survey, caches: list[LayerCache], ranks: Ranks, backend: B
         turn_by_own_lengths(model, plan.length_rule, state)
     sum_norms(model, plan.family, plan.heads, ranks)
     sum_embedding(model, ranks)
-    sum_experts(model, plan.family, ranks)
+    sum_experts(model, plan.family, ranks, whole=plan.whole_experts)
     if plan.family.scaled_embedding and ranks.stage.is_first:
         scale_embedding(model)
     return state
@@ -247,6 +251,8 @@ class Survey:
     vocab_size: int
     """Rows of the whole embedding; a rank's own model has fewer once it is cut."""
     eos_ids: tuple[int, ...]
+    whole_experts: bool
+    """Whether each rank has some of the experts, not a part of each."""
 
     @property
     def layers(self) -> int:
@@ -291,6 +297,7 @@ def survey(checkpoint: Checkpoint, config: ServerConfig, device: torch.device) -
         length_rule=length_rule(model_config),
         vocab_size=rows,
         eos_ids=_eos_ids(rows, checkpoint.generation_config, checkpoint.config),
+        whole_experts=deals_out_experts(config.model.experts, family, blueprint.model, config.model.tensor_parallel_size),
     )
 
 
@@ -305,17 +312,19 @@ def _read_weights(
     model, dtype = plan.blueprint.model, plan.blueprint.dtype
     shards: dict[str, ShardOf] = {}
     if ranks.size > 1:
-        shards |= shard(model, plan.family, plan.heads, ranks.rank, ranks.size, ranks.group)
+        whole_experts = plan.whole_experts
+        shards |= shard(model, plan.family, plan.heads, ranks.rank, ranks.size, ranks.group, whole_experts=whole_experts)
     if ranks.stage.count > 1:
         keep_stage(model, plan.family, ranks.stage, device, lambda shape: ranks.receive(shape, dtype, device))
     watch.lap("build")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     captured = captures_on_cpu(config, device)
-    kernels = None if captured else _load_kernels(config.kernels.cache_dir, ranks.number, device, dtype)
+    kernels = None if captured else load_kernels(config.kernels.cache_dir, ranks.number, device, dtype)
     linear, packer = choose_linear(config.model, device, dtype, kernels, captured=captured)
     later = config.kernels.pack_later and device.type == "cpu"
-    filler = Filler(model, shards, device, ProductMaker(packer, ranks, model, plan.family), later=later)
+    maker = ProductMaker(packer, ranks, model, plan.family, whole_experts=plan.whole_experts)
+    filler = Filler(model, shards, device, maker, later=later)
     free = gpus.free_bytes(device)
     try:
         filler.fill(checkpoint, plan.blueprint)
@@ -378,15 +387,3 @@ def _eos_ids(rows: int, *sources: Mapping[str, Any]) -> tuple[int, ...]:
                 raise ConfigError(f"eos_token_id is {found}; the embedding has {rows} rows, for ids up to {rows - 1}")
             return ids
     return ()
-
-
-def _load_kernels(cache_dir: str, rank: int, device: torch.device, dtype: torch.dtype) -> ctypes.CDLL | None:
-    """The CPU kernels where they apply and can be had; else rank 0 says why not, for all."""
-    if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
-        return None
-    try:
-        return load_cpu_kernels(cache_dir)
-    except KernelUnavailable as reason:
-        if rank == 0:
-            _LOG.warning("serving without the CPU kernels, in plain torch, which is slower: %s", reason)
-        return None

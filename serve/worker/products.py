@@ -8,9 +8,10 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from serve.model.experts import expert_modules
+from serve.model.experts import expert_modules, own_experts
 from serve.model.families import Family
 from serve.model.filling import ReadExpert
+from serve.model.heads import Piece
 from serve.model.linear import KernelPacker, Matmul, Packer, Panels, activation_of, plain
 from serve.model.packed_experts import Expert, Mix, PackedExperts
 from serve.worker.autotp import is_row_parallel
@@ -33,8 +34,11 @@ class ProductMaker:
     A packed layer takes over the activation that follows it; ``None`` where the layer's own ``forward`` is as good.
     """
 
-    def __init__(self, packer: Packer | None, ranks: Ranks, model: nn.Module, family: Family) -> None:
-        self._packer, self._ranks, self._family = packer, ranks, family
+    def __init__(
+        self, packer: Packer | None, ranks: Ranks, model: nn.Module, family: Family, *, whole_experts: bool = False
+    ) -> None:
+        """``whole_experts``: each rank has some of the experts, not a part of each."""
+        self._packer, self._ranks, self._family, self._whole_experts = packer, ranks, family, whole_experts
         self._followed = activations(model, family)
         self._both = _ParallelResidual(ranks) if family.parallel_residual and ranks.size > 1 else None
         self._last = _ending(model, family.row[-1])
@@ -74,7 +78,10 @@ class ProductMaker:
         packer = self._packer
         if packer is None or module not in self._experts:
             return None
-        left_out = self._family.expert_biases if self._ranks.rank else ()
+        left_out = self._family.expert_biases if self._ranks.rank and not self._whole_experts else ()
+        own = Piece(0, cast(int, module.num_experts))
+        if self._whole_experts:
+            own = own_experts(own.width, self._ranks.size, self._ranks.rank)
 
         def product(stack: str, expert: int) -> tuple[Matmul, int]:
             name = f"{stack}_bias"
@@ -85,11 +92,11 @@ class ProductMaker:
             return packer(weight_OI, bias_O), weight_OI.shape[1]
 
         made = []
-        for number in range(cast(int, module.num_experts)):
+        for number in range(own.width):
             (gate_up, hidden), (down, inner) = product("gate_up_proj", number), product("down_proj", number)
             made.append(Expert(gate_up, down, (hidden, inner)))
         gate = cast(Callable[[Tensor], Tensor], module._apply_gate)
-        return PackedExperts(made, gate, None if self._ranks.size == 1 else self._ranks.sum_)
+        return PackedExperts(made, gate, None if self._ranks.size == 1 else self._ranks.sum_, first=own.begin)
 
     def _activation_behind(self, module: nn.Module) -> str:
         if module not in self._taken_over:

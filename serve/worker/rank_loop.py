@@ -103,7 +103,6 @@ def _load(
             importlib.import_module(module)
         import torch
 
-        from serve.model.narrow_head import NarrowHead
         from serve.worker import gpus
         from serve.worker.canary import check_forward
         from serve.worker.drafting import draft_bytes_per_block, load_draft, with_blocks_of
@@ -130,9 +129,7 @@ def _load(
         watch = Stopwatch((("import", time.monotonic() - began),))
         model, ranks = load_rank(config, rank, device, join, watch, beside=beside, trial=_trial(config, progress, tried))
         draft = with_blocks_of(model, tried[0], config) if tried else load_draft(config, model, rank)
-        wanted = config.kernels.narrow_head and ranks.stage.is_last
-        narrow = NarrowHead.of(model.head, model.kernels, model.filler.num_bytes) if wanted else None
-        runner = Runner(model, ranks, draft, narrow)
+        runner = Runner(model, ranks, draft, model.narrow)
         with progress.with_others():
             check_forward(config.model, model, ranks, runner)
             if config.model.verify_logits:
@@ -148,7 +145,7 @@ def _load(
         return None
     progress.waiting = True  # from here on it has nothing to do but what it is told
     wire.send(steps, wire.encode(wire.Ready(model.facts)))
-    packing = Packing([each.filler.take_waiting() for each in (model, draft) if each], runner.rest, narrow)
+    packing = Packing([each.filler.take_waiting() for each in (model, draft) if each], runner.rest, model.narrow)
     order_loop = OrderLoop(Exchange(config, model, ranks, runner, packing), Profiler(model, runner.recorded), device)
     return runner, order_loop, _faults(config, model, ranks, name, beside)
 

@@ -79,7 +79,7 @@ class RecordedSteps:
         """Compute the step whose inputs were filled; ``None`` where that is to be done as usual.
 
         Args:
-            with_logits: whether the head is computed, too.
+            with_logits: whether the head is computed, too. Ranks that exchange anything say the same.
 
         Raises:
             Overtaken: nothing of it counts, and it may be computed again.

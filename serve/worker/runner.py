@@ -44,10 +44,11 @@ class Runner:
         """
         Args:
             draft: the draft model, where there is one, on rank 0.
-            narrow: what may find the likeliest tokens in place of the head.
+            narrow: of the model's head, where there is one.
         """
         self._model = model
-        self._narrow = narrow
+        self.narrow: Final = narrow
+        """What may find the likeliest tokens in place of the head."""
         self._ranks = ranks
         self.overtaking: Final = Overtaking()
         """What may be computed in the middle of a step."""
@@ -140,7 +141,9 @@ class Runner:
         """Last hidden states, at least of the rows that are read; and what was computed with them, captured or recorded."""
         replayed: Captured | Computed | None = None
         if self.recorded is not None:
-            replayed = self.recorded.replay(batch.layout, with_logits=not self._searches(batch))
+            # A step that is proved is computed twice: by all ranks at once, though their copies are there at different times.
+            with_logits = self._ranks.count == 1 and not self._searches(batch)
+            replayed = self.recorded.replay(batch.layout, with_logits=with_logits)
         elif self.graphs is not None:
             replayed = self.graphs.replay(batch.layout)
         if replayed is not None:
@@ -156,7 +159,7 @@ class Runner:
 
     def _searches(self, batch: Batch) -> bool:
         """Whether the likeliest tokens are all that is wanted, and are looked for without the logits of all."""
-        return self._narrow is not None and self._narrow.serves(len(batch.sample_rows)) and wants_likeliest(batch.sampled)
+        return self.narrow is not None and self.narrow.serves(len(batch.sample_rows)) and wants_likeliest(batch.sampled)
 
     def _sample_computed(
         self, hidden_TE: Tensor, logits_TV: Tensor | None, batch: Batch
@@ -170,7 +173,7 @@ class Runner:
         if logits_TV is not None:
             return self._sample(_rows(logits_TV, rows), batch)
         hidden_RE = _rows(hidden_TE, rows)
-        if self._narrow is not None and self._searches(batch) and (found := self._narrow.likeliest(hidden_RE)) is not None:
+        if self.narrow is not None and self._searches(batch) and (found := self.narrow.likeliest(hidden_RE)) is not None:
             return self._sample_likeliest(found.peaks_R, found.places_R, batch)
         return self._sample(self._model.head(hidden_RE[None])[0], batch)
 

@@ -51,7 +51,8 @@ Row measure(const scalar* x, int64_t I, bf16* copy) {
         size += double(exact) * exact;
         if (copy) {
             from_float(exact, copy[i]);
-            const double by = double(exact) - to_float(copy[i]);
+            const bool is_denormal = (copy[i].bits & 0x7f80u) == 0;  // or zero: products of pairs take it for that
+            const double by = double(exact) - (is_denormal ? 0.0f : to_float(copy[i]));
             moved += by * by;
         }
     }

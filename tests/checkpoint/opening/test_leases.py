@@ -48,6 +48,29 @@ def test_a_writer_waits_until_the_lease_is_given_back(tmp_path: Path) -> None:
 
 
 @needs_leases
+def test_a_file_that_somebody_waits_for_is_not_taken_again(tmp_path: Path) -> None:
+    file, leases = tmp_path / "file", Leases()
+    file.touch()
+    assert taken(leases, file)
+    with pytest.raises(BlockingIOError):
+        os.open(file, os.O_WRONLY | os.O_NONBLOCK)
+    assert leases.is_awaited
+    assert not taken(leases, file)
+    leases.give_back()
+    assert taken(leases, file)
+
+
+def test_without_a_descriptor_to_spare_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(fd: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setattr(os, "dup", refuse)
+    assert not taken(Leases(), file)
+
+
+@needs_leases
 def test_a_file_that_is_cut_by_its_name_waits_too(tmp_path: Path) -> None:
     file, leases = tmp_path / "file", Leases()
     file.write_bytes(b"before")

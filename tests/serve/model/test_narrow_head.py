@@ -164,6 +164,34 @@ def test_no_logit_is_farther_from_the_copy_than_the_bound(level: str, dtype: tor
         assert distance_RO.max() > bound_RO.max() / 50, "the bound says something"
 
 
+@pytest.mark.parametrize("level", ALL)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("exponent", [-19, -21, -22, -24])
+def test_weights_whose_squares_are_zero_in_fp32_have_their_bound_too(level: str, dtype: torch.dtype, exponent: int) -> None:
+    """Of logits that are what is left of products that cancel one another."""
+    kernels = kernels_of(level)
+    torch.manual_seed(-exponent)
+    weight, hidden = torch.randn(300, 64), torch.randn(4, 64)
+    weight[:, 1::2], hidden[:, 1::2] = weight[:, ::2] * 1.003, -hidden[:, ::2]
+    for kind in kinds(kernels, dtype):
+        head = head_of(kernels, (weight * 10.0**exponent).to(dtype))
+        narrow = copied(kernels, head, kind)
+        narrow._ready.search.most_panels = 10  # type: ignore[union-attr]  # it was built
+        for scale in (1.0, 1e3):
+            require_same(kernels, head, narrow, (hidden * scale).to(dtype))
+
+
+@pytest.mark.parametrize("level", ALL)
+def test_inputs_that_products_of_pairs_take_for_zero_have_their_bound_too(level: str) -> None:
+    kernels = kernels_of(level)
+    torch.manual_seed(5)
+    for kind in kinds(kernels, torch.float32):
+        head = head_of(kernels, torch.randn(300, 64) * 1e12)
+        narrow = copied(kernels, head, kind)
+        narrow._ready.search.most_panels = 10  # type: ignore[union-attr]  # it was built
+        require_same(kernels, head, narrow, torch.randn(3, 64) * 5e-39)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 3e38])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_not_finite_is_left_to_the_head(dtype: torch.dtype, value: float) -> None:

@@ -13,12 +13,14 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 import torch
 
 from serve.config import CacheConfig, ModelConfig, SchedulerConfig, ServerConfig
 from serve.engine.plan import Span, Start, StepPlan
 from serve.errors import ConfigError
 from serve.types import BlockId, SamplingParams, SequenceId
+from serve.worker import loader
 from serve.worker.batch import SequenceTable
 from serve.worker.loader import RankModel, Stopwatch, load_rank
 from serve.worker.parallel import Ranks, join_ranks
@@ -35,6 +37,8 @@ CHUNK = 32
 BLOCK_TOKENS = 16
 IN_INT8 = "int8-cache"
 """A folder of this name is served with a KV cache of whole numbers."""
+WHOLE, BY_TORCH = "-whole", "-torch"
+"""What is in the name of a folder whose experts are dealt out whole, and of one whose linear layers torch computes."""
 VERIFIED, VERDICTS = "phi3", "verdicts"
 
 
@@ -47,6 +51,7 @@ def settings(folder: Path, size: int, dtype: str, stages: int = 1) -> ServerConf
             tensor_parallel_size=size,
             pipeline_parallel_size=stages,
             max_model_len=512,
+            experts="whole" if WHOLE in folder.name else "inside",
         ),
         cache=CacheConfig(
             kv_cache_gib=0.004, block_tokens=BLOCK_TOKENS, kv_cache_dtype="int8" if folder.name == IN_INT8 else "auto"
@@ -58,7 +63,10 @@ def settings(folder: Path, size: int, dtype: str, stages: int = 1) -> ServerConf
 def load(folder: Path, size: int, ranks: Ranks, dtype: str = "float32") -> RankModel:
     """This rank's part of a checkpoint."""
     config = settings(folder, size, dtype, ranks.stage.count)
-    return load_rank(config, ranks.number, torch.device("cpu"), lambda: ranks, Stopwatch())[0]
+    with pytest.MonkeyPatch.context() as patch:
+        if BY_TORCH in folder.name:
+            patch.setattr(loader, "choose_linear", lambda *_, **__: ("torch", None))
+        return load_rank(config, ranks.number, torch.device("cpu"), lambda: ranks, Stopwatch())[0]
 
 
 def verdicts(folder: Path, ranks: Ranks, model: RankModel) -> list[str]:

@@ -53,7 +53,9 @@ class Following:
     def _follow(self, batch: Batch) -> tuple[torch.Tensor, Any]:
         hidden_TE, replayed = self._compute(batch)
         if batch.layout.query_starts[-1] == len(batch.layout.table_rows):
-            own_TV = self.runner._model.head(hidden_TE[None])[0].float() if replayed is None else replayed.logits_TV
+            own_TV = None if replayed is None else replayed.logits_TV
+            if own_TV is None:
+                own_TV = self.runner._model.head(hidden_TE[None])[0].float()
             numbers = torch.cat((hidden_TE.float().flatten(), own_TV.flatten()))
             self.digests.append(hashlib.sha256(numbers.numpy().tobytes()).hexdigest())
         return hidden_TE, replayed

@@ -109,7 +109,7 @@ def llama(tmp_path: Path) -> Path:
 
 
 def test_plain_attention_is_asked_the_same(llama: Path, calls: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "_load_kernels", lambda *_: None)
+    monkeypatch.setattr(loader, "load_kernels", lambda *_: None)
     model = load(llama, 1, Ranks(0, 1))
     batch = step_of(model)
     few_TE, few = computed(model, batch)
@@ -144,7 +144,7 @@ def test_rows_that_follow_one_another_read_their_sequence_together(
     llama: Path, calls: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch, with_kernels: bool
 ) -> None:
     if not with_kernels:
-        monkeypatch.setattr(loader, "_load_kernels", lambda *_: None)
+        monkeypatch.setattr(loader, "load_kernels", lambda *_: None)
     model = load(llama, 1, Ranks(0, 1))
     batch, rows = step_of(model), (3, 4, 5, 43, 44, 45, 46, 70, 72, 73)
     monkeypatch.setattr(Batch, "read_rows", rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -17,11 +18,13 @@ from serve.types import SamplingParams
 from serve.worker.loader import RankModel
 from serve.worker.packing import Packing
 from serve.worker.parallel import Ranks
+from serve.worker.rank_process import rank_environment
 from serve.worker.recorded_steps import RecordedSteps
 from serve.worker.rest import Rest
 from serve.worker.runner import Runner
-from tests.serve.worker.family_worker import PROMPTS, generate, load
+from tests.serve.worker.family_worker import NEW_TOKENS, PROMPTS, generate, load
 from tests.serve.worker.test_loader import VARIANTS
+from tests.support import reference, warm
 from tests.support.kernels import cpu_kernels
 from tests.support.models import save
 
@@ -135,6 +138,22 @@ def test_it_is_copied_when_all_is_packed_and_anew_when_weights_have_changed(tmp_
     packing.go_on()
     while not made.serves(1):
         packing._rest.wait(0.01)
+
+
+def test_ranks_may_have_their_copies_at_different_times(tmp_path: Path) -> None:
+    """Steps that are proved are computed twice, by all ranks at once: else they would add up parts of different steps."""
+    folder = save("gpt_neox", tmp_path / "model", with_tokenizer=False, vocab_size=8192)
+    model = reference.load(folder)
+    expected = [reference.greedy(model, prompt, NEW_TOKENS) for prompt in PROMPTS]
+    ranks = [
+        warm.start("tests.serve.worker.uneven_worker", [str(rank), "2", str(tmp_path)], rank_environment(rank, 2, "cpu"))
+        for rank in range(2)
+    ]
+    said = warm.all_ended(ranks, 300.0)
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    told = json.loads((tmp_path / "uneven.json").read_text())
+    assert all(each == expected for each in told["tokens"])
+    assert told["sizes"], "steps were replayed to the end"
 
 
 def test_sizes_of_which_one_way_is_replayed_are_told_once(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_logits_are_those_of_a_plain_cache_to_the_rounding_of_whole_numbers(
     if with_kernels:
         cpu_kernels()
     else:
-        monkeypatch.setattr(loader, "_load_kernels", lambda *_: None)
+        monkeypatch.setattr(loader, "load_kernels", lambda *_: None)
     small = logits(load(folder, 1, Ranks(0, 1)), Ranks(0, 1))
     plain = logits(load(folder.rename(folder.with_name("plain")), 1, Ranks(0, 1)), Ranks(0, 1))
     folder.with_name("plain").rename(folder)
