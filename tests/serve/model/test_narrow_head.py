@@ -161,7 +161,7 @@ def test_the_largest_is_found_where_the_copy_takes_another_for_larger(level: str
             weight = torch.zeros(320, 2 * HALF)
             weight[:, 1] = -1000.0
             weight[5] = row_I
-            weight[200, 1] = 0.9 * copied_as + 0.1 * exact  # the largest of the copy, not of the head
+            weight[200, 1] = 0.2 * copied_as + 0.8 * exact  # the largest of the copy, not of the head
             head = head_of(kernels, weight.to(dtype))
             narrow = copied(kernels, head, kind)
             narrow._ready.search.most_panels = 2  # type: ignore[union-attr]  # it was built
