@@ -25,11 +25,11 @@ from serve.model.weight_memory import WeightMemory
 # Shapes.  R rows   I input features   O output features: this rank's columns of the logits
 
 LEAST_SHARE: Final = 1 / 16
-"""Of the rank's weights that the head takes, below which a copy would gain next to nothing."""
+"""What part of the rank's weights a head takes at least: a copy of a smaller one would gain next to nothing."""
 MOST_BYTES: Final = 256 << 20
 """What a copy may take."""
 _MOST_PANELS: Final = 1 / 8
-"""Of a head, that may be computed after the copy: more says that the bound decides little."""
+"""What part of a head may be computed after the copy: more says that the bound decides little."""
 _FEW_CALLS, _MOST_FAILURES = 64, 1 / 4
 _BLOCK_BYTES: Final = 1 << 20
 _BF16, _FP32 = 2.0**-8, 2.0**-24
@@ -59,7 +59,7 @@ class Search(ctypes.Structure):
 
 
 class Likeliest(NamedTuple):
-    """Of each row."""
+    """The largest logit of each row, and where it is."""
 
     peaks_R: Tensor
     """fp32: the largest of this rank's logits."""
@@ -151,7 +151,7 @@ def kind_of_copy(kernels: ctypes.CDLL, dtype: torch.dtype, inputs: int) -> Kind 
         supported = kernels.tessera_linear_supported(1) and inputs % 2 == 0
         return Kind(torch.bfloat16, 32 if has_pairs else 16) if supported else None
     supported = kernels.tessera_linear_quantized_supported(1) and inputs % kernels.tessera_linear_quantized_together(1) == 0
-    return Kind(torch.int8, 8 if has_pairs else 2) if supported else None
+    return Kind(torch.int8, 4 if has_pairs else 2) if supported else None
 
 
 class NarrowHead:

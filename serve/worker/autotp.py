@@ -14,7 +14,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from serve.errors import ConfigError
-from serve.model.experts import cut_experts
 from serve.model.families import Family, Rows
 from serve.model.heads import HeadCut, Piece
 from serve.model.localise import cut_by_hand, localise
@@ -51,24 +50,17 @@ def start_communication() -> None:
 
 
 def shard(
-    model: PreTrainedModel,
-    family: Family,
-    heads: HeadCut,
-    rank: int,
-    size: int,
-    group: dist.ProcessGroup | None,
-    *,
-    whole_experts: bool = False,
+    model: PreTrainedModel, family: Family, heads: HeadCut, rank: int, size: int, group: dist.ProcessGroup | None
 ) -> Mapping[str, ShardOf]:
     """Replace the layers of a model on the ``meta`` device by DeepSpeed's sharded ones, still on ``meta``.
 
-    Head and input embedding are cut along the vocabulary, so that no rank holds the largest tensors whole.
+    Head and input embedding are cut along the vocabulary, so that no rank holds the largest tensors whole. Stacked experts stay
+    as they are.
 
     Args:
         rank: which of the parts is wanted.
         size: how many there are.
         group: the ranks that have them; ``None`` where those are all.
-        whole_experts: each rank has some of the experts, not a part of each.
 
     Returns:
         For each parameter name of the sharded model that a rank holds in part: which pieces of the whole are its own.
@@ -116,8 +108,7 @@ def shard(
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if hasattr(parameter, DS_AUTOTP_UC_META)
     }
-    shards |= localise(model, family, heads, by_hand, rank)
-    return shards | cut_experts(model, family, size, rank, whole=whole_experts)
+    return shards | localise(model, family, heads, by_hand, rank)
 
 
 @contextlib.contextmanager

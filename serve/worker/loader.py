@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from checkpoint.dtypes import dtype_name
@@ -22,7 +22,7 @@ from serve.errors import ConfigError
 from serve.model.angles import turn_by_own_lengths
 from serve.model.attention import Backend, LayerCache, StepState
 from serve.model.checks import check_dtype, check_max_model_len, check_quantization, extended_positions, length_rule
-from serve.model.experts import deals_out_experts
+from serve.model.experts import cut_experts, deals_out_experts
 from serve.model.families import Family, head_cut, head_dim
 from serve.model.filling import Filler
 from serve.model.fit import given_of
@@ -129,17 +129,14 @@ def load_rank(
         ConfigError: the checkpoint, the family or a number of ranks is at fault.
     """
     with opened(config, everything=rank == 0) as checkpoint:
-        plan = survey(checkpoint, config, device)
+        plan, step = survey(checkpoint, config, device), checkpoint.step
         ranks = join()
         kernels, linear, filler = _read_weights(checkpoint, plan, config, ranks, device, watch)
-        step = checkpoint.step
 
     model = plan.blueprint.model
     tried = trial if num_blocks is None and is_measured(config, device) else None
-    head = whole_head(model) if ranks.stage.is_last else nn.Identity()
-    narrow = NarrowHead.of(head, kernels, filler.num_bytes) if config.kernels.narrow_head else None
-    promised = filler.waiting_bytes + (0 if narrow is None else narrow.num_bytes)
-    count = partial(choose_blocks, plan, config, ranks, device, beside, promised_bytes=promised)
+    head, narrow = _heads(model, config, ranks, kernels, filler)
+    count = partial(choose_blocks, plan, config, ranks, device, beside, promised_bytes=_promised(filler, narrow))
     blocks = few_blocks(plan, config, ranks) if tried else count(num_blocks)
     ranks.share(kernels)
     attention, backend = choose_attention(device, kernels, plan.cache_dtype, captured=captures_on_cpu(config, device))
@@ -147,7 +144,6 @@ def load_rank(
     state = _with_cache(plan, caches, ranks, backend)
     watch.lap("cache")
     facts = _facts(plan, blocks, config.cache.block_tokens, device, (attention, linear, built_for(kernels)))
-    facts = dataclasses.replace(facts, checkpoint_step=step, load_seconds=tuple(watch.phases))
     call_leaves_directly(model)
     rank_model = RankModel(
         sampling=choose_sampling(device, kernels),
@@ -158,7 +154,7 @@ def load_rank(
         head_widths=vocabulary_widths(plan.vocab_size, config.model.tensor_parallel_size),
         state=state,
         caches=caches,
-        facts=facts,
+        facts=dataclasses.replace(facts, checkpoint_step=step, load_seconds=tuple(watch.phases)),
         device=device,
         stored=plan.blueprint.stored,
         filler=filler,
@@ -168,6 +164,19 @@ def load_rank(
     if tried is not None:
         rank_model = with_blocks(rank_model, config, ranks, count(None, steps_bytes=tried(rank_model, ranks)))
     return rank_model, ranks
+
+
+def _heads(
+    model: PreTrainedModel, config: ServerConfig, ranks: Ranks, kernels: ctypes.CDLL | None, filler: Filler
+) -> tuple[nn.Module, NarrowHead | None]:
+    """What computes the logits on the last stage, and what may be copied of it."""
+    head = whole_head(model) if ranks.stage.is_last else nn.Identity()
+    return head, NarrowHead.of(head, kernels, filler.num_bytes) if config.kernels.narrow_head else None
+
+
+def _promised(filler: Filler, narrow: NarrowHead | None) -> int:
+    """What weights will take in memory of their own when the model has served for a while."""
+    return filler.waiting_bytes + (0 if narrow is None else narrow.num_bytes)
 
 
 def with_blocks(model: RankModel, config: ServerConfig, ranks: Ranks, blocks: Blocks) -> RankModel:
@@ -312,8 +321,8 @@ def _read_weights(
     model, dtype = plan.blueprint.model, plan.blueprint.dtype
     shards: dict[str, ShardOf] = {}
     if ranks.size > 1:
-        whole_experts = plan.whole_experts
-        shards |= shard(model, plan.family, plan.heads, ranks.rank, ranks.size, ranks.group, whole_experts=whole_experts)
+        shards |= shard(model, plan.family, plan.heads, ranks.rank, ranks.size, ranks.group)
+        shards |= cut_experts(model, plan.family, ranks.size, ranks.rank, whole=plan.whole_experts)
     if ranks.stage.count > 1:
         keep_stage(model, plan.family, ranks.stage, device, lambda shape: ranks.receive(shape, dtype, device))
     watch.lap("build")

@@ -1,7 +1,7 @@
 // The likeliest token of each of few rows, without most of the head: a narrower copy of its weights gives each logit to within a
 // bound, and only those that may be the largest are computed by the head itself.
 //
-// Shapes.  R rows   I input features   O output features, in panels of 32   S stretches of outputs
+// Shapes.  R rows   I input features   O output features, in panels of 32   P panels   S stretches of panels
 //
 // The narrower product differs from the exact one by (w - n) x + n (x - z), where n is the narrower weight and z the input as the
 // narrower product takes it; by Cauchy and Schwarz that is at most |w - n| |x| + |n| |x - z|. What both lose in sums is in proportion
@@ -36,7 +36,7 @@ namespace {
 using tessera::Search;
 
 constexpr int64_t kPanel = 32;
-constexpr int64_t kStretch = 128 * kPanel;
+constexpr int64_t kStretch = 128;  // panels
 constexpr float kLeast = 1e-30f;  // more than all that is lost where numbers become denormal
 
 struct Row {
@@ -65,35 +65,45 @@ struct Bounds {
     const float* norms;
     const float* biases;
     float size, moved, rounding;
-    float logit_of(int64_t o, float product) const { return biases ? product + biases[o] : product; }
-    float of(int64_t o, float product, float logit) const {
-        const float stored = std::fabs(product) + std::fabs(logit);
-        return 1.01f * (losses[o] * size + norms[o] * moved + rounding * stored) + kLeast;  // it is itself rounded
-    }
 };
 
-// The largest number that some exact logit of a stretch is not below; NaN where a logit or its bound is not finite.
-template <typename scalar>
-float floor_of(const scalar* products, const Bounds& bounds, int64_t begin, int64_t end) {
-    float most = -std::numeric_limits<float>::infinity(), nothing = 0.0f;
-#pragma omp simd reduction(max : most) reduction(+ : nothing)
-    for (int64_t o = begin; o < end; ++o) {
-        const float product = to_float(products[o]), logit = bounds.logit_of(o, product), least = logit - bounds.of(o, product, logit);
-        most = least > most ? least : most;
-        nothing += least * 0.0f;
-    }
-    return most + nothing;
+// What is known of some logits: the largest number that some of them is not below, and the smallest that none is above.
+struct Range {
+    float floor, top;
+};
+
+template <typename V>
+inline V larger(V x, V y) {
+    return x > y ? x : y;
+}
+
+// V logits from ``o`` on, by the products of the copy. Where one or its bound is not finite, ``nothing`` is not zero.
+template <typename V>
+inline void look(V product, const Bounds& bounds, int64_t o, V& floor, V& top, V& nothing) {
+    const V logit = bounds.biases ? product + load_as<V>(bounds.biases + o) : product;
+    const V stored = larger(product, -product) + larger(logit, -logit);
+    const V lost = load_as<V>(bounds.losses + o) * bounds.size + load_as<V>(bounds.norms + o) * bounds.moved + stored * bounds.rounding;
+    const V bound = lost * 1.01f + kLeast;  // it is itself rounded
+    nothing += (logit - bound) * 0.0f;
+    floor = larger(logit - bound, floor);
+    top = larger(logit + bound, top);
 }
 
 template <typename scalar>
-bool reaches(const scalar* products, const Bounds& bounds, int64_t begin, int64_t end, float floor) {
-    int found = 0;
-#pragma omp simd reduction(| : found)
-    for (int64_t o = begin; o < end; ++o) {
-        const float product = to_float(products[o]), logit = bounds.logit_of(o, product);
-        found |= int(logit + bounds.of(o, product, logit) >= floor);
+Range range_of(const scalar* products, const Bounds& bounds, int64_t begin, int64_t end) {
+    constexpr float kLowest = -std::numeric_limits<float>::infinity();
+    float wide[kPanel];
+    const float* all = widen(products + begin, wide, end - begin);
+    vec floors = filled<vec>(kLowest), tops = floors, nothings = {};
+    int64_t o = begin;
+    for (; o + kLanes <= end; o += kLanes) look(load_as<vec>(all + (o - begin)), bounds, o, floors, tops, nothings);
+    float floor = kLowest, top = kLowest, nothing = 0.0f;
+    for (; o < end; ++o) look(all[o - begin], bounds, o, floor, top, nothing);
+    for (int lane = 0; lane < kLanes; ++lane) {
+        floor = larger(floors[lane], floor), top = larger(tops[lane], top);
+        nothing += nothings[lane];
     }
-    return found != 0;
+    return {floor + nothing, top};
 }
 
 // Of panels that are there, in ascending order.
@@ -128,15 +138,16 @@ extern "C" {
 int64_t tessera_likeliest(const Search* search, int threads) {
     const tessera::Job& narrow = search->narrow;
     tessera::Job exact = search->exact;
-    const int64_t R = exact.rows, O = exact.width, I = exact.inputs, S = (O + kStretch - 1) / kStretch;
+    const int64_t R = exact.rows, O = exact.width, I = exact.inputs, P = (O + kPanel - 1) / kPanel;
+    const int64_t S = (P + kStretch - 1) / kStretch;
     std::vector<Row> rows{size_t(R)};
-    std::vector<float> floors(size_t(R * S));
-    std::vector<uint8_t> wanted(size_t((O + kPanel - 1) / kPanel));
+    std::vector<float> floors(size_t(R * S)), tops(size_t(R * P));
+    std::vector<uint8_t> wanted(size_t(P), 0);
     bool given_up = false;
     const auto bounds_of = [&](int64_t r) {
         return Bounds{search->losses, search->norms, search->biases, rows[size_t(r)].size, rows[size_t(r)].moved, float(search->rounding)};
     };
-    const auto end_of = [&](int64_t begin) { return begin + kStretch < O ? begin + kStretch : O; };
+    const auto end_of = [&](int64_t s) { return (s + 1) * kStretch < P ? (s + 1) * kStretch : P; };
     tessera::Team team(threads);
 #pragma omp parallel num_threads(threads)
     {
@@ -156,12 +167,22 @@ int64_t tessera_likeliest(const Search* search, int threads) {
             tessera::multiply(narrow, hand);
 #pragma omp for schedule(static)
         for (int64_t item = 0; item < R * S; ++item) {
-            const int64_t r = item / S, begin = item % S * kStretch;
-            with_numbers(narrow, r, [&](auto logits) { floors[size_t(item)] = floor_of(logits, bounds_of(r), begin, end_of(begin)); });
+            const int64_t r = item / S, end = end_of(item % S);
+            const Bounds bounds = bounds_of(r);
+            float floor = -std::numeric_limits<float>::infinity();
+            with_numbers(narrow, r, [&](auto products) {
+                for (int64_t p = item % S * kStretch; p < end; ++p) {
+                    const Range range = range_of(products, bounds, p * kPanel, (p + 1) * kPanel < O ? (p + 1) * kPanel : O);
+                    floor = range.floor > floor || range.floor != range.floor ? range.floor : floor;
+                    tops[size_t(r * P + p)] = range.top;
+                    if (range.floor != range.floor) break;
+                }
+            });
+            floors[size_t(item)] = floor;
         }
 #pragma omp for schedule(static)
         for (int64_t item = 0; item < R * S; ++item) {
-            const int64_t r = item / S, begin = item % S * kStretch, end = end_of(begin);
+            const int64_t r = item / S, end = end_of(item % S);
             float floor = floors[size_t(r * S)];
             for (int64_t s = 1; s < S; ++s) {
                 const float other = floors[size_t(r * S + s)];
@@ -171,15 +192,8 @@ int64_t tessera_likeliest(const Search* search, int threads) {
                 __atomic_store_n(&given_up, true, __ATOMIC_RELAXED);
                 continue;
             }
-            const Bounds bounds = bounds_of(r);
-            with_numbers(narrow, r, [&](auto logits) {
-                for (int64_t first = begin; first < end; first += kPanel) {
-                    uint8_t* flag = &wanted[size_t(first / kPanel)];
-                    if (!__atomic_load_n(flag, __ATOMIC_RELAXED) &&
-                        reaches(logits, bounds, first, first + kPanel < end ? first + kPanel : end, floor))
-                        __atomic_store_n(flag, uint8_t(1), __ATOMIC_RELAXED);
-                }
-            });
+            for (int64_t p = item % S * kStretch; p < end; ++p)
+                if (tops[size_t(r * P + p)] >= floor) __atomic_store_n(&wanted[size_t(p)], uint8_t(1), __ATOMIC_RELAXED);
         }
 #pragma omp single
         {
