@@ -133,7 +133,7 @@ def test_ranks_compute_without_the_kernels_and_leave_nothing_behind(
         assert re.search(rf"rank {number} ended after [\d.]+ s: by the server \(process {pid}\)", caplog.text)
     assert not abandoned(before)
     (record,) = [record for record in caplog.records if "kernels" in record.getMessage()]
-    assert (record.levelname, record.name, record.rank) == ("WARNING", "serve.worker.loader", 0), "one rank says it for all"
+    assert (record.levelname, record.name, record.rank) == ("WARNING", "serve.worker.computing", 0), "one rank says it for all"
     assert "/dev/null/cache/kernels" in record.getMessage()
     assert "TESSERA_CACHE_DIR" in record.getMessage()
 

@@ -76,7 +76,7 @@ def test_between_two_layers_of_the_common_families_python_has_no_part(name: str,
         each.decode(2)
         graphs = each.runner.graphs
         assert isinstance(graphs, RecordedSteps)
-        program = graphs._sizes[2].program
+        program = graphs._sizes[2, True].program
         assert program is not None
         parts.append(program.parts)
     assert parts[0] == parts[1]
