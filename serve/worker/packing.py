@@ -3,7 +3,7 @@
 What a start spends on packing is mostly new memory, a page after the other. A checkpoint's pages are in memory when they have
 been read once, and a product that packs each panel for itself takes about twice as long with few rows, and little more with
 many. So a model serves as soon as its files are mapped; each of its weights is packed when there is time, and the files are
-given back.
+given back. What else weights are to have while a model serves comes behind that: large pages, and a narrower copy of the head.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "parts.h"
-#include "vectors.h"
+#include "products.h"
 
 namespace tessera {
 
@@ -35,7 +35,6 @@ namespace {
 
 using tessera::Search;
 
-constexpr int64_t kPanel = 32;
 constexpr int64_t kStretch = 128;  // panels
 constexpr float kLeast = 1e-30f;  // more than all that is lost where numbers become denormal
 
@@ -138,9 +137,9 @@ extern "C" {
 int64_t tessera_likeliest(const Search* search, int threads) {
     const tessera::Job& narrow = search->narrow;
     tessera::Job exact = search->exact;
-    const int64_t R = exact.rows, O = exact.width, I = exact.inputs, P = (O + kPanel - 1) / kPanel;
+    const int64_t R = exact.rows, O = exact.width, I = exact.inputs, P = panels_of(O);
     const int64_t S = (P + kStretch - 1) / kStretch;
-    std::vector<Row> rows{size_t(R)};
+    std::vector<Row> rows(static_cast<size_t>(R));
     std::vector<float> floors(size_t(R * S)), tops(size_t(R * P));
     std::vector<uint8_t> wanted(size_t(P), 0);
     bool given_up = false;

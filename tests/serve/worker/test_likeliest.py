@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 import pytest
-import torch
 from torch import Tensor
 
 from serve.model.narrow_head import Likeliest, NarrowHead
@@ -25,20 +23,13 @@ from serve.worker.runner import Runner
 from tests.serve.worker.family_worker import NEW_TOKENS, PROMPTS, generate, load
 from tests.serve.worker.test_loader import VARIANTS
 from tests.support import reference, warm
-from tests.support.kernels import cpu_kernels
 from tests.support.models import save
+
+pytestmark = pytest.mark.usefixtures("one_thread_of_kernels")
 
 ALONE: Final = Ranks(0, 1)
 FAMILIES: Final = ("gpt_neox", "gpt2", "llama", "gptj", "opt", "mixtral")
 """Heads of their own, tied ones, one with a bias, one behind a projection."""
-
-
-@pytest.fixture(autouse=True)
-def _one_thread_without_gradients() -> Iterator[None]:
-    cpu_kernels()
-    torch.set_num_threads(1)
-    with torch.no_grad():
-        yield
 
 
 class Counted(NarrowHead):

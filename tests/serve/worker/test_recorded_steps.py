@@ -6,7 +6,6 @@ import dataclasses
 import json
 import logging
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,9 @@ from tests.serve.worker.family_worker import settings
 from tests.serve.worker.recorded import ROWS, STEPS, Following, digests_of_both_ways, load_recorded
 from tests.serve.worker.test_loader import VARIANTS
 from tests.support import warm
-from tests.support.kernels import cpu_kernels
 from tests.support.models import save
+
+pytestmark = pytest.mark.usefixtures("one_thread_of_kernels")
 
 ALONE = Ranks(0, 1)
 FEW_ROWS = (1, 2, 7)
@@ -33,14 +33,6 @@ FEW_ROWS = (1, 2, 7)
 BY_PYTHON = {"llama, dynamic angles"}
 """Whose angles come from the host in every step."""
 CASES = [name if name in FAMILIES else pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS if name not in BY_PYTHON]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread_without_gradients() -> Iterator[None]:
-    cpu_kernels()
-    torch.set_num_threads(1)
-    with torch.no_grad():
-        yield
 
 
 def saved(name: str, folder: Path, **more: Any) -> Path:
