@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -24,6 +25,9 @@ from finetune.output.folder import RESUME, checkpoint_folder, step_folders
 from finetune.output.new_checkpoint import require_new, write_new
 
 _log = logging.getLogger(__name__)
+
+_STEP_OF_TRAINER: Final = re.compile(r"(?:global_step|iter_|step[-_]?|checkpoint-)0*(\d{1,18})")
+"""DeepSpeed's and GPT-NeoX's, Megatron's, torchtitan's, HF Trainer's."""
 
 Progress = Callable[[int, int], None]
 """Told the bytes of tensors that are written, and of all of them, after each."""
@@ -78,10 +82,18 @@ def _choose(source: Path, step: int | None) -> Path:
     folder = checkpoint_folder(source)
     if step is None:
         return folder
-    steps = dict(step_folders(folder))
+    steps = dict(step_folders(folder)) or _steps_of_trainers(folder)
     if step not in steps:
         raise ConfigError(f"{source}: has no checkpoint of step {step}; there are {', '.join(map(str, steps)) or 'none'}")
     return steps[step]
+
+
+def _steps_of_trainers(folder: Path) -> dict[int, Path]:
+    """The folders that trainers name by a step."""
+    if not folder.is_dir():
+        return {}
+    found = ((_STEP_OF_TRAINER.fullmatch(path.name), path) for path in folder.iterdir() if path.is_dir())
+    return {int(match[1]): path for match, path in sorted(found, key=lambda pair: pair[1]) if match}
 
 
 def _check_model(checkpoint: Checkpoint) -> None:

@@ -244,13 +244,13 @@ class _Reading:
         return self._reader.read_expert(f"{place.path}.{name}", expert, self._staging())
 
     def _panels(self, name: str) -> Panels | None:
-        """A linear layer's weight, packed block by block as it is read; ``None`` where it is made of the whole."""
-        if not self._reader.reads_rows(name):
-            return None
+        """A linear layer's weight, packed block by block as it is read, or later; ``None`` where it is made of the whole."""
         outputs, inputs = self._reader.shape(name)
         panels = self._packed_later((outputs, inputs), lambda: self._view(name))
         if panels is not None:
             return panels
+        if not self._reader.reads_rows(name):
+            return None
         panels = self._make.begin((outputs, inputs), self._dtype)
         if panels is None:
             return None

@@ -51,7 +51,14 @@ class Packer(Protocol):
 class PlainRows(ctypes.Structure):
     """``PlainRows`` of kernels/parts.h: where the rows of a weight lie until they are packed, if they are not."""
 
-    _fields_ = (("place", ctypes.c_void_p), ("stride", ctypes.c_int64))
+    _fields_ = (("place", ctypes.c_void_p), ("stride", ctypes.c_int64), ("is_transposed", ctypes.c_int64))
+
+    @classmethod
+    def of(cls, weight_OI: Tensor) -> PlainRows:
+        """The place of a weight whose rows or columns lie side by side in memory."""
+        is_transposed = weight_OI.stride(1) != 1
+        assert not is_transposed or weight_OI.stride(0) == 1, "neither rows nor columns lie side by side"
+        return cls(weight_OI.data_ptr(), weight_OI.stride(1 if is_transposed else 0), is_transposed)
 
 
 class Panels:
@@ -91,13 +98,14 @@ class Panels:
             threads: that this call takes; as many as torch has without it.
         """
         count, inputs = rows_RI.shape
-        plain_RI = rows_RI if rows_RI.stride(1) == 1 else rows_RI.contiguous()
+        plain_RI = rows_RI if 1 in rows_RI.stride() else rows_RI.contiguous()
+        lies = PlainRows.of(plain_RI)
         assert begin % self.ROWS == 0, "a block begins inside a panel"
         assert count % self.ROWS == 0 or begin + count == self.shape[0], "a block ends inside a panel"
-        assert (plain_RI.dtype, inputs) == (self.dtype, self.shape[1]), "rows of another weight"
+        assert (rows_RI.dtype, inputs) == (self.dtype, self.shape[1]), "rows of another weight"
         place = self.packed.data_ptr() + begin * inputs * self.packed.itemsize
         is_bf16, several = int(self.dtype == torch.bfloat16), threads or torch.get_num_threads()
-        self._pack(is_bf16, several, plain_RI.data_ptr(), plain_RI.stride(0), place, count, inputs)
+        self._pack(is_bf16, several, lies.place, lies.stride, lies.is_transposed, place, count, inputs)
 
     def unpacked(self, begin: int, end: int) -> Tensor:
         """The rows [begin, end) of what is packed, as they came; both are multiples of ``ROWS``, or ``end`` is the last."""
@@ -108,10 +116,14 @@ class Panels:
         return panels[begin // width : -(-end // width)].transpose(1, 2).reshape(-1, inputs)[: end - begin]
 
     def read_from(self, rows_OI: Tensor) -> None:
-        """Have products that are made from now on read these rows, until ``settle``. It is called before ``put``."""
-        assert (rows_OI.shape, rows_OI.dtype, rows_OI.stride(1)) == (self.shape, self.dtype, 1), "rows of another weight"
+        """Have products that are made from now on read these rows, until ``settle``. It is called before ``put``.
+
+        Args:
+            rows_OI: whose rows lie side by side, or whose columns do.
+        """
+        assert (rows_OI.shape, rows_OI.dtype) == (self.shape, self.dtype), "rows of another weight"
         self.packed = self._allocate()
-        self._rows_OI, self.plain = rows_OI, PlainRows(rows_OI.data_ptr(), rows_OI.stride(0))
+        self._rows_OI, self.plain = rows_OI, PlainRows.of(rows_OI)
 
     @property
     def rows(self) -> Tensor | None:
@@ -218,7 +230,7 @@ class KernelPacker:
         kernels.tessera_linear_packed_numbers.argtypes = (whole, whole)
         kernels.tessera_linear_packed_numbers.restype = whole
         kernels.tessera_linear_panel_outputs.argtypes = (flag,)
-        kernels.tessera_linear_pack.argtypes = (flag, flag, place, whole, place, whole, whole)
+        kernels.tessera_linear_pack.argtypes = (flag, flag, place, whole, flag, place, whole, whole)
         kernels.tessera_linear_pack.restype = None
         kernels.tessera_linear.argtypes = (flag, flag, place, whole, whole, place, place, place, flag, place, whole, whole)
         kernels.tessera_linear.restype = None

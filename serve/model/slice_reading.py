@@ -141,17 +141,19 @@ class SliceReader:
 
     def view(self, name: str, leases: Leases) -> Tensor | None:
         """This rank's part of a parameter [O, I] where it lies in its file, with a lease on the file; ``None`` where it is to
-        be read. See ``Checkpoint.view``."""
-        shard = self._shards.get(name)
-        if not self.on_cpu or not self.reads_rows(name) or (shard is not None and len(shard.pieces) > 1):
+        be read. See ``Checkpoint.view``. Of one that is stored transposed the columns lie side by side."""
+        shard, is_transposed = self._shards.get(name), name in self._blueprint.transposed
+        if not self.on_cpu or not (is_transposed or self.reads_rows(name)) or (shard is not None and len(shard.pieces) > 1):
             return None
         index: tuple[slice, ...] | None = None
         if shard is not None:
-            index = (*[slice(None)] * shard.dim, *(slice(piece.begin, piece.end) for piece in shard.pieces))
+            dim = 1 - shard.dim if is_transposed else shard.dim
+            index = (*[slice(None)] * dim, *(slice(piece.begin, piece.end) for piece in shard.pieces))
         try:
-            return self._checkpoint.view(self._stored(name), index, dtype=self._blueprint.dtype, leases=leases)
+            view = self._checkpoint.view(self._stored(name), index, dtype=self._blueprint.dtype, leases=leases)
         except CheckpointError as error:
             raise ConfigError(str(error)) from error
+        return view.t() if is_transposed and view is not None else view
 
     def new(self, shape: tuple[int, ...]) -> Tensor:
         """A tensor that stays, whose values are not set."""

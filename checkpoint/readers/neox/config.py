@@ -45,6 +45,8 @@ class Shape:
     num_key_value_heads: int
     sums_biases: bool
     """Whether each rank adds its own copy of a row-parallel layer's bias, so that the bias is the sum of them."""
+    has_one_norm: bool = False
+    """Whether the norm before attention is the MLP's, too; the other one is in the files and not used."""
 
 
 def shape_of(settings: Settings) -> Shape:
@@ -56,9 +58,36 @@ def shape_of(settings: Settings) -> Shape:
     _check_blocks(settings)
     heads = settings.count("num_attention_heads")
     shared = settings.optional_count("num_kv_heads") or heads
+    parallel = settings.switch("gpt_j_residual")
     return Shape(
-        _family(settings, heads, shared), settings.count("num_layers"), heads, shared, settings.switch("gpt_j_residual")
+        _family(settings, heads, shared),
+        settings.count("num_layers"),
+        heads,
+        shared,
+        sums_biases=parallel,
+        has_one_norm=parallel and settings.switch("gpt_j_tied"),
     )
+
+
+def check_ranks(settings: Settings) -> None:
+    """Refuse what makes no one model where several model-parallel ranks trained it.
+
+    Raises:
+        CheckpointError: the ranks compute with different numbers, or add up more than they have; it names the key.
+    """
+    parallel = settings.switch("gpt_j_residual")
+    biased = settings.switch("use_bias_in_attn_linear", True) or _mlp_biased(settings)
+    if settings.switch("sequence_parallel") and biased and not parallel:
+        settings.refuse(
+            "sequence_parallel",
+            "without gpt_j_residual each model-parallel rank trains the biases behind its sums apart and adds its own to its "
+            "stretch of a text, so that its ranks are no one model",
+        )
+    if settings.switch("te_rowparallel") and parallel:
+        settings.refuse(
+            "te_rowparallel",
+            f"with gpt_j_residual the sums of model-parallel ranks are added up twice, and {_NONE_LIKE}",
+        )
 
 
 def shape_from(config: Mapping[str, Any], file: str) -> Shape:
@@ -152,17 +181,12 @@ def _check_blocks(settings: Settings) -> None:
     for key, why in _UNLIKE.items():
         if settings.switch(key):
             settings.refuse(key, f"{why}, and {_NONE_LIKE}")
-    if settings.switch("gpt_j_residual") and settings.switch("gpt_j_tied"):
-        settings.refuse(
-            "gpt_j_tied", f"one norm goes before attention and MLP, and {_NONE_LIKE} with rotary positions and heads so"
-        )
     if settings.text("train_impl", "normal") == "rm":
         settings.refuse("train_impl", "a reward model has no head that gives tokens")
-    experts, unique = settings.optional_count("moe_num_experts") or 1, settings.optional_count("num_unique_layers")
-    if experts > 1:
+    if (settings.optional_count("moe_num_experts") or 1) > 1:
         settings.refuse("moe_num_experts", "mixtures of experts are not read")
-    if unique is not None and unique != settings.count("num_layers"):
-        settings.refuse("num_unique_layers", f"layers that share weights: {_NONE_LIKE}")
+    if settings.text("pos_emb", "learned") == "learned" and settings.number("mup_rp_embedding_mult", 1.0) != 1.0:
+        settings.refuse("mup_rp_embedding_mult", f"learned positions are scaled by it, with muP or without, and {_NONE_LIKE}")
     prompt = settings.values.get("soft_prompt_tuning")
     if isinstance(prompt, dict) and prompt.get("enabled"):
         settings.refuse("soft_prompt_tuning", f"{_NONE_LIKE}")
@@ -171,7 +195,8 @@ def _check_blocks(settings: Settings) -> None:
     _check_attention(settings)
 
 
-def _check_attention(settings: Settings) -> None:
+def _kinds_of_attention(settings: Settings) -> set[str]:
+    """The kinds that layers have, and the words that say how many do."""
     given = settings.values.get("attention_config")
     nodes, kinds = [given], set()
     while nodes:
@@ -180,13 +205,41 @@ def _check_attention(settings: Settings) -> None:
             nodes += node
         elif isinstance(node, str):
             kinds.add(node)
-    if kinds - {"global", "flash", "all"}:
+    return kinds
+
+
+def _check_attention(settings: Settings) -> None:
+    if _kinds_of_attention(settings) - {"global", "flash", "all"}:
         settings.refuse("attention_config", "only global and flash attention, which are one thing, are read")
+
+
+def _window(settings: Settings) -> int | None:
+    """How many tokens before it a token sees; ``None`` for all. Attention that is not flash has it in the mask that a pipeline
+    makes, and in no other; a fused softmax of 16 bits passes over that mask with some lengths and not with others.
+    """
+    window = settings.optional_count("sliding_window_width")
+    kinds = _kinds_of_attention(settings) - {"all"}
+    if window is None or kinds == {"flash"}:
+        return window
+    if settings.optional_whole("pipe_parallel_size"):
+        if settings.switch("scaled_upper_triang_masked_softmax_fusion") and _has_16_bits(settings):
+            settings.refuse("scaled_upper_triang_masked_softmax_fusion", "with a sliding window it sees all tokens at times")
+        return window
+    if "flash" in kinds:
+        rule = "without a pipeline layers of flash attention have it and those of global attention do not"
+        settings.refuse("sliding_window_width", f"{rule}: {_NONE_LIKE}")
+    return None
+
+
+def _has_16_bits(settings: Settings) -> bool:
+    by_engine = [settings.values.get(key) for key in ("fp16", "bf16")]
+    enabled = any(isinstance(each, dict) and each.get("enabled") for each in by_engine)
+    return enabled or settings.text("precision") in ("fp16", "bfloat16")
 
 
 def _family(settings: Settings, heads: int, shared: int) -> str:
     norm, positions = settings.text("norm", "layernorm"), settings.text("pos_emb", "learned")
-    parallel, window = settings.switch("gpt_j_residual"), settings.optional_count("sliding_window_width")
+    parallel, window = settings.switch("gpt_j_residual"), _window(settings)
     if norm not in (*_LAYER_NORMS, *_RMS_NORMS):
         settings.refuse("norm", f"{_NONE_LIKE}; layernorm and rmsnorm are read")
     if positions not in ("rotary", "learned"):

@@ -19,7 +19,7 @@ from checkpoint.layout import Stored
 from checkpoint.readers.decoder import Decoder, Layer, Rows, Tensors, named
 from checkpoint.readers.files.pickles import NUMPY_ARRAYS, Allowed
 from checkpoint.readers.files.torch_zip import Archive, table_names
-from checkpoint.readers.neox.config import Shape, Sizes, config_of, missing_settings, shape_from, shape_of
+from checkpoint.readers.neox.config import Shape, Sizes, check_ranks, config_of, missing_settings, shape_from, shape_of
 from checkpoint.readers.neox.settings import CONFIGS, Settings, read_settings
 from checkpoint.readers.neox.tokenizer import end_of_document, rows_with_tokens, tokenizer_of
 from checkpoint.readers.ranks import (
@@ -99,6 +99,8 @@ def open_weights(folder: Folder, given: Given = NOTHING_GIVEN) -> Weights:
             shape = shape_from(configs[0], given.config or "config.json")
         else:
             raise missing_settings(table)
+        if settings is not None and len(layers[0]) > 1:
+            check_ranks(settings)
         _check_sizes(settings, shape, layers, table)
         tokenizer = tokenizer_of(folder, given, settings)
         model = _decoder(layers, shape, given.neox_qkv_layout)
@@ -276,9 +278,10 @@ def _layer(ranks: Ranks, shape: Shape, layout: str) -> Layer:
         ranks.take("attention.query_key_value.weight")
     taken = {kind: _heads(parts, shape, layout) for kind, parts in heads.items()}
     up, gate, down = _mlp(ranks, shape)
+    norm, second = _norm(ranks, "input_layernorm"), _norm(ranks, "post_attention_layernorm")
     layer = Layer(
-        norm=_norm(ranks, "input_layernorm"),
-        mlp_norm=_norm(ranks, "post_attention_layernorm"),
+        norm=norm,
+        mlp_norm=norm if shape.has_one_norm else second,
         query={kind: parts[0] for kind, parts in taken.items()},
         key={kind: parts[1] for kind, parts in taken.items()},
         value={kind: parts[2] for kind, parts in taken.items()},
@@ -351,8 +354,9 @@ def _row_parallel(ranks: Ranks, names: tuple[str, ...], shape: Shape) -> Tensors
 
 
 def _norm(ranks: Ranks, name: str) -> Tensors:
-    found = {"weight": merged("mean", ranks.take(f"{name}.weight", f"{name}.scale"), name)}
-    bias = ranks.find(f"{name}.bias")
+    # TransformerEngine's norms are inside a module of the trainer's own, by the name ``norm``.
+    weight = ranks.take(f"{name}.weight", f"{name}.scale", f"{name}.norm.weight")
+    found, bias = {"weight": merged("mean", weight, name)}, ranks.find(f"{name}.bias", f"{name}.norm.bias")
     return found if bias is None else found | {"bias": merged("mean", bias, name)}
 
 

@@ -77,6 +77,10 @@ class Settings:
             self.refuse(key, "it must be a number from 1 up")
         return value
 
+    def optional_whole(self, key: str) -> int:
+        """A number from 0 up; 0 where there is none."""
+        return 0 if self.values.get(key) == 0 else self.optional_count(key) or 0
+
     def share(self, key: str) -> float:
         """A number from 0 to 1, 0 where there is none."""
         value = self.values.get(key)
@@ -143,6 +147,12 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         found = super().construct_mapping(node, deep=deep)
         if len(found) != len(node.value):
+            seen: set[Any] = set()
+            for key, _ in node.value:
+                if key.value in seen:
+                    problem = f"the key {shown(key.value)} is given twice"
+                    raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+                seen.add(key.value)
             raise yaml.constructor.ConstructorError(None, None, "a key is given twice", node.start_mark)
         return found
 

@@ -22,6 +22,9 @@ from checkpoint.text.tokenizer_files import (
 from checkpoint.text.vocabulary import id_of, tokenizer_vocab_size
 
 _END_OF_TEXT: Final = "<|endoftext|>"
+_PADDING: Final = "<|padding|>"
+_CONVERTED: Final = "tokenizer"
+"""The folder beside the checkpoint's that GPT-NeoX's converter of Llama writes the tokenizer to."""
 _CHARACTERS, _SENTENCE_PIECE, _FOLDER = "charleveltokenizer", "spmtokenizer", "hfgpt2tokenizer"
 _CHARACTER_IDS: Final = 512
 """Ids that GPT-NeoX counts for its tokenizer of characters; bytes have the first 256."""
@@ -50,11 +53,19 @@ def tokenizer_of(folder: Folder, given: Given, settings: Settings | None) -> Fol
         return found
     if kind == _CHARACTERS:
         return _characters(folder)
-    inner = _last_part(settings, "vocab_file") if kind == _FOLDER else ""
-    for place in (folder, Folder(folder.path.parent)):
-        if inner and (place.path / inner).is_dir() and any(place.below(inner).has(name) for name in TOKENIZER_FILES):
-            return place.below(inner)
-    return found
+    if kind == _FOLDER and (inner := _last_part(settings, "vocab_file")):
+        found = _below(folder, inner) or found
+    return found if _has_tokenizer(found) else _below(folder, _CONVERTED) or found
+
+
+def _below(folder: Folder, inner: str) -> Folder | None:
+    """The folder of this name beside the weights, or above, that has a tokenizer."""
+    places = [place.below(inner) for place in (folder, Folder(folder.path.parent)) if (place.path / inner).is_dir()]
+    return next(filter(_has_tokenizer, places), None)
+
+
+def _has_tokenizer(folder: Folder) -> bool:
+    return any(folder.has(name) for name in TOKENIZER_FILES)
 
 
 def rows_with_tokens(settings: Settings | None, tokenizer: Folder, rows: int, num_ranks: int) -> int:
@@ -67,8 +78,10 @@ def rows_with_tokens(settings: Settings | None, tokenizer: Folder, rows: int, nu
     if settings is None or found is None:
         return rows
     count = _CHARACTER_IDS if isinstance(tokenizer, Written) else found[1]
+    is_padded = settings.text("tokenizer_type") == _FOLDER and id_of(tokenizer, _PADDING) is None
+    trained = count + is_padded  # its trainer gives such a tokenizer that token
     multiple = settings.count("make_vocab_size_divisible_by", 128) * num_ranks
-    return count if -(-count // multiple) * multiple == rows else rows
+    return count if -(-trained // multiple) * multiple == rows else rows
 
 
 def end_of_document(settings: Settings, tokenizer: Folder) -> int | None:

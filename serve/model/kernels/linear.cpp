@@ -109,6 +109,31 @@ void pack_panel(const char* plain, int64_t stride, char* panel, int64_t rows, in
     pack_words<width>(plain, stride, panel, rows, w, W);
 }
 
+// The same of a weight that is stored transposed: numbers of an input lie side by side, ``stride`` bytes behind those of the input
+// before. Of ``rows`` outputs and I inputs.
+template <int64_t width, typename number>
+void pack_transposed_panel(const char* plain, int64_t stride, char* panel, int64_t rows, int64_t I) {
+    constexpr int64_t together = kWord / int64_t(sizeof(number));
+    if (rows < width) std::memset(panel, 0, size_t(width * I) * sizeof(number));
+    for (int64_t i = 0; i < I; i += together) {
+        number inputs[together][width];
+        for (int64_t k = 0; k < together; ++k) {
+            const char* from = plain + (i + k) * stride;
+            if (rows == width)
+                std::memcpy(inputs[k], from, sizeof inputs[k]);
+            else
+                std::memcpy(inputs[k], from, size_t(rows) * sizeof(number));
+        }
+        number* to = reinterpret_cast<number*>(panel) + i * width;
+        if (rows == width)
+            for (int64_t o = 0; o < width; ++o)
+                for (int64_t k = 0; k < together; ++k) to[o * together + k] = inputs[k][o];
+        else
+            for (int64_t o = 0; o < rows; ++o)
+                for (int64_t k = 0; k < together; ++k) to[o * together + k] = inputs[k][o];
+    }
+}
+
 // How many of a panel's outputs a weight of O has.
 template <int64_t width>
 int64_t rows_of(int64_t p, int64_t O) {
@@ -116,12 +141,22 @@ int64_t rows_of(int64_t p, int64_t O) {
     return left < 0 ? 0 : left < width ? left : width;
 }
 
-template <int64_t width>
-void pack(const char* plain, int64_t stride, char* packed, int64_t O, int64_t W, int threads) {
-    const int64_t panels = panels_of(O) * kPanel / width;
+// Packs panel p of a weight [O, I].
+template <int64_t width, typename number>
+void pack_panel_of(const char* plain, int64_t stride, bool is_transposed, int64_t p, char* panel, int64_t O, int64_t I) {
+    constexpr int64_t bytes = sizeof(number);
+    if (is_transposed)
+        pack_transposed_panel<width, number>(plain + p * width * bytes, stride, panel, rows_of<width>(p, O), I);
+    else
+        pack_panel<width>(plain + p * width * stride, stride, panel, rows_of<width>(p, O), I * bytes / kWord);
+}
+
+template <int64_t width, typename number>
+void pack(const char* plain, int64_t stride, bool is_transposed, char* packed, int64_t O, int64_t I, int threads) {
+    const int64_t panels = panels_of(O) * kPanel / width, bytes = width * I * int64_t(sizeof(number));
+    stride *= int64_t(sizeof(number));
 #pragma omp parallel for num_threads(threads)
-    for (int64_t p = 0; p < panels; ++p)
-        pack_panel<width>(plain + p * width * stride, stride, packed + p * width * W * kWord, rows_of<width>(p, O), W);
+    for (int64_t p = 0; p < panels; ++p) pack_panel_of<width, number>(plain, stride, is_transposed, p, packed + p * bytes, O, I);
 }
 
 #if defined(__AVX512F__) || defined(TESSERA_AVX2)
@@ -142,7 +177,7 @@ private:
     int64_t bytes_ = 0;
 };
 
-// A panel as products read it, and where what the next one is made of lies.
+// A panel as products read it, and where what the next one is made of lies; of a transposed weight that is in no one place.
 template <typename number>
 struct Panel {
     const number* numbers;
@@ -162,9 +197,9 @@ Panel<number> panel_of(const tessera::Job& job, int64_t p) {
     thread_local Scratch scratch;
     char* panel = scratch.of(bytes);
     const int64_t stride = job.plain->stride * int64_t(sizeof(number));
-    const char* first = plain + p * width * stride;
-    pack_panel<width>(first, stride, panel, rows_of<width>(p, job.width), bytes / width / kWord);
-    return {reinterpret_cast<const number*>(panel), first + width * stride};
+    const bool is_transposed = job.plain->is_transposed;
+    pack_panel_of<width, number>(plain, stride, is_transposed, p, panel, job.width, job.inputs);
+    return {reinterpret_cast<const number*>(panel), is_transposed ? panel : plain + (p + 1) * width * stride};
 }
 
 #endif
@@ -319,15 +354,16 @@ int tessera_linear_panel_outputs([[maybe_unused]] int is_bf16) {
 
 int64_t tessera_linear_packed_numbers(int64_t O, int64_t I) { return panels_of(O) * kPanel * I; }
 
-// The plain rows are ``stride`` numbers apart.
-void tessera_linear_pack(int is_bf16, int threads, const void* plain, int64_t stride, void* packed, int64_t O, int64_t I) {
+// The plain rows are ``stride`` numbers apart; of a weight that is stored transposed the columns are.
+void tessera_linear_pack(int is_bf16, int threads, const void* plain, int64_t stride, int is_transposed, void* packed, int64_t O, int64_t I) {
     const char* from = static_cast<const char*>(plain);
     char* to = static_cast<char*>(packed);
-    stride *= is_bf16 ? 2 : 4;
+    if (is_bf16) return pack<kPanel, uint16_t>(from, stride, is_transposed, to, O, I, threads);
 #ifdef TESSERA_AVX2
-    if (!is_bf16) return pack<PlainFp32::kOutputs>(from, stride, to, O, I, threads);
+    pack<PlainFp32::kOutputs, float>(from, stride, is_transposed, to, O, I, threads);
+#else
+    pack<kPanel, float>(from, stride, is_transposed, to, O, I, threads);
 #endif
-    pack<kPanel>(from, stride, to, O, is_bf16 ? I / 2 : I, threads);
 }
 
 // x is [M, I] with rows ``x_stride`` apart; in bf16 I must be even. y is [M, O], contiguous. ``plain``: of a weight that may not be

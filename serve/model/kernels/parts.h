@@ -12,11 +12,13 @@ namespace tessera {
 // ``KINDS`` of serve/model/recording.py.
 enum Kind : int64_t { kProduct, kQuantized, kAttention, kAdd, kMultiply, kLayerNorm, kRmsNorm, kLookUp, kWiden };
 
-// ``PlainRows`` of serve/model/linear.py: where the rows of a weight lie until they are packed, ``stride`` numbers apart. A product
-// reads them there as long as there is a place. Whoever packs them takes it away afterwards, while others compute.
+// ``PlainRows`` of serve/model/linear.py: where the rows of a weight lie until they are packed, ``stride`` numbers apart, or its
+// columns if it is stored transposed. A product reads them there as long as there is a place. Whoever packs them takes it away
+// afterwards, while others compute.
 struct PlainRows {
     std::atomic<const char*> place;
     int64_t stride;
+    int64_t is_transposed;
 };
 
 // ``Job`` of serve/model/recording.py. What a field means beyond its name: where the kind's own function is.

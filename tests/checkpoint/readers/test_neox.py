@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -182,7 +183,9 @@ def test_a_vocabulary_and_its_merges_are_found_by_the_names_the_settings_give(wh
         ({"pos-emb": "rpe"}, "pos_emb is 'rpe'"),
         ({"norm": "scalenorm"}, "norm is 'scalenorm'"),
         ({"norm": "non_parametric_layernorm"}, "norm is 'non_parametric_layernorm'"),
-        ({"gpt_j_tied": True}, "gpt_j_tied is True"),
+        ({"pos-emb": "learned", "gpt-j-residual": False, "mup_rp_embedding_mult": 0.25}, "mup_rp_embedding_mult is 0.25"),
+        ({"sequence_parallel": True, "gpt-j-residual": False}, "sequence_parallel is True; without gpt_j_residual each"),
+        ({"te_rowparallel": True}, "te_rowparallel is True; with gpt_j_residual the sums"),
         ({"use_qk_layernorm": True}, "use_qk_layernorm is True"),
         ({"use_mup": True}, "use_mup is True"),
         ({"activation": "softsign"}, "activation is 'softsign'"),
@@ -206,6 +209,88 @@ def test_settings_that_no_model_of_transformers_has_are_refused_by_name(
 ) -> None:
     saved(tmp_path, **settings)
     with pytest.raises(CheckpointError, match=message):
+        open_structure(tmp_path)
+
+
+@pytest.mark.parametrize("settings", [{"sequence_parallel": True}, {"te_rowparallel": True, "gpt-j-residual": False}])
+def test_what_one_rank_or_another_residual_trains_right_is_opened(settings: dict[str, Any], tmp_path: Path) -> None:
+    for parallel, more in ((1, {}), (2, {"gpt-j-residual": "te_rowparallel" not in settings})):
+        saved(tmp_path / str(parallel), parallel=parallel, **settings | more)
+        open_structure(tmp_path / str(parallel)).close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "family"),
+    [
+        ({"attention-config": [[["flash"], "all"]], "pipe_parallel_size": 0}, "mistral"),
+        ({"attention-config": [[["global"], "all"]], "pipe_parallel_size": 1}, "mistral"),
+        ({"attention-config": [[["flash", "global"], 1]], "pipe_parallel_size": 1}, "mistral"),
+        ({"attention-config": None, "pipe_parallel_size": 0}, "llama"),
+        ({"attention-config": [[["global"], "all"]], "pipe_parallel_size": None}, "llama"),
+        ({"scaled-upper-triang-masked-softmax-fusion": True, "attention-config": None}, "mistral"),
+    ],
+)
+def test_a_window_is_that_of_the_attention_which_has_it(settings: dict[str, Any], family: str, tmp_path: Path) -> None:
+    model, _ = saved(tmp_path, "a sliding window", **settings)
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.config["model_type"] == family
+        assert checkpoint.config.get("sliding_window") == (model.config.sliding_window if family == "mistral" else None)
+        assert set(checkpoint.tensors) == set(model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"attention-config": [[["flash", "global"], 1]], "pipe_parallel_size": 0},
+            "sliding_window_width is .* without a pipeline",
+        ),
+        *(
+            (
+                {"attention-config": None, "scaled-upper-triang-masked-softmax-fusion": True, **bits},
+                "scaled_upper_triang_masked_softmax_fusion is True; with a sliding window",
+            )
+            for bits in ({"fp16": {"enabled": True}}, {"precision": "bfloat16"})
+        ),
+    ],
+)
+def test_a_window_that_only_some_of_the_attention_has_is_refused(
+    settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    saved(tmp_path, "a sliding window", **settings)
+    with pytest.raises(CheckpointError, match=message):
+        open_structure(tmp_path)
+
+
+def test_a_norm_that_attention_and_the_mlp_share_is_in_both_places(tmp_path: Path) -> None:
+    model, _ = saved(tmp_path, gpt_j_tied=True, **with_tokenizer(tmp_path))
+    for layer in model.gpt_neox.layers:
+        layer.post_attention_layernorm.load_state_dict(layer.input_layernorm.state_dict())
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert_holds(checkpoint, model)
+
+
+@pytest.mark.parametrize(("name", "norm"), [("a pipeline", "te_layernorm"), ("biases", "te_rmsnorm")])
+def test_norms_of_transformer_engine_are_those_of_the_model(name: str, norm: str, tmp_path: Path) -> None:
+    model, folder = saved(tmp_path, name, norm=norm, num_unique_layers=1, **with_tokenizer(tmp_path))
+    for file in folder.glob("layer_*"):
+        inside = {
+            re.sub(
+                r"(layernorm|^norm)\.(weight|scale|bias)",
+                lambda found: f"{found[1]}.norm.{found[2].replace('scale', 'weight')}",
+                key,
+            ): value
+            for key, value in torch.load(file).items()
+        }
+        torch.save(inside, file)
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert_holds(checkpoint, model)
+
+
+def test_a_key_that_one_file_gives_twice_is_named_with_its_line(tmp_path: Path) -> None:
+    _, folder = saved(tmp_path)
+    (folder / "configs" / "local.yml").write_text("{\n'seed': 1,\n'save': 'x',\n'seed': 2\n}")
+    with pytest.raises(CheckpointError, match=r"(?s)configs/local\.yml: .*the key 'seed' is given twice.*line 4"):
         open_structure(tmp_path)
 
 

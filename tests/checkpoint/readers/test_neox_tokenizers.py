@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -74,3 +75,25 @@ def test_a_folder_of_transformers_is_found_by_its_last_name(above: bool, tmp_pat
     text = "the lazy dog<|endoftext|>"
     assert list(found.encode(text)) == tokenizer().encode(text).ids
     assert config["vocab_size"] == tokenizer().get_vocab_size()
+
+
+def test_the_padding_token_that_its_trainer_adds_counts_as_one_of_the_tokenizers(tmp_path: Path) -> None:
+    count = tokenizer().get_vocab_size()
+    model = build("gpt_neox", vocab_size=2 * count, hidden_size=32, num_hidden_layers=1)  # where one more fills up again
+    form = Form(model_parallel=2, multiple=count // 2)
+    save_neox(tmp_path, model, form, **{"tokenizer-type": "HFGPT2Tokenizer", "vocab-file": "/models/our-gpt2"})
+    (tmp_path / "our-gpt2").mkdir()
+    tokenizer().save(str(tmp_path / "our-gpt2" / "tokenizer.json"))
+    assert opened(tmp_path)[1]["vocab_size"] == count
+
+
+@pytest.mark.parametrize("above", [False, True])
+def test_the_folder_that_the_converter_of_llama_writes_is_found(above: bool, tmp_path: Path) -> None:
+    model, folder = saved(tmp_path, "heads that share keys")
+    shutil.rmtree(folder / "configs")
+    place = (tmp_path if above else folder) / "tokenizer"
+    place.mkdir()
+    tokenizer().save(str(place / "tokenizer.json"))
+    (place / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    (tmp_path / "config.json").write_text(model.config.to_json_string())
+    assert list(opened(tmp_path)[0].encode("the lazy dog")) == tokenizer().encode("the lazy dog").ids

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 import warnings
@@ -40,6 +41,16 @@ def test_export_takes_a_given_step_and_exact_weights(trained: TrainedRun, tmp_pa
     with open_checkpoint(out) as written, open_checkpoint(trained.output / "resume" / "step-00000006") as state:
         assert written.step == 6
         assert all(torch.equal(written.read(name), state.read(f"master.{name}")) for name in written.tensors)
+
+
+@pytest.mark.parametrize("name", ["global_step{}", "iter_{:07d}", "step-{}", "checkpoint-{}"])
+def test_export_takes_the_step_that_a_trainers_folder_is_named_by(trained: TrainedRun, tmp_path: Path, name: str) -> None:
+    saves = {step: tmp_path / "saves" / name.format(step) for step in (6, 12)}
+    for step, folder in saves.items():
+        shutil.copytree(trained.output / "checkpoints" / f"step-{step:08d}", folder)
+    assert main(["export", str(tmp_path / "saves"), str(tmp_path / "out"), "--step", "6"]) == 0
+    with open_checkpoint(tmp_path / "out") as written:
+        assert written.step == 6
 
 
 @pytest.mark.parametrize(

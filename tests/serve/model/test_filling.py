@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from checkpoint import Checkpoint, open_checkpoint
+from checkpoint.opening.leases import Leases
 from serve.config import ModelConfig, ServerConfig
 from serve.errors import ConfigError
 from serve.model import filling
@@ -230,6 +231,33 @@ def test_rows_of_a_part_are_those_of_the_part(tmp_path: Path, shard: ShardOf | N
             rows = torch.full_like(part[begin : begin + step], torch.nan)
             reader.read_rows(name, begin, rows)
             assert torch.equal(rows, part[begin : begin + step])
+
+
+@pytest.mark.parametrize(
+    ("shard", "is_mapped"),
+    [
+        (None, True),
+        (ShardOf(full_shape=(256, 64), dim=1, pieces=(Piece(16, 40),)), True),
+        (ShardOf(full_shape=(256, 64), dim=0, pieces=(Piece(32, 96),)), False),
+        (ShardOf(full_shape=(256, 64), dim=1, pieces=(Piece(0, 8), Piece(16, 24))), False),
+    ],
+    ids=["whole", "of the inputs", "of the outputs", "in two pieces"],
+)
+def test_a_part_that_is_stored_transposed_is_mapped_where_it_lies_together(
+    tmp_path: Path, shard: ShardOf | None, is_mapped: bool
+) -> None:
+    path = save("gpt2", tmp_path / "model", with_tokenizer=False)
+    name = "transformer.h.1.mlp.c_fc.weight"
+    with surveyed(path) as (checkpoint, blueprint):
+        assert name in blueprint.transposed
+        reader, leases = SliceReader(checkpoint, blueprint, {} if shard is None else {name: shard}, CPU), Leases()
+        part, view = reader.read(name), reader.view(name, leases)
+        assert part.shape == reader.shape(name)
+        assert (view is not None) == is_mapped
+        if view is not None:
+            assert torch.equal(view, part)
+            assert view.stride(0) == 1, "as the file has it"
+        leases.give_back()
 
 
 def test_a_layer_of_an_odd_number_of_bf16_inputs_is_not_packed_by_rows() -> None:

@@ -95,18 +95,22 @@ def test_any_number_of_threads_computes_all_outputs_with_the_same_bits_beside_ot
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 2), (32, 96), (65, 70), (800, 258)])
-def test_a_weight_that_is_not_packed_yet_gives_the_same_bits(level: str, dtype: torch.dtype, outputs: int, inputs: int) -> None:
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_a_weight_that_is_not_packed_yet_gives_the_same_bits(
+    level: str, dtype: torch.dtype, outputs: int, inputs: int, is_transposed: bool
+) -> None:
     _, packer = linear.choose_packer(CPU, dtype, kernels_of(level))
     if dtype == torch.bfloat16 and not isinstance(packer, linear.KernelPacker):
         pytest.skip("this processor has no packed bf16 route")
     assert isinstance(packer, linear.KernelPacker)
     torch.manual_seed(outputs)
     file = torch.randn(outputs + 3, inputs + 5).to(dtype)  # a rank's part: rows and columns of a whole
+    file = file.t().contiguous().t() if is_transposed else file
     weight, bias = file[2 : 2 + outputs, 3 : 3 + inputs], torch.randn(outputs).to(dtype)
     packed, later = packer.begin((outputs, inputs), dtype), packer.begin((outputs, inputs), dtype, later=True)
     assert packed is not None
     assert later is not None
-    packed.put(0, weight)
+    packed.put(0, weight.clone(memory_format=torch.contiguous_format))
     later.read_from(weight)
     later.packed.fill_(math.nan)
     assert later.rows is weight

@@ -74,9 +74,7 @@ def test_tokens_are_the_same_from_files_while_weights_are_packed_and_afterwards(
     model = loaded(folder)
     promised, waiting = model.filler.waiting_bytes, model.filler.take_waiting()
     assert model.filler.take_waiting() == Waiting(), "they are given once"
-    stored_otherwise = kind == "gpt2"  # all but the head, which is the embedding
-    linear = sum(isinstance(module, nn.Linear) for module in model.body.modules())
-    assert len(waiting.panels) == 1 + (0 if stored_otherwise else linear)
+    assert len(waiting.panels) == 1 + sum(isinstance(module, nn.Linear) for module in model.body.modules())
     assert waiting.views
     assert promised >= sum(panels.packed.nbytes for panels in waiting.panels) + waiting.views[0].nbytes
     assert is_mapped(folder)
