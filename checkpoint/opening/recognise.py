@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from checkpoint.disk.folder import Folder
 from checkpoint.disk.latest import is_root, resolve_latest
+from checkpoint.disk.step_names import step_in_name
 from checkpoint.errors import CheckpointError
 from checkpoint.readers import hf, peft
 from checkpoint.readers.dcp import distcp
@@ -36,7 +37,7 @@ RUN_CHECKPOINTS = "checkpoints"
 _DEEPEST = 4
 """Folders that a path may be above its checkpoint: run, kept checkpoints, step, the trainer's own folder."""
 _NAMED_AT_MOST = 12
-_NUMBERED = re.compile(r"checkpoint[-_](\d+)")
+_NUMBERED = re.compile(r"(?:checkpoint|step)[-_](\d+)")
 
 
 def recognise(path: str | Path) -> tuple[Folder, Format]:
@@ -80,7 +81,7 @@ def _existing(path: Path) -> Folder:
             str(path), "there is no such folder" if gone else f"cannot be opened: {error.strerror}"
         ) from error
     if not path.is_dir():
-        raise CheckpointError(str(path), "is not a folder")
+        raise CheckpointError(str(path), "is not a folder; name the one that it is in")
     return Folder(path)
 
 
@@ -92,18 +93,25 @@ def _inner(folder: Folder) -> Folder | None:
         return folder.below(RUN_CHECKPOINTS)
     for layout in FORMATS:
         name = layout.newest_below(folder)
-        if name is not None:
-            return folder.below(name)
+        if name is None:
+            continue
+        inner = folder.below(name)
+        # torchtitan's last step may be in safetensors, beside those before.
+        last = _newest_of_trainer(folder) if layout is distcp else None
+        is_later = last is not None and (step_in_name(last.path) or 0) > (step_in_name(inner.path) or 0)
+        return last if is_later else inner
     return _newest_of_trainer(folder)
 
 
 def _newest_of_trainer(folder: Folder) -> Folder | None:
-    """The folder with the highest number, as trainers of Hugging Face's libraries give, that has a model or an adapter."""
+    """The folder with the highest number, as trainers of Hugging Face's libraries and torchtitan give, that has a model or an
+    adapter in their files."""
     numbered = [(int(match[1]), name) for name in folder.names() if (match := _NUMBERED.fullmatch(name))]
+    safetensors = (hf.recognises, peft.recognises, dcp_hf.recognises, lambda inner: dcp_hf.newest_below(inner) is not None)
     for _, name in sorted(numbered, reverse=True):
         if (folder.path / name).is_dir():
             inner = folder.below(name)
-            if hf.recognises(inner) or peft.recognises(inner):
+            if any(recognised(inner) for recognised in safetensors):
                 return inner
     return None
 
@@ -117,4 +125,14 @@ def _refuse(path: str | Path, folder: Folder) -> NoReturn:
     found = f"holds {listed}" if names else "is empty"
     known = "; ".join(f"{layout.NAME} ({layout.LOOKS_LIKE})" for layout in FORMATS)
     where = "" if folder.path == Path(path).resolve() else f"leads to {folder.path}, which "
-    raise CheckpointError(str(path), f"{where}{found}, which is no checkpoint of a known layout. Known are: {known}")
+    inside = [name for name in names[:_NAMED_AT_MOST] if (folder.path / name).is_dir() and _leads_on(folder.below(name))]
+    hint = f"; {' and '.join(inside)} in it may be meant" if inside else ""
+    raise CheckpointError(str(path), f"{where}{found}, which is no checkpoint of a known layout{hint}. Known are: {known}")
+
+
+def _leads_on(folder: Folder) -> bool:
+    """Whether the folder has files of a checkpoint, be it an unfinished one, or a folder with one."""
+    try:
+        return any(layout.recognises(folder) for layout in FORMATS) or _inner(folder) is not None
+    except CheckpointError:
+        return True  # which its own message is about

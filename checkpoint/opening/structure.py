@@ -12,6 +12,7 @@ from typing import Any, Literal, Self
 
 from checkpoint.disk.folder import Folder
 from checkpoint.disk.manifest import MANIFEST, Manifest, check_hashes, check_sizes, load_manifest
+from checkpoint.disk.step_names import step_in_name
 from checkpoint.errors import CheckpointError
 from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.layout import Stored
@@ -106,6 +107,8 @@ def open_structure(path: str | Path, *, verify: Verification = "structure", give
     tokenizer = find_tokenizer(folder, given, above=above)
     code = {CODE: "named by auto_map of config.json, and never run"} if names_code(folder, given, above=above) else {}
     weights = layout.open_weights(folder, given)
+    if weights.step is None:
+        weights = dataclasses.replace(weights, step=_named_step(folder))
     try:
         if given.master_weights and layout not in MASTERS_READ:
             _refuse_without_masters(weights, layout.NAME)
@@ -124,6 +127,12 @@ def open_structure(path: str | Path, *, verify: Verification = "structure", give
         weights.close()
         raise
     return Structure(folder, config, generation, manifest, weights, layout.NAME, weights.tokenizer or tokenizer)
+
+
+def _named_step(folder: Folder) -> int | None:
+    """The step in the name of the folder, or of the one above: some keep a step's weights in a folder of its own."""
+    found = step_in_name(folder.path)
+    return step_in_name(folder.path.parent) if found is None else found
 
 
 def adapted_base(folder: Folder, given: Given) -> str:
@@ -195,8 +204,8 @@ def open_adapted(folder: Folder, base: str, given: Given, verify: Verification) 
         raise
     own = find_tokenizer(folder, given, above=False)
     tokenizer = own if any(own.has(name) for name in TOKENIZER_FILES) else below.tokenizer
-    if manifest is not None:
-        weights = dataclasses.replace(weights, step=manifest.step)
+    step = _named_step(folder) if manifest is None else manifest.step
+    weights = dataclasses.replace(weights, step=step)
     layout = f"{peft.NAME} on {below.layout}"
     return Structure(folder, below.config, below.generation_config, None, weights, layout, tokenizer)
 

@@ -22,6 +22,8 @@ from checkpoint.model.config import (
 from checkpoint.model.mxfp4 import without_mxfp4
 from checkpoint.text.tokenizer_files import MERGES, SENTENCE_PIECE, TOKENIZER_FILES, TOKENIZER_JSON, VOCABULARY
 
+_TOKENIZER = "tokenizer"
+"""The folder inside one of these that some trainers keep the tokenizer in."""
 NOTHING_NAMED: Mapping[str, str] = MappingProxyType({})
 
 Configs = tuple[dict[str, Any], dict[str, Any]]
@@ -116,7 +118,10 @@ def find_tokenizer(folder: Folder, given: Given, *, above: bool, named: Mapping[
     for place in places:
         if named and all(place.has(name) for name in named.values()):
             return Renamed(place.path, named)
-    return next((place for place in places if any(place.has(name) for name in TOKENIZER_FILES)), folder)
+    for place in (*places, *(place.below(_TOKENIZER) for place in places if (place.path / _TOKENIZER).is_dir())):
+        if any(place.has(name) for name in TOKENIZER_FILES):
+            return place
+    return folder
 
 
 def tokenizer_at(given: str) -> Folder:

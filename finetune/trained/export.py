@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 
 from checkpoint import Checkpoint, CheckpointError, Given, TensorInfo, open_checkpoint
+from checkpoint.disk.step_names import step_in_name
 from checkpoint.dtypes import dtype_name
 from checkpoint.given import NOTHING_GIVEN
 from checkpoint.text.tokenizer_files import TOKENIZER_FILES
@@ -25,9 +25,6 @@ from finetune.output.folder import RESUME, checkpoint_folder, step_folders
 from finetune.output.new_checkpoint import require_new, write_new
 
 _log = logging.getLogger(__name__)
-
-_STEP_OF_TRAINER: Final = re.compile(r"(?:global_step|iter_|step[-_]?|checkpoint-)0*(\d{1,18})")
-"""DeepSpeed's and GPT-NeoX's, Megatron's, torchtitan's, HF Trainer's."""
 
 Progress = Callable[[int, int], None]
 """Told the bytes of tensors that are written, and of all of them, after each."""
@@ -92,8 +89,8 @@ def _steps_of_trainers(folder: Path) -> dict[int, Path]:
     """The folders that trainers name by a step."""
     if not folder.is_dir():
         return {}
-    found = ((_STEP_OF_TRAINER.fullmatch(path.name), path) for path in folder.iterdir() if path.is_dir())
-    return {int(match[1]): path for match, path in sorted(found, key=lambda pair: pair[1]) if match}
+    found = ((step_in_name(path), path) for path in sorted(folder.iterdir()) if path.is_dir())
+    return {step: path for step, path in found if step is not None}
 
 
 def _check_model(checkpoint: Checkpoint) -> None:

@@ -27,6 +27,8 @@ class Form:
     names: str = "core"
     """What tensors are called: ``core``, ``fused`` (norms inside the maps behind them) or ``legacy``, in nested tables."""
     multiple: int = 8
+    has_thirds: bool = False
+    """A rank's queries, then its keys, then its values, as Megatron-DeepSpeed has them since December 2024."""
 
 
 def save_megatron(root: Path, model: PreTrainedModel, form: Form, *, step: int = 10, **args: Any) -> Path:
@@ -50,7 +52,9 @@ def save_megatron(root: Path, model: PreTrainedModel, form: Form, *, step: int =
     return folder
 
 
-def save_megatron_deepspeed(root: Path, model: PreTrainedModel, form: Form, *, layers: bool, step: int = 10) -> Path:
+def save_megatron_deepspeed(
+    root: Path, model: PreTrainedModel, form: Form, *, layers: bool, step: int = 10, **args: Any
+) -> Path:
     """Write ``root/latest`` and the folder of DeepSpeed that it names.
 
     Args:
@@ -59,7 +63,8 @@ def save_megatron_deepspeed(root: Path, model: PreTrainedModel, form: Form, *, l
     folder = root / f"global_step{step}"
     folder.mkdir(parents=True)
     (root / "latest").write_text(folder.name)
-    told = argparse.Namespace(**arguments_of(model, form))
+    (root / "latest_checkpointed_iteration.txt").write_text(str(step))  # of which there is no folder
+    told = argparse.Namespace(**arguments_of(model, form) | args)
     count = int(model.config.num_hidden_layers)
     for rank in range(form.tensor):
         whole = _Rank(model, form, rank)
@@ -91,6 +96,7 @@ def arguments_of(model: PreTrainedModel, form: Form) -> dict[str, Any]:
         "pipeline_model_parallel_size": form.pipeline,
         "virtual_pipeline_model_parallel_size": form.chunks if form.chunks > 1 else None,
         "params_dtype": torch.bfloat16,
+        **({"ds_sequence_parallel_fpdt": False} if form.has_thirds else {}),
         "num_experts": None,
         "save": Path("/nowhere"),
         "bias_gelu_fusion": False,
@@ -185,7 +191,9 @@ class _Rank:
         return tensor.chunk(self._form.tensor, dim=1)[self._rank].clone()
 
     def groups(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """The rows of each key/value head: its queries, the key, the value."""
+        """The rows of each key/value head: its queries, the key, the value; or of all of them, one kind after the other."""
+        if self._form.has_thirds:
+            return torch.cat([self.rows(query), self.rows(key), self.rows(value)])
         shared = int(getattr(self._config, "num_key_value_heads", 0) or self._config.num_attention_heads)
         stacked = [part.reshape(shared, -1, *part.shape[1:]) for part in (query, key, value)]
         return self.rows(torch.cat(stacked, dim=1).reshape(-1, *query.shape[1:]))

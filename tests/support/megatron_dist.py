@@ -6,6 +6,8 @@ import argparse
 import io
 import json
 import pickle
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from transformers import PreTrainedModel
 
 from tests.support.megatron import Form, arguments_of, rank_table
@@ -34,12 +37,31 @@ _ROWS = (
 )
 
 
-def save_torch_dist(root: Path, model: PreTrainedModel, form: Form, *, stacked: bool = True, beside: bool = True) -> Path:
+def megatrons_plan() -> type[SavePlan]:
+    """The class of Megatron 0.11 to 0.15, which can be pickled."""
+    name = "megatron.core.dist_checkpointing.strategies.torch"
+    plan = type("MCoreSavePlan", (SavePlan,), {"__module__": name})
+    for end in [at for at, letter in enumerate(name + ".") if letter == "."]:
+        sys.modules.setdefault(name[:end], types.ModuleType(name[:end]))
+    vars(sys.modules[name])["MCoreSavePlan"] = plan
+    return plan
+
+
+def save_torch_dist(
+    root: Path,
+    model: PreTrainedModel,
+    form: Form,
+    *,
+    stacked: bool = True,
+    beside: bool = True,
+    plan: type[SavePlan] | None = None,
+) -> Path:
     """Write ``root/latest_checkpointed_iteration.txt`` and the folder of the iteration.
 
     Args:
         stacked: whether layers are rows of one tensor.
         beside: whether the arguments are in ``common.pt``, and not among the tensors.
+        plan: of what the table keeps what each rank meant to write, if it does.
     """
     folder = root / "iter_0000010"
     folder.mkdir(parents=True)
@@ -63,7 +85,7 @@ def save_torch_dist(root: Path, model: PreTrainedModel, form: Form, *, stacked: 
         torch.save(common, folder / "common.pt")
     else:
         save.add_item("common_state/shard_0_1", [common])
-    save.end(folder / ".metadata")
+    save.end(folder / ".metadata", plan)
     return folder
 
 
@@ -114,6 +136,11 @@ class _Save:
         self._data += held.getvalue()
         return _StorageInfo(self._file.name, begin, len(held.getvalue()))
 
-    def end(self, table: Path) -> None:
+    def end(self, table: Path, plan: type[SavePlan] | None) -> None:
         self._file.write_bytes(self._data)
-        table.write_bytes(pickle.dumps(Metadata(self._tensors, None, self._lies)))
+        metadata = Metadata(self._tensors, None, self._lies)
+        if plan is not None:
+            data = TensorWriteData(ChunkStorageMetadata(torch.Size([0]), torch.Size([1])), TensorProperties(), torch.Size([1]))
+            items = [WriteItem(index, WriteItemType.SHARD, tensor_data=data) for index in self._lies]
+            vars(metadata)["all_local_plans"] = [plan(items)]
+        table.write_bytes(pickle.dumps(metadata))

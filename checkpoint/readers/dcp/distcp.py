@@ -18,7 +18,7 @@ from checkpoint.errors import CheckpointError
 from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.layout import DTYPE_BYTES, MAX_DIMENSIONS, Piece, Stored, cover_fault
 from checkpoint.model.config import shown
-from checkpoint.readers.dcp.trainer_names import chosen, from_torchtitan, is_torchtitan
+from checkpoint.readers.dcp.trainer_names import chosen, from_torchtitan, is_torchtitan, without_buffers
 from checkpoint.readers.files.pickles import Allowed, StoredTensor, read_tree
 from checkpoint.readers.files.stand_ins import Bag
 from checkpoint.readers.files.torch_zip import Archive
@@ -53,6 +53,12 @@ _CLASSES = frozenset(
             )
         ),
         f"{_PACKAGE}.filesystem._StorageInfo",
+        # Megatron keeps beside the table what each rank meant to write, which says nothing more.
+        *(
+            f"{_PACKAGE}.planner.{name}"
+            for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
+        ),
+        "megatron.core.dist_checkpointing.strategies.torch.MCoreSavePlan",
         "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",
         "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
         "torch.serialization._get_layout",
@@ -133,10 +139,11 @@ def open_weights(folder: Folder, given: Given = NOTHING_GIVEN) -> Weights:
     tensors, bytes_items = _read_tables(folder, tables)
     names = chosen(list(tensors), given.prefix, tables[0])
     with OpenFiles(folder) as files:
-        _check_apart([box for key in names.values() for box in tensors[key].boxes.values()])
         known: dict[bytes, Any] = {}
+        titan = is_torchtitan(names)
+        names = without_buffers(names) if titan else names
+        _check_apart([box for key in names.values() for box in tensors[key].boxes.values()])
         places = {name: _stored(files, key, tensors[key], known) for name, key in names.items()}
-        titan = is_torchtitan(places)
         if titan:
             configs = find_configs(folder, given, above=True)
             places = from_torchtitan(places, None if configs is None else configs[0], tables[0])
@@ -147,7 +154,7 @@ def open_weights(folder: Folder, given: Given = NOTHING_GIVEN) -> Weights:
         "tensors that are no weights": len(tensors) - len(names),
         "other items": bytes_items,
     }
-    return Weights(files.descriptors, places, tables[0], step=_step(folder), facts=facts)
+    return Weights(files.descriptors, places, tables[0], facts=facts)
 
 
 def read_wanted(folder: Folder, files: OpenFiles, wanted: Callable[[str], bool]) -> tuple[dict[str, Stored], str]:
@@ -178,14 +185,6 @@ def read_item(folder: Folder, files: OpenFiles, name: str, allowed: Allowed) -> 
         if _state(key, "MetadataIndex", table).get("fqn") == name:
             box = _box(name, (), (), _state(info, "_StorageInfo", table), table)
             return Archive(files[box.file], box.file, box.offset, box.length).tree(allowed), box.file
-    return None
-
-
-def _step(folder: Folder) -> int | None:
-    for name in (folder.path.name, folder.path.parent.name):
-        match = _STEP.fullmatch(name)
-        if match and not name.startswith("epoch"):
-            return int(match[1])
     return None
 
 

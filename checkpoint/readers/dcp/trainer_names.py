@@ -112,6 +112,7 @@ _TITAN_UNREAD = (
     (".attention.sinks", "attention with sinks (GPT-OSS)"),
     (".sa_norm.", "torchtune's layers"),
     ("vision_encoder.", "a model that sees"),
+    (".lora_a.", "torchtitan's LoRA, an adapter that is not joined here"),
 )
 """Parts of names, and what has them."""
 
@@ -119,6 +120,11 @@ _TITAN_UNREAD = (
 def is_torchtitan(names: Collection[str]) -> bool:
     """Whether these are the names of torchtitan's (and Meta's) models."""
     return "tok_embeddings.weight" in names
+
+
+def without_buffers(names: Mapping[str, str]) -> dict[str, str]:
+    """These without the angles that torchtitan of before 0.2 saves, complex numbers that its models compute anew."""
+    return {name: key for name, key in names.items() if name.rpartition(".")[2] != "freqs_cis"}
 
 
 def from_torchtitan(places: Mapping[str, Stored], config: Mapping[str, Any] | None, table: str) -> dict[str, Stored]:
@@ -154,8 +160,6 @@ def from_torchtitan(places: Mapping[str, Stored], config: Mapping[str, Any] | No
     for name, stored in places.items():
         if name in _TITAN_ENDS:
             found[_TITAN_ENDS[name]] = stored
-            continue
-        if name.rpartition(".")[2] == "freqs_cis":
             continue
         _, _, inside = name.partition("layers.")
         number, _, rest = inside.partition(".")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from dataclasses import dataclass, replace
+from typing import Any, Final, NoReturn
 
 from checkpoint.errors import CheckpointError
 from checkpoint.model.config import shown
@@ -67,7 +67,10 @@ _UNLIKE: Mapping[str, str] = {
     "glu_linear_offset": "its activation is another",
     "linear_attention_freq": "layers are of several kinds",
     "experimental_attention_variant": "attention is another",
+    "enable_mhc_connections": "layers have several residuals",
 }
+_LAYERS_OF_ITS_OWN: Final = "megatron.core.models.gpt."
+"""What the first word of ``spec`` begins with where layers are those of the trainer itself."""
 _EPSILONS = ("norm_epsilon", "layernorm_epsilon")
 
 
@@ -106,6 +109,15 @@ class Arguments:
             return float(value)
         return default
 
+    def share(self, key: str) -> float:
+        """A number from 0 to 1, 0 where there is none."""
+        value = self.values.get(key)
+        if value is None:
+            return 0.0
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
+            self.refuse(key, "it must be a number from 0 to 1")
+        return float(value)
+
     def switch(self, key: str, default: bool = False) -> bool:
         """Whether the argument is true; ``default`` where it is not there or ``None``."""
         value = self.values.get(key)
@@ -136,6 +148,8 @@ class Shape:
     head_size: int
     gated: bool
     tied: bool
+    has_thirds: bool = False
+    """Whether a rank's queries, keys and values lie apart, all of one kind together; else those of each group do."""
 
 
 def shape_of(args: Arguments) -> Shape:
@@ -149,6 +163,9 @@ def shape_of(args: Arguments) -> Shape:
             args.refuse(key, f"{why}: {_NONE_LIKE}")
     if args.values.get("softmax_type") not in (None, "vanilla"):
         args.refuse("softmax_type", f"attention may attend to nothing: {_NONE_LIKE}")
+    spec = args.values.get("spec")
+    if spec and not (isinstance(spec, list | tuple) and str(spec[0]).startswith(_LAYERS_OF_ITS_OWN)):
+        args.refuse("spec", f"layers are of a specification of the run's own: {_NONE_LIKE}")
     experts = args.values.get("num_experts")
     if experts is not None and experts != 1 and experts != [1]:
         args.refuse("num_experts", "mixtures of experts are not read")
@@ -163,12 +180,40 @@ def shape_of(args: Arguments) -> Shape:
     return Shape(family, args.count("num_layers"), heads, groups, size, gated, tied)
 
 
-def config_of(args: Arguments, shape: Shape, *, rows: int, dtype: str | None, end_of_text_id: int | None) -> dict[str, Any]:
+def shape_of_deepspeed(args: Arguments) -> Shape:
+    """The model that the arguments of Megatron-DeepSpeed describe.
+
+    Its code of December 2024 and later (676a482c, which added ``ds_sequence_parallel_fpdt``) keeps a rank's queries, then its
+    keys, then its values; it has the same version and shapes as before.
+
+    Raises:
+        CheckpointError: as ``shape_of``; or that later code computes what no model does.
+    """
+    shape, added = shape_of(args), "ds_sequence_parallel_fpdt"
+    if added not in args.values:
+        return shape
+    if shape.num_groups != shape.num_heads:
+        args.refuse("num_key_value_heads", f"with {added}, which it has, its trainer computes no shared keys and values")
+    if _positions(args)[0]:
+        by_sequence = args.count("ds_sequence_parallel_size", default=1) > 1 or args.switch("force_ds_sequence_parallel")
+        if not by_sequence or not any(args.values.get(key) for key in args.values if key.startswith("use_flash_attn")):
+            args.refuse(
+                "use_rotary_position_embeddings",
+                f"with {added}, which it has, its trainer turns by the cosine and the sine of a cosine, or not at all, but for "
+                f"sequence parallelism with flash attention: {_NONE_LIKE}",
+            )
+    return replace(shape, has_thirds=True)
+
+
+def config_of(
+    args: Arguments, shape: Shape, *, rows: int, dtype: str | None, end_of_text_id: int | None, is_core: bool
+) -> dict[str, Any]:
     """The ``config.json`` of the model.
 
     Args:
         rows: of the embedding.
         dtype: of the weights, by the name transformers has for it.
+        is_core: whether it is a model of Megatron's core, which passes over some arguments.
 
     Raises:
         CheckpointError: an argument is missing or out of its range.
@@ -187,21 +232,20 @@ def config_of(args: Arguments, shape: Shape, *, rows: int, dtype: str | None, en
     }
     if shape.family == "gpt2":
         return common | {
-            "n_embd": hidden,
-            "n_layer": shape.num_layers,
-            "n_head": shape.num_heads,
-            "n_inner": wide,
+            **{"n_embd": hidden, "n_inner": wide, "n_layer": shape.num_layers, "n_head": shape.num_heads},
             "n_positions": positions,
-            "activation_function": _activation(args),
+            "activation_function": _activation(args, is_core),
             "layer_norm_epsilon": epsilon,
+            "attn_pdrop": args.share("attention_dropout"),
+            **dict.fromkeys(("resid_pdrop", "embd_pdrop"), args.share("hidden_dropout")),
         }
     common |= {
-        "hidden_size": hidden,
+        **{"hidden_size": hidden, "intermediate_size": wide},
         "num_hidden_layers": shape.num_layers,
         "num_attention_heads": shape.num_heads,
-        "intermediate_size": wide,
         "max_position_embeddings": positions,
-        "hidden_act": "silu" if shape.gated else _activation(args),
+        "hidden_act": "silu" if shape.gated else _activation(args, is_core),
+        "attention_dropout": args.share("attention_dropout"),
     }
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": args.number("rotary_base", "rope_theta", default=10000)}
     if shape.family == "gpt_neox":
@@ -209,11 +253,12 @@ def config_of(args: Arguments, shape: Shape, *, rows: int, dtype: str | None, en
             "layer_norm_eps": epsilon,
             "use_parallel_residual": False,
             "attention_bias": True,
+            "hidden_dropout": args.share("hidden_dropout"),
             "rope_parameters": rope | {"partial_rotary_factor": args.number("rotary_percent", default=1.0)},
         }
     if args.switch("use_rope_scaling"):
-        factor = args.number("rope_scaling_factor", default=8.0)
-        rope |= {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        # Whatever rope_scaling_factor says: the trainer does not pass it on to the model.
+        rope |= {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
         rope["original_max_position_embeddings"] = 8192
     common |= {"num_key_value_heads": shape.num_groups, "head_dim": shape.head_size, "rms_norm_eps": epsilon}
     biased = _biased(args)
@@ -231,10 +276,19 @@ def _family(args: Arguments, own_keys: bool, gated: bool, plain_heads: bool) -> 
         args.refuse(key, f"{_NONE_LIKE}; layernorm and rmsnorm, rotary and learned positions are read")
     if norm == "rmsnorm" and rotary and gated and args.number("rotary_percent", default=1.0) == 1.0:
         return "qwen2" if args.switch("add_qkv_bias") and not biased else "llama"
-    if norm == "rmsnorm" or gated or not biased or not own_keys or not plain_heads or args.switch("use_rope_scaling"):
-        told = f"{'rotary' if rotary else 'learned'} positions, {'a gated' if gated else 'a plain'} MLP, "
-        told += "biases" if biased else "no biases"
-        args.refuse("normalization", f"with {told}, rotary_percent and heads as they are, {_NONE_LIKE}")
+    if norm == "rmsnorm" and rotary and gated:
+        args.refuse("rotary_percent", f"rotary positions for a part of each head with rmsnorm: {_NONE_LIKE}")
+    told = f"{'rotary' if rotary else 'learned'} positions and {'a gated' if gated else 'a plain'} MLP"
+    if norm == "rmsnorm" or gated:
+        args.refuse("normalization", f"with {told}: {_NONE_LIKE}")
+    for fits, key in (
+        (biased, "add_bias_linear"),
+        (own_keys, "num_query_groups" if args.switch("group_query_attention") else "num_key_value_heads"),
+        (plain_heads, "kv_channels"),
+        (not args.switch("use_rope_scaling"), "use_rope_scaling"),
+    ):
+        if not fits:
+            args.refuse(key, f"with layernorm, {told}: {_NONE_LIKE}")
     return "gpt_neox" if rotary else "gpt2"
 
 
@@ -252,9 +306,14 @@ def _biased(args: Arguments) -> bool:
     return args.switch("add_bias_linear", not args.switch("disable_bias_linear"))
 
 
-def _activation(args: Arguments) -> str:
+def _activation(args: Arguments, is_core: bool) -> str:
     if args.switch("squared_relu"):
         return "relu2"
-    if args.switch("openai_gelu"):
+    if args.switch("openai_gelu") and not is_core:
         return "gelu_new"
-    return "gelu_fast" if args.switch("bias_gelu_fusion") else "gelu"  # the fused one is the form by tanh
+    if args.switch("bias_gelu_fusion"):
+        return "gelu_fast"  # the fused one is the form by tanh
+    for key in ("use_te_activation_func", "use_transformer_engine_op_fuser"):
+        if args.switch(key):
+            args.refuse(key, "TransformerEngine's GELU has not been compared with any of transformers")
+    return "gelu"

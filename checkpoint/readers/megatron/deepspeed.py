@@ -11,7 +11,7 @@ from checkpoint.disk.latest import named_below
 from checkpoint.errors import CheckpointError
 from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.readers.files.torch_zip import Archive, table_names
-from checkpoint.readers.megatron.args import ALLOWED, Arguments, Shape, arguments, shape_of
+from checkpoint.readers.megatron.args import ALLOWED, Arguments, Shape, arguments, shape_of_deepspeed
 from checkpoint.readers.megatron.model import Parts, apart, check_version, flat, tokenizer_names, weights_of
 from checkpoint.readers.ranks import Part, tensors_of
 from checkpoint.readers.surroundings import find_tokenizer
@@ -68,7 +68,7 @@ def open_weights(folder: Folder, given: Given = NOTHING_GIVEN) -> Weights:
     with OpenFiles(folder) as files:
         archive, tree = _opened(files, ranks[0][1])
         args = arguments(tree, ranks[0][1])
-        shape = shape_of(args)
+        shape = shape_of_deepspeed(args)
         num_ranks = args.count("tensor_model_parallel_size", default=1)
         found: list[Parts] = []
         for rank in range(num_ranks):

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from checkpoint.disk.folder import Folder
+from checkpoint.disk.latest import LATEST
 from checkpoint.errors import CheckpointError
 from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.readers.files.torch_zip import Archive
@@ -26,7 +27,10 @@ _UNEVEN = (
     "pipeline_model_parallel_layout", "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
     "standalone_embedding_stage",
 )  # fmt: skip
-_UNEVEN_ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+_UNEVEN_ENDS = (
+    "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
+    "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
+)  # fmt: skip
 """Settings that make the first or last stage another size."""
 _CHUNK = re.compile(r"model(\d+)")
 
@@ -37,7 +41,7 @@ def recognises(folder: Folder) -> bool:
 
 
 def newest_below(folder: Folder) -> str | None:
-    """The folder of the iteration that counts.
+    """The folder of the iteration that counts; ``None`` where the file that names it is of another layout.
 
     Raises:
         CheckpointError: the file that names it names none.
@@ -49,7 +53,9 @@ def newest_below(folder: Folder) -> str | None:
         return said
     if not (said.isascii() and said.isdigit()):
         raise CheckpointError(_NEWEST, f"is {said!r}; a number or release is expected")
-    return f"iter_{int(said):07d}"
+    name = f"iter_{int(said):07d}"
+    # Megatron-DeepSpeed writes the file, too, beside DeepSpeed's own, and no such folder.
+    return None if folder.has(LATEST) and not (folder.path / name).is_dir() else name
 
 
 def open_weights(folder: Folder, given: Given = NOTHING_GIVEN) -> Weights:

@@ -116,7 +116,9 @@ def weights_of(
     for rank in ranks:
         for number in numbers - rank.layers.keys():
             raise CheckpointError(args.file, f"a rank has no tensors of layer {number}, which others have")
-    return named_weights(_decoder(ranks, args, shape), args, shape, len(ranks), descriptors, tokenizer, step)
+    is_core = any(name.startswith("self_attention.linear_qkv.") for name in ranks[0].layers[0])
+    model = _decoder(ranks, args, shape)
+    return named_weights(model, args, shape, len(ranks), descriptors, tokenizer, step, is_core=is_core)
 
 
 def named_weights(
@@ -127,11 +129,14 @@ def named_weights(
     descriptors: dict[str, int],
     tokenizer: Folder,
     step: int | None,
+    *,
+    is_core: bool = True,
 ) -> Weights:
     """The weights of a whole model, by the names of transformers, without the rows that fill up the vocabulary.
 
     Args:
         num_ranks: tensor-parallel ones of the training.
+        is_core: whether it is a model of Megatron's core, and none of those before.
 
     Raises:
         CheckpointError: the arguments leave out what is needed.
@@ -144,7 +149,8 @@ def named_weights(
         model = dataclasses.replace(model, embedding=model.embedding.rows(0, rows), head=head)
     ends = (id_of(tokenizer, token) for token in _ENDS)
     end = next((found for found in ends if found is not None and found < rows), None)
-    config = config_of(args, shape, rows=rows, dtype=dtype_name(model.embedding), end_of_text_id=end)
+    dtype = dtype_name(model.embedding)
+    config = config_of(args, shape, rows=rows, dtype=dtype, end_of_text_id=end, is_core=is_core)
     stages = args.count("pipeline_model_parallel_size", default=1)
     facts = {"tensor_parallel_size": num_ranks, "pipeline_parallel_size": stages, "layers": shape.num_layers}
     places = named(model, shape.family)
@@ -212,7 +218,9 @@ def _layer(ranks: Ranks, shape: Shape) -> Layer:
 
 
 def _groups(parts: list[Part], shape: Shape) -> tuple[list[Part], list[Part], list[Part]]:
-    """Queries, keys and values; on each rank the rows are, of one group after the other, its queries, its key, its value."""
+    """Queries, keys and values; on each rank the rows are, of one group after the other, its queries, its key, its value, or
+    those of all groups, one kind after the other.
+    """
     what, size = "query_key_value", shape.head_size
     here = divided(shape.num_groups, len(parts), "key/value heads", parts[0][0])
     queries = divided(shape.num_heads, shape.num_groups, "heads", parts[0][0])
@@ -222,7 +230,9 @@ def _groups(parts: list[Part], shape: Shape) -> tuple[list[Part], list[Part], li
             f"{what}: has {rows} rows on a rank; {here} groups of {queries} queries, a key and a value of {size} are expected"
         )
         raise CheckpointError(parts[0][0], rule)
-    cuts = [piece for part in parts for piece in cut(part, [queries * size, size, size] * here, what)]
+    sizes = [queries * size, size, size]
+    each = [here * rows for rows in sizes] if shape.has_thirds else sizes * here
+    cuts = [piece for part in parts for piece in cut(part, each, what)]
     return cuts[0::3], cuts[1::3], cuts[2::3]
 
 

@@ -23,8 +23,6 @@ from checkpoint.text.vocabulary import id_of, tokenizer_vocab_size
 
 _END_OF_TEXT: Final = "<|endoftext|>"
 _PADDING: Final = "<|padding|>"
-_CONVERTED: Final = "tokenizer"
-"""The folder beside the checkpoint's that GPT-NeoX's converter of Llama writes the tokenizer to."""
 _CHARACTERS, _SENTENCE_PIECE, _FOLDER = "charleveltokenizer", "spmtokenizer", "hfgpt2tokenizer"
 _CHARACTER_IDS: Final = 512
 """Ids that GPT-NeoX counts for its tokenizer of characters; bytes have the first 256."""
@@ -53,19 +51,11 @@ def tokenizer_of(folder: Folder, given: Given, settings: Settings | None) -> Fol
         return found
     if kind == _CHARACTERS:
         return _characters(folder)
-    if kind == _FOLDER and (inner := _last_part(settings, "vocab_file")):
-        found = _below(folder, inner) or found
-    return found if _has_tokenizer(found) else _below(folder, _CONVERTED) or found
-
-
-def _below(folder: Folder, inner: str) -> Folder | None:
-    """The folder of this name beside the weights, or above, that has a tokenizer."""
-    places = [place.below(inner) for place in (folder, Folder(folder.path.parent)) if (place.path / inner).is_dir()]
-    return next(filter(_has_tokenizer, places), None)
-
-
-def _has_tokenizer(folder: Folder) -> bool:
-    return any(folder.has(name) for name in TOKENIZER_FILES)
+    inner = _last_part(settings, "vocab_file") if kind == _FOLDER else ""
+    for place in (folder, Folder(folder.path.parent)):
+        if inner and (place.path / inner).is_dir() and any(place.below(inner).has(name) for name in TOKENIZER_FILES):
+            return place.below(inner)
+    return found
 
 
 def rows_with_tokens(settings: Settings | None, tokenizer: Folder, rows: int, num_ranks: int) -> int:

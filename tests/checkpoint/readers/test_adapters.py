@@ -206,3 +206,12 @@ def test_a_base_of_the_hub_is_its_snapshot_in_the_local_cache(tmp_path: Path, mo
     assert pinned(adapter, Given()).base == str(snapshot)
     assert_merged(adapter, want, base="hf:someone/small")
     assert "is no folder here; name" in refusal(adapter, base="someone/small").rule, "only with hf: is what is given a name"
+
+
+def test_an_adapters_step_is_that_of_its_folders_name(tmp_path: Path) -> None:
+    adapter, _ = adapted(tmp_path, llama, target_modules=LINEAR)
+    with open_checkpoint(adapter) as checkpoint:
+        assert checkpoint.step is None
+    adapter.rename(tmp_path / "checkpoint-70")
+    with open_checkpoint(tmp_path / "checkpoint-70") as checkpoint:
+        assert checkpoint.step == 70

@@ -154,6 +154,7 @@ def test_torchtitans_qwen_3_is_read_and_its_rows_are_left_in_their_order(tmp_pat
         ("layers.0.attention.wkv_a.weight", "latent attention"),
         ("layers.0.attention.sinks", "sinks"),
         ("layers.0.sa_norm.scale", "torchtune"),
+        ("layers.0.attention.wq.lora_a.weight", "torchtitan's LoRA"),
     ],
 )
 def test_other_models_by_torchtitans_names_are_refused_by_name(tmp_path: Path, name: str, what: str) -> None:
@@ -161,6 +162,41 @@ def test_other_models_by_torchtitans_names_are_refused_by_name(tmp_path: Path, n
     write_config(folder, CONFIG)
     assert name in refusal(folder).rule
     assert what in refusal(folder).rule
+
+
+def test_the_angles_that_torchtitan_saved_for_a_while_are_left_out(tmp_path: Path) -> None:
+    want, stored = torchtitan(heads=4, groups=2, width=4)
+    state = {f"model.{name}": tensor for name, tensor in stored.items()}
+    folder = saved(tmp_path / "step-3", state | {"model.freqs_cis": torch.zeros(3, 2, dtype=torch.complex64)})
+    write_config(folder, CONFIG)
+    with open_checkpoint(folder) as checkpoint:
+        assert checkpoint.step == 3
+        assert all(torch.equal(checkpoint.read(name), tensor) for name, tensor in want.items())
+
+
+@pytest.mark.parametrize("kept", ["whole", "parts"])
+def test_torchtitans_last_step_in_safetensors_comes_before_those_in_its_own_files(tmp_path: Path, kept: str) -> None:
+    for step in (1, 2):
+        saved(tmp_path / f"step-{step}", tensors())
+    last = tmp_path / "step-3"
+    if kept == "whole":
+        last.mkdir()
+        save_file(tensors(), last / "model.safetensors")
+        write_config(last)
+    else:
+        shards = last / "sharded"
+        shards.mkdir(parents=True)
+        sharding = {name: {"saved_offsets": [0, 0]} for name in tensors()}
+        save_file(
+            tensors(), shards / "shard-00001-model-00001-of-00001.safetensors", {"DCP_SHARDING_INFO": json.dumps(sharding)}
+        )
+        write_config(last)
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.step == 3
+        assert checkpoint.path == (last if kept == "whole" else last / "sharded")
+    shutil.rmtree(last)
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.step == 2
 
 
 def test_rows_can_be_picked_in_any_order(tmp_path: Path) -> None:

@@ -155,15 +155,25 @@ def test_of_a_trainers_numbered_folders_the_highest_with_weights_counts(tmp_path
         write_config(tmp_path)
     with open_checkpoint(tmp_path) as checkpoint:
         assert checkpoint.path == tmp_path / "checkpoint-100"
+        assert checkpoint.step == 100
     plain_folder(tmp_path)  # the trainer's last word
     with open_checkpoint(tmp_path) as checkpoint:
         assert checkpoint.path == tmp_path
+        assert checkpoint.step is None
 
 
 def test_no_folder_and_a_file_in_its_place(tmp_path: Path) -> None:
     assert refusal(tmp_path / "none").rule == "there is no such folder"
     (tmp_path / "file").write_text("")
-    assert refusal(tmp_path / "file").rule == "is not a folder"
+    assert refusal(tmp_path / "file").rule == "is not a folder; name the one that it is in"
+
+
+def test_folders_inside_that_have_a_checkpoint_are_named(tmp_path: Path) -> None:
+    plain_folder(tmp_path / "mine" / "checkpoint-3")
+    (tmp_path / "unfinished").mkdir()
+    (tmp_path / "unfinished" / "__0_0.distcp").write_bytes(b"")
+    (tmp_path / "logs").mkdir()
+    assert "; mine and unfinished in it may be meant. Known are" in refusal(tmp_path).rule
 
 
 def test_an_empty_folder_lacks_its_config(tmp_path: Path) -> None:

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.planner import SavePlan
 
 from checkpoint import CheckpointError, Given, open_checkpoint, open_structure
 from checkpoint.layout import cover_fault
 from tests.checkpoint.readers.test_neox import TOKENS, Runs, assert_holds, assert_model, small
 from tests.support.megatron import Form, save_megatron, save_megatron_deepspeed
-from tests.support.megatron_dist import save_torch_dist
+from tests.support.megatron_dist import megatrons_plan, save_torch_dist
 from tests.support.models import tokenizer
 
 FORMS = {
@@ -58,6 +59,85 @@ def test_what_deepspeed_saved_of_megatron_is_read(family: str, layers: bool, tmp
         assert_holds(checkpoint, model)
         assert (checkpoint.layout, checkpoint.step) == ("Megatron-DeepSpeed", 10)
         assert_model(checkpoint.config, model)
+
+
+@pytest.mark.parametrize("layers", [True, False])
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_megatron_deepspeed_of_later_keeps_queries_keys_and_values_apart(layers: bool, tensor: int, tmp_path: Path) -> None:
+    model = small("gpt2", activation_function="gelu")
+    save_megatron_deepspeed(tmp_path, model, Form(tensor=tensor, names="legacy", has_thirds=True), layers=layers)
+    tokenizer().save(str(tmp_path / "tokenizer.json"))
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert_holds(checkpoint, model)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"num_query_groups": 2}, "args.num_key_value_heads is None; with ds_sequence_parallel_fpdt"),
+        ({}, "args.use_rotary_position_embeddings is True; with ds_sequence_parallel_fpdt"),
+        ({"ds_sequence_parallel_size": 2}, "args.use_rotary_position_embeddings is True"),
+        ({"ds_sequence_parallel_size": 2, "use_flash_attn_v2": True}, None),
+    ],
+)
+def test_what_megatron_deepspeed_of_later_computes_as_no_model_does_is_refused(
+    args: dict[str, Any], message: str | None, tmp_path: Path
+) -> None:
+    model, rotary = small("llama", num_key_value_heads=4), {"use_rotary_position_embeddings": True}
+    save_megatron_deepspeed(tmp_path, model, Form(names="legacy", has_thirds=True), layers=False, **rotary, **args)
+    if message is None:
+        with open_checkpoint(tmp_path) as checkpoint:
+            name = "model.layers.1.self_attn.k_proj.weight"
+            assert torch.equal(checkpoint.read(name), model.state_dict()[name])
+        return
+    with pytest.raises(CheckpointError, match=message):
+        open_structure(tmp_path)
+
+
+@pytest.mark.parametrize("names", ["legacy", "core"])
+def test_megatrons_core_passes_over_openai_gelu(names: str, tmp_path: Path) -> None:
+    save_megatron(tmp_path, small("gpt2"), Form(names=names), openai_gelu=True)
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.config["activation_function"] == ("gelu_new" if names == "legacy" else "gelu")
+
+
+@pytest.mark.parametrize("key", ["use_te_activation_func", "use_transformer_engine_op_fuser"])
+def test_an_activation_of_transformer_engine_is_refused_where_it_may_be_another(key: str, tmp_path: Path) -> None:
+    save_megatron(tmp_path / "plain", small("gpt2"), Form(), **{key: True})
+    with pytest.raises(CheckpointError, match=f"args.{key} is True; TransformerEngine's GELU"):
+        open_structure(tmp_path / "plain")
+    save_megatron(tmp_path / "gated", small("llama"), Form(), **{key: True})
+    open_structure(tmp_path / "gated").close()
+
+
+def test_positions_are_scaled_by_the_factor_that_the_trainer_takes_and_dropouts_are_taken_over(tmp_path: Path) -> None:
+    dropouts = {"attention_dropout": 0.25, "hidden_dropout": 0.125}
+    save_megatron(tmp_path / "llama", small("llama"), Form(), use_rope_scaling=True, rope_scaling_factor=32.0, **dropouts)
+    with open_checkpoint(tmp_path / "llama") as checkpoint:
+        assert checkpoint.config["rope_parameters"]["factor"] == 8.0
+        assert checkpoint.config["attention_dropout"] == 0.25
+    save_megatron(tmp_path / "gpt2", small("gpt2"), Form(names="legacy"), **dropouts)
+    with open_checkpoint(tmp_path / "gpt2") as checkpoint:
+        taken = [checkpoint.config[key] for key in ("attn_pdrop", "resid_pdrop", "embd_pdrop")]
+    assert taken == [0.25, 0.125, 0.125]
+
+
+def test_the_tokenizer_that_megatron_saves_inside_is_found(tmp_path: Path) -> None:
+    folder = save_megatron(tmp_path, small("llama"), Form())
+    (folder / "tokenizer").mkdir()
+    tokenizer().save(str(folder / "tokenizer" / "tokenizer.json"))
+    with open_structure(tmp_path) as structure:
+        assert structure.config["vocab_size"] == TOKENS
+        assert structure.tokenizer.has("tokenizer.json")
+
+
+@pytest.mark.parametrize("plan", [SavePlan, megatrons_plan()])
+def test_what_ranks_meant_to_write_may_stand_in_the_table(plan: type[SavePlan], tmp_path: Path) -> None:
+    model = small("llama")
+    save_torch_dist(tmp_path, model, Form(tensor=2, names="fused"), plan=plan)
+    tokenizer().save(str(tmp_path / "tokenizer.json"))
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert_holds(checkpoint, model)
 
 
 def plain_pipeline(root: Path, first: int, *, args: bool, embedding: str) -> Path:
@@ -175,7 +255,7 @@ def test_without_a_tokenizer_no_row_is_left_out(tmp_path: Path) -> None:
         ({"multi_latent_attention": True}, "args.multi_latent_attention is True"),
         ({"position_embedding_type": "alibi"}, "args.position_embedding_type is 'alibi'"),
         ({"normalization": "Other"}, "args.normalization is 'Other'"),
-        ({"swiglu": False}, "args.normalization is 'RMSNorm'; with rotary positions, a plain MLP"),
+        ({"swiglu": False}, "args.normalization is 'RMSNorm'; with rotary positions and a plain MLP"),
         ({"num_layers": 3}, "there are tensors of 2 layers; args.num_layers is 3"),
         ({"num_layers": 1 << 30}, "there are tensors of 2 layers"),
         ({"num_attention_heads": 8}, "query_key_value: has"),
@@ -184,6 +264,19 @@ def test_without_a_tokenizer_no_row_is_left_out(tmp_path: Path) -> None:
         ({"tensor_model_parallel_size": 4}, "mp_rank_02"),
         ({"hidden_size": "wide"}, "args.hidden_size is 'wide'"),
         ({"expert_model_parallel_size": 2}, "expert_model_parallel_size is 2"),
+        ({"enable_mhc_connections": True}, "args.enable_mhc_connections is True"),
+        ({"spec": ["my.layers", "spec"]}, r"args.spec is \['my.layers', 'spec'\]; layers are of a specification"),
+        ({"rotary_percent": 0.5}, "args.rotary_percent is 0.5; rotary positions for a part"),
+        ({"attention_dropout": 2}, "args.attention_dropout is 2; it must be a number from 0 to 1"),
+        ({"normalization": "LayerNorm", "swiglu": False}, "args.add_bias_linear is False; with layernorm, rotary positions"),
+        *(
+            ({"normalization": "LayerNorm", "swiglu": False, "add_bias_linear": True, **more}, message)
+            for more, message in (
+                ({}, "args.num_query_groups is 2; with layernorm"),
+                ({"num_query_groups": 4, "kv_channels": 3}, "args.kv_channels is 3; with layernorm"),
+                ({"num_query_groups": 4, "use_rope_scaling": True}, "args.use_rope_scaling is True; with layernorm"),
+            )
+        ),
     ],
 )
 def test_arguments_that_no_model_of_transformers_has_are_refused_by_name(
