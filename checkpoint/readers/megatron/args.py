@@ -231,18 +231,16 @@ def config_of(
         **({"dtype": dtype} if dtype else {}),
     }
     if shape.family == "gpt2":
-        return common | {
-            **{"n_embd": hidden, "n_inner": wide, "n_layer": shape.num_layers, "n_head": shape.num_heads},
-            "n_positions": positions,
-            "activation_function": _activation(args, is_core),
-            "layer_norm_epsilon": epsilon,
-            "attn_pdrop": args.share("attention_dropout"),
-            **dict.fromkeys(("resid_pdrop", "embd_pdrop"), args.share("hidden_dropout")),
-        }
+        return (
+            common
+            | _gpt2(args, shape, (hidden, wide), _activation(args, is_core))
+            | {"n_positions": positions, "layer_norm_epsilon": epsilon}
+        )
     common |= {
-        **{"hidden_size": hidden, "intermediate_size": wide},
+        "hidden_size": hidden,
         "num_hidden_layers": shape.num_layers,
         "num_attention_heads": shape.num_heads,
+        "intermediate_size": wide,
         "max_position_embeddings": positions,
         "hidden_act": "silu" if shape.gated else _activation(args, is_core),
         "attention_dropout": args.share("attention_dropout"),
@@ -265,6 +263,21 @@ def config_of(
     return (
         common | {"rope_parameters": rope} | ({"attention_bias": biased, "mlp_bias": biased} if shape.family == "llama" else {})
     )
+
+
+def _gpt2(args: Arguments, shape: Shape, widths: tuple[int, int], activation: str) -> dict[str, Any]:
+    """The names that GPT-2's configuration has; ``widths``: of the hidden states and of the MLP."""
+    hidden, wide = widths
+    return {
+        "n_embd": hidden,
+        "n_layer": shape.num_layers,
+        "n_head": shape.num_heads,
+        "n_inner": wide,
+        "activation_function": activation,
+        "attn_pdrop": args.share("attention_dropout"),
+        "resid_pdrop": args.share("hidden_dropout"),
+        "embd_pdrop": args.share("hidden_dropout"),
+    }
 
 
 def _family(args: Arguments, own_keys: bool, gated: bool, plain_heads: bool) -> str:
