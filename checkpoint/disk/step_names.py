@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Final
 
-_NAME: Final = re.compile(r"(?:global_step|iter_|(?:step|checkpoint)[-_]?)(\d{1,18})")
+_NAME: Final = re.compile(r"(?:global_step|iter_|(?:step|checkpoint)[-_])(\d{1,18})")
 """DeepSpeed's and GPT-NeoX's, Megatron's, torchtitan's and HF Trainer's."""
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from checkpoint.disk.folder import Folder
-from checkpoint.disk.latest import is_root, resolve_latest
+from checkpoint.disk.latest import LATEST, is_root, resolve_latest
 from checkpoint.disk.step_names import step_in_name
 from checkpoint.errors import CheckpointError
 from checkpoint.readers import hf, peft
@@ -37,6 +37,9 @@ RUN_CHECKPOINTS = "checkpoints"
 _DEEPEST = 4
 """Folders that a path may be above its checkpoint: run, kept checkpoints, step, the trainer's own folder."""
 _NAMED_AT_MOST = 12
+_TITANS, _TITANS_STEP = "checkpoint", re.compile(r"step-(\d+)")
+"""The folder that torchtitan keeps its steps in, and what it calls them."""
+_SHARD = re.compile(r"model-\d+-of-(\d+)\.safetensors")
 _NUMBERED = re.compile(r"(?:checkpoint|step)[-_](\d+)")
 
 
@@ -81,6 +84,9 @@ def _existing(path: Path) -> Folder:
             str(path), "there is no such folder" if gone else f"cannot be opened: {error.strerror}"
         ) from error
     if not path.is_dir():
+        if path.suffix == ".ckpt":
+            rule = "is a file of PyTorch Lightning's, which is not read; write its model with save_pretrained"
+            raise CheckpointError(str(path), f"{rule}, and name that folder")
         raise CheckpointError(str(path), "is not a folder; name the one that it is in")
     return Folder(path)
 
@@ -95,12 +101,30 @@ def _inner(folder: Folder) -> Folder | None:
         name = layout.newest_below(folder)
         if name is None:
             continue
-        inner = folder.below(name)
-        # torchtitan's last step may be in safetensors, beside those before.
-        last = _newest_of_trainer(folder) if layout is distcp else None
-        is_later = last is not None and (step_in_name(last.path) or 0) > (step_in_name(inner.path) or 0)
-        return last if is_later else inner
+        return folder.below(_later_in_safetensors(folder, name) if layout is distcp else name)
+    if (folder.path / _TITANS).is_dir() and _newest_of_trainer(folder.below(_TITANS)) is not None:
+        return folder.below(_TITANS)
     return _newest_of_trainer(folder)
+
+
+def _later_in_safetensors(folder: Folder, name: str) -> str:
+    """The step that torchtitan kept in safetensors at last, where it is whole and later than its step ``name``; else that."""
+    first = _TITANS_STEP.fullmatch(name)
+    steps = {int(match[1]): match[0] for match in map(_TITANS_STEP.fullmatch, folder.names()) if match}
+    for step in sorted(steps, reverse=True) if first else ():
+        if step <= int(name.rpartition("-")[2]):
+            break
+        if (folder.path / steps[step]).is_dir() and _is_whole(folder.below(steps[step])):
+            return steps[step]
+    return name
+
+
+def _is_whole(folder: Folder) -> bool:
+    """Whether there is a model in one safetensors file, in all of several, or in the parts that ranks wrote."""
+    names = folder.names()
+    shards = [match for match in map(_SHARD.fullmatch, names) if match]
+    all_there = bool(shards) and len(shards) == int(shards[0][1])
+    return "model.safetensors" in names or all_there or dcp_hf.newest_below(folder) is not None
 
 
 def _newest_of_trainer(folder: Folder) -> Folder | None:
@@ -125,14 +149,17 @@ def _refuse(path: str | Path, folder: Folder) -> NoReturn:
     found = f"holds {listed}" if names else "is empty"
     known = "; ".join(f"{layout.NAME} ({layout.LOOKS_LIKE})" for layout in FORMATS)
     where = "" if folder.path == Path(path).resolve() else f"leads to {folder.path}, which "
-    inside = [name for name in names[:_NAMED_AT_MOST] if (folder.path / name).is_dir() and _leads_on(folder.below(name))]
+    folders = [name for name in names if (folder.path / name).is_dir()][:_NAMED_AT_MOST]
+    inside = [name for name in folders if _leads_on(folder, name)]
     hint = f"; {' and '.join(inside)} in it may be meant" if inside else ""
     raise CheckpointError(str(path), f"{where}{found}, which is no checkpoint of a known layout{hint}. Known are: {known}")
 
 
-def _leads_on(folder: Folder) -> bool:
-    """Whether the folder has files of a checkpoint, be it an unfinished one, or a folder with one."""
+def _leads_on(folder: Folder, name: str) -> bool:
+    """Whether the folder inside looks like a checkpoint, be it an unfinished one, or has one that a trainer numbered."""
     try:
-        return any(layout.recognises(folder) for layout in FORMATS) or _inner(folder) is not None
+        inner = folder.below(name)
+        numbered = any(step_in_name(inner.path / each) is not None for each in inner.names())
+        return numbered or inner.has(LATEST) or any(layout.recognises(inner) for layout in FORMATS)
     except CheckpointError:
-        return True  # which its own message is about
+        return False

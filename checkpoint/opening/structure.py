@@ -21,6 +21,9 @@ from checkpoint.model.mxfp4 import decoded
 from checkpoint.model.quantised import check_not_quantised
 from checkpoint.opening.recognise import MASTERS_READ, recognise
 from checkpoint.readers import hf, peft
+from checkpoint.readers.dcp import distcp
+from checkpoint.readers.dcp import hf as dcp_hf
+from checkpoint.readers.deepspeed.adapted import of_model, with_adapter
 from checkpoint.readers.hub import HUB, could_be_on_hub, find_on_hub
 from checkpoint.readers.surroundings import (
     checked_configs,
@@ -30,7 +33,7 @@ from checkpoint.readers.surroundings import (
     names_code,
     read_configs,
 )
-from checkpoint.readers.weights import Weights
+from checkpoint.readers.weights import Format, Weights
 from checkpoint.text.tokenizer_files import TOKENIZER_FILES
 
 Verification = Literal["structure", "sha256"]
@@ -107,9 +110,13 @@ def open_structure(path: str | Path, *, verify: Verification = "structure", give
     tokenizer = find_tokenizer(folder, given, above=above)
     code = {CODE: "named by auto_map of config.json, and never run"} if names_code(folder, given, above=above) else {}
     weights = layout.open_weights(folder, given)
-    if weights.step is None:
-        weights = dataclasses.replace(weights, step=_named_step(folder))
     try:
+        if weights.step is None:
+            weights = dataclasses.replace(weights, step=_named_step(folder, layout))
+        if layout is hf and given.prefix is not None:
+            weights = of_model(weights, folder, given)
+        elif layout in (hf, distcp, dcp_hf):
+            weights = with_adapter(weights, folder, given)
         if given.master_weights and layout not in MASTERS_READ:
             _refuse_without_masters(weights, layout.NAME)
         if configs is not None:
@@ -129,10 +136,10 @@ def open_structure(path: str | Path, *, verify: Verification = "structure", give
     return Structure(folder, config, generation, manifest, weights, layout.NAME, weights.tokenizer or tokenizer)
 
 
-def _named_step(folder: Folder) -> int | None:
-    """The step in the name of the folder, or of the one above: some keep a step's weights in a folder of its own."""
+def _named_step(folder: Folder, layout: Format) -> int | None:
+    """The step in the name of the folder, or of the one above where a trainer keeps a step's weights in a folder of its own."""
     found = step_in_name(folder.path)
-    return step_in_name(folder.path.parent) if found is None else found
+    return step_in_name(folder.path.parent) if found is None and layout in (distcp, dcp_hf) else found
 
 
 def adapted_base(folder: Folder, given: Given) -> str:
@@ -204,7 +211,7 @@ def open_adapted(folder: Folder, base: str, given: Given, verify: Verification) 
         raise
     own = find_tokenizer(folder, given, above=False)
     tokenizer = own if any(own.has(name) for name in TOKENIZER_FILES) else below.tokenizer
-    step = _named_step(folder) if manifest is None else manifest.step
+    step = step_in_name(folder.path) if manifest is None else manifest.step
     weights = dataclasses.replace(weights, step=step)
     layout = f"{peft.NAME} on {below.layout}"
     return Structure(folder, below.config, below.generation_config, None, weights, layout, tokenizer)

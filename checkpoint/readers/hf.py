@@ -49,6 +49,8 @@ _KINDS = (
         (".bin", ".pt"),
         index_torch_zip,
     ),
+    # What Accelerate saves of a model that FSDP gathered, alone where nothing else of it is.
+    _Kind(("pytorch_model_fsdp.bin",), "", re.compile(r"(?!)"), (".bin",), index_torch_zip),
 )
 """In order of preference: where a folder has both, safetensors is read and the torch archives are left alone."""
 

@@ -22,8 +22,6 @@ from checkpoint.model.config import (
 from checkpoint.model.mxfp4 import without_mxfp4
 from checkpoint.text.tokenizer_files import MERGES, SENTENCE_PIECE, TOKENIZER_FILES, TOKENIZER_JSON, VOCABULARY
 
-_TOKENIZER = "tokenizer"
-"""The folder inside one of these that some trainers keep the tokenizer in."""
 NOTHING_NAMED: Mapping[str, str] = MappingProxyType({})
 
 Configs = tuple[dict[str, Any], dict[str, Any]]
@@ -103,11 +101,14 @@ def checked_configs(folder: Folder, said: Mapping[str, Any] | None, table: str, 
     return checked(said), {}
 
 
-def find_tokenizer(folder: Folder, given: Given, *, above: bool, named: Mapping[str, str] = NOTHING_NAMED) -> Folder:
+def find_tokenizer(
+    folder: Folder, given: Given, *, above: bool, named: Mapping[str, str] = NOTHING_NAMED, inside: str = ""
+) -> Folder:
     """The folder whose tokenizer belongs to the checkpoint; ``folder`` itself where none has any of a tokenizer's files.
 
     Args:
         named: the names that the checkpoint's trainer had for the files of its tokenizer, by the usual ones.
+        inside: the folder that the trainer keeps a tokenizer in, in one of these, where they have none themselves.
 
     Raises:
         CheckpointError: the one that was given is not there, or is no file of a tokenizer.
@@ -118,10 +119,16 @@ def find_tokenizer(folder: Folder, given: Given, *, above: bool, named: Mapping[
     for place in places:
         if named and all(place.has(name) for name in named.values()):
             return Renamed(place.path, named)
-    for place in (*places, *(place.below(_TOKENIZER) for place in places if (place.path / _TOKENIZER).is_dir())):
-        if any(place.has(name) for name in TOKENIZER_FILES):
-            return place
-    return folder
+    found = next(filter(has_tokenizer, places), None)
+    if found is None and inside:
+        below = (place.below(inside) for place in places if (place.path / inside).is_dir())
+        found = next(filter(has_tokenizer, below), None)
+    return found or folder
+
+
+def has_tokenizer(folder: Folder) -> bool:
+    """Whether there is a file of a tokenizer by a usual name."""
+    return any(folder.has(name) for name in TOKENIZER_FILES)
 
 
 def tokenizer_at(given: str) -> Folder:

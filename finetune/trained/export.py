@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from checkpoint import Checkpoint, CheckpointError, Given, TensorInfo, open_checkpoint
+from checkpoint.disk.folder import Folder
 from checkpoint.disk.step_names import step_in_name
 from checkpoint.dtypes import dtype_name
 from checkpoint.given import NOTHING_GIVEN
@@ -81,16 +82,28 @@ def _choose(source: Path, step: int | None) -> Path:
         return folder
     steps = dict(step_folders(folder)) or _steps_of_trainers(folder)
     if step not in steps:
-        raise ConfigError(f"{source}: has no checkpoint of step {step}; there are {', '.join(map(str, steps)) or 'none'}")
+        there = ", ".join(map(str, sorted(steps))) or "none"
+        raise ConfigError(f"{source}: has no checkpoint of step {step}; there are {there}")
     return steps[step]
 
 
 def _steps_of_trainers(folder: Path) -> dict[int, Path]:
-    """The folders that trainers name by a step."""
-    if not folder.is_dir():
-        return {}
-    found = ((step_in_name(path), path) for path in sorted(folder.iterdir()) if path.is_dir())
-    return {step: path for step, path in found if step is not None}
+    """The folders that trainers name by a step, in this one or in torchtitan's of them.
+
+    Raises:
+        ConfigError: two have the name of one step.
+        CheckpointError: one is a link that leads elsewhere.
+    """
+    found: dict[int, Path] = {}
+    for place in (folder, folder / "checkpoint"):
+        for path in sorted(place.iterdir()) if place.is_dir() else ():
+            step = step_in_name(path)
+            if step is None or not path.is_dir():
+                continue
+            if step in found:
+                raise ConfigError(f"{folder}: {found[step].name} and {path.name} are both of step {step}; name one of them")
+            found[step] = Folder(place).below(path.name).path
+    return found
 
 
 def _check_model(checkpoint: Checkpoint) -> None:

@@ -56,8 +56,9 @@ class PlainRows(ctypes.Structure):
     @classmethod
     def of(cls, weight_OI: Tensor) -> PlainRows:
         """The place of a weight whose rows or columns lie side by side in memory."""
-        is_transposed = weight_OI.stride(1) != 1
-        assert not is_transposed or weight_OI.stride(0) == 1, "neither rows nor columns lie side by side"
+        is_transposed = weight_OI.stride(1) != 1 and weight_OI.shape[1] > 1
+        beside = weight_OI.shape[0] == 1 or weight_OI.stride(0) == 1
+        assert not is_transposed or beside, "neither rows nor columns lie side by side"
         return cls(weight_OI.data_ptr(), weight_OI.stride(1 if is_transposed else 0), is_transposed)
 
 
@@ -98,7 +99,7 @@ class Panels:
             threads: that this call takes; as many as torch has without it.
         """
         count, inputs = rows_RI.shape
-        plain_RI = rows_RI if 1 in rows_RI.stride() else rows_RI.contiguous()
+        plain_RI = rows_RI if 1 in (*rows_RI.stride(), *rows_RI.shape) else rows_RI.contiguous()
         lies = PlainRows.of(plain_RI)
         assert begin % self.ROWS == 0, "a block begins inside a panel"
         assert count % self.ROWS == 0 or begin + count == self.shape[0], "a block ends inside a panel"

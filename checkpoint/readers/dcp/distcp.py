@@ -18,10 +18,11 @@ from checkpoint.errors import CheckpointError
 from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.layout import DTYPE_BYTES, MAX_DIMENSIONS, Piece, Stored, cover_fault
 from checkpoint.model.config import shown
-from checkpoint.readers.dcp.trainer_names import chosen, from_torchtitan, is_torchtitan, without_buffers
+from checkpoint.readers.dcp.trainer_names import from_torchtitan, is_torchtitan, without_buffers
 from checkpoint.readers.files.pickles import Allowed, StoredTensor, read_tree
 from checkpoint.readers.files.stand_ins import Bag
 from checkpoint.readers.files.torch_zip import Archive
+from checkpoint.readers.prefixes import chosen
 from checkpoint.readers.surroundings import find_configs
 from checkpoint.readers.weights import OpenFiles, Weights
 
@@ -33,13 +34,13 @@ _MAX_TABLE_BYTES = 512 << 20
 """A box takes about 240 bytes of ``.metadata``; that of a model of 70 billion parameters on 64 ranks is 11 MB."""
 
 _MAX_OPERATIONS = 1 << 24
-"""Operations of the pickle machine at most; a box takes about 45."""
+"""Operations of the pickle machine at most; a box takes about 45, or 150 with what each rank meant to write."""
 _MOST_BOXES = 1 << 16
 """Boxes of one tensor at most; ranks have a box each."""
 
 _RANK_TABLE = re.compile(r"__(\d+)\.metadata")
 _DATA = re.compile(r"__(\d+)_\d+\.distcp")
-_ACCELERATE = "pytorch_model_fsdp_0"
+_ACCELERATE, _TITANS = "pytorch_model_fsdp_0", "checkpoint"
 _STEP = re.compile(r"(?:step|checkpoint|epoch)[-_](\d+)")
 
 _PACKAGE = "torch.distributed.checkpoint"
@@ -106,6 +107,13 @@ def recognises(folder: Folder) -> bool:
 
 def newest_below(folder: Folder) -> str | None:
     """Accelerate's folder of the model, the folder of the highest step that is whole, or torchtitan's folder of steps."""
+    newest = _newest(folder)
+    if newest is not None or not (folder.path / _TITANS).is_dir():
+        return newest
+    return _TITANS if _newest(folder.below(_TITANS)) is not None else None
+
+
+def _newest(folder: Folder) -> str | None:
     if _is_finished(folder, _ACCELERATE):
         return _ACCELERATE
     found: list[tuple[int, str]] = []
@@ -115,10 +123,7 @@ def newest_below(folder: Folder) -> str | None:
             inner = folder.below(name)
             if _is_finished(folder, name) or _is_finished(inner, _ACCELERATE):
                 found.append((int(match[1]), name))
-    if found:
-        return max(found)[1]
-    below = folder.path / "checkpoint"
-    return "checkpoint" if below.is_dir() and newest_below(Folder(below)) is not None else None
+    return max(found)[1] if found else None
 
 
 def _is_finished(folder: Folder, name: str) -> bool:

@@ -14,8 +14,8 @@ from checkpoint.disk.folder import Folder, parse_object
 from checkpoint.errors import CheckpointError
 from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.layout import Extent, Piece, Stored, cover_fault
-from checkpoint.readers.dcp.trainer_names import chosen
 from checkpoint.readers.files.safetensors import SHARDING, index_parts
+from checkpoint.readers.prefixes import chosen
 from checkpoint.readers.weights import OpenFiles, Weights
 
 NAME = "torch.distributed.checkpoint in safetensors"

@@ -16,6 +16,7 @@ from checkpoint.errors import CheckpointError
 from checkpoint.given import Given
 from checkpoint.layout import Stored
 from checkpoint.readers import peft
+from checkpoint.readers.prefixes import without_prefix
 from checkpoint.readers.surroundings import find_configs
 from checkpoint.readers.weights import Weights
 
@@ -25,6 +26,16 @@ _PART = re.compile(
     r"\.(?P<adapter>[^.]+)(?P<rest>(?:\..+)?)"
 )
 _BASE_LAYER, _ORIGINAL = ".base_layer.", ".original_module."
+
+
+def of_model(weights: Weights, folder: Folder, given: Given) -> Weights:
+    """The weights of a save by the names of the model in it, whatever wraps that, with its adapter joined.
+
+    Raises:
+        CheckpointError: no name begins with the prefix that was given; or as ``with_adapter``.
+    """
+    places = without_prefix(weights.places, given.prefix, weights.table)
+    return with_adapter(dataclasses.replace(weights, places=places), folder, given)
 
 
 def with_adapter(weights: Weights, folder: Folder, given: Given) -> Weights:

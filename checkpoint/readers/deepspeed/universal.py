@@ -14,7 +14,7 @@ from checkpoint.errors import CheckpointError
 from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.layout import Stored
 from checkpoint.readers.deepspeed import one_save, saves
-from checkpoint.readers.deepspeed.adapted import with_adapter
+from checkpoint.readers.deepspeed.adapted import of_model
 from checkpoint.readers.deepspeed.client_state import SOUGHT, client_config, client_tokenizer, known_config
 from checkpoint.readers.deepspeed.layer_map import by_layers, rename
 from checkpoint.readers.deepspeed.saves import MODULE, PARTITIONED_MODEL, UNIVERSAL, Flat, Saved, open_saved
@@ -76,7 +76,7 @@ def open_weights(folder: Folder, given: Given = NOTHING_GIVEN) -> Weights:
         weights = Weights(
             files.descriptors, places, UNIVERSAL, config, SOUGHT, step=saves.step_of(saved[0]), facts=facts, tokenizer=tokenizer
         )
-        return with_adapter(weights, folder, given)
+        return of_model(weights, folder, given)
 
 
 def open_saved_tensor(files: OpenFiles, name: str) -> tuple[Saved, StoredTensor]:

@@ -15,7 +15,7 @@ from checkpoint.errors import CheckpointError
 from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.layout import Stored
 from checkpoint.readers.deepspeed import one_save, saves
-from checkpoint.readers.deepspeed.adapted import with_adapter
+from checkpoint.readers.deepspeed.adapted import of_model
 from checkpoint.readers.deepspeed.client_state import SOUGHT, client_config, client_tokenizer
 from checkpoint.readers.deepspeed.saves import ANY_LAYER, MODULE, OPTIMIZER, UNIVERSAL, Flat, Saved, Stretch, open_saved
 from checkpoint.readers.weights import OpenFiles, Weights
@@ -62,7 +62,7 @@ def open_weights(folder: Folder, given: Given = NOTHING_GIVEN) -> Weights:
         weights = Weights(
             files.descriptors, places, name, config, SOUGHT, step=saves.step_of(module), facts=facts, tokenizer=tokenizer
         )
-        return with_adapter(weights, folder, given)
+        return of_model(weights, folder, given)
 
 
 def module_places(saved: Saved) -> dict[str, Stored]:

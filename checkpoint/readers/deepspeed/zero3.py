@@ -18,7 +18,7 @@ from checkpoint.errors import CheckpointError
 from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.layout import Stored
 from checkpoint.readers.deepspeed import one_save, saves
-from checkpoint.readers.deepspeed.adapted import with_adapter
+from checkpoint.readers.deepspeed.adapted import of_model
 from checkpoint.readers.deepspeed.client_state import SOUGHT, client_config, client_tokenizer
 from checkpoint.readers.deepspeed.saves import OPTIMIZER, PARTITIONED_MODEL, UNIVERSAL, Flat, Saved, Stretch, open_saved
 from checkpoint.readers.deepspeed.swap import Swapped
@@ -64,7 +64,7 @@ def open_weights(folder: Folder, given: Given = NOTHING_GIVEN) -> Weights:
         weights = Weights(
             files.descriptors, places, first.file, config, SOUGHT, step=saves.step_of(first), facts=facts, tokenizer=tokenizer
         )
-        return with_adapter(weights, folder, given)
+        return of_model(weights, folder, given)
 
 
 def _refuse_model_parallel(names: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ from checkpoint.errors import CheckpointError
 from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.readers.files.torch_zip import Archive, table_names
 from checkpoint.readers.megatron.args import ALLOWED, Arguments, Shape, arguments, shape_of_deepspeed
-from checkpoint.readers.megatron.model import Parts, apart, check_version, flat, tokenizer_names, weights_of
+from checkpoint.readers.megatron.model import TOKENIZER, Parts, apart, check_version, flat, tokenizer_names, weights_of
 from checkpoint.readers.ranks import Part, tensors_of
 from checkpoint.readers.surroundings import find_tokenizer
 from checkpoint.readers.weights import OpenFiles, Weights
@@ -83,7 +83,7 @@ def open_weights(folder: Folder, given: Given = NOTHING_GIVEN) -> Weights:
         if extra or (not piped and len(ranks) != num_ranks):
             rule = f"is of another rank than the {num_ranks} tensor-parallel ones that args gives"
             raise CheckpointError((extra or [ranks[-1][1]])[0], rule)
-        tokenizer = find_tokenizer(folder, given, above=True, named=tokenizer_names(args))
+        tokenizer = find_tokenizer(folder, given, above=True, named=tokenizer_names(args), inside=TOKENIZER)
         iteration = tree.get("iteration")
         step = iteration if type(iteration) is int and iteration >= 0 else None
         return weights_of(found, args, shape, files.descriptors, tokenizer, step)

@@ -11,8 +11,8 @@ from checkpoint.disk.latest import LATEST
 from checkpoint.errors import CheckpointError
 from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.readers.files.torch_zip import Archive
-from checkpoint.readers.megatron.args import ALLOWED, Arguments, Shape, arguments, shape_of
-from checkpoint.readers.megatron.model import Parts, apart, check_version, flat, tokenizer_names, weights_of
+from checkpoint.readers.megatron.args import ALLOWED, Arguments, Shape, arguments, shape_of_deepspeed
+from checkpoint.readers.megatron.model import TOKENIZER, Parts, apart, check_version, flat, tokenizer_names, weights_of
 from checkpoint.readers.ranks import divided, tensors_of
 from checkpoint.readers.surroundings import find_tokenizer
 from checkpoint.readers.weights import OpenFiles, Weights
@@ -69,7 +69,7 @@ def open_weights(folder: Folder, given: Given = NOTHING_GIVEN) -> Weights:
     with OpenFiles(folder) as files:
         file, archive, tree = _opened(folder, files, names[0])
         args = arguments(tree, file)
-        shape = shape_of(args)
+        shape = shape_of_deepspeed(args)  # Megatron-DeepSpeed saves so, too, where it runs without DeepSpeed
         num_ranks, num_stages = _sizes(args, tree)
         found: list[Parts] = []
         for rank in range(num_ranks):
@@ -83,7 +83,7 @@ def open_weights(folder: Folder, given: Given = NOTHING_GIVEN) -> Weights:
         if len(names) != num_ranks * num_stages:
             rule = f"there are {len(names)} folders of ranks; by args there are {num_ranks} x {num_stages}"
             raise CheckpointError(names[-1], rule)
-        tokenizer = find_tokenizer(folder, given, above=True, named=tokenizer_names(args))
+        tokenizer = find_tokenizer(folder, given, above=True, named=tokenizer_names(args), inside=TOKENIZER)
         iteration = tree.get("iteration")
         step = iteration if type(iteration) is int and iteration >= 0 else None
         return weights_of(found, args, shape, files.descriptors, tokenizer, step)

@@ -26,6 +26,8 @@ _PACKED = ("self_attention.linear_qkv", "self_attention.query_key_value", "atten
 _HEADS = ("output_layer.weight", "word_embeddings_for_head.weight")
 _MOST, _LONGEST = 1 << 20, 1 << 10
 _ENDS = ("<|endoftext|>", "</s>")
+TOKENIZER = "tokenizer"
+"""The folder of an iteration that Megatron saves the tokenizer in."""
 _PASSED_OVER = ("_extra_state", "rotary_pos_emb.inv_freq", "rotary_emb.inv_freq")
 
 

@@ -15,7 +15,6 @@ from checkpoint.text.tokenizer_files import (
     MERGES,
     SENTENCE_PIECE,
     TOKENIZER_CONFIG,
-    TOKENIZER_FILES,
     TOKENIZER_JSON,
     VOCABULARY,
 )
@@ -23,6 +22,8 @@ from checkpoint.text.vocabulary import id_of, tokenizer_vocab_size
 
 _END_OF_TEXT: Final = "<|endoftext|>"
 _PADDING: Final = "<|padding|>"
+_CONVERTED: Final = "tokenizer"
+"""The folder beside the checkpoint's that GPT-NeoX's converter of Llama writes the tokenizer to."""
 _CHARACTERS, _SENTENCE_PIECE, _FOLDER = "charleveltokenizer", "spmtokenizer", "hfgpt2tokenizer"
 _CHARACTER_IDS: Final = 512
 """Ids that GPT-NeoX counts for its tokenizer of characters; bytes have the first 256."""
@@ -46,15 +47,12 @@ def tokenizer_of(folder: Folder, given: Given, settings: Settings | None) -> Fol
     kind = "" if settings is None else settings.text("tokenizer_type")
     keys = _FILES.get(kind, {})
     names = {name: _last_part(settings, key) for name, key in keys.items()}
-    found = find_tokenizer(folder, given, above=True, named=names if all(names.values()) else {})
+    inside = _last_part(settings, "vocab_file") if kind == _FOLDER else _CONVERTED
+    found = find_tokenizer(folder, given, above=True, named=names if all(names.values()) else {}, inside=inside)
     if given.tokenizer is not None:
         return found
     if kind == _CHARACTERS:
         return _characters(folder)
-    inner = _last_part(settings, "vocab_file") if kind == _FOLDER else ""
-    for place in (folder, Folder(folder.path.parent)):
-        if inner and (place.path / inner).is_dir() and any(place.below(inner).has(name) for name in TOKENIZER_FILES):
-            return place.below(inner)
     return found
 
 

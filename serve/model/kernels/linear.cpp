@@ -109,6 +109,8 @@ void pack_panel(const char* plain, int64_t stride, char* panel, int64_t rows, in
     pack_words<width>(plain, stride, panel, rows, w, W);
 }
 
+constexpr int64_t kInputsAhead = 16;  // each is a line or two, a row of the file apart, which no processor foresees
+
 // The same of a weight that is stored transposed: numbers of an input lie side by side, ``stride`` bytes behind those of the input
 // before. Of ``rows`` outputs and I inputs.
 template <int64_t width, typename number>
@@ -119,6 +121,8 @@ void pack_transposed_panel(const char* plain, int64_t stride, char* panel, int64
         number inputs[together][width];
         for (int64_t k = 0; k < together; ++k) {
             const char* from = plain + (i + k) * stride;
+            for (int64_t line = 0; line < width * int64_t(sizeof(number)); line += kLine)
+                __builtin_prefetch(from + kInputsAhead * stride + line);
             if (rows == width)
                 std::memcpy(inputs[k], from, sizeof inputs[k]);
             else

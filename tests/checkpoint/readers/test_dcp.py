@@ -194,9 +194,54 @@ def test_torchtitans_last_step_in_safetensors_comes_before_those_in_its_own_file
     with open_checkpoint(tmp_path) as checkpoint:
         assert checkpoint.step == 3
         assert checkpoint.path == (last if kept == "whole" else last / "sharded")
-    shutil.rmtree(last)
+    (tmp_path / "outputs").mkdir()
+    for folder in tmp_path.glob("step-*"):
+        (tmp_path / "outputs" / "checkpoint").mkdir(exist_ok=True)
+        folder.rename(tmp_path / "outputs" / "checkpoint" / folder.name)
+    with open_checkpoint(tmp_path / "outputs") as checkpoint:
+        assert checkpoint.step == 3
+    for step in (1, 2):
+        shutil.rmtree(tmp_path / "outputs" / "checkpoint" / f"step-{step}")
+    with open_checkpoint(tmp_path / "outputs") as checkpoint:
+        assert checkpoint.step == 3
+
+
+def hugging_face(folder: Path, *left_out: str) -> Path:
+    folder.mkdir(parents=True)
+    for number, (name, tensor) in enumerate(tensors().items(), start=1):
+        save_file({name: tensor}, folder / f"model-{number:05d}-of-00002.safetensors")
+    where = {name: f"model-{number:05d}-of-00002.safetensors" for number, name in enumerate(tensors(), start=1)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    for name in left_out:
+        (folder / name).unlink()
+    return write_config(folder)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "left_out"),
+    [
+        ("pytorch_model_fsdp_0", "checkpoint-7", ()),
+        ("epoch_5", "checkpoint-3", ()),
+        ("epoch_5", "step-30", ()),
+        ("checkpoint-5", "step-30", ()),
+        ("step-5", "checkpoint-30", ()),
+        ("step-5", "step-4", ()),
+        ("step-5", "step-30", ("model-00002-of-00002.safetensors",)),
+        ("step-5", "step-30", ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")),
+    ],
+)
+def test_no_other_folder_in_safetensors_comes_before(tmp_path: Path, ours: str, theirs: str, left_out: tuple[str, ...]) -> None:
+    saved(tmp_path / ours, tensors())
+    hugging_face(tmp_path / theirs, *left_out)
     with open_checkpoint(tmp_path) as checkpoint:
-        assert checkpoint.step == 2
+        assert checkpoint.path == tmp_path / ours
+
+
+def test_a_folder_that_is_a_link_to_itself_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "checkpoint").symlink_to(".")
+    assert "is no checkpoint of a known layout" in refusal(tmp_path).rule
+    assert "is no checkpoint of a known layout" in refusal(tmp_path / "a").rule
 
 
 def test_rows_can_be_picked_in_any_order(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from checkpoint import CheckpointError, TensorInfo, open_checkpoint
+from checkpoint import CheckpointError, TensorInfo, open_checkpoint, open_structure
 from tests.checkpoint.folders import (
     CONFIG,
     assert_holds,
@@ -166,6 +166,16 @@ def test_no_folder_and_a_file_in_its_place(tmp_path: Path) -> None:
     assert refusal(tmp_path / "none").rule == "there is no such folder"
     (tmp_path / "file").write_text("")
     assert refusal(tmp_path / "file").rule == "is not a folder; name the one that it is in"
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_tokenizer_in_a_folder_of_its_own_is_another_models(tmp_path: Path, inside: bool) -> None:
+    folder = plain_folder(tmp_path / "model")
+    other = (folder if inside else tmp_path) / "tokenizer"
+    other.mkdir()
+    (other / "tokenizer.json").write_text("{}")
+    with open_structure(folder) as structure:
+        assert structure.tokenizer.path == folder
 
 
 def test_folders_inside_that_have_a_checkpoint_are_named(tmp_path: Path) -> None:

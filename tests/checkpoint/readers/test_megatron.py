@@ -71,6 +71,14 @@ def test_megatron_deepspeed_of_later_keeps_queries_keys_and_values_apart(layers:
         assert_holds(checkpoint, model)
 
 
+def test_megatron_deepspeed_without_deepspeed_has_the_same_order(tmp_path: Path) -> None:
+    model = small("gpt2", activation_function="gelu")
+    save_megatron(tmp_path, model, Form(tensor=2, names="legacy", has_thirds=True))
+    tokenizer().save(str(tmp_path / "tokenizer.json"))
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert_holds(checkpoint, model)
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -129,6 +137,12 @@ def test_the_tokenizer_that_megatron_saves_inside_is_found(tmp_path: Path) -> No
     with open_structure(tmp_path) as structure:
         assert structure.config["vocab_size"] == TOKENS
         assert structure.tokenizer.has("tokenizer.json")
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer" / "tokenizer.json").read_bytes())
+    (folder / "tokenizer" / "tokenizer.json").unlink()
+    (folder / "tokenizer").rmdir()
+    (folder / "tokenizer").symlink_to("/usr")
+    with open_structure(tmp_path) as structure:
+        assert structure.tokenizer.path == tmp_path, "nobody looks where the link leads"
 
 
 @pytest.mark.parametrize("plan", [SavePlan, megatrons_plan()])

@@ -53,6 +53,23 @@ def test_export_takes_the_step_that_a_trainers_folder_is_named_by(trained: Train
         assert written.step == 6
 
 
+def test_export_refuses_a_step_that_none_or_two_folders_are_named_by(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("global_step5", "step-20", "step-100"):
+        (tmp_path / "saves" / name).mkdir(parents=True)
+    words = ["export", str(tmp_path / "saves"), str(tmp_path / "out"), "--step"]
+    assert main([*words, "7"]) == 2
+    assert "has no checkpoint of step 7; there are 5, 20, 100" in capsys.readouterr().err
+    (tmp_path / "saves" / "checkpoint" / "step-5").mkdir(parents=True)
+    assert main([*words, "20"]) == 2
+    assert "global_step5 and step-5 are both of step 5" in capsys.readouterr().err
+    (tmp_path / "saves" / "checkpoint" / "step-5").rmdir()
+    (tmp_path / "saves" / "step-9").symlink_to("/usr")
+    assert main([*words, "9"]) == 2
+    assert "leaves" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -129,6 +129,26 @@ def test_a_weight_that_is_not_packed_yet_gives_the_same_bits(
         assert torch.equal(found(x), one)
 
 
+def test_rows_that_lie_any_way_are_packed() -> None:
+    _, packer = linear.choose_packer(CPU, torch.float32, cpu_kernels())
+    assert isinstance(packer, linear.KernelPacker)
+    numbers = torch.randn(70, 90)
+    for rows in (
+        numbers[::5, ::7],
+        numbers[:1, ::3],
+        numbers[::3, :1],
+        numbers[:1, :1],
+        numbers[::69, ::89][:1, :1],
+        numbers.t(),
+    ):
+        found, expected = (packer.begin((len(rows), rows.shape[1]), torch.float32) for _ in range(2))
+        assert found is not None
+        assert expected is not None
+        found.put(0, rows)
+        expected.put(0, torch.empty(rows.shape).copy_(rows))
+        assert torch.equal(found.packed, expected.packed)
+
+
 @pytest.mark.parametrize("level", BF16_LEVELS)
 def test_bf16_outputs_are_the_nearest_numbers_and_in_the_middle_the_even_ones(level: str) -> None:
     name, packer = linear.choose_packer(CPU, torch.bfloat16, kernels_of(level))
