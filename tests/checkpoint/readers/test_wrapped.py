@@ -42,7 +42,7 @@ def test_of_names_that_differ_the_users_prefix_says_which_are_the_models(tmp_pat
     with open_checkpoint(tmp_path) as checkpoint:
         assert "student.transformer.wte.weight" in checkpoint.tensors, "nothing is guessed"
     assert holds(tmp_path, prefix="student.")
-    with pytest.raises(CheckpointError, match="holds no tensor whose name begins with 'teacher.'"):
+    with pytest.raises(CheckpointError, match=r"holds no tensor whose name begins with 'teacher\.'"):
         open_checkpoint(tmp_path, given=Given(prefix="teacher."))
 
 
