@@ -118,23 +118,24 @@ void pack_transposed_panel(const char* plain, int64_t stride, char* panel, int64
     constexpr int64_t together = kWord / int64_t(sizeof(number));
     if (rows < width) std::memset(panel, 0, size_t(width * I) * sizeof(number));
     for (int64_t i = 0; i < I; i += together) {
-        number inputs[together][width];
-        for (int64_t k = 0; k < together; ++k) {
-            const char* from = plain + (i + k) * stride;
-            for (int64_t line = 0; line < width * int64_t(sizeof(number)); line += kLine)
-                __builtin_prefetch(from + kInputsAhead * stride + line);
-            if (rows == width)
-                std::memcpy(inputs[k], from, sizeof inputs[k]);
-            else
-                std::memcpy(inputs[k], from, size_t(rows) * sizeof(number));
-        }
+        const char* from = plain + i * stride;
         number* to = reinterpret_cast<number*>(panel) + i * width;
-        if (rows == width)
-            for (int64_t o = 0; o < width; ++o)
-                for (int64_t k = 0; k < together; ++k) to[o * together + k] = inputs[k][o];
-        else
-            for (int64_t o = 0; o < rows; ++o)
-                for (int64_t k = 0; k < together; ++k) to[o * together + k] = inputs[k][o];
+        for (int64_t k = 0; k < together; ++k)
+            for (int64_t line = 0; line < width * int64_t(sizeof(number)); line += kLine)
+                __builtin_prefetch(from + (kInputsAhead + k) * stride + line);
+        if constexpr (together == 1) {
+            std::memcpy(to, from, size_t(rows) * sizeof(number));
+        } else if (rows == width) {
+            number first[width], second[width];
+            std::memcpy(first, from, sizeof first);
+            std::memcpy(second, from + stride, sizeof second);
+            for (int64_t o = 0; o < width; ++o) to[2 * o] = first[o], to[2 * o + 1] = second[o];
+        } else {
+            for (int64_t o = 0; o < rows; ++o) {
+                std::memcpy(to + 2 * o, from + o * sizeof(number), sizeof(number));
+                std::memcpy(to + 2 * o + 1, from + stride + o * sizeof(number), sizeof(number));
+            }
+        }
     }
 }
 
