@@ -120,7 +120,7 @@ def open_weights(folder: Folder, given: Given = NOTHING_GIVEN) -> Weights:
             table,
             config=config,
             step=int(tag[1]) if tag else None,
-            facts={"model_parallel_size": len(layers[0]), "layers": shape.num_layers, **_told(settings)},
+            facts={"model_parallel_size": len(layers[0]), "layers": shape.num_layers, **_told(settings), **_aged(layers)},
             tokenizer=tokenizer,
         )
 
@@ -138,6 +138,13 @@ def _told(settings: Settings | None) -> dict[str, Any]:
     return told | {
         key: str(settings.values[key]) for key in ("tokenizer_type", "vocab_file", "merge_file") if settings.values.get(key)
     }
+
+
+def _aged(layers: Tables) -> dict[str, str]:
+    """What is known of a run by names that its trainer gave up in 2024."""
+    if "mlp.w1.weight" not in layers.get(_FIRST_LAYER, [{}])[0]:
+        return {}
+    return {"rms_norm_epsilon": "added behind the root by GPT-NeoX of that time; transformers adds it before"}
 
 
 Tables = dict[int, list[Mapping[str, Part]]]

@@ -117,6 +117,13 @@ def test_both_sizes_of_the_training_are_told(name: str, stages: int, tmp_path: P
     assert (facts["model_parallel_size"], facts["pipe_parallel_size"]) == (2, stages)
 
 
+def test_of_a_run_whose_names_are_of_an_earlier_time_it_is_told_where_epsilon_was_added(tmp_path: Path) -> None:
+    for name, told in (("heads with keys of their own", True), ("heads that share keys", False)):
+        saved(tmp_path / name, name)
+        with open_structure(tmp_path / name) as structure:
+            assert ("rms_norm_epsilon" in structure.weights.facts) is told
+
+
 @pytest.mark.parametrize("name", ["a pipeline", "no pipeline"])
 def test_it_is_known_without_its_settings(name: str, tmp_path: Path) -> None:
     _, folder = saved(tmp_path, name)
