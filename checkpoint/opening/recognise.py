@@ -102,21 +102,19 @@ def _inner(folder: Folder) -> Folder | None:
         if name is None:
             continue
         return folder.below(_later_in_safetensors(folder, name) if layout is distcp else name)
-    if (folder.path / _TITANS).is_dir() and _newest_of_trainer(folder.below(_TITANS)) is not None:
-        return folder.below(_TITANS)
-    return _newest_of_trainer(folder)
+    newest = _newest_of_trainer(folder)
+    if newest is None and (folder.path / _TITANS).is_dir():
+        return _newest_of_trainer(folder.below(_TITANS))
+    return newest
 
 
 def _later_in_safetensors(folder: Folder, name: str) -> str:
     """The step that torchtitan kept in safetensors at last, where it is whole and later than its step ``name``; else that."""
-    first = _TITANS_STEP.fullmatch(name)
+    own = _TITANS_STEP.fullmatch(name)
     steps = {int(match[1]): match[0] for match in map(_TITANS_STEP.fullmatch, folder.names()) if match}
-    for step in sorted(steps, reverse=True) if first else ():
-        if step <= int(name.rpartition("-")[2]):
-            break
-        if (folder.path / steps[step]).is_dir() and _is_whole(folder.below(steps[step])):
-            return steps[step]
-    return name
+    later = sorted((step for step in steps if own and step > int(own[1])), reverse=True)
+    whole = (steps[step] for step in later if (folder.path / steps[step]).is_dir() and _is_whole(folder.below(steps[step])))
+    return next(whole, name)
 
 
 def _is_whole(folder: Folder) -> bool:
