@@ -33,7 +33,7 @@ from checkpoint.readers.surroundings import (
     names_code,
     read_configs,
 )
-from checkpoint.readers.weights import Format, Weights
+from checkpoint.readers.weights import Weights
 from checkpoint.text.tokenizer_files import TOKENIZER_FILES
 
 Verification = Literal["structure", "sha256"]
@@ -111,11 +111,9 @@ def open_structure(path: str | Path, *, verify: Verification = "structure", give
     code = {CODE: "named by auto_map of config.json, and never run"} if names_code(folder, given, above=above) else {}
     weights = layout.open_weights(folder, given)
     try:
-        if weights.step is None:
-            weights = dataclasses.replace(weights, step=_named_step(folder, layout))
         if layout is hf and given.prefix is not None:
             weights = of_model(weights, folder, given)
-        elif layout in (hf, distcp, dcp_hf):
+        elif layout in (hf, distcp, dcp_hf) and manifest is None:  # what we write ourselves is what its names say
             weights = with_adapter(weights, folder, given)
         if given.master_weights and layout not in MASTERS_READ:
             _refuse_without_masters(weights, layout.NAME)
@@ -134,12 +132,6 @@ def open_structure(path: str | Path, *, verify: Verification = "structure", give
         weights.close()
         raise
     return Structure(folder, config, generation, manifest, weights, layout.NAME, weights.tokenizer or tokenizer)
-
-
-def _named_step(folder: Folder, layout: Format) -> int | None:
-    """The step in the name of the folder, or of the one above where a trainer keeps a step's weights in a folder of its own."""
-    found = step_in_name(folder.path)
-    return step_in_name(folder.path.parent) if found is None and layout in (distcp, dcp_hf) else found
 
 
 def adapted_base(folder: Folder, given: Given) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from checkpoint.disk.folder import Folder
+from checkpoint.disk.step_names import step_in_name
 from checkpoint.errors import CheckpointError
 from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.layout import Extent, whole
@@ -95,7 +96,7 @@ def open_weights(folder: Folder, _: Given = NOTHING_GIVEN) -> Weights:
 
 
 def _open_single(folder: Folder, kind: _Kind, name: str) -> Weights:
-    weights = Weights({name: folder.open(name)}, {}, name)
+    weights = Weights({name: folder.open(name)}, {}, name, step=step_in_name(folder.path))
     try:
         for tensor, extent in kind.read(weights.files[name], name).items():
             weights.places[tensor] = whole(name, extent)
@@ -111,7 +112,7 @@ def _open_shards(folder: Folder, kind: _Kind, shards: list[str]) -> Weights:
     for name in shards:
         if name not in listed:
             raise CheckpointError(name, f"is a shard that {kind.index} does not list")
-    weights = Weights({}, {}, kind.index)
+    weights = Weights({}, {}, kind.index, step=step_in_name(folder.path))
     try:
         for name in listed:
             weights.files[name] = folder.open(name)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from checkpoint.disk.folder import Folder
+from checkpoint.disk.step_names import step_in_names
 from checkpoint.errors import CheckpointError
 from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.layout import DTYPE_BYTES, MAX_DIMENSIONS, Piece, Stored, cover_fault
@@ -159,7 +160,7 @@ def open_weights(folder: Folder, given: Given = NOTHING_GIVEN) -> Weights:
         "tensors that are no weights": len(tensors) - len(names),
         "other items": bytes_items,
     }
-    return Weights(files.descriptors, places, tables[0], facts=facts)
+    return Weights(files.descriptors, places, tables[0], step=step_in_names(folder.path), facts=facts)
 
 
 def read_wanted(folder: Folder, files: OpenFiles, wanted: Callable[[str], bool]) -> tuple[dict[str, Stored], str]:

@@ -11,6 +11,7 @@ import re
 from typing import Any
 
 from checkpoint.disk.folder import Folder, parse_object
+from checkpoint.disk.step_names import step_in_names
 from checkpoint.errors import CheckpointError
 from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.layout import Extent, Piece, Stored, cover_fault
@@ -56,7 +57,8 @@ def open_weights(folder: Folder, given: Given = NOTHING_GIVEN) -> Weights:
                     parts[name].append(Piece(shard, extent, _start(shard, name, extent, offsets)))
         names = chosen(list(parts), given.prefix, shards[0])
         places = {name: _stored(key, parts[key], shards[0]) for name, key in names.items()}
-    return Weights(files.descriptors, places, shards[0], facts={"ranks that wrote weights": len(shards)})
+    facts = {"ranks that wrote weights": len(shards)}
+    return Weights(files.descriptors, places, shards[0], step=step_in_names(folder.path), facts=facts)
 
 
 def _check_ranks(shards: list[str]) -> None:
