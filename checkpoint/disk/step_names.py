@@ -17,6 +17,6 @@ def step_in_name(folder: Path) -> int | None:
 
 
 def step_in_names(folder: Path) -> int | None:
-    """The number in the name of a folder, or of the one above it: some trainers keep a step's weights in a folder of their own."""
+    """The number in the name of a folder, or of the one above it: some trainers keep weights in a folder of their own."""
     found = step_in_name(folder)
     return step_in_name(folder.parent) if found is None else found
