@@ -23,7 +23,7 @@ from checkpoint.opening.recognise import MASTERS_READ, recognise
 from checkpoint.readers import hf, peft
 from checkpoint.readers.dcp import distcp
 from checkpoint.readers.dcp import hf as dcp_hf
-from checkpoint.readers.deepspeed.adapted import of_model, with_adapter
+from checkpoint.readers.deepspeed.adapted import adapter_config, of_model, with_adapter
 from checkpoint.readers.hub import HUB, could_be_on_hub, find_on_hub
 from checkpoint.readers.surroundings import (
     checked_configs,
@@ -40,6 +40,11 @@ Verification = Literal["structure", "sha256"]
 
 CODE = "code in the folder"
 """Among the facts of weights whose configuration names code: that there is some, and that it is left alone."""
+
+_ON = " on "
+"""What stands between the names of an adapter's layout and of its base model's."""
+
+_REPLACED = "was replaced by another save while it was being opened; open it again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +98,7 @@ def open_structure(path: str | Path, *, verify: Verification = "structure", give
         raise ValueError(f"verify is {verify!r}; it must be 'structure' or 'sha256'")
     folder, layout = recognise(path)
     if layout is peft:
-        return open_adapted(folder, adapted_base(folder, given), given, verify)
+        return open_adapted(folder, adapted_base(peft.read_config(folder), given), given, verify)
     if given.adapter is not None:
         adapter, kind = recognise(given.adapter)
         if kind is not peft:
@@ -115,6 +120,10 @@ def open_structure(path: str | Path, *, verify: Verification = "structure", give
             weights = of_model(weights, folder, given)
         elif layout in (hf, distcp, dcp_hf) and manifest is None:  # what we write ourselves is what its names say
             weights = with_adapter(weights, folder, given)
+        if weights.adapter is not None:
+            if folder.identity() != identity:
+                raise CheckpointError(str(path), _REPLACED)
+            return _on_base(folder, weights, adapted_base(weights.adapter, given), given, verify, layout.NAME)
         if given.master_weights and layout not in MASTERS_READ:
             _refuse_without_masters(weights, layout.NAME)
         if configs is not None:
@@ -127,22 +136,23 @@ def open_structure(path: str | Path, *, verify: Verification = "structure", give
         if manifest is not None:
             _check_table(manifest, weights.places)
         if folder.identity() != identity:
-            raise CheckpointError(str(path), "was replaced by another save while it was being opened; open it again")
+            raise CheckpointError(str(path), _REPLACED)
     except BaseException:
         weights.close()
         raise
+    config = {**config, **weights.changes}
     return Structure(folder, config, generation, manifest, weights, layout.NAME, weights.tokenizer or tokenizer)
 
 
-def adapted_base(folder: Folder, given: Given) -> str:
-    """Where the base model of the adapter in ``folder`` is.
+def adapted_base(config: Mapping[str, Any], given: Given) -> str:
+    """Where the base model of the adapter is that ``config``, its ``adapter_config.json``, describes.
 
     A name of the Hugging Face hub is its snapshot in the local cache; nothing is downloaded.
 
     Raises:
         CheckpointError: neither the user nor the adapter says so, or there is no such folder or snapshot.
     """
-    base = given.base or peft.read_config(folder).get("base_model_name_or_path")
+    base = given.base or config.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise CheckpointError(peft.CONFIG, "names no base_model_name_or_path; name the base model's folder (--base)")
     folder_here = Path(base).expanduser()
@@ -165,12 +175,21 @@ def pinned(path: str | Path, given: Given) -> Given:
     """
     folder, layout = recognise(path)
     if layout is peft:
-        base, _ = recognise(adapted_base(folder, given))
+        base, _ = recognise(adapted_base(peft.read_config(folder), given))
         return dataclasses.replace(given, base=str(base.path))
     if given.adapter is not None:
         adapter, _ = recognise(given.adapter)
         return dataclasses.replace(given, adapter=str(adapter.path))
-    return given
+    return dataclasses.replace(given, base=base_beside(folder, given))
+
+
+def base_beside(folder: Folder, given: Given) -> str | None:
+    """The very folder of the base of a save that may hold an adapter alone: ``None`` where nothing names one that is here."""
+    config = adapter_config(folder, given)
+    try:
+        return None if config is None else str(recognise(adapted_base(config, given))[0].path)
+    except CheckpointError:
+        return given.base
 
 
 def open_adapted(folder: Folder, base: str, given: Given, verify: Verification) -> Structure:
@@ -185,28 +204,48 @@ def open_adapted(folder: Folder, base: str, given: Given, verify: Verification) 
         check_sizes(folder, manifest)
         if verify == "sha256":
             check_hashes(folder, manifest)
-    below = open_structure(base, verify=verify, given=dataclasses.replace(given, base=None, adapter=None))
-    adapter: Weights | None = None
+    adapter = peft.open_weights(folder)
     try:
-        if below.layout.startswith(peft.NAME):
+        if manifest is not None:
+            _check_table(manifest, adapter.places)
+        step = step_in_name(folder.path) if manifest is None else manifest.step
+        adapter = dataclasses.replace(adapter, step=step, adapter=config)
+        return _on_base(folder, adapter, base, given, verify, peft.NAME, manifest)
+    except BaseException:
+        adapter.close()
+        raise
+
+
+def _on_base(
+    folder: Folder,
+    adapter: Weights,
+    base: str,
+    given: Given,
+    verify: Verification,
+    layout: str,
+    manifest: Manifest | None = None,
+) -> Structure:
+    """The model at ``base`` with ``adapter``, which is ``folder``'s, added; owns the files of both.
+
+    Raises:
+        CheckpointError: the base is not sound or an adapter itself, the two do not fit, or ``manifest``, the adapter's,
+            remembers another base model. The adapter's files stay the caller's.
+    """
+    assert adapter.adapter is not None
+    below = open_structure(base, verify=verify, given=dataclasses.replace(given, base=None, adapter=None))
+    try:
+        if _ON in below.layout:
             raise CheckpointError(base, "is an adapter too; an adapter's base model must be a whole one")
         if manifest is not None:
             _check_base(manifest, below)
-        adapter = peft.open_weights(folder)
-        if manifest is not None:
-            _check_table(manifest, adapter.places)
-        weights = peft.merged(below.weights, adapter, config, below.config["model_type"])
+        weights = peft.merged(below.weights, adapter, adapter.adapter, below.config)
     except BaseException:
         below.close()
-        if adapter is not None:
-            adapter.close()
         raise
-    own = find_tokenizer(folder, given, above=False)
+    own = find_tokenizer(folder, given, above=layout != peft.NAME)
     tokenizer = own if any(own.has(name) for name in TOKENIZER_FILES) else below.tokenizer
-    step = step_in_name(folder.path) if manifest is None else manifest.step
-    weights = dataclasses.replace(weights, step=step)
-    layout = f"{peft.NAME} on {below.layout}"
-    return Structure(folder, below.config, below.generation_config, None, weights, layout, tokenizer)
+    model = {**below.config, **weights.changes}
+    return Structure(folder, model, below.generation_config, None, weights, f"{layout}{_ON}{below.layout}", tokenizer)
 
 
 def _check_base(manifest: Manifest, base: Structure) -> None:
@@ -236,7 +275,7 @@ def model_config(path: str | Path, given: Given = NOTHING_GIVEN) -> tuple[dict[s
     else:
         folder, layout = recognise(path)
     file = config_file(folder, given, above=layout is not None and layout is not hf)
-    if file is not None:
+    if file is not None and layout is not peft and given.adapter is None:  # an adapter may resize the vocabulary
         return read_configs(Folder(file.parent), file.name)[0], file
     with open_structure(folder.path, given=given) as structure:
         return structure.config, folder.path

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from checkpoint.disk.folder import Folder
@@ -22,6 +22,7 @@ from checkpoint.readers import hf
 from checkpoint.readers.deepspeed import saves
 from checkpoint.readers.files.safetensors import index_safetensors
 from checkpoint.readers.files.torch_zip import index_torch_zip
+from checkpoint.readers.vocabulary import Vocabulary, may_replace
 from checkpoint.readers.weights import Weights
 
 NAME = "PEFT adapter"
@@ -37,12 +38,6 @@ _FACTORS = re.compile(
 _CONV1D = frozenset(("c_attn", "c_fc", "c_proj"))
 """Modules of GPT-2 whose weight is stored as [in, out]."""
 
-_TIED = (
-    re.compile(r"(?:.*\.)?(?:embed_tokens|embed_in|wte|word_embeddings)\.weight"),
-    re.compile(r"(?:.*\.)?(?:lm_head|embed_out)\.weight"),
-)
-"""Names of embeddings of tokens and of heads, which many models tie."""
-
 _USED = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "init_lora_weights", "peft_type")
 _WITHOUT_EFFECT = (
     "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules",
@@ -56,7 +51,7 @@ Adapters of any other setting are more than a product of two factors beside each
 _PLAIN_BEGINNINGS = (True, False, "gaussian", "eva", "orthogonal")
 """Values of ``init_lora_weights`` that leave the base model as it is."""
 
-_PATTERN = re.compile(r"(?:\\\.|\\d\+?|\[\d-\d\]\+?|\.\*|[\w.|()^$-])+")
+_PATTERN = re.compile(r"(?:\\\.|\\d\+?|\[[\w-]+\]\+?|\.\*|\(\?:|[\w.|()^$-])+")
 """Regular expressions of ``rank_pattern`` that are tried: no repeated group, whose time would be without bound."""
 
 
@@ -139,66 +134,68 @@ def open_weights(folder: Folder, _: Given = NOTHING_GIVEN) -> Weights:
     raise CheckpointError("adapter_model.safetensors", "is missing")
 
 
-def merged(base: Weights, adapter: Weights, config: Mapping[str, Any], model_type: str) -> Weights:
+def merged(base: Weights, adapter: Weights, config: Mapping[str, Any], model: Mapping[str, Any]) -> Weights:
     """The base model's tensors with the adapter added. Holds the files of both.
 
     Args:
         config: ``adapter_config.json``.
-        model_type: the base's family; GPT-2 stores the weights of its layers as [in, out], whatever ``fan_in_fan_out`` says.
+        model: ``config.json`` of the base, as far as it is known. GPT-2 stores the weights of its layers as [in, out], whatever
+            ``fan_in_fan_out`` says.
 
     Raises:
-        CheckpointError: the adapter is of another model: it names a tensor the base lacks, or has another shape; or it adapts
-            one of two tensors that the base ties.
+        CheckpointError: the adapter is of another model: it names a tensor the base lacks, or has another shape.
     """
-    places = dict(base.places)
-    changed: list[str] = []
-    factors: dict[str, dict[str, Stored]] = {}
-    for name, stored in adapter.places.items():
-        short = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
-        match = _FACTORS.fullmatch(short)
-        if match:
-            factors.setdefault(match["module"], {})[match["kind"]] = stored
-            continue
-        target = find_stored(short, base.places)
-        if target is None or base.places[target].shape != stored.shape:
-            there = "lacks (is it tied?)" if target is None else f"has in shape {list(base.places[target].shape)}"
+    vocabulary = Vocabulary.of(base.places, model)
+    places = vocabulary.apart(base.places)
+    whole_tensors, factors = _parts(adapter)
+    for name, (stored, is_own) in whole_tensors.items():
+        target = find_stored(name, places)
+        if target is None or not may_replace(target, stored, places[target]):
+            there = "lacks" if target is None else f"has in shape {list(places[target].shape)}"
             raise CheckpointError(
                 adapter.table, f"holds tensor {name!r} of shape {list(stored.shape)}, which the base model {there}"
             )
-        places[target] = stored
-        changed.append(target)
+        places |= dict.fromkeys(vocabulary.holders(target) if is_own else (target,), stored)
+    changed = [target for name in whole_tensors if (target := find_stored(name, places)) is not None]
     for module, parts in factors.items():
-        target = find_stored(f"{module}.weight", base.places)
+        target = find_stored(f"{module}.weight", places)
         if target is None:
-            raise CheckpointError(adapter.table, f"adapts {module!r}, whose weight the base model does not have (is it tied?)")
-        turned = model_type == "gpt2" and module.rpartition(".")[2] in _CONV1D
+            raise CheckpointError(adapter.table, f"adapts {module!r}, whose weight the base model does not have")
+        turned = model.get("model_type") == "gpt2" and module.rpartition(".")[2] in _CONV1D
         added = _low_rank(module, parts, config, places[target].shape, adapter.table, turned=turned)
         places[target] = dataclasses.replace(places[target], added=added)
         changed.append(target)
-    _refuse_tied(changed, base.places, adapter.table)
+    files = {**base.files, **adapter.files}
     return dataclasses.replace(
         base,
-        files={**base.files, **adapter.files},
+        files=files,
         places=places,
         step=adapter.step,
         facts={**base.facts, "adapter": dict(adapter.facts)},
+        changes=vocabulary.settled(places, base.places, changed, files, adapter.table),
     )
 
 
-def _refuse_tied(changed: Sequence[str], base: Mapping[str, Stored], table: str) -> None:
-    """Refuse an adapted embedding that is the base's head as well, or the other way round: peft adapts the one alone.
+def _parts(adapter: Weights) -> tuple[dict[str, tuple[Stored, bool]], dict[str, dict[str, Stored]]]:
+    """The adapter's whole tensors by the model's names, each with whether it is the base's own below the factors; and the
+    factors by module and kind.
 
-    They are one where the base stores but one of them, or gives both the same place. Of two equal copies the configuration
-    tells, when the model is made; they then differ, and are refused.
+    What was replaced by a module that was trained whole (``original_module``) is left out; peft saves it of resized embeddings.
     """
-    for name in changed:
-        for own, other in (_TIED, _TIED[::-1]):
-            if own.fullmatch(name) is None:
-                continue
-            others = [known for known in base if other.fullmatch(known)]
-            if not others or any(base[known] == base[name] for known in others):
-                rule = f"adapts {name!r}, which the base model ties: embedding and head are one there, with the adapter two"
-                raise CheckpointError(table, f"{rule}; store both in the base, with tie_word_embeddings false")
+    whole_tensors: dict[str, tuple[Stored, bool]] = {}
+    factors: dict[str, dict[str, Stored]] = {}
+    names = {name.removeprefix(_PREFIX): name for name in adapter.places}
+    for short, name in names.items():
+        stored = adapter.places[name]
+        if ".original_module." in short and short.replace(".original_module.", ".modules_to_save.") in names:
+            continue
+        plain = short.replace(".base_layer.", ".").replace(".modules_to_save.", ".")
+        match = _FACTORS.fullmatch(plain)
+        if match:
+            factors.setdefault(match["module"], {})[match["kind"]] = stored
+        elif plain == short or plain not in names:
+            whole_tensors[plain] = (stored, ".base_layer." in short)
+    return whole_tensors, factors
 
 
 def _low_rank(

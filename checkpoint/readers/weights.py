@@ -34,6 +34,10 @@ class Weights:
     """Optimizer steps taken, where the format says so."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """What else is known of the checkpoint, by words a user reads: world sizes, what is frozen, what is shared."""
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """What an adapter makes another in the model's ``config.json``, wherever that was found."""
+    adapter: Mapping[str, Any] | None = None
+    """Its ``adapter_config.json``, where these tensors are an adapter alone and the base model is elsewhere."""
     tokenizer: Folder | None = None
     """Where the tokenizer's files are, of a layout that names them itself."""
 

@@ -26,7 +26,7 @@ def open_sentencepiece(folder: Folder, file: str) -> tokenizers.Tokenizer:
     check(file, model)
     user_defined = [piece.piece for piece in model.pieces if piece.type == USER_DEFINED]
     backend = tokenizers.Tokenizer(_unigram(model) if kind == UNIGRAM else _bpe(model))
-    steps: list[Any] = [normalizers.Precompiled(spec.precompiled_charsmap)] if spec.precompiled_charsmap else []
+    steps = _table(spec.precompiled_charsmap) if spec.precompiled_charsmap else []
     for symbol in user_defined:
         if any(step.normalize_str(symbol) != symbol for step in steps):
             raise CheckpointError(file, f"has the user-defined symbol {shown(symbol)}, which its own normalisation changes")
@@ -56,6 +56,14 @@ def open_sentencepiece(folder: Folder, file: str) -> tokenizers.Tokenizer:
     special = [piece.piece for piece in model.pieces if piece.type in (CONTROL, UNKNOWN)]
     backend.add_special_tokens([tokenizers.AddedToken(piece, normalized=False, special=True) for piece in special])
     return backend
+
+
+def _table(table: bytes) -> list[Any]:
+    """A table of normalisation. tokenizers takes both characters of a line's end for one; sentencepiece makes two of them."""
+    step = normalizers.Precompiled(table)
+    if step.normalize_str("\r") != step.normalize_str("\n"):
+        return [step]
+    return [normalizers.Replace("\r", "\n"), step]
 
 
 def is_plain_bpe(backend: tokenizers.Tokenizer) -> bool:

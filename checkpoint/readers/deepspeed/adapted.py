@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,11 @@ def of_model(weights: Weights, folder: Folder, given: Given) -> Weights:
 def with_adapter(weights: Weights, folder: Folder, given: Given) -> Weights:
     """The weights of a save with its adapter joined; as they are where there is none in them.
 
+    Of a save without the frozen base (``exclude_frozen_parameters``) the adapter alone, which says so.
+
     Raises:
-        CheckpointError: the base's weights are not in the save, what describes the adapter is missing or of another one, there
-            are several adapters, or one of another kind than LoRA.
+        CheckpointError: some of the base's weights are in the save and some not; what describes the adapter is missing or of
+            another one; there are several adapters, or one of another kind than LoRA.
     """
     if not any(name.startswith(_PREFIX) or _BASE_LAYER in name or _PART.fullmatch(name) for name in weights.places):
         return weights
@@ -61,41 +64,46 @@ def with_adapter(weights: Weights, folder: Folder, given: Given) -> Weights:
         adapters.add(match["adapter"])
         kind = "" if match["kind"] == "modules_to_save" else f".{match['kind']}"
         parts[f"{match['module']}{kind}{match['rest']}"] = stored
-    _check_parts(weights, parts, adapters)
+    has_base = _check_parts(weights, parts, adapters)
     config = _described(weights, folder, given)
+    if not has_base:
+        return dataclasses.replace(weights, places={**base, **parts}, adapter=config, facts=_facts(weights, config))
     configs = find_configs(folder, given, above=True)
     told = weights.config if configs is None else configs[0]
-    model_type = "" if told is None else str(told["model_type"])
-    facts = {"rank": config.get("r"), "base": "in the same save"}
-    adapter = dataclasses.replace(weights, places=parts, facts=facts)
-    return peft.merged(dataclasses.replace(weights, places=base), adapter, config, model_type)
+    adapter = dataclasses.replace(weights, places=parts, facts={"rank": config.get("r"), "base": "in the same save"})
+    return peft.merged(dataclasses.replace(weights, places=base), adapter, config, told or {})
 
 
-def _check_parts(weights: Weights, parts: dict[str, Stored], adapters: set[str]) -> None:
-    """One adapter of LoRA beside its base: each layer that was given a base layer has factors."""
+def _facts(weights: Weights, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {**weights.facts, "rank": config.get("r"), "base": config.get("base_model_name_or_path")}
+
+
+def _check_parts(weights: Weights, parts: Mapping[str, Stored], adapters: Set[str]) -> bool:
+    """One adapter of LoRA, beside its base or alone; each layer that was given a base layer has factors.
+
+    Returns:
+        Whether the base is there.
+    """
     if len(adapters) > 1:
         names = ", ".join(sorted(adapters))
         raise CheckpointError(weights.table, f"holds the adapters {names}; a save with one of them is read")
     layers = {name.removeprefix(_PREFIX).partition(_BASE_LAYER)[0] for name in weights.places if _BASE_LAYER in name}
     adapted = {name.rpartition(".lora_")[0] for name in parts if ".lora_" in name}
-    lacking = next(iter(sorted(adapted - layers)), None)
-    if lacking is not None:
-        rule = (
-            f"holds an adapter of {lacking!r} and not the base model's weight of it: it was saved with "
-            "exclude_frozen_parameters; what is missing lies with the base model. Open the adapter that was saved beside it "
-            "(adapter_model.safetensors), with --base where it does not say of which model it is"
-        )
-        raise CheckpointError(weights.table, rule)
     plain = next(iter(sorted(layers - adapted)), None)
     if plain is not None:
         raise CheckpointError(weights.table, f"adapts {plain!r} by other means than LoRA, which are not read")
+    lacking = next(iter(sorted(adapted - layers)), None)
+    if lacking is not None and layers:
+        rule = f"holds an adapter of {lacking!r} and not the base model's weight of it, and those of other layers"
+        raise CheckpointError(weights.table, f"{rule}; a save that has all of them or none is read")
+    return lacking is None
 
 
-def _described(weights: Weights, folder: Folder, given: Given) -> dict[str, Any]:
-    """The adapter's description: the one that was given, or beside the save, or above it.
+def adapter_config(folder: Folder, given: Given) -> dict[str, Any] | None:
+    """The adapter's description: the one that was given, or beside the save, or above it; ``None`` where there is none.
 
     Raises:
-        CheckpointError: there is none, or it is of another kind of adapter.
+        CheckpointError: the one that was given is not there, or it is of another kind of adapter.
     """
     if given.adapter_config is not None:
         path = Path(given.adapter_config).expanduser()
@@ -104,13 +112,21 @@ def _described(weights: Weights, folder: Folder, given: Given) -> dict[str, Any]
         if not path.is_file():
             raise CheckpointError(given.adapter_config, "there is no such file or folder")
         return peft.read_config(Renamed(path.parent, {peft.CONFIG: path.name}))
-    places = [folder, Folder(folder.path.parent)]
-    for place in places:
-        if place.has(peft.CONFIG):
-            return peft.read_config(place)
-    looked = ", ".join(str(place.path / peft.CONFIG) for place in places)
+    return next((peft.read_config(place) for place in _places(folder) if place.has(peft.CONFIG)), None)
+
+
+def _places(folder: Folder) -> tuple[Folder, Folder]:
+    return folder, Folder(folder.path.parent)
+
+
+def _described(weights: Weights, folder: Folder, given: Given) -> dict[str, Any]:
+    """The adapter's description, which must be there."""
+    config = adapter_config(folder, given)
+    if config is not None:
+        return config
+    looked = ", ".join(str(place.path / peft.CONFIG) for place in _places(folder))
     rule = (
-        "holds an adapter beside its base model, and nothing in it says how the adapter is scaled (r, lora_alpha, use_rslora); "
+        "holds an adapter, and nothing in it says how the adapter is scaled (r, lora_alpha, use_rslora); "
         f"there is no {looked}: name the adapter's {peft.CONFIG} (--adapter-config)"
     )
     raise CheckpointError(weights.table, rule)

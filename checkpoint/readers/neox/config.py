@@ -298,7 +298,7 @@ def _activation(settings: Settings, shape: Shape, gated: bool) -> str:
 def missing_settings(table: str) -> CheckpointError:
     """What to say where neither settings nor a configuration are there."""
     rule = (
-        f"there is no {CONFIGS}/ with the settings of its training, and no config.json beside or above it; give one "
+        f"there is no {CONFIGS}/ with the settings of its training, and no config.json, in its folder or above; give one "
         "(--model-config)"
     )
     return CheckpointError(table, rule)

@@ -93,6 +93,8 @@ def open_weights(folder: Folder, given: Given = NOTHING_GIVEN) -> Weights:
     with OpenFiles(folder) as files:
         layers, table = _tables(folder, files)
         configs = find_configs(folder, given, above=True)
+        if settings is None and configs is None:
+            settings = read_settings(folder, above=True)
         if settings is not None:
             shape = shape_of(settings)
         elif configs is not None:

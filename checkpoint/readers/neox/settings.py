@@ -104,22 +104,26 @@ class Settings:
         return found
 
 
-def read_settings(folder: Folder) -> Settings | None:
+def read_settings(folder: Folder, *, above: bool = False) -> Settings | None:
     """The settings in ``configs/`` of a checkpoint's folder; ``None`` where there are none.
+
+    Args:
+        above: those beside the folder, where the 20B model and what ``merge20b.py`` writes have them.
 
     Raises:
         CheckpointError: a file is no such YAML, or two give one key different values.
     """
-    if not folder.has(CONFIGS):
+    place, where = (Folder(folder.path.parent), f"../{CONFIGS}") if above else (folder, CONFIGS)
+    if not place.has(CONFIGS) or not (place.path / CONFIGS).is_dir():
         return None
-    inner = folder.below(CONFIGS)
+    inner = place.below(CONFIGS)
     names = [name for name in inner.names() if name.endswith(_SUFFIXES)]
     if len(names) > _MAX_FILES:
-        raise CheckpointError(CONFIGS, f"holds {len(names)} files of settings; at most {_MAX_FILES} are read")
+        raise CheckpointError(where, f"holds {len(names)} files of settings; at most {_MAX_FILES} are read")
     values: dict[str, Any] = {}
     files: dict[str, str] = {}
     for name in names:
-        path = f"{CONFIGS}/{name}"
+        path = f"{where}/{name}"
         for key, value in _parsed(path, inner.read_bytes(name, limit=_MAX_BYTES)).items():
             plain = key.replace("-", "_")
             if plain in values and values[plain] != value:

@@ -246,7 +246,10 @@ def adapted(stage: int, *, excluded: bool = False, convert: bool = False) -> Cal
             rank_pattern={"down_proj": 5},
             modules_to_save=["lm_head"],
         )
-        model = get_peft_model(make(LLAMA), lora)
+        base = make(LLAMA)
+        if dist.get_rank() == 0 and excluded:
+            base.save_pretrained(folder / "base")
+        model = get_peft_model(base, lora)
         engine = train(model, settings(stage, "fp32"), groups=stage == 3)
         options = {"exclude_frozen_parameters": True} if excluded else {}
         keep(engine, folder, LLAMA, masters=False, **options)

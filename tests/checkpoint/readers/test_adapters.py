@@ -13,9 +13,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
 from checkpoint import CheckpointError, Given, open_checkpoint, pinned
+from checkpoint.opening.structure import model_config
 
 LINEAR = ["q_proj", "o_proj", "gate_proj", "down_proj"]
 
@@ -85,7 +94,7 @@ def refusal(path: Path, **given: Any) -> CheckpointError:
             llama,
             {
                 "target_modules": LINEAR,
-                "rank_pattern": {"q_proj": 2, r"layers\.1\.mlp\..*": 3},
+                "rank_pattern": {"q_proj": 2, r"layers\.[12]\.(?:mlp)\..*": 3},
                 "alpha_pattern": {"model.layers.0.self_attn.o_proj": 9},
             },
         ),
@@ -149,26 +158,114 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     assert "'model.layers.0.self_attn.c_attn'" in refusal(adapter).rule
 
 
+def trained(folder: Path, make: Callable[[], PreTrainedModel], resized: int = 0, **settings: Any) -> torch.Tensor:
+    """A base and an adapter with random weights; the logits of the model that was trained, of all its tokens but the last."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    model = make().float()
+    model.save_pretrained(folder / "base")
+    if resized:
+        model.resize_token_embeddings(40 + resized, mean_resizing=False)
+    model.config.name_or_path = model.name_or_path = str(folder / "base")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wrapped = get_peft_model(model, LoraConfig(r=4, lora_alpha=6, task_type="CAUSAL_LM", **settings))
+        for parameter in wrapped.parameters():
+            if parameter.requires_grad:
+                torch.nn.init.normal_(parameter, std=0.3)
+        wrapped.save_pretrained(folder / "adapter")
+    assert wrapped.peft_config["default"].base_model_name_or_path == str(folder / "base")
+    with torch.no_grad():
+        logits: torch.Tensor = wrapped.eval()(input_ids=torch.arange(40 + resized).view(2, -1)).logits
+    return logits
+
+
+def opened(path: Path, **given: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Logits of the model that is read there, as ``trained`` has them, and its configuration."""
+    with open_checkpoint(path, given=Given(**given)) as checkpoint:
+        config = dict(checkpoint.config)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).eval()
+        tied = {"lm_head.weight": EMBEDDING[config["model_type"]]} if model.config.tie_word_embeddings else {}
+        shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        checkpoint.check_tensors(shapes, tied=tied)
+        model.load_state_dict({name: checkpoint.read(checkpoint.resolve(name, tied)) for name in shapes})
+    with torch.no_grad():
+        return model(input_ids=torch.arange(config["vocab_size"]).view(2, -1)).logits, config
+
+
+EMBEDDING = {"llama": "model.embed_tokens.weight", "gpt2": "transformer.wte.weight"}
+BOTH = ["embed_tokens", "lm_head"]
+
+
 @pytest.mark.parametrize("base", ["safetensors", "torch"])
 @pytest.mark.parametrize(
-    ("make", "settings"),
+    ("make", "settings", "stays_tied"),
     [
-        (partial(llama, tied=True), {"target_modules": ["q_proj", "embed_tokens"]}),
-        (partial(llama, tied=True), {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}),
-        (gpt2, {"target_modules": ["c_attn", "wte"], "fan_in_fan_out": True}),
+        (partial(llama, tied=True), {"target_modules": ["q_proj", "embed_tokens"]}, False),
+        (partial(llama, tied=True), {"target_modules": ["q_proj", "lm_head"]}, False),
+        (partial(llama, tied=True), {"target_modules": ["q_proj", *BOTH]}, False),
+        (partial(llama, tied=True), {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}, False),
+        (partial(llama, tied=True), {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, False),
+        (partial(llama, tied=True), {"target_modules": ["q_proj"], "modules_to_save": BOTH}, False),
+        (
+            partial(llama, tied=True),
+            {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+            True,
+        ),
+        (partial(llama, tied=True), {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True}, False),
+        (gpt2, {"target_modules": ["c_attn", "wte"], "fan_in_fan_out": True}, False),
+        (partial(llama, tied=True), {"target_modules": ["q_proj"]}, True),
+        (partial(llama, tied=True), {"target_modules": ["q_proj"], "resized": 2}, True),
+        (gpt2, {"target_modules": ["c_attn"], "fan_in_fan_out": True, "resized": 2}, True),
+        (partial(llama, tied=True), {"target_modules": ["q_proj", "embed_tokens"], "resized": 2}, False),
+        (partial(llama, tied=True), {"target_modules": ["q_proj", "lm_head"], "resized": 2}, False),
+        (partial(llama, tied=True), {"target_modules": ["q_proj"], "modules_to_save": BOTH, "resized": 2}, False),
+        (llama, {"target_modules": ["q_proj"], "resized": 2}, False),
+        (llama, {"target_modules": ["q_proj"], "resized": -2}, False),
+        (llama, {"target_modules": ["q_proj"], "modules_to_save": BOTH, "resized": 2}, False),
     ],
-    ids=["factors", "whole", "gpt2"],
 )
-def test_an_adapter_of_an_embedding_that_is_also_the_head_is_refused(
-    tmp_path: Path, make: Callable[[], PreTrainedModel], settings: dict[str, Any], base: str
+def test_an_adapter_of_the_vocabulary_is_what_peft_computes(
+    tmp_path: Path, make: Callable[[], PreTrainedModel], settings: dict[str, Any], stays_tied: bool, base: str
 ) -> None:
-    """peft adapts the embedding and leaves the head as it was; a model that ties the two has no place for that."""
-    adapter, _ = adapted(tmp_path, make, **settings)
+    """peft adapts embedding and head each alone, where the base ties them too, and saves both of a resized vocabulary."""
+    want = trained(tmp_path, make, **settings)
     if base == "torch":  # which stores both names, and the one tensor once
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
         torch.save(model.state_dict(), tmp_path / "base" / "pytorch_model.bin")
         (tmp_path / "base" / "model.safetensors").unlink()
-    assert "embedding and head are one there" in refusal(adapter).rule
+    got, config = opened(tmp_path / "adapter")
+    assert config["tie_word_embeddings"] is stays_tied
+    assert config["vocab_size"] == 40 + settings.get("resized", 0)
+    assert got.shape == want.shape
+    assert (got - want).abs().max() < 1e-5
+    assert model_config(tmp_path / "adapter")[0] == config
+    assert opened(tmp_path / "base", adapter=str(tmp_path / "adapter"))[1] == config
+
+
+def test_half_of_a_resized_vocabulary_is_refused(tmp_path: Path) -> None:
+    """peft saves the embedding alone where factors adapt it, and of an untied head the new rows are lost."""
+    trained(tmp_path, llama, target_modules=["q_proj", "embed_tokens"], resized=2)
+    rule = refusal(tmp_path / "adapter").rule
+    assert "'lm_head.weight' has 40 rows with it, and 'model.embed_tokens.weight' 42" in rule
+
+
+def test_an_embedding_that_the_base_stores_as_a_head_is_not_told_apart(tmp_path: Path) -> None:
+    trained(tmp_path, partial(llama, tied=True), target_modules=["q_proj", "lm_head"])
+    base = tmp_path / "base" / "model.safetensors"
+    held = load_file(base)
+    held["lm_head.weight"] = held.pop("model.embed_tokens.weight")
+    save_file(held, base)
+    assert "stores no embedding by a name that is known" in refusal(tmp_path / "adapter").rule
+
+
+def test_a_tied_base_that_stores_two_embeddings_has_none_to_adapt(tmp_path: Path) -> None:
+    trained(tmp_path, partial(llama, tied=True), target_modules=["q_proj", "lm_head"])
+    base = tmp_path / "base" / "model.safetensors"
+    held = load_file(base)
+    save_file({**held, "lm_head.weight": held["model.embed_tokens.weight"] + 1}, base)
+    assert "both are stored, and they differ" in refusal(tmp_path / "adapter").rule
 
 
 def test_a_model_with_an_adapter_beside_it_is_not_guessed_about(tmp_path: Path) -> None:

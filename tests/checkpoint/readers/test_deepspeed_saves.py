@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from checkpoint import CheckpointError, Given, open_checkpoint
+from checkpoint import CheckpointError, Given, open_checkpoint, pinned
 from finetune.machine import inventory, ops
 from tests.checkpoint.readers.deepspeed_folders import zero3_of
 
@@ -166,9 +166,24 @@ def test_without_its_description_an_adapter_s_scale_is_asked_for(saves: Path, tm
         open_checkpoint(save, given=Given(adapter_config=str(described)))
 
 
-def test_an_adapter_that_was_saved_without_its_base_is_refused(saves: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"not the base model's weight of it: .*exclude_frozen_parameters.*--base"):
-        open_checkpoint(saves / "zero2-lora-alone" / "save")
+@pytest.mark.parametrize("named", [True, False])
+def test_an_adapter_that_was_saved_without_its_base_is_joined_with_it(saves: Path, tmp_path: Path, named: bool) -> None:
+    case = shutil.copytree(saves / "zero2-lora-alone", tmp_path / "case")
+    base, file = case / "base", case / "save" / "adapter_config.json"
+    described = json.loads(file.read_text())
+    file.write_text(json.dumps(described | {"base_model_name_or_path": str(base) if named else None}))
+    given = Given() if named else Given(base=str(base))
+    expected = torch.load(case / "expected.pt")
+    with open_checkpoint(case / "save", given=given) as checkpoint:
+        assert checkpoint.layout == "DeepSpeed ZeRO-0, 1 or 2 on Hugging Face"
+        assert checkpoint.config["model_type"] == "llama"
+        assert checkpoint.tensors.keys() >= expected.keys()
+        for name, tensor in expected.items():
+            assert torch.allclose(checkpoint.read(name), tensor, rtol=0, atol=1e-6), name
+    assert pinned(case / "save", given).base == str(base.resolve())
+    if not named:
+        with pytest.raises(CheckpointError, match="names no base_model_name_or_path; name the base model's folder"):
+            open_checkpoint(case / "save")
 
 
 def test_masters_under_round_robin_are_those_of_the_weights_that_are_computed_with(saves: Path) -> None:

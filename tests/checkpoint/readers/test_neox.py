@@ -131,6 +131,23 @@ def test_it_is_known_without_its_settings(name: str, tmp_path: Path) -> None:
     assert recognise(tmp_path)[1] is folders
 
 
+@pytest.mark.parametrize("name", ["a pipeline", "no pipeline"])
+def test_settings_above_the_checkpoint_are_read_where_nothing_else_describes_the_model(name: str, tmp_path: Path) -> None:
+    model, folder = saved(tmp_path, name, **with_tokenizer(tmp_path))
+    (folder / "configs").rename(tmp_path / "configs")
+    for place in (tmp_path, folder):
+        with open_checkpoint(place) as checkpoint:
+            assert_holds(checkpoint, model)
+            assert_model(checkpoint.config, model)
+    (tmp_path / "configs" / "more.yml").write_text("hidden_size: 7")
+    with pytest.raises(CheckpointError, match=r"\.\./configs/\w+\.yml: hidden.size is .*; \.\./configs/\w+\.yml gives it as"):
+        open_checkpoint(tmp_path)
+    described = tmp_path / "config.json"
+    described.write_text(json.dumps(dict(checkpoint.config)))
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert_holds(checkpoint, model)
+
+
 def test_the_fused_activation_and_the_dropouts_of_the_settings_are_taken_over(tmp_path: Path) -> None:
     saved(tmp_path, **{"bias-gelu-fusion": True, "hidden-dropout": 0.1, "attention-dropout": 0, "layernorm_epsilon": "1e-6"})
     with open_checkpoint(tmp_path) as checkpoint:

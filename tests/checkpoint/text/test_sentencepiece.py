@@ -37,6 +37,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "user_defined_symbols": ["▁▁", "the▁of", "\n"],
     },
     "bpe in one form of Unicode": {"model_type": "bpe", "vocab_size": 150},
+    "bpe in one form of Unicode, with all spaces": {"model_type": "bpe", "remove_extra_whitespaces": False, "vocab_size": 150},
     "unigram": {"model_type": "unigram", "vocab_size": 110, **PLAIN},
     "unigram of bytes": {"model_type": "unigram", **BYTES, "vocab_size": 370},
     "unigram with symbols": {"model_type": "unigram", "user_defined_symbols": ["[sym]", "ab"], **BYTES, "vocab_size": 370},
@@ -59,7 +60,22 @@ def trained(kind: str, **changes: Any) -> bytes:
 def random_texts(count: int) -> list[str]:
     """Words, spaces, signs that mean something to a tokenizer, and characters from all over Unicode."""
     draw = random.Random(2)
-    signs = [" ", "  ", "▁", "\n", "\t", "\u00a0", "\u3000", "<0x0A>", "[sym]", "e\u0301", "a" * 7, "<|endoftext|>"]
+    signs = [
+        " ",
+        "  ",
+        "▁",
+        "\n",
+        "\r\n",
+        "\r",
+        "\t",
+        "\u00a0",
+        "\u3000",
+        "<0x0A>",
+        "[sym]",
+        "e\u0301",
+        "a" * 7,
+        "<|endoftext|>",
+    ]
 
     def part() -> str:
         choice = draw.random()
