@@ -101,6 +101,9 @@ _MULTI_QUERY = frozenset(("gpt_bigcode", "falcon"))
 _WITHOUT_PADDING_ROW = frozenset(("gpt_neox", "gpt2", "gptj", "gpt_neo", "codegen", "gpt_bigcode", "falcon", "bloom"))
 """Families whose embedding has no padding row. Of the others ``pad_token_id`` is one, which the model is built with."""
 
+_OTHER_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice")
+"""Ends of names of models that give no tokens; their weights may fit a language model all the same."""
+
 _IDS = ("eos_token_id", "bos_token_id", "pad_token_id")
 
 
@@ -121,6 +124,10 @@ def check_config(config: Mapping[str, Any]) -> None:
     if CODE_NAMED in config and not own:
         rule = f"has {CODE_NAMED}, which names code to be run from the checkpoint; that is never done, and model_type"
         raise CheckpointError(CONFIG, f"{rule} {shown(model_type)} is no family that is served, which would not need it")
+    named = config.get("architectures")
+    other = next((name for name in named if str(name).endswith(_OTHER_HEADS)), None) if isinstance(named, list) else None
+    if other is not None:
+        raise CheckpointError(CONFIG, f"architectures names {shown(other)}; causal language models are read, no others")
     method = method_said(config)
     if method is not None:
         rule = f"says that the weights are quantised, by {method}; quantised weights are not supported"

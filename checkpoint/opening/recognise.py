@@ -40,7 +40,7 @@ _NAMED_AT_MOST = 12
 _TITANS, _TITANS_STEP = "checkpoint", re.compile(r"step-(\d+)")
 """The folder that torchtitan keeps its steps in, and what it calls them."""
 _SHARD = re.compile(r"model-\d+-of-(\d+)\.safetensors")
-_NUMBERED = re.compile(r"(?:checkpoint|step)[-_](\d+)")
+_NUMBERED = re.compile(r"(?:checkpoint|step|epoch)[-_](\d+)")
 
 
 def recognise(path: str | Path) -> tuple[Folder, Format]:

@@ -116,9 +116,9 @@ def open_structure(path: str | Path, *, verify: Verification = "structure", give
     code = {CODE: "named by auto_map of config.json, and never run"} if names_code(folder, given, above=above) else {}
     weights = layout.open_weights(folder, given)
     try:
-        if layout is hf and given.prefix is not None:
+        if layout is hf and (given.prefix is not None or manifest is None):  # what we write ourselves is what its names say
             weights = of_model(weights, folder, given)
-        elif layout in (hf, distcp, dcp_hf) and manifest is None:  # what we write ourselves is what its names say
+        elif layout in (distcp, dcp_hf) and manifest is None:
             weights = with_adapter(weights, folder, given)
         if weights.adapter is not None:
             if folder.identity() != identity:

@@ -11,6 +11,7 @@ from checkpoint.disk.step_names import step_in_name
 from checkpoint.errors import CheckpointError
 from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.layout import Extent, whole
+from checkpoint.model.names import is_harmless_buffer
 from checkpoint.readers.files.safetensors import index_safetensors
 from checkpoint.readers.files.torch_zip import index_torch_zip
 from checkpoint.readers.weights import Weights, keep_room
@@ -46,7 +47,7 @@ _KINDS = (
     _Kind(
         ("pytorch_model.bin", "pytorch_model.pt", "model.pt"),
         "pytorch_model.bin.index.json",
-        re.compile(r"pytorch_model-\d+-of-\d+\.(bin|pt)"),
+        re.compile(r"(?:pytorch_)?model-\d+-of-\d+\.(bin|pt)"),
         (".bin", ".pt"),
         index_torch_zip,
     ),
@@ -139,9 +140,9 @@ def _weight_map(folder: Folder, kind: _Kind) -> dict[str, str]:
 
 
 def _check_shard(index: str, name: str, weight_map: dict[str, str], found: dict[str, Extent]) -> None:
-    """A shard holds the tensors that the index puts there, and no others."""
+    """A shard holds the tensors that the index puts there, and no others; tables that models compute it may lack."""
     for tensor, file in weight_map.items():
-        if file == name and tensor not in found:
+        if file == name and tensor not in found and not is_harmless_buffer(tensor):
             raise CheckpointError(name, f"does not hold tensor {tensor!r}, which {index} puts there; are shards swapped?")
     for tensor in found:
         if weight_map.get(tensor) != name:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from checkpoint.disk.folder import Folder
 from checkpoint.errors import CheckpointError
 from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.layout import LowRank, Stored, whole
+from checkpoint.model.config import shown
 from checkpoint.model.names import find_stored
 from checkpoint.readers import hf
 from checkpoint.readers.deepspeed import saves
@@ -35,8 +36,14 @@ _FACTORS = re.compile(
     r"(?P<module>.+?)\.(?P<kind>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(?:\.weight)?"
 )
 
+_ROUTER = (".mlp.gate.", ".block_sparse_moe.gate.")
+"""Mixtral's, by transformers' name and by the stored one."""
+
 _CONV1D = frozenset(("c_attn", "c_fc", "c_proj"))
 """Modules of GPT-2 whose weight is stored as [in, out]."""
+
+_TORCHTUNES = "adapter_model.pt"
+"""What torchtune writes beside the adapter in peft's form, by its own names."""
 
 _USED = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "init_lora_weights", "peft_type")
 _WITHOUT_EFFECT = (
@@ -67,6 +74,8 @@ def recognises(folder: Folder) -> bool:
     held = [name for name in _READERS if folder.has(name)]
     if not hf.recognises(folder):
         return bool(held) or not saves.has_saves(folder)
+    if folder.has(_TORCHTUNES):
+        return False  # which is merged in the model beside it
     if held:
         rule = "stands beside the weights of a whole model; which is meant cannot be told: move one of them elsewhere"
         raise CheckpointError(held[0], f"{rule}, and name the adapter's model with --base")
@@ -96,16 +105,29 @@ def read_config(folder: Folder) -> dict[str, Any]:
     if config.get("init_lora_weights", True) not in _PLAIN_BEGINNINGS:
         rule = "changes the base model, which the adapter's folder does not hold; save it converted to plain LoRA"
         raise CheckpointError(CONFIG, f"init_lora_weights is {config['init_lora_weights']!r}, which {rule}")
+    _check_task(config)
     for key in ("use_rslora", "use_dora", "fan_in_fan_out"):
         if type(config.get(key, False)) is not bool:
             raise CheckpointError(CONFIG, f"{key} is {config[key]!r}; it must be true or false")
     for key in ("rank_pattern", "alpha_pattern"):
         patterns = config.get(key) or {}
         if not isinstance(patterns, dict) or not all(_is_pattern(pattern) for pattern in patterns):
-            raise CheckpointError(
-                CONFIG, f"{key} must be an object whose keys are names of modules, or simple patterns of them"
-            )
+            meant = next((pattern for pattern in patterns if not _is_pattern(pattern)), None) if patterns else None
+            rule = f"{key} must be an object whose keys are names of modules, or simple patterns of them"
+            raise CheckpointError(CONFIG, rule if meant is None else f"{rule}; it has {shown(meant)}")
     return config
+
+
+def _check_task(config: Mapping[str, Any]) -> None:
+    """Refuse an adapter of a model that gives no tokens: its weights would fit a language model's."""
+    task = config.get("task_type")
+    if task not in (None, "CAUSAL_LM"):
+        raise CheckpointError(CONFIG, f"task_type is {shown(task)}; an adapter of CAUSAL_LM, or of none, is served and trained")
+    mapping = config.get("auto_mapping")
+    trained = mapping.get("base_model_class") if isinstance(mapping, dict) else None
+    if isinstance(trained, str) and "For" in trained and not trained.endswith("ForCausalLM"):
+        rule = f"auto_mapping says that it was trained on {shown(trained)}; adapters of causal language models are read"
+        raise CheckpointError(CONFIG, rule)
 
 
 def _is_pattern(text: str) -> bool:
@@ -122,9 +144,9 @@ def open_weights(folder: Folder, _: Given = NOTHING_GIVEN) -> Weights:
     for name, read in _READERS.items():
         if folder.has(name):
             fd = folder.open(name)
-            weights = Weights(
-                {name: fd}, {}, name, facts={"rank": config.get("r"), "base": config.get("base_model_name_or_path")}
-            )
+            facts = {"rank": config.get("r"), "base": config.get("base_model_name_or_path")}
+            writer = {"writer": "torchtune"} if folder.has(_TORCHTUNES) else {}
+            weights = Weights({name: fd}, {}, name, facts=facts | writer)
             try:
                 weights.places.update((tensor, whole(name, extent)) for tensor, extent in read(fd, name).items())
             except BaseException:
@@ -148,15 +170,17 @@ def merged(base: Weights, adapter: Weights, config: Mapping[str, Any], model: Ma
     vocabulary = Vocabulary.of(base.places, model)
     places = vocabulary.apart(base.places)
     whole_tensors, factors = _parts(adapter)
+    _check_order(adapter, factors, model)
+    changed: list[str] = []
     for name, (stored, is_own) in whole_tensors.items():
-        target = find_stored(name, places)
+        target = find_stored(name, places) or find_stored(name.replace(*_ROUTER), places)
         if target is None or not may_replace(target, stored, places[target]):
             there = "lacks" if target is None else f"has in shape {list(places[target].shape)}"
             raise CheckpointError(
                 adapter.table, f"holds tensor {name!r} of shape {list(stored.shape)}, which the base model {there}"
             )
         places |= dict.fromkeys(vocabulary.holders(target) if is_own else (target,), stored)
-    changed = [target for name in whole_tensors if (target := find_stored(name, places)) is not None]
+        changed.append(target)
     for module, parts in factors.items():
         target = find_stored(f"{module}.weight", places)
         if target is None:
@@ -174,6 +198,17 @@ def merged(base: Weights, adapter: Weights, config: Mapping[str, Any], model: Ma
         facts={**base.facts, "adapter": dict(adapter.facts)},
         changes=vocabulary.settled(places, base.places, changed, files, adapter.table),
     )
+
+
+def _check_order(adapter: Weights, factors: Iterable[str], model: Mapping[str, Any]) -> None:
+    """Refuse torchtune's adapters of Qwen2's queries and keys: it turns their rows as it must for Llama, not for this family.
+
+    Source: torchtune 0.6.1, models/convert_weights.py; peft computes with them what was not trained.
+    """
+    turned = next((module for module in factors if module.endswith((".q_proj", ".k_proj"))), None)
+    if adapter.facts.get("writer") == "torchtune" and model.get("model_type") == "qwen2" and turned is not None:
+        rule = f"adapts {turned!r} of Qwen2, whose rows torchtune writes in the wrong order"
+        raise CheckpointError(adapter.table, f"{rule}; use the merged model that it saves")
 
 
 def _parts(adapter: Weights) -> tuple[dict[str, tuple[Stored, bool]], dict[str, dict[str, Stored]]]:

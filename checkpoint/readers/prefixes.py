@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 
 from checkpoint.errors import CheckpointError
@@ -12,10 +13,12 @@ _EMBEDDINGS = (
     "model.embed_tokens.weight",
     "gpt_neox.embed_in.weight",
     "transformer.wte.weight",
+    "transformer.word_embeddings.weight",
     "decoder.embed_tokens.weight",
     "embed_tokens.weight",
     "embed_in.weight",
     "wte.weight",
+    "word_embeddings.weight",
     "tok_embeddings.weight",
 )
 """Whole names of a model's embedding, those that end with another one first: what stands before it is the prefix."""
@@ -24,9 +27,14 @@ _WRAPPERS = frozenset(("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped
 """Parts of names that torch's wrappers around modules add."""
 
 _OTHER_THINGS = frozenset(
-    ("optim", "optimizer", "optimizers", "lr_scheduler", "lr_schedulers", "scheduler", "dataloader", "train_state", "ema")
+    (
+        *("optim", "optimizer", "optimizers", "lr_scheduler", "lr_schedulers", "scheduler", "dataloader", "train_state", "ema"),
+        *("state", "param_groups"),  # of an optimizer whose own tree was flattened
+    )
 )
 """First parts of names, in files whose weights have no prefix, of what is no weight."""
+
+_MEGATRONS = re.compile(r"(?:.*\.)?decoder\.layers\..*(?:linear_fc1|linear_qkv)\.weight")
 
 
 _ADAPTED = "base_model.model."
@@ -80,6 +88,7 @@ def _found_prefix(names: Collection[str], table: str) -> str:
         raise CheckpointError(
             table, "holds an adapter and not its base model; open what peft saved (adapter_model.safetensors)"
         )
+    _refuse_by_names(names, table)
     plain = {prefix for prefix in found if prefix.partition(".")[0] not in _OTHER_THINGS}
     if len(plain) == 1:
         return plain.pop()
@@ -88,6 +97,16 @@ def _found_prefix(names: Collection[str], table: str) -> str:
         raise CheckpointError(table, f"{rule}: say what theirs begin with (--weights-prefix)")
     listed = " or ".join(repr(prefix) for prefix in sorted(plain))
     raise CheckpointError(table, f"holds several models; say whether the weights begin with {listed} (--weights-prefix)")
+
+
+def _refuse_by_names(names: Collection[str], table: str) -> None:
+    """Refuse what no prefix would help, by names that tell whose it is."""
+    if any(name.endswith("_flat_param") for name in names):
+        rule = "holds flat parameters, each rank's part of FSDP's (LOCAL_STATE_DICT), which do not say what is in them"
+        raise CheckpointError(table, f"{rule}; save the model with SHARDED_STATE_DICT or FULL_STATE_DICT")
+    if any(_MEGATRONS.fullmatch(name) for name in names):
+        rule = "holds the layers of Megatron-LM by its names, as its formats torch_dcp and fsdp_dtensor do, which are not read"
+        raise CheckpointError(table, f"{rule}; save it with --ckpt-format torch_dist or torch")
 
 
 def _some(names: Collection[str]) -> str:

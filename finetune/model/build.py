@@ -209,9 +209,20 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     tied = tied_names(model)
     checkpoint.check_tensors(shapes_of(model), tied=tied)
     with found_in(str(checkpoint.path)):
-        fill(model, lambda name: checkpoint.read(checkpoint.resolve(name, tied)), _always)
+        fill(model, lambda name: read_for(checkpoint, checkpoint.resolve(name, tied), dtype), _always)
     nn.Module.eval(model)
     return model
+
+
+def read_for(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor in a type that holds all of both its stored one and ``dtype``, so that casting it rounds once.
+
+    What an adapter adds to a weight, or ranks to a sum, is otherwise rounded to the stored type first.
+    """
+    stored = checkpoint.tensors[name].dtype
+    return (
+        checkpoint.read(name, dtype=torch.promote_types(stored, dtype)) if stored.is_floating_point else checkpoint.read(name)
+    )
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from checkpoint.writing.cut_shards import cut_dim
 from finetune.base_model.hub import folder_of
 from finetune.data.tokenizer import usual_folder
 from finetune.errors import ConfigError
-from finetune.model.build import config_from, meta_model, shapes_of, tied_names
+from finetune.model.build import config_from, meta_model, read_for, shapes_of, tied_names
 from finetune.model.finite import check_finite, found_in
 from finetune.output.folder import RESUME, checkpoint_folder, step_folders
 from finetune.output.new_checkpoint import require_new, write_new
@@ -69,7 +70,8 @@ def export(
             exact = _exact_weights(source, checkpoint) if dtype == torch.float32 and given == NOTHING_GIVEN else None
             settings: dict[str, Any] = {"max_shard_bytes": max_shard_bytes, "ranks": ranks, "names": list(checkpoint.tensors)}
             if exact is None:
-                return _write(checkpoint, checkpoint.read, out, dtype, settings, progress)
+                read = checkpoint.read if dtype is None else partial(read_for, checkpoint, dtype=dtype)
+                return _write(checkpoint, read, out, dtype, settings, progress)
             with exact:
                 return _write(checkpoint, lambda name: exact.read(f"master.{name}"), out, dtype, settings, progress)
     except CheckpointError as error:

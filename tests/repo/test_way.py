@@ -36,8 +36,7 @@ def test_a_call_goes_through_no_file_that_the_list_does_not_name(tmp_path: Path)
     request = inference_pb2.GenerateRequest(text="hello world")
     request.stopping.max_new_tokens = 12
     request.stopping.ignore_eos = True
-    ready = ("--no-pack-later",)  # else the step is recorded once more when the weights are packed, which may be in any call
-    with serving(save("gpt_neox", tmp_path / "model"), *ready, under=followed.prepare(notes, ROOT)) as server:
+    with serving(save("gpt_neox", tmp_path / "model"), under=followed.prepare(notes, ROOT)) as server:
         for on in (False, True):  # what is done once, at the first call, is not on the way
             followed.switch(notes, on=on)
             assert sum(event.WhichOneof("event") == "delta" for event in server.inference.GenerateStream(request)) > 1

@@ -21,6 +21,9 @@ from checkpoint.model.config import layers as num_layers
 
 _MAX_FILE_BYTES = 1 << 20
 _OF_LAYER = re.compile(r"(\d+)\.(.+)")
+_SHARED = "tied_modules."
+"""Before the names of what several layers share, in what ``ds_to_universal`` made: for the families known, the embedding."""
+_BEFORE_ALL = -1
 NOTHING_KNOWN: Mapping[str, Any] = {}
 _ASK = "say which names of the model its layers have (--layer-map)"
 
@@ -74,7 +77,7 @@ _FAMILIES = (
 def by_layers(names: Iterable[str]) -> bool:
     """Whether every name begins with a layer's number, or is that of a module that several layers share."""
     names = list(names)
-    return bool(names) and all(_OF_LAYER.fullmatch(name) or name.startswith("tied_modules.") for name in names)
+    return bool(names) and all(_OF_LAYER.fullmatch(name) or name.startswith(_SHARED) for name in names)
 
 
 def file_of_layer(number: int, other: str) -> str:
@@ -99,9 +102,11 @@ def rename(
     layers: dict[int, dict[str, Stored]] = {}
     for name, stored in places.items():
         match = _OF_LAYER.fullmatch(name)
-        if match is None:
-            raise CheckpointError(table, f"holds {name!r} outside a layer, whose place in the model cannot be told; {_ASK}")
-        layers.setdefault(int(match[1]), {})[match[2]] = stored
+        if match is None and (layer_map is not None or not name.startswith(_SHARED)):
+            rule = f"holds {name!r} outside a layer, which no layer map names"
+            raise CheckpointError(table, f"{rule}; open the save that it was converted from")
+        number, local = (int(match[1]), match[2]) if match is not None else (_BEFORE_ALL, name.removeprefix(_SHARED))
+        layers.setdefault(number, {})[local] = stored
     named = _by_family(layers, table, config) if layer_map is None else _by_file(layers, layer_map)
     found: dict[str, Stored] = {}
     for number, names in named.items():
@@ -125,9 +130,10 @@ def _by_family(layers: Mapping[int, Mapping[str, Stored]], table: str, config: M
             rule = f"has blocks like those of {' and '.join(family.types)}; its configuration says {model_type}"
             raise CheckpointError(table, f"{rule}, whose layers are not known; {_ASK}")
         missing = next((number for number in range(blocks[0], blocks[-1]) if number not in layers), None)
-        if missing is not None:
-            raise CheckpointError(file_of_layer(missing, table), "is missing between other layers")
-        if blocks != list(range(blocks[0], blocks[-1] + 1)):
+        if missing is not None and num_blocks != len(blocks):  # all blocks are there: a layer may have no parameters
+            rule = "is missing between other layers"
+            raise CheckpointError(file_of_layer(missing, table), rule if num_blocks is not None else f"{rule}; {_ASK}")
+        if blocks != [number for number in range(blocks[0], blocks[-1] + 1) if number in layers]:
             raise CheckpointError(table, f"stands among layers {blocks[0]} to {blocks[-1]}, not all of one kind; {_ASK}")
         if num_blocks is not None and len(blocks) != num_blocks:
             rule = f"begins {len(blocks)} blocks, layers {blocks[0]} to {blocks[-1]}; its configuration says {num_blocks}"
@@ -135,7 +141,7 @@ def _by_family(layers: Mapping[int, Mapping[str, Stored]], table: str, config: M
         named: dict[int, dict[str, str]] = {}
         for number, tensors in sorted(layers.items()):
             if number in blocks:
-                named[number] = _block(family, number - blocks[0], tensors, number)
+                named[number] = _block(family, blocks.index(number), tensors, number)
         before = [(number, local) for number in sorted(layers) if number < blocks[0] for local in layers[number]]
         after = [number for number in sorted(layers) if number > blocks[-1]]
         _embeddings(family, layers, before, named)

@@ -121,6 +121,16 @@ def _rebuild_parameter(data: object, *_: object) -> StoredTensor:
     return data
 
 
+def _rebuild_typed(function: object, kind: object, arguments: object, _: object) -> StoredTensor:
+    """Stand-in of ``torch._tensor._rebuild_from_type_v2``: a tensor with attributes, such as FSDP gives it; they are left."""
+    if not isinstance(function, _Maker) or kind is not _TENSOR_TYPE or type(arguments) is not tuple:
+        raise Refused("a tensor of the table is of another class than torch's own")
+    made = function(*arguments)
+    if not isinstance(made, StoredTensor):
+        raise Refused("a tensor of the table is made by what makes no tensor")
+    return made
+
+
 def _make_table(*args: object) -> Table:
     """Stand-in of ``OrderedDict()``, which pickles empty and fills it after."""
     if args and args != ([],):
@@ -155,6 +165,8 @@ DTYPES: Final[Mapping[str, str]] = {
 }
 """torch's names of dtypes, and the format's."""
 
+_TENSOR_TYPE: Final = "torch.Tensor"
+
 _UNREAD: Final = frozenset(
     {
         "uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu",
@@ -173,6 +185,13 @@ _TENSORS: dict[tuple[str, str], Any] = {
     **{("torch", name): _StorageType(dtype) for name, dtype in _STORAGES.items()},
     **{("torch", name): dtype for name, dtype in DTYPES.items()},
 }
+
+_WITH_ATTRIBUTES: dict[tuple[str, str], Any] = {
+    ("torch._tensor", "_rebuild_from_type_v2"): _Maker(_rebuild_typed),
+    ("torch", "Tensor"): _TENSOR_TYPE,
+    ("torch.nn.parameter", "Parameter"): _TENSOR_TYPE,
+}
+"""Globals of tensors that had attributes, where a layout does not take them for values of no interest."""
 
 _OPERATION_NAMES = """
     PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT BINUNICODE SHORT_BINUNICODE
@@ -219,7 +238,7 @@ class _Unpickler(pickle.Unpickler):
         except KeyError:
             pass
         if (module, name) not in self._made:
-            self._made[module, name] = self._allowed.find(module, name)
+            self._made[module, name] = self._allowed.find(module, name) or _WITH_ATTRIBUTES.get((module, name))
         if self._made[module, name] is None and module == "torch" and name in _UNREAD:
             what = ", as quantised weights have" if name.startswith("float") else ""
             raise Refused(f"it holds a tensor of dtype torch.{name}{what}; supported are {', '.join(DTYPES)}")

@@ -28,7 +28,7 @@ def index_safetensors(fd: int, file: str) -> dict[str, Extent]:
         CheckpointError: whatever does not hold, with the tensor's name where there is one.
     """
     found, metadata = index_parts(fd, file)
-    if SHARDING in metadata:
+    if SHARDING in metadata and not _begins_whole(file, metadata[SHARDING]):
         rule = f"holds parts of tensors, by {SHARDING} of its header; as whole tensors they would be wrong"
         raise CheckpointError(file, f"{rule}: keep the name torch gave it, shard-00001-model-00001-of-00001.safetensors")
     for name, extent in found.items():
@@ -37,6 +37,16 @@ def index_safetensors(fd: int, file: str) -> dict[str, Extent]:
     if not found:
         raise CheckpointError(file, "holds no tensor")
     return found
+
+
+def _begins_whole(file: str, told: Any) -> bool:
+    """Whether each tensor of a file begins where the whole one does: torch's writer says so of whole ones, too.
+
+    The first rank's parts may as well; the shapes of the model tell those, as they tell any tensor that is not the model's.
+    """
+    offsets = parse_object(file, told.encode()) if isinstance(told, str) else {}
+    begun = [entry.get("saved_offsets") for entry in offsets.values() if isinstance(entry, dict)]
+    return bool(begun) and len(begun) == len(offsets) and all(isinstance(at, list) and not any(at) for at in begun)
 
 
 def index_parts(fd: int, file: str) -> tuple[dict[str, Extent], dict[str, Any]]:

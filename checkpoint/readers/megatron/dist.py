@@ -31,7 +31,8 @@ _WANTED = re.compile(r"decoder\.(?:layers|final_(?:layer)?norm)\..+|embedding\.[
 
 def recognises(folder: Folder) -> bool:
     """Whether there is the file by which Megatron marks a distributed checkpoint."""
-    return folder.has(_MARK) and any(name == ".metadata" or name.endswith(".distcp") for name in folder.names())
+    names = folder.names()
+    return _MARK in names and any(name in (".metadata", _COMMON) or name.endswith(".distcp") for name in names)
 
 
 def newest_below(_: Folder) -> str | None:

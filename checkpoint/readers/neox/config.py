@@ -190,7 +190,7 @@ def _check_blocks(settings: Settings) -> None:
     prompt = settings.values.get("soft_prompt_tuning")
     if isinstance(prompt, dict) and prompt.get("enabled"):
         settings.refuse("soft_prompt_tuning", f"{_NONE_LIKE}")
-    if settings.values.get("opt_pos_emb_offset"):
+    if settings.text("pos_emb", "learned") == "learned" and settings.values.get("opt_pos_emb_offset"):
         settings.refuse("opt_pos_emb_offset", f"positions begin later, and {_NONE_LIKE} with its other parts")
     _check_attention(settings)
 
@@ -271,7 +271,7 @@ def _family(settings: Settings, heads: int, shared: int) -> str:
         ("use_bias_in_mlp", _mlp_biased(settings)),
     ):
         if biased:
-            settings.refuse(key, f"biases with a sliding window: {_NONE_LIKE}")
+            settings.refuse(key, f"biases (which there are unless it is false) with a sliding window: {_NONE_LIKE}")
     return "mistral"
 
 

@@ -143,10 +143,14 @@ def _told(settings: Settings | None) -> dict[str, Any]:
 
 
 def _aged(layers: Tables) -> dict[str, str]:
-    """What is known of a run by names that its trainer gave up in 2024."""
-    if "mlp.w1.weight" not in layers.get(_FIRST_LAYER, [{}])[0]:
-        return {}
-    return {"rms_norm_epsilon": "added behind the root by GPT-NeoX of that time; transformers adds it before"}
+    """What is known of a run by names and types that its trainer has given up: of 2023 and before, and until 2024."""
+    first = layers.get(_FIRST_LAYER, [{}])[0]
+    told = {}
+    if any(name.endswith("rotary_emb.inv_freq") and tensor.dtype == "F16" for name, (_, tensor) in first.items()):
+        told["rotary_frequencies"] = "rounded to float16 by GPT-NeoX of that time; computed in float32 here, as by transformers"
+    if "mlp.w1.weight" in first:
+        told["rms_norm_epsilon"] = "added behind the root by GPT-NeoX of that time; transformers adds it before"
+    return told
 
 
 Tables = dict[int, list[Mapping[str, Part]]]

@@ -30,8 +30,8 @@ class Settings:
 
     def refuse(self, key: str, rule: str) -> NoReturn:
         """Raise what is said of a key's value."""
-        value = shown(self.values.get(key))
-        raise CheckpointError(self.files.get(key, CONFIGS), f"{key} is {value}; {rule}")
+        said = f"{key} is {shown(self.values[key])}" if key in self.values else f"{key} is not set"
+        raise CheckpointError(self.files.get(key, CONFIGS), f"{said}; {rule}")
 
     def text(self, key: str, default: str = "") -> str:
         """A name, in lower case."""

@@ -129,7 +129,31 @@ def test_a_missing_layer_is_told(tmp_path: Path, axis: str) -> None:
     layers = gpt2_layers()
     layer_files(tmp_path, layers | {4: layers[3]}, axis)
     (tmp_path / TAG / f"layer_03{axis}-model_states.pt").unlink()
-    assert str(refusal(tmp_path)) == f"layer_03{axis}-model_states.pt: is missing between other layers"
+    want = f"layer_03{axis}-model_states.pt: is missing between other layers; say which names of the model its layers have"
+    assert str(refusal(tmp_path)).startswith(want)
+
+
+def test_a_layer_without_parameters_may_stand_between_blocks() -> None:
+    blocks = (1, 3, 4)
+    shapes = {"0.weight": (8, 4), "5.weight": (4,)} | {f"{number}.self_attn.q_proj.weight": (4, 4) for number in blocks}
+    places: dict[str, Any] = {name: SimpleNamespace(shape=shape) for name, shape in shapes.items()}
+    config = {"model_type": "llama", "num_hidden_layers": 3}
+    named = {f"model.layers.{number}.self_attn.q_proj.weight" for number in range(3)}
+    assert rename(places, None, "layer_00", config).keys() == named | {"model.embed_tokens.weight", "model.norm.weight"}
+    assert (
+        rename(places, None, "layer_00", config)["model.layers.1.self_attn.q_proj.weight"]
+        is places["3.self_attn.q_proj.weight"]
+    )
+    with pytest.raises(CheckpointError, match=r"layer_02.*is missing between other layers"):
+        rename(places, None, "layer_00", config | {"num_hidden_layers": 4})
+
+
+def test_what_layers_share_is_the_embedding_of_a_known_family() -> None:
+    shapes = {"tied_modules.embed.embed_tokens.weight": (8, 4), "1.self_attn.q_proj.weight": (4, 4), "2.weight": (4,)}
+    places: dict[str, Any] = {name: SimpleNamespace(shape=shape) for name, shape in shapes.items()}
+    assert rename(places, None, "zero")["model.embed_tokens.weight"] is places["tied_modules.embed.embed_tokens.weight"]
+    with pytest.raises(CheckpointError, match="which no layer map names; open the save that it was converted from"):
+        rename(places, "map.yaml", "zero")
 
 
 def test_layers_that_model_parallel_ranks_share_are_refused_by_what_they_are(tmp_path: Path) -> None:
@@ -183,4 +207,4 @@ def test_a_map_of_layers_that_does_not_fit_is_refused(tmp_path: Path, text: str,
 
 def test_what_lies_outside_layers_has_no_name() -> None:
     with pytest.raises(CheckpointError, match="outside a layer"):
-        rename({"tied_modules.embed.weight": None}, None, "zero")  # type: ignore[dict-item]  # not looked at
+        rename({"step": None}, None, "zero")  # type: ignore[dict-item]  # not looked at

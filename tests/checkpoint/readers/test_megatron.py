@@ -243,6 +243,10 @@ def test_a_torch_dist_folder_that_is_not_whole_or_of_another_kind_is_refused(tmp
     with pytest.raises(CheckpointError, match=r"common\.pt: is missing, and so is common_state"):
         open_structure(tmp_path)
     (folder / "metadata.json").write_text('{"sharded_backend": "zarr"}')
+    torch.save(common, folder / "common.pt")
+    for path in folder.glob("*distcp"):
+        path.unlink()
+    (folder / ".metadata").unlink()
     with pytest.raises(CheckpointError, match=r"metadata\.json: sharded_backend is 'zarr'"):
         open_structure(tmp_path)
 

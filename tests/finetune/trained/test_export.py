@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -12,10 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from checkpoint import CheckpointError, open_checkpoint
 from finetune.errors import ConfigError, RunError
 from finetune.machine.process import stopped_in_order
+from finetune.model.build import load_model
 from finetune.output.new_checkpoint import write_new
 from finetune.trained.export import export
 from tests.checkpoint.folders import CONFIG, some_tensors
@@ -52,6 +55,37 @@ def test_what_a_killed_export_left_is_removed_by_the_next_and_never_taken_for_it
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     with open_checkpoint(tmp_path / "out", verify="sha256") as checkpoint:
         assert all(torch.equal(checkpoint.read(name), tensor) for name, tensor in some_tensors(seed=2).items())
+
+
+def adapted_in_16_bits(folder: Path) -> tuple[Path, torch.Tensor, str]:
+    """An adapter on a base in bfloat16; what its adapted weight is in float32, and that one's name."""
+    model = save("llama", folder / "base")
+    file = model / "model.safetensors"
+    save_file({name: tensor.bfloat16() for name, tensor in load_file(file).items()}, file)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    with open_checkpoint(model) as base:
+        weight = base.read(name).float()
+    down, up = torch.randn(2, weight.shape[1]) / 30, torch.randn(weight.shape[0], 2) / 30
+    where = f"base_model.model.{name.removesuffix('.weight')}"
+    (folder / "adapter").mkdir()
+    save_file({f"{where}.lora_A.weight": down, f"{where}.lora_B.weight": up}, folder / "adapter" / "adapter_model.safetensors")
+    described = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "base_model_name_or_path": str(model)}
+    (folder / "adapter" / "adapter_config.json").write_text(json.dumps(described))
+    return folder / "adapter", weight + 2 * up @ down, name
+
+
+def test_what_an_adapter_adds_to_a_base_in_16_bits_is_rounded_once(tmp_path: Path) -> None:
+    adapter, want, name = adapted_in_16_bits(tmp_path)
+    assert not torch.allclose(want.bfloat16().float(), want, rtol=0, atol=1e-5)
+    with open_checkpoint(export(adapter, tmp_path / "wide", dtype=torch.float32)) as checkpoint:
+        assert torch.allclose(checkpoint.read(name), want, rtol=0, atol=1e-6)
+    with open_checkpoint(export(adapter, tmp_path / "kept")) as checkpoint:
+        assert torch.equal(checkpoint.read(name), want.bfloat16())
+    with open_checkpoint(adapter) as checkpoint:
+        loaded = load_model(checkpoint, torch.float32).get_parameter(name)
+        half = load_model(checkpoint, torch.float16).get_parameter(name)
+    assert torch.allclose(loaded, want, rtol=0, atol=1e-6)
+    assert torch.equal(half, want.half())
 
 
 HELD_IN_THE_MIDDLE = """

@@ -1,0 +1,179 @@
+"""Habits of trainers around the files they write: what they name, leave out or put beside, none of which hides the model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from checkpoint import CheckpointError, Given, open_checkpoint
+from checkpoint.readers.prefixes import chosen
+from tests.checkpoint.folders import assert_holds, plain_folder, some_tensors, write_config
+from tests.checkpoint.readers.test_adapters import LINEAR, adapted, changed, llama, opened, trained
+
+
+def refusal(path: Path, **given: Any) -> CheckpointError:
+    with pytest.raises(CheckpointError) as caught, open_checkpoint(path, given=Given(**given)):
+        pass
+    return caught.value
+
+
+@pytest.mark.parametrize("family", ["transformer.word_embeddings.weight", "word_embeddings.weight", "transformer.wte.weight"])
+@pytest.mark.parametrize("prefix", ["", "model.", "app.module."])
+def test_the_embedding_of_every_family_tells_the_prefix(family: str, prefix: str) -> None:
+    layer = "transformer.h.0.ln_1.weight" if family.startswith("transformer") else "h.0.ln_1.weight"
+    assert chosen([prefix + family, prefix + layer], None, "x") == {family: prefix + family, layer: prefix + layer}
+
+
+def test_an_optimizer_s_own_tree_is_no_model() -> None:
+    held = ["wte.weight", "h.0.ln_1.weight", "state.wte.weight.exp_avg", "param_groups.wte.weight.lr"]
+    assert sorted(chosen(held, None, "x").values()) == sorted(held[:2])
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("model._flat_param", "flat parameters, each rank's part of FSDP's .*SHARDED_STATE_DICT"),
+        ("model.layers.0._fsdp_wrapped_module._flat_param", "flat parameters"),
+        ("model.decoder.layers.0.mlp.linear_fc1.weight", "layers of Megatron-LM .*--ckpt-format torch_dist"),
+        ("model.module.decoder.layers.0.self_attention.linear_qkv.weight", "layers of Megatron-LM"),
+    ],
+)
+def test_what_no_prefix_would_help_is_refused_by_what_it_is(name: str, rule: str) -> None:
+    with pytest.raises(CheckpointError, match=rule):
+        chosen([name], None, ".metadata")
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "model."])
+def test_what_wraps_a_model_before_it_is_saved_leaves_its_name_before_all_others(prefix: str, tmp_path: Path) -> None:
+    wanted = {name: torch.randn(6, 4) for name in ("transformer.wte.weight", "transformer.h.0.attn.c_proj.weight")}
+    plain_folder(tmp_path, {prefix + name: tensor for name, tensor in wanted.items()})
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert_holds(checkpoint, wanted)
+
+
+def test_tensors_that_fsdp_hung_attributes_on_are_tensors(tmp_path: Path) -> None:
+    tensors = some_tensors()
+    for tensor in tensors.values():
+        tensor._has_been_cloned = True  # type: ignore[attr-defined]  # as FSDP does where it gathers a model
+    torch.save(tensors, write_config(tmp_path) / "pytorch_model.bin")
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert_holds(checkpoint, some_tensors())
+
+
+class Loud(torch.Tensor):
+    """A tensor of a class of somebody's own."""
+
+
+def test_tensors_of_other_classes_are_refused_by_name(tmp_path: Path) -> None:
+    tensor = torch.ones(2).as_subclass(Loud)
+    torch.save({"wte.weight": tensor}, write_config(tmp_path) / "pytorch_model.bin")
+    assert "test_trainers_habits.Loud" in refusal(tmp_path).rule
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_whole_tensors_from_torchs_writer_of_parts_are_opened(at: int, tmp_path: Path) -> None:
+    tensors = some_tensors()
+    told = {name: {"saved_offsets": [at] + [0] * (tensor.ndim - 1)} for name, tensor in tensors.items()}
+    file = "model-00001-of-00001.safetensors"
+    save_file(tensors, write_config(tmp_path) / file, {"DCP_SHARDING_INFO": json.dumps(told), "DCP_VERSION": "1.0"})
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(tensors, file)}))
+    if at:
+        assert "holds parts of tensors" in refusal(tmp_path).rule
+        return
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert_holds(checkpoint, tensors)
+
+
+@pytest.mark.parametrize("told", ['{"a": 1}', "{}", "[]", '{"a": {"saved_offsets": 0}}', '{"a": {}}', "x"])
+def test_of_parts_that_say_nothing_sound_none_is_whole(told: str, tmp_path: Path) -> None:
+    save_file(some_tensors(), write_config(tmp_path) / "model.safetensors", {"DCP_SHARDING_INFO": told})
+    refusal(tmp_path)
+
+
+@pytest.mark.parametrize(("more", "is_read"), [("model.layers.0.self_attn.rotary_emb.inv_freq", True), ("model.more", False)])
+def test_an_index_may_name_tables_that_models_compute(more: str, is_read: bool, tmp_path: Path) -> None:
+    tensors, file = some_tensors(), "model-00001-of-00001.safetensors"
+    save_file(tensors, write_config(tmp_path) / file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys([*tensors, more], file)}))
+    if not is_read:
+        assert "'model.more'" in refusal(tmp_path).rule
+        return
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert_holds(checkpoint, tensors)
+
+
+def test_a_run_of_torchtunes_is_its_last_epoch_with_the_adapter_merged(tmp_path: Path) -> None:
+    adapter, _ = adapted(tmp_path, llama, target_modules=LINEAR)
+    for epoch in (0, 1, 10):
+        folder = plain_folder(tmp_path / "run" / f"epoch_{epoch}")
+        for path in adapter.iterdir():
+            (folder / path.name).write_bytes(path.read_bytes())
+        (folder / "adapter_model.pt").write_bytes(b"by torchtune's names")
+    with open_checkpoint(tmp_path / "run") as checkpoint:
+        assert checkpoint.layout == "Hugging Face"
+        assert checkpoint.path.name == "epoch_10"
+        assert_holds(checkpoint, some_tensors())
+
+
+def test_torchtunes_adapters_of_qwen2s_queries_are_refused(tmp_path: Path) -> None:
+    adapter, _ = adapted(tmp_path, llama, target_modules=LINEAR)
+    (adapter / "adapter_model.pt").touch()
+    with open_checkpoint(adapter) as checkpoint:
+        assert checkpoint.config["model_type"] == "llama"
+    config = tmp_path / "base" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "qwen2", "architectures": []}))
+    assert "self_attn.q_proj' of Qwen2, whose rows torchtune writes" in refusal(adapter).rule
+
+
+@pytest.mark.parametrize(
+    ("values", "rule"),
+    [
+        ({"task_type": "SEQ_CLS"}, "task_type is 'SEQ_CLS'"),
+        (
+            {"auto_mapping": {"base_model_class": "LlamaForSequenceClassification"}},
+            "trained on 'LlamaForSequenceClassification'",
+        ),
+    ],
+)
+def test_an_adapter_of_a_classifier_is_refused(values: dict[str, Any], rule: str, tmp_path: Path) -> None:
+    adapter, _ = adapted(tmp_path, llama, target_modules=LINEAR)
+    changed(adapter, **values)
+    assert rule in refusal(adapter).rule
+    mapping = {"base_model_class": "LlamaForCausalLM", "parent_library": "transformers.models.llama.modeling_llama"}
+    changed(adapter, task_type=None, auto_mapping=mapping)
+    with open_checkpoint(adapter):
+        pass
+
+
+def test_a_classifier_is_refused_by_its_own_name(tmp_path: Path) -> None:
+    plain_folder(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"architectures": ["GPT2ForSequenceClassification"]}))
+    assert "architectures names 'GPT2ForSequenceClassification'" in refusal(tmp_path).rule
+
+
+def test_a_router_that_an_adapter_trains_whole_is_found_by_its_stored_name(tmp_path: Path) -> None:
+    trained(tmp_path, llama, target_modules=["q_proj"])
+    stored = {
+        "model.layers.0.block_sparse_moe.gate.weight": torch.ones(4, 16),
+        "model.layers.0.self_attn.q_proj.weight": torch.ones(4, 16),
+    }
+    save_file(stored, tmp_path / "base" / "model.safetensors")
+    factors = {"self_attn.q_proj.lora_A.weight": torch.ones(4, 16), "self_attn.q_proj.lora_B.weight": torch.ones(4, 4)}
+    held = {f"base_model.model.model.layers.0.{name}": tensor for name, tensor in factors.items()}
+    held["base_model.model.model.layers.0.mlp.gate.weight"] = torch.full((4, 16), 2.0)
+    save_file(held, tmp_path / "adapter" / "adapter_model.safetensors")
+    with open_checkpoint(tmp_path / "adapter") as checkpoint:
+        assert checkpoint.read("model.layers.0.block_sparse_moe.gate.weight").unique().tolist() == [2.0]
+
+
+def test_an_adapter_that_is_no_vocabulary_s_leaves_the_base_s_configuration(tmp_path: Path) -> None:
+    trained(tmp_path, llama, target_modules=["q_proj"])
+    _, config = opened(tmp_path / "adapter")
+    with open_checkpoint(tmp_path / "base") as base:
+        assert config == dict(base.config)
