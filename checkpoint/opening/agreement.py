@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Protocol
 
@@ -13,6 +14,7 @@ from checkpoint.model.names import all_stored, find_tied, is_harmless_buffer
 from checkpoint.readers.weights import Weights
 
 _COMPARE_BYTES = 16 << 20
+_ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 _NAMED_AT_MOST = 4
 """How many of many missing tensors a message names."""
 
@@ -40,6 +42,9 @@ def check_tensors(
     """
     tensors = checkpoint.tensors
     missing = [name for name in expected if find_tied(name, tensors, tied) is None]
+    if missing and any(_ONE_EXPERT.search(name) for name in tensors):
+        rule = "stores experts one by one; such a model is served and exported, and neither trained nor evaluated here"
+        raise CheckpointError(weights.table, rule)
     if missing:
         more = f" and {len(missing) - _NAMED_AT_MOST} more" if len(missing) > _NAMED_AT_MOST else ""
         listed = ", ".join(repr(name) for name in missing[:_NAMED_AT_MOST])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from checkpoint.disk.folder import Folder
 from checkpoint.disk.step_names import step_in_name
@@ -114,11 +115,12 @@ def _open_shards(folder: Folder, kind: _Kind, shards: list[str]) -> Weights:
         if name not in listed:
             raise CheckpointError(name, f"is a shard that {kind.index} does not list")
     weights = Weights({}, {}, kind.index, step=step_in_name(folder.path))
+    read = partial(index_safetensors, listed=True) if kind.read is index_safetensors else kind.read
     try:
         for name in listed:
             weights.files[name] = folder.open(name)
             keep_room(weights.files[name])
-            found = kind.read(weights.files[name], name)
+            found = read(weights.files[name], name)
             _check_shard(kind.index, name, weight_map, found)
             weights.places.update((tensor, whole(name, extent)) for tensor, extent in found.items())
     except BaseException:

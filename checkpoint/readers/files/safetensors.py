@@ -21,14 +21,18 @@ SHARDING = "DCP_SHARDING_INFO"
 """In ``__metadata__``: the JSON of where each of the file's tensors begins in the whole one, by torch's writer of parts."""
 
 
-def index_safetensors(fd: int, file: str) -> dict[str, Extent]:
+def index_safetensors(fd: int, file: str, *, listed: bool = False) -> dict[str, Extent]:
     """Read the header and prove that it describes the file, byte for byte.
+
+    Args:
+        listed: an index of whole tensors lists the file; then it may say that each of its tensors is a part that begins where
+            the whole one does, as torch's writer says of whole ones.
 
     Raises:
         CheckpointError: whatever does not hold, with the tensor's name where there is one.
     """
     found, metadata = index_parts(fd, file)
-    if SHARDING in metadata and not _begins_whole(file, metadata[SHARDING]):
+    if SHARDING in metadata and not (listed and _begins_whole(file, metadata[SHARDING])):
         rule = f"holds parts of tensors, by {SHARDING} of its header; as whole tensors they would be wrong"
         raise CheckpointError(file, f"{rule}: keep the name torch gave it, shard-00001-model-00001-of-00001.safetensors")
     for name, extent in found.items():
@@ -40,10 +44,7 @@ def index_safetensors(fd: int, file: str) -> dict[str, Extent]:
 
 
 def _begins_whole(file: str, told: Any) -> bool:
-    """Whether each tensor of a file begins where the whole one does: torch's writer says so of whole ones, too.
-
-    The first rank's parts may as well; the shapes of the model tell those, as they tell any tensor that is not the model's.
-    """
+    """Whether each tensor of a file begins where the whole one does."""
     offsets = parse_object(file, told.encode()) if isinstance(told, str) else {}
     begun = [entry.get("saved_offsets") for entry in offsets.values() if isinstance(entry, dict)]
     return bool(begun) and len(begun) == len(offsets) and all(isinstance(at, list) and not any(at) for at in begun)

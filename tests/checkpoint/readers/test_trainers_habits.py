@@ -87,6 +87,9 @@ def test_whole_tensors_from_torchs_writer_of_parts_are_opened(at: int, tmp_path:
         return
     with open_checkpoint(tmp_path) as checkpoint:
         assert_holds(checkpoint, tensors)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    (tmp_path / file).rename(tmp_path / "model.safetensors")
+    assert "holds parts of tensors" in refusal(tmp_path).rule, "the first rank's part looks alike, and no index lists it"
 
 
 @pytest.mark.parametrize("told", ['{"a": 1}', "{}", "[]", '{"a": {"saved_offsets": 0}}', '{"a": {}}', "x"])

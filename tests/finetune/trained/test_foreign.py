@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from checkpoint import CheckpointError, open_checkpoint
 from checkpoint.opening.structure import tokenizer_place
 from checkpoint.readers.surroundings import tokenizer_at
 from finetune.data.tokenizer import copy_tokenizer, open_tokenizer, usual_folder
 from finetune.errors import ConfigError
+from finetune.model.build import load_model
 from finetune.trained.export import export
-from tests.support.models import build, tokenizer
+from tests.support.models import build, save, tokenizer
 from tests.support.neox import Form, save_neox
 from tests.support.reference import load
 
@@ -42,3 +44,10 @@ def test_one_file_of_a_tokenizer_is_copied_under_the_usual_names(tmp_path: Path)
     (tmp_path / "any.model").write_bytes(b"\x0a")
     with pytest.raises(ConfigError, match=r"tokenizer\.path: .*is no SentencePiece model"):
         usual_folder(tokenizer_at(str(tmp_path / "any.model")), "tokenizer.path")
+
+
+def test_a_mixture_of_experts_is_refused_by_what_it_is_where_it_would_be_trained(tmp_path: Path) -> None:
+    folder = save("mixtral", tmp_path / "model", with_tokenizer=False)
+    with open_checkpoint(folder) as checkpoint, pytest.raises(CheckpointError, match="stores experts one by one; such a model"):
+        load_model(checkpoint, torch.float32)
+    assert export(folder, tmp_path / "out").is_dir()
