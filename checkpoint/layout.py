@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -176,6 +176,18 @@ class Stored:
         own = sum(piece.extent.num_elements * piece.extent.item_bytes for piece in self.pieces)
         scales = 0 if self.coded is None else self.coded.scales.num_bytes
         return own + scales + (0 if self.added is None else self.added.num_bytes)
+
+    def moved(self, files: Mapping[str, str]) -> Stored:
+        """This place by other names of its files, as where two folders' files are read together.
+
+        Args:
+            files: the new name of each file.
+        """
+        assert self.added is None, "what lies in files is moved before anything is added to it"
+        assert self.coded is None, "only plain tensors are moved"
+        return dataclasses.replace(
+            self, pieces=tuple(dataclasses.replace(piece, file=files[piece.file]) for piece in self.pieces)
+        )
 
     def rows(self, start: int, stop: int) -> Stored:
         """Rows ``[start, stop)`` of the first dimension, as a tensor of its own; without what an adapter adds."""

@@ -16,7 +16,7 @@ from checkpoint.disk.step_names import step_in_name
 from checkpoint.errors import CheckpointError
 from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.layout import Stored
-from checkpoint.model.config import CONFIG, check_vocabulary, layers
+from checkpoint.model.config import CONFIG, check_vocabulary, layers, shown
 from checkpoint.model.mxfp4 import decoded
 from checkpoint.model.quantised import check_not_quantised
 from checkpoint.opening.recognise import MASTERS_READ, recognise
@@ -43,6 +43,10 @@ CODE = "code in the folder"
 
 _ON = " on "
 """What stands between the names of an adapter's layout and of its base model's."""
+
+NOTHING_KNOWN: Mapping[str, Any] = {}
+
+_NO_BASE = "is an adapter too; an adapter's base model must be a whole one"
 
 _REPLACED = "was replaced by another save while it was being opened; open it again"
 
@@ -96,7 +100,14 @@ def open_structure(path: str | Path, *, verify: Verification = "structure", give
     """
     if verify not in ("structure", "sha256"):
         raise ValueError(f"verify is {verify!r}; it must be 'structure' or 'sha256'")
+    return _opened(path, verify, given)
+
+
+def _opened(path: str | Path, verify: Verification, given: Given, *, is_base: bool = False) -> Structure:
+    """``open_structure``; with ``is_base`` of an adapter's base model, which may be no adapter."""
     folder, layout = recognise(path)
+    if layout is peft and is_base:
+        raise CheckpointError(str(path), _NO_BASE)
     if layout is peft:
         return open_adapted(folder, adapted_base(peft.read_config(folder), given), given, verify)
     if given.adapter is not None:
@@ -121,9 +132,17 @@ def open_structure(path: str | Path, *, verify: Verification = "structure", give
         elif layout in (distcp, dcp_hf) and manifest is None:
             weights = with_adapter(weights, folder, given)
         if weights.adapter is not None:
+            if is_base:
+                raise CheckpointError(str(path), _NO_BASE)
+            if given.master_weights and layout not in MASTERS_READ:
+                _refuse_without_masters(weights, layout.NAME)
             if folder.identity() != identity:
                 raise CheckpointError(str(path), _REPLACED)
-            return _on_base(folder, weights, adapted_base(weights.adapter, given), given, verify, layout.NAME)
+            # What the names begin with, masters and the adapter's description are of the save; its base was not trained.
+            own = dataclasses.replace(given, prefix=None, adapter_config=None, master_weights=False)
+            trained = {} if configs is None or given.config is not None else configs[0]
+            base = adapted_base(weights.adapter, given)
+            return _on_base(folder, weights, base, own, verify, layout.NAME, trained=trained)
         if given.master_weights and layout not in MASTERS_READ:
             _refuse_without_masters(weights, layout.NAME)
         if configs is not None:
@@ -155,9 +174,12 @@ def adapted_base(config: Mapping[str, Any], given: Given) -> str:
     base = given.base or config.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise CheckpointError(peft.CONFIG, "names no base_model_name_or_path; name the base model's folder (--base)")
-    folder_here = Path(base).expanduser()
-    if folder_here.is_dir():
-        return str(folder_here)
+    try:
+        folder_here = Path(base).expanduser()
+        if folder_here.is_dir():
+            return str(folder_here)
+    except (OSError, RuntimeError, ValueError) as error:  # a name that is too long, or of a user there is none of
+        raise CheckpointError(peft.CONFIG, f"names the base model {shown(base)}, which is no path: {error}") from error
     where, why = "--base" if given.base else peft.CONFIG, "which is no folder here"
     if base.startswith(HUB) or (could_be_on_hub(base) and not given.base):
         try:
@@ -224,21 +246,24 @@ def _on_base(
     verify: Verification,
     layout: str,
     manifest: Manifest | None = None,
+    trained: Mapping[str, Any] = NOTHING_KNOWN,
 ) -> Structure:
     """The model at ``base`` with ``adapter``, which is ``folder``'s, added; owns the files of both.
+
+    Args:
+        trained: the configuration of the model that the adapter was saved in, as far as it is known.
 
     Raises:
         CheckpointError: the base is not sound or an adapter itself, the two do not fit, or ``manifest``, the adapter's,
             remembers another base model. The adapter's files stay the caller's.
     """
     assert adapter.adapter is not None
-    below = open_structure(base, verify=verify, given=dataclasses.replace(given, base=None, adapter=None))
+    below = _opened(base, verify, dataclasses.replace(given, base=None, adapter=None), is_base=True)
     try:
-        if _ON in below.layout:
-            raise CheckpointError(base, "is an adapter too; an adapter's base model must be a whole one")
         if manifest is not None:
             _check_base(manifest, below)
         weights = peft.merged(below.weights, adapter, adapter.adapter, below.config)
+        _check_rows(weights, below.config, trained)
     except BaseException:
         below.close()
         raise
@@ -246,6 +271,20 @@ def _on_base(
     tokenizer = own if any(own.has(name) for name in TOKENIZER_FILES) else below.tokenizer
     model = {**below.config, **weights.changes}
     return Structure(folder, model, below.generation_config, None, weights, f"{layout}{_ON}{below.layout}", tokenizer)
+
+
+def _check_rows(weights: Weights, base: Mapping[str, Any], trained: Mapping[str, Any]) -> None:
+    """Refuse a save's adapter where the model that was saved had another vocabulary than this one.
+
+    Args:
+        weights: of the base, with the adapter added.
+        base: the base's configuration.
+        trained: what the save's own configuration says; empty where it has none.
+    """
+    rows = trained.get("vocab_size", base.get("vocab_size"))
+    if "vocab_size" not in weights.changes and rows != base.get("vocab_size"):
+        rule = f"vocab_size is {rows}; the base model has {base.get('vocab_size')}, and the save lacks the resized one's rows"
+        raise CheckpointError(CONFIG, f"{rule}: open the adapter that was saved with its embedding and head")
 
 
 def _check_base(manifest: Manifest, base: Structure) -> None:

@@ -112,7 +112,7 @@ def read_config(folder: Folder) -> dict[str, Any]:
     for key in ("rank_pattern", "alpha_pattern"):
         patterns = config.get(key) or {}
         if not isinstance(patterns, dict) or not all(_is_pattern(pattern) for pattern in patterns):
-            meant = next((pattern for pattern in patterns if not _is_pattern(pattern)), None) if patterns else None
+            meant = next((name for name in patterns if not _is_pattern(name)), None) if isinstance(patterns, dict) else None
             rule = f"{key} must be an object whose keys are names of modules, or simple patterns of them"
             raise CheckpointError(CONFIG, rule if meant is None else f"{rule}; it has {shown(meant)}")
     return config
@@ -167,18 +167,24 @@ def merged(base: Weights, adapter: Weights, config: Mapping[str, Any], model: Ma
     Raises:
         CheckpointError: the adapter is of another model: it names a tensor the base lacks, or has another shape.
     """
-    vocabulary = Vocabulary.of(base.places, model)
-    places = vocabulary.apart(base.places)
+    adapter = adapter.beside(base)
     whole_tensors, factors = _parts(adapter)
     _check_order(adapter, factors, model)
+    named = [*whole_tensors, *(f"{module}.weight" for module in factors)]
+    vocabulary = Vocabulary.of(base.places, model, named)
+    vocabulary.check_bias(base.places, config, whole_tensors, CONFIG)
+    places = vocabulary.apart(base.places)
     changed: list[str] = []
-    for name, (stored, is_own) in whole_tensors.items():
+    # What is the base's own first: a head that was trained whole is not the embedding below factors, which ties would make it.
+    for name, (stored, is_own) in sorted(whole_tensors.items(), key=lambda item: not item[1][1]):
         target = find_stored(name, places) or find_stored(name.replace(*_ROUTER), places)
         if target is None or not may_replace(target, stored, places[target]):
             there = "lacks" if target is None else f"has in shape {list(places[target].shape)}"
             raise CheckpointError(
                 adapter.table, f"holds tensor {name!r} of shape {list(stored.shape)}, which the base model {there}"
             )
+        if target in changed:
+            raise CheckpointError(adapter.table, f"holds {name!r} and another tensor that is the base model's {target!r}")
         places |= dict.fromkeys(vocabulary.holders(target) if is_own else (target,), stored)
         changed.append(target)
     for module, parts in factors.items():
@@ -219,7 +225,12 @@ def _parts(adapter: Weights) -> tuple[dict[str, tuple[Stored, bool]], dict[str, 
     """
     whole_tensors: dict[str, tuple[Stored, bool]] = {}
     factors: dict[str, dict[str, Stored]] = {}
-    names = {name.removeprefix(_PREFIX): name for name in adapter.places}
+    names: dict[str, str] = {}
+    for name in adapter.places:
+        short = name.removeprefix(_PREFIX)
+        if short in names:
+            raise CheckpointError(adapter.table, f"holds {names[short]!r} and {name!r}, which are both the adapter's {short!r}")
+        names[short] = name
     for short, name in names.items():
         stored = adapter.places[name]
         if ".original_module." in short and short.replace(".original_module.", ".modules_to_save.") in names:
@@ -227,7 +238,10 @@ def _parts(adapter: Weights) -> tuple[dict[str, tuple[Stored, bool]], dict[str, 
         plain = short.replace(".base_layer.", ".").replace(".modules_to_save.", ".")
         match = _FACTORS.fullmatch(plain)
         if match:
-            factors.setdefault(match["module"], {})[match["kind"]] = stored
+            parts = factors.setdefault(match["module"], {})
+            if match["kind"] in parts:
+                raise CheckpointError(adapter.table, f"holds {match['kind']} of {match['module']!r} twice, by two names")
+            parts[match["kind"]] = stored
         elif plain == short or plain not in names:
             whole_tensors[plain] = (stored, ".base_layer." in short)
     return whole_tensors, factors

@@ -126,7 +126,8 @@ def without_prefix(places: Mapping[str, Stored], prefix: str | None, table: str)
     """
     if prefix is not None:
         return {name: places[key] for name, key in chosen(places, prefix, table).items()}
-    found = _before_embeddings(places)
+    # A save of an adapter alone has no embedding.
+    found = _before_embeddings(places) or {name.partition(_ADAPTED)[0] for name in places if _ADAPTED in name}
     wrapper = found.pop().removesuffix(_ADAPTED) if len(found) == 1 else ""
     if not wrapper or not all(name.startswith(wrapper) for name in places):
         return dict(places)

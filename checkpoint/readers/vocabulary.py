@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,18 +44,42 @@ class Vocabulary:
     """Whether the two are one tensor, by what is stored or by the configuration."""
 
     @classmethod
-    def of(cls, base: Mapping[str, Stored], config: Mapping[str, Any]) -> Vocabulary:
-        """The names in the base whose tensors lie at ``base``; ``config`` is its ``config.json``."""
+    def of(cls, base: Mapping[str, Stored], config: Mapping[str, Any], named: Iterable[str]) -> Vocabulary:
+        """The names in the base whose tensors lie at ``base``.
+
+        Args:
+            config: the base's ``config.json``. One that ties embedding and head, or does not say, may store one of them.
+            named: what the adapter names; of a base that stores a head alone, the embedding's name is there or unknown.
+        """
         embedding, head = _only(base, _EMBEDDING), _only(base, _HEAD)
-        if embedding is None or head is None:
-            return cls(embedding, head if embedding is None else _HEAD_NAME, tied=True)
-        return cls(embedding, head, config.get("tie_word_embeddings") is True or base[embedding] == base[head])
+        if embedding is not None and head is not None:
+            return cls(embedding, head, config.get("tie_word_embeddings") is True or base[embedding] == base[head])
+        if config.get("tie_word_embeddings") is False:
+            return cls(embedding, head, tied=False)
+        if embedding is None:
+            return cls(_only(named, _EMBEDDING) if head is not None else None, head, tied=True)
+        return cls(embedding, _HEAD_NAME, tied=True)
 
     def apart(self, base: Mapping[str, Stored]) -> dict[str, Stored]:
-        """The base's tensors, with the head by its own name where the base stores the embedding alone."""
-        if self.embedding is None or self.head is None or self.head in base:
+        """The base's tensors, with embedding and head each by its own name where the base stores one for both."""
+        if self.embedding is None or self.head is None:
             return dict(base)
-        return {**base, self.head: base[self.embedding]}
+        one = base[self.embedding if self.embedding in base else self.head]
+        return {self.embedding: one, self.head: one, **base}
+
+    def check_bias(
+        self, base: Mapping[str, Stored], adapter: Mapping[str, Any], whole: Collection[str], description: str
+    ) -> None:
+        """Refuse ``ensure_weight_tying`` of a head with a bias that was trained whole: peft then computes without the bias.
+
+        Args:
+            adapter: the adapter's description, which is the file ``description``.
+            whole: names of tensors that the adapter holds whole.
+        """
+        biased = any(name.endswith(".bias") and _OF_THE_HEAD.fullmatch(name) for name in base)
+        if adapter.get("ensure_weight_tying") and biased and _only(whole, _HEAD) is not None:
+            rule = "ensure_weight_tying is true, under which peft trained a head without the bias that the base model's has"
+            raise CheckpointError(description, f"{rule}; such an adapter is not read")
 
     def holders(self, name: str) -> tuple[str, ...]:
         """Names of all tensors that the base's own ``name`` is: two for a tied embedding or head."""
@@ -85,11 +109,16 @@ class Vocabulary:
         """
         mine = [name for name in changed if _EMBEDDING.fullmatch(name) or _OF_THE_HEAD.fullmatch(name)]
         if self.embedding is None or self.head is None:
-            if mine:
+            if mine and self.tied:
                 rule = f"changes {mine[0]!r}, and the base model stores no embedding by a name that is known"
                 raise CheckpointError(table, f"{rule}; store both in the base, with tie_word_embeddings false")
             return {}
-        if self.tied and mine and self.head in base and not _same(base[self.embedding], base[self.head], files):
+        if (
+            self.tied
+            and mine
+            and {self.embedding, self.head} <= base.keys()
+            and not _same(base[self.embedding], base[self.head], files)
+        ):
             rule = f"ties {self.embedding!r} and {self.head!r}; both are stored, and they differ (tie_word_embeddings?)"
             raise CheckpointError("config.json", rule)
         rows = places[self.embedding].shape[0]
@@ -97,16 +126,23 @@ class Vocabulary:
             if mine and places[name].shape[0] != rows:
                 have = f"{name!r} has {places[name].shape[0]} rows with it, and {self.embedding!r} {rows}"
                 raise CheckpointError(table, f"{have}: an adapter for another vocabulary must hold both, as peft saves them")
-        told: dict[str, Any] = {} if rows == base[self.embedding].shape[0] else {"vocab_size": rows}
+        stored = base[self.embedding if self.embedding in base else self.head]
+        told: dict[str, Any] = {} if rows == stored.shape[0] else {"vocab_size": rows}
         if self.tied and mine and not _same(places[self.embedding], places[self.head], files):
             return told | {"tie_word_embeddings": False}
-        if self.head not in base:
-            del places[self.head]
+        for name in (self.embedding, self.head):
+            if name not in base:
+                del places[name]
         return told
 
 
-def _only(places: Mapping[str, Stored], pattern: re.Pattern[str]) -> str | None:
-    return next((name for name in places if pattern.fullmatch(name)), None)
+def one_for_both(module: str, stored: Iterable[str]) -> bool:
+    """Whether a module is the head, and an embedding is stored that may be it, too."""
+    return _HEAD.fullmatch(f"{module}.weight") is not None and _only(stored, _EMBEDDING) is not None
+
+
+def _only(names: Iterable[str], pattern: re.Pattern[str]) -> str | None:
+    return next((name for name in names if pattern.fullmatch(name)), None)
 
 
 def _same(one: Stored, other: Stored, files: Mapping[str, int]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from checkpoint.disk.folder import Folder
@@ -40,6 +40,15 @@ class Weights:
     """Its ``adapter_config.json``, where these tensors are an adapter alone and the base model is elsewhere."""
     tokenizer: Folder | None = None
     """Where the tokenizer's files are, of a layout that names them itself."""
+
+    def beside(self, other: Weights) -> Weights:
+        """These weights by names of files that ``other`` has for no file but the same, so that all can be held together."""
+        names = {name: name if other.files.get(name, fd) == fd else f"adapter/{name}" for name, fd in self.files.items()}
+        if all(new == old for old, new in names.items()):
+            return self
+        files = {names[name]: fd for name, fd in self.files.items()}
+        places = {tensor: stored.moved(names) for tensor, stored in self.places.items()}
+        return replace(self, files=files, places=places, table=names.get(self.table, self.table))
 
     def close(self) -> None:
         """Close the files."""

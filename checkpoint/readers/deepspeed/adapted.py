@@ -19,6 +19,7 @@ from checkpoint.layout import Stored
 from checkpoint.readers import peft
 from checkpoint.readers.prefixes import without_prefix
 from checkpoint.readers.surroundings import find_configs
+from checkpoint.readers.vocabulary import one_for_both
 from checkpoint.readers.weights import Weights
 
 _PREFIX = "base_model.model."
@@ -87,12 +88,14 @@ def _check_parts(weights: Weights, parts: Mapping[str, Stored], adapters: Set[st
     if len(adapters) > 1:
         names = ", ".join(sorted(adapters))
         raise CheckpointError(weights.table, f"holds the adapters {names}; a save with one of them is read")
-    layers = {name.removeprefix(_PREFIX).partition(_BASE_LAYER)[0] for name in weights.places if _BASE_LAYER in name}
+    weight = f"{_BASE_LAYER}weight"
+    layers = {name.removeprefix(_PREFIX).removesuffix(weight) for name in weights.places if name.endswith(weight)}
     adapted = {name.rpartition(".lora_")[0] for name in parts if ".lora_" in name}
     plain = next(iter(sorted(layers - adapted)), None)
     if plain is not None:
         raise CheckpointError(weights.table, f"adapts {plain!r} by other means than LoRA, which are not read")
-    lacking = next(iter(sorted(adapted - layers)), None)
+    plain_names = [name.removeprefix(_PREFIX).replace(_BASE_LAYER, ".").replace(_ORIGINAL, ".") for name in weights.places]
+    lacking = next((module for module in sorted(adapted - layers) if not one_for_both(module, plain_names)), None)
     if lacking is not None and layers:
         rule = f"holds an adapter of {lacking!r} and not the base model's weight of it, and those of other layers"
         raise CheckpointError(weights.table, f"{rule}; a save that has all of them or none is read")

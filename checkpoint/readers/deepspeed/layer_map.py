@@ -20,7 +20,7 @@ from checkpoint.layout import Stored
 from checkpoint.model.config import layers as num_layers
 
 _MAX_FILE_BYTES = 1 << 20
-_OF_LAYER = re.compile(r"(\d+)\.(.+)")
+_OF_LAYER = re.compile(r"(\d{1,9})\.(.+)")
 _SHARED = "tied_modules."
 """Before the names of what several layers share, in what ``ds_to_universal`` made: for the families known, the embedding."""
 _BEFORE_ALL = -1
@@ -133,7 +133,7 @@ def _by_family(layers: Mapping[int, Mapping[str, Stored]], table: str, config: M
         if missing is not None and num_blocks != len(blocks):  # all blocks are there: a layer may have no parameters
             rule = "is missing between other layers"
             raise CheckpointError(file_of_layer(missing, table), rule if num_blocks is not None else f"{rule}; {_ASK}")
-        if blocks != [number for number in range(blocks[0], blocks[-1] + 1) if number in layers]:
+        if blocks != [number for number in sorted(layers) if blocks[0] <= number <= blocks[-1]]:
             raise CheckpointError(table, f"stands among layers {blocks[0]} to {blocks[-1]}, not all of one kind; {_ASK}")
         if num_blocks is not None and len(blocks) != num_blocks:
             rule = f"begins {len(blocks)} blocks, layers {blocks[0]} to {blocks[-1]}; its configuration says {num_blocks}"
@@ -269,4 +269,4 @@ def _is_texts(value: object) -> bool:
 
 
 def _file(layer: int) -> str:
-    return f"layer_{layer:02d}-model_states.pt"
+    return "tied_modules" if layer == _BEFORE_ALL else f"layer_{layer:02d}-model_states.pt"

@@ -188,6 +188,7 @@ _TENSORS: dict[tuple[str, str], Any] = {
 
 _WITH_ATTRIBUTES: dict[tuple[str, str], Any] = {
     ("torch._tensor", "_rebuild_from_type_v2"): _Maker(_rebuild_typed),
+    ("torch._utils", "_rebuild_parameter_with_state"): _Maker(_rebuild_parameter),
     ("torch", "Tensor"): _TENSOR_TYPE,
     ("torch.nn.parameter", "Parameter"): _TENSOR_TYPE,
 }

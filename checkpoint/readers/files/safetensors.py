@@ -7,6 +7,7 @@ Layout: 8 bytes little-endian header length; a JSON header ``{name: {dtype, shap
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from typing import Any
 
 from checkpoint.disk.folder import parse_object
@@ -32,7 +33,7 @@ def index_safetensors(fd: int, file: str, *, listed: bool = False) -> dict[str, 
         CheckpointError: whatever does not hold, with the tensor's name where there is one.
     """
     found, metadata = index_parts(fd, file)
-    if SHARDING in metadata and not (listed and _begins_whole(file, metadata[SHARDING])):
+    if SHARDING in metadata and not (listed and _begins_whole(file, metadata[SHARDING], found)):
         rule = f"holds parts of tensors, by {SHARDING} of its header; as whole tensors they would be wrong"
         raise CheckpointError(file, f"{rule}: keep the name torch gave it, shard-00001-model-00001-of-00001.safetensors")
     for name, extent in found.items():
@@ -43,11 +44,13 @@ def index_safetensors(fd: int, file: str, *, listed: bool = False) -> dict[str, 
     return found
 
 
-def _begins_whole(file: str, told: Any) -> bool:
+def _begins_whole(file: str, told: Any, held: Collection[str]) -> bool:
     """Whether each tensor of a file begins where the whole one does."""
     offsets = parse_object(file, told.encode()) if isinstance(told, str) else {}
     begun = [entry.get("saved_offsets") for entry in offsets.values() if isinstance(entry, dict)]
-    return bool(begun) and len(begun) == len(offsets) and all(isinstance(at, list) and not any(at) for at in begun)
+    return offsets.keys() == set(held) and all(
+        isinstance(at, list) and all(type(n) is int and n == 0 for n in at) for at in begun
+    )
 
 
 def index_parts(fd: int, file: str) -> tuple[dict[str, Extent], dict[str, Any]]:

@@ -26,6 +26,7 @@ from transformers import (
 from checkpoint import CheckpointError, Given, open_checkpoint, pinned
 from checkpoint.opening.structure import model_config
 
+Q_PROJ = "base_model.model.model.layers.0.self_attn.q_proj"
 LINEAR = ["q_proj", "o_proj", "gate_proj", "down_proj"]
 
 
@@ -214,6 +215,8 @@ BOTH = ["embed_tokens", "lm_head"]
             True,
         ),
         (partial(llama, tied=True), {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True}, False),
+        (partial(llama, tied=True), {"target_modules": ["embed_tokens"], "modules_to_save": ["lm_head"]}, False),
+        (partial(llama, tied=True), {"target_modules": ["lm_head"], "modules_to_save": ["embed_tokens"]}, False),
         (gpt2, {"target_modules": ["c_attn", "wte"], "fan_in_fan_out": True}, False),
         (partial(llama, tied=True), {"target_modules": ["q_proj"]}, True),
         (partial(llama, tied=True), {"target_modules": ["q_proj"], "resized": 2}, True),
@@ -251,13 +254,88 @@ def test_half_of_a_resized_vocabulary_is_refused(tmp_path: Path) -> None:
     assert "'lm_head.weight' has 40 rows with it, and 'model.embed_tokens.weight' 42" in rule
 
 
-def test_an_embedding_that_the_base_stores_as_a_head_is_not_told_apart(tmp_path: Path) -> None:
-    trained(tmp_path, partial(llama, tied=True), target_modules=["q_proj", "lm_head"])
+def stored_as_head(base: Path) -> None:
+    held = load_file(base / "model.safetensors")
+    held["lm_head.weight"] = held.pop("model.embed_tokens.weight")
+    save_file(held, base / "model.safetensors")
+
+
+def test_an_embedding_that_the_base_stores_as_a_head_has_the_name_that_the_adapter_gives_it(tmp_path: Path) -> None:
+    want = trained(tmp_path / "one", partial(llama, tied=True), target_modules=["q_proj", "embed_tokens"])
+    stored_as_head(tmp_path / "one" / "base")
+    got, config = opened(tmp_path / "one" / "adapter")
+    assert (got - want).abs().max() < 1e-5
+    assert config["tie_word_embeddings"] is False
+    trained(tmp_path / "other", partial(llama, tied=True), target_modules=["q_proj", "lm_head"])
+    stored_as_head(tmp_path / "other" / "base")
+    assert "stores no embedding by a name that is known" in refusal(tmp_path / "other" / "adapter").rule
+    want = trained(tmp_path / "none", partial(llama, tied=True), target_modules=["q_proj"])
+    stored_as_head(tmp_path / "none" / "base")
+    assert (opened(tmp_path / "none" / "adapter")[0] - want).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+def test_a_base_without_a_head_of_its_own_gets_none_from_an_adapter(target: str, tmp_path: Path) -> None:
+    trained(tmp_path, llama, target_modules=["q_proj", target])
     base = tmp_path / "base" / "model.safetensors"
     held = load_file(base)
-    held["lm_head.weight"] = held.pop("model.embed_tokens.weight")
+    del held["lm_head.weight"]
     save_file(held, base)
-    assert "stores no embedding by a name that is known" in refusal(tmp_path / "adapter").rule
+    adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    kept = {name: tensor for name, tensor in adapter.items() if "base_layer" not in name}
+    save_file(kept, tmp_path / "adapter" / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match=r"'lm_head(\.weight)?'"):
+        opened(tmp_path / "adapter")
+
+
+def test_a_head_that_peft_ties_without_its_bias_is_refused(tmp_path: Path) -> None:
+    trained(tmp_path, partial(llama, tied=True), target_modules=["q_proj"], modules_to_save=BOTH)
+    base = tmp_path / "base" / "model.safetensors"
+    save_file({**load_file(base), "lm_head.bias": torch.ones(40)}, base)
+    with open_checkpoint(tmp_path / "adapter"):
+        pass
+    changed(tmp_path / "adapter", ensure_weight_tying=True)
+    assert "without the bias that the base model's has" in refusal(tmp_path / "adapter").rule
+
+
+def renamed(adapter: Path, old: str, new: str) -> None:
+    path = adapter / "adapter_model.safetensors"
+    held = load_file(path)
+    save_file({**held, new: held[old].clone()}, path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "rule"),
+    [
+        ("base_model.model.lm_head.weight", "lm_head.weight", "which are both the adapter's 'lm_head.weight'"),
+        (f"{Q_PROJ}.lora_A.weight", f"{Q_PROJ}.lora_A", "holds lora_A of 'model.layers.0.self_attn.q_proj' twice"),
+        ("base_model.model.lm_head.weight", "base_model.model.embed_out.weight", "the base model"),
+    ],
+)
+def test_what_an_adapter_holds_twice_is_refused(old: str, new: str, rule: str, tmp_path: Path) -> None:
+    trained(tmp_path, llama, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    renamed(tmp_path / "adapter", old, new)
+    assert rule in refusal(tmp_path / "adapter").rule
+
+
+@pytest.mark.parametrize("patterns", [1, True, 1.5, [1], [[]], "x"])
+def test_patterns_that_are_no_object_are_refused(patterns: Any, tmp_path: Path) -> None:
+    adapter, _ = adapted(tmp_path, llama, target_modules=["q_proj"])
+    changed(adapter, rank_pattern=patterns)
+    assert "rank_pattern must be an object" in refusal(adapter).rule
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "~nobody-of-this-name/x", "a\0b"])
+def test_a_base_that_is_no_path_is_refused(name: str, tmp_path: Path) -> None:
+    adapter, _ = adapted(tmp_path, llama, target_modules=["q_proj"])
+    changed(adapter, base_model_name_or_path=name)
+    assert "names the base model" in refusal(adapter).rule
+
+
+def test_an_adapter_that_is_its_own_base_is_refused(tmp_path: Path) -> None:
+    adapter, _ = adapted(tmp_path, llama, target_modules=["q_proj"])
+    changed(adapter, base_model_name_or_path=str(adapter))
+    assert "an adapter's base model must be a whole one" in refusal(adapter).rule
 
 
 def test_a_tied_base_that_stores_two_embeddings_has_none_to_adapt(tmp_path: Path) -> None:

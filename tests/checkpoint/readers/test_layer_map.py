@@ -148,6 +148,17 @@ def test_a_layer_without_parameters_may_stand_between_blocks() -> None:
         rename(places, None, "layer_00", config | {"num_hidden_layers": 4})
 
 
+def test_numbers_of_layers_may_be_far_apart_and_not_without_bound() -> None:
+    shapes = {"0.weight": (8, 4), "999999999.weight": (4,)} | {
+        f"{number}.self_attn.q_proj.weight": (4, 4) for number in (1, 999_999_998)
+    }
+    places: dict[str, Any] = {name: SimpleNamespace(shape=shape) for name, shape in shapes.items()}
+    config = {"model_type": "llama", "num_hidden_layers": 2}
+    assert "model.layers.1.self_attn.q_proj.weight" in rename(places, None, "layer_00", config)
+    with pytest.raises(CheckpointError, match="outside a layer"):
+        rename({f"{'9' * 5000}.weight": None}, None, "zero")  # type: ignore[dict-item]  # not looked at
+
+
 def test_what_layers_share_is_the_embedding_of_a_known_family() -> None:
     shapes = {"tied_modules.embed.embed_tokens.weight": (8, 4), "1.self_attn.q_proj.weight": (4, 4), "2.weight": (4,)}
     places: dict[str, Any] = {name: SimpleNamespace(shape=shape) for name, shape in shapes.items()}

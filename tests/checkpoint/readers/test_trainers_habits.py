@@ -65,6 +65,15 @@ def test_tensors_that_fsdp_hung_attributes_on_are_tensors(tmp_path: Path) -> Non
         assert_holds(checkpoint, some_tensors())
 
 
+def test_parameters_with_attributes_are_tensors(tmp_path: Path) -> None:
+    tensors = {name: torch.nn.Parameter(tensor, requires_grad=False) for name, tensor in some_tensors().items()}
+    for tensor in tensors.values():
+        tensor.ds_id = 3  # type: ignore[attr-defined]  # as DeepSpeed does
+    torch.save(tensors, write_config(tmp_path) / "pytorch_model.bin")
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert_holds(checkpoint, some_tensors())
+
+
 class Loud(torch.Tensor):
     """A tensor of a class of somebody's own."""
 
@@ -92,10 +101,19 @@ def test_whole_tensors_from_torchs_writer_of_parts_are_opened(at: int, tmp_path:
     assert "holds parts of tensors" in refusal(tmp_path).rule, "the first rank's part looks alike, and no index lists it"
 
 
-@pytest.mark.parametrize("told", ['{"a": 1}', "{}", "[]", '{"a": {"saved_offsets": 0}}', '{"a": {}}', "x"])
-def test_of_parts_that_say_nothing_sound_none_is_whole(told: str, tmp_path: Path) -> None:
-    save_file(some_tensors(), write_config(tmp_path) / "model.safetensors", {"DCP_SHARDING_INFO": told})
-    refusal(tmp_path)
+@pytest.mark.parametrize("at", ["1", "[]", "[false]", "[null]", "[0, 1]", "[0.0]", '"0"'])
+@pytest.mark.parametrize("others", [True, False])
+def test_of_parts_that_say_nothing_sound_none_is_whole(at: str, others: bool, tmp_path: Path) -> None:
+    tensors, file = some_tensors(), "model-00001-of-00001.safetensors"
+    whole = {name: {"saved_offsets": [0] * tensor.ndim} for name, tensor in tensors.items()}
+    first, *more = tensors
+    told = json.dumps({name: whole[name] for name in (more if others else [])})[:-1]
+    told += f'{", " if others else ""}"{first if others else "another"}": {{"saved_offsets": {at}}}}}'
+    if at == "[]" and others:
+        told = json.dumps({name: whole[name] for name in more})
+    save_file(tensors, write_config(tmp_path) / file, {"DCP_SHARDING_INFO": told})
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(tensors, file)}))
+    assert "holds parts of tensors" in refusal(tmp_path).rule
 
 
 @pytest.mark.parametrize(("more", "is_read"), [("model.layers.0.self_attn.rotary_emb.inv_freq", True), ("model.more", False)])
