@@ -52,7 +52,7 @@ def make_saves(work: Path, names: Sequence[str]) -> None:
     command = [sys.executable, "-P", str(HERE / "load_saves.py"), str(work), *names]
     subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     cut = work / "hf-cut"
-    if not cut.exists():
+    if "hf" in names and not cut.exists():
         export = ["-m", "finetune", "export", "--from", str(work / "hf"), "--to", str(cut), "--tensor-parallel-size", "2"]
         subprocess.run([sys.executable, *export], check=True, stdout=subprocess.DEVNULL, cwd=HERE.parent)
 
