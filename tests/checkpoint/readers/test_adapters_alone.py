@@ -77,9 +77,17 @@ def test_a_save_of_an_adapter_alone_is_what_was_trained(
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-@pytest.mark.parametrize("target", [["lm_head"], ["lm_head", "embed_tokens"], ["q_proj", "embed_tokens"]])
-def test_a_save_that_keeps_a_tied_weight_once_has_it_for_both(target: list[str], tmp_path: Path) -> None:
-    want = saved(tmp_path, partial(llama, tied=True), whole=True, target_modules=target)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": ["lm_head"]},
+        {"target_modules": ["lm_head", "embed_tokens"]},
+        {"target_modules": ["q_proj", "embed_tokens"]},
+        {"target_modules": ["lm_head"], "modules_to_save": ["embed_tokens"]},
+    ],
+)
+def test_a_save_that_keeps_a_tied_weight_once_has_it_for_both(settings: dict[str, Any], tmp_path: Path) -> None:
+    want = saved(tmp_path, partial(llama, tied=True), whole=True, **settings)
     got, config = opened(tmp_path / "save")
     assert (got - want).abs().max() < 1e-5
     assert config["tie_word_embeddings"] is False
