@@ -23,6 +23,7 @@ from checkpoint.readers import hf
 from checkpoint.readers.deepspeed import saves
 from checkpoint.readers.files.safetensors import index_safetensors
 from checkpoint.readers.files.torch_zip import index_torch_zip
+from checkpoint.readers.lora_patterns import is_pattern, of_module
 from checkpoint.readers.vocabulary import Vocabulary, may_replace
 from checkpoint.readers.weights import Weights
 
@@ -57,9 +58,6 @@ Adapters of any other setting are more than a product of two factors beside each
 
 _PLAIN_BEGINNINGS = (True, False, "gaussian", "eva", "orthogonal")
 """Values of ``init_lora_weights`` that leave the base model as it is."""
-
-_PATTERN = re.compile(r"(?:\\\.|\\d\+?|\[[\w-]+\]\+?|\.\*|\(\?:|[\w.|()^$-])+")
-"""Regular expressions of ``rank_pattern`` that are tried: no repeated group, whose time would be without bound."""
 
 
 def recognises(folder: Folder) -> bool:
@@ -111,8 +109,8 @@ def read_config(folder: Folder) -> dict[str, Any]:
             raise CheckpointError(CONFIG, f"{key} is {config[key]!r}; it must be true or false")
     for key in ("rank_pattern", "alpha_pattern"):
         patterns = config.get(key) or {}
-        if not isinstance(patterns, dict) or not all(_is_pattern(pattern) for pattern in patterns):
-            meant = next((name for name in patterns if not _is_pattern(name)), None) if isinstance(patterns, dict) else None
+        if not isinstance(patterns, dict) or not all(is_pattern(pattern) for pattern in patterns):
+            meant = next((name for name in patterns if not is_pattern(name)), None) if isinstance(patterns, dict) else None
             rule = f"{key} must be an object whose keys are names of modules, or simple patterns of them"
             raise CheckpointError(CONFIG, rule if meant is None else f"{rule}; it has {shown(meant)}")
     return config
@@ -128,10 +126,6 @@ def _check_task(config: Mapping[str, Any]) -> None:
     if isinstance(trained, str) and "For" in trained and not trained.endswith("ForCausalLM"):
         rule = f"auto_mapping says that it was trained on {shown(trained)}; adapters of causal language models are read"
         raise CheckpointError(CONFIG, rule)
-
-
-def _is_pattern(text: str) -> bool:
-    return len(text) <= 200 and text.count("*") + text.count("+") <= 4 and _PATTERN.fullmatch(text) is not None
 
 
 def open_weights(folder: Folder, _: Given = NOTHING_GIVEN) -> Weights:
@@ -265,9 +259,7 @@ def _low_rank(
         raise CheckpointError(table, f"has {'a' if magnitude else 'no'} magnitude of {module!r}, and use_dora says otherwise")
     if magnitude is not None and math.prod(magnitude.shape) != rows:
         raise CheckpointError(table, f"has a magnitude of {list(magnitude.shape)} for {module!r}, which has {rows} outputs")
-    said, alpha = (
-        _of_module(config, key, default, module) for key, default in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha"))
-    )
+    said, alpha = of_module(config, module, CONFIG)
     if said != rank:
         raise CheckpointError(CONFIG, f"gives {module!r} the rank {said!r}; its factors have {rank}")
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not -1e30 < alpha < 1e30:
@@ -275,18 +267,6 @@ def _low_rank(
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     left, right = (_turned(down), _turned(up)) if turned else (up, down)
     return LowRank(left, right, scale, magnitude, 1 if turned else 0)
-
-
-def _of_module(config: Mapping[str, Any], patterns: str, default: str, module: str) -> Any:
-    """What a setting is for one module: the first pattern that the end of its name matches, else the setting of all."""
-    known = config.get(patterns) or {}
-    for pattern, value in known.items():
-        try:
-            if re.match(rf"(.*\.)?({pattern})$", module):
-                return value
-        except re.error as error:
-            raise CheckpointError(CONFIG, f"{patterns} has {pattern!r}, which is no pattern: {error}") from error
-    return config.get(default)
 
 
 def _turned(stored: Stored) -> Stored:
