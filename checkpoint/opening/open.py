@@ -23,7 +23,7 @@ from checkpoint.opening.agreement import check_tensors
 from checkpoint.opening.leases import Leases
 from checkpoint.opening.mapped import view_stored
 from checkpoint.opening.slices import read_stored
-from checkpoint.opening.structure import Structure, Verification, open_structure
+from checkpoint.opening.structure import ADAPTED, Structure, Verification, open_structure
 from checkpoint.text.vocabulary import check_rows, tokenizer_vocab_size
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -100,6 +100,15 @@ class Checkpoint:
     def files(self) -> list[str]:
         """Names of the weights files, sorted; of those in folders below, the paths to them."""
         return sorted(self._weights.files)
+
+    def way_to(self, file: str) -> Path:
+        """A path by which one of ``files`` can be opened anew while the checkpoint is open, whatever folder it is in."""
+        return Path(f"/dev/fd/{self._weights.files[file]}")
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether this is an adapter with its base model, as one."""
+        return ADAPTED in self.layout
 
     @property
     def bytes_read(self) -> int:

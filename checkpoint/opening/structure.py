@@ -41,7 +41,7 @@ Verification = Literal["structure", "sha256"]
 CODE = "code in the folder"
 """Among the facts of weights whose configuration names code: that there is some, and that it is left alone."""
 
-_ON = " on "
+ADAPTED = " on "
 """What stands between the names of an adapter's layout and of its base model's."""
 
 NOTHING_KNOWN: Mapping[str, Any] = {}
@@ -270,7 +270,7 @@ def _on_base(
     own = find_tokenizer(folder, given, above=layout != peft.NAME)
     tokenizer = own if any(own.has(name) for name in TOKENIZER_FILES) else below.tokenizer
     model = {**below.config, **weights.changes}
-    return Structure(folder, model, below.generation_config, None, weights, f"{layout}{_ON}{below.layout}", tokenizer)
+    return Structure(folder, model, below.generation_config, None, weights, f"{layout}{ADAPTED}{below.layout}", tokenizer)
 
 
 def _check_rows(weights: Weights, base: Mapping[str, Any], trained: Mapping[str, Any]) -> None:

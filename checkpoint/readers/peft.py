@@ -185,8 +185,15 @@ def merged(base: Weights, adapter: Weights, config: Mapping[str, Any], model: Ma
         target = find_stored(f"{module}.weight", places)
         if target is None:
             raise CheckpointError(adapter.table, f"adapts {module!r}, whose weight the base model does not have")
-        turned = model.get("model_type") == "gpt2" and module.rpartition(".")[2] in _CONV1D
-        added = _low_rank(module, parts, config, places[target].shape, adapter.table, turned=turned)
+        conv1d = module.rpartition(".")[2] in _CONV1D
+        turned = conv1d and model.get("model_type") == "gpt2"
+        try:
+            added = _low_rank(module, parts, config, places[target].shape, adapter.table, turned=turned)
+        except CheckpointError as error:
+            if not conv1d or "model_type" in model:
+                raise
+            rule = f"{error.rule}. GPT-2 stores it the other way; of which family this is must be said (--model-config)"
+            raise CheckpointError(error.file, rule) from error
         places[target] = dataclasses.replace(places[target], added=added)
         changed.append(target)
     files = {**base.files, **adapter.files}
@@ -242,7 +249,13 @@ def _parts(adapter: Weights) -> tuple[dict[str, tuple[Stored, bool]], dict[str, 
 
 
 def _low_rank(
-    module: str, parts: Mapping[str, Stored], config: Mapping[str, Any], shape: tuple[int, ...], table: str, *, turned: bool
+    module: str,
+    parts: Mapping[str, Stored],
+    config: Mapping[str, Any],
+    shape: tuple[int, ...],
+    table: str,
+    *,
+    turned: bool,
 ) -> LowRank:
     embedding = "lora_embedding_A" in parts
     names = ("lora_embedding_A", "lora_embedding_B") if embedding else ("lora_A", "lora_B")

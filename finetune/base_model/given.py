@@ -27,6 +27,8 @@ def given_of(config: TuneConfig) -> Given:
         layer_map=model.layer_map,
         adapter_config=model.adapter_config,
         prefix=model.weights_prefix,
+        base=model.base,
+        adapter=model.adapter,
     )
 
 

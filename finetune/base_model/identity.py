@@ -56,17 +56,16 @@ def identified(checkpoint: Checkpoint) -> Base:
     """What is recorded of an open checkpoint.
 
     The manifest holds the hash of every file. Without one, the names, types, shapes and files of the tensors stand for them,
-    with the size and samples of each file.
+    with the size and samples of each file: of an adapter and its base model those of both, and the adapter's description.
     """
-    if checkpoint.layout.startswith(peft.NAME):
-        rule = "an adapter is no model to train on; join it with its base model first, with `tessera-finetune merge`"
-        raise CheckpointError(peft.CONFIG, rule)
     if checkpoint.manifest is not None:
         digest = hashlib.sha256(checkpoint.manifest.to_bytes()).hexdigest()
         return Base(folder=str(checkpoint.path), identity=f"manifest:{digest}")
     table = sorted((name, str(info.dtype), list(info.shape), info.file) for name, info in checkpoint.tensors.items())
     try:
-        files = {file: sampled_sha256(checkpoint.path / file) for file in checkpoint.files}
+        files = {file: sampled_sha256(checkpoint.way_to(file)) for file in checkpoint.files}
+        if checkpoint.is_adapted and (checkpoint.path / peft.CONFIG).is_file():
+            files[peft.CONFIG] = sampled_sha256(checkpoint.path / peft.CONFIG)
     except OSError as error:
         raise CheckpointError(str(error.filename), f"cannot be read: {error.strerror}") from error
     digest = hashlib.sha256(json.dumps([table, files]).encode()).hexdigest()

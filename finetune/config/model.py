@@ -15,7 +15,13 @@ class ModelConfig:
 
     path: str | None = None
     """Folder of a checkpoint to start from, of any layout that is read, or a run's; or ``hf:ORG/NAME[@REVISION]`` of the
-    Hugging Face hub."""
+    Hugging Face hub. A peft adapter begins with its base model and itself as one, all of whose weights are trained."""
+
+    base: str | None = None
+    """Where ``path`` is an adapter: the folder of its base model, if its ``adapter_config.json`` does not name it."""
+
+    adapter: str | None = None
+    """The folder of a peft adapter that is added to the model of ``path`` before its weights are trained."""
 
     config: str | None = None
     """The model's ``config.json``, or a folder that has one, for a checkpoint with none beside, above or in its weights."""
@@ -45,6 +51,9 @@ class ModelConfig:
         require(self.config is None or self.path is not None, "model.config", self.config, "be absent without model.path")
         prefix = self.weights_prefix
         require(prefix is None or self.path is not None, "model.weights_prefix", prefix, "be absent without model.path")
+        for key in ("base", "adapter"):
+            given = getattr(self, key)
+            require(given is None or self.path is not None, f"model.{key}", given, "be absent without model.path")
         if self.new is not None:
             require("model_type" in self.new, "model.new", dict(self.new), "name a model_type, for example gpt_neox")
             require("auto_map" not in self.new, "model.new.auto_map", "set", "be absent: code from model folders is never run")

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from checkpoint.readers import peft
 from finetune.base_model.given import given_of
 from finetune.base_model.identity import Base, candidates, identified
 from finetune.config import TuneConfig
@@ -29,6 +30,11 @@ from finetune.model.build import (
     with_stops,
 )
 from finetune.model.finite import found_in
+
+_NO_BASE = (
+    "is no base for another adapter (lora), which names one model that is whole; write both as one with "
+    "`tessera-finetune export --from`, and train on that"
+)
 
 Read = Callable[[str], torch.Tensor]
 """Reads one whole tensor by the model's name for it."""
@@ -53,6 +59,8 @@ class InitialModel:
             assert config.model.path is not None, "ModelConfig holds exactly one of the two"
             try:
                 self._checkpoint = open_checkpoint(candidates(Path(config.model.path))[0], given=given_of(config))
+                if config.lora is not None and self._checkpoint.is_adapted:
+                    raise CheckpointError(peft.CONFIG, _NO_BASE)
                 self.base = identified(self._checkpoint)
             except CheckpointError as error:
                 raise self._at_fault(error) from error

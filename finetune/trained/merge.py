@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _ADAPTER = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
+_EXPORT = "is joined by `tessera-finetune export --from`, which keeps what peft computes"
 
 
 def merge(
@@ -161,7 +162,9 @@ def merged_model(base: Checkpoint, folder: Path, dtype: torch.dtype | None) -> P
                 wrapped = PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=True)
         except (RuntimeError, ValueError, KeyError, UserWarning) as error:
             reason = " ".join(str(error).split())[:300]
-            raise ConfigError(f"{folder}: does not fit the base model {base.path}: {reason}") from error
+            rule = f"does not fit the base model {base.path}: {reason}; one of a resized vocabulary {_EXPORT}"
+            raise ConfigError(f"{folder}: {rule}") from error
+        _refuse_unmergeable(wrapped, folder)
         _refuse_tied(wrapped, tied, folder)
         with found_in(str(folder)):
             for name, parameter in wrapped.named_parameters():
@@ -184,4 +187,15 @@ def _refuse_tied(wrapped: PeftModel, tied: Mapping[str, str], folder: Path) -> N
     for name, module in wrapped.get_base_model().named_modules():
         if name in shared and type(module).__module__.startswith("peft."):
             rule = f"adapts {name!r}, which the base model ties: embedding and head are one there, with the adapter two"
-            raise ConfigError(f"{folder}: {rule}; store both in the base, with tie_word_embeddings false")
+            raise ConfigError(f"{folder}: {rule}; it {_EXPORT}")
+
+
+def _refuse_unmergeable(wrapped: PeftModel, folder: Path) -> None:
+    """Refuse an adapter that is no sum with the base's weights, or whose model has layers that the base has not."""
+    for described in wrapped.peft_config.values():
+        kind = str(getattr(described.peft_type, "value", described.peft_type))
+        if not hasattr(wrapped.base_model, "merge_and_unload"):
+            raise ConfigError(f"{folder / _ADAPTER}: peft_type is {kind}; peft merges no such adapter with its base model")
+        for key in ("layer_replication", "alora_invocation_tokens"):
+            if getattr(described, key, None):
+                raise ConfigError(f"{folder / _ADAPTER}: {key} is set; such an adapter is not merged")

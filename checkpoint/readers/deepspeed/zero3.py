@@ -213,6 +213,8 @@ def whole_places(first: Saved, places: Mapping[str, Stored]) -> dict[str, Stored
             continue
         if name in shared:
             owner = shared[name]
+            if owner not in places and ".original_module." in name:
+                continue  # peft trained another in its place, and what was frozen was left out
             if owner not in places:
                 raise CheckpointError(first.file, f"says that {name!r} is one with {owner!r}, which it does not have")
             found[name] = places[owner]

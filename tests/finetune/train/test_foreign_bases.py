@@ -91,6 +91,19 @@ def gpt_neox(root: Path, model: PreTrainedModel) -> None:
     neox.save_neox(root, model, neox.Form(model_parallel=2), **kinds)
 
 
+def adapter(root: Path, model: PreTrainedModel) -> None:
+    """An adapter beside its base, and from then on in the model."""
+    from peft import LoraConfig, get_peft_model
+
+    model.save_pretrained(root / "whole")
+    wrapped = get_peft_model(model, LoraConfig(r=3, lora_alpha=7, target_modules=["q_proj", "up_proj"]))
+    for name, parameter in wrapped.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    wrapped.peft_config["default"].base_model_name_or_path = str(root / "whole")
+    wrapped.save_pretrained(str(root))
+
+
 LAYOUTS: dict[str, tuple[str, Callable[[Path, PreTrainedModel], object]]] = {
     "zero3": ("llama", zero3),
     "neox": ("gpt_neox", gpt_neox),
@@ -98,6 +111,7 @@ LAYOUTS: dict[str, tuple[str, Callable[[Path, PreTrainedModel], object]]] = {
     "zero1": ("llama", modules),
     "tensor-parallel": ("llama", lambda root, model: modules(root, model, 2)),
     "universal": ("llama", universal),
+    "adapter": ("llama", adapter),
     "pipeline": ("llama", pipeline),
     "megatron": ("llama", lambda root, model: megatron.save_megatron(root, model, megatron.Form(tensor=2, pipeline=2))),
 }
@@ -153,7 +167,7 @@ def test_the_first_weights_of_a_run_lose_what_the_trainer_s_own_lose(layout: str
 
 @pytest.mark.slow
 def test_the_first_step_of_tune_loses_what_the_trainer_s_own_model_loses(tmp_path: Path) -> None:
-    for layout in ("zero3", "neox", "dcp"):
+    for layout in ("zero3", "neox", "dcp", "adapter"):
         (tmp_path / layout).mkdir()
         trainer, path = begun(layout, tmp_path / layout)
         inputs, targets, _ = first_rows(path)
