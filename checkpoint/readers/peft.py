@@ -143,6 +143,12 @@ def open_weights(folder: Folder, _: Given = NOTHING_GIVEN) -> Weights:
             weights = Weights({name: fd}, {}, name, facts=facts | writer)
             try:
                 weights.places.update((tensor, whole(name, extent)) for tensor, extent in read(fd, name).items())
+            except CheckpointError as error:
+                weights.close()
+                if "holds no element" not in error.rule or not saves.has_saves(folder):
+                    raise
+                rule = f"{error.rule}; or name DeepSpeed's save in this folder, which has them (global_stepN)"
+                raise CheckpointError(error.file, rule) from error
             except BaseException:
                 weights.close()
                 raise

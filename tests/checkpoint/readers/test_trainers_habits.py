@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from checkpoint import CheckpointError, Given, open_checkpoint
 from checkpoint.readers.prefixes import chosen
 from tests.checkpoint.folders import assert_holds, plain_folder, some_tensors, write_config
-from tests.checkpoint.readers.test_adapters import LINEAR, adapted, changed, llama, opened, trained
+from tests.checkpoint.readers.deepspeed_folders import zero3_of
+from tests.checkpoint.readers.test_adapters import LINEAR, adapted, changed, gpt2, llama, opened, trained
 
 
 def refusal(path: Path, **given: Any) -> CheckpointError:
@@ -176,6 +178,50 @@ def test_a_classifier_is_refused_by_its_own_name(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"architectures": ["GPT2ForSequenceClassification"]}))
     assert "architectures names 'GPT2ForSequenceClassification'" in refusal(tmp_path).rule
+
+
+def in_a_model(name: str) -> str:
+    """The name in the model that peft made for a tensor in its adapter's file."""
+    kinds = {"lora_A.weight": "lora_A.default.weight", "lora_B.weight": "lora_B.default.weight"}
+    kind = next((kind for kind in kinds if name.endswith(kind)), None)
+    whole = f"{name.removesuffix('weight')}modules_to_save.default.weight"
+    return whole if kind is None else name.removesuffix(kind) + kinds[kind]
+
+
+def test_what_was_trained_in_place_of_tied_tensors_needs_those_no_more(tmp_path: Path) -> None:
+    """A save of ZeRO-3 without what is frozen, and beside it the adapter whose parameters nobody gathered."""
+    settings = {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}
+    want = trained(tmp_path, partial(llama, tied=True), resized=2, **settings)
+    adapter = tmp_path / "adapter"
+    held = {name: tensor for name, tensor in load_file(adapter / "adapter_model.safetensors").items() if "original" not in name}
+    plain = {name: tensor for name, tensor in held.items() if "modules_to_save" not in name}
+    folder = zero3_of(adapter, {in_a_model(name): tensor for name, tensor in plain.items()}, 2)
+    (adapter / "config.json").unlink()
+    for file in folder.glob("*model_states.pt"):
+        tree = torch.load(file, weights_only=False)
+        head, embedding = (f"base_model.model.{name}.original_module.weight" for name in ("lm_head", "model.embed_tokens"))
+        tree["module"] |= {head: torch.empty(0)}
+        torch.save(tree | {"shared_params": {head: embedding}}, file)
+    save_file({name: torch.empty(0) for name in plain}, adapter / "adapter_model.safetensors")
+    assert "or name DeepSpeed's save in this folder, which has them" in refusal(adapter).rule
+    got, config = opened(folder)
+    assert (got - want).abs().max() < 1e-5
+    assert (config["vocab_size"], config["tie_word_embeddings"]) == (42, False)
+
+
+def test_of_gpt2s_transposed_weights_the_family_must_be_known(tmp_path: Path) -> None:
+    trained(tmp_path, gpt2, target_modules=["c_attn"], fan_in_fan_out=True)
+    held = {in_a_model(name): tensor for name, tensor in load_file(tmp_path / "adapter" / "adapter_model.safetensors").items()}
+    for name, tensor in load_file(tmp_path / "base" / "model.safetensors").items():
+        adapted_one = name.endswith("c_attn.weight")
+        held["base_model.model." + (name.replace("c_attn.", "c_attn.base_layer.") if "c_attn." in name else name)] = tensor
+        assert not adapted_one or tensor.shape == (16, 48)
+    (tmp_path / "save").mkdir()
+    save_file(held, tmp_path / "save" / "model.safetensors")
+    given = str(tmp_path / "adapter" / "adapter_config.json")
+    assert "of which family this is must be said (--model-config)" in refusal(tmp_path / "save", adapter_config=given).rule
+    with open_checkpoint(tmp_path / "save", given=Given(adapter_config=given, config=str(tmp_path / "base"))):
+        pass
 
 
 def test_a_router_that_an_adapter_trains_whole_is_found_by_its_stored_name(tmp_path: Path) -> None:

@@ -1,0 +1,55 @@
+"""``merge`` of what peft does not merge, or merges wrong, is refused by what it is, and nothing is written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PrefixTuningConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from finetune.errors import ConfigError
+from finetune.trained.merge import merge
+from tests.support.models import save
+
+
+def adapter(root: Path, kind: Any) -> Path:
+    base = save("llama", root / "base", with_tokenizer=False)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), kind)
+    model.save_pretrained(root / "adapter")
+    return root / "adapter"
+
+
+@pytest.mark.parametrize(
+    ("kind", "rule"),
+    [
+        (LoraConfig(target_modules=["q_proj"], layer_replication=[(0, 1), (0, 2)]), "layer_replication is set"),
+        (PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2), "peft_type is PREFIX_TUNING"),
+        (
+            LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[1, 2]),
+            "alora_invocation_tokens is set",
+        ),
+    ],
+    ids=["replicated layers", "prefix", "activated"],
+)
+def test_what_is_no_sum_with_the_base_is_refused(kind: Any, rule: str, tmp_path: Path) -> None:
+    folder = adapter(tmp_path, kind)
+    with pytest.raises(ConfigError, match=rule):
+        merge(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_of_another_vocabulary_is_left_to_export(tmp_path: Path) -> None:
+    base = save("llama", tmp_path / "base", with_tokenizer=False)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.resize_token_embeddings(model.config.vocab_size + 2, mean_resizing=False)
+    get_peft_model(model, LoraConfig(target_modules=["q_proj"])).save_pretrained(
+        tmp_path / "adapter", save_embedding_layers=True
+    )
+    described = tmp_path / "adapter" / "adapter_config.json"
+    described.write_text(json.dumps(json.loads(described.read_text()) | {"base_model_name_or_path": str(base)}))
+    with pytest.raises(ConfigError, match="one of a resized vocabulary is joined by `tessera-finetune export --from`"):
+        merge(tmp_path / "adapter", tmp_path / "out", dtype=torch.float32)
