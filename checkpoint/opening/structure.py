@@ -108,6 +108,7 @@ def _opened(path: str | Path, verify: Verification, given: Given, *, is_base: bo
     folder, layout = recognise(path)
     if layout is peft and is_base:
         raise CheckpointError(str(path), _NO_BASE)
+    _refuse_two(layout is peft, given)
     if layout is peft:
         return open_adapted(folder, adapted_base(peft.read_config(folder), given), given, verify)
     if given.adapter is not None:
@@ -196,6 +197,7 @@ def pinned(path: str | Path, given: Given) -> Given:
         CheckpointError: there is no such folder, or it is no checkpoint of a known layout.
     """
     folder, layout = recognise(path)
+    _refuse_two(layout is peft, given)
     if layout is peft:
         base, _ = recognise(adapted_base(peft.read_config(folder), given))
         return dataclasses.replace(given, base=str(base.path))
@@ -203,6 +205,12 @@ def pinned(path: str | Path, given: Given) -> Given:
         adapter, _ = recognise(given.adapter)
         return dataclasses.replace(given, adapter=str(adapter.path))
     return dataclasses.replace(given, base=base_beside(folder, given))
+
+
+def _refuse_two(is_adapter: bool, given: Given) -> None:
+    """Refuse an adapter that is to be added to another."""
+    if is_adapter and given.adapter is not None:
+        raise CheckpointError(given.adapter, "would be a second adapter beside the one that is opened; there is one at a time")
 
 
 def base_beside(folder: Folder, given: Given) -> str | None:
@@ -309,7 +317,7 @@ def model_config(path: str | Path, given: Given = NOTHING_GIVEN) -> tuple[dict[s
         CheckpointError: there is none, or it breaks a rule.
     """
     path = Path(path)
-    if (path / CONFIG).is_file() and given.config is None:
+    if (path / CONFIG).is_file() and given.config is None and not (path / peft.CONFIG).is_file():
         folder, layout = Folder(path), None
     else:
         folder, layout = recognise(path)
@@ -326,10 +334,11 @@ def tokenizer_place(path: str | Path, given: Given = NOTHING_GIVEN) -> Folder:
     Raises:
         CheckpointError: there is no such checkpoint.
     """
-    if (Path(path) / CONFIG).is_file() and given.tokenizer is None:
+    is_whole = given.adapter is None and not (Path(path) / peft.CONFIG).is_file()
+    if (Path(path) / CONFIG).is_file() and given.tokenizer is None and is_whole:
         return Folder(Path(path))
     folder, layout = recognise(path)
-    if layout is hf:
+    if layout is hf and given.adapter is None:
         return find_tokenizer(folder, given, above=False)
     with open_structure(folder.path, given=given) as structure:
         return structure.tokenizer

@@ -24,7 +24,7 @@ from checkpoint.readers.deepspeed import saves
 from checkpoint.readers.files.safetensors import index_safetensors
 from checkpoint.readers.files.torch_zip import index_torch_zip
 from checkpoint.readers.lora_patterns import is_pattern, of_module
-from checkpoint.readers.vocabulary import Vocabulary, may_replace
+from checkpoint.readers.vocabulary import Vocabulary, may_replace, same_bytes
 from checkpoint.readers.weights import Weights
 
 NAME = "PEFT adapter"
@@ -246,7 +246,7 @@ def _parts(adapter: Weights) -> tuple[dict[str, tuple[Stored, bool]], dict[str, 
         match = _FACTORS.fullmatch(plain)
         if match:
             parts = factors.setdefault(match["module"], {})
-            if match["kind"] in parts:
+            if match["kind"] in parts and not same_bytes(parts[match["kind"]], stored, adapter.files):
                 raise CheckpointError(adapter.table, f"holds {match['kind']} of {match['module']!r} twice, by two names")
             parts[match["kind"]] = stored
         elif plain == short or plain not in names:

@@ -117,7 +117,7 @@ class Vocabulary:
             self.tied
             and mine
             and {self.embedding, self.head} <= base.keys()
-            and not _same(base[self.embedding], base[self.head], files)
+            and not same_bytes(base[self.embedding], base[self.head], files)
         ):
             rule = f"ties {self.embedding!r} and {self.head!r}; both are stored, and they differ (tie_word_embeddings?)"
             raise CheckpointError("config.json", rule)
@@ -128,7 +128,7 @@ class Vocabulary:
                 raise CheckpointError(table, f"{have}: an adapter for another vocabulary must hold both, as peft saves them")
         stored = base[self.embedding if self.embedding in base else self.head]
         told: dict[str, Any] = {} if rows == stored.shape[0] else {"vocab_size": rows}
-        if self.tied and mine and not _same(places[self.embedding], places[self.head], files):
+        if self.tied and mine and not same_bytes(places[self.embedding], places[self.head], files):
             return told | {"tie_word_embeddings": False}
         for name in (self.embedding, self.head):
             if name not in base:
@@ -145,7 +145,7 @@ def _only(names: Iterable[str], pattern: re.Pattern[str]) -> str | None:
     return next((name for name in names if pattern.fullmatch(name)), None)
 
 
-def _same(one: Stored, other: Stored, files: Mapping[str, int]) -> bool:
+def same_bytes(one: Stored, other: Stored, files: Mapping[str, int]) -> bool:
     """Whether two tensors are one, or lie whole and in order in their files and are the same bytes there."""
     if one == other:
         return True

@@ -59,10 +59,11 @@ class InitialModel:
             assert config.model.path is not None, "ModelConfig holds exactly one of the two"
             try:
                 self._checkpoint = open_checkpoint(candidates(Path(config.model.path))[0], given=given_of(config))
-                if config.lora is not None and self._checkpoint.is_adapted:
-                    raise CheckpointError(peft.CONFIG, _NO_BASE)
+                _check_adapter(config, self._checkpoint)
                 self.base = identified(self._checkpoint)
             except CheckpointError as error:
+                if self._checkpoint is not None:
+                    self._checkpoint.close()
                 raise self._at_fault(error) from error
             self.hf_config = config_of(self._checkpoint)
             check_fit(self.hf_config, key="model.path", **sizes)
@@ -104,3 +105,11 @@ class InitialModel:
 
     def _at_fault(self, error: CheckpointError) -> ConfigError:
         return ConfigError(f"model.path: {self._config.model.path}: {error}")
+
+
+def _check_adapter(config: TuneConfig, checkpoint: Checkpoint) -> None:
+    """Refuse a base that nothing asks for, and a new adapter on top of another."""
+    if config.model.base is not None and (config.model.adapter is not None or not checkpoint.is_adapted):
+        raise CheckpointError(config.model.base, "model.base names the base of an adapter, and model.path is a whole model")
+    if config.lora is not None and checkpoint.is_adapted:
+        raise CheckpointError(peft.CONFIG, _NO_BASE)

@@ -12,7 +12,9 @@ import torch
 from transformers import PreTrainedModel
 
 from checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from checkpoint.disk.folder import Folder
 from checkpoint.readers.hub import could_be_on_hub, find_on_hub
+from checkpoint.readers.lora_patterns import is_pattern, of_module
 from finetune.base_model.hub import folder_of
 from finetune.base_model.identity import candidates, find_again, recorded_beside
 from finetune.data.tokenizer import usual_folder
@@ -31,6 +33,9 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _ADAPTER = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
+_NO_SUMS = frozenset(
+    ("PREFIX_TUNING", "PROMPT_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING", "ADAPTION_PROMPT", "CPT", "XLORA", "POLY")
+)
 _EXPORT = "is joined by `tessera-finetune export --from`, which keeps what peft computes"
 
 
@@ -154,17 +159,18 @@ def merged_model(base: Checkpoint, folder: Path, dtype: torch.dtype | None) -> P
     with quiet():
         from peft import PeftModel
 
+        _refuse_unmergeable(folder)
         model = load_model(base, dtype or stored_dtype(base))
         tied = tied_names(model)
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("error", message="Found missing adapter keys")
                 wrapped = PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=True)
-        except (RuntimeError, ValueError, KeyError, UserWarning) as error:
+        except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, UserWarning) as error:
             reason = " ".join(str(error).split())[:300]
-            rule = f"does not fit the base model {base.path}: {reason}; one of a resized vocabulary {_EXPORT}"
-            raise ConfigError(f"{folder}: {rule}") from error
-        _refuse_unmergeable(wrapped, folder)
+            resized = f"; one of a resized vocabulary {_EXPORT}" if "size mismatch" in reason else ""
+            raise ConfigError(f"{folder}: does not fit the base model {base.path}: {reason}{resized}") from error
+        _scale_as_trained(wrapped, folder)
         _refuse_tied(wrapped, tied, folder)
         with found_in(str(folder)):
             for name, parameter in wrapped.named_parameters():
@@ -190,12 +196,28 @@ def _refuse_tied(wrapped: PeftModel, tied: Mapping[str, str], folder: Path) -> N
             raise ConfigError(f"{folder}: {rule}; it {_EXPORT}")
 
 
-def _refuse_unmergeable(wrapped: PeftModel, folder: Path) -> None:
+def _refuse_unmergeable(folder: Path) -> None:
     """Refuse an adapter that is no sum with the base's weights, or whose model has layers that the base has not."""
-    for described in wrapped.peft_config.values():
-        kind = str(getattr(described.peft_type, "value", described.peft_type))
-        if not hasattr(wrapped.base_model, "merge_and_unload"):
-            raise ConfigError(f"{folder / _ADAPTER}: peft_type is {kind}; peft merges no such adapter with its base model")
-        for key in ("layer_replication", "alora_invocation_tokens"):
-            if getattr(described, key, None):
-                raise ConfigError(f"{folder / _ADAPTER}: {key} is set; such an adapter is not merged")
+    described = Folder(folder).read_object(_ADAPTER)
+    if described.get("peft_type") in _NO_SUMS:
+        raise ConfigError(
+            f"{folder / _ADAPTER}: peft_type is {described['peft_type']}; peft merges no such adapter with its base"
+        )
+    for key in ("layer_replication", "alora_invocation_tokens"):
+        if described.get(key):
+            raise ConfigError(f"{folder / _ADAPTER}: {key} is set; such an adapter is not merged")
+
+
+def _scale_as_trained(wrapped: PeftModel, folder: Path) -> None:
+    """Give each layer the alpha that the release of peft that trained the adapter gave it; today's reads patterns otherwise."""
+    described = Folder(folder).read_object(_ADAPTER)
+    patterns = [key for table in ("rank_pattern", "alpha_pattern") for key in described.get(table) or ()]
+    if described.get("peft_type") != "LORA" or not patterns or not all(map(is_pattern, patterns)):
+        return
+    for name, module in wrapped.get_base_model().named_modules():
+        alphas, scales = getattr(module, "lora_alpha", None), getattr(module, "scaling", None)
+        if isinstance(alphas, dict) and isinstance(scales, dict):
+            _, alpha = of_module(described, name, _ADAPTER)
+            for adapter in alphas.keys() & scales.keys():
+                if alpha != alphas[adapter]:
+                    scales[adapter] *= alpha / alphas[adapter]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoint import open_checkpoint
+from checkpoint import CheckpointError, Given, open_checkpoint, pinned
+from checkpoint.opening.structure import model_config, tokenizer_place
 from finetune.base_model.identity import identified
 from finetune.config.load import load_config
 from finetune.data.prepare import prepare
@@ -73,5 +75,26 @@ def test_a_new_adapter_has_a_whole_model_for_its_base(added: bool, tmp_path: Pat
     begun = InitialModel(config, prepared)
     assert begun.base is not None
     assert begun.base.identity == identity_of(adapter)
+    before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ConfigError, match=r"is no base for another adapter \(lora\).*tessera-finetune export"):
         InitialModel(load_config(write_config(tree | {"lora": {}}, tmp_path / "lora.yaml")), prepared)
+    assert len(os.listdir("/proc/self/fd")) == before
+    for model, rule in (
+        ({"path": str(base), "base": str(base)}, "model.base names the base of an adapter"),
+        ({"path": str(base), "base": str(base), "adapter": str(adapter)}, "model.base names the base of an adapter"),
+        ({"path": str(adapter), "adapter": str(adapter)}, "there is one at a time"),
+    ):
+        with pytest.raises(ConfigError, match=rule):
+            InitialModel(load_config(write_config(tree | {"model": model}, tmp_path / "x.yaml")), prepared)
+
+
+def test_the_adapters_own_tokenizer_counts_wherever_it_is_named(tmp_path: Path) -> None:
+    base, adapter = folders(tmp_path)
+    (adapter / "config.json").write_bytes((base / "config.json").read_bytes())
+    assert tokenizer_place(adapter).path == base.resolve()
+    tokenizer().save(str(adapter / "tokenizer.json"))
+    for path, given in ((adapter, Given()), (base, Given(adapter=str(adapter)))):
+        assert tokenizer_place(path, given).path == adapter.resolve()
+        assert model_config(path, given)[0]["model_type"] == "llama"
+    with pytest.raises(CheckpointError, match="there is one at a time"):
+        pinned(adapter, Given(adapter=str(adapter)))

@@ -11,6 +11,7 @@ import torch
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
+from checkpoint import open_checkpoint
 from finetune.errors import ConfigError
 from finetune.trained.merge import merge
 from tests.support.models import save
@@ -21,6 +22,16 @@ def adapter(root: Path, kind: Any) -> Path:
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), kind)
     model.save_pretrained(root / "adapter")
     return root / "adapter"
+
+
+@pytest.mark.parametrize("kind", ["PREFIX_TUNING", "ADAPTION_PROMPT", "XLORA", "IA3", "NONSENSE"])
+def test_a_description_of_another_kind_than_the_file_is_refused(kind: str, tmp_path: Path) -> None:
+    folder = adapter(tmp_path, LoraConfig(target_modules=["q_proj"]))
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"peft_type": kind}))
+    with pytest.raises(ConfigError):
+        merge(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -40,6 +51,28 @@ def test_what_is_no_sum_with_the_base_is_refused(kind: Any, rule: str, tmp_path:
     with pytest.raises(ConfigError, match=rule):
         merge(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_patterns_mean_what_they_did_to_the_release_that_trained(tmp_path: Path) -> None:
+    """Of peft before 0.14 the alpha of all counts here, for one key was sought for both tables."""
+    base = save("llama", tmp_path / "base", with_tokenizer=False)
+    patterns = {"rank_pattern": {"q_proj": 3}, "alpha_pattern": {"self_attn.q_proj": 64}}
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=3, target_modules=["q_proj"], **patterns))
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter)
+    model.save_pretrained(tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    described = json.loads(path.read_text()) | {"base_model_name_or_path": str(base)}
+    for date in ("exclude_modules", "trainable_token_indices"):
+        del described[date]
+    path.write_text(json.dumps(described))
+    name = "model.layers.0.self_attn.q_proj.weight"
+    with open_checkpoint(tmp_path / "adapter") as wanted, open_checkpoint(merge(tmp_path / "adapter", tmp_path / "out")) as got:
+        assert torch.allclose(got.read(name), wanted.read(name), rtol=0, atol=1e-5)
+    path.write_text(json.dumps(described | {"exclude_modules": None}))
+    with open_checkpoint(tmp_path / "adapter") as later, open_checkpoint(tmp_path / "out") as before:
+        assert not torch.allclose(later.read(name), before.read(name), rtol=0, atol=1e-1)
 
 
 def test_an_adapter_of_another_vocabulary_is_left_to_export(tmp_path: Path) -> None:

@@ -1,0 +1,64 @@
+"""Adapters that say or hold one thing twice, name no base, or are described by what is no object."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.checkpoint.readers.test_adapters import Q_PROJ, adapted, changed, llama, opened, refusal, trained
+
+
+def renamed(adapter: Path, old: str, new: str) -> None:
+    path = adapter / "adapter_model.safetensors"
+    held = load_file(path)
+    save_file({**held, new: held[old].clone()}, path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "rule"),
+    [
+        ("base_model.model.lm_head.weight", "lm_head.weight", "which are both the adapter's 'lm_head.weight'"),
+        (f"{Q_PROJ}.lora_A.weight", f"{Q_PROJ}.lora_A", "holds lora_A of 'model.layers.0.self_attn.q_proj' twice"),
+        ("base_model.model.lm_head.weight", "base_model.model.embed_out.weight", "the base model"),
+    ],
+)
+def test_what_an_adapter_holds_twice_is_refused(old: str, new: str, rule: str, tmp_path: Path) -> None:
+    trained(tmp_path, llama, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    renamed(tmp_path / "adapter", old, new)
+    assert rule in refusal(tmp_path / "adapter").rule
+
+
+@pytest.mark.parametrize("more", [0.0, 1.0])
+def test_a_magnitude_that_peft_saves_by_two_names_is_one(more: float, tmp_path: Path) -> None:
+    want = trained(tmp_path, llama, target_modules=["q_proj"], use_dora=True)
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    held = load_file(file)
+    name = next(name for name in held if "lora_magnitude_vector" in name)
+    save_file({**held, name.removesuffix(".weight") + ("" if name.endswith(".weight") else ".weight"): held[name] + more}, file)
+    if more:
+        assert "twice, by two names" in refusal(tmp_path / "adapter").rule
+    else:
+        assert (opened(tmp_path / "adapter")[0] - want).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("patterns", [1, True, 1.5, [1], [[]], "x"])
+def test_patterns_that_are_no_object_are_refused(patterns: Any, tmp_path: Path) -> None:
+    adapter, _ = adapted(tmp_path, llama, target_modules=["q_proj"])
+    changed(adapter, rank_pattern=patterns)
+    assert "rank_pattern must be an object" in refusal(adapter).rule
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "~nobody-of-this-name/x", "a\0b"])
+def test_a_base_that_is_no_path_is_refused(name: str, tmp_path: Path) -> None:
+    adapter, _ = adapted(tmp_path, llama, target_modules=["q_proj"])
+    changed(adapter, base_model_name_or_path=name)
+    assert "names the base model" in refusal(adapter).rule
+
+
+def test_an_adapter_that_is_its_own_base_is_refused(tmp_path: Path) -> None:
+    adapter, _ = adapted(tmp_path, llama, target_modules=["q_proj"])
+    changed(adapter, base_model_name_or_path=str(adapter))
+    assert "an adapter's base model must be a whole one" in refusal(adapter).rule
