@@ -12,8 +12,10 @@ from checkpoint.disk.manifest import Manifest
 from checkpoint.errors import CheckpointError
 from checkpoint.given import Given
 from checkpoint.layout import TensorInfo
+from checkpoint.opening.adapted import pinned
+from checkpoint.opening.prove import open_structure
 from checkpoint.opening.recognise import locate
-from checkpoint.opening.structure import Structure, open_structure, pinned
+from checkpoint.opening.structure import Structure
 
 if TYPE_CHECKING:
     from checkpoint.opening.open import Checkpoint, open_checkpoint

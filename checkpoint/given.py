@@ -33,6 +33,8 @@ class Given:
     """The ``adapter_config.json`` of an adapter that was saved in the model, or a folder that has it, where it is elsewhere."""
     adapter: str | None = None
     """The folder of an adapter to be added to the model."""
+    any_base: bool = False
+    """Join an adapter with its base even if its manifest remembers that it was trained beside another one."""
 
 
 NOTHING_GIVEN = Given()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from checkpoint.errors import CheckpointError
@@ -19,6 +20,8 @@ GENERATION = "generation_config.json"
 CODE_NAMED = "auto_map"
 """The key by which a folder names code of its own that would build the model. Nothing of a checkpoint is ever run."""
 
+NOTHING_KNOWN: Mapping[str, Any] = MappingProxyType({})
+"""The configuration of a model of which nothing is known."""
 MAX_POSITIONS = 1 << 24
 _MAX_SIZE = 1 << 31
 _MAX_LAYERS = 1 << 14

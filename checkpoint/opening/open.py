@@ -1,4 +1,4 @@
-"""Opens a checkpoint for reading: what ``structure`` found sound, and slices of its tensors."""
+"""Opens a checkpoint for reading: what ``prove`` found sound, and slices of its tensors."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from checkpoint.model import names
 from checkpoint.opening.agreement import check_tensors
 from checkpoint.opening.leases import Leases
 from checkpoint.opening.mapped import view_stored
+from checkpoint.opening.prove import open_structure
 from checkpoint.opening.slices import read_stored
-from checkpoint.opening.structure import ADAPTED, Structure, Verification, open_structure
+from checkpoint.opening.structure import ADAPTED, Structure, Verification
 from checkpoint.text.vocabulary import check_rows, tokenizer_vocab_size
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})

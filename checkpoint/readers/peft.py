@@ -21,10 +21,10 @@ from checkpoint.model.config import shown
 from checkpoint.model.names import find_stored
 from checkpoint.readers import hf
 from checkpoint.readers.deepspeed import saves
+from checkpoint.readers.embedding_and_head import Vocabulary, may_replace, same_bytes
 from checkpoint.readers.files.safetensors import index_safetensors
 from checkpoint.readers.files.torch_zip import index_torch_zip
 from checkpoint.readers.lora_patterns import is_pattern, of_module
-from checkpoint.readers.vocabulary import Vocabulary, may_replace, same_bytes
 from checkpoint.readers.weights import Weights
 
 NAME = "PEFT adapter"
@@ -92,17 +92,9 @@ def read_config(folder: Folder) -> dict[str, Any]:
         CheckpointError: it is of another kind, by its name.
     """
     config = folder.read_object(CONFIG)
-    kind = config.get("peft_type")
-    if kind != "LORA":
-        raise CheckpointError(
-            CONFIG, f"peft_type is {kind!r}; adapters of LORA are read (with use_rslora and use_dora), no others"
-        )
-    for key, value in config.items():
-        if value and key not in _USED and key not in _WITHOUT_EFFECT:
-            raise CheckpointError(CONFIG, f"{key} is set; such an adapter is not read")
-    if config.get("init_lora_weights", True) not in _PLAIN_BEGINNINGS:
-        rule = "changes the base model, which the adapter's folder does not hold; save it converted to plain LoRA"
-        raise CheckpointError(CONFIG, f"init_lora_weights is {config['init_lora_weights']!r}, which {rule}")
+    reason = why_not_added(config)
+    if reason is not None:
+        raise CheckpointError(CONFIG, reason)
     _check_task(config)
     for key in ("use_rslora", "use_dora", "fan_in_fan_out"):
         if type(config.get(key, False)) is not bool:
@@ -114,6 +106,25 @@ def read_config(folder: Folder) -> dict[str, Any]:
             rule = f"{key} must be an object whose keys are names of modules, or simple patterns of them"
             raise CheckpointError(CONFIG, rule if meant is None else f"{rule}; it has {shown(meant)}")
     return config
+
+
+def why_not_added(config: Mapping[str, Any]) -> str | None:
+    """Why an adapter of this description is more than a sum with its base's weights, or another one; ``None`` where it is not.
+
+    Args:
+        config: ``adapter_config.json``, of which no value was checked.
+    """
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        return f"peft_type is {shown(kind)}; adapters of LORA are read (with use_rslora and use_dora), no others"
+    for key, value in config.items():
+        if value and key not in _USED and key not in _WITHOUT_EFFECT:
+            return f"{shown(key)[1:-1]} is set; such an adapter is not read"
+    begun = config.get("init_lora_weights", True)
+    if begun not in _PLAIN_BEGINNINGS:
+        rule = "changes the base model, which the adapter's folder does not hold; save it converted to plain LoRA"
+        return f"init_lora_weights is {shown(begun)}, which {rule}"
+    return None
 
 
 def _check_task(config: Mapping[str, Any]) -> None:

@@ -54,7 +54,7 @@ def check_splittable(model: ModelConfig) -> None:
         return
     assert model.path is not None, "ModelConfig holds exactly one of the two"
     from checkpoint import CheckpointError, Given
-    from checkpoint.opening.structure import model_config  # slow, and seldom needed
+    from checkpoint.opening.prove import model_config  # slow, and seldom needed
 
     try:
         values, place = model_config(Path(model.path).expanduser(), Given(config=model.config))

@@ -14,7 +14,7 @@ from pathlib import Path
 from checkpoint import CheckpointError
 from checkpoint.disk.folder import Folder
 from checkpoint.model.config import CONFIG
-from checkpoint.opening.structure import model_config, tokenizer_place
+from checkpoint.opening.prove import model_config, tokenizer_place
 from checkpoint.readers.surroundings import tokenizer_at
 from checkpoint.text.tokenizer_class import CLASS_WHATEVER_IS_NAMED
 from checkpoint.text.tokenizer_files import ADDED_TOKENS, MERGES, SENTENCE_PIECE, TOKENIZER_FILES, TOKENIZER_JSON, VOCABULARY

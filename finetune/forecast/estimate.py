@@ -216,7 +216,7 @@ def model_config_of(config: TuneConfig, *, weights: bool = True) -> PretrainedCo
         ConfigError: there is no such model or tokenizer.
     """
     from checkpoint import CheckpointError, open_checkpoint
-    from checkpoint.opening.structure import model_config
+    from checkpoint.opening.prove import model_config
     from finetune.base_model.given import given_of
     from finetune.base_model.identity import candidates
     from finetune.model.build import check_new_config, config_from, config_of, new_config

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from checkpoint import CheckpointError
-from checkpoint.opening.structure import model_config
+from checkpoint.opening.prove import model_config
 from finetune.base_model.given import given_of
 from finetune.config import TuneConfig
 from finetune.errors import ConfigError

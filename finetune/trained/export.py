@@ -65,15 +65,15 @@ def export(
     source = folder_of(source, "export")
     try:
         with open_checkpoint(_choose(source, step), given=given) as checkpoint:
-            _check_model(checkpoint)
+            check_model(checkpoint)
             _check_ranks(checkpoint, ranks)
             exact = _exact_weights(source, checkpoint) if dtype == torch.float32 and given == NOTHING_GIVEN else None
             settings: dict[str, Any] = {"max_shard_bytes": max_shard_bytes, "ranks": ranks, "names": list(checkpoint.tensors)}
             if exact is None:
                 read = checkpoint.read if dtype is None else partial(read_for, checkpoint, dtype=dtype)
-                return _write(checkpoint, read, out, dtype, settings, progress)
+                return write(checkpoint, read, out, dtype, settings, progress)
             with exact:
-                return _write(checkpoint, lambda name: exact.read(f"master.{name}"), out, dtype, settings, progress)
+                return write(checkpoint, lambda name: exact.read(f"master.{name}"), out, dtype, settings, progress)
     except CheckpointError as error:
         raise ConfigError(f"{source}: {error}") from error
 
@@ -108,7 +108,7 @@ def _steps_of_trainers(folder: Path) -> dict[int, Path]:
     return found
 
 
-def _check_model(checkpoint: Checkpoint) -> None:
+def check_model(checkpoint: Checkpoint) -> None:
     """Refuse a source that lacks tensors of its model: transformers would fill what is missing with random numbers.
 
     Raises:
@@ -148,7 +148,7 @@ def _exact_weights(source: Path, checkpoint: Checkpoint) -> Checkpoint | None:
     return None
 
 
-def _write(
+def write(
     checkpoint: Checkpoint,
     read: Callable[[str], torch.Tensor],
     out: Path,

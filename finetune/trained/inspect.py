@@ -14,8 +14,9 @@ from checkpoint import CheckpointError, Given
 from checkpoint.disk.folder import Folder
 from checkpoint.disk.manifest import load_manifest
 from checkpoint.layout import DTYPE_BYTES, Stored
+from checkpoint.opening.prove import open_structure
 from checkpoint.opening.recognise import recognise
-from checkpoint.opening.structure import Verification, open_structure
+from checkpoint.opening.structure import Verification
 from checkpoint.readers import peft
 from checkpoint.readers.surroundings import find_configs
 from checkpoint.readers.weights import Format, Weights

@@ -3,40 +3,28 @@
 from __future__ import annotations
 
 import logging
-import warnings
-from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
-from transformers import PreTrainedModel
 
-from checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from checkpoint import Checkpoint, CheckpointError, Given, open_checkpoint
 from checkpoint.disk.folder import Folder
+from checkpoint.readers import peft
 from checkpoint.readers.hub import could_be_on_hub, find_on_hub
-from checkpoint.readers.lora_patterns import is_pattern, of_module
 from finetune.base_model.hub import folder_of
 from finetune.base_model.identity import candidates, find_again, recorded_beside
 from finetune.data.tokenizer import usual_folder
 from finetune.errors import ConfigError
-from finetune.machine.quiet import quiet
-from finetune.model.build import load_model, saved_config, stored_dtype, tied_names
-from finetune.model.finite import check_finite, found_in
+from finetune.model.build import read_for, saved_config, stored_dtype, tied_names
 from finetune.output.folder import checkpoint_folder
 from finetune.output.new_checkpoint import require_new, write_new
 from finetune.output.saves import newest_first
-from finetune.trained.export import tokenizer_files_of
-
-if TYPE_CHECKING:
-    from peft import PeftModel
+from finetune.trained.export import check_model, tokenizer_files_of, write
+from finetune.trained.merged_by_peft import merged_model
 
 _log = logging.getLogger(__name__)
-_ADAPTER = "adapter_config.json"
-_WEIGHTS = "adapter_model.safetensors"
-_NO_SUMS = frozenset(
-    ("PREFIX_TUNING", "PROMPT_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING", "ADAPTION_PROMPT", "CPT", "XLORA", "POLY")
-)
-_EXPORT = "is joined by `tessera-finetune export --from`, which keeps what peft computes"
+_ADAPTER = peft.CONFIG
 
 
 def merge(
@@ -50,7 +38,8 @@ def merge(
 ) -> Path:
     """Join an adapter with its base model into the new checkpoint ``out``; whole or absent.
 
-    The whole model is in memory, in the base's type, and is merged by peft; each merged weight is computed in fp32.
+    Each merged weight is computed in fp32 and rounded once. Of what serving opens, at most one tensor is in memory; what only
+    peft merges is there as a whole.
 
     Args:
         adapter: a run's folder, a folder of checkpoints, or one folder with ``adapter_config.json``.
@@ -65,6 +54,21 @@ def merge(
     folder = adapter_folder(adapter)
     if folder is None:
         raise ConfigError(f"{adapter}: holds no {_ADAPTER}; it is not an adapter")
+    if not is_sum(folder):
+        return _merge_by_peft(folder, out, base, dtype, any_base=any_base, max_shard_bytes=max_shard_bytes)
+    try:
+        with open_joined(folder, base, any_base=any_base) as checkpoint:
+            check_model(checkpoint)
+            dtype = dtype or stored_dtype(checkpoint)
+            settings = {"max_shard_bytes": max_shard_bytes, "names": list(checkpoint.tensors)}
+            return write(checkpoint, partial(read_for, checkpoint, dtype=dtype), out, dtype, settings, None)
+    except CheckpointError as error:
+        raise ConfigError(f"{folder}: {error}") from error
+
+
+def _merge_by_peft(
+    folder: Path, out: Path, base: Path | None, dtype: torch.dtype | None, *, any_base: bool, max_shard_bytes: int
+) -> Path:
     with open_base(folder, base, any_base=any_base) as checkpoint:
         try:
             model = merged_model(checkpoint, folder, dtype)
@@ -83,6 +87,18 @@ def merge(
         )
 
 
+def is_sum(folder: Path) -> bool:
+    """Whether the adapter in ``folder`` is added to its base's weights as they are read; of others peft makes the model.
+
+    Raises:
+        ConfigError: its description is not there or no JSON object.
+    """
+    try:
+        return peft.why_not_added(Folder(folder).read_object(_ADAPTER)) is None
+    except CheckpointError as error:
+        raise ConfigError(f"{folder}: {error}") from error
+
+
 def adapter_folder(path: Path) -> Path | None:
     """The adapter that counts of a run or of a folder of checkpoints, or ``path`` itself; ``None`` if that is no adapter.
 
@@ -92,7 +108,25 @@ def adapter_folder(path: Path) -> Path | None:
     folder = checkpoint_folder(path)
     if not (folder / _ADAPTER).is_file():
         folder = next(iter(newest_first(folder)), folder)
-    return folder if (folder / _ADAPTER).is_file() else None
+    try:
+        return folder if (folder / _ADAPTER).is_file() and peft.recognises(Folder(folder)) else None
+    except CheckpointError as error:
+        raise ConfigError(f"{folder}: {error}") from error
+
+
+def open_joined(folder: Path, base: Path | None = None, *, any_base: bool = False) -> Checkpoint:
+    """The adapter in ``folder`` and its base model as one checkpoint, as serving opens it.
+
+    Args:
+        base, any_base: as of ``open_base``.
+
+    Raises:
+        CheckpointError: one of the two is not sound, or they do not fit.
+        ConfigError: as ``open_base``.
+    """
+    with open_base(folder, base, any_base=any_base) as found:
+        given = Given(base=str(found.path), any_base=True)  # it was told from others above, or is to be taken as it is
+    return open_checkpoint(folder, given=given)
 
 
 def open_base(folder: Path, base: Path | None = None, *, any_base: bool = False) -> Checkpoint:
@@ -105,22 +139,17 @@ def open_base(folder: Path, base: Path | None = None, *, any_base: bool = False)
         any_base: take what the place means today, whatever the adapter was trained beside.
 
     Raises:
-        ConfigError: the adapter's format is another one, there is no such model, or it is another one.
+        ConfigError: the adapter's description is at fault, there is no such model, or it is another one.
     """
-    if not (folder / _WEIGHTS).is_file():
-        raise ConfigError(f"{folder}: holds no {_WEIGHTS}; adapters of other formats are not opened")
-    from peft import PeftConfig
-
     try:
-        described = PeftConfig.from_pretrained(str(folder))
-    except Exception as error:
-        raise ConfigError(f"{folder / _ADAPTER}: {' '.join(str(error).split())}") from error
-    named = folder / _ADAPTER if base is None else "--base"
-    base = folder_of(base or _in_cache(str(described.base_model_name_or_path)), f"{named}: base model")
-    try:
+        described = Folder(folder).read_object(_ADAPTER).get("base_model_name_or_path")
         wanted = None if any_base else recorded_beside(folder)
     except CheckpointError as error:
         raise ConfigError(f"{folder}: {error}") from error
+    if base is None and (not isinstance(described, str) or not described):
+        raise ConfigError(f"{folder / _ADAPTER}: names no base_model_name_or_path; name the base model with --base")
+    named = folder / _ADAPTER if base is None else "--base"
+    base = folder_of(base or _in_cache(str(described)), f"{named}: base model")
     try:
         places = candidates(base)
         found = places[0] if wanted is None else find_again(wanted, places)
@@ -143,81 +172,3 @@ def _in_cache(name: str) -> str:
         return str(find_on_hub(name, fetch=False))
     except CheckpointError:
         return name  # of which the way to it is told
-
-
-def merged_model(base: Checkpoint, folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
-    """The base model with the adapter of ``folder`` in it.
-
-    Args:
-        dtype: of the model; unset: the base's own.
-
-    Raises:
-        CheckpointError: the base's tensors are not those of its config.json.
-        ConfigError: the two do not fit, the adapter adapts one of two weights that the base ties, or a weight of either is not
-            finite.
-    """
-    with quiet():
-        from peft import PeftModel
-
-        _refuse_unmergeable(folder)
-        model = load_model(base, dtype or stored_dtype(base))
-        tied = tied_names(model)
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("error", message="Found missing adapter keys")
-                wrapped = PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=True)
-        except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, UserWarning) as error:
-            reason = " ".join(str(error).split())[:300]
-            resized = f"; one of a resized vocabulary {_EXPORT}" if "size mismatch" in reason else ""
-            raise ConfigError(f"{folder}: does not fit the base model {base.path}: {reason}{resized}") from error
-        _scale_as_trained(wrapped, folder)
-        _refuse_tied(wrapped, tied, folder)
-        with found_in(str(folder)):
-            for name, parameter in wrapped.named_parameters():
-                if "lora_" in name:
-                    check_finite(name, parameter)
-        merged: PreTrainedModel = wrapped.merge_and_unload()
-    with found_in(f"{base.path} with the adapter {folder}"):
-        for name, parameter in merged.named_parameters():
-            check_finite(name, parameter)
-    return merged
-
-
-def _refuse_tied(wrapped: PeftModel, tied: Mapping[str, str], folder: Path) -> None:
-    """Refuse an adapted module whose weight is another's too: peft computes with the two apart and merges into both.
-
-    Args:
-        tied: alias to owner, of the base model.
-    """
-    shared = {name.removesuffix(".weight") for pair in tied.items() for name in pair}
-    for name, module in wrapped.get_base_model().named_modules():
-        if name in shared and type(module).__module__.startswith("peft."):
-            rule = f"adapts {name!r}, which the base model ties: embedding and head are one there, with the adapter two"
-            raise ConfigError(f"{folder}: {rule}; it {_EXPORT}")
-
-
-def _refuse_unmergeable(folder: Path) -> None:
-    """Refuse an adapter that is no sum with the base's weights, or whose model has layers that the base has not."""
-    described = Folder(folder).read_object(_ADAPTER)
-    if described.get("peft_type") in _NO_SUMS:
-        raise ConfigError(
-            f"{folder / _ADAPTER}: peft_type is {described['peft_type']}; peft merges no such adapter with its base"
-        )
-    for key in ("layer_replication", "alora_invocation_tokens"):
-        if described.get(key):
-            raise ConfigError(f"{folder / _ADAPTER}: {key} is set; such an adapter is not merged")
-
-
-def _scale_as_trained(wrapped: PeftModel, folder: Path) -> None:
-    """Give each layer the alpha that the release of peft that trained the adapter gave it; today's reads patterns otherwise."""
-    described = Folder(folder).read_object(_ADAPTER)
-    patterns = [key for table in ("rank_pattern", "alpha_pattern") for key in described.get(table) or ()]
-    if described.get("peft_type") != "LORA" or not patterns or not all(map(is_pattern, patterns)):
-        return
-    for name, module in wrapped.get_base_model().named_modules():
-        alphas, scales = getattr(module, "lora_alpha", None), getattr(module, "scaling", None)
-        if isinstance(alphas, dict) and isinstance(scales, dict):
-            _, alpha = of_module(described, name, _ADAPTER)
-            for adapter in alphas.keys() & scales.keys():
-                if alpha != alphas[adapter]:
-                    scales[adapter] *= alpha / alphas[adapter]

@@ -17,9 +17,9 @@ from checkpoint.errors import CheckpointError
 from checkpoint.given import Given
 from checkpoint.layout import Stored
 from checkpoint.readers import peft
+from checkpoint.readers.embedding_and_head import one_for_both
 from checkpoint.readers.prefixes import without_prefix
 from checkpoint.readers.surroundings import find_configs
-from checkpoint.readers.vocabulary import one_for_both
 from checkpoint.readers.weights import Weights
 
 _PREFIX = "base_model.model."

@@ -17,6 +17,7 @@ import yaml
 
 from checkpoint.errors import CheckpointError
 from checkpoint.layout import Stored
+from checkpoint.model.config import NOTHING_KNOWN
 from checkpoint.model.config import layers as num_layers
 
 _MAX_FILE_BYTES = 1 << 20
@@ -24,7 +25,6 @@ _OF_LAYER = re.compile(r"(\d{1,9})\.(.+)")
 _SHARED = "tied_modules."
 """Before the names of what several layers share, in what ``ds_to_universal`` made: for the families known, the embedding."""
 _BEFORE_ALL = -1
-NOTHING_KNOWN: Mapping[str, Any] = {}
 _ASK = "say which names of the model its layers have (--layer-map)"
 
 

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from checkpoint import CheckpointError, Given, open_checkpoint, pinned
-from checkpoint.opening.structure import model_config
+from checkpoint.opening.prove import model_config
 
 Q_PROJ = "base_model.model.model.layers.0.self_attn.q_proj"
 LINEAR = ["q_proj", "o_proj", "gate_proj", "down_proj"]

@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaConfig
 
 from checkpoint import CheckpointError, Given, open_checkpoint
-from checkpoint.opening.structure import model_config
+from checkpoint.opening.prove import model_config
 from checkpoint.text.tokenizer import read_tokenizer
 from tests.checkpoint.readers.deepspeed_folders import (
     CONFIG,

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoint import CheckpointError, Given, open_checkpoint, pinned
-from checkpoint.opening.structure import model_config, tokenizer_place
+from checkpoint.opening.prove import model_config, tokenizer_place
 from finetune.base_model.identity import identified
 from finetune.config.load import load_config
 from finetune.data.prepare import prepare

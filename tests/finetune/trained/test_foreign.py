@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from checkpoint import CheckpointError, open_checkpoint
-from checkpoint.opening.structure import tokenizer_place
+from checkpoint.opening.prove import tokenizer_place
 from checkpoint.readers.surroundings import tokenizer_at
 from finetune.data.tokenizer import copy_tokenizer, open_tokenizer, usual_folder
 from finetune.errors import ConfigError

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from checkpoint import open_checkpoint
 from finetune.errors import ConfigError
-from finetune.trained.merge import merge
+from finetune.trained.merge import is_sum, merge
 from tests.support.models import save
 
 
@@ -75,14 +75,36 @@ def test_patterns_mean_what_they_did_to_the_release_that_trained(tmp_path: Path)
         assert not torch.allclose(later.read(name), before.read(name), rtol=0, atol=1e-1)
 
 
-def test_an_adapter_of_another_vocabulary_is_left_to_export(tmp_path: Path) -> None:
+def test_an_adapter_of_another_vocabulary_is_merged_with_its_rows(tmp_path: Path) -> None:
     base = save("llama", tmp_path / "base", with_tokenizer=False)
     model = AutoModelForCausalLM.from_pretrained(base)
     model.resize_token_embeddings(model.config.vocab_size + 2, mean_resizing=False)
-    get_peft_model(model, LoraConfig(target_modules=["q_proj"])).save_pretrained(
-        tmp_path / "adapter", save_embedding_layers=True
-    )
+    wrapped = get_peft_model(model, LoraConfig(target_modules=["q_proj"])).eval()
+    for name, parameter in wrapped.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter)
+    wrapped.save_pretrained(tmp_path / "adapter", save_embedding_layers=True)
     described = tmp_path / "adapter" / "adapter_config.json"
     described.write_text(json.dumps(json.loads(described.read_text()) | {"base_model_name_or_path": str(base)}))
-    with pytest.raises(ConfigError, match="one of a resized vocabulary is joined by `tessera-finetune export --from`"):
-        merge(tmp_path / "adapter", tmp_path / "out", dtype=torch.float32)
+    merge(tmp_path / "adapter", tmp_path / "out", dtype=torch.float32)
+    ids = torch.arange(model.config.vocab_size - 8, model.config.vocab_size)[None]
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(merged(ids).logits, wrapped(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_more_than_a_sum_is_merged_by_peft(tmp_path: Path) -> None:
+    base = save("opt", tmp_path / "base", with_tokenizer=False)
+    wrapped = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base), LoraConfig(target_modules=["q_proj", "fc1"], init_lora_weights="pissa")
+    ).eval()
+    for name, parameter in wrapped.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    wrapped.save_pretrained(tmp_path / "adapter")
+    assert not is_sum(tmp_path / "adapter")
+    merge(tmp_path / "adapter", tmp_path / "out")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    ids = torch.arange(3, 15)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(merged(ids).logits, wrapped(ids).logits, rtol=1e-4, atol=1e-5)

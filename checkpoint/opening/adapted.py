@@ -1,0 +1,139 @@
+"""An adapter and its base model: where the base is, whether it is the one that was trained beside, and the two as one."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from checkpoint.disk.folder import Folder
+from checkpoint.disk.manifest import MANIFEST, Manifest
+from checkpoint.errors import CheckpointError
+from checkpoint.given import Given
+from checkpoint.model.config import CONFIG, NOTHING_KNOWN, shown
+from checkpoint.opening.recognise import recognise
+from checkpoint.opening.structure import ADAPTED, Structure
+from checkpoint.readers import peft
+from checkpoint.readers.deepspeed.adapted import adapter_config
+from checkpoint.readers.hub import HUB, could_be_on_hub, find_on_hub
+from checkpoint.readers.surroundings import find_tokenizer
+from checkpoint.readers.weights import Weights
+from checkpoint.text.tokenizer_files import TOKENIZER_FILES
+
+
+def adapted_base(config: Mapping[str, Any], given: Given) -> str:
+    """Where the base model of the adapter is that ``config``, its ``adapter_config.json``, describes.
+
+    A name of the Hugging Face hub is its snapshot in the local cache; nothing is downloaded.
+
+    Raises:
+        CheckpointError: neither the user nor the adapter says so, or there is no such folder or snapshot.
+    """
+    base = given.base or config.get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise CheckpointError(peft.CONFIG, "names no base_model_name_or_path; name the base model's folder (--base)")
+    try:
+        folder_here = Path(base).expanduser()
+        if folder_here.is_dir():
+            return str(folder_here)
+    except (OSError, RuntimeError, ValueError) as error:  # a name that is too long, or of a user there is none of
+        raise CheckpointError(peft.CONFIG, f"names the base model {shown(base)}, which is no path: {error}") from error
+    where, why = "--base" if given.base else peft.CONFIG, "which is no folder here"
+    if base.startswith(HUB) or (could_be_on_hub(base) and not given.base):
+        try:
+            return str(find_on_hub(base, fetch=False))
+        except CheckpointError as error:
+            why = f"which is no folder here, and as a model of the hub: {error.rule}"
+    raise CheckpointError(where, f"names the base model {base!r}, {why}; name its folder (--base)")
+
+
+def pinned(path: str | Path, given: Given) -> Given:
+    """``given`` with the very folder of an adapter's base model, or of the adapter that is added: later saves change neither.
+
+    Raises:
+        CheckpointError: there is no such folder, or it is no checkpoint of a known layout.
+    """
+    folder, layout = recognise(path)
+    refuse_two(layout is peft, given)
+    if layout is peft:
+        base, _ = recognise(adapted_base(peft.read_config(folder), given))
+        return dataclasses.replace(given, base=str(base.path))
+    if given.adapter is not None:
+        adapter, _ = recognise(given.adapter)
+        return dataclasses.replace(given, adapter=str(adapter.path))
+    return dataclasses.replace(given, base=base_beside(folder, given))
+
+
+def refuse_two(is_adapter: bool, given: Given) -> None:
+    """Refuse an adapter that is to be added to another."""
+    if is_adapter and given.adapter is not None:
+        raise CheckpointError(given.adapter, "would be a second adapter beside the one that is opened; there is one at a time")
+
+
+def base_beside(folder: Folder, given: Given) -> str | None:
+    """The very folder of the base of a save that may hold an adapter alone: ``None`` where nothing names one that is here."""
+    config = adapter_config(folder, given)
+    try:
+        return None if config is None else str(recognise(adapted_base(config, given))[0].path)
+    except CheckpointError:
+        return given.base
+
+
+def joined(
+    folder: Folder,
+    adapter: Weights,
+    below: Structure,
+    given: Given,
+    layout: str,
+    manifest: Manifest | None = None,
+    trained: Mapping[str, Any] = NOTHING_KNOWN,
+) -> Structure:
+    """The model ``below`` with ``adapter``, which is ``folder``'s, added; owns the files of both.
+
+    Args:
+        below: the base model.
+        layout: what the adapter's own layout is called.
+        manifest: the adapter's, if it has one.
+        trained: the configuration of the model that the adapter was saved in, as far as it is known.
+
+    Raises:
+        CheckpointError: the two do not fit, or ``manifest`` remembers another base model and ``given`` does not accept this
+            one. The files stay the caller's.
+    """
+    assert adapter.adapter is not None
+    if manifest is not None and not given.any_base:
+        _check_base(manifest, below)
+    weights = peft.merged(below.weights, adapter, adapter.adapter, below.config)
+    _check_rows(weights, below.config, trained)
+    own = find_tokenizer(folder, given, above=layout != peft.NAME)
+    tokenizer = own if any(own.has(name) for name in TOKENIZER_FILES) else below.tokenizer
+    model = {**below.config, **weights.changes}
+    return Structure(folder, model, below.generation_config, None, weights, f"{layout}{ADAPTED}{below.layout}", tokenizer)
+
+
+def _check_rows(weights: Weights, base: Mapping[str, Any], trained: Mapping[str, Any]) -> None:
+    """Refuse a save's adapter where the model that was saved had another vocabulary than this one.
+
+    Args:
+        weights: of the base, with the adapter added.
+        base: the base's configuration.
+        trained: what the save's own configuration says; empty where it has none.
+    """
+    rows = trained.get("vocab_size", base.get("vocab_size"))
+    if "vocab_size" not in weights.changes and rows != base.get("vocab_size"):
+        rule = f"vocab_size is {rows}; the base model has {base.get('vocab_size')}, and the save lacks the resized one's rows"
+        raise CheckpointError(CONFIG, f"{rule}: open the adapter that was saved with its embedding and head")
+
+
+def _check_base(manifest: Manifest, base: Structure) -> None:
+    """The base that an adapter of Tessera remembers by its manifest is this one."""
+    extra = manifest.extra.get("base")
+    remembered: dict[str, Any] = extra if isinstance(extra, dict) else {}
+    kind, _, digest = str(remembered.get("identity")).partition(":")
+    if kind != "manifest":
+        return
+    if base.manifest is None or hashlib.sha256(base.manifest.to_bytes()).hexdigest() != digest:
+        rule = f"remembers another base model than {base.folder.path}; it was trained beside {remembered.get('folder')}"
+        raise CheckpointError(MANIFEST, f"{rule}: name that one (--base), or join them with `tessera-finetune merge`")
