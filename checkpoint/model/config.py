@@ -1,7 +1,6 @@
 """What ``config.json`` and ``generation_config.json`` must say before anything is built from them.
 
-Both are read by libraries that take nearly any value and fail later, in the middle of a load or of a request. Every number, id
-and switch that building, training or serving uses is therefore checked here, when a checkpoint is opened.
+Libraries take nearly any value and fail later, in a load or a request. Every number, id and switch that is used is checked.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ CODE_NAMED = "auto_map"
 
 NOTHING_KNOWN: Mapping[str, Any] = MappingProxyType({})
 """The configuration of a model of which nothing is known."""
+
 MAX_POSITIONS = 1 << 24
 _MAX_SIZE = 1 << 31
 _MAX_LAYERS = 1 << 14

@@ -93,20 +93,24 @@ def joined(
     """The model ``below`` with ``adapter``, which is ``folder``'s, added; owns the files of both.
 
     Args:
-        below: the base model.
+        below: the base model, which is closed if this fails; the adapter's files then stay the caller's.
         layout: what the adapter's own layout is called.
         manifest: the adapter's, if it has one.
         trained: the configuration of the model that the adapter was saved in, as far as it is known.
 
     Raises:
         CheckpointError: the two do not fit, or ``manifest`` remembers another base model and ``given`` does not accept this
-            one. The files stay the caller's.
+            one.
     """
     assert adapter.adapter is not None
-    if manifest is not None and not given.any_base:
-        _check_base(manifest, below)
-    weights = peft.merged(below.weights, adapter, adapter.adapter, below.config)
-    _check_rows(weights, below.config, trained)
+    try:
+        if manifest is not None and not given.any_base:
+            _check_base(manifest, below)
+        weights = peft.merged(below.weights, adapter, adapter.adapter, below.config)
+        _check_rows(weights, below.config, trained)
+    except BaseException:
+        below.close()
+        raise
     own = find_tokenizer(folder, given, above=layout != peft.NAME)
     tokenizer = own if any(own.has(name) for name in TOKENIZER_FILES) else below.tokenizer
     model = {**below.config, **weights.changes}

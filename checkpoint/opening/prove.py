@@ -13,7 +13,7 @@ from checkpoint.disk.step_names import step_in_name
 from checkpoint.errors import CheckpointError
 from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.layout import Stored
-from checkpoint.model.config import CONFIG, NOTHING_KNOWN
+from checkpoint.model.config import CONFIG
 from checkpoint.model.mxfp4 import decoded
 from checkpoint.model.quantised import check_not_quantised
 from checkpoint.opening.adapted import adapted_base, joined, refuse_two
@@ -85,7 +85,7 @@ def _opened(path: str | Path, verify: Verification, given: Given, *, is_base: bo
             own = dataclasses.replace(given, prefix=None, adapter_config=None, master_weights=False)
             trained = {} if configs is None or given.config is not None else configs[0]
             base = adapted_base(weights.adapter, given)
-            return _on_base(folder, weights, base, own, verify, layout.NAME, trained=trained)
+            return joined(folder, weights, _open_base(base, own, verify), own, layout.NAME, trained=trained)
         if given.master_weights and layout not in MASTERS_READ:
             _refuse_without_masters(weights, layout.NAME)
         if configs is not None:
@@ -124,33 +124,19 @@ def _open_adapted(folder: Folder, base: str, given: Given, verify: Verification)
             _check_table(manifest, adapter.places)
         step = step_in_name(folder.path) if manifest is None else manifest.step
         adapter = dataclasses.replace(adapter, step=step, adapter=config)
-        return _on_base(folder, adapter, base, given, verify, peft.NAME, manifest)
+        return joined(folder, adapter, _open_base(base, given, verify), given, peft.NAME, manifest)
     except BaseException:
         adapter.close()
         raise
 
 
-def _on_base(
-    folder: Folder,
-    adapter: Weights,
-    base: str,
-    given: Given,
-    verify: Verification,
-    layout: str,
-    manifest: Manifest | None = None,
-    trained: Mapping[str, Any] = NOTHING_KNOWN,
-) -> Structure:
-    """``joined`` with the model at ``base``.
+def _open_base(base: str, given: Given, verify: Verification) -> Structure:
+    """The model at ``base``, of which ``given`` holds as far as it does not speak of adapters.
 
     Raises:
-        CheckpointError: the base is not sound or an adapter itself, or as ``joined``. The adapter's files stay the caller's.
+        CheckpointError: it is not sound, or an adapter itself.
     """
-    below = _opened(base, verify, dataclasses.replace(given, base=None, adapter=None), is_base=True)
-    try:
-        return joined(folder, adapter, below, given, layout, manifest, trained)
-    except BaseException:
-        below.close()
-        raise
+    return _opened(base, verify, dataclasses.replace(given, base=None, adapter=None), is_base=True)
 
 
 def model_config(path: str | Path, given: Given = NOTHING_GIVEN) -> tuple[dict[str, Any], Path]:

@@ -119,7 +119,7 @@ def why_not_added(config: Mapping[str, Any]) -> str | None:
         return f"peft_type is {shown(kind)}; adapters of LORA are read (with use_rslora and use_dora), no others"
     for key, value in config.items():
         if value and key not in _USED and key not in _WITHOUT_EFFECT:
-            return f"{shown(key)[1:-1]} is set; such an adapter is not read"
+            return f"{key} is set; such an adapter is not read"
     begun = config.get("init_lora_weights", True)
     if begun not in _PLAIN_BEGINNINGS:
         rule = "changes the base model, which the adapter's folder does not hold; save it converted to plain LoRA"

@@ -125,7 +125,7 @@ def open_joined(folder: Path, base: Path | None = None, *, any_base: bool = Fals
         ConfigError: as ``open_base``.
     """
     with open_base(folder, base, any_base=any_base) as found:
-        given = Given(base=str(found.path), any_base=True)  # it was told from others above, or is to be taken as it is
+        given = Given(base=str(found.path), any_base=any_base)
     return open_checkpoint(folder, given=given)
 
 

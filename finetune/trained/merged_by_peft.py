@@ -54,7 +54,7 @@ def merged_model(base: Checkpoint, folder: Path, dtype: torch.dtype | None) -> P
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, UserWarning) as error:
             reason = " ".join(str(error).split())[:300]
             raise ConfigError(f"{folder}: does not fit the base model {base.path}: {reason}") from error
-        _scale_as_trained(wrapped, folder)
+        _refuse_patterns(wrapped, folder)
         _refuse_tied(wrapped, tied, folder)
         with found_in(str(folder)):
             for name, parameter in wrapped.named_parameters():
@@ -92,16 +92,16 @@ def _refuse_unmergeable(folder: Path) -> None:
             raise ConfigError(f"{folder / _ADAPTER}: {key} is set; such an adapter is not merged")
 
 
-def _scale_as_trained(wrapped: PeftModel, folder: Path) -> None:
-    """Give each layer the alpha that the release of peft that trained the adapter gave it; today's reads patterns otherwise."""
+def _refuse_patterns(wrapped: PeftModel, folder: Path) -> None:
+    """Refuse an adapter with a layer to which today's peft gives another alpha than the release that trained it did."""
     described = Folder(folder).read_object(_ADAPTER)
     patterns = [key for table in ("rank_pattern", "alpha_pattern") for key in described.get(table) or ()]
     if described.get("peft_type") != "LORA" or not patterns or not all(map(is_pattern, patterns)):
         return
     for name, module in wrapped.get_base_model().named_modules():
-        alphas, scales = getattr(module, "lora_alpha", None), getattr(module, "scaling", None)
-        if isinstance(alphas, dict) and isinstance(scales, dict):
-            _, alpha = of_module(described, name, _ADAPTER)
-            for adapter in alphas.keys() & scales.keys():
-                if alpha != alphas[adapter]:
-                    scales[adapter] *= alpha / alphas[adapter]
+        alphas = getattr(module, "lora_alpha", None)
+        for given in alphas.values() if isinstance(alphas, dict) else ():
+            _, trained = of_module(described, name, _ADAPTER)
+            if trained != given:
+                rule = f"gives {name!r} the alpha {trained} by the peft that trained it, and {given} by today's"
+                raise ConfigError(f"{folder / _ADAPTER}: {rule}; such an adapter is not merged")

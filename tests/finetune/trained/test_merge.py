@@ -108,3 +108,34 @@ def test_what_is_more_than_a_sum_is_merged_by_peft(tmp_path: Path) -> None:
     ids = torch.arange(3, 15)[None]
     with torch.no_grad():
         torch.testing.assert_close(merged(ids).logits, wrapped(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+def pissa_of_old_patterns(root: Path) -> tuple[Path, Path]:
+    """An adapter that changes its base, whose one key means another module to each release, and its description."""
+    patterns = {"rank_pattern": {"q_proj": 3}, "alpha_pattern": {"self_attn.q_proj": 64}}
+    folder = adapter(root, LoraConfig(r=3, target_modules=["q_proj"], init_lora_weights="pissa", **patterns))
+    return folder, folder / "adapter_config.json"
+
+
+def test_patterns_that_todays_peft_reads_otherwise_are_refused_where_it_merges(tmp_path: Path) -> None:
+    folder, path = pissa_of_old_patterns(tmp_path)
+    merge(folder, tmp_path / "of today")
+    described = json.loads(path.read_text())
+    for date in ("exclude_modules", "trainable_token_indices"):
+        del described[date]
+    path.write_text(json.dumps(described))
+    with pytest.raises(ConfigError, match=r"q_proj' the alpha 8 by the peft that trained it, and 64 by today's"):
+        merge(folder, tmp_path / "of old")
+    assert not (tmp_path / "of old").exists()
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+def test_peft_merges_no_head_that_is_also_the_embedding(tmp_path: Path) -> None:
+    base = save("gpt2", tmp_path / "base", with_tokenizer=False)
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base), LoraConfig(target_modules=["lm_head"], init_lora_weights="pissa")
+    )
+    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    with pytest.raises(ConfigError, match="adapts 'lm_head', which the base model ties"):
+        merge(tmp_path / "adapter", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
