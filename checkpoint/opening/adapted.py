@@ -14,7 +14,7 @@ from checkpoint.errors import CheckpointError
 from checkpoint.given import Given
 from checkpoint.model.config import CONFIG, NOTHING_KNOWN, shown
 from checkpoint.opening.recognise import recognise
-from checkpoint.opening.structure import ADAPTED, Structure
+from checkpoint.opening.structure import Structure
 from checkpoint.readers import peft
 from checkpoint.readers.deepspeed.adapted import adapter_config
 from checkpoint.readers.hub import HUB, could_be_on_hub, find_on_hub
@@ -114,7 +114,8 @@ def joined(
     own = find_tokenizer(folder, given, above=layout != peft.NAME)
     tokenizer = own if any(own.has(name) for name in TOKENIZER_FILES) else below.tokenizer
     model = {**below.config, **weights.changes}
-    return Structure(folder, model, below.generation_config, None, weights, f"{layout}{ADAPTED}{below.layout}", tokenizer)
+    called = f"{layout} on {below.layout}"
+    return Structure(folder, model, below.generation_config, None, weights, called, tokenizer, below.folder)
 
 
 def _check_rows(weights: Weights, base: Mapping[str, Any], trained: Mapping[str, Any]) -> None:

@@ -24,7 +24,7 @@ from checkpoint.opening.leases import Leases
 from checkpoint.opening.mapped import view_stored
 from checkpoint.opening.prove import open_structure
 from checkpoint.opening.slices import read_stored
-from checkpoint.opening.structure import ADAPTED, Structure, Verification
+from checkpoint.opening.structure import Structure, Verification
 from checkpoint.text.vocabulary import check_rows, tokenizer_vocab_size
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -109,7 +109,13 @@ class Checkpoint:
     @property
     def is_adapted(self) -> bool:
         """Whether this is an adapter with its base model, as one."""
-        return ADAPTED in self.layout
+        return self._structure.base is not None
+
+    @property
+    def parts(self) -> str:
+        """Which folder its tensors are from, for messages; of an adapter with its base model both."""
+        base = self._structure.base
+        return str(self.path) if base is None else f"{base.path} with the adapter {self.path}"
 
     @property
     def bytes_read(self) -> int:

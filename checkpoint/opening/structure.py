@@ -17,9 +17,6 @@ Verification = Literal["structure", "sha256"]
 CODE = "code in the folder"
 """Among the facts of weights whose configuration names code: that there is some, and that it is left alone."""
 
-ADAPTED = " on "
-"""What stands between the names of an adapter's layout and of its base model's."""
-
 
 @dataclass(frozen=True, slots=True)
 class Structure:
@@ -35,6 +32,8 @@ class Structure:
     """What the layout of the weights' files is called."""
     tokenizer: Folder
     """Where the tokenizer's files are, if there are any."""
+    base: Folder | None = None
+    """The base model's folder, of an adapter that is joined with one."""
 
     def check_model(self) -> None:
         """Refuse a ``config.json`` of which no model shall be made: before one is built.

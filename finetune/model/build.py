@@ -208,7 +208,7 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     model = build_empty(config_of(checkpoint), dtype, nullcontext())
     tied = tied_names(model)
     checkpoint.check_tensors(shapes_of(model), tied=tied)
-    with found_in(str(checkpoint.path)):
+    with found_in(checkpoint.parts):
         fill(model, lambda name: read_for(checkpoint, checkpoint.resolve(name, tied), dtype), _always)
     nn.Module.eval(model)
     return model

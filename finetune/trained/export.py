@@ -171,7 +171,7 @@ def write(
         for name in checkpoint.tensors:
             tensor = read(name)
             written = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-            with found_in(str(checkpoint.path)):
+            with found_in(checkpoint.parts):
                 check_finite(name, written, tensor)
             yield name, written
             done += sizes[name]

@@ -10,6 +10,7 @@ import torch
 
 from checkpoint import Checkpoint, CheckpointError, Given, open_checkpoint
 from checkpoint.disk.folder import Folder
+from checkpoint.opening.slices import read_stored
 from checkpoint.readers import peft
 from checkpoint.readers.hub import could_be_on_hub, find_on_hub
 from finetune.base_model.hub import folder_of
@@ -17,6 +18,7 @@ from finetune.base_model.identity import candidates, find_again, recorded_beside
 from finetune.data.tokenizer import usual_folder
 from finetune.errors import ConfigError
 from finetune.model.build import read_for, saved_config, stored_dtype, tied_names
+from finetune.model.finite import check_finite, found_in
 from finetune.output.folder import checkpoint_folder
 from finetune.output.new_checkpoint import require_new, write_new
 from finetune.output.saves import newest_first
@@ -123,10 +125,22 @@ def open_joined(folder: Path, base: Path | None = None, *, any_base: bool = Fals
     Raises:
         CheckpointError: one of the two is not sound, or they do not fit.
         ConfigError: as ``open_base``.
+        WeightNotFinite: a tensor of the adapter is not; with the base its name would not be told.
     """
     with open_base(folder, base, any_base=any_base) as found:
         given = Given(base=str(found.path), any_base=any_base)
+    _check_adapter(folder)
     return open_checkpoint(folder, given=given)
+
+
+def _check_adapter(folder: Path) -> None:
+    weights = peft.open_weights(Folder(folder))
+    try:
+        with found_in(str(folder)):
+            for name, stored in weights.places.items():
+                check_finite(name, read_stored(weights.files, stored, None, dtype=None, device="cpu")[0])
+    finally:
+        weights.close()
 
 
 def open_base(folder: Path, base: Path | None = None, *, any_base: bool = False) -> Checkpoint:

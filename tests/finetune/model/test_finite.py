@@ -136,7 +136,7 @@ def test_adapters_and_what_they_are_joined_with_are_looked_at(
     save_file(tensors, adapter / "adapter_model.safetensors")
     broken = spoiled(sound, tmp_path / "base", math.nan)
     assert main(["merge", str(adapter), str(tmp_path / "out"), "--base", str(broken)]) == 2
-    assert f"{broken}: tensor '{SPOILED}' holds nan at [0, 5]" in capsys.readouterr().err
+    assert f"{broken} with the adapter {adapter}: tensor '{SPOILED}' holds nan at [0, 5]" in capsys.readouterr().err
     name = next(name for name in tensors if "layers.1.attention.dense.lora_A" in name)
     tensors[name].view(-1)[5] = math.inf
     save_file(tensors, adapter / "adapter_model.safetensors")
