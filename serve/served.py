@@ -37,7 +37,8 @@ class ModelConfig:
     """What the names of the weights begin with, such as ``app.model.``, in a checkpoint that holds several things by names."""
 
     adapter: str = ""
-    """Folder of a LoRA adapter that is added to the model as it is loaded. ``path`` may be an adapter's folder itself."""
+    """Folder of a LoRA adapter, or ``hf:ORG/NAME`` in the hub's local cache, that is added to the model as it is loaded.
+    ``path`` may be an adapter's folder itself."""
 
     base: str = ""
     """Folder of the base model, or ``hf:ORG/NAME`` in the hub's local cache, where ``path`` is an adapter that does not say."""

@@ -22,6 +22,9 @@ from checkpoint.readers.surroundings import find_tokenizer
 from checkpoint.readers.weights import Weights
 from checkpoint.text.tokenizer_files import TOKENIZER_FILES
 
+_SAID = "--base, or model.base of a run"
+"""How a user says where the base model is."""
+
 
 def adapted_base(config: Mapping[str, Any], given: Given) -> str:
     """Where the base model of the adapter is that ``config``, its ``adapter_config.json``, describes.
@@ -33,20 +36,20 @@ def adapted_base(config: Mapping[str, Any], given: Given) -> str:
     """
     base = given.base or config.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
-        raise CheckpointError(peft.CONFIG, "names no base_model_name_or_path; name the base model's folder (--base)")
+        raise CheckpointError(peft.CONFIG, f"names no base_model_name_or_path; name the base model's folder ({_SAID})")
     try:
         folder_here = Path(base).expanduser()
         if folder_here.is_dir():
             return str(folder_here)
     except (OSError, RuntimeError, ValueError) as error:  # a name that is too long, or of a user there is none of
         raise CheckpointError(peft.CONFIG, f"names the base model {shown(base)}, which is no path: {error}") from error
-    where, why = "--base" if given.base else peft.CONFIG, "which is no folder here"
+    where, why = _SAID if given.base else peft.CONFIG, "which is no folder here"
     if base.startswith(HUB) or (could_be_on_hub(base) and not given.base):
         try:
             return str(find_on_hub(base, fetch=False))
         except CheckpointError as error:
             why = f"which is no folder here, and as a model of the hub: {error.rule}"
-    raise CheckpointError(where, f"names the base model {base!r}, {why}; name its folder (--base)")
+    raise CheckpointError(where, f"names the base model {base!r}, {why}; name its folder ({_SAID})")
 
 
 def pinned(path: str | Path, given: Given) -> Given:
@@ -56,27 +59,49 @@ def pinned(path: str | Path, given: Given) -> Given:
         CheckpointError: there is no such folder, or it is no checkpoint of a known layout.
     """
     folder, layout = recognise(path)
-    refuse_two(layout is peft, given)
+    refuse_two(folder, layout is peft, given)
     if layout is peft:
         base, _ = recognise(adapted_base(peft.read_config(folder), given))
         return dataclasses.replace(given, base=str(base.path))
     if given.adapter is not None:
-        adapter, _ = recognise(given.adapter)
-        return dataclasses.replace(given, adapter=str(adapter.path))
+        return dataclasses.replace(given, adapter=str(added_adapter(given.adapter).path))
     return dataclasses.replace(given, base=base_beside(folder, given))
 
 
-def refuse_two(is_adapter: bool, given: Given) -> None:
-    """Refuse an adapter that is to be added to another."""
+def added_adapter(name: str) -> Folder:
+    """The folder of the adapter that is to be added to a model; a name of the hub is its snapshot in the local cache.
+
+    Raises:
+        CheckpointError: there is no such folder or snapshot, or it is no adapter.
+    """
+    folder, layout = recognise(find_on_hub(name, "adapter", fetch=False) if name.startswith(HUB) else name)
+    if layout is not peft:
+        raise CheckpointError(name, f"is a checkpoint of {layout.NAME}, no adapter")
+    return folder
+
+
+def refuse_two(folder: Folder, is_adapter: bool, given: Given) -> None:
+    """Refuse an adapter that is to be added to another, and a base model beside the one in ``folder`` that one is added to."""
     if is_adapter and given.adapter is not None:
         raise CheckpointError(given.adapter, "would be a second adapter beside the one that is opened; there is one at a time")
+    if given.adapter is not None and given.base is not None:
+        raise CheckpointError(given.base, f"is given as an adapter's base model, which {folder.path} is: leave one of them out")
+
+
+def refuse_base(folder: Folder, given: Given) -> None:
+    """Refuse a base model for a whole one, which nothing says is an adapter: who names it takes ``folder`` for one."""
+    if given.base is not None and adapter_config(folder, given) is None:
+        raise CheckpointError(
+            given.base, f"is given as an adapter's base model; {folder.path} has a whole model, and needs none"
+        )
 
 
 def base_beside(folder: Folder, given: Given) -> str | None:
-    """The very folder of the base of a save that may hold an adapter alone: ``None`` where nothing names one that is here."""
+    """The very folder of the base of a save that may hold an adapter alone; where nothing names one that is here, what was
+    given, which is told of when it is opened."""
     config = adapter_config(folder, given)
     try:
-        return None if config is None else str(recognise(adapted_base(config, given))[0].path)
+        return given.base if config is None else str(recognise(adapted_base(config, given))[0].path)
     except CheckpointError:
         return given.base
 
@@ -141,4 +166,6 @@ def _check_base(manifest: Manifest, base: Structure) -> None:
         return
     if base.manifest is None or hashlib.sha256(base.manifest.to_bytes()).hexdigest() != digest:
         rule = f"remembers another base model than {base.folder.path}; it was trained beside {remembered.get('folder')}"
-        raise CheckpointError(MANIFEST, f"{rule}: name that one (--base), or join them with `tessera-finetune merge`")
+        raise CheckpointError(
+            MANIFEST, f"{rule}: name that one ({_SAID}), or join them with `tessera-finetune merge --base-changed accept`"
+        )

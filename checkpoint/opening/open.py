@@ -112,6 +112,11 @@ class Checkpoint:
         return self._structure.base is not None
 
     @property
+    def base(self) -> Path | None:
+        """The folder of an adapter's base model, links resolved; ``None`` of what is no adapter."""
+        return None if self._structure.base is None else self._structure.base.path
+
+    @property
     def parts(self) -> str:
         """Which folder its tensors are from, for messages; of an adapter with its base model both."""
         base = self._structure.base

@@ -16,7 +16,7 @@ from checkpoint.layout import Stored
 from checkpoint.model.config import CONFIG
 from checkpoint.model.mxfp4 import decoded
 from checkpoint.model.quantised import check_not_quantised
-from checkpoint.opening.adapted import adapted_base, joined, refuse_two
+from checkpoint.opening.adapted import adapted_base, added_adapter, joined, refuse_base, refuse_two
 from checkpoint.opening.recognise import MASTERS_READ, recognise
 from checkpoint.opening.structure import CODE, Structure, Verification
 from checkpoint.readers import hf, peft
@@ -50,14 +50,11 @@ def _opened(path: str | Path, verify: Verification, given: Given, *, is_base: bo
     folder, layout = recognise(path)
     if layout is peft and is_base:
         raise CheckpointError(str(path), _NO_BASE)
-    refuse_two(layout is peft, given)
+    refuse_two(folder, layout is peft, given)
     if layout is peft:
         return _open_adapted(folder, adapted_base(peft.read_config(folder), given), given, verify)
     if given.adapter is not None:
-        adapter, kind = recognise(given.adapter)
-        if kind is not peft:
-            raise CheckpointError(given.adapter, f"is a checkpoint of {kind.NAME}, no adapter")
-        return _open_adapted(adapter, str(folder.path), given, verify)
+        return _open_adapted(added_adapter(given.adapter), str(folder.path), given, verify)
     above = layout is not hf
     identity = folder.identity()
     manifest = load_manifest(folder)
@@ -86,6 +83,7 @@ def _opened(path: str | Path, verify: Verification, given: Given, *, is_base: bo
             trained = {} if configs is None or given.config is not None else configs[0]
             base = adapted_base(weights.adapter, given)
             return joined(folder, weights, _open_base(base, own, verify), own, layout.NAME, trained=trained)
+        refuse_base(folder, given)
         if given.master_weights and layout not in MASTERS_READ:
             _refuse_without_masters(weights, layout.NAME)
         if configs is not None:

@@ -7,22 +7,31 @@ knows where the cache is (HF_HOME) and who asks (HF_TOKEN). Only the files that 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final, Literal
 
 from checkpoint.errors import CheckpointError
 from checkpoint.text.tokenizer_files import TOKENIZER_FILES
 
-Need = Literal["config", "tokenizer", "model"]
-"""``config.json`` alone; the tokenizer with it; the weights with both."""
+Need = Literal["config", "tokenizer", "model", "adapter"]
+"""``config.json`` alone; the tokenizer with it; the weights with both; of peft's adapters all that is theirs."""
 
 HUB: Final = "hf:"
 """In front of the name of a model or a data set of the hub."""
 
-_CONFIGS: Final = ("config.json", "generation_config.json")
+_ADAPTERS_CONFIG: Final = "adapter_config.json"
+_CONFIGS: Final = ("config.json", "generation_config.json", _ADAPTERS_CONFIG)
 _SAFETENSORS: Final = ("model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors")
 _OLD_WEIGHTS: Final = ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*-of-*.bin")
+_ADAPTERS: Final = ("adapter_model.safetensors", "adapter_model.bin")
+_FILES: Final[Mapping[Need, tuple[str, ...]]] = {
+    "config": _CONFIGS,
+    "tokenizer": (*_CONFIGS, *TOKENIZER_FILES),
+    "model": (*_CONFIGS, *TOKENIZER_FILES, *_SAFETENSORS, *_ADAPTERS),
+    "adapter": (*_CONFIGS, *TOKENIZER_FILES, *_ADAPTERS),
+}
 _NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w./-]+)?")
 
 
@@ -32,7 +41,7 @@ def could_be_on_hub(name: str) -> bool:
 
 
 def find_on_hub(name: str, need: Need = "model", *, fetch: bool) -> Path:
-    """The snapshot of a model of the hub in the local cache.
+    """The snapshot of a model of the hub in the local cache. One that holds an adapter alone is a model too.
 
     Args:
         name: with ``hf:`` before it or without.
@@ -45,12 +54,16 @@ def find_on_hub(name: str, need: Need = "model", *, fetch: bool) -> Path:
     if not could_be_on_hub(bare):
         raise CheckpointError(repr(name), f"a model of the hub is named {HUB}ORG/NAME or {HUB}ORG/NAME@REVISION")
     repository, _, revision = bare.partition("@")
-    patterns = {"config": _CONFIGS, "tokenizer": (*_CONFIGS, *TOKENIZER_FILES)}.get(
-        need, (*_CONFIGS, *TOKENIZER_FILES, *_SAFETENSORS)
-    )
-    folder = _snapshot(name, repository, revision or None, patterns, fetch)
+    find = partial(_snapshot, name, repository, revision or None, fetch=fetch)
+    patterns = _FILES[need]
+    folder = find(patterns)
+    if need == "adapter" or (need != "tokenizer" and _is_adapter_alone(folder)):
+        folder = folder if need != "config" else find(_FILES["adapter"])
+        if not ((folder / _ADAPTERS_CONFIG).is_file() and _holds(folder, _ADAPTERS)):
+            raise CheckpointError(name, f"no adapter ({_ADAPTERS_CONFIG}, {_ADAPTERS[0]}) in {folder}{_remedy(repository)}")
+        return folder
     if need == "model" and not _holds(folder, _SAFETENSORS):
-        folder = _snapshot(name, repository, revision or None, (*patterns, *_OLD_WEIGHTS), fetch)
+        folder = find((*patterns, *_OLD_WEIGHTS))
         if not _holds(folder, _OLD_WEIGHTS):
             raise CheckpointError(name, f"no weights (*.safetensors or *.bin) in {folder}{_remedy(repository)}")
     if need != "tokenizer" and not (folder / "config.json").is_file():
@@ -58,11 +71,15 @@ def find_on_hub(name: str, need: Need = "model", *, fetch: bool) -> Path:
     return folder
 
 
+def _is_adapter_alone(folder: Path) -> bool:
+    return (folder / _ADAPTERS_CONFIG).is_file() and not (folder / "config.json").is_file()
+
+
 def _holds(folder: Path, patterns: Sequence[str]) -> bool:
     return any(next(folder.glob(pattern), None) is not None for pattern in patterns)
 
 
-def _snapshot(name: str, repository: str, revision: str | None, patterns: Sequence[str], fetch: bool) -> Path:
+def _snapshot(name: str, repository: str, revision: str | None, patterns: Sequence[str], *, fetch: bool) -> Path:
     import huggingface_hub
     from huggingface_hub import constants, errors
 

@@ -1,4 +1,4 @@
-"""Where a run's ``model.path`` and ``tokenizer.path`` are: folders, or models of the Hugging Face hub, as ``hf:ORG/NAME``."""
+"""Where a run's ``model`` and ``tokenizer.path`` are: folders, or models of the Hugging Face hub, as ``hf:ORG/NAME``."""
 
 from __future__ import annotations
 
@@ -68,29 +68,34 @@ def located(
     Raises:
         ConfigError: as ``folder_of``, or the model cannot be trained by ``command``.
     """
-    given = config.model.path, config.tokenizer.path
-    changes: dict[str, Path] = {}
 
-    def look(section: str, name: str, need: Need) -> None:
+    def look(section: str, key: str, need: Need) -> None:
+        nonlocal config
+        part = getattr(config, section)
+        name = getattr(part, key)
         try:
-            changes[section] = folder_of(name, f"{section}.path", need)
+            folder = folder_of(name, f"{section}.{key}", need)
         except ConfigError as error:
             if not (on_hub(name) and can_do_without):
                 raise
             say(str(error))
+            return
+        if on_hub(name):
+            say(f"{name} is {folder}")
+            config = replace(config, **{section: replace(part, **{key: str(folder)})})
 
+    model, tokenizer = config.model, config.tokenizer
     # A resumed run may go on where the folder it began with is no more.
-    is_open = config.run.resume == "auto" and not on_hub(given[0])
+    is_open = config.run.resume == "auto" and not on_hub(model.path)
     can_do_without = need != "tokenizer" and _has_saves(config)
-    if given[0] is not None and not is_open:
-        elsewhere = need == "tokenizer" and (given[1] is not None or config.tokenizer.train is not None)
-        look("model", given[0], "config" if elsewhere else need)
-    if given[1] is not None and need != "config":
-        look("tokenizer", given[1], "tokenizer")
-    for name, folder in changes.items():
-        section = getattr(config, name)
-        if on_hub(section.path):
-            say(f"{section.path} is {folder}")
-            config = replace(config, **{name: replace(section, path=str(folder))})
+    if model.path is not None and not is_open:
+        elsewhere = need == "tokenizer" and (tokenizer.path is not None or tokenizer.train is not None)
+        look("model", "path", "config" if elsewhere else need)
+    if tokenizer.path is not None and need != "config":
+        look("tokenizer", "path", "tokenizer")
+    if on_hub(model.base) and need != "tokenizer":
+        look("model", "base", "model")
+    if on_hub(model.adapter) and need != "tokenizer":
+        look("model", "adapter", "adapter")
     config.check_command(command)
     return config

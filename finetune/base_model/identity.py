@@ -19,6 +19,7 @@ from checkpoint.disk.latest import is_root, resolve_latest
 from checkpoint.disk.manifest import load_manifest
 from checkpoint.given import NOTHING_GIVEN
 from checkpoint.model.config import GENERATION
+from checkpoint.opening.adapted import pinned
 from checkpoint.opening.recognise import locate
 from checkpoint.readers import peft
 from finetune.base_model.given import given_of
@@ -62,14 +63,18 @@ def identified(checkpoint: Checkpoint) -> Base:
         digest = hashlib.sha256(checkpoint.manifest.to_bytes()).hexdigest()
         return Base(folder=str(checkpoint.path), identity=f"manifest:{digest}")
     table = sorted((name, str(info.dtype), list(info.shape), info.file) for name, info in checkpoint.tensors.items())
-    try:
-        files = {file: sampled_sha256(checkpoint.way_to(file)) for file in checkpoint.files}
-        if checkpoint.is_adapted and (checkpoint.path / peft.CONFIG).is_file():
-            files[peft.CONFIG] = sampled_sha256(checkpoint.path / peft.CONFIG)
-    except OSError as error:
-        raise CheckpointError(str(error.filename), f"cannot be read: {error.strerror}") from error
+    files = {file: _hash_of(checkpoint.way_to(file), file) for file in checkpoint.files}
+    if checkpoint.is_adapted and (checkpoint.path / peft.CONFIG).is_file():
+        files[peft.CONFIG] = _hash_of(checkpoint.path / peft.CONFIG, peft.CONFIG)
     digest = hashlib.sha256(json.dumps([table, files]).encode()).hexdigest()
     return Base(folder=str(checkpoint.path), identity=f"tensors:{digest}")
+
+
+def _hash_of(path: Path, name: str) -> str:
+    try:
+        return sampled_sha256(path)
+    except OSError as error:
+        raise CheckpointError(name, f"cannot be read: {error.strerror}") from error
 
 
 def recorded_in(extra: Mapping[str, Any]) -> Base | None:
@@ -131,6 +136,27 @@ def find_again(wanted: Base, places: list[Path], given: Given = NOTHING_GIVEN) -
     return None
 
 
+def check_own_base(checkpoint: Checkpoint, given: Given = NOTHING_GIVEN) -> None:
+    """Refuse an adapter of Tessera beside a base that has no manifest and other files than the one it was trained beside.
+
+    A base with a manifest was compared when the two were opened.
+
+    Args:
+        given: what the two were opened with.
+
+    Raises:
+        CheckpointError: it is another base; says which it was.
+    """
+    if checkpoint.base is None:
+        return
+    wanted = recorded_beside(checkpoint.path)
+    own = replace(given, base=None, adapter=None)
+    if wanted is not None and find_again(wanted, [checkpoint.base], own) is None:
+        rule = f"is not the model that {checkpoint.path} was trained beside, {wanted}"
+        remedy = "name that one, or join them with `tessera-finetune merge --base-changed accept`"
+        raise CheckpointError(str(checkpoint.base), f"{rule}: {remedy}")
+
+
 def settle_base(config: TuneConfig, say: Callable[[str], None]) -> TuneConfig:
     """``config`` with ``model.path`` the absolute folder of one checkpoint; a resumed run gets the one it began with.
 
@@ -156,7 +182,12 @@ def settle_base(config: TuneConfig, say: Callable[[str], None]) -> TuneConfig:
         folder = places[0] if places else _by_its_own(config, problem, say)
     if save is not None and began_with is None and config.lora is not None:
         say(f"model.path: the saves of {config.run.output} do not say what their base held; {folder} is taken for it, unproved")
-    return replace(config, model=replace(config.model, path=str(folder)))
+    config = replace(config, model=replace(config.model, path=str(folder)))
+    try:
+        given = pinned(folder, given_of(config))
+    except CheckpointError as error:
+        raise ConfigError(f"model.path: {folder}: {error}") from error
+    return replace(config, model=replace(config.model, base=given.base, adapter=given.adapter))
 
 
 def _places(given: str) -> list[Path]:
@@ -186,9 +217,20 @@ def _resumed(config: TuneConfig, wanted: Base, places: list[Path], problem: str,
         )
     # All weights are in the resume state: of the base, only what describes it is asked for.
     if places:
+        problem = _why_not_opened(places[0], given)
+    if not problem:
         say(f"model.path: {places[0]} is not what this run began with, {wanted}; it goes on with the weights it saved")
         return places[0]
     return _by_its_own(config, problem, say)
+
+
+def _why_not_opened(folder: Path, given: Given) -> str:
+    """What is wrong with the model there, its adapter's base included; empty where nothing is."""
+    try:
+        open_checkpoint(folder, given=given).close()
+    except CheckpointError as error:
+        return str(error)
+    return ""
 
 
 def _by_its_own(config: TuneConfig, problem: str, say: Callable[[str], None]) -> Path:

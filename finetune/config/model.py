@@ -18,10 +18,11 @@ class ModelConfig:
     Hugging Face hub. A peft adapter begins with its base model and itself as one, all of whose weights are trained."""
 
     base: str | None = None
-    """Where ``path`` is an adapter: the folder of its base model, if its ``adapter_config.json`` does not name it."""
+    """Where ``path`` is an adapter: the folder of its base model, or ``hf:ORG/NAME``, if its ``adapter_config.json`` does not
+    name it."""
 
     adapter: str | None = None
-    """The folder of a peft adapter that is added to the model of ``path`` before its weights are trained."""
+    """The folder of a peft adapter, or ``hf:ORG/NAME``, that is added to the model of ``path`` before its weights are trained."""
 
     config: str | None = None
     """The model's ``config.json``, or a folder that has one, for a checkpoint with none beside, above or in its weights."""
@@ -51,6 +52,8 @@ class ModelConfig:
         require(self.config is None or self.path is not None, "model.config", self.config, "be absent without model.path")
         prefix = self.weights_prefix
         require(prefix is None or self.path is not None, "model.weights_prefix", prefix, "be absent without model.path")
+        for key in ("path", "base", "adapter", "config", "layer_map", "adapter_config"):
+            require(getattr(self, key) != "", f"model.{key}", "", "name a folder or file, or be left out")
         for key in ("base", "adapter"):
             given = getattr(self, key)
             require(given is None or self.path is not None, f"model.{key}", given, "be absent without model.path")
@@ -85,4 +88,5 @@ class TokenizerConfig:
     """Learn a new one from the data."""
 
     def __post_init__(self) -> None:
+        require(self.path != "", "tokenizer.path", "", "name a folder or file, or be left out")
         require(self.path is None or self.train is None, "tokenizer.path", self.path, "be absent when tokenizer.train is set")

@@ -215,18 +215,23 @@ def model_config_of(config: TuneConfig, *, weights: bool = True) -> PretrainedCo
     Raises:
         ConfigError: there is no such model or tokenizer.
     """
-    from checkpoint import CheckpointError, open_checkpoint
+    from checkpoint import CheckpointError
     from checkpoint.opening.prove import model_config
+    from checkpoint.readers import peft
     from finetune.base_model.given import given_of
     from finetune.base_model.identity import candidates
+    from finetune.base_model.opened import open_base_model
     from finetune.model.build import check_new_config, config_from, config_of, new_config
 
     if config.model.path is not None:
         try:
             path, given = candidates(Path(config.model.path))[0], given_of(config)
-            if not weights:
+            is_adapted = (
+                given.adapter is not None or (path / peft.CONFIG).is_file()
+            )  # of which the weights are looked at anyway
+            if not weights and not is_adapted:
                 return config_from(*model_config(path, given))
-            with open_checkpoint(path, given=given) as checkpoint:
+            with open_base_model(config) as checkpoint:
                 return config_of(checkpoint)
         except CheckpointError as error:
             raise ConfigError(f"model.path: {config.model.path}: {error}") from error

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from checkpoint import Checkpoint, CheckpointError, open_checkpoint
-from checkpoint.readers import peft
-from finetune.base_model.given import given_of
-from finetune.base_model.identity import Base, candidates, identified
+from checkpoint import Checkpoint, CheckpointError
+from finetune.base_model.identity import Base, identified
+from finetune.base_model.opened import open_base_model
 from finetune.config import TuneConfig
 from finetune.data.prepare import Prepared
 from finetune.errors import ConfigError
@@ -30,11 +28,6 @@ from finetune.model.build import (
     with_stops,
 )
 from finetune.model.finite import found_in
-
-_NO_BASE = (
-    "is no base for another adapter (lora), which names one model that is whole; write both as one with "
-    "`tessera-finetune export --from`, and train on that"
-)
 
 Read = Callable[[str], torch.Tensor]
 """Reads one whole tensor by the model's name for it."""
@@ -58,8 +51,7 @@ class InitialModel:
         else:
             assert config.model.path is not None, "ModelConfig holds exactly one of the two"
             try:
-                self._checkpoint = open_checkpoint(candidates(Path(config.model.path))[0], given=given_of(config))
-                _check_adapter(config, self._checkpoint)
+                self._checkpoint = open_base_model(config)
                 self.base = identified(self._checkpoint)
             except CheckpointError as error:
                 if self._checkpoint is not None:
@@ -105,11 +97,3 @@ class InitialModel:
 
     def _at_fault(self, error: CheckpointError) -> ConfigError:
         return ConfigError(f"model.path: {self._config.model.path}: {error}")
-
-
-def _check_adapter(config: TuneConfig, checkpoint: Checkpoint) -> None:
-    """Refuse a base that nothing asks for, and a new adapter on top of another."""
-    if config.model.base is not None and (config.model.adapter is not None or not checkpoint.is_adapted):
-        raise CheckpointError(config.model.base, "model.base names the base of an adapter, and model.path is a whole model")
-    if config.lora is not None and checkpoint.is_adapted:
-        raise CheckpointError(peft.CONFIG, _NO_BASE)

@@ -10,6 +10,7 @@ import torch
 
 from checkpoint import Checkpoint, CheckpointError, Given, open_checkpoint
 from checkpoint.disk.folder import Folder
+from checkpoint.opening.recognise import locate
 from checkpoint.opening.slices import read_stored
 from checkpoint.readers import peft
 from checkpoint.readers.hub import could_be_on_hub, find_on_hub
@@ -44,7 +45,7 @@ def merge(
     peft merges is there as a whole.
 
     Args:
-        adapter: a run's folder, a folder of checkpoints, or one folder with ``adapter_config.json``.
+        adapter: a run's folder, a folder of checkpoints (of another trainer, too), or one folder with ``adapter_config.json``.
         base: the base model's folder; unset: the one that ``adapter_config.json`` names.
         any_base: join with that one even if the adapter was trained beside another.
 
@@ -105,11 +106,16 @@ def adapter_folder(path: Path) -> Path | None:
     """The adapter that counts of a run or of a folder of checkpoints, or ``path`` itself; ``None`` if that is no adapter.
 
     As of whole models, that is the one that ``latest`` names or, if it is not whole, the newest that is. Where none is whole,
-    it is the first that would count, for what opens it to say what is wrong with it.
+    it is the first that would count, for what opens it to say what is wrong with it. Of another trainer's folders it is what
+    that keeps as its newest, such as ``checkpoint-N``.
     """
     folder = checkpoint_folder(path)
-    if not (folder / _ADAPTER).is_file():
-        folder = next(iter(newest_first(folder)), folder)
+    try:
+        if not (folder / _ADAPTER).is_file():
+            saves = newest_first(folder)
+            folder = saves[0] if saves else locate(folder)
+    except CheckpointError:
+        return None
     try:
         return folder if (folder / _ADAPTER).is_file() and peft.recognises(Folder(folder)) else None
     except CheckpointError as error:

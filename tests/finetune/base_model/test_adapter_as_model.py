@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,13 +14,19 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint import CheckpointError, Given, open_checkpoint, pinned
 from checkpoint.opening.prove import model_config, tokenizer_place
-from finetune.base_model.identity import identified
+from finetune.base_model.identity import identified, settle_base
+from finetune.base_model.opened import open_base_model
 from finetune.config.load import load_config
 from finetune.data.prepare import prepare
 from finetune.errors import ConfigError
+from finetune.forecast.estimate import model_config_of
 from finetune.train.initial_model import InitialModel
+from finetune.trained.export import export
+from finetune.trained.merge import merge
+from tests.finetune.base_model.test_identity import adapter_on, begin, config
+from tests.finetune.base_model.test_identity import save as save_step
 from tests.finetune.support import write_config
-from tests.support.models import save, tokenizer
+from tests.support.models import build, save, tokenizer
 
 
 def folders(root: Path) -> tuple[Path, Path]:
@@ -78,10 +86,13 @@ def test_a_new_adapter_has_a_whole_model_for_its_base(added: bool, tmp_path: Pat
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ConfigError, match=r"is no base for another adapter \(lora\).*tessera-finetune export"):
         InitialModel(load_config(write_config(tree | {"lora": {}}, tmp_path / "lora.yaml")), prepared)
+    for weights in (True, False):
+        with pytest.raises(ConfigError, match=r"is no base for another adapter \(lora\)"):
+            model_config_of(load_config(tmp_path / "lora.yaml"), weights=weights)
     assert len(os.listdir("/proc/self/fd")) == before
     for model, rule in (
-        ({"path": str(base), "base": str(base)}, "model.base names the base of an adapter"),
-        ({"path": str(base), "base": str(base), "adapter": str(adapter)}, "model.base names the base of an adapter"),
+        ({"path": str(base), "base": str(base)}, "has a whole model, and needs none"),
+        ({"path": str(base), "base": str(base), "adapter": str(adapter)}, "leave one of them out"),
         ({"path": str(adapter), "adapter": str(adapter)}, "there is one at a time"),
     ):
         with pytest.raises(ConfigError, match=rule):
@@ -98,3 +109,75 @@ def test_the_adapters_own_tokenizer_counts_wherever_it_is_named(tmp_path: Path) 
         assert model_config(path, given)[0]["model_type"] == "llama"
     with pytest.raises(CheckpointError, match="there is one at a time"):
         pinned(adapter, Given(adapter=str(adapter)))
+
+
+def test_a_base_model_is_named_beside_an_adapter_alone(tmp_path: Path) -> None:
+    base, adapter = folders(tmp_path)
+    given = Given(base=str(base))
+    assert pinned(base, given).base == str(base), "which opening it then refuses"
+    with pytest.raises(CheckpointError, match=rf"{base}: is given as an adapter's base model; {base} has a whole model"):
+        open_checkpoint(base, given=given)
+    for opened in (pinned, lambda path, given: open_checkpoint(path, given=given)):
+        with pytest.raises(CheckpointError, match="leave one of them out"):
+            opened(base, Given(base=str(base), adapter=str(adapter)))
+        with pytest.raises(CheckpointError, match=f"{base}: is a checkpoint of Hugging Face, no adapter"):
+            opened(base, Given(adapter=str(base)))
+
+
+@pytest.mark.parametrize("added", [False, True])
+def test_a_run_that_began_with_an_adapter_goes_on_without_its_base(added: bool, tmp_path: Path) -> None:
+    """Its own saves are whole models."""
+    base, adapter = folders(tmp_path)
+    tree = config(base if added else adapter, tmp_path / "out", lora=False)
+    if added:
+        tree = replace(tree, model=replace(tree.model, adapter=str(adapter)))
+    begin(tree)
+    shutil.rmtree(adapter if added else base)
+    own = save_step(build("llama"), tmp_path / "out" / "checkpoints", 2)
+    said: list[str] = []
+    gone_on = settle_base(tree, said.append)
+    assert gone_on.model.path == str(own.resolve())
+    assert "the run goes on without it, by what it saved itself" in said[0]
+    open_base_model(gone_on).close()
+
+
+def test_the_base_is_the_very_folder_that_a_root_means_when_the_run_begins(tmp_path: Path) -> None:
+    root = tmp_path / "base" / "checkpoints"
+    first = save_step(build("gpt_neox"), root, 4)
+    adapter = adapter_on(first, tmp_path / "lora")
+    shutil.copytree(tmp_path / "lora", tmp_path / "more")
+    described = json.loads((adapter / "adapter_config.json").read_text()) | {"base_model_name_or_path": str(root)}
+    (adapter / "adapter_config.json").write_text(json.dumps(described))
+    begins = settle_base(config(adapter, tmp_path / "out", lora=False), print)
+    assert begins.model.base == str(first.resolve())
+    added = replace(begins.model, path=str(first), base=None, adapter=str(tmp_path / "more"))
+    begins = settle_base(replace(begins, model=added), print)
+    assert begins.model.adapter == str((tmp_path / "more" / adapter.name).resolve())
+
+
+def test_an_adapter_of_tessera_is_proved_beside_a_base_without_a_manifest(tmp_path: Path) -> None:
+    build("gpt_neox").save_pretrained(tmp_path / "hf")
+    adapter = adapter_on(tmp_path / "hf", tmp_path / "lora")
+    tree = config(adapter, tmp_path / "out", lora=False)
+    open_base_model(tree).close()
+    export(adapter, tmp_path / "whole")
+    changed(tmp_path / "hf" / "model.safetensors")
+    for refused in (lambda: open_base_model(tree), lambda: export(adapter, tmp_path / "other")):
+        with pytest.raises(
+            (CheckpointError, ConfigError), match=r"hf: is not the model that .* was trained beside, .*tensors "
+        ):
+            refused()
+    assert not (tmp_path / "other").exists()
+
+
+def test_an_adapter_in_the_newest_of_another_trainer_s_folders_is_merged(tmp_path: Path) -> None:
+    base, adapter = folders(tmp_path)
+    for step in (5, 10):
+        shutil.copytree(adapter, tmp_path / "trainer" / f"checkpoint-{step}")
+    changed(tmp_path / "trainer" / "checkpoint-10" / "adapter_model.safetensors")
+    merge(tmp_path / "trainer", tmp_path / "out")
+    name = "model.layers.0.mlp.up_proj.weight"
+    with open_checkpoint(tmp_path / "out") as out, open_checkpoint(tmp_path / "trainer" / "checkpoint-10") as newest:
+        assert torch.equal(out.read(name), newest.read(name))
+    with pytest.raises(ConfigError, match="it is not an adapter"):
+        merge(base, tmp_path / "none")

@@ -15,8 +15,9 @@ import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file
 
-from checkpoint import CheckpointWriter
+from checkpoint import CheckpointWriter, Given, open_checkpoint
 from finetune.base_model.hub import folder_of, located
+from finetune.base_model.opened import open_base_model
 from finetune.cli import main
 from finetune.config import TuneConfig
 from finetune.config.load import load_config
@@ -24,6 +25,7 @@ from finetune.errors import ConfigError
 from finetune.launch.prerequisites import make_ready, settled
 from finetune.model.build import load_model
 from finetune.train.initial_model import InitialModel
+from tests.finetune.base_model.test_adapter_as_model import folders as adapter_folders
 from tests.finetune.base_model.test_identity import begin, settled_path
 from tests.finetune.base_model.test_identity import save as save_checkpoint
 from tests.finetune.support import run_command, small_run, write_config
@@ -76,8 +78,6 @@ def offline(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def query_of(folder: Path) -> torch.Tensor:
-    from checkpoint import open_checkpoint
-
     with open_checkpoint(folder) as checkpoint:
         return load_model(checkpoint, torch.float32).gpt_neox.layers[0].attention.query_key_value.weight
 
@@ -201,6 +201,32 @@ def test_names_become_folders_before_a_run(tmp_path: Path, text_folder: Path, of
     assert said[0] == f"hf:someone/small@v2 is {config.model.path}"
 
 
+def test_adapters_and_their_bases_are_named_by_the_hub_as_well(tmp_path: Path, text_folder: Path, offline: Path) -> None:
+    base, adapter = adapter_folders(tmp_path / "lora")
+    described = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(described | {"base_model_name_or_path": "someone/llama"}))
+    into_cache(offline, "someone/llama", base, COMMITS[0], "main")
+    into_cache(offline, "someone/lora", adapter, COMMITS[1], "main")
+    of_base, of_adapter = (offline / f"models--someone--{name}" / "snapshots" for name in ("llama", "lora"))
+    for model in (
+        {"path": "hf:someone/lora"},
+        {"path": "hf:someone/lora", "base": "hf:someone/llama"},
+        {"path": "hf:someone/llama", "adapter": "hf:someone/lora"},
+    ):
+        tree = small_run(text_folder, tmp_path / "run") | {"model": model}
+        config = located(load_config(write_config(tree, tmp_path / "run.yaml")))
+        named = {config.model.path, config.model.base, config.model.adapter} - {None}
+        assert named <= {str(of_base / COMMITS[0]), str(of_adapter / COMMITS[1])}
+        with open_base_model(config) as opened:
+            assert (opened.path, opened.base) == ((of_adapter / COMMITS[1]).resolve(), (of_base / COMMITS[0]).resolve())
+    with open_checkpoint(base, given=Given(adapter="hf:someone/lora")) as opened:
+        assert opened.is_adapted
+    assert folder_of("hf:someone/lora", "model.path", "config") == of_adapter / COMMITS[1]
+    wrong = small_run(text_folder, tmp_path / "run") | {"model": {"path": "hf:someone/llama", "adapter": "hf:someone/llama"}}
+    with pytest.raises(ConfigError, match=r"^model\.adapter: hf:someone/llama: no adapter \(adapter_config\.json, "):
+        located(load_config(write_config(wrong, tmp_path / "run.yaml")))
+
+
 def test_what_is_far_too_large_is_not_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text_folder: Path) -> None:
     asked: list[str] = []
     folder = tmp_path / "got"
@@ -218,7 +244,7 @@ def test_what_is_far_too_large_is_not_downloaded(tmp_path: Path, monkeypatch: py
     del tree["tokenizer"]
     tree["model"] = {"path": "hf:someone/huge"}
     assert main(["tune", str(write_config(tree, tmp_path / "run.yaml"))]) == 2
-    assert asked == ["config.json", "generation_config.json"]
+    assert asked == ["config.json", "generation_config.json", "adapter_config.json"]
 
 
 def test_a_run_goes_on_without_the_hub_by_its_base_or_by_what_it_saved(

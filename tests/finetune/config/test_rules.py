@@ -41,10 +41,16 @@ NEEDED: dict[type, dict[str, Any]] = {
     RunConfig: {"output": "out"},
     DataConfig: {"train": ("text",)},
     SourceConfig: {"path": "text"},
+    ModelConfig: {"path": "model"},
     TrainTokenizerConfig: {"vocab_size": 300},
 }
 BORDERS: list[tuple[type, str, str, list[Any], list[Any], str]] = [
     # section, prefix of its keys, key, good values, bad ones, rule
+    (TokenizerConfig, "tokenizer.", "path", [None, "x"], [""], "name a folder or file"),
+    *(
+        (ModelConfig, "model.", key, ["x"], [""], "name a folder or file")
+        for key in ("path", "base", "adapter", "config", "layer_map", "adapter_config")
+    ),
     (RunConfig, "run.", "output", ["x"], [""], "name a folder"),
     (RunConfig, "run.", "ranks", [1], [0, -1], "be at least 1"),
     (RunConfig, "run.", "seed", [0], [-1], "be 0 or more"),
