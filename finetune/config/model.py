@@ -22,7 +22,8 @@ class ModelConfig:
     name it."""
 
     adapter: str | None = None
-    """The folder of a peft adapter, or ``hf:ORG/NAME``, that is added to the model of ``path`` before its weights are trained."""
+    """The folder of a peft adapter, or ``hf:ORG/NAME``, that is added to the model of ``path`` before its weights are
+    trained."""
 
     config: str | None = None
     """The model's ``config.json``, or a folder that has one, for a checkpoint with none beside, above or in its weights."""
