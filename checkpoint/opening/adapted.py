@@ -131,6 +131,7 @@ def joined(
     try:
         if manifest is not None and not given.any_base:
             _check_base(manifest, below)
+        peft.check_biases(below.weights, adapter, adapter.adapter)
         weights = peft.merged(below.weights, adapter, adapter.adapter, below.config)
         _check_rows(weights, below.config, trained)
     except BaseException:

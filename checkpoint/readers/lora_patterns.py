@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from itertools import product
 from typing import Any, Final
 
 from checkpoint.errors import CheckpointError
@@ -28,33 +29,46 @@ def is_pattern(text: str) -> bool:
     return len(text) <= 200 and text.count("*") + text.count("+") <= 4 and _PATTERN.fullmatch(text) is not None
 
 
-def of_module(config: Mapping[str, Any], module: str, file: str) -> tuple[Any, Any]:
-    """Rank and alpha of a module, by its name in the model.
+def alpha_of(config: Mapping[str, Any], module: str, rank: int, file: str) -> Any:
+    """Alpha of a module whose factors have this rank, by its name in the model.
+
+    The first key that fits a name counted in training; peft saves the keys sorted, so where several fit, any may have been the
+    first, as far as the rank that it gives is that of the factors.
 
     Args:
         config: the adapter's description, whose keys ``is_pattern`` has passed; ``file`` is what a message calls it.
 
     Raises:
-        CheckpointError: a key is no regular expression.
+        CheckpointError: a key is no regular expression; none gives this rank; or several fit, with different alphas.
     """
     tables: list[Mapping[str, Any]] = [config.get(name) or {} for name in _SETTINGS]
     defaults = [config.get(key) for key in _SETTINGS.values()]
     if _OF_ALL_RELEASES not in config or _SINCE_15 in config:
-        keys = [_first(table, module, r"(.*\.)?({})$", file) for table in tables]
+        keys = list(product(*(_fitting(table, module, r"(.*\.)?({})$", file) for table in tables)))
     elif _SINCE_14 in config:
-        keys = [_first(table, module, r".*\.{}$", file) for table in tables]
-    else:
-        keys = [_first([*tables[0], *tables[1]], module, r".*\.{}$", file)] * 2
-    rank, alpha = (table.get(key, default) for table, key, default in zip(tables, keys, defaults, strict=True))
-    return rank, alpha
+        keys = list(product(*(_fitting(table, module, r".*\.{}$", file) for table in tables)))
+    else:  # one key for both, of the first table that has one
+        first, second = (_fitting(table, module, r".*\.{}$", file) for table in tables)
+        keys = [(key, key) for key in (second if first == [module] else first)]
+    found = [[table.get(key, default) for table, key, default in zip(tables, pair, defaults, strict=True)] for pair in keys]
+    alphas = [alpha for said, alpha in found if said == rank]
+    if not alphas:
+        raise CheckpointError(file, f"gives {module!r} the rank {found[0][0]!r}; its factors have {rank}")
+    other = next((alpha for alpha in alphas if alpha != alphas[0]), None)
+    if other is not None:
+        rule = f"gives {module!r} the lora_alpha {alphas[0]!r} or {other!r}: several keys of its patterns fit it"
+        raise CheckpointError(file, f"{rule}, and which came first in training was not saved; leave the others out")
+    return alphas[0]
 
 
-def _first(keys: Iterable[str], module: str, form: str, file: str) -> str:
-    """The first key that the module's name matches in this form; else the name itself, which may be a key."""
+def _fitting(keys: Iterable[str], module: str, form: str, file: str) -> list[str]:
+    """The keys that the module's name matches in this form, of those that are in an order of their own the first; else the name
+    itself, which may be a key."""
+    keys, fitting = list(keys), []
     for key in keys:
         try:
             if re.match(form.replace("{}", key), module):
-                return key
+                fitting.append(key)
         except re.error as error:
             raise CheckpointError(file, f"rank_pattern or alpha_pattern has {key!r}, which is no pattern: {error}") from error
-    return module
+    return (fitting if keys == sorted(keys) else fitting[:1]) or [module]

@@ -24,7 +24,7 @@ from checkpoint.readers.deepspeed import saves
 from checkpoint.readers.embedding_and_head import Vocabulary, may_replace, same_bytes
 from checkpoint.readers.files.safetensors import index_safetensors
 from checkpoint.readers.files.torch_zip import index_torch_zip
-from checkpoint.readers.lora_patterns import is_pattern, of_module
+from checkpoint.readers.lora_patterns import alpha_of, is_pattern
 from checkpoint.readers.weights import Weights
 
 NAME = "PEFT adapter"
@@ -224,6 +224,25 @@ def merged(base: Weights, adapter: Weights, config: Mapping[str, Any], model: Ma
     )
 
 
+def check_biases(base: Weights, adapter: Weights, config: Mapping[str, Any]) -> None:
+    """Refuse an adapter without the biases that were trained with it: peft 0.10 to 0.18 did not save those of ``lora_only``.
+
+    Args:
+        base: the model that the adapter is joined with, from other files.
+        config: ``adapter_config.json``.
+
+    Raises:
+        CheckpointError: an adapted module has a bias in the base and none in the adapter.
+    """
+    if config.get("bias", "none") == "none":
+        return
+    whole_tensors, factors = _parts(adapter)
+    for module in factors:
+        if f"{module}.bias" not in whole_tensors and find_stored(f"{module}.bias", base.places) is not None:
+            rule = f"bias is {shown(config['bias'])}, and {adapter.table} lacks the bias of {module!r} that was trained"
+            raise CheckpointError(CONFIG, f"{rule}; peft 0.10 to 0.18 did not save it. Set bias to none to take the base's")
+
+
 def _check_order(adapter: Weights, factors: Iterable[str], model: Mapping[str, Any]) -> None:
     """Refuse torchtune's adapters of Qwen2's queries and keys: it turns their rows as it must for Llama, not for this family.
 
@@ -289,9 +308,7 @@ def _low_rank(
         raise CheckpointError(table, f"has {'a' if magnitude else 'no'} magnitude of {module!r}, and use_dora says otherwise")
     if magnitude is not None and math.prod(magnitude.shape) != rows:
         raise CheckpointError(table, f"has a magnitude of {list(magnitude.shape)} for {module!r}, which has {rows} outputs")
-    said, alpha = of_module(config, module, CONFIG)
-    if said != rank:
-        raise CheckpointError(CONFIG, f"gives {module!r} the rank {said!r}; its factors have {rank}")
+    alpha = alpha_of(config, module, rank, CONFIG)
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not -1e30 < alpha < 1e30:
         raise CheckpointError(CONFIG, f"gives {module!r} the lora_alpha {alpha!r}; it must be a number")
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedModel
 
-from checkpoint import Checkpoint
+from checkpoint import Checkpoint, CheckpointError
 from checkpoint.disk.folder import Folder
-from checkpoint.readers.lora_patterns import is_pattern, of_module
+from checkpoint.readers.lora_patterns import alpha_of, is_pattern
 from finetune.errors import ConfigError
 from finetune.machine.quiet import quiet
 from finetune.model.build import load_model, stored_dtype, tied_names
@@ -87,6 +87,10 @@ def _refuse_unmergeable(folder: Path) -> None:
         raise ConfigError(
             f"{folder / _ADAPTER}: peft_type is {described['peft_type']}; peft merges no such adapter with its base"
         )
+    begun = described.get("init_lora_weights")
+    if isinstance(begun, str) and begun.startswith("pissa_niter_"):
+        rule = f"init_lora_weights is {begun!r}, by which peft changes the base by chance, differently each time"
+        raise ConfigError(f"{folder / _ADAPTER}: {rule}; save it converted to plain LoRA")
     for key in ("layer_replication", "alora_invocation_tokens"):
         if described.get(key):
             raise ConfigError(f"{folder / _ADAPTER}: {key} is set; such an adapter is not merged")
@@ -100,8 +104,11 @@ def _refuse_patterns(wrapped: PeftModel, folder: Path) -> None:
         return
     for name, module in wrapped.get_base_model().named_modules():
         alphas = getattr(module, "lora_alpha", None)
-        for given in alphas.values() if isinstance(alphas, dict) else ():
-            _, trained = of_module(described, name, _ADAPTER)
+        for adapter, given in alphas.items() if isinstance(alphas, dict) else ():
+            try:
+                trained = alpha_of(described, name, module.r[adapter], _ADAPTER)
+            except CheckpointError as error:
+                raise ConfigError(f"{folder}: {error}") from error
             if trained != given:
                 rule = f"gives {name!r} the alpha {trained} by the peft that trained it, and {given} by today's"
                 raise ConfigError(f"{folder / _ADAPTER}: {rule}; such an adapter is not merged")

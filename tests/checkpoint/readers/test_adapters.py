@@ -335,7 +335,7 @@ def test_a_base_of_the_hub_is_its_snapshot_in_the_local_cache(tmp_path: Path, mo
         "names the base model 'someone/small', which is no folder here, and as a model of the hub: revision main" in error.rule
     )
     assert "nothing is downloaded here" in error.rule
-    assert error.rule.endswith("name its folder (--base)")
+    assert error.rule.endswith("name its folder (--base, or model.base of a run)")
     snapshot = in_cache(tmp_path / "hub", tmp_path / "base", "someone/small")
     assert_merged(adapter, want)
     assert pinned(adapter, Given()).base == str(snapshot)

@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.checkpoint.readers.test_adapters import Q_PROJ, adapted, changed, llama, opened, refusal, trained
+from tests.checkpoint.readers.test_adapters import (
+    Q_PROJ,
+    adapted,
+    assert_merged,
+    changed,
+    gpt2,
+    llama,
+    opened,
+    refusal,
+    trained,
+)
 
 
 def renamed(adapter: Path, old: str, new: str) -> None:
@@ -62,3 +72,20 @@ def test_an_adapter_that_is_its_own_base_is_refused(tmp_path: Path) -> None:
     adapter, _ = adapted(tmp_path, llama, target_modules=["q_proj"])
     changed(adapter, base_model_name_or_path=str(adapter))
     assert "an adapter's base model must be a whole one" in refusal(adapter).rule
+
+
+def test_an_adapter_that_lost_the_biases_it_was_trained_with_is_refused(tmp_path: Path) -> None:
+    """As peft 0.10 to 0.18 saved those of ``lora_only``."""
+    adapter, want = adapted(tmp_path, gpt2, target_modules=["c_attn"], fan_in_fan_out=True, bias="lora_only")
+    assert_merged(adapter, want)
+    file = adapter / "adapter_model.safetensors"
+    kept = {name: tensor for name, tensor in load_file(file).items() if not name.endswith(".bias")}
+    assert len(kept) == len(load_file(file)) - 2
+    save_file(kept, file)
+    error = refusal(adapter)
+    assert error.file == "adapter_config.json"
+    assert error.rule.startswith("bias is 'lora_only', and adapter_model.safetensors lacks the bias of ")
+    changed(adapter, bias="none")
+    opened(adapter)
+    _, want = adapted(tmp_path / "without", llama, target_modules=["q_proj"], bias="lora_only")
+    assert_merged(tmp_path / "without" / "adapter", want)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from checkpoint import CheckpointError
-from checkpoint.readers.lora_patterns import is_pattern, of_module
+from checkpoint.readers.lora_patterns import alpha_of, is_pattern
 
 Q, K = "model.layers.1.self_attn.q_proj", "model.layers.1.self_attn.k_proj"
 KNOWN: dict[str, dict[str, Any]] = {
@@ -18,6 +18,9 @@ KNOWN: dict[str, dict[str, Any]] = {
 }
 
 
+SHARED: dict[str, Any] = {"r": 4, "lora_alpha": 16}
+
+
 @pytest.mark.parametrize(
     ("ranks", "alphas", "module", "want"),
     [
@@ -26,7 +29,7 @@ KNOWN: dict[str, dict[str, Any]] = {
         ({"q_proj": 2}, {"q_proj": 8}, K, [(4, 16)] * 3),
         # One key for both: alpha's own is not sought.
         ({"q_proj": 2}, {"self_attn.q_proj": 8}, Q, [(2, 16), (2, 8), (2, 8)]),
-        ({"self_attn.q_proj": 2}, {"q_proj": 8, "self_attn.q_proj": 9}, Q, [(2, 9), (2, 8), (2, 8)]),
+        ({"self_attn.q_proj": 2}, {"q_proj": 8, "k_proj": 9}, Q, [(2, 16), (2, 8), (2, 8)]),
         ({}, {"q_proj|k_proj": 8}, Q, [(4, 8)] * 3),
         ({}, {"q_proj|k_proj": 8}, K, [(4, 16), (4, 16), (4, 8)]),
         ({}, {"(q_proj|k_proj)": 8}, K, [(4, 8)] * 3),
@@ -34,20 +37,44 @@ KNOWN: dict[str, dict[str, Any]] = {
         ({Q: 2}, {Q: 8}, Q, [(2, 8)] * 3),
         ({r"model\.layers\.1\..*": 2}, {}, Q, [(4, 16), (4, 16), (2, 16)]),
         ({"^model.layers.1.self_attn.q_proj": 2}, {}, Q, [(4, 16), (4, 16), (2, 16)]),
+        # Of several that fit, the one that gives the rank of the factors; and in an order of their own, the first.
+        ({"layers.1.self_attn.q_proj": 2, "q_proj": 6}, {"layers.1.self_attn.q_proj": 1, "o_proj": 2}, Q, [(2, 1)] * 3),
+        ({"layers.1.self_attn.q_proj": 2, "q_proj": 6}, {"layers.1.self_attn.q_proj": 1}, Q, [(6, 16), (6, 1), (6, 1)]),
+        ({"self_attn.q_proj": 2, "q_proj": 6}, {"self_attn.q_proj": 1, "q_proj": 3}, Q, [(2, 1)] * 3),
     ],
 )
 def test_a_module_has_what_the_release_that_trained_it_gave_it(
     ranks: dict[str, int], alphas: dict[str, int], module: str, want: list[tuple[int, int]]
 ) -> None:
-    shared = {"r": 4, "lora_alpha": 16, "rank_pattern": ranks, "alpha_pattern": alphas}
-    got = [of_module(shared | known, module, "x") for known in KNOWN.values()]
-    assert got == [*want, want[-1]]
+    shared = SHARED | {"rank_pattern": ranks, "alpha_pattern": alphas}
+    for known, (rank, alpha) in zip(KNOWN.values(), [*want, want[-1]], strict=True):
+        assert alpha_of(shared | known, module, rank, "x") == alpha
+        with pytest.raises(CheckpointError, match=rf"x: gives '{module}' the rank \d; its factors have 7"):
+            alpha_of(shared | known, module, 7, "x")
+
+
+@pytest.mark.parametrize("release", ["0.14", "0.15", "by hand"])
+def test_alphas_of_several_keys_that_fit_are_refused_where_they_differ(release: str) -> None:
+    """peft writes the tables sorted; the first that fitted in training may have been any."""
+    patterns = {"rank_pattern": {}, "alpha_pattern": {"q_proj": 64, "self_attn.q_proj": 1}}
+    with pytest.raises(CheckpointError, match=r"the lora_alpha 64 or 1: several keys of its patterns fit it"):
+        alpha_of(SHARED | patterns | KNOWN[release], Q, 4, "x")
+    patterns["alpha_pattern"]["self_attn.q_proj"] = 64
+    assert alpha_of(SHARED | patterns | KNOWN[release], Q, 4, "x") == 64
+
+
+def test_one_key_for_both_tells_by_the_rank_which_it_was() -> None:
+    keys = {"layers.1.self_attn.q_proj": 2, "q_proj": 6}
+    patterns = {"rank_pattern": keys, "alpha_pattern": {"layers.1.self_attn.q_proj": 1, "q_proj": 64}}
+    assert [alpha_of(SHARED | patterns | KNOWN["0.13"], Q, rank, "x") for rank in (2, 6)] == [1, 64]
+    with pytest.raises(CheckpointError, match="several keys"):
+        alpha_of(SHARED | patterns | {"rank_pattern": dict.fromkeys(keys, 6)} | KNOWN["0.13"], Q, 6, "x")
 
 
 def test_tables_may_be_missing_and_keys_no_patterns() -> None:
-    assert of_module({"r": 4, "lora_alpha": 16, "rank_pattern": None}, Q, "x") == (4, 16)
+    assert alpha_of(SHARED | {"rank_pattern": None}, Q, 4, "x") == 16
     with pytest.raises(CheckpointError, match=r"rank_pattern or alpha_pattern has '\(a', which is no pattern"):
-        of_module({"rank_pattern": {"(a": 1}}, Q, "x")
+        alpha_of({"rank_pattern": {"(a": 1}}, Q, 1, "x")
     assert [is_pattern(text) for text in ("q_proj", r"layers\.[01]\..*", "(?:a|b)", "(a+)+", "", "a" * 201)] == [True] * 3 + [
         False
     ] * 3

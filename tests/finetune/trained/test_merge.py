@@ -110,6 +110,15 @@ def test_what_is_more_than_a_sum_is_merged_by_peft(tmp_path: Path) -> None:
         torch.testing.assert_close(merged(ids).logits, wrapped(ids).logits, rtol=1e-4, atol=1e-5)
 
 
+def test_what_peft_would_draw_anew_is_not_merged(tmp_path: Path) -> None:
+    base = save("opt", tmp_path / "base", with_tokenizer=False)
+    by_chance = LoraConfig(target_modules=["q_proj"], init_lora_weights="pissa_niter_4")
+    get_peft_model(AutoModelForCausalLM.from_pretrained(base), by_chance).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ConfigError, match=r"init_lora_weights is 'pissa_niter_4', by which peft changes the base by chance"):
+        merge(tmp_path / "adapter", tmp_path / "out", base=base)
+    assert not (tmp_path / "out").exists()
+
+
 def pissa_of_old_patterns(root: Path) -> tuple[Path, Path]:
     """An adapter that changes its base, whose one key means another module to each release, and its description."""
     patterns = {"rank_pattern": {"q_proj": 3}, "alpha_pattern": {"self_attn.q_proj": 64}}
