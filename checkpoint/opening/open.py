@@ -20,6 +20,7 @@ from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.layout import TensorInfo
 from checkpoint.model import names
 from checkpoint.opening.agreement import check_tensors
+from checkpoint.opening.identity import check_base, identity_of
 from checkpoint.opening.leases import Leases
 from checkpoint.opening.mapped import view_stored
 from checkpoint.opening.prove import open_structure
@@ -110,11 +111,6 @@ class Checkpoint:
     def is_adapted(self) -> bool:
         """Whether this is an adapter with its base model, as one."""
         return self._structure.base is not None
-
-    @property
-    def base(self) -> Path | None:
-        """The folder of an adapter's base model, links resolved; ``None`` of what is no adapter."""
-        return None if self._structure.base is None else self._structure.base.path
 
     @property
     def parts(self) -> str:
@@ -225,6 +221,25 @@ class Checkpoint:
             with self._lock:
                 self._bytes_read += found.numel() * found.itemsize
         return found
+
+    def identity(self) -> str:
+        """What the checkpoint is known by wherever it lies; see ``checkpoint.opening.identity``.
+
+        Raises:
+            CheckpointError: a file cannot be read.
+        """
+        return identity_of(self._structure)
+
+    def check_base(self, given: Given = NOTHING_GIVEN) -> None:
+        """Refuse an adapter of Tessera beside another base than it was trained beside, by the files of one without a manifest.
+
+        Args:
+            given: what the checkpoint was opened with.
+
+        Raises:
+            CheckpointError: it is another base; says which it was.
+        """
+        check_base(self._structure, given)
 
     def look_through(self, look: Callable[[str], None], *, hashes: bool) -> None:
         """Have ``look`` called with the name of every weights file, in several threads; raises what it raises.

@@ -6,8 +6,6 @@ what it decided in its resume states and adapters.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -20,12 +18,11 @@ from checkpoint.disk.manifest import load_manifest
 from checkpoint.given import NOTHING_GIVEN
 from checkpoint.model.config import GENERATION
 from checkpoint.opening.adapted import pinned
+from checkpoint.opening.identity import short
 from checkpoint.opening.recognise import locate
-from checkpoint.readers import peft
 from finetune.base_model.given import given_of
 from finetune.base_model.hub import hint_for, on_hub
 from finetune.config import TuneConfig
-from finetune.content import sampled_sha256
 from finetune.errors import ConfigError
 from finetune.output.folder import CHECKPOINTS, RESUME, checkpoint_folder, step_folders
 from finetune.output.saves import newest_manifest, newest_whole
@@ -47,34 +44,13 @@ class Base:
         return f"{self.folder} ({short(self.identity)})"
 
 
-def short(identity: str) -> str:
-    """An identity for a message: its kind and twelve digits."""
-    kind, _, digits = identity.partition(":")
-    return f"{kind} {digits[:12]}"
-
-
 def identified(checkpoint: Checkpoint) -> Base:
     """What is recorded of an open checkpoint.
 
-    The manifest holds the hash of every file. Without one, the names, types, shapes and files of the tensors stand for them,
-    with the size and samples of each file: of an adapter and its base model those of both, and the adapter's description.
+    Raises:
+        CheckpointError: a file of it cannot be read.
     """
-    if checkpoint.manifest is not None:
-        digest = hashlib.sha256(checkpoint.manifest.to_bytes()).hexdigest()
-        return Base(folder=str(checkpoint.path), identity=f"manifest:{digest}")
-    table = sorted((name, str(info.dtype), list(info.shape), info.file) for name, info in checkpoint.tensors.items())
-    files = {file: _hash_of(checkpoint.way_to(file), file) for file in checkpoint.files}
-    if checkpoint.is_adapted and (checkpoint.path / peft.CONFIG).is_file():
-        files[peft.CONFIG] = _hash_of(checkpoint.path / peft.CONFIG, peft.CONFIG)
-    digest = hashlib.sha256(json.dumps([table, files]).encode()).hexdigest()
-    return Base(folder=str(checkpoint.path), identity=f"tensors:{digest}")
-
-
-def _hash_of(path: Path, name: str) -> str:
-    try:
-        return sampled_sha256(path)
-    except OSError as error:
-        raise CheckpointError(name, f"cannot be read: {error.strerror}") from error
+    return Base(folder=str(checkpoint.path), identity=checkpoint.identity())
 
 
 def recorded_in(extra: Mapping[str, Any]) -> Base | None:
@@ -134,27 +110,6 @@ def find_again(wanted: Base, places: list[Path], given: Given = NOTHING_GIVEN) -
         except CheckpointError:
             continue
     return None
-
-
-def check_own_base(checkpoint: Checkpoint, given: Given = NOTHING_GIVEN) -> None:
-    """Refuse an adapter of Tessera beside a base that has no manifest and other files than the one it was trained beside.
-
-    A base with a manifest was compared when the two were opened.
-
-    Args:
-        given: what the two were opened with.
-
-    Raises:
-        CheckpointError: it is another base; says which it was.
-    """
-    if checkpoint.base is None:
-        return
-    wanted = recorded_beside(checkpoint.path)
-    own = replace(given, base=None, adapter=None)
-    if wanted is not None and find_again(wanted, [checkpoint.base], own) is None:
-        rule = f"is not the model that {checkpoint.path} was trained beside, {wanted}"
-        remedy = "name that one, or join them with `tessera-finetune merge --base-changed accept`"
-        raise CheckpointError(str(checkpoint.base), f"{rule}: {remedy}")
 
 
 def settle_base(config: TuneConfig, say: Callable[[str], None]) -> TuneConfig:

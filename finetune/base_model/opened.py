@@ -7,7 +7,7 @@ from pathlib import Path
 from checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from checkpoint.readers import peft
 from finetune.base_model.given import given_of
-from finetune.base_model.identity import candidates, check_own_base
+from finetune.base_model.identity import candidates
 from finetune.config import TuneConfig
 
 _NO_BASE = (
@@ -29,7 +29,7 @@ def open_base_model(config: TuneConfig) -> Checkpoint:
     try:
         if config.lora is not None and checkpoint.is_adapted:
             raise CheckpointError(peft.CONFIG, _NO_BASE)
-        check_own_base(checkpoint, given)
+        checkpoint.check_base(given)
     except BaseException:
         checkpoint.close()
         raise

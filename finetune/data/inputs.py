@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from checkpoint.disk.content import sampled_sha256
 from finetune.config import TuneConfig
-from finetune.content import sampled_sha256
 from finetune.data.readers import kind_of
 from finetune.data.readers.megatron import has_labels, labels_of
 from finetune.data.readers.tables import open_dataset

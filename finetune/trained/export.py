@@ -19,7 +19,6 @@ from checkpoint.given import NOTHING_GIVEN
 from checkpoint.text.tokenizer_files import TOKENIZER_FILES
 from checkpoint.writing.cut_shards import cut_dim
 from finetune.base_model.hub import folder_of
-from finetune.base_model.identity import check_own_base
 from finetune.data.tokenizer import usual_folder
 from finetune.errors import ConfigError
 from finetune.model.build import config_from, meta_model, read_for, shapes_of, tied_names
@@ -66,7 +65,7 @@ def export(
     source = folder_of(source, "export")
     try:
         with open_checkpoint(_choose(source, step), given=given) as checkpoint:
-            check_own_base(checkpoint, given)
+            checkpoint.check_base(given)
             check_model(checkpoint)
             _check_ranks(checkpoint, ranks)
             exact = _exact_weights(source, checkpoint) if dtype == torch.float32 and given == NOTHING_GIVEN else None

@@ -218,7 +218,7 @@ def test_adapters_and_their_bases_are_named_by_the_hub_as_well(tmp_path: Path, t
         named = {config.model.path, config.model.base, config.model.adapter} - {None}
         assert named <= {str(of_base / COMMITS[0]), str(of_adapter / COMMITS[1])}
         with open_base_model(config) as opened:
-            assert (opened.path, opened.base) == ((of_adapter / COMMITS[1]).resolve(), (of_base / COMMITS[0]).resolve())
+            assert opened.parts == f"{of_base / COMMITS[0]} with the adapter {of_adapter / COMMITS[1]}"
     with open_checkpoint(base, given=Given(adapter="hf:someone/lora")) as opened:
         assert opened.is_adapted
     assert folder_of("hf:someone/lora", "model.path", "config") == of_adapter / COMMITS[1]

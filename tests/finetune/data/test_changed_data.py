@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from checkpoint.disk.content import WHOLE_BYTES, sampled_sha256
 from finetune.config.load import load_config
-from finetune.content import WHOLE_BYTES, sampled_sha256
 from finetune.data.prepare import Prepared, prepare
 from finetune.data.resumed import agreed_data
 from finetune.errors import ConfigError

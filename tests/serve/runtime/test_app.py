@@ -23,8 +23,9 @@ from safetensors.torch import save_file
 
 from checkpoint import CheckpointWriter
 from serve import app
-from serve.app import DESCRIPTORS, ready_line, with_checkpoint_folder
+from serve.app import DESCRIPTORS, ready_line
 from serve.errors import ConfigError
+from serve.opening import with_checkpoint_folder
 from serve.v1 import inference_pb2, inference_pb2_grpc
 from tests.serve.runtime.ranks import FACTS, expected_ids, options
 

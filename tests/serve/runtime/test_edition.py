@@ -7,12 +7,15 @@ import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from checkpoint import claimed
-from serve.app import open_edition, see
 from serve.config import ModelConfig, ServerConfig
-from serve.errors import RankStartError
+from serve.errors import ConfigError, RankStartError
+from serve.opening import open_edition, see
 from tests.checkpoint.readers.test_adapters import LINEAR, adapted, llama
+from tests.finetune.base_model.test_identity import adapter_on
+from tests.support.models import build
 
 
 def is_free(folder: Path) -> bool:
@@ -72,3 +75,18 @@ def test_a_model_with_an_adapter_is_as_old_as_the_newer_of_the_two(tmp_path: Pat
     newer.release()
     assert (edition.written_seconds or 0) < 2000
     assert newer.written_seconds == 5000
+
+
+def test_an_adapter_of_tessera_is_served_beside_the_base_it_was_trained_beside_alone(tmp_path: Path) -> None:
+    """Known by its files, since a base of another trainer has no manifest."""
+    build("gpt_neox").save_pretrained(tmp_path / "hf")
+    adapter = adapter_on(tmp_path / "hf", tmp_path / "lora")
+    shutil.copytree(tmp_path / "hf", tmp_path / "copy")
+    for options in ({"path": str(adapter)}, {"path": str(adapter), "base": str(tmp_path / "copy")}):
+        open_edition(ServerConfig(model=ModelConfig(**options))).release()
+    file = tmp_path / "hf" / "model.safetensors"
+    save_file({name: tensor + 1 for name, tensor in load_file(file).items()}, file)
+    for options in ({"path": str(adapter)}, {"path": str(tmp_path / "hf"), "adapter": str(adapter)}):
+        with pytest.raises(ConfigError, match=r"hf: is not the model that .*-00000002 was trained beside, .*merge --base-ch"):
+            open_edition(ServerConfig(model=ModelConfig(**options)))
+    open_edition(ServerConfig(model=ModelConfig(path=str(adapter), base=str(tmp_path / "copy")))).release()
