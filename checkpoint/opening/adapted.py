@@ -45,8 +45,9 @@ def adapted_base(config: Mapping[str, Any], given: Given) -> str:
         raise CheckpointError(peft.CONFIG, f"names the base model {shown(base)}, which is no path: {error}") from error
     where, why = _SAID if given.base else peft.CONFIG, "which is no folder here"
     if base.startswith(HUB) or (could_be_on_hub(base) and not given.base):
+        revision = None if given.base else config.get("revision")  # of the base, not of the adapter
         try:
-            return str(find_on_hub(base, fetch=False))
+            return str(find_on_hub(f"{base}@{revision}" if revision and "@" not in base else base, fetch=False))
         except CheckpointError as error:
             why = f"which is no folder here, and as a model of the hub: {error.rule}"
     raise CheckpointError(where, f"names the base model {base!r}, {why}; name its folder ({_SAID})")

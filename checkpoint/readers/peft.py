@@ -60,6 +60,9 @@ _PLAIN_BEGINNINGS = (True, False, "gaussian", "eva", "orthogonal")
 """Values of ``init_lora_weights`` that leave the base model as it is."""
 
 
+_BY_PEFT = "the release of peft that trained it merges it with its base (merge_and_unload), and that is read"
+
+
 def recognises(folder: Folder) -> bool:
     """Whether the folder has an adapter's description, and an adapter or nothing else: no whole model, and no save of
     DeepSpeed, in which the adapter may be.
@@ -92,12 +95,12 @@ def read_config(folder: Folder) -> dict[str, Any]:
         CheckpointError: it is of another kind, by its name.
     """
     config = folder.read_object(CONFIG)
-    reason = why_not_added(config)
+    reason = _why_not_added(config)
     if reason is not None:
         raise CheckpointError(CONFIG, reason)
     _check_task(config)
     for key in ("use_rslora", "use_dora", "fan_in_fan_out"):
-        if type(config.get(key, False)) is not bool:
+        if not isinstance(config.get(key), bool | None):
             raise CheckpointError(CONFIG, f"{key} is {config[key]!r}; it must be true or false")
     for key in ("rank_pattern", "alpha_pattern"):
         patterns = config.get(key) or {}
@@ -108,7 +111,7 @@ def read_config(folder: Folder) -> dict[str, Any]:
     return config
 
 
-def why_not_added(config: Mapping[str, Any]) -> str | None:
+def _why_not_added(config: Mapping[str, Any]) -> str | None:
     """Why an adapter of this description is more than a sum with its base's weights, or another one; ``None`` where it is not.
 
     Args:
@@ -116,10 +119,10 @@ def why_not_added(config: Mapping[str, Any]) -> str | None:
     """
     kind = config.get("peft_type")
     if kind != "LORA":
-        return f"peft_type is {shown(kind)}; adapters of LORA are read (with use_rslora and use_dora), no others"
+        return f"peft_type is {shown(kind)}; adapters of LORA are read (with use_rslora and use_dora), no others; {_BY_PEFT}"
     for key, value in config.items():
         if value and key not in _USED and key not in _WITHOUT_EFFECT:
-            return f"{key} is set; such an adapter is not read"
+            return f"{key} is set; such an adapter is not read; {_BY_PEFT}"
     begun = config.get("init_lora_weights", True)
     if begun not in _PLAIN_BEGINNINGS:
         rule = "changes the base model, which the adapter's folder does not hold; save it converted to plain LoRA"
@@ -300,11 +303,11 @@ def _low_rank(
         raise CheckpointError(table, f"does not hold one pair of factors for {module!r}: it has {', '.join(sorted(parts))}")
     turned = turned or embedding
     rows, columns = (shape[::-1] if turned else shape) if len(shape) == 2 else (0, 0)
-    rank = down.shape[0]
+    rank = down.shape[0] if down.shape else 0
     if down.shape != (rank, columns) or up.shape != (rows, rank):
         rule = f"adapts {module!r} by factors of {list(up.shape)} and {list(down.shape)}; the base's weight is {list(shape)}"
         raise CheckpointError(table, rule)
-    if config.get("use_dora", False) != (magnitude is not None):
+    if bool(config.get("use_dora")) != (magnitude is not None):
         raise CheckpointError(table, f"has {'a' if magnitude else 'no'} magnitude of {module!r}, and use_dora says otherwise")
     if magnitude is not None and math.prod(magnitude.shape) != rows:
         raise CheckpointError(table, f"has a magnitude of {list(magnitude.shape)} for {module!r}, which has {rows} outputs")

@@ -10,21 +10,20 @@ import torch
 
 from checkpoint import Checkpoint, CheckpointError, Given, open_checkpoint
 from checkpoint.disk.folder import Folder
+from checkpoint.given import NOTHING_GIVEN
+from checkpoint.opening.adapted import adapted_base
 from checkpoint.opening.recognise import locate
 from checkpoint.opening.slices import read_stored
 from checkpoint.readers import peft
-from checkpoint.readers.hub import could_be_on_hub, find_on_hub
 from finetune.base_model.hub import folder_of
 from finetune.base_model.identity import candidates, find_again, recorded_beside
-from finetune.data.tokenizer import usual_folder
 from finetune.errors import ConfigError
-from finetune.model.build import read_for, saved_config, stored_dtype, tied_names
+from finetune.model.build import read_for, stored_dtype
 from finetune.model.finite import check_finite, found_in
 from finetune.output.folder import checkpoint_folder
-from finetune.output.new_checkpoint import require_new, write_new
+from finetune.output.new_checkpoint import require_new
 from finetune.output.saves import newest_first
-from finetune.trained.export import check_model, tokenizer_files_of, write
-from finetune.trained.merged_by_peft import merged_model
+from finetune.trained.export import check_model, write
 
 _log = logging.getLogger(__name__)
 _ADAPTER = peft.CONFIG
@@ -41,8 +40,7 @@ def merge(
 ) -> Path:
     """Join an adapter with its base model into the new checkpoint ``out``; whole or absent.
 
-    Each merged weight is computed in fp32 and rounded once. Of what serving opens, at most one tensor is in memory; what only
-    peft merges is there as a whole.
+    Each merged weight is computed in fp32 and rounded once. At most one tensor is in memory.
 
     Args:
         adapter: a run's folder, a folder of checkpoints (of another trainer, too), or one folder with ``adapter_config.json``.
@@ -57,47 +55,12 @@ def merge(
     folder = adapter_folder(adapter)
     if folder is None:
         raise ConfigError(f"{adapter}: holds no {_ADAPTER}; it is not an adapter")
-    if not is_sum(folder):
-        return _merge_by_peft(folder, out, base, dtype, any_base=any_base, max_shard_bytes=max_shard_bytes)
     try:
         with open_joined(folder, base, any_base=any_base) as checkpoint:
             check_model(checkpoint)
             dtype = dtype or stored_dtype(checkpoint)
             settings = {"max_shard_bytes": max_shard_bytes, "names": list(checkpoint.tensors)}
             return write(checkpoint, partial(read_for, checkpoint, dtype=dtype), out, dtype, settings, None)
-    except CheckpointError as error:
-        raise ConfigError(f"{folder}: {error}") from error
-
-
-def _merge_by_peft(
-    folder: Path, out: Path, base: Path | None, dtype: torch.dtype | None, *, any_base: bool, max_shard_bytes: int
-) -> Path:
-    with open_base(folder, base, any_base=any_base) as checkpoint:
-        try:
-            model = merged_model(checkpoint, folder, dtype)
-        except CheckpointError as error:
-            raise ConfigError(f"{checkpoint.path}: {error}") from error
-        source = folder if (folder / "tokenizer.json").is_file() else usual_folder(checkpoint.tokenizer, str(checkpoint.path))
-        tied = tied_names(model)
-        return write_new(
-            out,
-            ((name, parameter.detach()) for name, parameter in model.named_parameters() if name not in tied),
-            step=checkpoint.step or 0,
-            config=saved_config(model.config, model.dtype),
-            generation_config=dict(checkpoint.generation_config) or None,
-            tokenizer_files=tokenizer_files_of(source),
-            max_shard_bytes=max_shard_bytes,
-        )
-
-
-def is_sum(folder: Path) -> bool:
-    """Whether the adapter in ``folder`` is added to its base's weights as they are read; of others peft makes the model.
-
-    Raises:
-        ConfigError: its description is not there or no JSON object.
-    """
-    try:
-        return peft.why_not_added(Folder(folder).read_object(_ADAPTER)) is None
     except CheckpointError as error:
         raise ConfigError(f"{folder}: {error}") from error
 
@@ -125,18 +88,32 @@ def adapter_folder(path: Path) -> Path | None:
 def open_joined(folder: Path, base: Path | None = None, *, any_base: bool = False) -> Checkpoint:
     """The adapter in ``folder`` and its base model as one checkpoint, as serving opens it.
 
+    The base is at ``base``, or where the adapter says. Of a root above several checkpoints it is the one that the adapter was
+    trained beside, known by its hash. Adapters that recorded none get what the place means today, with a warning.
+
     Args:
-        base, any_base: as of ``open_base``.
+        any_base: take what the place means today, whatever the adapter was trained beside.
 
     Raises:
-        CheckpointError: one of the two is not sound, or they do not fit.
-        ConfigError: as ``open_base``.
+        CheckpointError: one of the two is not sound or not of a kind that is read, or they do not fit.
+        ConfigError: there is no base, or it is another one.
         WeightNotFinite: a tensor of the adapter is not; with the base its name would not be told.
     """
-    with open_base(folder, base, any_base=any_base) as found:
-        given = Given(base=str(found.path), any_base=any_base)
+    config = peft.read_config(Folder(folder))
+    wanted = None if any_base else recorded_beside(folder)
+    place = Path(adapted_base(config, NOTHING_GIVEN)) if base is None else folder_of(base, "--base: base model")
+    try:
+        places = candidates(place)
+        found = places[0] if wanted is None else find_again(wanted, places)
+    except CheckpointError as error:
+        raise ConfigError(f"{place}: {error}; name the base model with --base") from error
+    if found is None:
+        remedy = "merge it with the place of that one as --base, or with --base-changed accept"
+        raise ConfigError(f"{place}: is not the model that {folder} was trained beside, {wanted}; {remedy}")
+    if wanted is None and not any_base:
+        _log.warning("%s does not say what its base model held; %s is taken for it, unproved", folder, found)
     _check_adapter(folder)
-    return open_checkpoint(folder, given=given)
+    return open_checkpoint(folder, given=Given(base=str(found), any_base=any_base))
 
 
 def _check_adapter(folder: Path) -> None:
@@ -147,48 +124,3 @@ def _check_adapter(folder: Path) -> None:
                 check_finite(name, read_stored(weights.files, stored, None, dtype=None, device="cpu")[0])
     finally:
         weights.close()
-
-
-def open_base(folder: Path, base: Path | None = None, *, any_base: bool = False) -> Checkpoint:
-    """The base model of the adapter in ``folder``: at ``base``, or where the adapter says.
-
-    Of a root above several checkpoints it is the one that the adapter was trained beside, known by its hash. Adapters of
-    releases that recorded none get what the place means today, with a warning.
-
-    Args:
-        any_base: take what the place means today, whatever the adapter was trained beside.
-
-    Raises:
-        ConfigError: the adapter's description is at fault, there is no such model, or it is another one.
-    """
-    try:
-        described = Folder(folder).read_object(_ADAPTER).get("base_model_name_or_path")
-        wanted = None if any_base else recorded_beside(folder)
-    except CheckpointError as error:
-        raise ConfigError(f"{folder}: {error}") from error
-    if base is None and (not isinstance(described, str) or not described):
-        raise ConfigError(f"{folder / _ADAPTER}: names no base_model_name_or_path; name the base model with --base")
-    named = folder / _ADAPTER if base is None else "--base"
-    base = folder_of(base or _in_cache(str(described)), f"{named}: base model")
-    try:
-        places = candidates(base)
-        found = places[0] if wanted is None else find_again(wanted, places)
-        if found is None:
-            remedy = "merge it with the place of that one as --base, or with --base-changed accept"
-            raise ConfigError(f"{base}: is not the model that {folder} was trained beside, {wanted}; {remedy}")
-        opened = open_checkpoint(found)
-    except CheckpointError as error:
-        raise ConfigError(f"{base}: {error}; name the base model with --base") from error
-    if wanted is None and not any_base:
-        _log.warning("%s does not say what its base model held; %s is taken for it, unproved", folder, opened.path)
-    return opened
-
-
-def _in_cache(name: str) -> str:
-    """A base model that is named as one of the hub, where the hub's cache has it; else the name."""
-    if Path(name).expanduser().exists() or not could_be_on_hub(name):
-        return name
-    try:
-        return str(find_on_hub(name, fetch=False))
-    except CheckpointError:
-        return name  # of which the way to it is told

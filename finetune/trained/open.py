@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from checkpoint import CheckpointError, open_checkpoint
 from checkpoint.disk.folder import Folder
 from checkpoint.text.tokenizer_files import TOKENIZER_FILES, check_tokenizer_files
 from finetune.base_model.hub import folder_of
@@ -19,8 +19,7 @@ from finetune.data.tokenizer import usual_folder
 from finetune.errors import ConfigError
 from finetune.model.build import load_model
 from finetune.output.folder import checkpoint_folder
-from finetune.trained.merge import adapter_folder, is_sum, open_base, open_joined
-from finetune.trained.merged_by_peft import merged_model
+from finetune.trained.merge import adapter_folder, open_joined
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +42,9 @@ def open_trained(path: Path, dtype: torch.dtype) -> Trained:
     path = folder_of(path, "checkpoint")
     adapter = adapter_folder(path)
     try:
-        by_peft = adapter is not None and not is_sum(adapter)
-        with _opened(path, adapter, by_peft=by_peft) as checkpoint:
+        with open_checkpoint(checkpoint_folder(path)) if adapter is None else open_joined(adapter) as checkpoint:
             folder = checkpoint.path if adapter is None else adapter
-            model = merged_model(checkpoint, folder, dtype) if by_peft else load_model(checkpoint, dtype)
+            model = load_model(checkpoint, dtype)
             nn.Module.eval(model)
             folders = (folder, checkpoint.path, usual_folder(checkpoint.tokenizer, str(path)))
             places = [place for place in folders if (place / TOKENIZER_FILES[0]).is_file()]
@@ -56,10 +54,3 @@ def open_trained(path: Path, dtype: torch.dtype) -> Trained:
             return Trained(model, folder, places[0], dict(checkpoint.generation_config))
     except CheckpointError as error:
         raise ConfigError(f"{path}: {error}") from error
-
-
-def _opened(path: Path, adapter: Path | None, *, by_peft: bool) -> Checkpoint:
-    """The checkpoint at ``path``; of an adapter the model with it or, where peft adds it, its base alone."""
-    if adapter is None:
-        return open_checkpoint(checkpoint_folder(path))
-    return open_base(adapter) if by_peft else open_joined(adapter)

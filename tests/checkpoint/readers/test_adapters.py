@@ -341,6 +341,10 @@ def test_a_base_of_the_hub_is_its_snapshot_in_the_local_cache(tmp_path: Path, mo
     assert pinned(adapter, Given()).base == str(snapshot)
     assert_merged(adapter, want, base="hf:someone/small")
     assert "is no folder here; name" in refusal(adapter, base="someone/small").rule, "only with hf: is what is given a name"
+    changed(adapter, revision="main")
+    assert_merged(adapter, want)
+    changed(adapter, revision="v2")
+    assert "revision v2 of someone/small is not in the cache" in refusal(adapter).rule, "it is the base's"
 
 
 def test_an_adapters_step_is_that_of_its_folders_name(tmp_path: Path) -> None:

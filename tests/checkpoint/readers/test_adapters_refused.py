@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoint.readers.test_adapters import (
@@ -89,3 +90,24 @@ def test_an_adapter_that_lost_the_biases_it_was_trained_with_is_refused(tmp_path
     opened(adapter)
     _, want = adapted(tmp_path / "without", llama, target_modules=["q_proj"], bias="lora_only")
     assert_merged(tmp_path / "without" / "adapter", want)
+
+
+def test_what_may_be_true_or_false_may_be_null_and_nothing_else(tmp_path: Path) -> None:
+    """As trainers write their own defaults."""
+    adapter, want = adapted(tmp_path, llama, target_modules=["q_proj"])
+    keys = ("use_rslora", "use_dora", "fan_in_fan_out")
+    changed(adapter, **dict.fromkeys(keys))
+    assert_merged(adapter, want)
+    for key in keys:
+        changed(adapter, **{key: 0})
+        assert refusal(adapter).rule == f"{key} is 0; it must be true or false"
+        changed(adapter, **{key: None})
+
+
+def test_a_factor_of_no_dimension_is_refused(tmp_path: Path) -> None:
+    adapter, _ = adapted(tmp_path, llama, target_modules=["q_proj"])
+    file = adapter / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if "lora_A" in name)
+    save_file({**tensors, name: torch.tensor(1.0)}, file)
+    assert "by factors of " in refusal(adapter).rule

@@ -1,4 +1,4 @@
-"""``merge`` of what peft does not merge, or merges wrong, is refused by what it is, and nothing is written."""
+"""``merge`` joins what serving joins; all else is refused by what it is, and nothing is written."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PrefixTuningConfig, get_peft_model
+from peft import LoHaConfig, LoraConfig, PrefixTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from checkpoint import open_checkpoint
 from finetune.errors import ConfigError
-from finetune.trained.merge import is_sum, merge
+from finetune.trained.merge import merge
 from tests.support.models import save
 
 
@@ -38,13 +38,15 @@ def test_a_description_of_another_kind_than_the_file_is_refused(kind: str, tmp_p
     ("kind", "rule"),
     [
         (LoraConfig(target_modules=["q_proj"], layer_replication=[(0, 1), (0, 2)]), "layer_replication is set"),
-        (PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2), "peft_type is PREFIX_TUNING"),
+        (PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2), "peft_type is 'PREFIX_TUNING'"),
+        (LoraConfig(target_modules=["q_proj"], init_lora_weights="pissa"), "save it converted to plain LoRA"),
+        (LoHaConfig(target_modules=["q_proj"]), r"peft_type is 'LOHA'.*\(merge_and_unload\), and that is read"),
         (
             LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[1, 2]),
             "alora_invocation_tokens is set",
         ),
     ],
-    ids=["replicated layers", "prefix", "activated"],
+    ids=["replicated layers", "prefix", "pissa", "loha", "activated"],
 )
 def test_what_is_no_sum_with_the_base_is_refused(kind: Any, rule: str, tmp_path: Path) -> None:
     folder = adapter(tmp_path, kind)
@@ -91,60 +93,3 @@ def test_an_adapter_of_another_vocabulary_is_merged_with_its_rows(tmp_path: Path
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     with torch.no_grad():
         torch.testing.assert_close(merged(ids).logits, wrapped(ids).logits, rtol=1e-4, atol=1e-5)
-
-
-def test_what_is_more_than_a_sum_is_merged_by_peft(tmp_path: Path) -> None:
-    base = save("opt", tmp_path / "base", with_tokenizer=False)
-    wrapped = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(base), LoraConfig(target_modules=["q_proj", "fc1"], init_lora_weights="pissa")
-    ).eval()
-    for name, parameter in wrapped.named_parameters():
-        if "lora_" in name:
-            torch.nn.init.normal_(parameter, std=0.1)
-    wrapped.save_pretrained(tmp_path / "adapter")
-    assert not is_sum(tmp_path / "adapter")
-    merge(tmp_path / "adapter", tmp_path / "out")
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    ids = torch.arange(3, 15)[None]
-    with torch.no_grad():
-        torch.testing.assert_close(merged(ids).logits, wrapped(ids).logits, rtol=1e-4, atol=1e-5)
-
-
-def test_what_peft_would_draw_anew_is_not_merged(tmp_path: Path) -> None:
-    base = save("opt", tmp_path / "base", with_tokenizer=False)
-    by_chance = LoraConfig(target_modules=["q_proj"], init_lora_weights="pissa_niter_4")
-    get_peft_model(AutoModelForCausalLM.from_pretrained(base), by_chance).save_pretrained(tmp_path / "adapter")
-    with pytest.raises(ConfigError, match=r"init_lora_weights is 'pissa_niter_4', by which peft changes the base by chance"):
-        merge(tmp_path / "adapter", tmp_path / "out", base=base)
-    assert not (tmp_path / "out").exists()
-
-
-def pissa_of_old_patterns(root: Path) -> tuple[Path, Path]:
-    """An adapter that changes its base, whose one key means another module to each release, and its description."""
-    patterns = {"rank_pattern": {"q_proj": 3}, "alpha_pattern": {"self_attn.q_proj": 64}}
-    folder = adapter(root, LoraConfig(r=3, target_modules=["q_proj"], init_lora_weights="pissa", **patterns))
-    return folder, folder / "adapter_config.json"
-
-
-def test_patterns_that_todays_peft_reads_otherwise_are_refused_where_it_merges(tmp_path: Path) -> None:
-    folder, path = pissa_of_old_patterns(tmp_path)
-    merge(folder, tmp_path / "of today")
-    described = json.loads(path.read_text())
-    for date in ("exclude_modules", "trainable_token_indices"):
-        del described[date]
-    path.write_text(json.dumps(described))
-    with pytest.raises(ConfigError, match=r"q_proj' the alpha 8 by the peft that trained it, and 64 by today's"):
-        merge(folder, tmp_path / "of old")
-    assert not (tmp_path / "of old").exists()
-
-
-@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
-def test_peft_merges_no_head_that_is_also_the_embedding(tmp_path: Path) -> None:
-    base = save("gpt2", tmp_path / "base", with_tokenizer=False)
-    model = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(base), LoraConfig(target_modules=["lm_head"], init_lora_weights="pissa")
-    )
-    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
-    with pytest.raises(ConfigError, match="adapts 'lm_head', which the base model ties"):
-        merge(tmp_path / "adapter", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
