@@ -14,8 +14,12 @@ from typing import Any, Final
 
 from checkpoint.errors import CheckpointError
 
-_PATTERN = re.compile(r"(?:\\\.|\\d\+?|\[[\w-]+\]\+?|\.\*|\(\?:|[\w.|()^$-])+")
+_TIMES: Final = r"(?:[*+?]|\{\d{1,2}(?:,\d{0,2})?\})"
+_PATTERN = re.compile(rf"(?:(?:\\[.dw]|\[\^?[\w-]+\]|[\w.-]){_TIMES}?|\((?:\?[:!=])?|\)\??|[|^$])+")
 """Regular expressions that are tried: no repeated group, whose time would be without bound."""
+_REPEATED = re.compile(rf"(?<!\(){_TIMES}")
+_REPEATS_AT_MOST, _LONGEST_KEY, _LONGEST_NAME = 3, 400, 128
+"""What bounds the time that a name takes."""
 
 _SETTINGS: Final = {"rank_pattern": "r", "alpha_pattern": "lora_alpha"}
 _OF_ALL_RELEASES: Final = "layers_to_transform"
@@ -26,7 +30,8 @@ _SINCE_15: Final = "trainable_token_indices"
 
 def is_pattern(text: str) -> bool:
     """Whether a key of one of the tables is a name, or a regular expression that is tried."""
-    return len(text) <= 200 and text.count("*") + text.count("+") <= 4 and _PATTERN.fullmatch(text) is not None
+    is_short = len(text) <= _LONGEST_KEY and len(_REPEATED.findall(text)) <= _REPEATS_AT_MOST
+    return is_short and _PATTERN.fullmatch(text) is not None
 
 
 def alpha_of(config: Mapping[str, Any], module: str, rank: int, file: str) -> Any:
@@ -65,6 +70,10 @@ def _fitting(keys: Iterable[str], module: str, form: str, file: str) -> list[str
     """The keys that the module's name matches in this form, of those that are in an order of their own the first; else the name
     itself, which may be a key."""
     keys, fitting = list(keys), []
+    if len(module) > _LONGEST_NAME and any(_REPEATED.search(key) for key in keys):
+        raise CheckpointError(
+            file, f"has patterns, which are tried with names of up to {_LONGEST_NAME} characters, not {module!r}"
+        )
     for key in keys:
         try:
             if re.match(form.replace("{}", key), module):

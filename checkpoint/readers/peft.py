@@ -51,12 +51,14 @@ _WITHOUT_EFFECT = (
     "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules",
     "fan_in_fan_out", "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout", "lora_dtype",
     "lora_ga_config", "lorap_emb_lr", "lorap_lr_ratio", "megatron_core", "merge_weights", "modules_to_save", "peft_version",
-    "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type",
+    "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type", "velora_config",
 )  # fmt: skip
 """Settings of training, of what is adapted (the tensors' names tell it) and of beginnings (``init_lora_weights`` says which).
 Adapters of any other setting are more than a product of two factors beside each weight, or may be."""
 
-_PLAIN_BEGINNINGS = (True, False, "gaussian", "eva", "orthogonal")
+_PLAIN = re.compile(r"[\w.-]+")
+
+_PLAIN_BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal")
 """Values of ``init_lora_weights`` that leave the base model as it is."""
 
 
@@ -184,6 +186,7 @@ def merged(base: Weights, adapter: Weights, config: Mapping[str, Any], model: Ma
     adapter = adapter.beside(base)
     whole_tensors, factors = _parts(adapter)
     _check_order(adapter, factors, model)
+    _check_targets(base.places, [*whole_tensors, *(f"{module}.weight" for module in factors)], config, adapter.table)
     named = [*whole_tensors, *(f"{module}.weight" for module in factors)]
     vocabulary = Vocabulary.of(base.places, model, named)
     vocabulary.check_bias(base.places, config, whole_tensors, CONFIG)
@@ -244,6 +247,26 @@ def check_biases(base: Weights, adapter: Weights, config: Mapping[str, Any]) -> 
         if f"{module}.bias" not in whole_tensors and find_stored(f"{module}.bias", base.places) is not None:
             rule = f"bias is {shown(config['bias'])}, and {adapter.table} lacks the bias of {module!r} that was trained"
             raise CheckpointError(CONFIG, f"{rule}; peft 0.10 to 0.18 did not save it. Set bias to none to take the base's")
+
+
+def _check_targets(base: Mapping[str, Stored], held: Iterable[str], config: Mapping[str, Any], table: str) -> None:
+    """Refuse an adapter without some of the modules of one name that it was trained for: part of its file is lost.
+
+    Only of plain names without any setting that leaves modules out it is known which were trained.
+
+    Args:
+        held: the names of what the adapter has, as weights of the base.
+    """
+    targets = config.get("target_modules")
+    if not isinstance(targets, list) or any(config.get(key) for key in ("exclude_modules", "layers_to_transform")):
+        return
+    adapted = {find_stored(name, base) for name in held}
+    for target in filter(_PLAIN.fullmatch, map(str, targets)):
+        named = [name for name, stored in base.items() if f".{name}".endswith(f".{target}.weight") and len(stored.shape) == 2]
+        lost = [name for name in named if name not in adapted]
+        if lost and len(lost) < len(named):
+            rule = f"has nothing for {lost[0].removesuffix('.weight')!r}, one of the {target!r} of target_modules"
+            raise CheckpointError(table, f"{rule}, and for others: a part of it is missing")
 
 
 def _check_order(adapter: Weights, factors: Iterable[str], model: Mapping[str, Any]) -> None:

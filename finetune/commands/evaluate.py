@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from configuration import Tree, keys_of
-from finetune.commands.parser import DTYPES, CommandParser, require_option
+from finetune.commands.parser import DTYPES, CommandParser, add_given, given_of, require_option
 from finetune.config import DataConfig
 from finetune.config.load import READER
 from finetune.errors import ConfigError
@@ -50,6 +50,7 @@ def add_arguments(parser: CommandParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="to compute in (float32)")
     parser.add_argument("--last-word", choices=("line", "document"), help="also predict each one's last word, as LAMBADA does")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    add_given(parser)
 
 
 def _keys_of_data() -> str:
@@ -78,6 +79,7 @@ def run(options: argparse.Namespace) -> int:
         batch=options.batch,
         dtype=FLOAT_TYPES[options.dtype],
         last_word=options.last_word,
+        given=given_of(options),
         **keys,
     )
     _show(asdict(result), as_json=options.json)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
-from finetune.commands.parser import DTYPES, CommandParser, require_option
+from finetune.commands.parser import DTYPES, CommandParser, add_given, given_of, require_option
 from finetune.machine.process import stopped_in_order, without_collection
 
 
@@ -15,7 +16,6 @@ def add_arguments(parser: CommandParser) -> None:
     """What the command takes."""
     parser.add_argument("adapter", type=Path, metavar="RUN_OR_ADAPTER")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to make")
-    parser.add_argument("--base", type=Path, help="folder of the base model; unset: the one the adapter names")
     parser.add_argument(
         "--base-changed",
         choices=("refuse", "accept"),
@@ -24,6 +24,7 @@ def add_arguments(parser: CommandParser) -> None:
     )
     parser.add_argument("--dtype", choices=DTYPES, help="of the written weights; unset: the base model's")
     parser.add_argument("--max-shard-mib", type=int, default=2048, help="largest file of weights (2048)")
+    add_given(parser, adapter=False)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -38,8 +39,7 @@ def run(options: argparse.Namespace) -> int:
         out = merge(
             options.adapter,
             options.out,
-            base=options.base,
-            any_base=options.base_changed == "accept",
+            given=replace(given_of(options), adapter=None, any_base=options.base_changed == "accept"),
             dtype=dtype,
             max_shard_bytes=options.max_shard_mib << 20,
         )

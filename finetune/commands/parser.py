@@ -93,8 +93,12 @@ def require_option(condition: bool, name: str, value: object, rule: str) -> None
         raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must {rule}")
 
 
-def add_given(parser: CommandParser) -> None:
-    """What a user may say of a checkpoint that its files leave open; ``given_of`` reads it."""
+def add_given(parser: CommandParser, *, adapter: bool = True) -> None:
+    """What a user may say of a checkpoint that its files leave open; ``given_of`` reads it.
+
+    Args:
+        adapter: whether one may be added to the checkpoint.
+    """
     parser.add_argument("--model-config", metavar="PATH", help="config.json, for a checkpoint with none beside, above or in it")
     parser.add_argument(
         "--tokenizer", metavar="PATH", help="the tokenizer's folder, for a checkpoint with none beside, above or in it"
@@ -103,7 +107,8 @@ def add_given(parser: CommandParser) -> None:
         "--weights-prefix", metavar="TEXT", help="what the weights' names begin with, where files hold several things"
     )
     parser.add_argument("--base", metavar="PATH", help="the base model's folder, for an adapter that does not say where it is")
-    parser.add_argument("--adapter", metavar="PATH", help="a LoRA adapter to add to the model")
+    if adapter:
+        parser.add_argument("--adapter", metavar="PATH", help="a LoRA adapter to add to the model")
     parser.add_argument(
         "--adapter-config", metavar="PATH", help="adapter_config.json, of a DeepSpeed save with an adapter in it"
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 from finetune.base_model.hub import folder_of
-from finetune.commands.parser import DTYPES, CommandParser, require_option
+from finetune.commands.parser import DTYPES, CommandParser, add_given, given_of, require_option
 from finetune.errors import ConfigError
 from finetune.machine import inventory
 from finetune.machine.process import without_collection
@@ -34,6 +34,7 @@ def add_arguments(parser: CommandParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="to compute in; unset: float32, bfloat16 on a GPU")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cuda where there is one (auto)")
     parser.add_argument("--json", action="store_true", help="one JSON object a prompt instead of text")
+    add_given(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -67,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
         max_new_tokens=options.max_new_tokens, temperature=options.temperature, top_p=options.top_p, seed=options.seed
     )
     with quiet(), _target(options.out) as out:
-        completer = Completer(checkpoint, device=device, dtype=dtype)
+        completer = Completer(checkpoint, device=device, dtype=dtype, given=given_of(options))
         for prompt, text in zip(prompts, completer.complete(prompts, sampling, batch=options.batch), strict=True):
             if options.json:
                 given = {"prompt": prompt.text} if prompt.text is not None else {"messages": list(prompt.messages or ())}

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.model.config import CONFIG
 from checkpoint.text.tokenizer import Tokenizer
 from finetune.config import DataConfig, ModelConfig, RunConfig, TokenizerConfig, TuneConfig
@@ -75,6 +76,7 @@ def evaluate(
     batch: int = 8,
     dtype: torch.dtype | None = None,
     last_word: Items | None = None,
+    given: Given = NOTHING_GIVEN,
     **data: Any,
 ) -> Evaluation:
     """Score every target of ``text``: of text every token, each seen after at most ``seq_len - 1`` others of its own window;
@@ -86,6 +88,7 @@ def evaluate(
         seq_len: window, and longest sample; unset: the model's longest position, at most 1024.
         dtype: to compute in; unset: fp32.
         last_word: also predict the last word of each of these, as the LAMBADA test does; for text alone.
+        given: what the checkpoint's files leave open.
         data: keys of ``data`` as in ``tune``, such as ``text_key``. Of a run's checkpoint, ``train_on`` and ``train_roles`` are
             the run's unless they are given.
 
@@ -96,7 +99,7 @@ def evaluate(
     sources = _sources(settings)
     if last_word is not None and any(source.masked for source in sources):
         raise DataError("--last-word: is for text; the data holds prompts or chats")
-    trained = open_trained(path, dtype or torch.float32)
+    trained = open_trained(path, dtype or torch.float32, given)
     model, folder = trained.model, trained.tokenizer_folder
     longest = int(getattr(model.config, "max_position_embeddings", _LONGEST_WINDOW))
     settings = replace(settings, seq_len=min(longest, _LONGEST_WINDOW) if seq_len is None else seq_len)

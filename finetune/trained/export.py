@@ -116,6 +116,12 @@ def check_model(checkpoint: Checkpoint) -> None:
         CheckpointError: a tensor is missing, of another shape, or none of the model's.
     """
     checkpoint.check_model()
+    rows = checkpoint.config.get("vocab_size")
+    try:
+        if isinstance(rows, int):
+            checkpoint.check_tokenizer(rows)
+    except CheckpointError as error:
+        _log.warning("the tokenizer is not of this model, which is not served with it: %s", error)
     if any(".experts." in name for name in checkpoint.tensors):
         return  # the model of transformers keeps in one tensor what checkpoints keep expert by expert
     try:

@@ -12,6 +12,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from checkpoint import CheckpointError
+from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.text.chat import ChatRejected
 from finetune.data.tokenizer import open_tokenizer
 from finetune.errors import DataError
@@ -65,13 +66,16 @@ class Completer:
     Args:
         path: a checkpoint, a folder of checkpoints (the latest counts), or a run's folder.
         device: ``cpu`` or ``cuda``.
+        given: what the checkpoint's files leave open.
 
     Raises:
         ConfigError: the checkpoint or its tokenizer is at fault.
     """
 
-    def __init__(self, path: Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
-        trained = open_trained(path, dtype)
+    def __init__(
+        self, path: Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32, given: Given = NOTHING_GIVEN
+    ) -> None:
+        trained = open_trained(path, dtype, given)
         self.folder = trained.folder
         self._tokenizer = open_tokenizer(trained.tokenizer_folder)
         self._model: PreTrainedModel = trained.model.to(device)  # type: ignore[arg-type]  # wrapped: mypy takes it for no method

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from checkpoint import Checkpoint, CheckpointError, Given, open_checkpoint
+from checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from checkpoint.disk.folder import Folder
-from checkpoint.given import NOTHING_GIVEN
+from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.opening.adapted import adapted_base
 from checkpoint.opening.recognise import locate
 from checkpoint.opening.slices import read_stored
@@ -33,8 +34,7 @@ def merge(
     adapter: Path,
     out: Path,
     *,
-    base: Path | None = None,
-    any_base: bool = False,
+    given: Given = NOTHING_GIVEN,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 2 << 30,
 ) -> Path:
@@ -44,8 +44,8 @@ def merge(
 
     Args:
         adapter: a run's folder, a folder of checkpoints (of another trainer, too), or one folder with ``adapter_config.json``.
-        base: the base model's folder; unset: the one that ``adapter_config.json`` names.
-        any_base: join with that one even if the adapter was trained beside another.
+        given: what the files leave open, such as the base model's folder: unset, it is the one that ``adapter_config.json``
+            names.
 
     Raises:
         ConfigError: there is no adapter or no base, they do not fit, or ``out`` exists.
@@ -56,7 +56,7 @@ def merge(
     if folder is None:
         raise ConfigError(f"{adapter}: holds no {_ADAPTER}; it is not an adapter")
     try:
-        with open_joined(folder, base, any_base=any_base) as checkpoint:
+        with open_joined(folder, given) as checkpoint:
             check_model(checkpoint)
             dtype = dtype or stored_dtype(checkpoint)
             settings = {"max_shard_bytes": max_shard_bytes, "names": list(checkpoint.tensors)}
@@ -85,14 +85,15 @@ def adapter_folder(path: Path) -> Path | None:
         raise ConfigError(f"{folder}: {error}") from error
 
 
-def open_joined(folder: Path, base: Path | None = None, *, any_base: bool = False) -> Checkpoint:
+def open_joined(folder: Path, given: Given = NOTHING_GIVEN) -> Checkpoint:
     """The adapter in ``folder`` and its base model as one checkpoint, as serving opens it.
 
-    The base is at ``base``, or where the adapter says. Of a root above several checkpoints it is the one that the adapter was
-    trained beside, known by its hash. Adapters that recorded none get what the place means today, with a warning.
+    The base is at ``given.base``, or where the adapter says. Of a root above several checkpoints it is the one that the adapter
+    was trained beside, known by its hash. Adapters that recorded none get what the place means today, with a warning.
 
     Args:
-        any_base: take what the place means today, whatever the adapter was trained beside.
+        given: what the files leave open; with ``any_base`` what the place means today is taken, whatever the adapter was
+            trained beside.
 
     Raises:
         CheckpointError: one of the two is not sound or not of a kind that is read, or they do not fit.
@@ -100,20 +101,21 @@ def open_joined(folder: Path, base: Path | None = None, *, any_base: bool = Fals
         WeightNotFinite: a tensor of the adapter is not; with the base its name would not be told.
     """
     config = peft.read_config(Folder(folder))
-    wanted = None if any_base else recorded_beside(folder)
-    place = Path(adapted_base(config, NOTHING_GIVEN)) if base is None else folder_of(base, "--base: base model")
+    wanted = None if given.any_base else recorded_beside(folder)
+    place = Path(adapted_base(config, given)) if given.base is None else folder_of(given.base, "--base: base model")
     try:
         places = candidates(place)
-        found = places[0] if wanted is None else find_again(wanted, places)
+        found = places[0] if wanted is None else find_again(wanted, places, replace(given, base=None))
     except CheckpointError as error:
-        raise ConfigError(f"{place}: {error}; name the base model with --base") from error
+        where = "" if error.file == str(place) else f"{place}: "
+        raise ConfigError(f"{where}{error}; name the base model with --base") from error
     if found is None:
         remedy = "merge it with the place of that one as --base, or with --base-changed accept"
         raise ConfigError(f"{place}: is not the model that {folder} was trained beside, {wanted}; {remedy}")
-    if wanted is None and not any_base:
+    if wanted is None and not given.any_base:
         _log.warning("%s does not say what its base model held; %s is taken for it, unproved", folder, found)
     _check_adapter(folder)
-    return open_checkpoint(folder, given=Given(base=str(found), any_base=any_base))
+    return open_checkpoint(folder, given=replace(given, base=str(found)))
 
 
 def _check_adapter(folder: Path) -> None:

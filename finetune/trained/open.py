@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from checkpoint import CheckpointError, open_checkpoint
+from checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from checkpoint.disk.folder import Folder
+from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.text.tokenizer_files import TOKENIZER_FILES, check_tokenizer_files
 from finetune.base_model.hub import folder_of
 from finetune.data.tokenizer import usual_folder
@@ -33,20 +34,25 @@ class Trained:
     generation_config: Mapping[str, Any]
 
 
-def open_trained(path: Path, dtype: torch.dtype) -> Trained:
+def open_trained(path: Path, dtype: torch.dtype, given: Given = NOTHING_GIVEN) -> Trained:
     """Load the model of a checkpoint, a folder of checkpoints (the latest counts), a run's folder, or an adapter.
+
+    Args:
+        given: what the files leave open.
 
     Raises:
         ConfigError: the checkpoint, its tensors or its tokenizer is at fault.
     """
     path = folder_of(path, "checkpoint")
-    adapter = adapter_folder(path)
+    adapter = adapter_folder(path) if given.adapter is None else None
     try:
-        with open_checkpoint(checkpoint_folder(path)) if adapter is None else open_joined(adapter) as checkpoint:
+        with _opened(path, adapter, given) as checkpoint:
             folder = checkpoint.path if adapter is None else adapter
             model = load_model(checkpoint, dtype)
             nn.Module.eval(model)
-            folders = (folder, checkpoint.path, usual_folder(checkpoint.tokenizer, str(path)))
+            folders = [usual_folder(checkpoint.tokenizer, str(path))]
+            if given.tokenizer is None:
+                folders = [folder, checkpoint.path, *folders]
             places = [place for place in folders if (place / TOKENIZER_FILES[0]).is_file()]
             if not places:
                 raise ConfigError(f"{folder}: holds no {TOKENIZER_FILES[0]}")
@@ -54,3 +60,8 @@ def open_trained(path: Path, dtype: torch.dtype) -> Trained:
             return Trained(model, folder, places[0], dict(checkpoint.generation_config))
     except CheckpointError as error:
         raise ConfigError(f"{path}: {error}") from error
+
+
+def _opened(path: Path, adapter: Path | None, given: Given) -> Checkpoint:
+    """The checkpoint at ``path``; of an adapter the model with it."""
+    return open_checkpoint(checkpoint_folder(path), given=given) if adapter is None else open_joined(adapter, given)

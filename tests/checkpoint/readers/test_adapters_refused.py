@@ -111,3 +111,24 @@ def test_a_factor_of_no_dimension_is_refused(tmp_path: Path) -> None:
     name = next(name for name in tensors if "lora_A" in name)
     save_file({**tensors, name: torch.tensor(1.0)}, file)
     assert "by factors of " in refusal(adapter).rule
+
+
+def test_an_adapter_without_a_part_of_what_it_was_trained_for_is_refused(tmp_path: Path) -> None:
+    adapter, want = adapted(tmp_path, llama, target_modules=["q_proj", "mlp.up_proj"])
+    file = adapter / "adapter_model.safetensors"
+    for lost, target in (("model.layers.1.self_attn.q_proj", "q_proj"), ("model.layers.1.mlp.up_proj", "mlp.up_proj")):
+        tensors = load_file(file)
+        assert any(f"{lost}." in name for name in tensors)
+        save_file({name: tensor for name, tensor in tensors.items() if f"{lost}." not in name}, file)
+        rule = f"has nothing for {lost!r}, one of the {target!r} of target_modules, and for others: a part of it is missing"
+        assert refusal(adapter).rule == rule
+        changed(adapter, exclude_modules=[lost])
+        opened(adapter)
+        changed(adapter, exclude_modules=None)
+        save_file(tensors, file)
+    assert_merged(adapter, want)
+
+
+def test_an_adapter_of_some_layers_is_whole(tmp_path: Path) -> None:
+    adapter, want = adapted(tmp_path, llama, target_modules=["q_proj"], layers_to_transform=[1])
+    assert_merged(adapter, want)

@@ -168,6 +168,8 @@ def test_an_adapter_of_tessera_is_proved_beside_a_base_without_a_manifest(tmp_pa
         ):
             refused()
     assert not (tmp_path / "other").exists()
+    with open_checkpoint(adapter) as opened:
+        opened.check_base(Given(any_base=True))
 
 
 def test_an_adapter_in_the_newest_of_another_trainer_s_folders_is_merged(tmp_path: Path) -> None:

@@ -190,6 +190,16 @@ def test_only_what_is_needed_is_downloaded(
     assert sorted(set(asked)) == sorted(wanted)
 
 
+@pytest.mark.parametrize("need", ["model", "config", "adapter"])
+def test_of_an_adapter_its_own_files_are_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, need: str) -> None:
+    asked: list[str] = []
+    own = ["adapter_config.json", "adapter_model.safetensors", "tokenizer.json"]
+    there = [*OTHERS, *own, *(("config.json", "model.safetensors") if need == "adapter" else ())]
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fake_hub(there, tmp_path / "got", asked))
+    folder_of("hf:someone/lora", "model.path", need)  # type: ignore[arg-type]
+    assert set(asked) - {"config.json"} == set(own)
+
+
 def test_names_become_folders_before_a_run(tmp_path: Path, text_folder: Path, offline: Path) -> None:
     tree = small_run(text_folder, tmp_path / "run", tokenizer={"path": "hf:someone/small"})
     del tree["tokenizer"]["train"]

@@ -14,7 +14,7 @@ import torch
 from peft import AutoPeftModelForCausalLM, PeftModel
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from checkpoint import CheckpointWriter, open_checkpoint
+from checkpoint import CheckpointWriter, Given, open_checkpoint
 from finetune.base_model.given import given_of
 from finetune.base_model.identity import candidates, identified, recorded, settle_base
 from finetune.cli import main
@@ -225,7 +225,7 @@ def test_an_adapter_is_merged_with_its_own_base_whatever_was_saved_since(
     expected = logits_of(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(step), str(adapter)))
     save_later_step(run)
     merge(tmp_path / "lora", tmp_path / "named")
-    merge(tmp_path / "lora", tmp_path / "root", base=run)
+    merge(tmp_path / "lora", tmp_path / "root", given=Given(base=str(run)))
     for made in ("named", "root"):
         torch.testing.assert_close(logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / made)), expected)
     monkeypatch.chdir("/")

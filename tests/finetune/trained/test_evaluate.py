@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from checkpoint import Given
 from finetune.cli import main
 from finetune.config import DataConfig, ModelConfig, RunConfig, TokenizerConfig, TuneConfig
 from finetune.data.prepare import prepare
@@ -173,3 +174,25 @@ def test_chats_need_a_template(checkpoint: Path, tmp_path: Path, capsys: pytest.
     assert "data.chat_template is not set" in capsys.readouterr().err
     assert main(["evaluate", str(bare), "--data", str(file), "--data.chat_template", "chatml", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["samples"] == 1
+
+
+def test_what_the_files_leave_open_is_said_to_evaluate_and_predict(checkpoint: Path, tmp_path: Path) -> None:
+    """A model without its configuration and tokenizer, which lie elsewhere, measured as the whole one is."""
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 20)
+    bare, beside = tmp_path / "bare", tmp_path / "beside"
+    bare.mkdir()
+    shutil.copytree(checkpoint, beside)
+    (beside / "model.safetensors").rename(bare / "model.safetensors")
+    told = ["--model-config", str(beside / "config.json"), "--tokenizer", str(beside)]
+    assert main(["evaluate", str(bare), "--data", str(text)]) == 2
+    given = Given(config=str(beside / "config.json"), tokenizer=str(beside))
+    assert evaluate(bare, [str(text)], given=given) == evaluate(checkpoint, [str(text)])
+    assert main(["evaluate", str(bare), "--data", str(text), *told]) == 0
+    (tmp_path / "prompts.txt").write_text("the quick\n")
+    answers = []
+    for folder, words in ((bare, told), (checkpoint, [])):
+        out = tmp_path / f"{folder.name}.out"
+        assert main(["predict", str(folder), "--prompts", str(tmp_path / "prompts.txt"), "--out", str(out), *words]) == 0
+        answers.append(out.read_text())
+    assert answers[0] == answers[1]
