@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 QkvLayout = Literal["blocks", "per-head"]
 """On each rank all queries, all keys, all values, as GPT-NeoX does since November 2024; or each query head with its share of
@@ -38,3 +40,35 @@ class Given:
 
 
 NOTHING_GIVEN = Given()
+
+_PATHS = ("config", "tokenizer", "layer_map", "adapter_config")
+_PLAIN: Mapping[str, type] = {"prefix": str, "master_weights": bool, "neox_qkv_layout": str}
+
+
+def recorded_of(given: Given) -> dict[str, Any]:
+    """What was said of a model's own files, for ``with_recorded``: fields that are set, by name, with absolute paths."""
+    said = {name: getattr(given, name) for name in (*_PATHS, *_PLAIN) if getattr(given, name) != getattr(NOTHING_GIVEN, name)}
+    return {name: str(Path(value).expanduser().absolute()) if name in _PATHS else value for name, value in said.items()}
+
+
+def with_recorded(given: Given, recorded: Mapping[str, Any]) -> Given:
+    """``given`` with what was recorded of the same model, where it says nothing else.
+
+    Args:
+        recorded: as ``recorded_of`` made it; a path that is gone is left out, and what breaks a rule as well, so that the model
+            is opened as if nothing had been said, and told from the one that was recorded.
+    """
+    taken: dict[str, Any] = {
+        name: value
+        for name, value in recorded.items()
+        if isinstance(value, _PLAIN.get(name, str))
+        and _holds(name, value)
+        and getattr(given, name) == getattr(NOTHING_GIVEN, name)
+    }
+    return replace(given, **taken)
+
+
+def _holds(name: str, value: Any) -> bool:
+    if name == "neox_qkv_layout":
+        return value in get_args(QkvLayout)
+    return name in _PLAIN or (name in _PATHS and Path(value).exists())

@@ -11,7 +11,7 @@ from typing import Any
 from checkpoint.disk.folder import Folder
 from checkpoint.disk.manifest import MANIFEST, Manifest
 from checkpoint.errors import CheckpointError
-from checkpoint.given import Given
+from checkpoint.given import Given, with_recorded
 from checkpoint.model.config import CONFIG, NOTHING_KNOWN, shown
 from checkpoint.opening.recognise import recognise
 from checkpoint.opening.structure import Structure
@@ -75,7 +75,11 @@ def added_adapter(name: str) -> Folder:
     Raises:
         CheckpointError: there is no such folder or snapshot, or it is no adapter.
     """
-    folder, layout = recognise(find_on_hub(name, "adapter", fetch=False) if name.startswith(HUB) else name)
+    try:
+        place = find_on_hub(name, "adapter", fetch=False) if name.startswith(HUB) else Path(name).expanduser()
+    except RuntimeError as error:  # of a user there is none of
+        raise CheckpointError(name, f"is no path: {error}") from error
+    folder, layout = recognise(place)
     if layout is not peft:
         raise CheckpointError(name, f"is a checkpoint of {layout.NAME}, no adapter")
     return folder
@@ -105,6 +109,22 @@ def base_beside(folder: Folder, given: Given) -> str | None:
         return given.base if config is None else str(recognise(adapted_base(config, given))[0].path)
     except CheckpointError:
         return given.base
+
+
+def given_of_base(folder: Folder, manifest: Manifest | None, given: Given) -> Given:
+    """What is said of the base of the adapter in ``folder``: ``given`` and, where that says nothing, what training was told.
+
+    A tokenizer that was given to training is the adapter's own, a copy of it.
+
+    Args:
+        manifest: the adapter's, of those that Tessera trained.
+    """
+    base = None if manifest is None else manifest.extra.get("base")
+    recorded = base.get("given") if isinstance(base, dict) else None
+    if not isinstance(recorded, dict):
+        return given
+    has_own = any(folder.has(name) for name in TOKENIZER_FILES)
+    return with_recorded(given, recorded | ({"tokenizer": str(folder.path)} if has_own and "tokenizer" in recorded else {}))
 
 
 def joined(
@@ -142,7 +162,11 @@ def joined(
     tokenizer = own if any(own.has(name) for name in TOKENIZER_FILES) else below.tokenizer
     model = {**below.config, **weights.changes}
     called = f"{layout} on {below.layout}"
-    return Structure(folder, model, below.generation_config, None, weights, called, tokenizer, below.folder)
+    return Structure(
+        *(folder, model, below.generation_config, None, weights, called, tokenizer, below.folder),
+        given=below.given,
+        read_config=below.read_config,
+    )
 
 
 def _check_rows(weights: Weights, base: Mapping[str, Any], trained: Mapping[str, Any]) -> None:

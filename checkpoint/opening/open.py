@@ -20,7 +20,7 @@ from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.layout import TensorInfo
 from checkpoint.model import names
 from checkpoint.opening.agreement import check_tensors
-from checkpoint.opening.identity import check_base, identity_of
+from checkpoint.opening.identity import check_base, identity_of, is_known_as
 from checkpoint.opening.leases import Leases
 from checkpoint.opening.mapped import view_stored
 from checkpoint.opening.prove import open_structure
@@ -229,6 +229,19 @@ class Checkpoint:
             CheckpointError: a file cannot be read.
         """
         return identity_of(self._structure)
+
+    def is_known_as(self, identity: str) -> bool:
+        """Whether this is the checkpoint that was recorded with that identity.
+
+        Raises:
+            CheckpointError: a file cannot be read.
+        """
+        return is_known_as(self._structure, identity)
+
+    @property
+    def given(self) -> Given:
+        """What was said of the model's own files when it was opened: of an adapter's base, of those."""
+        return self._structure.given
 
     def check_base(self, given: Given = NOTHING_GIVEN) -> None:
         """Refuse an adapter of Tessera beside another base than it was trained beside, by the files of one without a manifest.

@@ -16,7 +16,7 @@ from checkpoint.layout import Stored
 from checkpoint.model.config import CONFIG
 from checkpoint.model.mxfp4 import decoded
 from checkpoint.model.quantised import check_not_quantised
-from checkpoint.opening.adapted import adapted_base, added_adapter, joined, refuse_base, refuse_two
+from checkpoint.opening.adapted import adapted_base, added_adapter, given_of_base, joined, refuse_base, refuse_two
 from checkpoint.opening.recognise import MASTERS_READ, recognise
 from checkpoint.opening.structure import CODE, Structure, Verification
 from checkpoint.readers import hf, peft
@@ -101,7 +101,9 @@ def _opened(path: str | Path, verify: Verification, given: Given, *, is_base: bo
         weights.close()
         raise
     config = {**config, **weights.changes}
-    return Structure(folder, config, generation, manifest, weights, layout.NAME, weights.tokenizer or tokenizer)
+    read_config = None if configs is None else configs[0]
+    place = weights.tokenizer or tokenizer
+    return Structure(folder, config, generation, manifest, weights, layout.NAME, place, given=given, read_config=read_config)
 
 
 def _open_adapted(folder: Folder, base: str, given: Given, verify: Verification) -> Structure:
@@ -122,7 +124,8 @@ def _open_adapted(folder: Folder, base: str, given: Given, verify: Verification)
             _check_table(manifest, adapter.places)
         step = step_in_name(folder.path) if manifest is None else manifest.step
         adapter = dataclasses.replace(adapter, step=step, adapter=config)
-        return joined(folder, adapter, _open_base(base, given, verify), given, peft.NAME, manifest)
+        below = _open_base(base, given_of_base(folder, manifest, given), verify)
+        return joined(folder, adapter, below, given, peft.NAME, manifest)
     except BaseException:
         adapter.close()
         raise

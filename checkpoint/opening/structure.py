@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -9,6 +10,7 @@ from typing import Any, Literal, Self
 from checkpoint.disk.folder import Folder
 from checkpoint.disk.manifest import Manifest
 from checkpoint.errors import CheckpointError
+from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.model.config import CONFIG, check_vocabulary, layers
 from checkpoint.readers.weights import Weights
 
@@ -34,6 +36,10 @@ class Structure:
     """Where the tokenizer's files are, if there are any."""
     base: Folder | None = None
     """The base model's folder, of an adapter that is joined with one."""
+    given: Given = NOTHING_GIVEN
+    """What was said of the model's own files: of an adapter's base, of those."""
+    read_config: Mapping[str, Any] | None = None
+    """The model's ``config.json`` as its file has it; ``None`` where the weights' own files tell the configuration."""
 
     def check_model(self) -> None:
         """Refuse a ``config.json`` of which no model shall be made: before one is built.

@@ -7,7 +7,7 @@ what it decided in its resume states and adapters.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from checkpoint import Checkpoint, CheckpointError, Given, open_checkpoint
 from checkpoint.disk.folder import Folder
 from checkpoint.disk.latest import is_root, resolve_latest
 from checkpoint.disk.manifest import load_manifest
-from checkpoint.given import NOTHING_GIVEN
+from checkpoint.given import NOTHING_GIVEN, recorded_of
 from checkpoint.model.config import GENERATION
 from checkpoint.opening.adapted import pinned
 from checkpoint.opening.identity import short
@@ -38,10 +38,13 @@ class Base:
     folder: str
     """Absolute, links resolved; it may have been moved since."""
     identity: str
-    """``manifest:`` or, of a folder without one, ``tensors:`` and 64 hexadecimal digits."""
+    """What it is known by; see ``checkpoint.opening.identity``."""
+    given: Mapping[str, Any] = field(default_factory=dict)
+    """What was said of how its files are read, as ``checkpoint.given.recorded_of`` has it."""
 
     def __str__(self) -> str:
-        return f"{self.folder} ({short(self.identity)})"
+        said = "".join(f", {name} {value}" for name, value in self.given.items())
+        return f"{self.folder} ({short(self.identity)}{said})"
 
 
 def identified(checkpoint: Checkpoint) -> Base:
@@ -50,18 +53,20 @@ def identified(checkpoint: Checkpoint) -> Base:
     Raises:
         CheckpointError: a file of it cannot be read.
     """
-    return Base(folder=str(checkpoint.path), identity=checkpoint.identity())
+    return Base(folder=str(checkpoint.path), identity=checkpoint.identity(), given=recorded_of(checkpoint.given))
 
 
 def recorded_in(extra: Mapping[str, Any]) -> Base | None:
     """The base that a manifest remembers; ``None`` for those of releases that recorded none."""
     values = extra.get(KEY)
-    return None if values is None else Base(folder=str(values["folder"]), identity=str(values["identity"]))
+    if values is None:
+        return None
+    return Base(folder=str(values["folder"]), identity=str(values["identity"]), given=dict(values.get("given", {})))
 
 
 def recorded(base: Base | None) -> dict[str, Any]:
     """``base`` as an entry of a manifest's ``extra``; nothing of a model that began new."""
-    return {} if base is None else {KEY: asdict(base)}
+    return {} if base is None else {KEY: {name: value for name, value in asdict(base).items() if value != {}}}
 
 
 def recorded_beside(folder: Path) -> Base | None:
@@ -105,7 +110,7 @@ def find_again(wanted: Base, places: list[Path], given: Given = NOTHING_GIVEN) -
     for folder in sorted(places, key=lambda place: place.name != Path(wanted.folder).name):
         try:
             with open_checkpoint(folder, given=given) as checkpoint:
-                if identified(checkpoint).identity == wanted.identity:
+                if checkpoint.is_known_as(wanted.identity):
                     return folder
         except CheckpointError:
             continue
@@ -167,6 +172,9 @@ def _resumed(config: TuneConfig, wanted: Base, places: list[Path], problem: str,
     if config.lora is not None:
         what = problem if not places else f"{places[0]} is another model"
         where = f"it still is at {here}" if still_there else "it is there no more: put it back, or name its place"
+        if here in places:
+            what = "its files, its configuration or what is said of how they are read (model) have changed"
+            where = "nothing else will do"
         raise ConfigError(
             f"model.path: {config.model.path}: {what}; the adapters of this run were trained beside {wanted}, and {where}"
         )

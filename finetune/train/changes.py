@@ -25,6 +25,8 @@ _TOLD = ("batch", "optimizer", "schedule", "zero", "offload", "pipeline", "activ
 _UNTOLD = ("offload.path",)
 _SOFT = ("dropout", "pdrop", "token_id", "initializer_range", "_name_or_path", "output_", "return_dict", "use_return_dict")
 """Parts of the names of a model's settings that change none of its tensors."""
+_LAID_OUT = ("rope_parameters", "layer_types", "attention_types", "attention_layers")
+"""Settings of a model that are tables or lists, and without which its weights are another model."""
 _OF_DATA = ("data", "data.seq_len", "data.seed")
 Values = Mapping[str, Any]
 
@@ -60,7 +62,9 @@ def course_of(config: TuneConfig, hf_config: PretrainedConfig, schedule: Schedul
 
 
 def _plain_values(hf_config: PretrainedConfig) -> dict[str, Any]:
-    values = {key: value for key, value in hf_config.to_dict().items() if isinstance(value, int | float | str | bool)}
+    said = hf_config.to_dict()
+    values = {key: value for key, value in said.items() if isinstance(value, int | float | str | bool)}
+    values |= {key: said[key] for key in _LAID_OUT if isinstance(said.get(key), Mapping | list)}
     for name in ("transformers_version", "use_cache", "dtype"):
         values.pop(name, None)
     return values
@@ -116,7 +120,8 @@ def _differences(name: str, was: Any, now: Any) -> Iterator[tuple[str, Any, Any]
         return
     for key in sorted({*was, *now}):
         soft = _is_soft(key) if name == "model" else (name, key) == ("lora", "dropout")
-        if was.get(key) != now.get(key) and not soft:
+        known = key in was or key not in _LAID_OUT  # earlier saves do not remember those
+        if was.get(key) != now.get(key) and known and not soft:
             yield f"{name}.{key}", was.get(key), now.get(key)
 
 

@@ -11,8 +11,9 @@ import torch
 
 from checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from checkpoint.disk.folder import Folder
+from checkpoint.disk.manifest import load_manifest
 from checkpoint.given import NOTHING_GIVEN, Given
-from checkpoint.opening.adapted import adapted_base
+from checkpoint.opening.adapted import adapted_base, given_of_base
 from checkpoint.opening.recognise import locate
 from checkpoint.opening.slices import read_stored
 from checkpoint.readers import peft
@@ -105,7 +106,10 @@ def open_joined(folder: Path, given: Given = NOTHING_GIVEN) -> Checkpoint:
     place = Path(adapted_base(config, given)) if given.base is None else folder_of(given.base, "--base: base model")
     try:
         places = candidates(place)
-        found = places[0] if wanted is None else find_again(wanted, places, replace(given, base=None))
+        own = replace(given_of_base(Folder(folder), load_manifest(Folder(folder)), given), base=None)
+        found = places[0] if wanted is None else find_again(wanted, places, own)
+        if found is None and len(places) == 1:
+            open_checkpoint(places[0], given=own).close()  # which says why, if it is no other
     except CheckpointError as error:
         where = "" if error.file == str(place) else f"{place}: "
         raise ConfigError(f"{where}{error}; name the base model with --base") from error

@@ -131,3 +131,14 @@ def test_epochs_count_samples_also_when_the_size_of_a_step_changes() -> None:
     assert steps(4, (20, 120)) == 40, "and again from a later save"
     assert steps(16, (10, 80)) == 10 + 8
     assert steps(8, (30, 240)) == 30, "more than enough is done"
+
+
+def test_tables_of_a_model_s_settings_are_compared_where_the_save_has_them() -> None:
+    was, now = (
+        settings_of(CONFIG, PREPARED, model(rope_parameters={"rope_type": "default", "rope_theta": theta}))
+        for theta in (1e4, 20.0)
+    )
+    check_settings(SAVE, was, {**now, "model": was["model"]})
+    with pytest.raises(ConfigError, match=r"model\.rope_parameters \(was \{.*10000\.0.*\}, is \{.*20\.0.*\}\)"):
+        check_settings(SAVE, was, now)
+    check_settings(SAVE, {**was, "model": {k: v for k, v in was["model"].items() if k != "rope_parameters"}}, now)

@@ -1,0 +1,156 @@
+"""A base is known by its configuration and how its files are read too; an adapter remembers what training was told of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from checkpoint import CheckpointError, CheckpointWriter, Given, open_checkpoint
+from checkpoint.given import NOTHING_GIVEN, recorded_of, with_recorded
+from checkpoint.opening.identity import identity_of
+from checkpoint.opening.prove import open_structure
+from finetune.base_model.identity import Base, identified, recorded, settle_base
+from finetune.config import LoraConfig
+from finetune.errors import ConfigError
+from finetune.model.adapters import adapter_config_of, add_adapters, as_peft_names_them
+from finetune.trained.export import export
+from finetune.trained.merge import merge
+from finetune.trained.open import open_trained
+from tests.finetune.base_model.test_identity import begin, config, settled_path
+from tests.support.models import build, save, tokenizer
+
+DENSE = "gpt_neox.layers.0.attention.dense.weight"
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Path:
+    """A folder with the tensors of a student and of its teacher, of one shape."""
+    folder = save("gpt_neox", tmp_path / "two")
+    tensors = load_file(folder / "model.safetensors")
+    both = {f"student.{name}": tensor for name, tensor in tensors.items()}
+    save_file(both | {f"teacher.{name}": tensor + 1 for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+def adapter_on(folder: Path, root: Path, given: Given = NOTHING_GIVEN, base: Base | None = None) -> Path:
+    """An adapter with random weights, and the manifest that training upon the base writes."""
+    wrapped = add_adapters(build("gpt_neox"), LoraConfig(rank=2), base=str(folder), seed=0)
+    trained = {name: parameter.detach() for name, parameter in wrapped.named_parameters() if parameter.requires_grad}
+    draw = torch.Generator().manual_seed(3)
+    with open_checkpoint(folder, given=given) as opened:
+        extra = recorded(base or identified(opened))
+        described = {"config": opened.config, "adapter_config": adapter_config_of(wrapped), "extra": extra}
+    with CheckpointWriter(root, step=2, **described) as writer:
+        for name, tensor in as_peft_names_them(wrapped, trained).items():
+            writer.add(name, torch.randn(tensor.shape, generator=draw))
+    return root / "step-00000002"
+
+
+def dense_of(path: Path, **given: str) -> torch.Tensor:
+    with open_checkpoint(path, given=Given(**given)) as opened:  # type: ignore[arg-type]
+        return opened.read(DENSE)
+
+
+def test_what_training_was_told_of_a_base_need_not_be_said_again(two: Path, tmp_path: Path) -> None:
+    adapter = adapter_on(two, tmp_path / "lora", Given(prefix="student."))
+    want = dense_of(adapter, prefix="student.")
+    assert torch.equal(dense_of(adapter), want)
+    for made in (export(adapter, tmp_path / "exported"), merge(adapter, tmp_path / "merged")):
+        assert torch.equal(dense_of(made), want)
+    tokenizer().save(str(adapter / "tokenizer.json"))
+    assert torch.equal(open_trained(adapter, torch.float32).model.get_parameter(DENSE), want)
+    assert not torch.equal(dense_of(adapter, prefix="teacher."), want)
+    for refused in (merge, export):
+        with pytest.raises(ConfigError, match=r"two: is not the model that .*-00000002 was trained beside, "):
+            refused(adapter, tmp_path / "other", given=Given(prefix="teacher."))
+
+
+def test_adapters_go_on_upon_a_base_that_is_read_as_it_was(two: Path, tmp_path: Path) -> None:
+    def told(prefix: str | None):  # type: ignore[no-untyped-def]
+        tree = config(two, tmp_path / "out")
+        return replace(tree, model=replace(tree.model, weights_prefix=prefix))
+
+    with open_checkpoint(two, given=Given(prefix="student.")) as base:
+        state = CheckpointWriter(tmp_path / "out" / "resume", step=2, config=base.config, extra=recorded(identified(base)))
+    with state as writer:
+        writer.add("master.x", torch.ones(2))
+    assert settle_base(told("student."), print).model.path == str(two)
+    with pytest.raises(ConfigError, match=r"what is said of how they are read \(model\) have changed; .*, prefix student\.\)"):
+        settle_base(told("teacher."), print)
+
+
+@pytest.mark.parametrize(("key", "value"), [("rotary_emb_base", 300), ("layer_norm_eps", 0.5), ("hidden_act", "relu")])
+def test_a_base_of_another_configuration_is_another_model(key: str, value: object, tmp_path: Path) -> None:
+    folder = save("gpt_neox", tmp_path / "hf")
+    adapter = adapter_on(folder, tmp_path / "lora")
+    begin(config(folder, tmp_path / "out"))
+    file = folder / "config.json"
+    held = json.loads(file.read_text())
+    file.write_text(json.dumps(dict(reversed(held.items())) | {"transformers_version": "6.0.0", "use_cache": False}))
+    assert settled_path(config(folder, tmp_path / "out")) == folder
+    merge(adapter, tmp_path / "merged")
+    file.write_text(json.dumps(held | {key: value}))
+    with pytest.raises(ConfigError, match="its files, its configuration or"):
+        settled_path(config(folder, tmp_path / "out"))
+    for refused in (merge, export):
+        with pytest.raises(ConfigError, match=r"hf: is not the model that"):
+            refused(adapter, tmp_path / "other")
+
+
+def test_what_earlier_releases_recorded_is_known_without_the_configuration(tmp_path: Path) -> None:
+    folder = save("gpt_neox", tmp_path / "hf")
+    with open_structure(folder) as structure:
+        earlier = Base(folder=str(folder), identity=identity_of(structure, "tensors"))
+        assert earlier.identity.startswith("tensors:")
+        assert structure.manifest is None
+    adapter = adapter_on(folder, tmp_path / "lora", base=earlier)
+    assert json.loads((adapter / "manifest.json").read_text())["extra"]["base"].keys() == {"folder", "identity"}
+    merge(adapter, tmp_path / "merged")
+    save_file({name: t + 1 for name, t in load_file(folder / "model.safetensors").items()}, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"hf: is not the model that .* \(tensors [0-9a-f]{12}\)"):
+        merge(adapter, tmp_path / "other")
+
+
+def test_a_tokenizer_that_training_was_given_is_the_copy_beside_the_adapter(tmp_path: Path) -> None:
+    folder = save("gpt_neox", tmp_path / "hf")
+    elsewhere = tmp_path / "tokenizer.json"
+    tokenizer().save(str(elsewhere))
+    adapter = adapter_on(folder, tmp_path / "lora", Given(tokenizer=str(elsewhere)))
+    with open_checkpoint(adapter) as opened:
+        assert opened.given == Given(tokenizer=str(elsewhere))
+    elsewhere.rename(adapter / "tokenizer.json")
+    with open_checkpoint(adapter) as opened:
+        assert opened.given == Given(tokenizer=str(adapter))
+        opened.check_base()
+
+
+def test_what_is_recorded_says_what_is_left_open_and_nothing_that_breaks_a_rule(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.touch()
+    given = Given(config=str(file), prefix="a.", neox_qkv_layout="per-head", master_weights=True, base="x", adapter="y")
+    kept = {"config": str(file), "prefix": "a.", "neox_qkv_layout": "per-head", "master_weights": True}
+    assert recorded_of(given) == kept
+    assert with_recorded(NOTHING_GIVEN, kept) == replace(given, base=None, adapter=None)
+    assert with_recorded(Given(prefix="b."), kept).prefix == "b."
+    wrong = {
+        "config": str(tmp_path / "gone"),
+        "prefix": 1,
+        "neox_qkv_layout": "rows",
+        "master_weights": "yes",
+        "base": "z",
+        "": 2,
+    }
+    assert with_recorded(NOTHING_GIVEN, wrong) == NOTHING_GIVEN
+
+
+def test_a_folder_that_cannot_be_opened_is_told_rather_than_taken_for_another(tmp_path: Path) -> None:
+    folder = save("gpt_neox", tmp_path / "hf")
+    adapter = adapter_on(folder, tmp_path / "lora")
+    (folder / "config.json").write_text("{")
+    with pytest.raises((CheckpointError, ConfigError), match=r"config\.json: "):
+        merge(adapter, tmp_path / "out")
