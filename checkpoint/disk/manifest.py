@@ -20,6 +20,7 @@ from checkpoint.errors import CheckpointError
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
 _HASH_CHUNK_BYTES = 4 << 20
+_DESCRIPTIONS = ("config.json", "generation_config.json", "adapter_config.json")
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -126,17 +127,32 @@ def check_hashes(folder: Folder, manifest: Manifest | None, then: Callable[[str]
     entries = manifest.files
 
     def check(name: str) -> None:
-        fd = folder.open(name)
-        try:
-            digest = hash_file(fd, name)
-        finally:
-            os.close(fd)
-        if digest != entries[name].sha256:
-            raise CheckpointError(name, f"its sha256 is {digest}, {MANIFEST} says {entries[name].sha256}: it was changed")
+        _check_hash(folder, manifest, name)
         if then is not None:
             then(name)
 
     each_file(entries, check)
+
+
+def check_descriptions(folder: Folder, manifest: Manifest) -> None:
+    """What describes the model or its adapter has its sha256: a few kilobytes, of which one digit makes another model.
+
+    Raises:
+        CheckpointError: such a file was changed after the checkpoint was written.
+    """
+    for name in _DESCRIPTIONS:
+        if name in manifest.files:
+            _check_hash(folder, manifest, name)
+
+
+def _check_hash(folder: Folder, manifest: Manifest, name: str) -> None:
+    fd = folder.open(name)
+    try:
+        digest, wanted = hash_file(fd, name), manifest.files[name].sha256
+    finally:
+        os.close(fd)
+    if digest != wanted:
+        raise CheckpointError(name, f"its sha256 is {digest}, {MANIFEST} says {wanted}: it was changed")
 
 
 def each_file(names: Iterable[str], look: Callable[[str], None]) -> None:

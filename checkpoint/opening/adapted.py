@@ -22,7 +22,7 @@ from checkpoint.readers.surroundings import find_tokenizer
 from checkpoint.readers.weights import Weights
 from checkpoint.text.tokenizer_files import TOKENIZER_FILES
 
-_SAID = "--base, or model.base of a run"
+BASE_SAID = "--base, or model.base of a run"
 """How a user says where the base model is."""
 
 
@@ -36,21 +36,22 @@ def adapted_base(config: Mapping[str, Any], given: Given) -> str:
     """
     base = given.base or config.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
-        raise CheckpointError(peft.CONFIG, f"names no base_model_name_or_path; name the base model's folder ({_SAID})")
+        raise CheckpointError(peft.CONFIG, f"names no base_model_name_or_path; name the base model's folder ({BASE_SAID})")
+    where = BASE_SAID if given.base else peft.CONFIG
     try:
         folder_here = Path(base).expanduser()
         if folder_here.is_dir():
             return str(folder_here)
     except (OSError, RuntimeError, ValueError) as error:  # a name that is too long, or of a user there is none of
-        raise CheckpointError(peft.CONFIG, f"names the base model {shown(base)}, which is no path: {error}") from error
-    where, why = _SAID if given.base else peft.CONFIG, "which is no folder here"
+        raise CheckpointError(where, f"names the base model {shown(base)}, which is no path: {error}") from error
+    why = "which is no folder here"
     if base.startswith(HUB) or (could_be_on_hub(base) and not given.base):
         revision = None if given.base else config.get("revision")  # of the base, not of the adapter
         try:
             return str(find_on_hub(f"{base}@{revision}" if revision and "@" not in base else base, fetch=False))
         except CheckpointError as error:
             why = f"which is no folder here, and as a model of the hub: {error.rule}"
-    raise CheckpointError(where, f"names the base model {base!r}, {why}; name its folder ({_SAID})")
+    raise CheckpointError(where, f"names the base model {base!r}, {why}; name its folder ({BASE_SAID})")
 
 
 def pinned(path: str | Path, given: Given) -> Given:
@@ -193,5 +194,5 @@ def _check_base(manifest: Manifest, base: Structure) -> None:
     if base.manifest is None or hashlib.sha256(base.manifest.to_bytes()).hexdigest() != digest:
         rule = f"remembers another base model than {base.folder.path}; it was trained beside {remembered.get('folder')}"
         raise CheckpointError(
-            MANIFEST, f"{rule}: name that one ({_SAID}), or join them with `tessera-finetune merge --base-changed accept`"
+            MANIFEST, f"{rule}: name that one ({BASE_SAID}), or join them with `tessera-finetune merge --base-changed accept`"
         )

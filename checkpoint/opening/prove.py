@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint.disk.folder import Folder
-from checkpoint.disk.manifest import MANIFEST, Manifest, check_hashes, check_sizes, load_manifest
+from checkpoint.disk.manifest import MANIFEST, Manifest, check_descriptions, check_hashes, check_sizes, load_manifest
 from checkpoint.disk.step_names import step_in_name
 from checkpoint.errors import CheckpointError
 from checkpoint.given import NOTHING_GIVEN, Given
@@ -60,6 +60,7 @@ def _opened(path: str | Path, verify: Verification, given: Given, *, is_base: bo
     manifest = load_manifest(folder)
     if manifest is not None:
         check_sizes(folder, manifest)
+        check_descriptions(folder, manifest)
     if verify == "sha256":
         check_hashes(folder, manifest)
     configs = find_configs(folder, given, above=above)
@@ -116,6 +117,7 @@ def _open_adapted(folder: Folder, base: str, given: Given, verify: Verification)
     manifest = load_manifest(folder)
     if manifest is not None:
         check_sizes(folder, manifest)
+        check_descriptions(folder, manifest)
         if verify == "sha256":
             check_hashes(folder, manifest)
     adapter = peft.open_weights(folder)

@@ -78,6 +78,8 @@ def locate(path: str | Path) -> Path:
 def _existing(path: Path) -> Folder:
     try:
         os.stat(path)
+    except ValueError as error:  # a zero in the name
+        raise CheckpointError(repr(str(path)), f"is no path: {error}") from error
     except OSError as error:
         gone = error.errno in (errno.ENOENT, errno.ENOTDIR)
         raise CheckpointError(

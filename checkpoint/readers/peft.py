@@ -56,6 +56,9 @@ _WITHOUT_EFFECT = (
 """Settings of training, of what is adapted (the tensors' names tell it) and of beginnings (``init_lora_weights`` says which).
 Adapters of any other setting are more than a product of two factors beside each weight, or may be."""
 
+_SINCE_10 = "layer_replication"
+"""A setting that descriptions have since peft 0.10."""
+
 _PLAIN = re.compile(r"[\w.-]+")
 
 _PLAIN_BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal")
@@ -217,6 +220,9 @@ def merged(base: Weights, adapter: Weights, config: Mapping[str, Any], model: Ma
                 raise
             rule = f"{error.rule}. GPT-2 stores it the other way; of which family this is must be said (--model-config)"
             raise CheckpointError(error.file, rule) from error
+        if places[target].added is not None:
+            rule = f"adapts {module!r}, which another adapter in the base model's own files adapts already"
+            raise CheckpointError(adapter.table, f"{rule}; write the base as a whole model (`tessera-finetune export`) first")
         places[target] = dataclasses.replace(places[target], added=added)
         changed.append(target)
     files = {**base.files, **adapter.files}
@@ -233,6 +239,8 @@ def merged(base: Weights, adapter: Weights, config: Mapping[str, Any], model: Ma
 def check_biases(base: Weights, adapter: Weights, config: Mapping[str, Any]) -> None:
     """Refuse an adapter without the biases that were trained with it: peft 0.10 to 0.18 did not save those of ``lora_only``.
 
+    Releases before 0.10 saved what they had trained.
+
     Args:
         base: the model that the adapter is joined with, from other files.
         config: ``adapter_config.json``.
@@ -240,7 +248,7 @@ def check_biases(base: Weights, adapter: Weights, config: Mapping[str, Any]) -> 
     Raises:
         CheckpointError: an adapted module has a bias in the base and none in the adapter.
     """
-    if config.get("bias", "none") == "none":
+    if config.get("bias", "none") == "none" or _SINCE_10 not in config:
         return
     whole_tensors, factors = _parts(adapter)
     for module in factors:
@@ -258,7 +266,7 @@ def _check_targets(base: Mapping[str, Stored], held: Iterable[str], config: Mapp
         held: the names of what the adapter has, as weights of the base.
     """
     targets = config.get("target_modules")
-    if not isinstance(targets, list) or any(config.get(key) for key in ("exclude_modules", "layers_to_transform")):
+    if not isinstance(targets, list) or config.get("exclude_modules") or config.get("layers_to_transform") is not None:
         return
     adapted = {find_stored(name, base) for name in held}
     for target in filter(_PLAIN.fullmatch, map(str, targets)):

@@ -36,7 +36,10 @@ def folder_of(name: str | Path, key: str, need: Need = "model") -> Path:
         ConfigError: the name is not there; says what was looked for, where, and how to get it.
     """
     if not on_hub(name):
-        folder = Path(name).expanduser()
+        try:
+            folder = Path(name).expanduser()
+        except RuntimeError as error:  # of a user there is none of
+            raise ConfigError(f"{key}: {name}: {error}") from error
         if hint := hint_for(name):
             raise ConfigError(f"{key}: {name}: there is no such folder{hint}")
         return folder

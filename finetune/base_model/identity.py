@@ -17,7 +17,7 @@ from checkpoint.disk.latest import is_root, resolve_latest
 from checkpoint.disk.manifest import load_manifest
 from checkpoint.given import NOTHING_GIVEN, recorded_of
 from checkpoint.model.config import GENERATION
-from checkpoint.opening.adapted import pinned
+from checkpoint.opening.adapted import BASE_SAID, pinned
 from checkpoint.opening.identity import short
 from checkpoint.opening.recognise import locate
 from finetune.base_model.given import given_of
@@ -87,7 +87,10 @@ def candidates(path: Path) -> list[Path]:
     Raises:
         CheckpointError: there is none.
     """
-    root = checkpoint_folder(path.expanduser())
+    try:
+        root = checkpoint_folder(path.expanduser())
+    except RuntimeError as error:  # of a user there is none of
+        raise CheckpointError(str(path), str(error)) from error
     if not root.is_dir():
         raise CheckpointError(str(root), "is not a folder" if root.exists() else "there is no such folder")
     if not is_root(root):
@@ -117,6 +120,15 @@ def find_again(wanted: Base, places: list[Path], given: Given = NOTHING_GIVEN) -
     return None
 
 
+def at_fault(config: TuneConfig, error: CheckpointError) -> ConfigError:
+    """What is wrong with the model that a run begins with, by the key that names it."""
+    for key in ("adapter", "base"):
+        name = getattr(config.model, key)
+        if name is not None and error.file in (name, BASE_SAID if key == "base" else ""):
+            return ConfigError(f"model.{key}: {name}: {error.rule}")
+    return ConfigError(f"model.path: {config.model.path}: {error}")
+
+
 def settle_base(config: TuneConfig, say: Callable[[str], None]) -> TuneConfig:
     """``config`` with ``model.path`` the absolute folder of one checkpoint; a resumed run gets the one it began with.
 
@@ -142,12 +154,15 @@ def settle_base(config: TuneConfig, say: Callable[[str], None]) -> TuneConfig:
         folder = places[0] if places else _by_its_own(config, problem, say)
     if save is not None and began_with is None and config.lora is not None:
         say(f"model.path: the saves of {config.run.output} do not say what their base held; {folder} is taken for it, unproved")
-    config = replace(config, model=replace(config.model, path=str(folder)))
+    settled = replace(config, model=replace(config.model, path=str(folder)))
     try:
-        given = pinned(folder, given_of(config))
+        given = pinned(folder, given_of(settled))
     except CheckpointError as error:
-        raise ConfigError(f"model.path: {folder}: {error}") from error
-    return replace(config, model=replace(config.model, base=given.base, adapter=given.adapter))
+        if save is None or config.lora is not None:
+            raise at_fault(config, error) from error
+        own = _by_its_own(config, str(error), say)
+        return replace(config, model=replace(config.model, path=str(own), base=None, adapter=None))
+    return replace(settled, model=replace(settled.model, base=given.base, adapter=given.adapter))
 
 
 def _places(given: str) -> list[Path]:

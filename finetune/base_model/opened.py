@@ -27,7 +27,8 @@ def open_base_model(config: TuneConfig) -> Checkpoint:
     given = given_of(config)
     checkpoint = open_checkpoint(candidates(Path(config.model.path))[0], given=given)
     try:
-        if config.lora is not None and checkpoint.is_adapted:
+        has_adapter = checkpoint.is_adapted or any(info.adapted for info in checkpoint.tensors.values())
+        if config.lora is not None and has_adapter:
             raise CheckpointError(peft.CONFIG, _NO_BASE)
         checkpoint.check_base(given)
     except BaseException:

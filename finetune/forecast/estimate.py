@@ -219,7 +219,7 @@ def model_config_of(config: TuneConfig, *, weights: bool = True) -> PretrainedCo
     from checkpoint.opening.prove import model_config
     from checkpoint.readers import peft
     from finetune.base_model.given import given_of
-    from finetune.base_model.identity import candidates
+    from finetune.base_model.identity import at_fault, candidates
     from finetune.base_model.opened import open_base_model
     from finetune.model.build import check_new_config, config_from, config_of, new_config
 
@@ -234,7 +234,7 @@ def model_config_of(config: TuneConfig, *, weights: bool = True) -> PretrainedCo
             with open_base_model(config) as checkpoint:
                 return config_of(checkpoint)
         except CheckpointError as error:
-            raise ConfigError(f"model.path: {config.model.path}: {error}") from error
+            raise at_fault(config, error) from error
     assert config.model.new is not None, "ModelConfig holds exactly one of the two"
     check_new_config(config.model.new)
     return new_config(config.model.new, num_ids=_num_ids(config), seq_len=config.data.seq_len, end_of_text_id=0)

@@ -10,11 +10,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from checkpoint import Checkpoint, CheckpointError
-from finetune.base_model.identity import Base, identified
+from finetune.base_model.identity import Base, at_fault, identified
 from finetune.base_model.opened import open_base_model
 from finetune.config import TuneConfig
 from finetune.data.prepare import Prepared
-from finetune.errors import ConfigError
 from finetune.model.build import (
     Gather,
     check_fit,
@@ -56,7 +55,7 @@ class InitialModel:
             except CheckpointError as error:
                 if self._checkpoint is not None:
                     self._checkpoint.close()
-                raise self._at_fault(error) from error
+                raise at_fault(self._config, error) from error
             self.hf_config = config_of(self._checkpoint)
             check_fit(self.hf_config, key="model.path", **sizes)
         inherited = dict(self._checkpoint.generation_config) if self._checkpoint else {}
@@ -87,13 +86,10 @@ class InitialModel:
             with found_in(f"model.path: {self._config.model.path}"):
                 fill(model, self.reader(model), gather)
         except CheckpointError as error:
-            raise self._at_fault(error) from error
+            raise at_fault(self._config, error) from error
 
     def reader(self, model: nn.Module) -> Read:
         """Reads the checkpoint's own numbers in fp32, by the names of ``model``."""
         checkpoint, tied = self._checkpoint, tied_names(model)
         assert checkpoint is not None, "a new model has nothing to read"
         return lambda name: checkpoint.read(checkpoint.resolve(name, tied), dtype=torch.float32)
-
-    def _at_fault(self, error: CheckpointError) -> ConfigError:
-        return ConfigError(f"model.path: {self._config.model.path}: {error}")

@@ -53,6 +53,8 @@ def merge(
         RunError: writing failed.
     """
     out = require_new(out)
+    if not adapter.is_dir():
+        raise ConfigError(f"{adapter}: there is no such folder")
     folder = adapter_folder(adapter)
     if folder is None:
         raise ConfigError(f"{adapter}: holds no {_ADAPTER}; it is not an adapter")

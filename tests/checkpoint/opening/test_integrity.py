@@ -57,6 +57,18 @@ def test_a_file_of_another_size_or_gone_is_noticed_without_hashing(tmp_path: Pat
         open_checkpoint(folder)
 
 
+def test_a_description_changed_in_its_own_size_is_noticed_without_hashing_the_weights(tmp_path: Path) -> None:
+    """Whose digits are the model as much as its weights are."""
+    folder = written(tmp_path / "run")
+    file = folder / "config.json"
+    text = file.read_text()
+    other = text.replace("1", "2", 1)
+    assert other != text
+    file.write_text(other)
+    with pytest.raises(CheckpointError, match=r"config\.json: its sha256 is .*: it was changed"):
+        open_checkpoint(folder)
+
+
 def test_shards_of_equal_size_swapped_are_noticed_without_hashing(tmp_path: Path) -> None:
     folder = written(tmp_path / "run")
     first, second, *_ = sorted(folder.glob("*.safetensors"))

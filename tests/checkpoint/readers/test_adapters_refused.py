@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,10 @@ def test_an_adapter_that_lost_the_biases_it_was_trained_with_is_refused(tmp_path
     assert error.rule.startswith("bias is 'lora_only', and adapter_model.safetensors lacks the bias of ")
     changed(adapter, bias="none")
     opened(adapter)
+    description = json.loads((adapter / "adapter_config.json").read_text()) | {"bias": "lora_only"}
+    del description["layer_replication"]
+    (adapter / "adapter_config.json").write_text(json.dumps(description))
+    opened(adapter)  # releases before 0.10 lost none
     _, want = adapted(tmp_path / "without", llama, target_modules=["q_proj"], bias="lora_only")
     assert_merged(tmp_path / "without" / "adapter", want)
 
@@ -129,6 +134,21 @@ def test_an_adapter_without_a_part_of_what_it_was_trained_for_is_refused(tmp_pat
     assert_merged(adapter, want)
 
 
-def test_an_adapter_of_some_layers_is_whole(tmp_path: Path) -> None:
-    adapter, want = adapted(tmp_path, llama, target_modules=["q_proj"], layers_to_transform=[1])
+@pytest.mark.parametrize("layers", [[1], 0])
+def test_an_adapter_of_some_layers_is_whole(layers: Any, tmp_path: Path) -> None:
+    adapter, want = adapted(tmp_path, llama, target_modules=["q_proj"], layers_to_transform=layers)
     assert_merged(adapter, want)
+
+
+def test_two_adapters_of_one_module_are_not_taken_for_the_last(tmp_path: Path) -> None:
+    """A base whose files hold an adapter beside its own weights, as it was trained, and one that was trained on the two."""
+    from peft import LoraConfig, get_peft_model
+
+    adapter, _ = adapted(tmp_path, llama, target_modules=["q_proj"])
+    inner = get_peft_model(llama(), LoraConfig(target_modules=["q_proj"]))
+    base = tmp_path / "base"
+    save_file({name: tensor.contiguous() for name, tensor in inner.state_dict().items()}, base / "model.safetensors")
+    inner.peft_config["default"].save_pretrained(str(base))
+    opened(base)
+    for rule in (refusal(adapter).rule, refusal(base, adapter=str(adapter)).rule):
+        assert "q_proj', which another adapter in the base model's own files adapts already" in rule

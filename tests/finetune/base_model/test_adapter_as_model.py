@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from checkpoint import CheckpointError, Given, open_checkpoint, pinned
 from checkpoint.opening.prove import model_config, tokenizer_place
@@ -124,8 +126,9 @@ def test_a_base_model_is_named_beside_an_adapter_alone(tmp_path: Path) -> None:
             opened(base, Given(adapter=str(base)))
 
 
+@pytest.mark.parametrize("state", ["resume state", "checkpoints alone"])
 @pytest.mark.parametrize("added", [False, True])
-def test_a_run_that_began_with_an_adapter_goes_on_without_its_base(added: bool, tmp_path: Path) -> None:
+def test_a_run_that_began_with_an_adapter_goes_on_without_its_base(added: bool, state: str, tmp_path: Path) -> None:
     """Its own saves are whole models."""
     base, adapter = folders(tmp_path)
     tree = config(base if added else adapter, tmp_path / "out", lora=False)
@@ -134,6 +137,8 @@ def test_a_run_that_began_with_an_adapter_goes_on_without_its_base(added: bool, 
     begin(tree)
     shutil.rmtree(adapter if added else base)
     own = save_step(build("llama"), tmp_path / "out" / "checkpoints", 2)
+    if state != "resume state":
+        shutil.rmtree(tmp_path / "out" / "resume")
     said: list[str] = []
     gone_on = settle_base(tree, said.append)
     assert gone_on.model.path == str(own.resolve())
@@ -181,3 +186,37 @@ def test_an_adapter_in_the_newest_of_another_trainer_s_folders_is_merged(tmp_pat
         assert torch.equal(out.read(name), newest.read(name))
     with pytest.raises(ConfigError, match="it is not an adapter"):
         merge(base, tmp_path / "none")
+
+
+def test_a_base_with_an_adapter_in_its_own_files_is_none_for_another(tmp_path: Path) -> None:
+    base, _ = folders(tmp_path)
+    inner = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(target_modules=["q_proj"]))
+    save_file({name: tensor.contiguous() for name, tensor in inner.state_dict().items()}, base / "model.safetensors")
+    inner.peft_config["default"].save_pretrained(str(base))
+    open_base_model(config(base, tmp_path / "out", lora=False)).close()
+    with pytest.raises(CheckpointError, match=r"is no base for another adapter \(lora\)"):
+        open_base_model(config(base, tmp_path / "out"))
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ({"base": "gone"}, "model.base: gone: names the base model 'gone', which is no folder here; name its folder"),
+        ({"base": "~nobody-here/x"}, "model.base: ~nobody-here/x: names the base model '~nobody-here/x', which is no path"),
+        ({"path": "base", "adapter": "gone"}, "model.adapter: gone: there is no such folder"),
+        ({"path": "base", "adapter": "a\0b"}, "is no path: embedded null byte"),
+        ({"path": "base", "adapter": "~nobody-here/x"}, "model.adapter: ~nobody-here/x: is no path: "),
+        ({"path": "~nobody-here/x"}, "model.path: ~nobody-here/x: "),
+        ({"path": "base", "base": "base"}, "model.base: base: is given as an adapter's base model; "),
+    ],
+)
+def test_a_fault_is_told_by_the_key_that_names_it(
+    model: dict[str, str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    tree = config(tmp_path / "adapter", tmp_path / "out", lora=False)
+    tree = replace(tree, model=replace(tree.model, **model))
+    with pytest.raises(ConfigError) as caught:
+        model_config_of(tree)
+    assert says in str(caught.value)

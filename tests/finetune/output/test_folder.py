@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -83,3 +84,15 @@ def test_checkpoints_of_a_run_are_found_from_its_folder(tmp_path: Path) -> None:
     assert checkpoint_folder(tmp_path) == tmp_path
     save(tmp_path, "checkpoints")
     assert checkpoint_folder(tmp_path) == tmp_path / "checkpoints"
+
+
+@pytest.mark.parametrize("held", ["config.json", "adapter_config.json"])
+def test_a_new_run_does_not_begin_in_the_folder_of_a_model(held: str, tmp_path: Path) -> None:
+    """Which readers would take for the run's."""
+    (tmp_path / held).write_text("{}")
+    with pytest.raises(ConfigError, match=rf"run\.output: .* holds a model \({held}\)"), claimed_output(config(tmp_path)):
+        pass
+    (tmp_path / "checkpoints" / "step-00000002").mkdir(parents=True)
+    (tmp_path / "resume" / "step-00000002").mkdir(parents=True)
+    with claimed_output(replace(config(tmp_path), run=replace(config(tmp_path).run, resume="auto"))):
+        pass  # as earlier releases left it
