@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,7 +49,7 @@ _PLAIN: Mapping[str, type] = {"prefix": str, "master_weights": bool, "neox_qkv_l
 def recorded_of(given: Given) -> dict[str, Any]:
     """What was said of a model's own files, for ``with_recorded``: fields that are set, by name, with absolute paths."""
     said = {name: getattr(given, name) for name in (*_PATHS, *_PLAIN) if getattr(given, name) != getattr(NOTHING_GIVEN, name)}
-    return {name: str(Path(value).expanduser().absolute()) if name in _PATHS else value for name, value in said.items()}
+    return {name: str(Path(os.path.expanduser(value)).absolute()) if name in _PATHS else value for name, value in said.items()}
 
 
 def with_recorded(given: Given, recorded: Mapping[str, Any]) -> Given:
@@ -71,4 +72,4 @@ def with_recorded(given: Given, recorded: Mapping[str, Any]) -> Given:
 def _holds(name: str, value: Any) -> bool:
     if name == "neox_qkv_layout":
         return value in get_args(QkvLayout)
-    return name in _PLAIN or (name in _PATHS and Path(value).exists())
+    return name in _PLAIN or (name in _PATHS and os.path.exists(value))

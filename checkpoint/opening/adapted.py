@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -76,10 +77,7 @@ def added_adapter(name: str) -> Folder:
     Raises:
         CheckpointError: there is no such folder or snapshot, or it is no adapter.
     """
-    try:
-        place = find_on_hub(name, "adapter", fetch=False) if name.startswith(HUB) else Path(name).expanduser()
-    except RuntimeError as error:  # of a user there is none of
-        raise CheckpointError(name, f"is no path: {error}") from error
+    place = find_on_hub(name, "adapter", fetch=False) if name.startswith(HUB) else os.path.expanduser(name)
     folder, layout = recognise(place)
     if layout is not peft:
         raise CheckpointError(name, f"is a checkpoint of {layout.NAME}, no adapter")

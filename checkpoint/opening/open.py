@@ -20,7 +20,7 @@ from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.layout import TensorInfo
 from checkpoint.model import names
 from checkpoint.opening.agreement import check_tensors
-from checkpoint.opening.identity import check_base, identity_of, is_known_as
+from checkpoint.opening.identity import Identity, check_base, identity_of
 from checkpoint.opening.leases import Leases
 from checkpoint.opening.mapped import view_stored
 from checkpoint.opening.prove import open_structure
@@ -222,21 +222,13 @@ class Checkpoint:
                 self._bytes_read += found.numel() * found.itemsize
         return found
 
-    def identity(self) -> str:
-        """What the checkpoint is known by wherever it lies; see ``checkpoint.opening.identity``.
+    def identity(self) -> Identity:
+        """What the checkpoint is known by wherever it lies.
 
         Raises:
             CheckpointError: a file cannot be read.
         """
         return identity_of(self._structure)
-
-    def is_known_as(self, identity: str) -> bool:
-        """Whether this is the checkpoint that was recorded with that identity.
-
-        Raises:
-            CheckpointError: a file cannot be read.
-        """
-        return is_known_as(self._structure, identity)
 
     @property
     def given(self) -> Given:

@@ -29,7 +29,7 @@ _ADAPTERS: Final = ("adapter_model.safetensors", "adapter_model.bin")
 _FILES: Final[Mapping[Need, tuple[str, ...]]] = {
     "config": _CONFIGS,
     "tokenizer": (*_CONFIGS, *TOKENIZER_FILES),
-    "model": (*_CONFIGS, *TOKENIZER_FILES, *_SAFETENSORS, *_ADAPTERS),
+    "model": (*_CONFIGS, *TOKENIZER_FILES, *_SAFETENSORS),
     "adapter": (*_CONFIGS, *TOKENIZER_FILES, *_ADAPTERS),
 }
 _NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w./-]+)?")
@@ -58,7 +58,7 @@ def find_on_hub(name: str, need: Need = "model", *, fetch: bool) -> Path:
     patterns = _FILES[need]
     folder = find(patterns)
     if need == "adapter" or (need != "tokenizer" and _is_adapter_alone(folder)):
-        folder = folder if need != "config" else find(_FILES["adapter"])
+        folder = folder if need == "adapter" else find(_FILES["adapter"])
         if not ((folder / _ADAPTERS_CONFIG).is_file() and _holds(folder, _ADAPTERS)):
             raise CheckpointError(name, f"no adapter ({_ADAPTERS_CONFIG}, {_ADAPTERS[0]}) in {folder}{_remedy(repository)}")
         return folder

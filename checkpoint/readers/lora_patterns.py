@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from itertools import product
 from typing import Any, Final
 
@@ -26,6 +27,10 @@ _OF_ALL_RELEASES: Final = "layers_to_transform"
 """A setting that every release with patterns knew; a description that somebody wrote by hand may lack it."""
 _SINCE_14: Final = "exclude_modules"
 _SINCE_15: Final = "trainable_token_indices"
+
+
+_NAME = re.compile(r"[\w.-]+")
+_compiled = lru_cache(maxsize=4096)(re.compile)
 
 
 def is_pattern(text: str) -> bool:
@@ -75,8 +80,10 @@ def _fitting(keys: Iterable[str], module: str, form: str, file: str) -> list[str
             file, f"has patterns, which are tried with names of up to {_LONGEST_NAME} characters, not {module!r}"
         )
     for key in keys:
+        if _NAME.fullmatch(key) and not module.endswith(key.rpartition(".")[2]):
+            continue  # a table may have a key for each of hundreds of modules
         try:
-            if re.match(form.replace("{}", key), module):
+            if _compiled(form.replace("{}", key)).match(module):
                 fitting.append(key)
         except re.error as error:
             raise CheckpointError(file, f"rank_pattern or alpha_pattern has {key!r}, which is no pattern: {error}") from error

@@ -260,7 +260,8 @@ def check_biases(base: Weights, adapter: Weights, config: Mapping[str, Any]) -> 
 def _check_targets(base: Mapping[str, Stored], held: Iterable[str], config: Mapping[str, Any], table: str) -> None:
     """Refuse an adapter without some of the modules of one name that it was trained for: part of its file is lost.
 
-    Only of plain names without any setting that leaves modules out it is known which were trained.
+    Only of plain names without any setting that leaves modules out it is known which were trained. Experts, which are modules
+    of their own in files alone, are left out.
 
     Args:
         held: the names of what the adapter has, as weights of the base.
@@ -270,7 +271,11 @@ def _check_targets(base: Mapping[str, Stored], held: Iterable[str], config: Mapp
         return
     adapted = {find_stored(name, base) for name in held}
     for target in filter(_PLAIN.fullmatch, map(str, targets)):
-        named = [name for name, stored in base.items() if f".{name}".endswith(f".{target}.weight") and len(stored.shape) == 2]
+        named = [
+            name
+            for name, stored in base.items()
+            if f".{name}".endswith(f".{target}.weight") and len(stored.shape) == 2 and ".experts." not in name
+        ]
         lost = [name for name in named if name not in adapted]
         if lost and len(lost) < len(named):
             rule = f"has nothing for {lost[0].removesuffix('.weight')!r}, one of the {target!r} of target_modules"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -142,7 +143,7 @@ def tokenizer_at(given: str) -> Folder:
         CheckpointError: there is no such file or folder, or it is none of these.
     """
     folder, name = _split(given, TOKENIZER_JSON)
-    if Path(given).expanduser().is_dir() or name in TOKENIZER_FILES:
+    if Path(os.path.expanduser(given)).is_dir() or name in TOKENIZER_FILES:
         return folder
     if name.endswith((".model", ".tiktoken")):
         return Renamed(folder.path, {SENTENCE_PIECE: name})
@@ -166,7 +167,7 @@ def _places(folder: Folder, *, above: bool) -> list[Folder]:
 
 def _split(given: str, name: str) -> tuple[Folder, str]:
     """The folder of a file that was given, or of ``name`` in a folder that was, and the file's name."""
-    path = Path(given).expanduser()
+    path = Path(os.path.expanduser(given))
     if path.is_dir():
         return Folder(path), name
     if not path.is_file():

@@ -18,7 +18,7 @@ from checkpoint.disk.manifest import load_manifest
 from checkpoint.given import NOTHING_GIVEN, recorded_of
 from checkpoint.model.config import GENERATION
 from checkpoint.opening.adapted import BASE_SAID, pinned
-from checkpoint.opening.identity import short
+from checkpoint.opening.identity import Identity, short
 from checkpoint.opening.recognise import locate
 from finetune.base_model.given import given_of
 from finetune.base_model.hub import hint_for, on_hub
@@ -41,6 +41,14 @@ class Base:
     """What it is known by; see ``checkpoint.opening.identity``."""
     given: Mapping[str, Any] = field(default_factory=dict)
     """What was said of how its files are read, as ``checkpoint.given.recorded_of`` has it."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """What its configuration says; empty where ``identity`` proves it."""
+    earlier: str | None = field(default=None, compare=False)
+    """What earlier releases recorded in place of ``identity``."""
+
+    def is_recorded_as(self, recorded: Base) -> bool:
+        """Whether this, as it is, is what was recorded."""
+        return Identity(self.identity, self.earlier, self.config).is_recorded_as(recorded.identity, recorded.config)
 
     def __str__(self) -> str:
         said = "".join(f", {name} {value}" for name, value in self.given.items())
@@ -53,7 +61,8 @@ def identified(checkpoint: Checkpoint) -> Base:
     Raises:
         CheckpointError: a file of it cannot be read.
     """
-    return Base(folder=str(checkpoint.path), identity=checkpoint.identity(), given=recorded_of(checkpoint.given))
+    found, given = checkpoint.identity(), recorded_of(checkpoint.given)
+    return Base(folder=str(checkpoint.path), identity=found.name, given=given, config=found.config or {}, earlier=found.earlier)
 
 
 def recorded_in(extra: Mapping[str, Any]) -> Base | None:
@@ -61,12 +70,17 @@ def recorded_in(extra: Mapping[str, Any]) -> Base | None:
     values = extra.get(KEY)
     if values is None:
         return None
-    return Base(folder=str(values["folder"]), identity=str(values["identity"]), given=dict(values.get("given", {})))
+    given, config = (dict(values.get(name, {})) for name in ("given", "config"))
+    return Base(folder=str(values["folder"]), identity=str(values["identity"]), given=given, config=config)
 
 
 def recorded(base: Base | None) -> dict[str, Any]:
     """``base`` as an entry of a manifest's ``extra``; nothing of a model that began new."""
-    return {} if base is None else {KEY: {name: value for name, value in asdict(base).items() if value != {}}}
+    return (
+        {}
+        if base is None
+        else {KEY: {name: value for name, value in asdict(base).items() if value != {} and name != "earlier"}}
+    )
 
 
 def recorded_beside(folder: Path) -> Base | None:
@@ -113,7 +127,7 @@ def find_again(wanted: Base, places: list[Path], given: Given = NOTHING_GIVEN) -
     for folder in sorted(places, key=lambda place: place.name != Path(wanted.folder).name):
         try:
             with open_checkpoint(folder, given=given) as checkpoint:
-                if checkpoint.is_known_as(wanted.identity):
+                if identified(checkpoint).is_recorded_as(wanted):
                     return folder
         except CheckpointError:
             continue
@@ -189,7 +203,7 @@ def _resumed(config: TuneConfig, wanted: Base, places: list[Path], problem: str,
         where = f"it still is at {here}" if still_there else "it is there no more: put it back, or name its place"
         if here in places:
             what = "its files, its configuration or what is said of how they are read (model) have changed"
-            where = "nothing else will do"
+            where = "it must be as it was"
         raise ConfigError(
             f"model.path: {config.model.path}: {what}; the adapters of this run were trained beside {wanted}, and {where}"
         )

@@ -20,7 +20,7 @@ RESUME = "resume"
 SNAPSHOTS = "snapshots"
 """Weights alone, one folder a snapshot; never removed."""
 LOG = "log.jsonl"
-_OF_A_MODEL = ("config.json", "adapter_config.json")
+_OF_A_MODEL = {"config.json": "model_type", "adapter_config.json": "peft_type"}
 _STEP_FOLDER = re.compile(r"step-(\d{8,})")
 
 
@@ -94,10 +94,18 @@ def claimed_output(config: TuneConfig) -> Iterator[Path]:
         yield output
 
 
+def _says(file: Path, key: str) -> bool:
+    """Whether a JSON file has that key somewhere; a run's own settings may be named as a model's."""
+    try:
+        return f'"{key}"' in file.read_text()
+    except (OSError, ValueError):
+        return False
+
+
 def _check_content(output: Path, *, resuming: bool) -> None:
     """Nothing of an earlier run is overwritten by mistake, nothing starts over that was to go on, and a model that lies in the
     folder itself is not taken for the run's."""
-    held = next((name for name in _OF_A_MODEL if (output / name).is_file()), None)
+    held = next((name for name, key in _OF_A_MODEL.items() if _says(output / name, key)), None)
     if held is not None and not step_folders(output / CHECKPOINTS) and not step_folders(output / RESUME):
         raise ConfigError(f"run.output: {output} holds a model ({held}); a run needs a folder without one, or a new one")
     if resuming and step_folders(output / CHECKPOINTS) and not step_folders(output / RESUME):

@@ -74,7 +74,7 @@ class SavedWeights:
     def check(self, settings: Mapping[str, Any], base: Base | None, known_as: Sequence[str] = ()) -> None:
         """Refuse weights of another run, as ``ResumeState.check`` does, by what the checkpoint remembers."""
         check_settings(self.path, self._settings, settings, known_as)
-        if base is not None and self._base is not None and base.identity != self._base.identity:
+        if base is not None and self._base is not None and not base.is_recorded_as(self._base):
             raise ConfigError(f"model.path: {base} is not what {self.path} was trained beside: {self._base}")
 
     def fill(self, model: PreTrainedModel, gather: Gather) -> None:

@@ -65,7 +65,7 @@ class ResumeState:
             ConfigError: names what differs.
         """
         check_settings(self.path, self._settings, settings, known_as)
-        if base is not None and self._base is not None and base.identity != self._base.identity:
+        if base is not None and self._base is not None and not base.is_recorded_as(self._base):
             raise ConfigError(f"model.path: {base} is not what the adapters of {self.path} were trained beside: {self._base}")
 
     def master(self, name: str) -> torch.Tensor:

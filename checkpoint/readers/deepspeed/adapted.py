@@ -7,6 +7,7 @@ the adapter's name. How they are scaled it does not say: that is in the adapter'
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Mapping, Set
 from pathlib import Path
@@ -109,7 +110,7 @@ def adapter_config(folder: Folder, given: Given) -> dict[str, Any] | None:
         CheckpointError: the one that was given is not there, or it is of another kind of adapter.
     """
     if given.adapter_config is not None:
-        path = Path(given.adapter_config).expanduser()
+        path = Path(os.path.expanduser(given.adapter_config))
         if path.is_dir():
             return peft.read_config(Folder(path))
         if not path.is_file():

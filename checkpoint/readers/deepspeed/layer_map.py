@@ -7,6 +7,7 @@ table of prefixes, or to null for a layer that is left out.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -237,7 +238,7 @@ def _by_file(layers: Mapping[int, Mapping[str, Stored]], path: str) -> dict[int,
 def _read(path: str) -> dict[int, dict[str, str] | None]:
     """The file's table: for each layer its prefixes by those that they replace, or ``None``."""
     try:
-        data = Path(path).expanduser().read_bytes()
+        data = Path(os.path.expanduser(path)).read_bytes()
         if len(data) > _MAX_FILE_BYTES:
             raise CheckpointError(path, f"has {len(data)} bytes; at most {_MAX_FILE_BYTES} are read")
         node = yaml.compose(data, Loader=yaml.SafeLoader)

@@ -10,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from checkpoint import open_checkpoint
+from checkpoint.readers.lora_patterns import alpha_of
 from tests.checkpoint.readers.test_adapters import (
     Q_PROJ,
     adapted,
@@ -152,3 +154,21 @@ def test_two_adapters_of_one_module_are_not_taken_for_the_last(tmp_path: Path) -
     opened(base)
     for rule in (refusal(adapter).rule, refusal(base, adapter=str(adapter)).rule):
         assert "q_proj', which another adapter in the base model's own files adapts already" in rule
+
+
+def test_experts_that_are_modules_in_files_alone_are_not_missed(tmp_path: Path) -> None:
+    """transformers has them in one parameter, which peft passes over."""
+    adapter, _ = adapted(tmp_path, llama, target_modules=["up_proj"])
+    file = tmp_path / "base" / "model.safetensors"
+    tensors = load_file(file)
+    expert = tensors["model.layers.0.mlp.up_proj.weight"].clone()
+    save_file(tensors | {"model.layers.0.mlp.experts.0.up_proj.weight": expert}, file)
+    with open_checkpoint(adapter) as checkpoint:
+        assert "model.layers.0.mlp.experts.0.up_proj.weight" in checkpoint.tensors
+
+
+def test_hundreds_of_keys_are_sought_in_a_moment() -> None:
+    """As peft's EVA writes one for each module; the number of regular expressions that are tried is bounded, not the time."""
+    names = [f"model.layers.{layer}.self_attn.{kind}_proj" for layer in range(60) for kind in "qkvo"]
+    config = {"rank_pattern": dict.fromkeys(sorted(names), 3), "alpha_pattern": dict.fromkeys(sorted(names), 5)}
+    assert {alpha_of(config, name, 3, "x") for name in names} == {5}

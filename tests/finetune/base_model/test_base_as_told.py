@@ -18,6 +18,9 @@ from finetune.base_model.identity import Base, identified, recorded, settle_base
 from finetune.config import LoraConfig
 from finetune.errors import ConfigError
 from finetune.model.adapters import adapter_config_of, add_adapters, as_peft_names_them
+from finetune.train.position import RunPosition
+from finetune.train.recovery import SavedWeights
+from finetune.train.resume import ResumeState
 from finetune.trained.export import export
 from finetune.trained.merge import merge
 from finetune.trained.open import open_trained
@@ -84,7 +87,10 @@ def test_adapters_go_on_upon_a_base_that_is_read_as_it_was(two: Path, tmp_path: 
         settle_base(told("teacher."), print)
 
 
-@pytest.mark.parametrize(("key", "value"), [("rotary_emb_base", 300), ("layer_norm_eps", 0.5), ("hidden_act", "relu")])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("rope_parameters", {"rope_type": "default", "rope_theta": 300.0}), ("layer_norm_eps", 0.5), ("hidden_act", "relu")],
+)
 def test_a_base_of_another_configuration_is_another_model(key: str, value: object, tmp_path: Path) -> None:
     folder = save("gpt_neox", tmp_path / "hf")
     adapter = adapter_on(folder, tmp_path / "lora")
@@ -100,12 +106,14 @@ def test_a_base_of_another_configuration_is_another_model(key: str, value: objec
     for refused in (merge, export):
         with pytest.raises(ConfigError, match=r"hf: is not the model that"):
             refused(adapter, tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"hf: is not the model that"):
+        open_trained(folder, torch.float32, Given(adapter=str(adapter)))
 
 
 def test_what_earlier_releases_recorded_is_known_without_the_configuration(tmp_path: Path) -> None:
     folder = save("gpt_neox", tmp_path / "hf")
     with open_structure(folder) as structure:
-        earlier = Base(folder=str(folder), identity=identity_of(structure, "tensors"))
+        earlier = Base(folder=str(folder), identity=str(identity_of(structure).earlier))
         assert earlier.identity.startswith("tensors:")
         assert structure.manifest is None
     adapter = adapter_on(folder, tmp_path / "lora", base=earlier)
@@ -154,3 +162,52 @@ def test_a_folder_that_cannot_be_opened_is_told_rather_than_taken_for_another(tm
     (folder / "config.json").write_text("{")
     with pytest.raises((CheckpointError, ConfigError), match=r"config\.json: "):
         merge(adapter, tmp_path / "out")
+
+
+@pytest.mark.parametrize("kind", ["resume state", "adapters alone"])
+def test_what_earlier_releases_recorded_is_gone_on_with(kind: str, tmp_path: Path) -> None:
+    """Also on the ranks, which compare once more."""
+    folder = save("gpt_neox", tmp_path / "hf")
+    with open_checkpoint(folder) as opened:
+        now, hf_config = identified(opened), dict(opened.config)
+    earlier = Base(folder=str(folder), identity=str(now.earlier))
+    assert now.is_recorded_as(earlier)
+    assert not now.is_recorded_as(replace(earlier, identity="tensors:0"))
+    assert now.is_recorded_as(now)
+    if kind == "resume state":
+        extra = {**recorded(earlier), "progress": RunPosition(step=2, samples=8).record(), "settings": {}}
+        with CheckpointWriter(tmp_path / "resume", step=2, config=hf_config, extra=extra) as writer:
+            writer.add("master.x", torch.ones(2))
+        state: ResumeState | SavedWeights = ResumeState(open_checkpoint(tmp_path / "resume"))
+    else:
+        state = SavedWeights(adapter_on(folder, tmp_path / "checkpoints", base=earlier), config(folder, tmp_path / "out"), ())
+    state.check({}, now)
+    with pytest.raises(ConfigError, match="trained beside"):
+        state.check({}, replace(now, identity="model:1", earlier="tensors:1"))
+
+
+def test_a_configuration_in_other_words_is_the_same(tmp_path: Path) -> None:
+    """As another release of transformers saves it, or the hub mends it."""
+    words: dict[str, dict[str, object]] = {
+        "old": {
+            "rope_theta": 1e4,
+            "rope_scaling": {"type": "linear", "factor": 2.0},
+            "eos_token_id": 0,
+            "pretraining_tp": None,
+        },
+        "new": {"rope_parameters": {"rope_theta": 1e4, "rope_type": "linear", "factor": 2.0}, "eos_token_id": 1},
+        "plain": {"rope_theta": 1e4, "attention_bias": False, "rope_scaling": None},
+        "neox": {"rotary_emb_base": 1e4},
+    }
+    held = json.loads((save("llama", tmp_path / "hf") / "config.json").read_text())
+    del held["rope_parameters"]
+    found = {}
+    for name, said in words.items():
+        (tmp_path / "hf" / "config.json").write_text(json.dumps(held | said))
+        with open_checkpoint(tmp_path / "hf") as opened:
+            found[name] = identified(opened)
+    assert found["new"].is_recorded_as(found["old"])
+    assert found["old"].is_recorded_as(found["new"])
+    assert found["plain"].is_recorded_as(found["neox"])
+    assert not found["plain"].is_recorded_as(found["new"]), "positions that are scaled are another model"
+    assert not found["new"].is_recorded_as(found["neox"])

@@ -200,6 +200,15 @@ def test_of_an_adapter_its_own_files_are_downloaded(tmp_path: Path, monkeypatch:
     assert set(asked) - {"config.json"} == set(own)
 
 
+def test_of_a_model_with_an_adapter_beside_it_the_model_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many publish what they merged: with the adapter's weights there it could not be told which is meant."""
+    asked: list[str] = []
+    there = [*SMALL, "model.safetensors", "adapter_config.json", "adapter_model.safetensors"]
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fake_hub(there, tmp_path / "got", asked))
+    folder_of("hf:someone/merged", "model.path")
+    assert set(there) - set(asked) == {"adapter_model.safetensors"}
+
+
 def test_names_become_folders_before_a_run(tmp_path: Path, text_folder: Path, offline: Path) -> None:
     tree = small_run(text_folder, tmp_path / "run", tokenizer={"path": "hf:someone/small"})
     del tree["tokenizer"]["train"]

@@ -86,10 +86,13 @@ def test_checkpoints_of_a_run_are_found_from_its_folder(tmp_path: Path) -> None:
     assert checkpoint_folder(tmp_path) == tmp_path / "checkpoints"
 
 
-@pytest.mark.parametrize("held", ["config.json", "adapter_config.json"])
-def test_a_new_run_does_not_begin_in_the_folder_of_a_model(held: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("held", "key"), [("config.json", "model_type"), ("adapter_config.json", "peft_type")])
+def test_a_new_run_does_not_begin_in_the_folder_of_a_model(held: str, key: str, tmp_path: Path) -> None:
     """Which readers would take for the run's."""
-    (tmp_path / held).write_text("{}")
+    (tmp_path / held).write_text('{"run": {}}')
+    with claimed_output(config(tmp_path)):
+        pass
+    (tmp_path / held).write_text(f'{{"{key}": "x"}}')
     with pytest.raises(ConfigError, match=rf"run\.output: .* holds a model \({held}\)"), claimed_output(config(tmp_path)):
         pass
     (tmp_path / "checkpoints" / "step-00000002").mkdir(parents=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -89,4 +90,9 @@ def test_an_adapter_of_tessera_is_served_beside_the_base_it_was_trained_beside_a
     for options in ({"path": str(adapter)}, {"path": str(tmp_path / "hf"), "adapter": str(adapter)}):
         with pytest.raises(ConfigError, match=r"hf: is not the model that .*-00000002 was trained beside, .*merge --base-ch"):
             open_edition(ServerConfig(model=ModelConfig(**options)))
-    open_edition(ServerConfig(model=ModelConfig(path=str(adapter), base=str(tmp_path / "copy")))).release()
+    elsewhere = ServerConfig(model=ModelConfig(path=str(adapter), base=str(tmp_path / "copy")))
+    open_edition(elsewhere).release()
+    described = tmp_path / "copy" / "config.json"
+    described.write_text(json.dumps(json.loads(described.read_text()) | {"layer_norm_eps": 0.5}))
+    with pytest.raises(ConfigError, match="copy: is not the model that"):
+        open_edition(elsewhere)
