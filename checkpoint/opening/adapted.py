@@ -101,8 +101,10 @@ def refuse_base(folder: Folder, given: Given) -> None:
 
 
 def base_beside(folder: Folder, given: Given) -> str | None:
-    """The very folder of the base of a save that may hold an adapter alone; where nothing names one that is here, what was
-    given, which is told of when it is opened."""
+    """The very folder of the base of a save that may hold an adapter alone.
+
+    Where nothing names one that is here it is what was given, which is told of when it is opened.
+    """
     config = adapter_config(folder, given)
     try:
         return given.base if config is None else str(recognise(adapted_base(config, given))[0].path)

@@ -72,8 +72,10 @@ def alpha_of(config: Mapping[str, Any], module: str, rank: int, file: str) -> An
 
 
 def _fitting(keys: Iterable[str], module: str, form: str, file: str) -> list[str]:
-    """The keys that the module's name matches in this form, of those that are in an order of their own the first; else the name
-    itself, which may be a key."""
+    """The keys that the module's name matches in this form; of those that are in an order of their own the first.
+
+    Where there is none it is the name itself, which may be a key.
+    """
     keys, fitting = list(keys), []
     if len(module) > _LONGEST_NAME and any(_REPEATED.search(key) for key in keys):
         raise CheckpointError(

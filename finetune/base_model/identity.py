@@ -76,11 +76,10 @@ def recorded_in(extra: Mapping[str, Any]) -> Base | None:
 
 def recorded(base: Base | None) -> dict[str, Any]:
     """``base`` as an entry of a manifest's ``extra``; nothing of a model that began new."""
-    return (
-        {}
-        if base is None
-        else {KEY: {name: value for name, value in asdict(base).items() if value != {} and name != "earlier"}}
-    )
+    if base is None:
+        return {}
+    kept = {name: value for name, value in asdict(base).items() if value != {} and name != "earlier"}
+    return {KEY: kept}
 
 
 def recorded_beside(folder: Path) -> Base | None:

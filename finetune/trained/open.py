@@ -47,7 +47,8 @@ def open_trained(path: Path, dtype: torch.dtype, given: Given = NOTHING_GIVEN) -
     adapter = adapter_folder(path) if given.adapter is None else None
     try:
         with _opened(path, adapter, given) as checkpoint:
-            checkpoint.check_base(given)
+            if adapter is None:  # else it was found by what it is known by
+                checkpoint.check_base(given)
             folder = checkpoint.path if adapter is None else adapter
             model = load_model(checkpoint, dtype)
             nn.Module.eval(model)
