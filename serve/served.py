@@ -43,6 +43,10 @@ class ModelConfig:
     base: str = ""
     """Folder of the base model, or ``hf:ORG/NAME`` in the hub's local cache, where ``path`` is an adapter that does not say."""
 
+    base_changed: Literal["refuse", "accept"] = "refuse"
+    """What happens to a base model that is not the one an adapter of Tessera was trained beside, such as one that was written
+    anew in other files."""
+
     adapter_config: str = ""
     """The ``adapter_config.json`` of a DeepSpeed save with a LoRA adapter in the model, where it is not beside or above it."""
 

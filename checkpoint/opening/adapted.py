@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from checkpoint.disk.folder import Folder
 from checkpoint.disk.manifest import MANIFEST, Manifest
 from checkpoint.errors import CheckpointError
-from checkpoint.given import Given, with_recorded
+from checkpoint.given import Given, recorded_of, with_recorded
 from checkpoint.model.config import CONFIG, NOTHING_KNOWN, shown
 from checkpoint.opening.recognise import recognise
 from checkpoint.opening.structure import Structure
@@ -25,6 +26,10 @@ from checkpoint.text.tokenizer_files import TOKENIZER_FILES
 
 BASE_SAID = "--base, or model.base of a run"
 """How a user says where the base model is."""
+_OF_ANY_LAYOUT = ("config", "tokenizer", "neox_qkv_layout")
+_ACCEPTED = "--base-changed accept, or model.base_changed of a run"
+ANOTHER_BASE = f"name that one ({BASE_SAID}), or accept this one ({_ACCEPTED})"
+"""What to do about an adapter that was trained beside another base model than the one here."""
 
 
 def adapted_base(config: Mapping[str, Any], given: Given) -> str:
@@ -115,7 +120,8 @@ def base_beside(folder: Folder, given: Given) -> str | None:
 def given_of_base(folder: Folder, manifest: Manifest | None, given: Given) -> Given:
     """What is said of the base of the adapter in ``folder``: ``given`` and, where that says nothing, what training was told.
 
-    A tokenizer that was given to training is the adapter's own, a copy of it.
+    A tokenizer that was given to training is the adapter's own, a copy of it. Where another base is accepted, which may be of
+    another layout, what would be refused there is not taken over: what its tensors are called and which of them count.
 
     Args:
         manifest: the adapter's, of those that Tessera trained.
@@ -124,8 +130,28 @@ def given_of_base(folder: Folder, manifest: Manifest | None, given: Given) -> Gi
     recorded = base.get("given") if isinstance(base, dict) else None
     if not isinstance(recorded, dict):
         return given
+    if given.any_base:
+        recorded = {name: value for name, value in recorded.items() if name in _OF_ANY_LAYOUT}
     has_own = any(folder.has(name) for name in TOKENIZER_FILES)
     return with_recorded(given, recorded | ({"tokenizer": str(folder.path)} if has_own and "tokenizer" in recorded else {}))
+
+
+@contextlib.contextmanager
+def read_as_told(own: Given, given: Given) -> Iterator[None]:
+    """Faults of a base model tell that it is read as training was told, where only that says how.
+
+    Args:
+        own: as ``given_of_base`` made it of ``given``.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        told = recorded_of(own)
+        if told == recorded_of(given):
+            raise
+        said = ", ".join(f"{name} {value}" for name, value in told.items())
+        rule = f"{error.rule} (read as training was told: {said}; another base model is accepted by {_ACCEPTED})"
+        raise CheckpointError(error.file, rule) from error
 
 
 def joined(
@@ -193,6 +219,4 @@ def _check_base(manifest: Manifest, base: Structure) -> None:
         return
     if base.manifest is None or hashlib.sha256(base.manifest.to_bytes()).hexdigest() != digest:
         rule = f"remembers another base model than {base.folder.path}; it was trained beside {remembered.get('folder')}"
-        raise CheckpointError(
-            MANIFEST, f"{rule}: name that one ({BASE_SAID}), or join them with `tessera-finetune merge --base-changed accept`"
-        )
+        raise CheckpointError(MANIFEST, f"{rule}: {ANOTHER_BASE}")

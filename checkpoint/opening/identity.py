@@ -14,7 +14,7 @@ from checkpoint.disk.content import sampled_sha256
 from checkpoint.disk.manifest import load_manifest
 from checkpoint.errors import CheckpointError
 from checkpoint.given import NOTHING_GIVEN, Given, recorded_of
-from checkpoint.opening.adapted import given_of_base
+from checkpoint.opening.adapted import ANOTHER_BASE, given_of_base
 from checkpoint.opening.prove import open_structure
 from checkpoint.opening.structure import Structure
 from checkpoint.readers import peft
@@ -133,8 +133,7 @@ def check_base(structure: Structure, given: Given = NOTHING_GIVEN) -> None:
     if not found.is_recorded_as(name, recorded.get("config")):
         wanted = f"{recorded.get('folder')} ({short(name)})"
         rule = f"is not the model that {structure.folder.path} was trained beside, {wanted}"
-        remedy = "name that one, or join them with `tessera-finetune merge --base-changed accept`"
-        raise CheckpointError(str(structure.base.path), f"{rule}: {remedy}")
+        raise CheckpointError(str(structure.base.path), f"{rule}: {ANOTHER_BASE}")
 
 
 def _known_identity(base: Structure) -> Identity:

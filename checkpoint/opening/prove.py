@@ -16,7 +16,7 @@ from checkpoint.layout import Stored
 from checkpoint.model.config import CONFIG
 from checkpoint.model.mxfp4 import decoded
 from checkpoint.model.quantised import check_not_quantised
-from checkpoint.opening.adapted import adapted_base, added_adapter, given_of_base, joined, refuse_base, refuse_two
+from checkpoint.opening.adapted import adapted_base, added_adapter, given_of_base, joined, read_as_told, refuse_base, refuse_two
 from checkpoint.opening.recognise import MASTERS_READ, recognise
 from checkpoint.opening.structure import CODE, Structure, Verification
 from checkpoint.readers import hf, peft
@@ -126,7 +126,9 @@ def _open_adapted(folder: Folder, base: str, given: Given, verify: Verification)
             _check_table(manifest, adapter.places)
         step = step_in_name(folder.path) if manifest is None else manifest.step
         adapter = dataclasses.replace(adapter, step=step, adapter=config)
-        below = _open_base(base, given_of_base(folder, manifest, given), verify)
+        own = given_of_base(folder, manifest, given)
+        with read_as_told(own, given):
+            below = _open_base(base, own, verify)
         return joined(folder, adapter, below, given, peft.NAME, manifest)
     except BaseException:
         adapter.close()

@@ -29,6 +29,7 @@ def given_of(config: TuneConfig) -> Given:
         prefix=model.weights_prefix,
         base=model.base,
         adapter=model.adapter,
+        any_base=model.base_changed == "accept",
     )
 
 

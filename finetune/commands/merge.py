@@ -16,12 +16,6 @@ def add_arguments(parser: CommandParser) -> None:
     """What the command takes."""
     parser.add_argument("adapter", type=Path, metavar="RUN_OR_ADAPTER")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to make")
-    parser.add_argument(
-        "--base-changed",
-        choices=("refuse", "accept"),
-        default="refuse",
-        help="what happens to a base that is not the one the adapter was trained beside (refuse)",
-    )
     parser.add_argument("--dtype", choices=DTYPES, help="of the written weights; unset: the base model's")
     parser.add_argument("--max-shard-mib", type=int, default=2048, help="largest file of weights (2048)")
     add_given(parser, adapter=False)
@@ -39,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
         out = merge(
             options.adapter,
             options.out,
-            given=replace(given_of(options), adapter=None, any_base=options.base_changed == "accept"),
+            given=replace(given_of(options), adapter=None),
             dtype=dtype,
             max_shard_bytes=options.max_shard_mib << 20,
         )

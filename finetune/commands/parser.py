@@ -107,6 +107,12 @@ def add_given(parser: CommandParser, *, adapter: bool = True) -> None:
         "--weights-prefix", metavar="TEXT", help="what the weights' names begin with, where files hold several things"
     )
     parser.add_argument("--base", metavar="PATH", help="the base model's folder, for an adapter that does not say where it is")
+    parser.add_argument(
+        "--base-changed",
+        choices=("refuse", "accept"),
+        default="refuse",
+        help="what happens to a base that is not the one an adapter of Tessera was trained beside (refuse)",
+    )
     if adapter:
         parser.add_argument("--adapter", metavar="PATH", help="a LoRA adapter to add to the model")
     parser.add_argument(
@@ -132,6 +138,7 @@ def given_of(options: argparse.Namespace) -> Given:
         prefix=options.weights_prefix,
         base=options.base,
         adapter=options.adapter,
+        any_base=options.base_changed == "accept",
         adapter_config=options.adapter_config,
         master_weights=options.master_weights,
         layer_map=options.layer_map,

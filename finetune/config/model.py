@@ -25,6 +25,9 @@ class ModelConfig:
     """The folder of a peft adapter, or ``hf:ORG/NAME``, that is added to the model of ``path`` before its weights are
     trained."""
 
+    base_changed: Literal["refuse", "accept"] = "refuse"
+    """What happens to a base that is not the one which an adapter of Tessera, ``path`` or ``adapter``, was trained beside."""
+
     config: str | None = None
     """The model's ``config.json``, or a folder that has one, for a checkpoint with none beside, above or in its weights."""
 

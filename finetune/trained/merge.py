@@ -13,7 +13,7 @@ from checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from checkpoint.disk.folder import Folder
 from checkpoint.disk.manifest import load_manifest
 from checkpoint.given import NOTHING_GIVEN, Given
-from checkpoint.opening.adapted import adapted_base, given_of_base
+from checkpoint.opening.adapted import ANOTHER_BASE, adapted_base, given_of_base, read_as_told
 from checkpoint.opening.recognise import locate
 from checkpoint.opening.slices import read_stored
 from checkpoint.readers import peft
@@ -111,13 +111,14 @@ def open_joined(folder: Path, given: Given = NOTHING_GIVEN) -> Checkpoint:
         own = replace(given_of_base(Folder(folder), load_manifest(Folder(folder)), given), base=None)
         found = places[0] if wanted is None else find_again(wanted, places, own)
         if found is None and len(places) == 1:
-            open_checkpoint(places[0], given=own).close()  # which says why, if it is no other
+            with read_as_told(own, replace(given, base=None)):
+                open_checkpoint(places[0], given=own).close()  # which says why, if it is no other
     except CheckpointError as error:
         where = "" if error.file == str(place) else f"{place}: "
-        raise ConfigError(f"{where}{error}; name the base model with --base") from error
+        remedy = "" if given.base else "; name the base model with --base"
+        raise ConfigError(f"{where}{error}{remedy}") from error
     if found is None:
-        remedy = "merge it with the place of that one as --base, or with --base-changed accept"
-        raise ConfigError(f"{place}: is not the model that {folder} was trained beside, {wanted}; {remedy}")
+        raise ConfigError(f"{place}: is not the model that {folder} was trained beside, {wanted}: {ANOTHER_BASE}")
     if wanted is None and not given.any_base:
         _log.warning("%s does not say what its base model held; %s is taken for it, unproved", folder, found)
     _check_adapter(folder)

@@ -23,6 +23,7 @@ def given_of(model: ModelConfig) -> Given:
         prefix=model.weights_prefix,
         base=model.base or None,
         adapter=model.adapter or None,
+        any_base=model.base_changed == "accept",
         adapter_config=model.adapter_config or None,
         master_weights=model.master_weights,
         layer_map=model.layer_map or None,

@@ -15,6 +15,7 @@ from checkpoint.given import NOTHING_GIVEN, recorded_of, with_recorded
 from checkpoint.opening.identity import identity_of
 from checkpoint.opening.prove import open_structure
 from finetune.base_model.identity import Base, identified, recorded, settle_base
+from finetune.base_model.opened import open_base_model
 from finetune.config import LoraConfig
 from finetune.errors import ConfigError
 from finetune.model.adapters import adapter_config_of, add_adapters, as_peft_names_them
@@ -71,6 +72,27 @@ def test_what_training_was_told_of_a_base_need_not_be_said_again(two: Path, tmp_
     for refused in (merge, export):
         with pytest.raises(ConfigError, match=r"two: is not the model that .*-00000002 was trained beside, "):
             refused(adapter, tmp_path / "other", given=Given(prefix="teacher."))
+
+
+def test_a_base_written_anew_is_accepted_if_the_user_says_so(two: Path, tmp_path: Path) -> None:
+    """Of what training was told, the names' prefix, say, is not looked for in a base that has another layout by now."""
+    adapter = adapter_on(two, tmp_path / "lora", Given(prefix="student."))
+    anew = export(two, tmp_path / "anew", given=Given(prefix="student."), ranks=2)
+    for refused in (merge, export):
+        with pytest.raises((CheckpointError, ConfigError), match=r"'student\.'.* \(read .* told: prefix student\.; .* accept"):
+            refused(adapter, tmp_path / "other", given=Given(base=str(anew)))
+    accepted, want = Given(base=str(anew), any_base=True), dense_of(adapter)
+    with open_checkpoint(adapter, given=accepted) as opened:
+        assert torch.equal(opened.read(DENSE), want)
+    assert torch.equal(dense_of(merge(adapter, tmp_path / "merged", given=accepted)), want)
+    assert torch.equal(open_trained(adapter, torch.float32, accepted).model.get_parameter(DENSE), want)
+    tree = config(adapter, tmp_path / "out", lora=False)
+    told = replace(tree.model, base=str(anew), base_changed="accept")
+    settled = settle_base(replace(tree, model=told), print)
+    with open_base_model(settled) as opened:
+        assert torch.equal(opened.read(DENSE), want)
+    with pytest.raises(CheckpointError, match="as training was told"):
+        open_base_model(replace(settled, model=replace(settled.model, base_changed="refuse")))
 
 
 def test_adapters_go_on_upon_a_base_that_is_read_as_it_was(two: Path, tmp_path: Path) -> None:

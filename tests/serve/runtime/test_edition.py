@@ -88,8 +88,11 @@ def test_an_adapter_of_tessera_is_served_beside_the_base_it_was_trained_beside_a
     file = tmp_path / "hf" / "model.safetensors"
     save_file({name: tensor + 1 for name, tensor in load_file(file).items()}, file)
     for options in ({"path": str(adapter)}, {"path": str(tmp_path / "hf"), "adapter": str(adapter)}):
-        with pytest.raises(ConfigError, match=r"hf: is not the model that .*-00000002 was trained beside, .*merge --base-ch"):
+        with pytest.raises(
+            ConfigError, match=r"hf: is not the model that .*-00000002 was trained beside, .*--base-changed accept"
+        ):
             open_edition(ServerConfig(model=ModelConfig(**options)))
+        open_edition(ServerConfig(model=ModelConfig(**options, base_changed="accept"))).release()
     elsewhere = ServerConfig(model=ModelConfig(path=str(adapter), base=str(tmp_path / "copy")))
     open_edition(elsewhere).release()
     described = tmp_path / "copy" / "config.json"
