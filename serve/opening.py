@@ -9,8 +9,10 @@ from pathlib import Path
 
 from checkpoint import CheckpointError, hold, locate, open_structure, pinned
 from checkpoint.disk.manifest import MANIFEST
+from checkpoint.opening.adapted import BASE_SAID
 from checkpoint.opening.identity import check_base
 from checkpoint.opening.structure import CODE
+from checkpoint.readers.hub import HUB, find_on_hub
 from checkpoint.text.tokenizer import Tokenizer
 from serve.config import ModelConfig, ServerConfig
 from serve.errors import ConfigError
@@ -102,15 +104,19 @@ def with_checkpoint_folder(config: ServerConfig) -> ServerConfig:
         ConfigError: there is no such folder, or no whole checkpoint in it.
     """
     folder = Path(config.model.path)
-    if not folder.is_dir():
+    on_hub = config.model.path.startswith(HUB) and not folder.exists()
+    if not on_hub and not folder.is_dir():
         rule = "be a folder" if folder.exists() else "exist"
         raise ConfigError(f"model.path is {config.model.path!r}; it must {rule}")
     try:
+        if on_hub:
+            folder = find_on_hub(config.model.path, fetch=False)
         # Links are followed now: one that is turned elsewhere later changes nothing until the next reload either.
         folder = locate(folder)
         given = pinned(folder, given_of(config.model))
     except CheckpointError as error:
-        raise ConfigError(f"model.path: {error}") from error
+        of = {BASE_SAID: "base", config.model.base: "base", config.model.adapter: "adapter"}
+        raise ConfigError(f"model.{of.get(error.file, 'path')}: {error}") from error
     name, base, adapter = config.model.served_name, given.base or "", given.adapter or ""
     model = dataclasses.replace(config.model, path=str(folder), name=name, base=base, adapter=adapter)
     return dataclasses.replace(config, model=model)

@@ -19,7 +19,7 @@ class ModelConfig:
     """Which checkpoint is served, and how its weights lie on the devices."""
 
     path: str
-    """Folder of a checkpoint that ``checkpoint.open_checkpoint`` recognises."""
+    """Folder of a checkpoint of any layout that is read, or of a run; or ``hf:ORG/NAME[@REVISION]`` in the hub's cache."""
 
     name: str = ""
     """Name clients see; empty means the last part of ``path`` that is a run's own, not ``checkpoints`` or ``step-00000320``."""

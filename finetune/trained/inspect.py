@@ -21,6 +21,7 @@ from checkpoint.readers import peft
 from checkpoint.readers.surroundings import find_configs
 from checkpoint.readers.weights import Format, Weights
 from checkpoint.text.tokenizer_files import TOKENIZER_FILES
+from finetune.base_model.hub import folder_of
 from finetune.errors import ConfigError
 
 _PART_BYTES = 16 << 20
@@ -84,7 +85,7 @@ def inspect(path: Path, *, given: Given, tensors: str | None = None, verify: Ver
         ConfigError: there is no checkpoint of a layout that is known, or no tensor fits the pattern.
     """
     try:
-        folder, layout = recognise(path)
+        folder, layout = recognise(folder_of(path, "inspect"))
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
     found = Findings(path=str(folder.path), format=layout.NAME)

@@ -53,6 +53,7 @@ def merge(
         RunError: writing failed.
     """
     out = require_new(out)
+    adapter = folder_of(adapter, "merge", "adapter")
     if not adapter.is_dir():
         raise ConfigError(f"{adapter}: there is no such folder")
     folder = adapter_folder(adapter)

@@ -8,13 +8,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 from checkpoint import claimed
 from serve.config import ModelConfig, ServerConfig
 from serve.errors import ConfigError, RankStartError
 from serve.opening import open_edition, see
-from tests.checkpoint.readers.test_adapters import LINEAR, adapted, llama
+from tests.checkpoint.readers.test_adapters import LINEAR, adapted, in_cache, llama
 from tests.finetune.base_model.test_identity import adapter_on
 from tests.support.models import build
 
@@ -99,3 +100,30 @@ def test_an_adapter_of_tessera_is_served_beside_the_base_it_was_trained_beside_a
     described.write_text(json.dumps(json.loads(described.read_text()) | {"layer_norm_eps": 0.5}))
     with pytest.raises(ConfigError, match="copy: is not the model that"):
         open_edition(elsewhere)
+
+
+def test_models_and_adapters_of_the_hub_are_served_from_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    adapter, _ = adapted(tmp_path, llama, target_modules=LINEAR)
+    base, added = (in_cache(tmp_path / "hub", folder, f"org/{folder.name}") for folder in (tmp_path / "base", adapter))
+    for options, want in (
+        ({"path": "hf:org/base"}, (base, None, "base")),
+        ({"path": "hf:org/base", "adapter": "hf:org/adapter"}, (base, added, "base")),
+        ({"path": "hf:org/adapter", "base": "hf:org/base", "name": "mine"}, (added, base, "mine")),
+    ):
+        edition = open_edition(ServerConfig(model=ModelConfig(**options)))
+        model = edition.config.model
+        assert (Path(model.path), *map(Path, filter(None, (model.base, model.adapter)))) == tuple(filter(None, want[:2]))
+        assert model.name == want[2]
+        edition.release()
+
+
+@pytest.mark.parametrize("key", ["path", "base", "adapter"])
+def test_a_name_that_the_hub_s_cache_has_not_is_told_by_its_key(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    adapter, _ = adapted(tmp_path, llama, target_modules=LINEAR)
+    options = {"path": str(adapter if key == "base" else tmp_path / "base")} | {key: "hf:org/none"}
+    with pytest.raises(ConfigError, match=rf"^model\.{key}: .*org/none.* nothing is downloaded here.*hf download org/none"):
+        open_edition(ServerConfig(model=ModelConfig(**options)))
