@@ -18,11 +18,11 @@ from serve.engine.engine import Engine, EngineLimits
 from serve.engine.executor import Executor, ModelFacts
 from serve.errors import StartError
 from serve.metrics import Metrics
-from serve.opening import open_edition, places_of, see
 from serve.rpc.server import RpcServer
 from serve.runtime.edition import Edition
 from serve.runtime.gateway import Gateway
 from serve.runtime.memory import keep_trimmed, set_aside
+from serve.runtime.opening import open_edition, places_of, see
 from serve.runtime.seams import RankGroup
 from serve.runtime.service_manager import ServiceManager
 from serve.runtime.watch import Watch

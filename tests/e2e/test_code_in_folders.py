@@ -17,7 +17,7 @@ from finetune.data.tokenizer import copy_tokenizer
 from finetune.model.build import config_of
 from finetune.trained.inspect import inspect
 from serve.config import CacheConfig, ModelConfig, ServerConfig
-from serve.opening import open_edition
+from serve.runtime.opening import open_edition
 from tests.serve.worker.test_loader import layout, load
 from tests.support.models import save
 

@@ -25,7 +25,7 @@ from checkpoint import CheckpointWriter
 from serve import app
 from serve.app import DESCRIPTORS, ready_line
 from serve.errors import ConfigError
-from serve.opening import with_checkpoint_folder
+from serve.runtime.opening import with_checkpoint_folder
 from serve.v1 import inference_pb2, inference_pb2_grpc
 from tests.serve.runtime.ranks import FACTS, expected_ids, options
 

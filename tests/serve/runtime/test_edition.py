@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from checkpoint import claimed
 from serve.config import ModelConfig, ServerConfig
 from serve.errors import ConfigError, RankStartError
-from serve.opening import open_edition, see
+from serve.runtime.opening import open_edition, see
 from tests.checkpoint.readers.test_adapters import LINEAR, adapted, in_cache, llama
 from tests.finetune.base_model.test_identity import adapter_on
 from tests.support.models import build

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from serve.config import CacheConfig, ModelConfig, ServerConfig
 from serve.errors import ConfigError
 from serve.model.attention import StepLayout
-from serve.opening import open_edition
+from serve.runtime.opening import open_edition
 from serve.worker.loader import Stopwatch, load_rank
 from serve.worker.parallel import Ranks
 from tests.serve.worker import broken
