@@ -42,7 +42,7 @@ def page_attention(
     modules = attention_modules(model, family)
     assert len(modules) == len(caches), f"{family.name}: {len(modules)} attention modules, {len(caches)} layers"
     for layer, (module, cache) in enumerate(zip(modules, caches, strict=True), first_layer):
-        sinks_H = module.get_parameter("sinks").float() if family.sinks else None
+        sinks_H = module.get_parameter("sinks").to(torch.float32, copy=True) if family.sinks else None
         rules = PLAIN if bias_HL is None and sinks_H is None else ScoreRules(sinks_H=sinks_H, bias_HL=bias_HL)
         attach(module, PagedAttention(cache, state, backend, attention_window(config, layer), rules), family, scale)
     return state
@@ -96,9 +96,7 @@ def sum_embedding(model: PreTrainedModel, ranks: Ranks) -> None:
 
 
 def sum_experts(model: PreTrainedModel, family: Family, ranks: Ranks, *, whole: bool = False) -> None:
-    """Sum what the ranks' shares of stacked experts give; a bias that follows the sum is kept by the first rank.
-
-    Those that were packed one by one sum by themselves.
+    """Sum what the ranks' shares of stacked experts give; those that were packed one by one sum by themselves.
 
     Args:
         whole: each rank has some of the experts, not a part of each.
@@ -117,9 +115,24 @@ def sum_experts(model: PreTrainedModel, family: Family, ranks: Ranks, *, whole: 
             module._is_expert_parallel = skips
             module.forward = _summed(only_own(module.forward, own, skips=skips), ranks)
             continue
-        for name in family.expert_biases if ranks.rank else ():
-            module.get_parameter(name).zero_()
         module.forward = _summed(module.forward, ranks)
+
+
+def settle(model: PreTrainedModel, family: Family, ranks: Ranks, *, whole: bool = False) -> None:
+    """Make what follows from a complete model's weights, in the memory where that is: again, once others took their places.
+
+    These are attention's sinks in fp32 and, on all ranks but the first, zeros as the biases that follow a sum over the ranks.
+
+    Args:
+        whole: each rank has some of the experts, not a part of each.
+    """
+    for module in attention_modules(model, family) if family.sinks else ():
+        attention = cast(PagedAttention, module.tessera_attention)
+        assert attention.rules.sinks_H is not None, "page_attention made them"
+        attention.rules.sinks_H.copy_(module.get_parameter("sinks"))
+    for module in stacked_experts(model, family) if ranks.rank and not whole else ():
+        for name in family.expert_biases:
+            module.get_parameter(name).zero_()
 
 
 def _summed(forward: Callable[..., Tensor], ranks: Ranks) -> Callable[..., Tensor]:

@@ -146,9 +146,12 @@ class Exchange:
             graphs.forget()  # they hold the addresses of the weights
         if self._runner.narrow is not None:
             self._runner.narrow.forget()  # it holds a whole head
-        refused = self._put(candidate) or forward_fault(self._model, self._ranks, self._runner)
+        refused = self._put(candidate)
+        self._model.settle()
+        refused = refused or forward_fault(self._model, self._ranks, self._runner)
         if refused:
             self._put_back(candidate)
+            self._model.settle()
         else:
             self._config = candidate.config
         self._packing.go_on()
@@ -201,8 +204,6 @@ def _difference(served: Survey, found: Survey) -> str:
             return f"{what} is {getattr(found, what)}, and {getattr(served, what)} is served"
     if served.family.name != found.family.name:
         return f"it is a {found.family.name}, and a {served.family.name} is served"
-    if served.family.sinks or served.family.expert_biases:  # copied, or changed, once the weights were read
-        return "a model with attention sinks or biased experts keeps more of its weights than what is exchanged"
     if served.blueprint.dtype != found.blueprint.dtype:
         return f"its weights are {found.blueprint.dtype}, and {served.blueprint.dtype} is served"
     ours, theirs = _what_counts(served.model_config), _what_counts(found.model_config)

@@ -38,17 +38,8 @@ from serve.model.recording import Steps
 from serve.model.shards import ShardOf
 from serve.model.stages import keep_stage, layers_of
 from serve.types import LengthRule
-from serve.worker import gpus
+from serve.worker import complete, gpus
 from serve.worker.autotp import shard, vocabulary_widths
-from serve.worker.complete import (
-    page_attention,
-    plain_embedding,
-    scale_embedding,
-    sum_embedding,
-    sum_experts,
-    sum_norms,
-    whole_head,
-)
 from serve.worker.computing import captures_on_cpu, choose_attention, choose_linear, load_kernels, sizes_to_capture
 from serve.worker.device_faults import weights_that_do_not_fit
 from serve.worker.finite import check_weights
@@ -83,6 +74,8 @@ class RankModel:
     """The checkpoint's names of the tensors that the model takes, all ranks' parts together."""
     filler: Filler
     """Reads the weights of another checkpoint of the same shapes."""
+    settle: Callable[[], None]
+    """To be called once those took the places of the weights before."""
     survey: Survey
     """What the checkpoint was found to be."""
     kernels: ctypes.CDLL | None = None
@@ -158,6 +151,7 @@ def load_rank(
         device=device,
         stored=plan.blueprint.stored,
         filler=filler,
+        settle=partial(complete.settle, model, plan.family, ranks, whole=plan.whole_experts),
         survey=plan,
         kernels=kernels,
     )
@@ -170,7 +164,7 @@ def _heads(
     model: PreTrainedModel, config: ServerConfig, ranks: Ranks, kernels: ctypes.CDLL | None, filler: Filler
 ) -> tuple[nn.Module, NarrowHead | None]:
     """What computes the logits on the last stage, and what may be copied of it."""
-    head = whole_head(model) if ranks.stage.is_last else nn.Identity()
+    head = complete.whole_head(model) if ranks.stage.is_last else nn.Identity()
     return head, NarrowHead.of(head, kernels, filler.num_bytes) if config.kernels.narrow_head else None
 
 
@@ -208,16 +202,19 @@ def _with_cache(plan: Survey, caches: list[LayerCache], ranks: Ranks, backend: B
     """Put the cache and all that ranks exchange into a model whose weights are there."""
     model = plan.blueprint.model
     first = ranks.stage.layers(plan.layers).begin
-    state = page_attention(model, plan.family, caches, backend, plan.heads, ranks.rank, plan.max_model_len, first_layer=first)
+    state = complete.page_attention(
+        model, plan.family, caches, backend, plan.heads, ranks.rank, plan.max_model_len, first_layer=first
+    )
     if ranks.stage.is_last and backend.writes_alone and caches[0].values.device.type == "cpu":
         compute_what_is_read(list(layers_of(model, plan.family))[-1], state)
     if plan.length_rule is not None:
         turn_by_own_lengths(model, plan.length_rule, state)
-    sum_norms(model, plan.family, plan.heads, ranks)
-    sum_embedding(model, ranks)
-    sum_experts(model, plan.family, ranks, whole=plan.whole_experts)
+    complete.sum_norms(model, plan.family, plan.heads, ranks)
+    complete.sum_embedding(model, ranks)
+    complete.sum_experts(model, plan.family, ranks, whole=plan.whole_experts)
+    complete.settle(model, plan.family, ranks, whole=plan.whole_experts)
     if plan.family.scaled_embedding and ranks.stage.is_first:
-        scale_embedding(model)
+        complete.scale_embedding(model)
     return state
 
 
@@ -294,7 +291,7 @@ def survey(checkpoint: Checkpoint, config: ServerConfig, device: torch.device) -
     max_model_len = check_max_model_len(config.model.max_model_len, limit, most)
     blueprint = build_on_meta(checkpoint, family, model_config, dtype)
     if family.scaled_embedding:
-        plain_embedding(blueprint.model)
+        complete.plain_embedding(blueprint.model)
     rows = vocabulary_rows(blueprint.model)
     return Survey(
         family=family,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
@@ -159,6 +159,17 @@ def save(
             tokenizer_object=tokenizer(), eos_token="<|endoftext|>", bos_token="<|endoftext|>"
         )
         made.save_pretrained(folder)
+    return folder
+
+
+def save_gpt_oss(folder: Path, seed: int, **changes: Any) -> Path:
+    """Save a small GPT-OSS without a tokenizer whose attention sinks, zeros in ``build``'s, are drawn too."""
+    save("gpt_oss", folder, seed=seed, with_tokenizer=False, **changes)
+    stored = load_file(folder / "model.safetensors")
+    draw = torch.Generator().manual_seed(seed)
+    for name in [name for name in stored if name.endswith(".sinks")]:
+        stored[name] = torch.randn(stored[name].shape, generator=draw) + 2
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 import socket
 import threading
 import weakref
@@ -33,7 +34,8 @@ from serve.worker.preparation import Preparation
 from serve.worker.runner import Runner
 from tests.serve.worker.family_worker import NEW_TOKENS, PROMPTS, generate
 from tests.support import reference
-from tests.support.models import save
+from tests.support.models import save, save_gpt_oss
+from tests.support.mxfp4 import in_four_bits
 
 GIB = 1 << 30
 PATIENCE_SECONDS = 120.0
@@ -169,6 +171,25 @@ def test_taken_weights_make_the_tokens_and_those_that_are_not_finite_leave_them(
     save_file(stored, broken / "model.safetensors", metadata={"format": "pt"})
     assert "not finite" in served.take(broken, beside=beside)
     assert served.tokens() == expected[1], "what was served before is served again"
+
+
+@pytest.mark.parametrize("beside", [True, False])
+@pytest.mark.parametrize("four_bits", [False, True], ids=["in fp32", "in four bits"])
+def test_attention_sinks_and_experts_are_taken_and_given_back_too(four_bits: bool, beside: bool, tmp_path: Path) -> None:
+    folders = [save_gpt_oss(tmp_path / str(seed), seed, intermediate_size=96) for seed in (0, 1)]
+    plain = [in_four_bits(folder, tmp_path / f"decoded-{folder.name}") for folder in folders] if four_bits else folders
+    expected = [reference.greedy(reference.load(folder), PROMPTS[0], NEW_TOKENS) for folder in plain]
+    assert expected[0] != expected[1]
+    served = Served(folders[0])
+    assert served.tokens() == expected[0]
+    assert served.take(folders[1], beside=beside) == ""
+    assert served.tokens() == expected[1]
+    broken = Path(shutil.copytree(folders[0], tmp_path / "broken"))
+    stored = load_file(broken / "model.safetensors")
+    stored["model.norm.weight"].fill_(float("nan"))
+    save_file(stored, broken / "model.safetensors", metadata={"format": "pt"})
+    assert "not finite" in served.take(broken, beside=beside)
+    assert served.tokens() == expected[1], "with the sinks of what is served"
 
 
 def test_weights_that_take_the_old_ones_places_do_so_a_module_at_a_time(

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from serve.config import KernelsConfig, ServerConfig
 from serve.engine.executor import ExecutorDied, Prepared
 from serve.engine.plan import Span, Start, StepPlan
 from serve.types import BlockId, SamplingParams, SequenceId
@@ -22,7 +23,7 @@ from serve.worker.executor import RankExecutor
 from serve.worker.rank_process import ForkStarter
 from tests.serve.worker.test_executor import PATIENCE_SECONDS, _config, _pids, _until
 from tests.support import reference
-from tests.support.models import save
+from tests.support.models import save, save_gpt_oss
 
 PROMPTS = ([3, 4, 5], [17, 6], [101, 9, 88, 4], [42])
 
@@ -45,10 +46,18 @@ def started(folders: list[Path]) -> Iterator[RankExecutor]:
         yield executor
 
 
+def config_of(folder: Path, way: str) -> ServerConfig:
+    """``way``: how the ranks share and compute experts, if there are any."""
+    config = _config(folder)
+    model = dataclasses.replace(config.model, experts="whole" if way == "whole" else "inside")
+    graphs = "on" if way == "stacked" else "off"  # a capture on the CPU computes in plain torch
+    return dataclasses.replace(config, model=model, kernels=KernelsConfig(cuda_graphs=graphs))
+
+
 @contextlib.contextmanager
-def started_from(folder: Path) -> Iterator[RankExecutor]:
+def started_from(folder: Path, *, way: str = "packed") -> Iterator[RankExecutor]:
     with contextlib.closing(ForkStarter(2, "cpu", stall_seconds=60.0)) as starter:
-        executor = RankExecutor(_config(folder), starter)
+        executor = RankExecutor(config_of(folder, way), starter)
         executor.start()
         try:
             yield executor
@@ -69,9 +78,11 @@ def tokens(executor: RankExecutor, step: int) -> list[int]:
     return [each.token_id for each in sorted(sampled, key=lambda each: each.sequence)]
 
 
-def take(executor: RankExecutor, folder: Path, number: int, *, beside: bool, limit_gib: float | None = None) -> str:
+def take(
+    executor: RankExecutor, folder: Path, number: int, *, beside: bool, limit_gib: float | None = None, way: str = "packed"
+) -> str:
     """Why the ranks refused the weights of a folder; "" where they took them."""
-    config = _config(folder)
+    config = config_of(folder, way)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, swap_memory_gib=limit_gib))
     prepared = executor.prepare(config, number)
     assert isinstance(prepared, Prepared)
@@ -101,6 +112,20 @@ def test_ranks_take_other_weights_together_and_keep_theirs_where_one_of_them_fin
     assert tokens(started, 8) == second, "both ranks read again what they had"
     assert take(started, folders[0], 10, beside=False, limit_gib=1e-9) == ""
     assert tokens(started, 11) == first
+
+
+@pytest.mark.parametrize("way", ["packed", "stacked", "whole"])
+def test_ranks_that_share_experts_with_biases_take_others(way: str, tmp_path: Path) -> None:
+    """Of a bias that follows their sum one rank adds all."""
+    folders = [save_gpt_oss(tmp_path / str(seed), seed) for seed in (0, 1)]
+    first, second = ([reference.greedy(reference.load(folder), prompt, 1)[0] for prompt in PROMPTS] for folder in folders)
+    assert first != second
+    with started_from(folders[0], way=way) as executor:
+        assert tokens(executor, 0) == first
+        for number, (folder, expected, limit_gib) in enumerate(((1, second, None), (0, first, 1e-9), (1, second, 1e-9)), 1):
+            beside = limit_gib is None
+            assert take(executor, folders[folder], 10 * number, beside=beside, limit_gib=limit_gib, way=way) == ""
+            assert tokens(executor, 10 * number + 1) == expected
 
 
 def test_ranks_of_which_one_runs_out_of_memory_read_other_weights_into_place_together(

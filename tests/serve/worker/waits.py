@@ -142,5 +142,6 @@ def on_meta(folder: Path, backend: Backend) -> RankModel:
         graph_sizes=(),
         stored=plan.blueprint.stored,
         filler=cast(Any, None),
+        settle=lambda: None,
         survey=plan,
     )
