@@ -70,8 +70,6 @@ class RankModel:
     sampling: SamplingBackend
     graph_sizes: tuple[int, ...]
     """Rows of the decoding steps that are captured, ascending; none where steps are not captured."""
-    stored: frozenset[str]
-    """The checkpoint's names of the tensors that the model takes, all ranks' parts together."""
     filler: Filler
     """Reads the weights of another checkpoint of the same shapes."""
     settle: Callable[[], None]
@@ -82,6 +80,11 @@ class RankModel:
     """The CPU kernels, where they apply."""
     narrow: NarrowHead | None = None
     """What may find the likeliest tokens in place of the head, once it is made."""
+
+    @property
+    def stored(self) -> frozenset[str]:
+        """The checkpoint's names of the tensors that the model takes, all ranks' parts together."""
+        return self.survey.blueprint.stored
 
 
 class Stopwatch:
@@ -149,7 +152,6 @@ def load_rank(
         caches=caches,
         facts=dataclasses.replace(facts, checkpoint_step=step, load_seconds=tuple(watch.phases)),
         device=device,
-        stored=plan.blueprint.stored,
         filler=filler,
         settle=partial(complete.settle, model, plan.family, ranks, whole=plan.whole_experts),
         survey=plan,

@@ -140,7 +140,6 @@ def on_meta(folder: Path, backend: Backend) -> RankModel:
         device=META,
         sampling=TorchSampling(),
         graph_sizes=(),
-        stored=plan.blueprint.stored,
         filler=cast(Any, None),
         settle=lambda: None,
         survey=plan,
