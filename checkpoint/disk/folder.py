@@ -21,6 +21,10 @@ MAX_JSON_BYTES = 256 << 20
 MAX_JSON_DEPTH = 64
 """Levels of nesting; a tokenizer's file has about ten."""
 
+_POINTER = b"version https://git-lfs.github.com/spec/"
+_MAX_POINTER_BYTES = 1024
+"""How a pointer of Git LFS begins, and how large it may be, by its specification."""
+
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -71,7 +75,8 @@ class Folder:
         """Open a regular file for reading and return its descriptor, which the caller closes.
 
         Raises:
-            CheckpointError: the name is not plain, there is no such file, it lies outside, or it is no regular file.
+            CheckpointError: the name is not plain, there is no such file, it lies outside, it is no regular file, or Git LFS
+                has not fetched it.
         """
         target = self._inside(name)
         try:
@@ -82,9 +87,15 @@ class Folder:
         except OSError as error:
             advice = "; raise the limit of them (ulimit -Hn)" if error.errno == errno.EMFILE else ""
             raise CheckpointError(name, f"cannot be opened: {error.strerror}{advice}") from error
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise CheckpointError(name, "is not a regular file")
+            if status.st_size < _MAX_POINTER_BYTES and os.pread(fd, len(_POINTER), 0) == _POINTER:
+                raise CheckpointError(name, "is what Git LFS puts in the file's place; `git lfs pull` there fetches the file")
+        except BaseException:
             os.close(fd)
-            raise CheckpointError(name, "is not a regular file")
+            raise
         return fd
 
     def _inside(self, name: str) -> Path:

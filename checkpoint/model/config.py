@@ -82,6 +82,10 @@ _NULLABLE = frozenset(
 _UNSAID = frozenset((*_DROPOUTS, *_DEVIATIONS, "use_cache"))
 """Keys whose ``null`` says nothing: older files have it, and the library of today refuses it."""
 
+_OF_NO_MODEL = ("_implementation", "num_labels", "id2label", "label2id")
+"""Parts of the names of keys that say nothing of a causal language model: by what code its library is to compute it, which is
+for whoever computes, and labels, of which the library makes as many as there are to be."""
+
 _FALSE_IF_NULL = frozenset(("tie_word_embeddings",))
 """Keys whose ``null`` was no different from ``false`` to the library that wrote it, and is refused by that of today."""
 
@@ -152,12 +156,13 @@ def check_config(config: Mapping[str, Any]) -> None:
 
 
 def normalized(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A checked ``config.json`` as the libraries of today take it: of the families known here without names of code, without
-    the ``null`` of keys that then have the family's default or are false, with ``torch.float16`` as ``float16`` and one id that
-    begins a text."""
+    """A checked ``config.json`` as the libraries of today take it: without what is no model's; of the families known here
+    without names of code, without the ``null`` of keys that then have the family's default or are false, with ``torch.float16``
+    as ``float16`` and one id that begins a text."""
+    kept = {key: value for key, value in config.items() if not any(part in key for part in _OF_NO_MODEL)}
     if config["model_type"] not in _OWN_FAMILIES:
-        return dict(config)
-    kept = {key: value for key, value in config.items() if key != CODE_NAMED and (value is not None or key not in _UNSAID)}
+        return kept
+    kept = {key: value for key, value in kept.items() if key != CODE_NAMED and (value is not None or key not in _UNSAID)}
     kept |= {key: False for key in _FALSE_IF_NULL & kept.keys() if kept[key] is None}
     kept |= {key: kept[key].removeprefix("torch.") for key in _DTYPE_KEYS if isinstance(kept.get(key), str)}
     return with_one_beginning(kept)

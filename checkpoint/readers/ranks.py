@@ -42,6 +42,29 @@ def tensors_of(archive: Archive, file: str, table: object, *, without: str = "")
     return found
 
 
+def check_one_step(files: Sequence[tuple[str, float | None]]) -> None:
+    """All ranks' files are of one save: a later one that was interrupted leaves new files beside old ones of their names.
+
+    Args:
+        files: each file, and the step of training that it tells; ``None`` where it tells none.
+
+    Raises:
+        CheckpointError: they are of different steps.
+    """
+    known = [(file, step) for file, step in files if step is not None]
+    for file, step in known:
+        first, expected = known[0]
+        if step != expected:
+            rule = f"is of step {step:g}, {first} of step {expected:g}: two saves lie in one folder"
+            raise CheckpointError(file, f"{rule}; was the later one interrupted?")
+
+
+def step_in(tree: object, *keys: str) -> int | None:
+    """The step of training in a rank's table, under the first of the keys that has one; ``None`` where none has."""
+    values = [tree.get(key) for key in keys] if isinstance(tree, Mapping) else []
+    return next((value for value in values if type(value) is int and value >= 0), None)
+
+
 class Ranks:
     """The tensors of one layer, by the names that every rank has for its own part of them. Each is taken once."""
 

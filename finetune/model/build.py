@@ -141,6 +141,19 @@ def config_from(config: Mapping[str, Any], place: Path) -> PretrainedConfig:
         raise ConfigError(f"{place}: {rule}") from error
 
 
+def _made(config: PretrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """``new_model`` of a configuration that may name what transformers does not have, such as an activation.
+
+    Raises:
+        ConfigError: it does.
+    """
+    try:
+        return new_model(config, dtype)
+    except (LookupError, TypeError, ValueError, AttributeError, ImportError, NotImplementedError) as error:
+        rule = f"the configuration describes no {config.model_type} that transformers builds"
+        raise ConfigError(f"{rule}: {type(error).__name__}: {' '.join(str(error).split())}"[:400]) from error
+
+
 def build_empty(config: PretrainedConfig, dtype: torch.dtype, context: AbstractContextManager[object]) -> PreTrainedModel:
     """Build the model with unset weights, every parameter made inside ``context`` (DeepSpeed's, under ZeRO-3).
 
@@ -150,7 +163,7 @@ def build_empty(config: PretrainedConfig, dtype: torch.dtype, context: AbstractC
         stack.enter_context(hf_init.no_init_weights())
         stack.enter_context(prevent_arange_dtype_change())  # else zero.Init rounds rotary positions to bf16
         stack.enter_context(context)
-        model = new_model(config, dtype)
+        model = _made(config, dtype)
     model.tie_weights()
     model.config.use_cache = False  # for training only; what is saved is the configuration from before
     return model
@@ -242,7 +255,7 @@ def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
 def meta_model(config: PretrainedConfig) -> PreTrainedModel:
     """The model a configuration makes, without memory for its parameters."""
     with torch.device("meta"):
-        return new_model(config)
+        return _made(config)
 
 
 def meta_shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from checkpoint.errors import CheckpointError
 from checkpoint.readers.deepspeed.saves import Saved, step_of
 from checkpoint.readers.files.pickles import StoredTensor
 from checkpoint.readers.files.torch_zip import NUMBERS
+from checkpoint.readers.ranks import check_one_step
 
 _STATES = ("optimizer_state_dict", "base_optimizer_state")
 """Where ZeRO-3, and ZeRO-1 and 2, keep what the optimizer itself would save."""
@@ -23,7 +23,7 @@ def check_model_files(saved: Sequence[Saved]) -> None:
     Raises:
         CheckpointError: they are not.
     """
-    _check([(one, step_of(one)) for one in saved])
+    check_one_step([(one.file, step_of(one)) for one in saved])
 
 
 def check_optimizer_files(saved: Sequence[Saved]) -> None:
@@ -32,16 +32,7 @@ def check_optimizer_files(saved: Sequence[Saved]) -> None:
     Raises:
         CheckpointError: they have not.
     """
-    _check([(one, _steps_taken(one)) for one in saved])
-
-
-def _check(found: Sequence[tuple[Saved, float | None]]) -> None:
-    known = [(saved, step) for saved, step in found if step is not None]
-    for saved, step in known:
-        first, expected = known[0]
-        if step != expected:
-            rule = f"is of step {step:g}, {first.file} of step {expected:g}: two saves lie in one folder"
-            raise CheckpointError(saved.file, f"{rule}; was the later one interrupted?")
+    check_one_step([(one.file, _steps_taken(one)) for one in saved])
 
 
 def _steps_taken(saved: Saved) -> float | None:

@@ -13,7 +13,7 @@ from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.readers.files.torch_zip import Archive, table_names
 from checkpoint.readers.megatron.args import ALLOWED, Arguments, Shape, arguments, shape_of_deepspeed
 from checkpoint.readers.megatron.model import TOKENIZER, Parts, apart, check_version, flat, tokenizer_names, weights_of
-from checkpoint.readers.ranks import Part, tensors_of
+from checkpoint.readers.ranks import Part, check_one_step, step_in, tensors_of
 from checkpoint.readers.surroundings import find_tokenizer
 from checkpoint.readers.weights import OpenFiles, Weights
 
@@ -71,6 +71,7 @@ def open_weights(folder: Folder, given: Given = NOTHING_GIVEN) -> Weights:
         shape = shape_of_deepspeed(args)
         num_ranks = args.count("tensor_model_parallel_size", default=1)
         found: list[Parts] = []
+        steps = [(ranks[0][1], step_in(tree, "iteration"))]
         for rank in range(num_ranks):
             if piped:
                 found.append(_of_layers(files, piped, rank, args, shape))
@@ -78,15 +79,15 @@ def open_weights(folder: Folder, given: Given = NOTHING_GIVEN) -> Weights:
             name = f"mp_rank_{rank:02d}_model_states.pt"
             if rank:
                 archive, tree = _opened(files, name)
+                steps.append((name, step_in(tree, "iteration")))
             found.append(apart(tensors_of(archive, name, flat(tree.get("module"), name)), name))
         extra = [name for (_, rank), name in piped.items() if rank >= num_ranks]
         if extra or (not piped and len(ranks) != num_ranks):
             rule = f"is of another rank than the {num_ranks} tensor-parallel ones that args gives"
             raise CheckpointError((extra or [ranks[-1][1]])[0], rule)
         tokenizer = find_tokenizer(folder, given, above=True, named=tokenizer_names(args), inside=TOKENIZER)
-        iteration = tree.get("iteration")
-        step = iteration if type(iteration) is int and iteration >= 0 else None
-        return weights_of(found, args, shape, files.descriptors, tokenizer, step)
+        check_one_step(steps)
+        return weights_of(found, args, shape, files.descriptors, tokenizer, steps[0][1])
 
 
 def _opened(files: OpenFiles, name: str) -> tuple[Archive, Mapping[Any, Any]]:

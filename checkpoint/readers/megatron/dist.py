@@ -16,7 +16,7 @@ from checkpoint.readers.decoder import Decoder, Layer, Rows, Tensors
 from checkpoint.readers.files.torch_zip import Archive
 from checkpoint.readers.megatron.args import ALLOWED, Shape, arguments, shape_of
 from checkpoint.readers.megatron.model import TOKENIZER, check_version, named_weights, tokenizer_names
-from checkpoint.readers.ranks import Part, divided
+from checkpoint.readers.ranks import Part, divided, step_in
 from checkpoint.readers.surroundings import find_tokenizer
 from checkpoint.readers.weights import OpenFiles, Weights
 
@@ -58,8 +58,7 @@ def open_weights(folder: Folder, given: Given = NOTHING_GIVEN) -> Weights:
         tensors, table = read_wanted(folder, files, lambda name: _WANTED.fullmatch(name) is not None)
         model = _Names(tensors, table).decoder(shape)
         tokenizer = find_tokenizer(folder, given, above=True, named=tokenizer_names(args), inside=TOKENIZER)
-        iteration = tree.get("iteration")
-        step = iteration if type(iteration) is int and iteration >= 0 else None
+        step = step_in(tree, "iteration")
         num_ranks = args.count("tensor_model_parallel_size", default=1)
         return named_weights(model, args, shape, num_ranks, files.descriptors, tokenizer, step)
 

@@ -13,7 +13,7 @@ from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.readers.files.torch_zip import Archive
 from checkpoint.readers.megatron.args import ALLOWED, Arguments, Shape, arguments, shape_of_deepspeed
 from checkpoint.readers.megatron.model import TOKENIZER, Parts, apart, check_version, flat, tokenizer_names, weights_of
-from checkpoint.readers.ranks import divided, tensors_of
+from checkpoint.readers.ranks import check_one_step, divided, step_in, tensors_of
 from checkpoint.readers.surroundings import find_tokenizer
 from checkpoint.readers.weights import OpenFiles, Weights
 
@@ -72,21 +72,22 @@ def open_weights(folder: Folder, given: Given = NOTHING_GIVEN) -> Weights:
         shape = shape_of_deepspeed(args)  # Megatron-DeepSpeed saves so, too, where it runs without DeepSpeed
         num_ranks, num_stages = _sizes(args, tree)
         found: list[Parts] = []
+        steps = [(file, step_in(tree, "iteration"))]
         for rank in range(num_ranks):
             stages = []
             for stage in range(num_stages):
                 name = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if num_stages > 1 else "")
                 if name != names[0]:
                     file, archive, tree = _opened(folder, files, name)
+                    steps.append((file, step_in(tree, "iteration")))
                 stages.append([apart(table, file) for table in _chunks(archive, file, tree)])
             found.append(_whole(stages, args, shape))
         if len(names) != num_ranks * num_stages:
             rule = f"there are {len(names)} folders of ranks; by args there are {num_ranks} x {num_stages}"
             raise CheckpointError(names[-1], rule)
         tokenizer = find_tokenizer(folder, given, above=True, named=tokenizer_names(args), inside=TOKENIZER)
-        iteration = tree.get("iteration")
-        step = iteration if type(iteration) is int and iteration >= 0 else None
-        return weights_of(found, args, shape, files.descriptors, tokenizer, step)
+        check_one_step(steps)
+        return weights_of(found, args, shape, files.descriptors, tokenizer, steps[0][1])
 
 
 def _file_in(folder: Folder, name: str) -> str | None:

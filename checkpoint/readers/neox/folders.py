@@ -27,11 +27,13 @@ from checkpoint.readers.ranks import (
     Ranks,
     by_columns,
     by_rows,
+    check_one_step,
     cut,
     divided,
     dtype_name,
     merged,
     one_copy,
+    step_in,
     tensors_of,
 )
 from checkpoint.readers.surroundings import find_configs
@@ -185,12 +187,14 @@ def _unpiped(folder: Folder, files: OpenFiles) -> tuple[Tables, str]:
         rule = "ZeRO-3 keeps the weights of GPT-NeoX in flat pieces, which are not read; save with a lower stage of ZeRO"
         raise CheckpointError(partitioned, rule)
     layers: Tables = {}
+    steps = []
     for rank in range(1 + max(found)):
         if rank not in found:
             raise CheckpointError(f"mp_rank_{rank:02d}_model_states.pt", "is missing")
         name = found[rank]
         archive = Archive(files[name], name)
         tree = archive.tree(ALLOWED)
+        steps.append((name, step_in(tree, "global_steps", "iteration")))
         module = tree.get("module") if isinstance(tree, dict) else None
         by_layer: dict[int, dict[str, Part]] = {}
         for tensor, part in tensors_of(archive, name, module, without="_extra_state").items():
@@ -202,6 +206,7 @@ def _unpiped(folder: Folder, files: OpenFiles) -> tuple[Tables, str]:
             if len(layers.setdefault(number, [])) != rank:
                 raise CheckpointError(name, f"has a layer {number}, which the files of lower ranks do not have")
             layers[number].append(table)
+    check_one_step(steps)
     return layers, found[0]
 
 

@@ -86,6 +86,16 @@ def test_what_older_libraries_took_is_given_to_that_of_today_as_it_takes_it(
         opened.check_model()
 
 
+@pytest.mark.parametrize("family", ["gpt_neox", "some_other"])
+def test_what_says_nothing_of_the_model_reaches_no_library(family: str, tmp_path: Path) -> None:
+    """transformers would make ten thousand million labels, and ask the hub for a kernel of that name."""
+    plain_folder(tmp_path)
+    others = {"num_labels": 10**10, "id2label": {"0": "a"}, "label2id": {"a": 0}, "attn_implementation": "org/kernel"}
+    write_config(tmp_path, {**CONFIG, "model_type": family, **others, "_attn_implementation": "org/kernel"})
+    with open_structure(tmp_path) as opened:
+        assert opened.config.keys() <= CONFIG.keys()
+
+
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
 def test_a_type_may_be_spelled_as_torch_prints_it(tmp_path: Path, key: str) -> None:
     plain_folder(tmp_path)

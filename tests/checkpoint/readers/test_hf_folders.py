@@ -217,6 +217,14 @@ def test_a_link_to_the_folder_itself_is_followed(tmp_path: Path) -> None:
         assert checkpoint.path == (tmp_path / "real").resolve()
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_what_git_lfs_has_not_fetched_is_told(name: str, tmp_path: Path) -> None:
+    plain_folder(tmp_path)
+    (tmp_path / name).write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 5\n")
+    with pytest.raises(CheckpointError, match=rf"^{name}: .*`git lfs pull` there fetches the file"):
+        open_structure(tmp_path)
+
+
 def test_a_pipe_does_not_make_opening_wait(tmp_path: Path) -> None:
     write_config(tmp_path)
     os.mkfifo(tmp_path / "model.safetensors")

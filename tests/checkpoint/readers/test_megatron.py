@@ -61,6 +61,14 @@ def test_what_deepspeed_saved_of_megatron_is_read(family: str, layers: bool, tmp
         assert_model(checkpoint.config, model)
 
 
+def test_ranks_of_megatron_deepspeed_are_of_one_save(tmp_path: Path) -> None:
+    folder = save_megatron_deepspeed(tmp_path, small("llama"), Form(tensor=2, names="legacy"), layers=False)
+    file = folder / "mp_rank_01_model_states.pt"
+    torch.save(torch.load(file, weights_only=False) | {"iteration": 20}, file)
+    with pytest.raises(CheckpointError, match=r"mp_rank_01.*: is of step 20, mp_rank_00.* of step 10: two saves"):
+        open_structure(tmp_path)
+
+
 @pytest.mark.parametrize("layers", [True, False])
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_megatron_deepspeed_of_later_keeps_queries_keys_and_values_apart(layers: bool, tensor: int, tmp_path: Path) -> None:
@@ -318,6 +326,7 @@ def test_files_that_are_missing_old_or_no_tables_are_refused(tmp_path: Path) -> 
     without = {name: value for name, value in held["model"].items() if "layers.1" not in name}
     for change, message in (
         ({"checkpoint_version": 0}, "its checkpoint_version is 0"),
+        ({"iteration": 9}, r"mp_rank_01/model_optim_rng\.pt: is of step 9, mp_rank_00/.* of step 10: two saves"),
         ({"args": None}, "holds tensor|args"),
         ({"model": without}, "a rank has no tensors of layer 1"),
         ({"model": held["model"] | {"decoder.layers.0.mlp.router.weight": torch.ones(2)}}, "router.weight"),

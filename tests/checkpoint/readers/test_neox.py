@@ -296,6 +296,16 @@ def test_a_file_a_tensor_or_a_form_that_does_not_fit_is_refused(tmp_path: Path) 
         open_structure(tmp_path)
 
 
+@pytest.mark.parametrize("key", ["global_steps", "iteration"])
+def test_ranks_of_two_saves_are_refused(key: str, tmp_path: Path) -> None:
+    _, folder = saved(tmp_path, "no pipeline")
+    for step, file in ((3, "mp_rank_00_model_states.pt"), (4, "mp_rank_01_model_states.pt")):
+        held = torch.load(folder / file, weights_only=False)
+        torch.save({name: value for name, value in held.items() if "step" not in name} | {key: step}, folder / file)
+    with pytest.raises(CheckpointError, match=r"mp_rank_01.*: is of step 4, mp_rank_00.* of step 3: two saves lie in one"):
+        open_structure(tmp_path)
+
+
 class Runs:
     def __reduce__(self) -> Any:
         return (print, ("ran",))

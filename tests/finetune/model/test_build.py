@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from checkpoint import open_checkpoint
 from finetune.errors import ConfigError
 from finetune.model.build import (
     _always,
     build_empty,
+    config_of,
     decay_groups,
     fill,
     initialise,
+    load_model,
+    meta_shapes,
     new_config,
     saved_config,
     shapes_of,
     tied_names,
 )
+from tests.support.models import save
 
 TINY: dict[str, dict[str, Any]] = {
     "gpt_neox": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48},
@@ -89,6 +96,20 @@ def test_a_model_that_cannot_be_is_refused(changes: dict[str, Any], says: list[s
     with pytest.raises(ConfigError) as caught:
         new_config(settings, num_ids=50, seq_len=16, end_of_text_id=3)
     assert [part for part in says if part not in str(caught.value)] == [], str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [({"hidden_act": "nothing"}, "'nothing'"), ({"rope_parameters": {"rope_type": "magic", "rope_theta": 1.0}}, "magic")],
+)
+def test_what_transformers_does_not_have_is_told(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
+    folder = save("llama", tmp_path, with_tokenizer=False)
+    described = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(described))
+    with open_checkpoint(folder) as opened:
+        for build in (lambda: load_model(opened, torch.float32), lambda: meta_shapes(config_of(opened))):
+            with pytest.raises(ConfigError, match=says):
+                build()
 
 
 def test_tied_weights_are_one_parameter_under_the_owner_name() -> None:
