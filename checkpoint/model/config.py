@@ -6,12 +6,11 @@ Libraries take nearly any value and fail later, in a load or a request. Every nu
 from __future__ import annotations
 
 import math
-import reprlib
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from checkpoint.errors import CheckpointError
+from checkpoint.errors import CheckpointError, shown
 from checkpoint.model.quantised import method_said
 
 CONFIG = "config.json"
@@ -83,8 +82,9 @@ _UNSAID = frozenset((*_DROPOUTS, *_DEVIATIONS, "use_cache"))
 """Keys whose ``null`` says nothing: older files have it, and the library of today refuses it."""
 
 _OF_NO_MODEL = ("_implementation", "num_labels", "id2label", "label2id")
-"""Parts of the names of keys that say nothing of a causal language model: by what code its library is to compute it, which is
-for whoever computes, and labels, of which the library makes as many as there are to be."""
+_OF_CALLS = ("return_dict", "use_return_dict", "output_attentions", "output_hidden_states", "torchscript")
+"""Parts of names of keys, and keys, that say nothing of a causal language model: by what code its library is to compute it and
+what its calls give, which is for whoever computes, and labels, of which the library makes as many as there are to be."""
 
 _FALSE_IF_NULL = frozenset(("tie_word_embeddings",))
 """Keys whose ``null`` was no different from ``false`` to the library that wrote it, and is refused by that of today."""
@@ -159,7 +159,9 @@ def normalized(config: Mapping[str, Any]) -> dict[str, Any]:
     """A checked ``config.json`` as the libraries of today take it: without what is no model's; of the families known here
     without names of code, without the ``null`` of keys that then have the family's default or are false, with ``torch.float16``
     as ``float16`` and one id that begins a text."""
-    kept = {key: value for key, value in config.items() if not any(part in key for part in _OF_NO_MODEL)}
+    kept = {
+        key: value for key, value in config.items() if key not in _OF_CALLS and not any(part in key for part in _OF_NO_MODEL)
+    }
     if config["model_type"] not in _OWN_FAMILIES:
         return kept
     kept = {key: value for key, value in kept.items() if key != CODE_NAMED and (value is not None or key not in _UNSAID)}
@@ -229,23 +231,6 @@ def layers(config: Mapping[str, Any]) -> int | None:
 def _number(config: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
     """The value under the first of the names that the families have for one thing."""
     return next((config[key] for key in keys if type(config.get(key)) is int), None)
-
-
-class _Brief(reprlib.Repr):
-    """Looks at no more of a value than is shown: what a pickle holds can be short in the file and very long written out."""
-
-    def repr1(self, x: Any, level: int) -> str:
-        return self.repr_dict(x, level) if isinstance(x, dict) else super().repr1(x, level)
-
-
-_BRIEF = _Brief()
-_BRIEF.maxlevel, _BRIEF.maxdict, _BRIEF.maxlist, _BRIEF.maxtuple, _BRIEF.maxstring, _BRIEF.maxlong = 4, 16, 16, 16, 80, 80
-
-
-def shown(value: object) -> str:
-    """A value for a message, cut where it is long."""
-    text = repr(value) if isinstance(value, str | int) else _BRIEF.repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _refuse(key: str, value: object, rule: str, file: str = CONFIG) -> NoReturn:

@@ -12,9 +12,9 @@ from typing import Any
 
 from checkpoint.disk.folder import Folder
 from checkpoint.disk.manifest import MANIFEST, Manifest
-from checkpoint.errors import CheckpointError
+from checkpoint.errors import CheckpointError, shown
 from checkpoint.given import Given, recorded_of, with_recorded
-from checkpoint.model.config import CONFIG, NOTHING_KNOWN, shown
+from checkpoint.model.config import CONFIG, NOTHING_KNOWN
 from checkpoint.opening.recognise import recognise
 from checkpoint.opening.structure import Structure
 from checkpoint.readers import peft
@@ -26,7 +26,7 @@ from checkpoint.text.tokenizer_files import TOKENIZER_FILES
 
 BASE_SAID = "--base, or model.base of a run"
 """How a user says where the base model is."""
-_OF_ANY_LAYOUT = ("config", "tokenizer", "neox_qkv_layout")
+_OF_ANY_LAYOUT = ("tokenizer", "neox_qkv_layout")
 _ACCEPTED = "--base-changed accept, or model.base_changed of a run"
 ANOTHER_BASE = f"name that one ({BASE_SAID}), or accept this one ({_ACCEPTED})"
 """What to do about an adapter that was trained beside another base model than the one here."""
@@ -121,7 +121,7 @@ def given_of_base(folder: Folder, manifest: Manifest | None, given: Given) -> Gi
     """What is said of the base of the adapter in ``folder``: ``given`` and, where that says nothing, what training was told.
 
     A tokenizer that was given to training is the adapter's own, a copy of it. Where another base is accepted, which may be of
-    another layout, what would be refused there is not taken over: what its tensors are called and which of them count.
+    another layout, what is particular to files is not taken over: configuration, what tensors are called, which of them count.
 
     Args:
         manifest: the adapter's, of those that Tessera trained.
@@ -192,7 +192,6 @@ def joined(
     return Structure(
         *(folder, model, below.generation_config, None, weights, called, tokenizer, below.folder),
         given=below.given,
-        read_config=below.read_config,
     )
 
 
@@ -218,5 +217,6 @@ def _check_base(manifest: Manifest, base: Structure) -> None:
     if kind != "manifest":
         return
     if base.manifest is None or hashlib.sha256(base.manifest.to_bytes()).hexdigest() != digest:
-        rule = f"remembers another base model than {base.folder.path}; it was trained beside {remembered.get('folder')}"
+        lacks = " (which has no manifest.json, by which it would be known)" if base.manifest is None else ""
+        rule = f"remembers another base model than {base.folder.path}{lacks}; it was trained beside {remembered.get('folder')}"
         raise CheckpointError(MANIFEST, f"{rule}: {ANOTHER_BASE}")

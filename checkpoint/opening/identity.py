@@ -15,6 +15,7 @@ from checkpoint.disk.manifest import load_manifest
 from checkpoint.errors import CheckpointError
 from checkpoint.given import NOTHING_GIVEN, Given, recorded_of
 from checkpoint.opening.adapted import ANOTHER_BASE, given_of_base
+from checkpoint.opening.computed import difference
 from checkpoint.opening.prove import open_structure
 from checkpoint.opening.structure import Structure
 from checkpoint.readers import peft
@@ -22,13 +23,6 @@ from checkpoint.readers import peft
 _TYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "BOOL": "bool", "U8": "uint8"} | {
     f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)
 }
-
-_OF_NO_ANSWER = (
-    *("_name_or_path", "architectures", "auto_map", "dropout", "dtype", "id2label", "initializer_range", "label2id", "output_"),
-    *("pdrop", "return_dict", "token_id", "tokenizer_class", "transformers_version", "use_cache"),
-)
-"""Parts of the names of a configuration's keys that compute nothing, and that whoever saves a model writes anew."""
-_THETA = ("rope_theta", "rotary_emb_base")
 
 _hashed: dict[str, tuple[str, str]] = {}
 """Hashes of files by what ``stat`` says of them: a base is not read anew for each adapter that is served beside it."""
@@ -42,18 +36,20 @@ class Identity:
     """``manifest:`` or, of a folder without one, ``model:``, and 64 hexadecimal digits."""
     earlier: str | None = None
     """What releases before ``model:`` recorded of it: without what was said of how the files are read."""
-    config: Mapping[str, Any] | None = None
-    """What ``config.json`` says of the model, flat; ``None`` where a manifest or the weights' own files prove that."""
+    configuration: Mapping[str, Any] | None = None
+    """What its configuration says, wherever that was read."""
 
-    def is_recorded_as(self, name: str, config: object = None) -> bool:
-        """Whether this is the checkpoint of which these were recorded.
+    def difference(self, name: str, configuration: object = None) -> str:
+        """In what this is another checkpoint than the one of which these were recorded; empty where it is that one.
 
-        A configuration that was saved anew is the same: what both say must agree.
+        A configuration that was saved anew in other words is the same.
         """
         if name not in (self.name, self.earlier):
-            return False
-        was, now = config if isinstance(config, Mapping) else {}, self.config or {}
-        return all(was[key] == now[key] for key in was.keys() & now.keys())
+            return "its files or what is said of how they are read (model) have changed"
+        if not isinstance(configuration, Mapping) or not configuration or self.configuration is None:
+            return ""
+        found = difference(configuration, self.configuration)
+        return f"its configuration has changed: {found}" if found else ""
 
 
 def identity_of(structure: Structure) -> Identity:
@@ -61,14 +57,15 @@ def identity_of(structure: Structure) -> Identity:
 
     The manifest holds the hash of every file. Without one, the names, types, shapes and files of the tensors stand for them,
     with the size and samples of each file, and what was said of how they are read: of an adapter and its base model those of
-    both, and the adapter's description.
+    both, and the adapter's description. Beside these the configuration counts, which may have been given.
 
     Raises:
         CheckpointError: a file cannot be read.
     """
     if structure.manifest is not None:
-        return Identity(f"manifest:{hashlib.sha256(structure.manifest.to_bytes()).hexdigest()}")
-    return Identity(*_hashes_of(structure), _configuration(structure.read_config))
+        digest = hashlib.sha256(structure.manifest.to_bytes()).hexdigest()
+        return Identity(f"manifest:{digest}", configuration=_plain(structure.config))
+    return Identity(*_hashes_of(structure), _plain(structure.config))
 
 
 def _hashes_of(structure: Structure) -> tuple[str, str]:
@@ -83,22 +80,10 @@ def _hashes_of(structure: Structure) -> tuple[str, str]:
     return f"model:{hashlib.sha256(said.encode()).hexdigest()}", f"tensors:{hashlib.sha256(earlier.encode()).hexdigest()}"
 
 
-def _configuration(read: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """What ``config.json`` says that computes something; of rotary positions in the same words, whichever release wrote it."""
-    if read is None:
-        return None
-    said = {key: value for key, value in read.items() if value is not None and not any(part in key for part in _OF_NO_ANSWER)}
-    table = said.pop("rope_scaling", None)
-    table = said.pop("rope_parameters", table) or {}
-    theta = next((said.pop(key) for key in _THETA if key in said), None)
-    if isinstance(table, Mapping) and not any(isinstance(value, Mapping) for value in table.values()):
-        rope = {key: value for key, value in table.items() if value is not None}
-        rope["rope_type"] = rope.get("rope_type", rope.pop("type", "default"))
-        said |= {f"rope.{key}": value for key, value in rope.items() if key != "type"}
-        theta = rope.get("rope_theta", theta)
-    else:
-        said["rope"] = table
-    return said if theta is None else said | {"rope.rope_theta": theta}
+def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration as it is when it was written to a file and read again."""
+    plain: dict[str, Any] = json.loads(json.dumps(dict(config), default=str))
+    return plain
 
 
 def _said(given: Given) -> dict[str, Any]:
@@ -112,9 +97,9 @@ def _said(given: Given) -> dict[str, Any]:
 
 
 def check_base(structure: Structure, given: Given = NOTHING_GIVEN) -> None:
-    """Refuse an adapter of Tessera beside a base that has no manifest and is not the one that it was trained beside.
+    """Refuse an adapter of Tessera beside a base that is not the one that it was trained beside.
 
-    A base with a manifest was compared when the two were opened. The base's files are read, of large ones samples, once.
+    The files of a base without a manifest are read, of large ones samples, once.
 
     Args:
         given: what the two were opened with.
@@ -130,10 +115,9 @@ def check_base(structure: Structure, given: Given = NOTHING_GIVEN) -> None:
     with open_structure(structure.base.path, given=own) as base:
         found = _known_identity(base)
     name = str(recorded.get("identity"))
-    if not found.is_recorded_as(name, recorded.get("config")):
-        wanted = f"{recorded.get('folder')} ({short(name)})"
-        rule = f"is not the model that {structure.folder.path} was trained beside, {wanted}"
-        raise CheckpointError(str(structure.base.path), f"{rule}: {ANOTHER_BASE}")
+    if other := found.difference(name, recorded.get("configuration")):
+        rule = f"is not the model that {structure.folder.path} was trained beside, {recorded.get('folder')} ({short(name)})"
+        raise CheckpointError(str(structure.base.path), f"{rule}: {other}; {ANOTHER_BASE}")
 
 
 def _known_identity(base: Structure) -> Identity:
@@ -147,7 +131,7 @@ def _known_identity(base: Structure) -> Identity:
         hashes = _hashes_of(base)
         _hashed.clear()
         _hashed[mark] = hashes
-    return Identity(*_hashed[mark], _configuration(base.read_config))
+    return Identity(*_hashed[mark], _plain(base.config))
 
 
 def short(identity: str) -> str:

@@ -102,9 +102,8 @@ def _opened(path: str | Path, verify: Verification, given: Given, *, is_base: bo
         weights.close()
         raise
     config = {**config, **weights.changes}
-    read_config = None if configs is None else configs[0]
     place = weights.tokenizer or tokenizer
-    return Structure(folder, config, generation, manifest, weights, layout.NAME, place, given=given, read_config=read_config)
+    return Structure(folder, config, generation, manifest, weights, layout.NAME, place, given=given)
 
 
 def _open_adapted(folder: Folder, base: str, given: Given, verify: Verification) -> Structure:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -38,8 +37,6 @@ class Structure:
     """The base model's folder, of an adapter that is joined with one."""
     given: Given = NOTHING_GIVEN
     """What was said of the model's own files: of an adapter's base, of those."""
-    read_config: Mapping[str, Any] | None = None
-    """The model's ``config.json`` as its file has it; ``None`` where the weights' own files tell the configuration."""
 
     def check_model(self) -> None:
         """Refuse a ``config.json`` of which no model shall be made: before one is built.

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final, Literal
 
+from checkpoint.disk.manifest import MANIFEST
 from checkpoint.errors import CheckpointError
 from checkpoint.text.tokenizer_files import TOKENIZER_FILES
 
@@ -30,7 +31,7 @@ _FILES: Final[Mapping[Need, tuple[str, ...]]] = {
     "config": _CONFIGS,
     "tokenizer": (*_CONFIGS, *TOKENIZER_FILES),
     "model": (*_CONFIGS, *TOKENIZER_FILES, *_SAFETENSORS),
-    "adapter": (*_CONFIGS, *TOKENIZER_FILES, *_ADAPTERS),
+    "adapter": (*_CONFIGS, *TOKENIZER_FILES, *_ADAPTERS, MANIFEST),
 }
 _NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w./-]+)?")
 

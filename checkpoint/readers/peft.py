@@ -14,10 +14,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from checkpoint.disk.folder import Folder
-from checkpoint.errors import CheckpointError
+from checkpoint.errors import CheckpointError, shown
 from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.layout import LowRank, Stored, whole
-from checkpoint.model.config import shown
 from checkpoint.model.names import find_stored
 from checkpoint.readers import hf
 from checkpoint.readers.deepspeed import saves
@@ -268,6 +267,8 @@ def _check_targets(base: Mapping[str, Stored], held: Iterable[str], config: Mapp
     """
     targets = config.get("target_modules")
     if not isinstance(targets, list) or config.get("exclude_modules") or config.get("layers_to_transform") is not None:
+        return
+    if config.get("init_lora_weights") == "eva":  # it may leave nothing for some of them, and shortens the names of the others
         return
     adapted = {find_stored(name, base) for name in held}
     for target in filter(_PLAIN.fullmatch, map(str, targets)):

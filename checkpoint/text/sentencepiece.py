@@ -8,8 +8,7 @@ import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
 from checkpoint.disk.folder import Folder
-from checkpoint.errors import CheckpointError
-from checkpoint.model.config import shown
+from checkpoint.errors import CheckpointError, shown
 from checkpoint.text.sentencepiece_file import BPE, CONTROL, NEVER, NORMAL, UNIGRAM, UNKNOWN, USER_DEFINED, check, parsed
 
 _SPACE: Final = "▁"

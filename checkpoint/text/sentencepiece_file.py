@@ -12,8 +12,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 
 from checkpoint.disk.folder import Folder
-from checkpoint.errors import CheckpointError
-from checkpoint.model.config import shown
+from checkpoint.errors import CheckpointError, shown
 
 UNIGRAM, BPE, CHAR = 1, 2, 4
 """Kinds of models."""

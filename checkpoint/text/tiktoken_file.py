@@ -12,8 +12,7 @@ import binascii
 import re
 
 from checkpoint.disk.folder import Folder
-from checkpoint.errors import CheckpointError
-from checkpoint.model.config import shown
+from checkpoint.errors import CheckpointError, shown
 
 LLAMA_3_TOKENS = 128_000
 """Tokens of Llama 3's vocabulary, without the special ones."""

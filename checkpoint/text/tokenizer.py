@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import tokenizers
 
 from checkpoint.disk.folder import Folder, parse_object
-from checkpoint.errors import CheckpointError
-from checkpoint.model.config import shown
+from checkpoint.errors import CheckpointError, shown
 from checkpoint.text.sentencepiece import is_plain_bpe, open_sentencepiece
 from checkpoint.text.tiktoken import open_tiktoken
 from checkpoint.text.tiktoken_file import NAMED, read_tiktoken

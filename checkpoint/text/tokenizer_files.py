@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from checkpoint.disk.folder import Folder
-from checkpoint.errors import CheckpointError
-from checkpoint.model.config import shown
+from checkpoint.errors import CheckpointError, shown
 
 TOKENIZER_CONFIG, SPECIAL_TOKENS, TEMPLATE = "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"
 TOKENIZER_JSON, VOCABULARY, MERGES, SENTENCE_PIECE = "tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model"

@@ -15,7 +15,7 @@ from checkpoint import Checkpoint, CheckpointError, Given, open_checkpoint
 from checkpoint.disk.folder import Folder
 from checkpoint.disk.latest import is_root, resolve_latest
 from checkpoint.disk.manifest import load_manifest
-from checkpoint.given import NOTHING_GIVEN, recorded_of
+from checkpoint.given import NOTHING_GIVEN, recorded_of, with_recorded
 from checkpoint.model.config import GENERATION
 from checkpoint.opening.adapted import BASE_SAID, pinned
 from checkpoint.opening.identity import Identity, short
@@ -41,14 +41,19 @@ class Base:
     """What it is known by; see ``checkpoint.opening.identity``."""
     given: Mapping[str, Any] = field(default_factory=dict)
     """What was said of how its files are read, as ``checkpoint.given.recorded_of`` has it."""
-    config: Mapping[str, Any] = field(default_factory=dict)
-    """What its configuration says; empty where ``identity`` proves it."""
+    configuration: Mapping[str, Any] = field(default_factory=dict)
+    """What its configuration says; empty in what releases before November 2026 recorded."""
     earlier: str | None = field(default=None, compare=False)
     """What earlier releases recorded in place of ``identity``."""
 
     def is_recorded_as(self, recorded: Base) -> bool:
         """Whether this, as it is, is what was recorded."""
-        return Identity(self.identity, self.earlier, self.config).is_recorded_as(recorded.identity, recorded.config)
+        return not self.difference(recorded)
+
+    def difference(self, recorded: Base) -> str:
+        """In what this, as it is, is another than was recorded; empty where it is that one."""
+        own = Identity(self.identity, self.earlier, self.configuration)
+        return own.difference(recorded.identity, recorded.configuration)
 
     def __str__(self) -> str:
         said = "".join(f", {name} {value}" for name, value in self.given.items())
@@ -62,7 +67,8 @@ def identified(checkpoint: Checkpoint) -> Base:
         CheckpointError: a file of it cannot be read.
     """
     found, given = checkpoint.identity(), recorded_of(checkpoint.given)
-    return Base(folder=str(checkpoint.path), identity=found.name, given=given, config=found.config or {}, earlier=found.earlier)
+    said = found.configuration or {}
+    return Base(folder=str(checkpoint.path), identity=found.name, given=given, configuration=said, earlier=found.earlier)
 
 
 def recorded_in(extra: Mapping[str, Any]) -> Base | None:
@@ -70,8 +76,8 @@ def recorded_in(extra: Mapping[str, Any]) -> Base | None:
     values = extra.get(KEY)
     if values is None:
         return None
-    given, config = (dict(values.get(name, {})) for name in ("given", "config"))
-    return Base(folder=str(values["folder"]), identity=str(values["identity"]), given=given, config=config)
+    given, said = (dict(values.get(name, {})) for name in ("given", "configuration"))
+    return Base(folder=str(values["folder"]), identity=str(values["identity"]), given=given, configuration=said)
 
 
 def recorded(base: Base | None) -> dict[str, Any]:
@@ -119,6 +125,13 @@ def _in_hub_cache(folder: Path) -> bool:
     """Whether this is a snapshot in the cache of the hub; a run keeps a folder of that name too, with other weights in each."""
     root = folder.parent.parent
     return folder.parent.name == "snapshots" and (root.name.startswith("models--") or (root / "blobs").is_dir())
+
+
+def kept_below(root: Path, wanted: Base) -> list[Path]:
+    """Where ``wanted`` may be still in a folder in which another trainer keeps several of its saves."""
+    names = (wanted.folder, root / Path(wanted.folder).name)
+    inside = (Path(name).resolve() for name in names)
+    return [path for path in dict.fromkeys(inside) if path.is_dir() and path.is_relative_to(root.resolve())]
 
 
 def find_again(wanted: Base, places: list[Path], given: Given = NOTHING_GIVEN) -> Path | None:
@@ -187,21 +200,22 @@ def _places(given: str) -> list[Path]:
 def _resumed(config: TuneConfig, wanted: Base, places: list[Path], problem: str, say: Callable[[str], None]) -> Path:
     """The folder of the base a run began with, or one that does as well."""
     given = given_of(config)
-    found = find_again(wanted, places, given)
-    if found is not None:
+    found = find_again(wanted, [*places, *kept_below(Path(config.model.path or "").expanduser(), wanted)], given)
+    if found is not None and places:
         if found != places[0]:
             say(f"model.path: {config.model.path} means {places[0].name} by now; going on with {found}, this run's base")
         return found
     here = Path(wanted.folder)
     still_there = find_again(wanted, [here], given)
-    if not places and still_there is not None:
+    if still_there is not None and not places:
         say(f"model.path: {problem}; going on with {here}, this run's base")
         return here
     if config.lora is not None:
         what = problem if not places else f"{places[0]} is another model"
-        where = f"it still is at {here}" if still_there else "it is there no more: put it back, or name its place"
+        as_told = still_there or find_again(wanted, [here], with_recorded(given, wanted.given))
+        where = f"it still is at {here}" if as_told else "it is there no more: put it back, or name its place"
         if here in places:
-            what = "its files, its configuration or what is said of how they are read (model) have changed"
+            what = _difference(wanted, here, given)
             where = "it must be as it was"
         raise ConfigError(
             f"model.path: {config.model.path}: {what}; the adapters of this run were trained beside {wanted}, and {where}"
@@ -213,6 +227,15 @@ def _resumed(config: TuneConfig, wanted: Base, places: list[Path], problem: str,
         say(f"model.path: {places[0]} is not what this run began with, {wanted}; it goes on with the weights it saved")
         return places[0]
     return _by_its_own(config, problem, say)
+
+
+def _difference(wanted: Base, folder: Path, given: Given) -> str:
+    """In what the checkpoint in a folder is another than ``wanted``."""
+    try:
+        with open_checkpoint(folder, given=given) as checkpoint:
+            return identified(checkpoint).difference(wanted)
+    except CheckpointError as error:
+        return str(error)
 
 
 def _why_not_opened(folder: Path, given: Given) -> str:

@@ -18,7 +18,7 @@ from checkpoint.opening.recognise import locate
 from checkpoint.opening.slices import read_stored
 from checkpoint.readers import peft
 from finetune.base_model.hub import folder_of
-from finetune.base_model.identity import candidates, find_again, recorded_beside
+from finetune.base_model.identity import candidates, find_again, kept_below, recorded_beside
 from finetune.errors import ConfigError
 from finetune.model.build import read_for, stored_dtype
 from finetune.model.finite import check_finite, found_in
@@ -110,7 +110,7 @@ def open_joined(folder: Path, given: Given = NOTHING_GIVEN) -> Checkpoint:
     try:
         places = candidates(place)
         own = replace(given_of_base(Folder(folder), load_manifest(Folder(folder)), given), base=None)
-        found = places[0] if wanted is None else find_again(wanted, places, own)
+        found = places[0] if wanted is None else find_again(wanted, [*places, *kept_below(place, wanted)], own)
         if found is None and len(places) == 1:
             with read_as_told(own, replace(given, base=None)):
                 open_checkpoint(places[0], given=own).close()  # which says why, if it is no other

@@ -15,10 +15,9 @@ from typing import Any, NoReturn
 
 from checkpoint.disk.folder import Folder
 from checkpoint.disk.step_names import step_in_names
-from checkpoint.errors import CheckpointError
+from checkpoint.errors import CheckpointError, shown
 from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.layout import DTYPE_BYTES, MAX_DIMENSIONS, Piece, Stored, cover_fault
-from checkpoint.model.config import shown
 from checkpoint.readers.dcp.trainer_names import from_torchtitan, is_torchtitan, without_buffers
 from checkpoint.readers.files.pickles import Allowed, StoredTensor, read_tree
 from checkpoint.readers.files.stand_ins import Bag

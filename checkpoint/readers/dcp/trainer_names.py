@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from checkpoint.errors import CheckpointError
+from checkpoint.errors import CheckpointError, shown
 from checkpoint.layout import Stored
-from checkpoint.model.config import attention_heads, key_value_heads, shown
+from checkpoint.model.config import attention_heads, key_value_heads
 
 _TITAN_PARTS: Mapping[str, str] = {
     "attention.wq": "self_attn.q_proj",

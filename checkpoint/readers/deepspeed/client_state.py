@@ -9,9 +9,8 @@ import json
 from typing import Any, Final
 
 from checkpoint.disk.folder import Folder, Written, parse_object
-from checkpoint.errors import CheckpointError
+from checkpoint.errors import CheckpointError, shown
 from checkpoint.given import Given
-from checkpoint.model.config import shown
 from checkpoint.readers.deepspeed.saves import Saved
 from checkpoint.readers.files.pickles import DTYPES
 from checkpoint.readers.surroundings import checked, config_file, find_configs, find_tokenizer

@@ -19,9 +19,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, NoReturn
 
-from checkpoint.errors import CheckpointError
+from checkpoint.errors import CheckpointError, shown
 from checkpoint.layout import MAX_DIMENSIONS, zero_size_rule
-from checkpoint.model.config import shown
 from checkpoint.readers.files.stand_ins import Bag, Refused, Table, check_bounded
 
 MAX_PICKLE_BYTES = 64 << 20

@@ -11,9 +11,8 @@ from collections.abc import Collection
 from typing import Any
 
 from checkpoint.disk.folder import parse_object
-from checkpoint.errors import CheckpointError
+from checkpoint.errors import CheckpointError, shown
 from checkpoint.layout import DTYPE_BYTES, MAX_DIMENSIONS, Extent, contiguous_strides, zero_size_rule
-from checkpoint.model.config import shown
 
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, NoReturn
 
-from checkpoint.errors import CheckpointError
-from checkpoint.model.config import shown
+from checkpoint.errors import CheckpointError, shown
 from checkpoint.readers.files.pickles import NUMPY_ARRAYS, Allowed
 from checkpoint.readers.files.stand_ins import Bag, Table
 

@@ -9,8 +9,7 @@ from typing import Any, NoReturn
 import yaml
 
 from checkpoint.disk.folder import MAX_JSON_DEPTH, Folder
-from checkpoint.errors import CheckpointError
-from checkpoint.model.config import shown
+from checkpoint.errors import CheckpointError, shown
 
 CONFIGS = "configs"
 """The folder of them inside a checkpoint."""
