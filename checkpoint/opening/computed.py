@@ -7,8 +7,28 @@ from collections.abc import Mapping
 from typing import Any
 
 _OF_NO_ANSWER = (
-    *("_name_or_path", "architectures", "auto_map", "dropout", "dtype", "initializer_range", "output_", "pdrop", "init_std"),
-    *("return_dict", "token_id", "tokenizer_class", "transformers_version", "use_cache", "pretraining_tp", "summary_"),
+    *(
+        "_name_or_path",
+        "architectures",
+        "auto_map",
+        "dropout",
+        "dtype",
+        "initializer_range",
+        "problem_type",
+        "output_",
+        "pdrop",
+        "init_std",
+    ),
+    *(
+        "return_dict",
+        "token_id",
+        "tokenizer_class",
+        "transformers_version",
+        "use_cache",
+        "pretraining_tp",
+        "summary_",
+        "problem_type",
+    ),
     *("softmax_in_fp32", "upcast_attn", "slow_but_exact", "layerdrop"),
 )
 """Parts of the names of keys that compute nothing, or nothing else, and that whoever saves a model writes anew."""
@@ -31,7 +51,7 @@ def difference(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     if was == now:
         return ""
     ours, theirs = _resolved(was), _resolved(now)
-    for key in sorted(ours.keys() | theirs.keys()):
+    for key in sorted(ours.keys() | theirs.keys(), key=lambda key: (key != "rope_parameters", key)):
         if ours.get(key) != theirs.get(key):
             return f"{key} was {ours.get(key)!r} and is {theirs.get(key)!r}"
     return ""

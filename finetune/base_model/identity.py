@@ -215,7 +215,7 @@ def _resumed(config: TuneConfig, wanted: Base, places: list[Path], problem: str,
         as_told = still_there or find_again(wanted, [here], with_recorded(given, wanted.given))
         where = f"it still is at {here}" if as_told else "it is there no more: put it back, or name its place"
         if here in places:
-            what = _difference(wanted, here, given)
+            what = difference_from(wanted, here, given)
             where = "it must be as it was"
         raise ConfigError(
             f"model.path: {config.model.path}: {what}; the adapters of this run were trained beside {wanted}, and {where}"
@@ -229,7 +229,7 @@ def _resumed(config: TuneConfig, wanted: Base, places: list[Path], problem: str,
     return _by_its_own(config, problem, say)
 
 
-def _difference(wanted: Base, folder: Path, given: Given) -> str:
+def difference_from(wanted: Base, folder: Path, given: Given) -> str:
     """In what the checkpoint in a folder is another than ``wanted``."""
     try:
         with open_checkpoint(folder, given=given) as checkpoint:

@@ -18,7 +18,7 @@ from checkpoint.opening.recognise import locate
 from checkpoint.opening.slices import read_stored
 from checkpoint.readers import peft
 from finetune.base_model.hub import folder_of
-from finetune.base_model.identity import candidates, find_again, kept_below, recorded_beside
+from finetune.base_model.identity import candidates, difference_from, find_again, kept_below, recorded_beside
 from finetune.errors import ConfigError
 from finetune.model.build import read_for, stored_dtype
 from finetune.model.finite import check_finite, found_in
@@ -119,7 +119,9 @@ def open_joined(folder: Path, given: Given = NOTHING_GIVEN) -> Checkpoint:
         remedy = "" if given.base else "; name the base model with --base"
         raise ConfigError(f"{where}{error}{remedy}") from error
     if found is None:
-        raise ConfigError(f"{place}: is not the model that {folder} was trained beside, {wanted}: {ANOTHER_BASE}")
+        assert wanted is not None
+        other = difference_from(wanted, places[0], own)
+        raise ConfigError(f"{place}: is not the model that {folder} was trained beside, {wanted}: {other}; {ANOTHER_BASE}")
     if wanted is None and not given.any_base:
         _log.warning("%s does not say what its base model held; %s is taken for it, unproved", folder, found)
     _check_adapter(folder)

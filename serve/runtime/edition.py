@@ -6,10 +6,12 @@ import dataclasses
 import logging
 from dataclasses import dataclass, field
 
-from checkpoint import Hold
+from checkpoint import CheckpointError, Hold, open_structure
+from checkpoint.opening.identity import check_base
 from checkpoint.text.tokenizer import Tokenizer
 from serve.config import ServerConfig
 from serve.errors import RankStartError
+from serve.model.fit import given_of
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +45,7 @@ class Edition:
             False if it was replaced.
 
         Raises:
-            RankStartError: it is gone.
+            RankStartError: it is gone, or an adapter's base model is another than it was trained beside by now.
         """
         is_same = True
         for held in self.holds:
@@ -58,7 +60,18 @@ class Edition:
                     "%s was replaced by another save since it was first served; the ranks load what is there now", path
                 )
                 is_same = False
+        self._check_base()
         return is_same
+
+    def _check_base(self) -> None:
+        model = self.config.model
+        if not model.base and not model.adapter:
+            return
+        try:
+            with open_structure(model.path, given=given_of(model)) as structure:
+                check_base(structure, given_of(model))
+        except CheckpointError as error:
+            raise RankStartError(f"what is served has changed, and no rank can load it: {error}") from error
 
     def release(self) -> None:
         """No rank will load this edition again: its folder may go."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -130,6 +131,60 @@ def test_a_base_of_another_configuration_is_another_model(key: str, value: objec
             refused(adapter, tmp_path / "other")
     with pytest.raises(ConfigError, match=r"hf: is not the model that"):
         open_trained(folder, torch.float32, Given(adapter=str(adapter)))
+
+
+@pytest.mark.parametrize(
+    ("family", "was", "now"),
+    [
+        ("mistral", {"sliding_window": None}, {"sliding_window": 4}),
+        ("mistral", {"sliding_window": 4}, {"sliding_window": None}),
+        ("gemma2", {"attn_logit_softcapping": 2.0}, {"attn_logit_softcapping": None}),
+        ("gpt_neox", {}, {"rope_parameters": None, "rotary_pct": 0.5, "rotary_emb_base": 10000}),
+    ],
+)
+def test_what_a_configuration_leaves_out_counts_as_its_default(
+    family: str, was: dict[str, object], now: dict[str, object], tmp_path: Path
+) -> None:
+    folder = save(family, tmp_path / "hf")
+    held = json.loads((folder / "config.json").read_text()) | was
+    found = []
+    for said in ({}, now, {"max_position_embeddings": 4096, "problem_type": "x", "num_labels": 7}):
+        values = {key: value for key, value in (held | said).items() if value is not None or key != "rope_parameters"}
+        (folder / "config.json").write_text(json.dumps(values))
+        with open_checkpoint(folder) as opened:
+            found.append(identified(opened))
+    assert "its configuration has changed: " in found[1].difference(found[0])
+    assert found[2].is_recorded_as(found[0]), "computes the same"
+
+
+def test_a_configuration_that_was_given_to_training_is_known_of_a_base_with_a_manifest_too(tmp_path: Path) -> None:
+    model = build("llama")
+    with CheckpointWriter(tmp_path / "base", step=1, config=model.config.to_dict()) as writer:
+        for name, tensor in model.state_dict().items():
+            writer.add(name, tensor)
+    base, longer = tmp_path / "base" / "step-00000001", tmp_path / "longer.json"
+    scaled = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
+    longer.write_text(json.dumps(json.loads((base / "config.json").read_text()) | {"rope_parameters": scaled}))
+    with open_checkpoint(base, given=Given(config=str(longer))) as opened:
+        told = identified(opened)
+    with open_checkpoint(base) as opened:
+        assert "rope_parameters was {'factor': 4.0" in identified(opened).difference(told).replace(
+            "'rope_type': 'linear', ", ""
+        )
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_adapters_go_on_where_another_trainer_s_root_has_a_newer_save(moved: bool, tmp_path: Path) -> None:
+    for step in (2, 4):
+        build("gpt_neox", seed=step).save_pretrained(tmp_path / "trainer" / f"checkpoint-{step}")
+    shutil.move(tmp_path / "trainer" / "checkpoint-4", tmp_path / "later")
+    begin(config(tmp_path / "trainer", tmp_path / "out"))
+    adapter = adapter_on(tmp_path / "trainer" / "checkpoint-2", tmp_path / "lora")
+    shutil.move(tmp_path / "later", tmp_path / "trainer" / "checkpoint-4")
+    root = Path(shutil.move(tmp_path / "trainer", tmp_path / "elsewhere")) if moved else tmp_path / "trainer"
+    assert settled_path(config(root, tmp_path / "out")) == root / "checkpoint-2"
+    whole = merge(adapter, tmp_path / "merged", given=Given(base=str(root)))
+    assert torch.equal(dense_of(whole), dense_of(adapter, base=str(root / "checkpoint-2")))
 
 
 def test_what_earlier_releases_recorded_is_known_without_the_configuration(tmp_path: Path) -> None:

@@ -193,7 +193,7 @@ def test_only_what_is_needed_is_downloaded(
 @pytest.mark.parametrize("need", ["model", "config", "adapter"])
 def test_of_an_adapter_its_own_files_are_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, need: str) -> None:
     asked: list[str] = []
-    own = ["adapter_config.json", "adapter_model.safetensors", "tokenizer.json"]
+    own = ["adapter_config.json", "adapter_model.safetensors", "manifest.json", "tokenizer.json"]
     there = [*OTHERS, *own, *(("config.json", "model.safetensors") if need == "adapter" else ())]
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fake_hub(there, tmp_path / "got", asked))
     folder_of("hf:someone/lora", "model.path", need)  # type: ignore[arg-type]

@@ -102,6 +102,23 @@ def test_an_adapter_of_tessera_is_served_beside_the_base_it_was_trained_beside_a
         open_edition(elsewhere)
 
 
+@pytest.mark.parametrize("changed", ["weights", "configuration"])
+def test_ranks_do_not_load_an_adapter_upon_a_base_that_changed_under_it(changed: str, tmp_path: Path) -> None:
+    build("gpt_neox").save_pretrained(tmp_path / "hf")
+    adapter = adapter_on(tmp_path / "hf", tmp_path / "lora")
+    edition = open_edition(ServerConfig(model=ModelConfig(path=str(adapter))))
+    assert edition.check_folder()
+    if changed == "weights":
+        file = tmp_path / "hf" / "model.safetensors"
+        save_file({name: tensor + 1 for name, tensor in load_file(file).items()}, file)
+    else:
+        described = tmp_path / "hf" / "config.json"
+        described.write_text(json.dumps(json.loads(described.read_text()) | {"layer_norm_eps": 0.5}))
+    with pytest.raises(RankStartError, match=r"what is served has changed, .*hf: is not the model that .* was trained beside"):
+        edition.check_folder()
+    edition.release()
+
+
 def test_models_and_adapters_of_the_hub_are_served_from_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     adapter, _ = adapted(tmp_path, llama, target_modules=LINEAR)
