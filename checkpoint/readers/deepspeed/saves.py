@@ -358,11 +358,16 @@ def has_any(folder: Folder, pattern: re.Pattern[str]) -> bool:
 
 
 def trained_with(saved: Saved) -> dict[str, Any]:
-    """What an engine's file tells of the training, by words a user reads."""
+    """What an engine's file tells of the training, by words a user reads: with what, what was frozen and what is shared."""
     facts: dict[str, Any] = {}
     version = saved.get("ds_version")
     if isinstance(version, str):
         facts["DeepSpeed"] = version
+    frozen, shared = saved.get("frozen_param_shapes"), saved.get("shared_params")
+    if isinstance(frozen, dict) and frozen:
+        facts["frozen tensors"] = len(frozen)
+    if isinstance(shared, dict) and shared:
+        facts["shared tensors"] = {str(name): str(owner) for name, owner in shared.items()}
     return facts
 
 

@@ -226,14 +226,8 @@ def whole_places(first: Saved, places: Mapping[str, Stored]) -> dict[str, Stored
 
 
 def _facts(first: Saved, groups: _Groups, flats: Sequence[Flat]) -> dict[str, Any]:
-    facts = saves.trained_with(first) | {
+    return saves.trained_with(first) | {
         "data-parallel ranks": len(flats),
         "master weights": ", ".join(sorted(flats[0].dtypes)),
         "sub-groups": len(groups),
     }
-    frozen, shared = len(first.table("frozen_param_shapes")), first.table("shared_params")
-    if frozen:
-        facts["frozen tensors"] = frozen
-    if shared:
-        facts["shared tensors"] = {str(name): str(owner) for name, owner in shared.items()}
-    return facts

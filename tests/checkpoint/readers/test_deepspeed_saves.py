@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from checkpoint import CheckpointError, Given, open_checkpoint, pinned
+from checkpoint import CheckpointError, Given, open_checkpoint, open_structure, pinned
 from finetune.machine import inventory, ops
 from tests.checkpoint.readers.deepspeed_folders import zero3_of
 
@@ -148,6 +148,14 @@ def test_an_adapter_in_a_save_is_joined_with_the_base_beside_it(saves: Path, nam
             for dim, size in enumerate(tensor.shape):
                 index = (slice(None),) * dim + (slice(size // 3, size - size // 4),)
                 assert torch.allclose(checkpoint.read(stored, index), tensor[index], rtol=0, atol=1e-6), stored
+
+
+def test_what_was_frozen_is_told_of_every_stage(saves: Path) -> None:
+    for name in ("zero3-lora", "zero2-lora"):
+        file = next((saves / name / "save").rglob("*model_states.pt"))
+        listed = torch.load(file, weights_only=False)["frozen_param_shapes"]
+        with open_structure(saves / name / "save") as structure:
+            assert structure.weights.facts["frozen tensors"] == len(listed) > 20
 
 
 def test_without_its_description_an_adapter_s_scale_is_asked_for(saves: Path, tmp_path: Path) -> None:
