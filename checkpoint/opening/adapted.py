@@ -13,7 +13,7 @@ from typing import Any
 from checkpoint.disk.folder import Folder
 from checkpoint.disk.manifest import MANIFEST, Manifest
 from checkpoint.errors import CheckpointError, shown
-from checkpoint.given import Given, recorded_of, with_recorded
+from checkpoint.given import Given, with_recorded
 from checkpoint.model.config import CONFIG, NOTHING_KNOWN
 from checkpoint.opening.recognise import recognise
 from checkpoint.opening.structure import Structure
@@ -137,20 +137,21 @@ def given_of_base(folder: Folder, manifest: Manifest | None, given: Given) -> Gi
 
 
 @contextlib.contextmanager
-def read_as_told(own: Given, given: Given) -> Iterator[None]:
-    """Faults of a base model tell that it is read as training was told, where only that says how.
+def read_as_told(manifest: Manifest | None) -> Iterator[None]:
+    """Faults of a base model tell what training was told of it, which may be gone by now.
 
     Args:
-        own: as ``given_of_base`` made it of ``given``.
+        manifest: the adapter's, of those that Tessera trained.
     """
     try:
         yield
     except CheckpointError as error:
-        told = recorded_of(own)
-        if told == recorded_of(given):
+        base = None if manifest is None else manifest.extra.get("base")
+        told = base.get("given") if isinstance(base, dict) else None
+        if not isinstance(told, dict) or not told:
             raise
         said = ", ".join(f"{name} {value}" for name, value in told.items())
-        rule = f"{error.rule} (read as training was told: {said}; another base model is accepted by {_ACCEPTED})"
+        rule = f"{error.rule} (training was told: {said}; another base model is accepted by {_ACCEPTED})"
         raise CheckpointError(error.file, rule) from error
 
 

@@ -116,7 +116,10 @@ def check_base(structure: Structure, given: Given = NOTHING_GIVEN) -> None:
         found = _known_identity(base)
     name = str(recorded.get("identity"))
     if other := found.difference(name, recorded.get("configuration")):
-        rule = f"is not the model that {structure.folder.path} was trained beside, {recorded.get('folder')} ({short(name)})"
+        told = recorded.get("given")
+        said = "".join(f", {key} {value}" for key, value in told.items()) if isinstance(told, dict) else ""
+        was = f"{recorded.get('folder')} ({short(name)}{said})"
+        rule = f"is not the model that {structure.folder.path} was trained beside, {was}"
         raise CheckpointError(str(structure.base.path), f"{rule}: {other}; {ANOTHER_BASE}")
 
 

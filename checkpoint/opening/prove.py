@@ -126,7 +126,7 @@ def _open_adapted(folder: Folder, base: str, given: Given, verify: Verification)
         step = step_in_name(folder.path) if manifest is None else manifest.step
         adapter = dataclasses.replace(adapter, step=step, adapter=config)
         own = given_of_base(folder, manifest, given)
-        with read_as_told(own, given):
+        with read_as_told(manifest):
             below = _open_base(base, own, verify)
         return joined(folder, adapter, below, given, peft.NAME, manifest)
     except BaseException:

@@ -112,7 +112,7 @@ def open_joined(folder: Path, given: Given = NOTHING_GIVEN) -> Checkpoint:
         own = replace(given_of_base(Folder(folder), load_manifest(Folder(folder)), given), base=None)
         found = places[0] if wanted is None else find_again(wanted, [*places, *kept_below(place, wanted)], own)
         if found is None and len(places) == 1:
-            with read_as_told(own, replace(given, base=None)):
+            with read_as_told(load_manifest(Folder(folder))):
                 open_checkpoint(places[0], given=own).close()  # which says why, if it is no other
     except CheckpointError as error:
         where = "" if error.file == str(place) else f"{place}: "
