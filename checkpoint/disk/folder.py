@@ -22,8 +22,7 @@ MAX_JSON_DEPTH = 64
 """Levels of nesting; a tokenizer's file has about ten."""
 
 _POINTER = b"version https://git-lfs.github.com/spec/"
-_MAX_POINTER_BYTES = 1024
-"""How a pointer of Git LFS begins, and how large it may be, by its specification."""
+"""How a pointer of Git LFS begins, by its specification."""
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -75,8 +74,7 @@ class Folder:
         """Open a regular file for reading and return its descriptor, which the caller closes.
 
         Raises:
-            CheckpointError: the name is not plain, there is no such file, it lies outside, it is no regular file, or Git LFS
-                has not fetched it.
+            CheckpointError: the name is not plain, there is no such file, it lies outside, or it is no regular file.
         """
         target = self._inside(name)
         try:
@@ -87,15 +85,9 @@ class Folder:
         except OSError as error:
             advice = "; raise the limit of them (ulimit -Hn)" if error.errno == errno.EMFILE else ""
             raise CheckpointError(name, f"cannot be opened: {error.strerror}{advice}") from error
-        try:
-            status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode):
-                raise CheckpointError(name, "is not a regular file")
-            if status.st_size < _MAX_POINTER_BYTES and os.pread(fd, len(_POINTER), 0) == _POINTER:
-                raise CheckpointError(name, "is what Git LFS puts in the file's place; `git lfs pull` there fetches the file")
-        except BaseException:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
-            raise
+            raise CheckpointError(name, "is not a regular file")
         return fd
 
     def _inside(self, name: str) -> Path:
@@ -186,12 +178,27 @@ class Written(Folder):
         return fd
 
 
+def refuse_pointer(file: str, begin: bytes) -> None:
+    """Refuse what Git LFS puts in a file's place until it is fetched.
+
+    Args:
+        begin: the file's first bytes, 64 or more if it has so many.
+
+    Raises:
+        CheckpointError: it is that.
+    """
+    if begin.startswith(_POINTER):
+        raise CheckpointError(file, "is what Git LFS puts in the file's place; `git lfs pull` there fetches the file")
+
+
 def parse_object(file: str, data: bytes) -> dict[str, Any]:
     """Parse a JSON object.
 
     A key given twice is an error, since readers differ on which one counts; so is text that is no Unicode, and nesting beyond
     ``MAX_JSON_DEPTH``: libraries that are handed the content recurse over it.
     """
+
+    refuse_pointer(file, data)
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)

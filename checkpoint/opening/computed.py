@@ -15,6 +15,7 @@ _OF_NO_ANSWER = (
         "dtype",
         "initializer_range",
         "problem_type",
+        "router_",
         "output_",
         "pdrop",
         "init_std",
@@ -68,6 +69,13 @@ def _resolved(config: Mapping[str, Any]) -> dict[str, Any]:
     except Exception:  # each family's class raises its own kinds; then its words alone are compared
         known = values = dict(config)
     said = {key: values.get(key) for key in known if not any(part in key for part in _OF_NO_ANSWER)}
+    width = values.get("hidden_size", values.get("n_embd"))
+    heads = values.get("num_attention_heads", values.get("n_head"))
+    for key, usual in (("n_inner", 4), ("intermediate_size", 4)):
+        if key in said and said[key] is None and isinstance(width, int):
+            said[key] = usual * width
+    if "head_dim" in said and said["head_dim"] is None and isinstance(width, int) and isinstance(heads, int):
+        said["head_dim"] = width // heads
     rope = _rope(said.pop("rope_parameters", None) or said.pop("rope_scaling", None) or {})
     kinds = {part.get("rope_type", "default") for part in (rope, *rope.values()) if isinstance(part, Mapping)}
     said["rope_parameters"] = rope

@@ -10,7 +10,7 @@ import os
 from collections.abc import Collection
 from typing import Any
 
-from checkpoint.disk.folder import parse_object
+from checkpoint.disk.folder import parse_object, refuse_pointer
 from checkpoint.errors import CheckpointError, shown
 from checkpoint.layout import DTYPE_BYTES, MAX_DIMENSIONS, Extent, contiguous_strides, zero_size_rule
 
@@ -78,7 +78,9 @@ def _read_header(fd: int, file: str, size: int) -> tuple[dict[str, Any], int]:
     """The parsed header and the offset of the first data byte."""
     if size < 8:
         raise CheckpointError(file, f"has {size} bytes; a safetensors file has at least 8")
-    length = int.from_bytes(os.pread(fd, 8, 0), "little")
+    begin = os.pread(fd, 64, 0)
+    refuse_pointer(file, begin)
+    length = int.from_bytes(begin[:8], "little")
     if length > MAX_HEADER_BYTES:
         raise CheckpointError(file, f"gives its header {length} bytes; at most {MAX_HEADER_BYTES} are allowed")
     if 8 + length > size:

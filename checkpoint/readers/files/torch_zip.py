@@ -9,7 +9,7 @@ import zipfile
 import zlib
 from typing import TYPE_CHECKING, Any
 
-from checkpoint.disk.folder import Folder
+from checkpoint.disk.folder import Folder, refuse_pointer
 from checkpoint.errors import CheckpointError
 from checkpoint.layout import DTYPE_BYTES, Extent
 from checkpoint.readers.files.pickles import (
@@ -219,6 +219,8 @@ def _entries(stretch: _Stretch, file: str) -> tuple[dict[str, zipfile.ZipInfo], 
         with zipfile.ZipFile(_Bounded(stretch)) as archive:
             infos, directory = archive.infolist(), archive.start_dir
     except Exception as error:  # zipfile raises nearly anything on a broken directory
+        stretch.seek(0)
+        refuse_pointer(file, stretch.read(64))
         rule = f"is not a zip archive as torch.save writes it since 1.6, or is cut short ({error}); load and save it again"
         raise CheckpointError(file, rule) from error
     entries: dict[str, zipfile.ZipInfo] = {}

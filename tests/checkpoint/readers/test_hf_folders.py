@@ -217,9 +217,11 @@ def test_a_link_to_the_folder_itself_is_followed(tmp_path: Path) -> None:
         assert checkpoint.path == (tmp_path / "real").resolve()
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "config.json"])
 def test_what_git_lfs_has_not_fetched_is_told(name: str, tmp_path: Path) -> None:
     plain_folder(tmp_path)
+    if name.endswith(".bin"):
+        (tmp_path / "model.safetensors").unlink()
     (tmp_path / name).write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 5\n")
     with pytest.raises(CheckpointError, match=rf"^{name}: .*`git lfs pull` there fetches the file"):
         open_structure(tmp_path)

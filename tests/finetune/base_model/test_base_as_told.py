@@ -142,6 +142,7 @@ def test_a_base_of_another_configuration_is_another_model(key: str, value: objec
         ("mistral", {"sliding_window": 4}, {"sliding_window": None}),
         ("gemma2", {"attn_logit_softcapping": 2.0}, {"attn_logit_softcapping": None}),
         ("gpt_neox", {}, {"rope_parameters": None, "rotary_pct": 0.5, "rotary_emb_base": 10000}),
+        ("gpt2", {"n_inner": None}, {"activation_function": "relu"}),
     ],
 )
 def test_what_a_configuration_leaves_out_counts_as_its_default(
@@ -150,7 +151,10 @@ def test_what_a_configuration_leaves_out_counts_as_its_default(
     folder = save(family, tmp_path / "hf")
     held = json.loads((folder / "config.json").read_text()) | was
     found = []
-    for said in ({}, now, {"max_position_embeddings": 4096, "problem_type": "x", "num_labels": 7}):
+    width = held.get("hidden_size", held.get("n_embd"))
+    usual = {"n_inner": 4 * width} if family == "gpt2" else {"head_dim": held.get("head_dim") or width // 4}
+    same = {"problem_type": "x", "num_labels": 7, **usual} | ({} if family == "gpt2" else {"max_position_embeddings": 4096})
+    for said in ({}, now, same):
         values = {key: value for key, value in (held | said).items() if value is not None or key != "rope_parameters"}
         (folder / "config.json").write_text(json.dumps(values))
         with open_checkpoint(folder) as opened:
