@@ -13,6 +13,8 @@ _OF_EVERY_RUN: Final = re.compile(r"checkpoints|step-\d+")
 
 def own_name(path: str) -> str:
     """The last part of a path that tells one run from another: every run keeps its steps in ``checkpoints/step-00000320``."""
+    if path.startswith("hf:"):  # a name of the hub, and perhaps a revision
+        path = path.partition("@")[0]
     own = PurePath(os.path.abspath(path))
     while _OF_EVERY_RUN.fullmatch(own.name) and own.parent.name:
         own = own.parent

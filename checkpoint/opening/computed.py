@@ -6,6 +6,8 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+from checkpoint.errors import shown
+
 _OF_NO_ANSWER = (
     *(
         "_name_or_path",
@@ -54,7 +56,7 @@ def difference(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     ours, theirs = _resolved(was), _resolved(now)
     for key in sorted(ours.keys() | theirs.keys(), key=lambda key: (key != "rope_parameters", key)):
         if ours.get(key) != theirs.get(key):
-            return f"{key} was {ours.get(key)!r} and is {theirs.get(key)!r}"
+            return f"{key} was {shown(ours.get(key))} and is {shown(theirs.get(key))}"
     return ""
 
 

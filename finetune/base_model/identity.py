@@ -6,6 +6,7 @@ what it decided in its resume states and adapters.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -200,7 +201,7 @@ def _places(given: str) -> list[Path]:
 def _resumed(config: TuneConfig, wanted: Base, places: list[Path], problem: str, say: Callable[[str], None]) -> Path:
     """The folder of the base a run began with, or one that does as well."""
     given = given_of(config)
-    found = find_again(wanted, [*places, *kept_below(Path(config.model.path or "").expanduser(), wanted)], given)
+    found = find_again(wanted, [*places, *kept_below(Path(os.path.expanduser(config.model.path or "")), wanted)], given)
     if found is not None and places:
         if found != places[0]:
             say(f"model.path: {config.model.path} means {places[0].name} by now; going on with {found}, this run's base")

@@ -125,6 +125,7 @@ def test_models_and_adapters_of_the_hub_are_served_from_its_cache(tmp_path: Path
     base, added = (in_cache(tmp_path / "hub", folder, f"org/{folder.name}") for folder in (tmp_path / "base", adapter))
     for options, want in (
         ({"path": "hf:org/base"}, (base, None, "base")),
+        ({"path": "hf:org/base@main"}, (base, None, "base")),
         ({"path": "hf:org/base", "adapter": "hf:org/adapter"}, (base, added, "base")),
         ({"path": "hf:org/adapter", "base": "hf:org/base", "name": "mine"}, (added, base, "mine")),
     ):
