@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from checkpoint.errors import CheckpointError
 from checkpoint.given import NOTHING_GIVEN, Given
 from checkpoint.layout import TensorInfo
 from checkpoint.model import names
+from checkpoint.model.stacks import stacked as stack_experts
 from checkpoint.opening.agreement import check_tensors
 from checkpoint.opening.identity import Identity, check_base, identity_of
 from checkpoint.opening.leases import Leases
@@ -31,7 +33,9 @@ from checkpoint.text.vocabulary import check_rows, tokenizer_vocab_size
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-def open_checkpoint(path: str | Path, *, verify: Verification = "structure", given: Given = NOTHING_GIVEN) -> Checkpoint:
+def open_checkpoint(
+    path: str | Path, *, verify: Verification = "structure", given: Given = NOTHING_GIVEN, stacked: bool = False
+) -> Checkpoint:
     """Open a checkpoint for reading.
 
     Args:
@@ -40,6 +44,8 @@ def open_checkpoint(path: str | Path, *, verify: Verification = "structure", giv
         verify: ``structure`` proves that every file has its size and every tensor its place, reading headers only;
             ``sha256`` also reads every byte and compares it with the manifest, which must be there.
         given: what the files leave open; see ``Given``.
+        stacked: experts that the files have one by one are given as the stacks that the model of transformers has, which is
+            how they are trained.
 
     Returns:
         The checkpoint, whose files are open until ``close`` or the end of a ``with`` block. No tensor is read yet.
@@ -47,7 +53,12 @@ def open_checkpoint(path: str | Path, *, verify: Verification = "structure", giv
     Raises:
         CheckpointError: a file is missing, broken or not to be trusted; it names the file and the rule.
     """
-    return Checkpoint(open_structure(path, verify=verify, given=given))
+    structure = open_structure(path, verify=verify, given=given)
+    try:
+        return Checkpoint(structure, stacked=stacked)
+    except BaseException:
+        structure.close()
+        raise
 
 
 class Checkpoint:
@@ -72,8 +83,11 @@ class Checkpoint:
     tokenizer: Folder
     """Where the tokenizer's files are, if there are any; not always in ``path``, nor under the usual names."""
 
-    def __init__(self, structure: Structure) -> None:
-        """Takes the structure's open files over."""
+    def __init__(self, structure: Structure, *, stacked: bool = False) -> None:
+        """Takes the structure's open files over. ``stacked``: see ``open_checkpoint``."""
+        weights = structure.weights
+        if stacked:
+            weights = dataclasses.replace(weights, places=stack_experts(weights.places, structure.config))
         self.path = structure.folder.path
         self.config = MappingProxyType(structure.config)
         self.generation_config = MappingProxyType(structure.generation_config)
@@ -83,11 +97,11 @@ class Checkpoint:
         self.tensors = MappingProxyType(
             {
                 name: TensorInfo(name, TORCH_DTYPES[stored.dtype], stored.shape, stored.file, adapted=stored.added is not None)
-                for name, stored in structure.weights.places.items()
+                for name, stored in weights.places.items()
             }
         )
         self._structure = structure
-        self._weights = structure.weights
+        self._weights = weights
         self._lock = threading.Lock()
         self._readers = 0
         self._closed = False

@@ -25,7 +25,7 @@ def open_base_model(config: TuneConfig) -> Checkpoint:
     """
     assert config.model.path is not None
     given = given_of(config)
-    checkpoint = open_checkpoint(candidates(Path(config.model.path))[0], given=given)
+    checkpoint = open_checkpoint(candidates(Path(config.model.path))[0], given=given, stacked=True)
     try:
         has_adapter = checkpoint.is_adapted or any(info.adapted for info in checkpoint.tensors.values())
         if config.lora is not None and has_adapter:

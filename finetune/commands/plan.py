@@ -103,7 +103,11 @@ def plan(config: TuneConfig, options: argparse.Namespace, console: Console, *, c
     precision = precision_of(config, hardware.device)
     speeds = _speeds(config, hardware, precision, command, console, anew=options.measure)
     pace = None if hardware.described else kept_pace(config)
-    found = forecast(config, hf_config, hardware, precision=precision, command=command, pace=pace, speeds=speeds)
+    try:
+        found = forecast(config, hf_config, hardware, precision=precision, command=command, pace=pace, speeds=speeds)
+    except RuntimeError as error:  # torch cannot follow all that it computes
+        rule = f"no forecast can be made of this {hf_config.model_type}, which is trained all the same"
+        raise ConfigError(f"{rule}: {' '.join(str(error).split())[:300]}") from error
     advice = advise(config, hf_config, found, precision=precision, command=command) if found.shortages() else []
     if options.json:
         changes = [dict(option.change) for option in advice]

@@ -89,7 +89,7 @@ def adapter_folder(path: Path) -> Path | None:
         raise ConfigError(f"{folder}: {error}") from error
 
 
-def open_joined(folder: Path, given: Given = NOTHING_GIVEN) -> Checkpoint:
+def open_joined(folder: Path, given: Given = NOTHING_GIVEN, *, stacked: bool = False) -> Checkpoint:
     """The adapter in ``folder`` and its base model as one checkpoint, as serving opens it.
 
     The base is at ``given.base``, or where the adapter says. Of a root above several checkpoints it is the one that the adapter
@@ -98,6 +98,7 @@ def open_joined(folder: Path, given: Given = NOTHING_GIVEN) -> Checkpoint:
     Args:
         given: what the files leave open; with ``any_base`` what the place means today is taken, whatever the adapter was
             trained beside.
+        stacked: see ``open_checkpoint``.
 
     Raises:
         CheckpointError: one of the two is not sound or not of a kind that is read, or they do not fit.
@@ -125,7 +126,7 @@ def open_joined(folder: Path, given: Given = NOTHING_GIVEN) -> Checkpoint:
     if wanted is None and not given.any_base:
         _log.warning("%s does not say what its base model held; %s is taken for it, unproved", folder, found)
     _check_adapter(folder)
-    return open_checkpoint(folder, given=replace(given, base=str(found)))
+    return open_checkpoint(folder, given=replace(given, base=str(found)), stacked=stacked)
 
 
 def _check_adapter(folder: Path) -> None:

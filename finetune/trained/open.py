@@ -66,4 +66,6 @@ def open_trained(path: Path, dtype: torch.dtype, given: Given = NOTHING_GIVEN) -
 
 def _opened(path: Path, adapter: Path | None, given: Given) -> Checkpoint:
     """The checkpoint at ``path``; of an adapter the model with it."""
-    return open_checkpoint(checkpoint_folder(path), given=given) if adapter is None else open_joined(adapter, given)
+    if adapter is not None:
+        return open_joined(adapter, given, stacked=True)
+    return open_checkpoint(checkpoint_folder(path), given=given, stacked=True)

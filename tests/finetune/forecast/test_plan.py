@@ -79,3 +79,17 @@ def test_plan_refuses_bad_usage(tmp_path: Path, capsys: pytest.CaptureFixture[st
     for words in (["--gpus", "2"], ["--ram-gib", "0"], ["--gpus", "-1", "--gpu-gib", "1"]):
         assert main(["plan", str(tmp_path / "x.yaml"), *words]) == 2
         assert words[0] in capsys.readouterr().err
+
+
+def test_a_model_that_cannot_be_followed_is_told_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch cannot follow experts in fp32."""
+
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("Expected inputs of\nBF16 type")
+
+    monkeypatch.setattr("finetune.forecast.estimate.forecast", fails)
+    assert main(["plan", str(write_config(small_run(tmp_path, tmp_path / "run"), tmp_path / "run.yaml"))]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "no forecast can be made of this gpt_neox, which is trained all the same: Expected inputs of BF16 type" in said

@@ -113,6 +113,7 @@ LAYOUTS: dict[str, tuple[str, Callable[[Path, PreTrainedModel], object]]] = {
     "universal": ("llama", universal),
     "adapter": ("llama", adapter),
     "pipeline": ("llama", pipeline),
+    "experts one by one": ("mixtral", lambda root, model: model.save_pretrained(root)),
     "megatron": ("llama", lambda root, model: megatron.save_megatron(root, model, megatron.Form(tensor=2, pipeline=2))),
 }
 """The family and the writer of each layout."""

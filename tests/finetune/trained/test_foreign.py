@@ -46,8 +46,13 @@ def test_one_file_of_a_tokenizer_is_copied_under_the_usual_names(tmp_path: Path)
         usual_folder(tokenizer_at(str(tmp_path / "any.model")), "tokenizer.path")
 
 
-def test_a_mixture_of_experts_is_refused_by_what_it_is_where_it_would_be_trained(tmp_path: Path) -> None:
+def test_a_mixture_whose_experts_are_stored_one_by_one_is_trained_as_the_stacks_it_has(tmp_path: Path) -> None:
     folder = save("mixtral", tmp_path / "model", with_tokenizer=False)
-    with open_checkpoint(folder) as checkpoint, pytest.raises(CheckpointError, match="stores experts one by one; such a model"):
+    with open_checkpoint(folder, stacked=True) as checkpoint:
+        model = load_model(checkpoint, torch.float32)
+    ids = torch.arange(3, 40)[None]
+    with torch.inference_mode():
+        assert torch.equal(model(ids, use_cache=False).logits, load(folder)(ids, use_cache=False).logits)
+    with open_checkpoint(folder) as checkpoint, pytest.raises(CheckpointError, match="stores experts one by one"):
         load_model(checkpoint, torch.float32)
     assert export(folder, tmp_path / "out").is_dir()
