@@ -68,3 +68,39 @@ def test_what_lies_between_pieces_in_use_goes_back() -> None:
     words = [sys.executable, "-c", BETWEEN]
     done = subprocess.run(words, env={"PYTHONPATH": import_path({})}, capture_output=True, text=True, check=True)
     assert int(done.stdout) > 0.8 * 3_600 * 16_000
+
+
+OVER_AND_OVER = """
+import ctypes, resource
+from host import heap
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.free.argtypes = (ctypes.c_void_p,)
+
+def pages_of_a_step():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    sizes = (6, 9, 12, 15, 15, 15)  # together more than twice the largest
+    pieces = [libc.malloc(size << 20) for size in sizes]
+    for piece, size in zip(pieces, sizes):
+        ctypes.memset(piece, 1, size << 20)
+    for piece in pieces:
+        libc.free(piece)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+def later():
+    return [pages_of_a_step() for _ in range(4)][-1]
+
+print(later())
+heap.keep(256 << 20)
+print(later())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc keeps such memory")
+def test_what_is_made_over_and_over_is_made_of_the_same_pages() -> None:
+    words = [sys.executable, "-c", OVER_AND_OVER]
+    done = subprocess.run(words, env={"PYTHONPATH": import_path({})}, capture_output=True, text=True, check=True)
+    left_alone, kept = map(int, done.stdout.split())
+    assert left_alone > 1_000, "this C library keeps them by itself"
+    assert kept < 100

@@ -68,6 +68,12 @@ inline void rotate(const Step& step, const scalar* head, int64_t token, float* o
     }
 }
 
+// Numbers of one head of a token, which are read soon. The next token's lie a whole row further on, where no processor looks ahead.
+template <typename scalar>
+inline void ask_for_head(const scalar* head, int64_t D) {
+    for (int64_t d = 0; d < D; d += kLineBytes / int64_t(sizeof(scalar))) __builtin_prefetch(head + d);
+}
+
 // A tile of consecutive tokens of one sequence, and one key/value head.
 template <typename Kind, typename scalar>
 class Item {
@@ -153,7 +159,8 @@ private:
         const int64_t begin = first_row(panel), count = first_row(panel + 1) - begin;
         for (int64_t r = begin; r < begin + count; ++r) {
             const int64_t token = first_token + r / group, own = head * group + r % group;
-            const scalar* source = static_cast<const scalar*>(step.query) + token * step.query_stride_token + own * step.query_stride_head;
+            const scalar* source = query_of(r);
+            if (r + count < rows) ask_for_head(query_of(r + count), D);
             rotate(step, source, token, turned);
             for (int64_t d = step.rotary_dim; d < D; ++d) turned[d] = to_float(source[d]);
             word* target = queries + begin * (D / Kind::kInputs) + r - begin;
@@ -164,6 +171,11 @@ private:
             masses[r * kWidth] = step.sinks ? 1.0f : 0.0f;
         }
         for (int64_t i = begin * width; i < (begin + count) * width; ++i) sums[i] = 0.0f;
+    }
+
+    const scalar* query_of(int64_t row) const {
+        const int64_t token = first_token + row / group, own = head * group + row % group;
+        return static_cast<const scalar*>(step.query) + token * step.query_stride_token + own * step.query_stride_head;
     }
 
     // Where keys and values of positions [from, to] of the tile lie.
@@ -291,6 +303,13 @@ void store_item(const Step& step, int64_t token, int64_t head) {
     const scalar* value = static_cast<const scalar*>(step.value) + token * step.value_stride_token + head * step.value_stride_head;
     stored* keys = static_cast<stored*>(step.key_cache) + base + offset;
     stored* values = static_cast<stored*>(step.value_cache) + base + offset * D;
+    if (head + 1 < step.kv_heads) {
+        ask_for_head(key + step.key_stride_head, D);
+        ask_for_head(value + step.value_stride_head, D);
+    } else if (token + kPart < step.tokens) {
+        ask_for_head(key + kPart * step.key_stride_token - head * step.key_stride_head, D);
+        ask_for_head(value + kPart * step.value_stride_token - head * step.value_stride_head, D);
+    }
     thread_local std::vector<float> turned;
     turned.resize(size_t(D));
     rotate(step, key, token, turned.data());

@@ -60,12 +60,6 @@ struct Inputs {
     int64_t from, to, I;
 };
 
-// Memory that is asked for while something else is computed, ``stride`` bytes on with every input.
-struct Ahead {
-    const char* place;
-    int64_t stride;
-};
-
 // What a part asks memory for while it computes: nothing, or what ``Ahead`` says, with every turn or with every input.
 enum Asks { kNothing, kByTurns, kByInputs };
 

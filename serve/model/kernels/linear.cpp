@@ -211,11 +211,14 @@ Panel<number> panel_of(const tessera::Job& job, int64_t p) {
 
 #ifdef __AVX512F__
 
-// Memory that is asked for while something else is computed, a line with every word of the inputs.
-struct Ahead {
-    const char* place;
-    int64_t stride;  // 0: nothing is wanted, and ``place`` is there already
-};
+constexpr int64_t kBehind = 2048;  // bytes; a panel's end asks for the beginning of the next
+
+// A word's weights of further on: processors look ahead within a page alone, and wait at its end where a page is small.
+template <typename number>
+void ask_behind(const number* weights) {
+    for (int64_t line = 0; line < 2 * kLine; line += kLine)
+        _mm_prefetch(reinterpret_cast<const char*>(weights) + kBehind + line, _MM_HINT_T0);
+}
 
 // One panel times R rows. With few rows the sums are split U ways along the inputs, so that additions do not wait for one another.
 template <typename kind, int R, int U>
@@ -237,6 +240,7 @@ void panel_times_rows(const typename kind::number* panel, const typename kind::n
             }
             for (int u = 0; u < U; ++u) {
                 const typename kind::number* weights = panel + (i + u * step) * kPanel;
+                if constexpr (R < kRows) ask_behind(weights);
                 for (int r = 0; r < R; ++r) {
                     sums[u][r][0] = kind::multiply(sums[u][r][0], weights, x + r * stride + i + u * step);
                     sums[u][r][1] = kind::multiply(sums[u][r][1], weights + half, x + r * stride + i + u * step);
@@ -270,26 +274,22 @@ void linear(const tessera::Job& job, tessera::Hand& hand) {
     auto* y = static_cast<number*>(job.out);
     const int64_t M = job.rows, stride = job.x_stride, O = job.width, I = job.inputs;
     const Activation activation = Activation(job.activation);
-    const int64_t panels = job.panels ? job.num_panels : panels_of(O), blocks = (M + kBlockRows - 1) / kBlockRows;
-    hand.share_out(blocks * panels, [&](int64_t item) {
-        const int64_t p = job.panels ? job.panels[item / blocks] : item / blocks, first = item % blocks * kBlockRows;
-        const int64_t end = first + kBlockRows < M ? first + kBlockRows : M;
+    const int64_t panels = job.panels ? job.num_panels : panels_of(O), words = I / kind::kInputs;
+    const Blocks blocks(M);
+    hand.share_out(blocks.count * panels, [&](int64_t item) {
+        const int64_t at = item % panels, p = job.panels ? job.panels[at] : at, first = item / panels * blocks.height;
+        const int64_t end = first + blocks.height < M ? first + blocks.height : M;
         const auto [panel, next] = panel_of<kPanel, number>(job, p);
         const number* own_bias = bias ? bias + p * kPanel : nullptr;
         const int64_t outputs = O - p * kPanel < kPanel ? O - p * kPanel : kPanel;
+        const int64_t groups = (end - first) / kRows;
+        const bool wants_next = !job.panels && p + 1 < panels && groups > 1;  // a single group waits for its own
         int64_t m = first;
-        // While the second eight rows and the third are computed from what the first have read, the next panel comes, half with each.
-        const int64_t words = I / kind::kInputs;
-        const int64_t left = blocks == 1 && !job.panels && p + 1 < panels ? 2 : 0;
         Ahead ahead = {reinterpret_cast<const char*>(panel), 0};
 #define TESSERA_ROWS(R, U) \
     panel_times_rows<kind, R, U>(panel, x + m * stride, stride, own_bias, activation, y + m * O + p * kPanel, O, I, outputs, ahead)
         for (; m + kRows <= end; m += kRows) {
-            const int64_t part = (m - first) / kRows - 1;
-            if (part >= 0 && part < left)
-                ahead = {next + part * words * kLine, kLine};
-            else
-                ahead.stride = 0;
+            if (wants_next) ahead = share_of(next, kPanel * I * int64_t(sizeof(number)), words, (m - first) / kRows, groups);
             TESSERA_ROWS(8, 1);
         }
         switch (end - m) {

@@ -13,11 +13,34 @@ namespace {
 
 constexpr int64_t kPanel = 32;
 constexpr int kRows = 8;             // rows that share each weight while it is in a register
-constexpr int64_t kBlockRows = 128;  // rows of one work item: their inputs stay in the second-level cache
+constexpr int64_t kBlockRows = 128;  // rows of one work item at most: their inputs stay in the second-level cache
 constexpr int64_t kChunk = 256;      // inputs summed before their sum joins the total: rounding errors do not pile up
 constexpr int64_t kLine = 64;        // bytes that memory gives at once
 
 inline int64_t panels_of(int64_t outputs) { return (outputs + kPanel - 1) / kPanel; }
+
+// M rows in blocks of the same height but for the last, each of whole groups of eight. A thread multiplies a block by one panel
+// after the other: a block's inputs stay in its cache, where those of all rows would not.
+struct Blocks {
+    int64_t count, height;
+    explicit Blocks(int64_t M) : count((M + kBlockRows - 1) / kBlockRows), height(0) {
+        if (count > 0) height = (M + count * kRows - 1) / (count * kRows) * kRows;
+    }
+};
+
+// Memory that is asked for while something else is computed, ``stride`` bytes on with every input or word of inputs; a line may be
+// asked for more than once.
+struct Ahead {
+    const char* place;
+    int64_t stride;  // 0: nothing is wanted, and ``place`` is there already
+};
+
+// What a group of eight rows asks for of the ``bytes`` of the panel behind its own: of as many groups each a share, spread over all
+// its words of inputs. What is asked for in a burst comes no sooner, and the products would wait behind it for their own.
+inline Ahead share_of(const void* behind, int64_t bytes, int64_t words, int64_t group, int64_t groups) {
+    const int64_t stride = bytes / (words * groups);
+    return {static_cast<const char*>(behind) + group * words * stride, stride};
+}
 
 // What is done to each output before it is stored: ``ACTIVATIONS`` of serve/model/linear.py.
 enum Activation { kNone, kGelu, kGeluTanh, kSilu, kRelu };

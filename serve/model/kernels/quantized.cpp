@@ -91,12 +91,6 @@ struct Layer {
     int64_t groups() const { return (I + group - 1) / group; }
 };
 
-// Memory that is asked for while something else is computed, ``stride`` bytes on with every word of the inputs.
-struct Ahead {
-    const uint8_t* place;
-    int64_t stride;  // 0: nothing is wanted, and ``place`` is there already
-};
-
 template <typename kind, typename Weights, int R, int U>
 void panel_times_rows(Weights weights, const Layer& layer, int64_t p, const typename kind::number* x, int64_t stride,
                       typename kind::number* y, [[maybe_unused]] Ahead ahead) {
@@ -114,7 +108,7 @@ void panel_times_rows(Weights weights, const Layer& layer, int64_t p, const type
         int64_t i = begin;
         for (; i + (U - 1) * step < end; i += U * step) {
             if constexpr (R == kRows) {
-                _mm_prefetch(reinterpret_cast<const char*>(ahead.place), _MM_HINT_T1);
+                _mm_prefetch(ahead.place, _MM_HINT_T1);
                 ahead.place += ahead.stride;
             }
             for (int u = 0; u < U; ++u) {
@@ -147,12 +141,18 @@ void panel_times_rows(Weights weights, const Layer& layer, int64_t p, const type
     }
 }
 
+// ``behind``: the next panel, of ``bytes``, or none if nobody wants it.
 template <typename kind, typename Weights>
 void panel_times_all(Weights weights, const Layer& layer, int64_t p, const typename kind::number* x, int64_t first, int64_t end,
-                     int64_t stride, typename kind::number* y, Ahead ahead) {
+                     int64_t stride, typename kind::number* y, const uint8_t* behind, int64_t bytes) {
+    const int64_t words = layer.I / kind::kInputs, groups = (end - first) / kRows;
     int64_t m = first;
+    Ahead ahead = {reinterpret_cast<const char*>(layer.packed), 0};
 #define TESSERA_ROWS(R, U) panel_times_rows<kind, Weights, R, U>(weights, layer, p, x + m * stride, stride, y + m * layer.O, ahead)
-    for (; m + kRows <= end; m += kRows, ahead.stride = 0) TESSERA_ROWS(8, 1);
+    for (; m + kRows <= end; m += kRows) {
+        if (behind) ahead = share_of(behind, bytes, words, (m - first) / kRows, groups);
+        TESSERA_ROWS(8, 1);
+    }
     switch (end - m) {
         case 7: TESSERA_ROWS(7, 1); break;
         case 6: TESSERA_ROWS(6, 1); break;
@@ -169,17 +169,17 @@ void panel_times_all(Weights weights, const Layer& layer, int64_t p, const typen
 template <typename kind, int bits>
 void multiply(const Layer& layer, const typename kind::number* x, int64_t M, int64_t stride, typename kind::number* y,
               tessera::Hand& hand) {
-    const int64_t panels = panels_of(layer.O), blocks = (M + kBlockRows - 1) / kBlockRows;
+    const int64_t panels = panels_of(layer.O), bytes = kPanel * layer.I * bits / 8;
     constexpr int64_t step = kind::kInputs;
+    const Blocks blocks(M);
     std::unique_ptr<typename kind::number[]> scratch(M > kRows ? new typename kind::number[size_t(layer.I * kPanel)] : nullptr);
-    hand.share_out(blocks * panels, [&](int64_t item) {
-        const int64_t p = item / blocks, first = item % blocks * kBlockRows;
-        const int64_t end = first + kBlockRows < M ? first + kBlockRows : M;
-        const int64_t bytes = kPanel * bits / 8;  // of an input
-        const uint8_t* packed = layer.packed + p * layer.I * bytes;
+    hand.share_out(blocks.count * panels, [&](int64_t item) {
+        const int64_t p = item % panels, first = item / panels * blocks.height;
+        const int64_t end = first + blocks.height < M ? first + blocks.height : M;
+        const uint8_t* packed = layer.packed + p * bytes;
         const Narrow<kind, bits> narrow{packed};
         if (end - first <= kRows) {
-            panel_times_all<kind>(narrow, layer, p, x, first, end, stride, y, Ahead{packed, 0});
+            panel_times_all<kind>(narrow, layer, p, x, first, end, stride, y, nullptr, 0);
             return;
         }
         __m512 w[2];
@@ -187,10 +187,9 @@ void multiply(const Layer& layer, const typename kind::number* x, int64_t M, int
             narrow.at(i, w);
             for (int h = 0; h < 2; ++h) _mm512_storeu_ps(scratch.get() + i * kPanel + h * kPanel / 2 * step, w[h]);
         }
-        // The panel is in the scratch by now: the next one comes while the first eight rows are computed from that.
-        const bool wants_next = blocks == 1 && p + 1 < panels;
-        const Ahead ahead = {wants_next ? packed + layer.I * bytes : packed, wants_next ? step * bytes : 0};
-        panel_times_all<kind>(Wide<kind>{scratch.get()}, layer, p, x, first, end, stride, y, ahead);
+        // The panel is in the scratch by now: the next one comes while that is multiplied.
+        const uint8_t* behind = p + 1 < panels ? packed + bytes : nullptr;
+        panel_times_all<kind>(Wide<kind>{scratch.get()}, layer, p, x, first, end, stride, y, behind, bytes);
     });
 }
 
