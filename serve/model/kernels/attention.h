@@ -20,59 +20,12 @@
 
 #include "panels.h"
 #include "parts.h"
+#include "storing.h"
 
 namespace {
 
-struct Step {
-    const void* query;
-    const void* key;
-    const void* value;
-    int64_t query_stride_token, query_stride_head;
-    int64_t key_stride_token, key_stride_head;
-    int64_t value_stride_token, value_stride_head;
-    const void* cosines;        // [T, R], contiguous; unused where R is 0
-    const void* sines;
-    const int64_t* slots;       // [T]: block * S + offset of each token
-    void* key_cache;
-    void* value_cache;
-    bf16* key_scales;           // null where the caches have the type of the queries
-    bf16* value_scales;
-    void* out;                  // [T, H, D], contiguous
-    const float* sinks;         // [H] or null: one more score for each head, without a value
-    const float* bias;          // [H, L] or null: added to the score of each head with the key at each position
-    const int32_t* tiles;       // [items, 3]: row of its table, first token, number of tokens
-    const int32_t* positions;   // [T]
-    const int32_t* tables;      // [rows, table_width]
-    int64_t tokens, num_tiles, table_width;
-    int64_t query_heads, kv_heads, head_dim, block_tokens;
-    int64_t rotary_dim;         // R
-    int64_t window;             // 0: no window; else position p sees (p - window, p]
-    int64_t bias_positions;     // L, whole blocks
-    float scale;
-    float softcap;              // 0: none; else scores become softcap * tanh(score / softcap)
-};
-
 constexpr int kMaxRows = 96;    // query rows of one work item: tile tokens times query heads per key/value head
 constexpr int kTilesPerThread = 4;
-
-// The first R features of one head's query or key after the rotary embedding (Su et al. 2021), as GPT-NeoX and Llama turn them.
-template <typename scalar>
-inline void rotate(const Step& step, const scalar* head, int64_t token, float* out) {
-    const int64_t R = step.rotary_dim, half = R / 2;
-    const scalar* cosines = static_cast<const scalar*>(step.cosines) + token * R;
-    const scalar* sines = static_cast<const scalar*>(step.sines) + token * R;
-    for (int64_t d = 0; d < half; ++d) {
-        const float low = to_float(head[d]), high = to_float(head[d + half]);
-        out[d] = low * to_float(cosines[d]) - high * to_float(sines[d]);
-        out[d + half] = high * to_float(cosines[d + half]) + low * to_float(sines[d + half]);
-    }
-}
-
-// Numbers of one head of a token, which are read soon. The next token's lie a whole row further on, where no processor looks ahead.
-template <typename scalar>
-inline void ask_for_head(const scalar* head, int64_t D) {
-    for (int64_t d = 0; d < D; d += kLineBytes / int64_t(sizeof(scalar))) __builtin_prefetch(head + d);
-}
 
 // A tile of consecutive tokens of one sequence, and one key/value head.
 template <typename Kind, typename scalar>
@@ -162,9 +115,10 @@ private:
             const scalar* source = query_of(r);
             if (r + count < rows) ask_for_head(query_of(r + count), D);
             rotate(step, source, token, turned);
-            for (int64_t d = step.rotary_dim; d < D; ++d) turned[d] = to_float(source[d]);
             word* target = queries + begin * (D / Kind::kInputs) + r - begin;
-            for (int64_t d = 0; d < D; d += Kind::kInputs) target[d / Kind::kInputs * count] = Kind::word_of(turned + d);
+            int64_t d = 0;
+            for (; d < step.rotary_dim; d += Kind::kInputs) target[d / Kind::kInputs * count] = Kind::word_of(turned + d);
+            for (; d < D; d += Kind::kInputs) target[d / Kind::kInputs * count] = Kind::word_at(source + d);
             // A sink is a score that was seen already and whose value is zero.
             peaks[r] = step.sinks ? step.sinks[own] : kLowest;
             for (int i = 0; i < kWidth; ++i) masses[r * kWidth + i] = 0.0f;
@@ -274,57 +228,6 @@ private:
     }
 };
 
-// Numbers as whole ones between -127 and 127, ``stride`` apart, and their scale, rounded before anything is divided by it. NaN or
-// infinity makes the scale NaN, and with it whatever reads the position.
-inline bf16 narrow(const float* numbers, int64_t count, int8_t* out, int64_t stride) {
-    float most = 0.0f, fault = 0.0f;
-    for (int64_t i = 0; i < count; ++i) {
-        const float size = std::fabs(numbers[i]);
-        most = size > most ? size : most;
-        fault += numbers[i] * 0.0f;
-    }
-    bf16 kept;
-    from_float(most / 127.0f + fault, kept);
-    const float scale = to_float(kept);
-    for (int64_t i = 0; i < count; ++i) {
-        const float whole = scale > 0.0f ? std::nearbyint(numbers[i] / scale) : 0.0f;
-        out[i * stride] = int8_t(whole > 127.0f ? 127.0f : whole < -127.0f ? -127.0f : whole);
-    }
-    return kept;
-}
-
-// One token's key and value of one head, into their slot.
-template <typename scalar, typename stored>
-void store_item(const Step& step, int64_t token, int64_t head) {
-    const int64_t D = step.head_dim, S = step.block_tokens;
-    const int64_t offset = step.slots[token] % S;
-    const int64_t base = (step.slots[token] / S * step.kv_heads + head) * D * S;
-    const scalar* key = static_cast<const scalar*>(step.key) + token * step.key_stride_token + head * step.key_stride_head;
-    const scalar* value = static_cast<const scalar*>(step.value) + token * step.value_stride_token + head * step.value_stride_head;
-    stored* keys = static_cast<stored*>(step.key_cache) + base + offset;
-    stored* values = static_cast<stored*>(step.value_cache) + base + offset * D;
-    if (head + 1 < step.kv_heads) {
-        ask_for_head(key + step.key_stride_head, D);
-        ask_for_head(value + step.value_stride_head, D);
-    } else if (token + kPart < step.tokens) {
-        ask_for_head(key + kPart * step.key_stride_token - head * step.key_stride_head, D);
-        ask_for_head(value + kPart * step.value_stride_token - head * step.value_stride_head, D);
-    }
-    thread_local std::vector<float> turned;
-    turned.resize(size_t(D));
-    rotate(step, key, token, turned.data());
-    if constexpr (std::is_same_v<stored, int8_t>) {
-        for (int64_t d = step.rotary_dim; d < D; ++d) turned[size_t(d)] = to_float(key[d]);
-        step.key_scales[base / D + offset] = narrow(turned.data(), D, keys, S);
-        for (int64_t d = 0; d < D; ++d) turned[size_t(d)] = to_float(value[d]);
-        step.value_scales[base / D + offset] = narrow(turned.data(), D, values, 1);
-    } else {
-        for (int64_t d = 0; d < step.rotary_dim; ++d) from_float(turned[size_t(d)], keys[d * S]);
-        for (int64_t d = step.rotary_dim; d < D; ++d) keys[d * S] = key[d];
-        std::memcpy(values, value, size_t(D) * sizeof(scalar));
-    }
-}
-
 // By all threads of the parallel region that it is called in.
 template <typename Kind, typename scalar>
 void attend_all(const Step& step) {
@@ -336,7 +239,7 @@ void attend_all(const Step& step) {
     for (int64_t item = 0; item < runs * step.kv_heads; ++item) {
         // Tokens that follow one another share lines of their block's keys.
         const int64_t first = item / step.kv_heads * kPart, end = first + kPart < step.tokens ? first + kPart : step.tokens;
-        for (int64_t token = first; token < end; ++token) store_item<scalar, typename Kind::stored>(step, token, item % step.kv_heads);
+        store_run<scalar, typename Kind::stored>(step, first, end, item % step.kv_heads);
     }
 // From the last on: a prompt's last tiles see the most, and what comes last should be short.
 #pragma omp for schedule(dynamic, chunk)

@@ -74,6 +74,8 @@ struct Single {
     static constexpr int kInputs = 1;
     static void narrow(float*, int) {}
     static float word_of(const float* features) { return *features; }
+    template <typename scalar>
+    static float word_at(const scalar* features) { return to_float(*features); }
     static factors keys(const stored* feature, int v) { return load_wide(feature + v * kWidth); }
     static factors values(const stored* row, int64_t) { return load_wide(row); }
     static factors only(factors row, int) { return row; }
@@ -94,6 +96,11 @@ struct Pairs {
         from_float(features[0], pair[0]);
         from_float(features[1], pair[1]);
         return word(pair[0].bits) | word(pair[1].bits) << 16;
+    }
+    static word word_at(const bf16* features) {  // the same, of what is rounded already
+        word pair;
+        std::memcpy(&pair, features, sizeof(pair));
+        return pair;
     }
     // A tile's weights, to words in their place.
     static void narrow(float* numbers, int count) {

@@ -153,7 +153,7 @@ inline void weigh(const Tile<typename Kind::stored>& tile, const Seen& seen, con
         falls[r] = panel.peaks[r] - peaks[r];
         panel.peaks[r] = peaks[r];
     }
-    for (int r = 0; r < R; r += kWidth) save_as(exp_nonpositive(load_wide(falls + r)), falls + r);
+    for (int r = 0; r < R; r += kWidth) save_as(quick_exp_nonpositive(load_wide(falls + r)), falls + r);
     for (int r = 0; r < R; ++r) {
         float* row = panel.scores + r * kTile;
         panel.shrinks[r] = falls[r];
@@ -162,13 +162,13 @@ inline void weigh(const Tile<typename Kind::stored>& tile, const Seen& seen, con
             for (int i = from; i < to; i += kWidth) save_as(wide{}, row + i);
         } else if (tile.value_scales) {
             for (int i = from; i < to; i += kWidth) {
-                const wide weights = exp_nonpositive(load_wide(row + i) * factor - peaks[r]);
+                const wide weights = quick_exp_nonpositive(load_wide(row + i) * factor - peaks[r]);
                 mass += weights;
                 save_as(weights * load_wide(tile.value_scales + i), row + i);
             }
         } else {
             for (int i = from; i < to; i += kWidth) {
-                const wide weights = exp_nonpositive(load_wide(row + i) * factor - peaks[r]);
+                const wide weights = quick_exp_nonpositive(load_wide(row + i) * factor - peaks[r]);
                 mass += weights;
                 save_as(weights, row + i);
             }

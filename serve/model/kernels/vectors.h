@@ -4,6 +4,11 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
+#include <type_traits>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -78,6 +83,42 @@ __attribute__((always_inline)) inline V exp_nonpositive(V x) {
     return p * scale;
 }
 inline float exp_nonpositive(float x) { return exp_nonpositive(filled<vec>(x))[0]; }
+
+#ifdef __AVX512F__
+
+// Whether a processor's own instructions round and scale such vectors.
+template <typename V>
+constexpr bool kByScale = sizeof(V) == 64 && std::is_same_v<decltype(V{}[0] + 0.0f), float>;
+
+// 2^(n + r), r in [-1/2, 1/2], relative error 1e-7. 2^r is a polynomial that was fitted for this file, within 2e-9, and 1 at 0.
+inline __m512 two_to(__m512 n, __m512 r) {
+    __m512 p = _mm512_set1_ps(1.5353360504e-4f);
+    for (const float next : {1.3398875017e-3f, 9.6184369177e-3f, 5.5503323674e-2f, 2.4022647738e-1f, 6.9314718246e-1f, 1.0f})
+        p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(next));
+    return _mm512_scalef_ps(p, n);
+}
+inline __m512 nearest_whole(__m512 x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+
+#else
+
+template <typename V>
+constexpr bool kByScale = false;
+
+#endif
+
+// As ``exp_nonpositive``, in half as many instructions where the processor has them; other processors' last bits may differ.
+template <typename V>
+inline V quick_exp_nonpositive(V x) {
+#ifdef __AVX512F__
+    if constexpr (kByScale<V>) {
+        const __m512 base = _mm512_set1_ps(1.44269504088896341f);
+        const __m512 kept = _mm512_max_ps(_mm512_set1_ps(-87.0f), (__m512)x);  // in this order NaN stays
+        const __m512 n = nearest_whole(_mm512_mul_ps(kept, base));
+        return (V)two_to(n, _mm512_fmsub_ps(kept, base, n));
+    }
+#endif
+    return exp_nonpositive(x);
+}
 
 // tanh(x), relative error about 3e-7: by exp where it is far from 0, by its series where that difference would cancel.
 template <typename V>
