@@ -9,7 +9,7 @@ from typing import Any, Final
 
 NEW_TOKENS: Final = 64
 PRECISIONS: Final = ("fp32", "bf16", "int8")
-VOCABULARY: Final = {"160m": 50_304, "llama-350m": 32_000}
+VOCABULARY: Final = {"160m": 50_304, "llama-350m": 32_000, "llama-1.1b": 32_000, "gpt2-medium": 50_304}
 """Of each shape."""
 SHAPES: Final[dict[str, dict[str, Any]]] = {
     "160m": {
@@ -20,8 +20,13 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
         "model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16,
         "num_key_value_heads": 4, "intermediate_size": 2816, "max_position_embeddings": 2048, "tie_word_embeddings": False,
     },
+    "llama-1.1b": {
+        "model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 22, "num_attention_heads": 32,
+        "num_key_value_heads": 4, "intermediate_size": 5632, "max_position_embeddings": 2048, "tie_word_embeddings": False,
+    },
+    "gpt2-medium": {"model_type": "gpt2", "n_embd": 1024, "n_layer": 24, "n_head": 16, "n_positions": 1024},
 }  # fmt: skip
-"""Pythia-160M's, and a Llama's with grouped queries."""
+"""Pythia-160M's, two Llamas' with grouped queries, GPT-2 medium's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +61,23 @@ class Cell:
 
 
 QUICK: Final = tuple(Cell("160m", precision, "decode", batch, 64) for precision in PRECISIONS for batch in (1, 8, 32))
-CELLS: Final = (
+USUAL: Final = (
     *QUICK,
     *(Cell("160m", precision, "prefill", *size) for precision in PRECISIONS for size in ((1, 1024), (8, 512))),
     *(Cell("160m", precision, "decode", batch, 1024) for precision in PRECISIONS for batch in (1, 8)),
     *(Cell("llama-350m", precision, "decode", batch, 64) for precision in PRECISIONS for batch in (1, 8, 32)),
 )
-WHOLE: Final = tuple(cell for cell in CELLS if cell in QUICK or cell.kind == "prefill" or cell.precision == "bf16")
+WHOLE: Final = tuple(cell for cell in USUAL if cell in QUICK or cell.kind == "prefill" or cell.precision == "bf16")
 """What a run measures that is not told otherwise. The others take patterns: ``--cells 'llama-350m/int8/*'``."""
+CELLS: Final = (
+    *USUAL,
+    *(
+        Cell(shape, precision, "decode", batch, 64)
+        for shape in ("llama-1.1b", "gpt2-medium")
+        for precision in PRECISIONS
+        for batch in (1, 8, 32)
+    ),
+)
 
 
 def chosen(patterns: list[str], quick: bool) -> list[Cell]:

@@ -108,24 +108,27 @@ struct Penalties {
 };
 
 // Every id stands once, so those of one vector do not meet. They are fetched and put back one by one, on all processors alike: AVX2
-// has no instruction that puts the numbers of a vector back where they belong.
+// has no instruction that puts the numbers of a vector back where they belong. ``times`` are looked at where something is subtracted.
+template <bool subtracts>
 inline void penalise_some(float* row, const int32_t* id, const int32_t* time, int count, const Penalties& by) {
     float value[kFloats]{};
-    int32_t made[kFloats]{};
-    for (int k = 0; k < count; ++k) value[k] = row[id[k]], made[k] = time[k];
-    wvec times;
-    std::memcpy(&times, made, sizeof(times));
+    for (int k = 0; k < count; ++k) value[k] = row[id[k]];
     fvec x = load_as<fvec>(value);
     x = x > fvec{} ? x / by.again : x * by.again;
-    x -= times > 0 ? by.once + by.each * __builtin_convertvector(times, fvec) : fvec{};
+    if constexpr (subtracts) {
+        wvec times{};
+        std::memcpy(&times, time, size_t(count) * sizeof(int32_t));
+        x -= times > 0 ? by.once + by.each * __builtin_convertvector(times, fvec) : fvec{};
+    }
     save_as(x, value);
     for (int k = 0; k < count; ++k) row[id[k]] = value[k];
 }
 
+template <bool subtracts>
 void penalise(float* row, const int32_t* id, const int32_t* time, int64_t count, const Penalties& by) {
     int64_t i = 0;
-    for (; i + kFloats <= count; i += kFloats) penalise_some(row, id + i, time + i, kFloats, by);
-    penalise_some(row, id + i, time + i, int(count - i), by);
+    for (; i + kFloats <= count; i += kFloats) penalise_some<subtracts>(row, id + i, time + i, kFloats, by);
+    penalise_some<subtracts>(row, id + i, time + i, int(count - i), by);
 }
 
 void peak_of(const float* row, int64_t V, float& peak, int64_t& place) {
@@ -191,9 +194,10 @@ void tessera_choose(
             peaks[r] = raw_peaks[r];
             if (counts[r] > 0) {
                 // In its place: having been gone through for its peak it is in the core's own cache, and a copy takes longer.
-                penalise(
-                    row, reinterpret_cast<const int32_t*>(ids[r]), reinterpret_cast<const int32_t*>(times[r]),
-                    counts[r], {repetition[r], presence[r], frequency[r]});
+                const Penalties by{repetition[r], presence[r], frequency[r]};
+                const bool subtracts = by.once != 0.0f || by.each != 0.0f;
+                (subtracts ? penalise<true> : penalise<false>)(
+                    row, reinterpret_cast<const int32_t*>(ids[r]), reinterpret_cast<const int32_t*>(times[r]), counts[r], by);
             }
             if (temperature[r] > 0.0f && std::isfinite(raw_peaks[r])) {
                 const Rule rule{temperature[r], floor[r], top_k[r], top_p[r], typical_p[r], uniform[r]};

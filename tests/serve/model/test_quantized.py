@@ -27,10 +27,28 @@ def test_the_kernel_computes_what_the_reference_does(
     for own_bias, activation in ((bias, "gelu"), (None, "none")):
         product = pack(weight, own_bias, activation)
         expected = reference(quantize(weight, bits, group), own_bias, activation)
-        for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 18, 25, 31, 131):
+        for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 18, 25, 31, 131, 300):
             x = torch.randn(1, rows, inputs).to(dtype)
             tolerance = 1e-5 if dtype == torch.float32 else 2**-7
             torch.testing.assert_close(product(x), expected(x), rtol=tolerance, atol=tolerance * inputs**0.5)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("quantization", "least", "most"), [("int8", -127, 127), ("int4", -8, 7)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_whole_number_is_itself_in_the_products_type(
+    quantization: str, least: int, most: int, dtype: torch.dtype, level: str
+) -> None:
+    """Each output has one of the numbers at each of its inputs, and the largest one, so that its scale is 1."""
+    numbers = torch.arange(least, most + 1)
+    if len(numbers) % 2:
+        numbers = torch.cat([numbers, numbers[-1:]])
+    weight = torch.stack([numbers.roll(output) for output in range(40)]).to(dtype)
+    _, pack = quantizing_packer(quantization, weight.shape[1], dtype, kernels_of(level))
+    product = pack(weight, None)
+    for rows in (weight.shape[1], 5):
+        x = torch.eye(weight.shape[1], dtype=dtype)[:rows]
+        assert torch.equal(product(x), weight.T[:rows])
 
 
 @pytest.mark.parametrize(("bits", "steps"), [(8, 127), (4, 8)])
