@@ -11,6 +11,7 @@
 // that is read. Softmax is computed online (Milakov and Gimelshein 2018), in fp32 whatever the storage type.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -26,8 +27,14 @@ namespace {
 
 constexpr int kMaxRows = 96;    // query rows of one work item: tile tokens times query heads per key/value head
 constexpr int kTilesPerThread = 4;
+constexpr int kSharesPerThread = 2;
 
-// A tile of consecutive tokens of one sequence, and one key/value head.
+// Keys of a head from position ``base`` on, of the sequence that a tile belongs to; of a tile below 0 there are none.
+struct Place {
+    int64_t tile, head, base;
+};
+
+// A tile of consecutive tokens of one sequence, and one key/value head. Its memory is given to it.
 template <typename Kind, typename scalar>
 class Item {
     typedef typename Kind::stored stored;
@@ -35,42 +42,54 @@ class Item {
     static constexpr bool kScaled = std::is_same_v<stored, int8_t>;
 
 public:
-    // ``next`` is computed after it, by this thread as a rule.
-    struct Place {
-        int64_t tile, head;
-    };
-    Item(const Step& given, Place own, Place then)
-        : step(given), next(then), D(given.head_dim), S(given.block_tokens), width((D + kPart - 1) / kPart * kPart), head(own.head),
-          group(given.query_heads / given.kv_heads), first_token(given.tiles[3 * own.tile + 1]),
-          rows(given.tiles[3 * own.tile + 2] * group), panels((rows + kPanelRows - 1) / kPanelRows), table(table_of(own.tile)),
-          positions(given.positions + first_token), lies_in_tiles(S == kPart && D % kPart == 0) {}
+    Item(const Step& given, int64_t tile, int64_t own_head)
+        : step(given), D(given.head_dim), S(given.block_tokens), width((D + kPart - 1) / kPart * kPart), head(own_head),
+          group(given.query_heads / given.kv_heads), first_token(given.tiles[3 * tile + 1]), rows(given.tiles[3 * tile + 2] * group),
+          panels((rows + kPanelRows - 1) / kPanelRows), table(table_of(tile)), positions(given.positions + first_token),
+          first(first_seen(step, positions[0])), last(positions[rows / group - 1]), lies_in_tiles(S == kPart && D % kPart == 0) {}
 
-    void attend() {
-        take_scratch();
+    int64_t num_panels() const { return panels; }
+    int64_t last_position() const { return last; }
+    static int64_t first_base(const Step& step, int64_t tile) {
+        return first_seen(step, step.positions[step.tiles[3 * tile + 1]]) / kTile * kTile;
+    }
+
+    // Numbers of memory, in whole lines.
+    int64_t numbers() const {
+        const int64_t copies = lies_in_tiles ? 0 : kTile * (D + width);
+        return (rows * (D + width + 2 + kWidth + kTile) + D + 2 * kTile + copies + kPart - 1) / kPart * kPart;
+    }
+
+    void begin(float* memory, Seen* own_seen) {
+        take(memory, own_seen);
         for (int64_t p = 0; p < panels; ++p) begin_panel(p);
-        const int64_t last = positions[rows / group - 1], first = first_seen(positions[0]);
+    }
+
+    // What is from ``base`` on. Meanwhile the keys of ``then`` are asked for.
+    void pass(int64_t base, Place then) {
         Tile<stored> tile{};
         tile.D = D, tile.width = width, tile.scale = step.scale, tile.softcap = step.softcap;
         tile.has_rules = kScaled || step.softcap != 0.0f || step.bias || !(step.scale > 0.0f);
-        for (int64_t base = first / kTile * kTile; base <= last; base += kTile) {
-            find_tile(base, first > base ? first : base, last < base + kTile ? last : base + kTile - 1, tile);
-            if (lies_in_tiles) find_coming(base, last, tile);
-            for (int64_t p = 0; p < panels; ++p) {
-                look(p, base, seen[p]);
-                if (seen[p].end_part > seen[p].first_part) weigh_panel_of<kPanelRows>(rows_of(p), looks(p), tile, seen[p], panel_at(p));
-            }
-            for (int64_t p = 0; p < panels; ++p)
-                if (seen[p].end_part > seen[p].first_part) add_panel_of<kPanelRows>(rows_of(p), looks(p), tile, seen[p], panel_at(p));
+        find_tile(base, first > base ? first : base, last < base + kTile ? last : base + kTile - 1, tile);
+        if (lies_in_tiles) find_coming(base, then, tile);
+        for (int64_t p = 0; p < panels; ++p) {
+            look(p, base, seen[p]);
+            if (seen[p].end_part > seen[p].first_part) weigh_panel_of<kPanelRows>(rows_of(p), looks(p), tile, seen[p], panel_at(p));
         }
+        for (int64_t p = 0; p < panels; ++p)
+            if (seen[p].end_part > seen[p].first_part) add_panel_of<kPanelRows>(rows_of(p), looks(p), tile, seen[p], panel_at(p));
+    }
+
+    void end() const {
         for (int64_t r = 0; r < rows; ++r) finish(r);
     }
 
 private:
     const Step& step;
-    const Place next;
     const int64_t D, S, width, head, group, first_token, rows, panels;
     const int32_t* table;
     const int32_t* positions;
+    const int64_t first, last;  // positions that its rows see
     const bool lies_in_tiles;  // then the cache's blocks are a tile's parts
     word* queries;
     float *sums, *peaks, *masses, *shrinks, *scores, *scales, *turned;
@@ -78,7 +97,9 @@ private:
     stored *own_keys, *own_values;
 
     const int32_t* table_of(int64_t tile) const { return step.tables + step.tiles[3 * tile] * step.table_width; }
-    int64_t first_seen(int64_t position) const { return step.window && position >= step.window ? position - step.window + 1 : 0; }
+    static int64_t first_seen(const Step& step, int64_t position) {
+        return step.window && position >= step.window ? position - step.window + 1 : 0;
+    }
     bool looks(int64_t panel) const { return panel == 0 && lies_in_tiles; }  // the first of those that read the same
     int64_t first_row(int64_t panel) const { return panel * rows / panels; }
     int rows_of(int64_t panel) const { return int(first_row(panel + 1) - first_row(panel)); }
@@ -90,13 +111,8 @@ private:
         return static_cast<const stored*>(step.value_cache) + (int64_t(table[block]) * step.kv_heads + head) * D * S;
     }
 
-    void take_scratch() {
-        thread_local std::vector<Seen> own_seen;
-        own_seen.resize(size_t(panels));
-        seen = own_seen.data();
-        thread_local std::vector<float> scratch;
-        scratch.resize(size_t(rows * (D + width + 2 + kWidth + kTile) + D + 2 * kTile + (lies_in_tiles ? 0 : kTile * (D + width)) + 16));
-        float* free = scratch.data() + (64 - reinterpret_cast<uintptr_t>(scratch.data()) % 64) % 64 / sizeof(float);
+    void take(float* free, Seen* own_seen) {
+        seen = own_seen;
         const auto take = [&](int64_t numbers) { return (free += numbers) - numbers; };
         sums = take(rows * width), scores = take(rows * kTile), scales = take(2 * kTile), masses = take(rows * kWidth);
         peaks = take(rows), shrinks = take(rows), turned = take(D);
@@ -109,22 +125,23 @@ private:
     }
 
     void begin_panel(int64_t panel) {
-        const int64_t begin = first_row(panel), count = first_row(panel + 1) - begin;
+        const int64_t begin = first_row(panel), count = first_row(panel + 1) - begin, features = D, rotated = step.rotary_dim;
         for (int64_t r = begin; r < begin + count; ++r) {
             const int64_t token = first_token + r / group, own = head * group + r % group;
             const scalar* source = query_of(r);
-            if (r + count < rows) ask_for_head(query_of(r + count), D);
-            rotate(step, source, token, turned);
-            word* target = queries + begin * (D / Kind::kInputs) + r - begin;
+            if (r + count < rows) ask_for_head(query_of(r + count), features);
+            float* own_turned = turned;
+            rotate(step, source, token, own_turned);
+            word* target = queries + begin * (features / Kind::kInputs) + r - begin;
             int64_t d = 0;
-            for (; d < step.rotary_dim; d += Kind::kInputs) target[d / Kind::kInputs * count] = Kind::word_of(turned + d);
-            for (; d < D; d += Kind::kInputs) target[d / Kind::kInputs * count] = Kind::word_at(source + d);
+            for (; d < rotated; d += Kind::kInputs) target[d / Kind::kInputs * count] = Kind::word_of(own_turned + d);
+            for (; d < features; d += Kind::kInputs) target[d / Kind::kInputs * count] = Kind::word_at(source + d);
             // A sink is a score that was seen already and whose value is zero.
             peaks[r] = step.sinks ? step.sinks[own] : kLowest;
-            for (int i = 0; i < kWidth; ++i) masses[r * kWidth + i] = 0.0f;
+            std::fill_n(masses + r * kWidth, kWidth, 0.0f);
             masses[r * kWidth] = step.sinks ? 1.0f : 0.0f;
         }
-        for (int64_t i = begin * width; i < (begin + count) * width; ++i) sums[i] = 0.0f;
+        std::fill_n(sums + begin * width, count * width, 0.0f);
     }
 
     const scalar* query_of(int64_t row) const {
@@ -162,23 +179,20 @@ private:
         }
     }
 
-    // What is read while this tile's keys are multiplied, and while its values are: those, and the next keys.
-    void find_coming(int64_t base, int64_t last, Tile<stored>& tile) const {
-        const bool is_last = base + kTile > last;
-        const int32_t* blocks = table + (base + kTile) / kPart;
-        int64_t count = (last - base - kTile) / kPart + 1, of_head = head;
-        if (is_last && next.tile < 0) {
-            count = 0;
-        } else if (is_last) {
-            const int32_t* then = step.tiles + 3 * next.tile;
-            const int64_t begin = first_seen(step.positions[then[1]]) / kTile * kTile, end = step.positions[then[1] + then[2] - 1];
-            blocks = table_of(next.tile) + begin / kPart, count = (end - begin) / kPart + 1, of_head = next.head;
+    // What is read while this tile's keys are multiplied, and while its values are: those, and the keys of ``then``.
+    void find_coming(int64_t base, Place then, Tile<stored>& tile) const {
+        const int32_t* blocks = nullptr;
+        int64_t count = 0;
+        if (then.tile >= 0) {
+            const int32_t* tokens = step.tiles + 3 * then.tile;
+            blocks = table_of(then.tile) + then.base / kPart;
+            count = (step.positions[tokens[1] + tokens[2] - 1] - then.base) / kPart + 1;
         }
         for (int part = 0; part < kParts; ++part) {
             const int64_t seen_of = last + 1 - base - part * kPart;
             tile.value_rows[part] = seen_of < 0 ? 0 : seen_of < kPart ? int(seen_of) : kPart;
             // Where nothing comes: what is there already.
-            tile.coming[part] = part < count ? keys_at(blocks[part], of_head) : tile.values[part];
+            tile.coming[part] = part < count ? keys_at(blocks[part], then.head) : tile.values[part];
         }
     }
 
@@ -188,7 +202,7 @@ private:
         const int count = rows_of(panel);
         for (int r = 0; r < count; ++r) {
             const int64_t position = positions[(begin + r) / group], own = head * group + (begin + r) % group;
-            const int64_t low = first_seen(position) - base, high = position + 1 - base;
+            const int64_t low = first_seen(step, position) - base, high = position + 1 - base;
             seen.begin[r] = low < 0 ? 0 : low > kTile ? kTile : int(low);
             seen.end[r] = high < 0 ? 0 : high > kTile ? kTile : int(high);
             seen.bias[r] = step.bias ? step.bias + own * step.bias_positions + base : nullptr;
@@ -220,33 +234,71 @@ private:
     }
 
     void finish(int64_t r) const {
-        scalar* target = static_cast<scalar*>(step.out) + ((first_token + r / group) * step.query_heads + head * group + r % group) * D;
+        const int64_t features = D;
+        scalar* target = static_cast<scalar*>(step.out);
+        target += ((first_token + r / group) * step.query_heads + head * group + r % group) * features;
+        const float* own = sums + r * width;
         float mass = 0.0f;
         for (int i = 0; i < kWidth; ++i) mass += masses[r * kWidth + i];
         const float inverse = 1.0f / mass;
-        for (int64_t d = 0; d < D; ++d) from_float(sums[r * width + d] * inverse, target[d]);
+        for (int64_t d = 0; d < features; ++d) from_float(own[d] * inverse, target[d]);
     }
 };
+
+// Heads [from, to) of a tile, a part of the cache after the other: of each block their keys lie one behind the other, and their values.
+template <typename Kind, typename scalar>
+void attend_heads(const Step& step, int64_t tile, int64_t from, int64_t to, Place then) {
+    typedef Item<Kind, scalar> One;
+    thread_local std::vector<One> items;
+    thread_local std::vector<float> memory;
+    thread_local std::vector<Seen> seen;
+    items.clear();
+    for (int64_t head = from; head < to; ++head) items.emplace_back(step, tile, head);
+    const int64_t numbers = items[0].numbers(), panels = items[0].num_panels();
+    memory.resize(size_t((to - from) * numbers + kPart));
+    seen.resize(size_t((to - from) * panels));
+    float* lines = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64 / sizeof(float);
+    for (int64_t i = 0; i < to - from; ++i) items[size_t(i)].begin(lines + i * numbers, seen.data() + i * panels);
+    const int64_t last = items[0].last_position();
+    for (int64_t base = One::first_base(step, tile); base <= last; base += kTile)
+        for (int64_t head = from; head < to; ++head) {
+            Place next = then;
+            if (head + 1 < to) next = {tile, head + 1, base};
+            else if (base + kTile <= last) next = {tile, from, base + kTile};
+            items[size_t(head - from)].pass(base, next);
+        }
+    for (const One& item : items) item.end();
+}
 
 // By all threads of the parallel region that it is called in.
 template <typename Kind, typename scalar>
 void attend_all(const Step& step) {
-    const int64_t items = step.num_tiles * step.kv_heads;
-    // With tiles enough for all threads, a thread takes all heads of a tile: their parts of a block lie side by side.
-    const int64_t chunk = step.num_tiles >= kTilesPerThread * omp_get_num_threads() ? step.kv_heads : 1;
+    const int64_t tiles = step.num_tiles, heads = step.kv_heads, threads = omp_get_num_threads();
     const int64_t runs = (step.tokens + kPart - 1) / kPart;
 #pragma omp for schedule(static)
-    for (int64_t item = 0; item < runs * step.kv_heads; ++item) {
+    for (int64_t item = 0; item < runs * heads; ++item) {
         // Tokens that follow one another share lines of their block's keys.
-        const int64_t first = item / step.kv_heads * kPart, end = first + kPart < step.tokens ? first + kPart : step.tokens;
-        store_run<scalar, typename Kind::stored>(step, first, end, item % step.kv_heads);
+        const int64_t first = item / heads * kPart, end = first + kPart < step.tokens ? first + kPart : step.tokens;
+        store_run<scalar, typename Kind::stored>(step, first, end, item % heads);
     }
-// From the last on: a prompt's last tiles see the most, and what comes last should be short.
-#pragma omp for schedule(dynamic, chunk)
-    for (int64_t item = 0; item < items; ++item) {
-        typedef typename Item<Kind, scalar>::Place Place;
-        const auto place = [&](int64_t at) { return Place{step.num_tiles - 1 - at / step.kv_heads, at % step.kv_heads}; };
-        Item<Kind, scalar>(step, place(item), place(item + 1)).attend();
+    // With tiles enough for all threads, a thread takes all heads of a tile; of few single tokens some of them.
+    int64_t shares = heads;
+    if (tiles >= kTilesPerThread * threads) shares = 1;
+    else if (tiles == step.tokens) shares = std::min(heads, (kSharesPerThread * threads + tiles - 1) / tiles);
+    const auto place = [&](int64_t item) {  // where an item begins; what is behind the last is nowhere
+        if (item >= tiles * shares) return Place{-1, 0, 0};
+        const int64_t tile = tiles - 1 - item / shares;  // from the last on: a prompt's see the most, and what comes last should be short
+        return Place{tile, item % shares * heads / shares, Item<Kind, scalar>::first_base(step, tile)};
+    };
+#pragma omp for schedule(dynamic)
+    for (int64_t item = 0; item < tiles * shares; ++item) {
+        const Place own = place(item), then = place(item + 1);
+        const int64_t end = (item % shares + 1) * heads / shares;
+        const bool together = step.tiles[3 * own.tile + 2] == 1;  // the rows of many tokens would drive one another out of the cache
+        for (int64_t head = own.head, to; head < end; head = to) {
+            to = together ? end : head + 1;
+            attend_heads<Kind, scalar>(step, own.tile, head, to, to < end ? Place{own.tile, to, own.base} : then);
+        }
     }
 }
 
