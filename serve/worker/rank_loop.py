@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 RANK_NAME: Final = "tessera-rank-"
 """What the system calls a rank's process, before its number."""
 _STEP_BYTES: Final = 256 << 20
-"""What a rank keeps of the memory of a step's tensors for the next. A prompt's step cleared pages for 4 % of its time."""
+"""What a heap of a rank keeps of a step's tensors for the next one. A prompt's step cleared pages for 4 % of its time."""
 LEAN: Final = ("serve.worker.lean_torch", "serve.worker.lean_imports")
 """What imports torch and transformers for ranks."""
 PULSE_SECONDS: Final = 0.25
@@ -139,7 +139,8 @@ def _load(
                 verify_logits(config, model, ranks)
             if runner.graphs is not None:
                 runner.graphs.capture()
-        heap.keep(_STEP_BYTES)
+        if device.type == "cpu":
+            heap.keep(_STEP_BYTES)
         ranks.limit_exchanges(config.supervisor.step_timeout_seconds)
     except StartError as error:
         wire.send(steps, wire.encode(wire.Failed(str(error), configured=isinstance(error, ConfigError))))

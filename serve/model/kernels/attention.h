@@ -46,7 +46,10 @@ public:
         : step(given), D(given.head_dim), S(given.block_tokens), width((D + kPart - 1) / kPart * kPart), head(own_head),
           group(given.query_heads / given.kv_heads), first_token(given.tiles[3 * tile + 1]), rows(given.tiles[3 * tile + 2] * group),
           panels((rows + kPanelRows - 1) / kPanelRows), table(table_of(tile)), positions(given.positions + first_token),
-          first(first_seen(step, positions[0])), last(positions[rows / group - 1]), lies_in_tiles(S == kPart && D % kPart == 0) {}
+          first(first_seen(step, positions[0])), last(positions[rows / group - 1]), in_tiles(lies_in_tiles(given)) {}
+
+    // Whether the cache's blocks are a tile's parts.
+    static bool lies_in_tiles(const Step& step) { return step.block_tokens == kPart && step.head_dim % kPart == 0; }
 
     int64_t num_panels() const { return panels; }
     int64_t last_position() const { return last; }
@@ -56,7 +59,7 @@ public:
 
     // Numbers of memory, in whole lines.
     int64_t numbers() const {
-        const int64_t copies = lies_in_tiles ? 0 : kTile * (D + width);
+        const int64_t copies = in_tiles ? 0 : kTile * (D + width);
         return (rows * (D + width + 2 + kWidth + kTile) + D + 2 * kTile + copies + kPart - 1) / kPart * kPart;
     }
 
@@ -71,7 +74,7 @@ public:
         tile.D = D, tile.width = width, tile.scale = step.scale, tile.softcap = step.softcap;
         tile.has_rules = kScaled || step.softcap != 0.0f || step.bias || !(step.scale > 0.0f);
         find_tile(base, first > base ? first : base, last < base + kTile ? last : base + kTile - 1, tile);
-        if (lies_in_tiles) find_coming(base, then, tile);
+        if (in_tiles) find_coming(base, then, tile);
         for (int64_t p = 0; p < panels; ++p) {
             look(p, base, seen[p]);
             if (seen[p].end_part > seen[p].first_part) weigh_panel_of<kPanelRows>(rows_of(p), looks(p), tile, seen[p], panel_at(p));
@@ -90,7 +93,7 @@ private:
     const int32_t* table;
     const int32_t* positions;
     const int64_t first, last;  // positions that its rows see
-    const bool lies_in_tiles;  // then the cache's blocks are a tile's parts
+    const bool in_tiles;
     word* queries;
     float *sums, *peaks, *masses, *shrinks, *scores, *scales, *turned;
     Seen* seen;
@@ -100,7 +103,7 @@ private:
     static int64_t first_seen(const Step& step, int64_t position) {
         return step.window && position >= step.window ? position - step.window + 1 : 0;
     }
-    bool looks(int64_t panel) const { return panel == 0 && lies_in_tiles; }  // the first of those that read the same
+    bool looks(int64_t panel) const { return panel == 0 && in_tiles; }  // the first of those that read the same
     int64_t first_row(int64_t panel) const { return panel * rows / panels; }
     int rows_of(int64_t panel) const { return int(first_row(panel + 1) - first_row(panel)); }
     const stored* keys_at(int32_t block, int64_t of_head) const {
@@ -117,7 +120,7 @@ private:
         sums = take(rows * width), scores = take(rows * kTile), scales = take(2 * kTile), masses = take(rows * kWidth);
         peaks = take(rows), shrinks = take(rows), turned = take(D);
         queries = reinterpret_cast<word*>(take(rows * D));
-        if (!lies_in_tiles) {
+        if (!in_tiles) {
             own_keys = reinterpret_cast<stored*>(take(kTile * D));
             own_values = reinterpret_cast<stored*>(take(kTile * width));
             std::memset(static_cast<void*>(own_values), 0, size_t(kTile * width) * sizeof(stored));
@@ -159,7 +162,7 @@ private:
                 scales[kTile + position - base] = to_float(step.value_scales[place]);
             }
         }
-        if (lies_in_tiles) {
+        if (in_tiles) {
             for (int64_t block = from / S; block <= to / S; ++block) {
                 tile.keys[block - base / S] = keys_of(block);
                 tile.values[block - base / S] = values_of(block);
@@ -170,12 +173,16 @@ private:
             tile.keys[part] = own_keys + part * kPart * D;
             tile.values[part] = own_values + part * kPart * width;
         }
+        // By names of its own: what a member is might change with every number that is stored.
+        const int64_t features = D, apart = S, whole = width;
+        stored *const key_copies = own_keys, *const value_copies = own_values;
         for (int64_t position = from; position <= to; ++position) {
             const int64_t place = position - base;
-            const stored* key = keys_of(position / S) + position % S;
-            stored* own = own_keys + place / kPart * kPart * D + place % kPart;
-            for (int64_t d = 0; d < D; ++d) own[d * kPart] = key[d * S];
-            std::memcpy(own_values + place * width, values_of(position / S) + position % S * D, size_t(D) * sizeof(stored));
+            const stored* key = keys_of(position / apart) + position % apart;
+            stored* own = key_copies + place / kPart * kPart * features + place % kPart;
+            for (int64_t d = 0; d < features; ++d) own[d * kPart] = key[d * apart];
+            const stored* value = values_of(position / apart) + position % apart * features;
+            std::memcpy(value_copies + place * whole, value, size_t(features) * sizeof(stored));
         }
     }
 
@@ -245,21 +252,43 @@ private:
     }
 };
 
-// Heads [from, to) of a tile, a part of the cache after the other: of each block their keys lie one behind the other, and their values.
+// A thread's memory for items.
+struct Room {
+    std::vector<float> memory;
+    std::vector<Seen> seen;
+
+    // The first of so many numbers, which begins with a line.
+    float* numbers(int64_t count) {
+        memory.resize(size_t(count + kPart));
+        return memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64 / sizeof(float);
+    }
+};
+
+template <typename Kind, typename scalar>
+void attend_head(const Step& step, int64_t tile, int64_t head, Place then) {
+    typedef Item<Kind, scalar> One;
+    thread_local Room room;
+    One one(step, tile, head);
+    room.seen.resize(size_t(one.num_panels()));
+    one.begin(room.numbers(one.numbers()), room.seen.data());
+    const int64_t last = one.last_position();
+    for (int64_t base = One::first_base(step, tile); base <= last; base += kTile)
+        one.pass(base, base + kTile <= last ? Place{tile, head, base + kTile} : then);
+    one.end();
+}
+
+// Heads [from, to) of a tile side by side: of each block their keys lie one behind the other, and their values.
 template <typename Kind, typename scalar>
 void attend_heads(const Step& step, int64_t tile, int64_t from, int64_t to, Place then) {
     typedef Item<Kind, scalar> One;
+    thread_local Room room;
     thread_local std::vector<One> items;
-    thread_local std::vector<float> memory;
-    thread_local std::vector<Seen> seen;
     items.clear();
     for (int64_t head = from; head < to; ++head) items.emplace_back(step, tile, head);
-    const int64_t numbers = items[0].numbers(), panels = items[0].num_panels();
-    memory.resize(size_t((to - from) * numbers + kPart));
-    seen.resize(size_t((to - from) * panels));
-    float* lines = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64 / sizeof(float);
-    for (int64_t i = 0; i < to - from; ++i) items[size_t(i)].begin(lines + i * numbers, seen.data() + i * panels);
-    const int64_t last = items[0].last_position();
+    const int64_t numbers = items[0].numbers(), panels = items[0].num_panels(), last = items[0].last_position();
+    room.seen.resize(size_t((to - from) * panels));
+    float* memory = room.numbers((to - from) * numbers);
+    for (int64_t i = 0; i < to - from; ++i) items[size_t(i)].begin(memory + i * numbers, room.seen.data() + i * panels);
     for (int64_t base = One::first_base(step, tile); base <= last; base += kTile)
         for (int64_t head = from; head < to; ++head) {
             Place next = then;
@@ -284,7 +313,7 @@ void attend_all(const Step& step) {
     // With tiles enough for all threads, a thread takes all heads of a tile; of few single tokens some of them.
     int64_t shares = heads;
     if (tiles >= kTilesPerThread * threads) shares = 1;
-    else if (tiles == step.tokens) shares = std::min(heads, (kSharesPerThread * threads + tiles - 1) / tiles);
+    else if (tiles == step.tokens && tiles > 0) shares = std::min(heads, (kSharesPerThread * threads + tiles - 1) / tiles);
     const auto place = [&](int64_t item) {  // where an item begins; what is behind the last is nowhere
         if (item >= tiles * shares) return Place{-1, 0, 0};
         const int64_t tile = tiles - 1 - item / shares;  // from the last on: a prompt's see the most, and what comes last should be short
@@ -294,11 +323,13 @@ void attend_all(const Step& step) {
     for (int64_t item = 0; item < tiles * shares; ++item) {
         const Place own = place(item), then = place(item + 1);
         const int64_t end = (item % shares + 1) * heads / shares;
-        const bool together = step.tiles[3 * own.tile + 2] == 1;  // the rows of many tokens would drive one another out of the cache
-        for (int64_t head = own.head, to; head < end; head = to) {
-            to = together ? end : head + 1;
-            attend_heads<Kind, scalar>(step, own.tile, head, to, to < end ? Place{own.tile, to, own.base} : then);
+        // The rows of many tokens, and copies of blocks that are no tile's parts, would drive one another out of the cache.
+        if (step.tiles[3 * own.tile + 2] == 1 && Item<Kind, scalar>::lies_in_tiles(step)) {
+            attend_heads<Kind, scalar>(step, own.tile, own.head, end, then);
+            continue;
         }
+        for (int64_t head = own.head; head < end; ++head)
+            attend_head<Kind, scalar>(step, own.tile, head, head + 1 < end ? Place{own.tile, head + 1, own.base} : then);
     }
 }
 

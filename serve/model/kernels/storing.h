@@ -112,27 +112,35 @@ void store_token(const Step& step, int64_t token, int64_t head) {
     }
 }
 
-#if defined(__AVX512BW__)
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
 
-// Sixteen rows of sixteen numbers, transposed: four times, rows eight apart are laid together number by number.
+// Rows of sixteen numbers as registers, and two of them laid together number by number: the first halves, or the second.
+inline __m256i row_of(const bf16* row) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row)); }
+inline __m512i row_of(const float* row) { return _mm512_loadu_si512(row); }
+inline void keep(bf16* out, __m256i row) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), row); }
+inline void keep(float* out, __m512i row) { _mm512_storeu_si512(out, row); }
+inline __m256i laid_together(__m256i a, __m256i b, int half) {
+    const __m256i low = _mm256_setr_epi16(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    return _mm256_permutex2var_epi16(a, half ? _mm256_add_epi16(low, _mm256_set1_epi16(8)) : low, b);
+}
+inline __m512i laid_together(__m512i a, __m512i b, int half) {
+    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    return _mm512_permutex2var_epi32(a, half ? _mm512_add_epi32(low, _mm512_set1_epi32(8)) : low, b);
+}
+
+// Sixteen rows of sixteen numbers, transposed: four times, rows eight apart are laid together.
 template <typename scalar>
 inline void transpose(const scalar* rows, int64_t stride, scalar* out) {
-    typedef std::conditional_t<sizeof(scalar) == 2, uint16_t, uint32_t> bits;
-    typedef bits lane __attribute__((vector_size(16 * sizeof(bits))));
-    const lane low = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
-    lane own[16], next[16];
-    for (int i = 0; i < 16; ++i) std::memcpy(&own[i], rows + i * stride, sizeof(lane));
+    decltype(row_of(rows)) own[16], next[16];
+    for (int i = 0; i < 16; ++i) own[i] = row_of(rows + i * stride);
 #pragma GCC unroll 4
     for (int turn = 0; turn < 4; ++turn) {
-#pragma GCC unroll 8
-        for (int i = 0; i < 8; ++i) {
-            next[2 * i] = __builtin_shuffle(own[i], own[i + 8], low);
-            next[2 * i + 1] = __builtin_shuffle(own[i], own[i + 8], low + 8);
-        }
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; ++i) next[i] = laid_together(own[i / 2], own[i / 2 + 8], i % 2);
 #pragma GCC unroll 16
         for (int i = 0; i < 16; ++i) own[i] = next[i];
     }
-    for (int i = 0; i < 16; ++i) std::memcpy(out + i * 16, &own[i], sizeof(lane));
+    for (int i = 0; i < 16; ++i) keep(out + i * 16, own[i]);
 }
 
 // Whether these tokens fill a block of sixteen positions, one after the other.
@@ -176,7 +184,7 @@ void store_run(const Step& step, int64_t first, int64_t end, int64_t head) {
         ask_for_head(key_of<scalar>(step, then, has_next ? head + 1 : 0), step.head_dim);
         ask_for_head(value_of<scalar>(step, then, has_next ? head + 1 : 0), step.head_dim);
     }
-#if defined(__AVX512BW__)
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
     if constexpr (std::is_same_v<scalar, stored>)
         if (step.head_dim % 16 == 0 && is_block(step, first, end)) return store_block<scalar>(step, first, head);
 #endif
