@@ -139,8 +139,7 @@ def _load(
                 verify_logits(config, model, ranks)
             if runner.graphs is not None:
                 runner.graphs.capture()
-        if device.type == "cpu":
-            heap.keep(_STEP_BYTES)
+        _keep_memory(device)
         ranks.limit_exchanges(config.supervisor.step_timeout_seconds)
     except StartError as error:
         wire.send(steps, wire.encode(wire.Failed(str(error), configured=isinstance(error, ConfigError))))
@@ -153,6 +152,11 @@ def _load(
     packing = Packing([each.filler.take_waiting() for each in (model, draft) if each], runner.rest, model.narrow)
     order_loop = OrderLoop(Exchange(config, model, ranks, runner, packing), Profiler(model, runner.recorded), device)
     return runner, order_loop, _faults(config, model, ranks, name, beside)
+
+
+def _keep_memory(device: torch.device) -> None:
+    if device.type == "cpu":
+        heap.keep(_STEP_BYTES)
 
 
 def _trial(config: ServerConfig, progress: Progress, drafts: list[RankModel | None]) -> Callable[[RankModel, Ranks], int]:
