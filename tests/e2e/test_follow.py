@@ -20,6 +20,8 @@ from tests.support.server import Server, serving, until
 FAMILY = "gpt_neox"
 SWAPS = int(os.environ.get("TESSERA_SWAPS", "2"))
 """Exchanges under load on two ranks; a whole trial makes 20."""
+MORE_SWAPS = 30
+"""How many more there may be until one meets a call."""
 SPOILED = "gpt_neox.layers.1.mlp.dense_4h_to_h.weight"
 
 
@@ -94,23 +96,28 @@ def test_exchanges_under_streams_lose_no_call_and_mix_up_no_token(
     with serving(root, *options) as server, Streams(server, num_streams, tokens=60) as streams:
         until(lambda: len(streams.done) or streams.errors)
         pids = server.rank_pids()
-        for step in range(3, 3 + num_swaps):
+        swaps = 0
+        # A quick server may take each between two calls: then there are more of them.
+        while swaps < num_swaps or (not streams.errors and all(len(finish.made_by) == 1 for *_, finish in streams.done)):
+            swaps += 1
+            assert swaps <= num_swaps + MORE_SWAPS, "no exchange met a call"
+            step = 2 + swaps
             put(root, step, tmp_path, seed=step % 2)
             before = len(streams.done)
             server.admin.Reload(admin_pb2.ReloadRequest(), timeout=600)
             assert server.health() == "SERVING"
             until(lambda before=before: len(streams.done) > before or streams.errors)  # type: ignore[misc]
         assert server.rank_pids() == pids, "the ranks are the same"
-        assert server.models.GetModel(models_pb2.GetModelRequest(), timeout=400).checkpoint_step == 2 + num_swaps
+        assert server.models.GetModel(models_pb2.GetModelRequest(), timeout=400).checkpoint_step == 2 + swaps
         metrics = server.metrics()
     assert not streams.errors
-    assert metrics["tessera_weight_swaps_total"] == num_swaps
+    assert metrics["tessera_weight_swaps_total"] == swaps
     assert metrics["tessera_engine_restarts_total"] == 0
     assert not any("state: serving -> " in line and "draining" not in line and "stopped" not in line for line in server.log)
     models = {0: reference.load(first), 1: reference.load(root / "step-00000003")}
     # Those that met an exchange first: of the others a few will do.
     calls = sorted(streams.done, key=lambda call: -len(call[2].made_by))[: 2 * num_streams]
-    assert max(expect_exact(models, *call) for call in calls) > 1, "no exchange met a call"
+    assert max(expect_exact(models, *call) for call in calls) > 1
 
 
 def test_a_watched_run_is_followed_and_a_bad_checkpoint_is_told_of_once(tmp_path: Path) -> None:
