@@ -24,7 +24,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import torch
 import transformers
@@ -132,8 +132,8 @@ def train(tokens_N: Tensor, folder: Path, steps: int) -> float:
     return float(loss.detach())
 
 
-def losses(folder: Path, way: Way, rows: list[tuple[int, ...]]) -> Tensor:
-    """Mean surprise in nats of each held-out row, by itself, through the code that serves."""
+def losses(folder: Path, way: Way, rows: list[tuple[int, ...]]) -> tuple[str, Tensor]:
+    """What computes linear layers, and the mean surprise of each held-out row in nats, by itself, by the code that serves."""
     config = ServerConfig(
         model=ModelConfig(
             path=str(folder), dtype="bfloat16", device="cpu", quantization=way.quantization, quantization_group=way.group
@@ -157,7 +157,7 @@ def losses(folder: Path, way: Way, rows: list[tuple[int, ...]]) -> Tensor:
         told = [each.logprob for part in result.prompt_logprobs for each in part.logprobs]
         assert len(told) == len(row) - 1
         means.append(-sum(told) / len(told))
-    return torch.tensor(means, dtype=torch.float64)
+    return model.facts.linear, torch.tensor(means, dtype=torch.float64)
 
 
 def by_frequency(training_N: Tensor, rows: list[tuple[int, ...]]) -> float:
@@ -178,7 +178,7 @@ def compare(losses_R: Tensor, plain_R: Tensor) -> dict[str, float]:
     }
 
 
-def record_of(found: dict[str, dict[str, float]], notes: dict[str, object]) -> dict[str, object]:
+def record_of(found: dict[str, dict[str, Any]], notes: dict[str, object]) -> dict[str, object]:
     """What is written of a run: each way beside bf16, and the bars that it missed."""
     bars = {name: 100 * way.most for name, way in WAYS.items() if way.most is not None}
     return {
@@ -215,12 +215,17 @@ def main() -> int:
             train(training_N, folder, options.steps)
         with torch.inference_mode():
             told = {name: losses(folder, way, rows) for name, way in WAYS.items()}
-    found = {name: compare(losses_R, told["bf16"]) for name, losses_R in told.items()}
+    found: dict[str, dict[str, Any]] = {
+        name: {"linear": linear, **compare(losses_R, told["bf16"][1])} for name, (linear, losses_R) in told.items()
+    }
     for name, each in found.items():
         most = WAYS[name].most
         more, error = each["more than bf16, percent"], each["standard error, percent"]
         bar = "" if most is None else f", bar {100 * most:+.1f} %"
-        print(f"{name:26} {each['perplexity']:9.4f}  {more:+.3f} % (standard error {error:.3f}){bar}", flush=True)
+        print(
+            f"{name:26} {each['linear']:12} {each['perplexity']:9.4f}  {more:+.3f} % (standard error {error:.3f}){bar}",
+            flush=True,
+        )
     record = record_of(found, {
         "what": f"perplexity of {len(rows)} x {CONTEXT} held-out tokens of Python's standard library, by a Llama of 4 layers "
         f"and 256 features that was trained on the rest of it for {options.steps} steps of {_ROWS} x {CONTEXT} tokens",

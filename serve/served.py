@@ -69,8 +69,9 @@ class ModelConfig:
 
     quantization: Literal["none", "int8", "int4", "fp8"] = "none"
     """What the weights of linear layers are rounded to as they are read: ``int8`` is whole numbers with a scale for each
-    output, ``int4`` with one for each ``quantization_group`` of its inputs; activations and the cache keep ``dtype``. ``fp8``
-    is for GPUs of compute capability 8.9 or higher, and rounds activations too."""
+    output, ``int4`` with one for each ``quantization_group`` of its inputs; activations and the cache keep ``dtype``, but that
+    bf16 activations are rounded to 8 bits where a CPU multiplies bytes. ``fp8`` is for GPUs of compute capability 8.9 or
+    higher, and rounds activations too."""
 
     quantization_group: int = 32
     """Inputs that share a scale with ``int4``: 32, 64 or 128. Smaller groups round less and take more room."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 import torch
@@ -133,6 +134,28 @@ class CpuKernelBackend:
         self._call(query_THD.dtype == torch.bfloat16, step)
         return out_THD
 
+    @staticmethod
+    def lies_by_token(job: Job) -> bool:
+        """Whether what a recorded call reads and writes lies one token behind the other, so that another number may follow."""
+        step = _Step.from_address(job.y)
+        parts = (
+            (step.query_heads, step.query_stride_token, step.query_stride_head),
+            (step.kv_heads, step.key_stride_token, step.key_stride_head),
+            (step.kv_heads, step.value_stride_token, step.value_stride_head),
+        )
+        return all(heads == 1 or token >= head for heads, token, head in parts)
+
+    def turn_to(self, job: Job, layout: StepLayout) -> None:
+        """Let a recorded call attend by another layout, of as many tokens as its inputs have by then."""
+        step = _Step.from_address(job.y)
+        step.tokens = layout.query_starts[-1]
+        tiles = self._tiles_of(layout, self._tile_tokens(step.tokens, step.query_heads, step.kv_heads))
+        step.tiles, step.num_tiles = tiles.data_ptr(), tiles.shape[0]
+        step.slots, step.positions = layout.slots.data_ptr(), layout.positions.data_ptr()
+        step.tables, step.table_width = layout.block_tables.data_ptr(), layout.block_tables.shape[1]
+        most = max(layout.context_lengths, default=0)
+        assert not step.bias or -(-most // step.block_tokens) * step.block_tokens <= step.bias_positions
+
     def _call(self, is_bf16: bool, step: _Step) -> None:
         self._kernels.tessera_attend(is_bf16, torch.get_num_threads(), ctypes.byref(step))
         if (recorder := active()) is not None:
@@ -153,7 +176,10 @@ class CpuKernelBackend:
                 for i, row in enumerate(layout.table_rows)
                 for first in range(starts[i], starts[i + 1], tile_tokens)
             ]
-            layout.made[tile_tokens] = made = torch.tensor(tiles, dtype=torch.int32).view(-1, 3)
+            make = partial(torch.tensor, tiles, dtype=torch.int32)
+            recorder = active()
+            flat = make() if recorder is None else recorder.unrecorded(make)
+            layout.made[tile_tokens] = made = flat.view(-1, 3)
         assert isinstance(made, Tensor)
         return made
 

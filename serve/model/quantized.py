@@ -1,7 +1,9 @@
 """Linear layers of whole numbers: weights of 8 or 4 bits with scales, made from a checkpoint's as each of them is read.
 
-Activations stay as they are; only weights are rounded. A product is the sum of activations times whole numbers, which both
-routes hold exactly, times the scale: the kernel of ``kernels/quantized.cpp``, or plain torch, which is the reference.
+Activations stay as they are in fp32, and in bf16 where the processor does not multiply bytes (AVX512-VNNI); only weights are
+rounded. A product is the sum of activations times whole numbers, which both routes hold exactly, times the scale: the kernel of
+``kernels/quantized.cpp``, or plain torch, which is the reference. Where the processor does, those of bf16 are rounded to 8 bits
+as well, in runs of ``RUN`` with a scale each: the kernel of ``kernels/rounded.cpp``.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from serve.model.recording import KINDS, Job, active
 
 BITS: Final = {"int8": 8, "int4": 4}
 """Values of ``model.quantization`` that round to whole numbers."""
-_QUANTIZED: Final = KINDS.index("quantized")
+RUN: Final = 64
+"""Neighbouring activations of a token that share a scale where they are rounded; half as many with weights in groups of 32."""
 _PANEL: Final = 32
 _ROWS_AT_ONCE: Final = 2048
 """Outputs that are rounded in one go: what they take in fp32 bounds the memory beside the weight itself."""
@@ -73,25 +76,32 @@ def quantize(weight_OI: Tensor, bits: int, group: int) -> Quantized:
     return Quantized(values, scales, group)
 
 
-def quantizing_packer(quantization: str, group: int, dtype: torch.dtype, kernels: ctypes.CDLL | None) -> tuple[str, Packer]:
+def quantizing_packer(
+    quantization: str, group: int, dtype: torch.dtype, kernels: ctypes.CDLL | None, *, rounds_inputs: bool = True
+) -> tuple[str, Packer]:
     """What makes quantized layers for activations of this type on the CPU, and its name in ``ModelFacts.linear``.
 
     Args:
         quantization: a key of ``BITS``.
         group: inputs that share a scale, of 4 bits; even.
         kernels: as ``load_cpu_kernels`` gives them; ``None`` where there are none.
+        rounds_inputs: whether activations are rounded, too, where that is faster: those of bf16 on some processors.
     """
     bits = BITS[quantization]
-    supported = kernels is not None and bool(kernels.tessera_linear_quantized_supported(dtype == torch.bfloat16))
-    own = _Own(kernels) if kernels is not None and supported else None
+    routes: list[_Own] = []
+    if rounds_inputs and kernels is not None and dtype == torch.bfloat16 and kernels.tessera_linear_rounded_supported():
+        routes.append(_Rounded(kernels))
+    if kernels is not None and kernels.tessera_linear_quantized_supported(int(dtype == torch.bfloat16)):
+        routes.append(_Own(kernels))
 
     def pack(weight_OI: Tensor, bias_O: Tensor | None, activation: str = "none") -> Matmul:
         weight = quantize(weight_OI, bits, group)
-        if own is None or weight_OI.shape[1] % own.together(dtype):
-            return reference(weight, bias_O, activation)
-        return own.product(weight, bits, dtype, bias_O, activation)
+        for route in routes:
+            if route.computes(weight, dtype):
+                return route.product(weight, bits, dtype, bias_O, activation)
+        return reference(weight, bias_O, activation)
 
-    return f"{quantization}-{'torch' if own is None else 'kernel'}", pack
+    return f"{quantization}-{routes[0].name if routes else 'torch'}", pack
 
 
 def reference(weight: Quantized, bias_O: Tensor | None, activation: str = "none") -> Matmul:
@@ -107,6 +117,9 @@ def reference(weight: Quantized, bias_O: Tensor | None, activation: str = "none"
 class _Own:
     """The kernel of ``kernels/quantized.cpp``."""
 
+    name = "kernel"
+    _kind = KINDS.index("quantized")
+
     def __init__(self, kernels: ctypes.CDLL) -> None:
         flag, whole, place = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
         self._multiply = kernels.tessera_linear_quantized
@@ -115,16 +128,24 @@ class _Own:
         self._together = kernels.tessera_linear_quantized_together
         self._together.argtypes = (flag,)
 
+    def computes(self, weight: Quantized, dtype: torch.dtype) -> bool:
+        """Whether it takes such a weight and activations of this type."""
+        return weight.values_OI.shape[1] % self.together(dtype) == 0
+
     def together(self, dtype: torch.dtype) -> int:
         """How many inputs lie side by side for activations of this type: a layer has a multiple of it."""
         return int(self._together(int(dtype == torch.bfloat16)))
+
+    def pack(self, values_OI: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
+        """Values as the kernel reads them."""
+        return packed_values(values_OI, bits, self.together(dtype))
 
     def product(self, weight: Quantized, bits: int, dtype: torch.dtype, bias_O: Tensor | None, activation: str) -> Matmul:
         """The product with a weight, of which only the packed form is kept."""
         outputs, inputs = weight.values_OI.shape
         group, is_bf16, kind = weight.group + weight.group % 2, int(dtype == torch.bfloat16), ACTIVATIONS.index(activation)
-        packed, scales = packed_values(weight.values_OI, bits, self.together(dtype)), packed_scales(weight.scales_OG)
-        multiply = self._multiply
+        packed, scales = self.pack(weight.values_OI, bits, dtype), packed_scales(weight.scales_OG)
+        multiply, job_kind = self._multiply, self._kind
 
         def matmul(x: Tensor) -> Tensor:
             assert x.dtype == dtype, "the kernel sees addresses alone"
@@ -150,7 +171,7 @@ class _Own:
                 group,
             )
             if (recorder := active()) is not None:
-                job = Job(_QUANTIZED, is_bf16, rows_MI.data_ptr(), None, packed.data_ptr(), scales.data_ptr())
+                job = Job(job_kind, is_bf16, rows_MI.data_ptr(), None, packed.data_ptr(), scales.data_ptr())
                 job.bias = None if bias_O is None else bias_O.data_ptr()
                 job.out, job.rows, job.width, job.inputs = out_MO.data_ptr(), rows, outputs, inputs
                 job.x_stride, job.out_stride, job.activation = rows_MI.stride(0), outputs, kind
@@ -159,6 +180,34 @@ class _Own:
             return out_MO.view(*x.shape[:-1], outputs)
 
         return matmul
+
+
+class _Rounded(_Own):
+    """The kernel of ``kernels/rounded.cpp``: of bf16 numbers alone, on processors that multiply bytes."""
+
+    name = "vnni"
+    _kind = KINDS.index("rounded")
+    _QUAD: Final = 4
+
+    def __init__(self, kernels: ctypes.CDLL) -> None:
+        super().__init__(kernels)
+        self._multiply = kernels.tessera_linear_rounded
+        self._multiply.argtypes = kernels.tessera_linear_quantized.argtypes
+        self._multiply.restype = None
+
+    def computes(self, weight: Quantized, dtype: torch.dtype) -> bool:
+        """Inputs come in fours, and no run of them is of two groups."""
+        inputs = weight.values_OI.shape[1]
+        return inputs % self._QUAD == 0 and (weight.group >= inputs or weight.group % (RUN // 2) == 0)
+
+    def together(self, dtype: torch.dtype) -> int:
+        """How many inputs one product takes."""
+        return self._QUAD
+
+    def pack(self, values_OI: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
+        """Values as the kernel reads them, none of which is below zero."""
+        packed = super().pack(values_OI, bits, dtype)
+        return packed if bits == 4 else packed.view(torch.uint8) ^ 128
 
 
 def packed_values(values_OI: Tensor, bits: int, together: int) -> Tensor:

@@ -12,7 +12,7 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import torch
@@ -22,7 +22,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from serve.model.cuda.graphs import FROM_HOST, CaptureError, waits_for_device
 from serve.model.dispatch import Watching
 
-KINDS: Final = ("product", "quantized", "attention", "add", "multiply", "layer_norm", "rms_norm", "look_up", "widen")
+T = TypeVar("T")
+KINDS: Final = ("product", "quantized", "rounded", "attention", "add", "multiply", "layer_norm", "rms_norm", "look_up", "widen")
 """``Kind`` of kernels/parts.h, in its order."""
 NO_SOCKET: Final = -1
 _ALIGNMENT_BYTES: Final = 64
@@ -104,6 +105,8 @@ class StepMemory:
 
     def __init__(self) -> None:
         self._free: dict[int, list[np.ndarray[Any, Any]]] = {}
+        self.num_bytes = 0
+        """What all of it takes."""
 
     def like(self, tensor: Tensor) -> Tensor:
         """A tensor of the same type, shape and strides, whose numbers are not set."""
@@ -124,6 +127,7 @@ class StepMemory:
             slot = free.pop()
         else:
             raw = np.empty(size + _ALIGNMENT_BYTES, dtype=np.uint8)
+            self.num_bytes += size
             begin = -raw.ctypes.data % _ALIGNMENT_BYTES
             slot = raw[begin : begin + size]
         held = slot[:]  # an array of its own, which ends with the last tensor over it
@@ -167,6 +171,11 @@ class Program:
     def parts(self) -> int:
         """How often Python has a part in a replay; 1 where all is kernels' calls."""
         return len(self._parts)
+
+    @property
+    def jobs(self) -> ctypes.Array[Job] | None:
+        """All that is carried out, where that is kernels' calls and nothing else; a replay takes what they are set to."""
+        return self._parts[0] if len(self._parts) == 1 and isinstance(self._parts[0], ctypes.Array) else None
 
     def replay(self, socket: int = NO_SOCKET) -> bool:
         """Do again what was recorded, with what the inputs hold now.
@@ -219,12 +228,16 @@ class Recorder(Watching):
 
     def by_python(self, call: Callable[[], object]) -> None:
         """Call something now, recording none of what it does, and have each replay call it again; see ``anew``."""
+        self.unrecorded(call)
+        self._recorded.append(call)
+
+    def unrecorded(self, call: Callable[[], T]) -> T:
+        """Call something now, recording none of what it does: of what it makes, a replay has another by then."""
         before, self._paused = self._paused, True
         try:
-            call()
+            return call()
         finally:
             self._paused = before
-        self._recorded.append(call)
 
     def __torch_dispatch__(self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         options = kwargs or {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from serve.model.recording import NO_SOCKET, Program, Recorder, StepMemory, Step
 from serve.worker.decode_inputs import DecodeInputs, DecodeStep
 from serve.worker.loader import RankModel
 from serve.worker.overtaking import Overtaken, Overtaking
+from serve.worker.replayed_layers import ReplayedLayers
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +51,10 @@ class RecordedSteps:
     they exchange in the same order each way.
     """
 
-    def __init__(self, model: RankModel, inputs: DecodeInputs, overtaking: Overtaking) -> None:
+    def __init__(
+        self, model: RankModel, inputs: DecodeInputs, overtaking: Overtaking, layers: ReplayedLayers | None = None
+    ) -> None:
+        """``layers``: those of other steps, which are begun and forgotten with these."""
         assert model.kernels is not None, "kernels' calls are what is replayed"
         self._model = model
         self._overtaking = overtaking
@@ -58,22 +63,37 @@ class RecordedSteps:
         self._memory = StepMemory()
         self._sizes: dict[tuple[int, bool], _Size] = {}
         self._begun = False
-        self.aside = False
-        """Whether steps are computed as usual meanwhile: who profiles them wants to see what a replay does at once."""
+        self._aside = False
+        self._layers = layers
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Numbers of rows whose steps are replayed, in one of the two ways at least."""
         return tuple(dict.fromkeys(rows for (rows, _), size in self._sizes.items() if size.proven))
 
+    @property
+    def aside(self) -> bool:
+        """Whether steps are computed as usual meanwhile: who profiles them wants to see what a replay does at once."""
+        return self._aside
+
+    @aside.setter
+    def aside(self, value: bool) -> None:
+        self._aside = value
+        if self._layers is not None:
+            self._layers.aside = value
+
     def capture(self) -> None:
         """Record steps from now on."""
         self._begun = True
+        if self._layers is not None:
+            self._layers.begin()
 
     def forget(self) -> None:
         """Give up all that was recorded: before weights are exchanged, whose addresses it holds."""
         self._begun = False
         self._sizes.clear()
+        if self._layers is not None:
+            self._layers.forget()
 
     def replay(self, layout: StepLayout, *, with_logits: bool = True) -> Computed | None:
         """Compute the step whose inputs were filled; ``None`` where that is to be done as usual.
@@ -130,11 +150,12 @@ class RecordedSteps:
         _log.warning(
             "a %s's decoding step is computed by Python in every step, which is slower: %s", self._model.facts.family, why
         )
-        self.forget()
+        self._begun = False
+        self._sizes.clear()
 
     def _compute(self, step: DecodeStep, with_logits: bool) -> Computed:
         self._model.state.layout = step.layout
-        with self._overtaking.undisturbed():
+        with self._overtaking.undisturbed(), nullcontext() if self._layers is None else self._layers.left_out():
             hidden_1TE = self._model.body(
                 input_ids=step.input_ids, position_ids=step.position_ids, use_cache=False, return_dict=True
             ).last_hidden_state

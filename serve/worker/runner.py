@@ -20,6 +20,7 @@ from serve.worker.loader import RankModel
 from serve.worker.overtaking import Overtaken, Overtaking
 from serve.worker.parallel import Ranks
 from serve.worker.recorded_steps import Computed, RecordedSteps
+from serve.worker.replayed_layers import replayed_layers
 from serve.worker.rest import Rest
 from serve.worker.sampling.sampler import (
     LaunchedPrompt,
@@ -60,9 +61,10 @@ class Runner:
         self.graphs: DecodeGraphs | RecordedSteps | None = None
         """Captured decoding steps, where the model has some; without ``capture`` they are computed as all others are."""
         if inputs is not None:
-            self.graphs = (
-                DecodeGraphs(model, inputs, ranks) if model.kernels is None else RecordedSteps(model, inputs, self.overtaking)
-            )
+            if model.kernels is None:
+                self.graphs = DecodeGraphs(model, inputs, ranks)
+            else:
+                self.graphs = RecordedSteps(model, inputs, self.overtaking, replayed_layers(model, ranks, self.overtaking))
         self._begins_S = first_columns(model.head_widths, model.device)
         self._table = SequenceTable(facts.block_tokens, model.device, facts.length_rule, inputs)
         self._drafting = Drafting(draft, self._table, model, ranks)

@@ -33,8 +33,10 @@ _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 LEVELS = (
     Level("x86-64-v3", ("-march=x86-64-v3",), _V3),
     Level("x86-64-v4", ("-march=x86-64-v4",), _V4),
-    # No level of the standard has the products of bf16 numbers, by which the kernels of bf16 models multiply where they are.
-    Level("x86-64-v4-bf16", ("-march=x86-64-v4", "-mavx512bf16"), _V4 | {"avx512_bf16"}),
+    # No level of the standard has the products of bytes and of bf16 numbers, by which the kernels of bf16 models multiply where
+    # they are. No processor has the latter alone.
+    Level("x86-64-v4-vnni", ("-march=x86-64-v4", "-mavx512vnni"), _V4 | {"avx512_vnni"}),
+    Level("x86-64-v4-bf16", ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"), _V4 | {"avx512_vnni", "avx512_bf16"}),
 )
 """From the least to the most; a processor of one has the instructions of all before it."""
 

@@ -18,7 +18,7 @@ from host.limits import memory_available, usable_cores
 
 log = logging.getLogger(__name__)
 
-VERSION = 14
+VERSION = 15
 """What a library of these sources answers when it is asked for its version."""
 SCRATCH = "building-"
 """How the folder of a build that is going on begins, beside the library that it makes."""
@@ -26,8 +26,8 @@ SCRATCH = "building-"
 _SOURCES = tuple(
     Path(__file__).with_name(f"{name}.cpp")  # those that take longest first
     for name in (
-        "attention_int8", "attention_bf16", "attention_fp32", "quantized", "sampling", "linear", "steps", "likeliest",
-        "group", "attention",
+        "attention_int8", "attention_bf16", "attention_fp32", "quantized", "rounded", "sampling", "linear", "steps",
+        "likeliest", "group", "attention",
     )
 )  # fmt: skip
 _HEADERS = tuple(sorted(Path(__file__).parent.glob("*.h")))

@@ -10,7 +10,7 @@
 namespace tessera {
 
 // ``KINDS`` of serve/model/recording.py.
-enum Kind : int64_t { kProduct, kQuantized, kAttention, kAdd, kMultiply, kLayerNorm, kRmsNorm, kLookUp, kWiden };
+enum Kind : int64_t { kProduct, kQuantized, kRounded, kAttention, kAdd, kMultiply, kLayerNorm, kRmsNorm, kLookUp, kWiden };
 
 // ``PlainRows`` of serve/model/linear.py: where the rows of a weight lie until they are packed, ``stride`` numbers apart, or its
 // columns if it is stored transposed. A product reads them there as long as there is a place. Whoever packs them takes it away
@@ -41,6 +41,7 @@ struct Job {
 
 void multiply(const Job& job, Hand& hand);            // linear.cpp
 void multiply_quantized(const Job& job, Hand& hand);  // quantized.cpp
+void multiply_rounded(const Job& job, Hand& hand);    // rounded.cpp
 void attend(const Job& job);                          // attention.cpp
 void attend_fp32(const Job& job);                     // attention_fp32.cpp
 void attend_bf16(const Job& job);                     // attention_bf16.cpp

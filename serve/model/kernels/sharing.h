@@ -24,12 +24,14 @@ private:
         std::atomic<uint64_t> word{0};
     };
     std::unique_ptr<Run[]> runs_;
+    std::unique_ptr<char[]> shared_;
+    int64_t shared_bytes_ = 0;
 };
 
 // One thread of a team. All of a team's share the same items out, one round after the other.
 class Hand {
 public:
-    explicit Hand(Team& team) : runs_(team.runs_.get()), own_(omp_get_thread_num()), size_(omp_get_num_threads()) {}
+    explicit Hand(Team& team) : team_(team), runs_(team.runs_.get()), own_(omp_get_thread_num()), size_(omp_get_num_threads()) {}
 
     // ``work(item)`` for each of [0, items), by all threads; none returns before all is done.
     template <typename Work>
@@ -40,6 +42,19 @@ public:
             for (int64_t item; (item = next()) >= 0;) work(done + item);
 #pragma omp barrier
         } while ((done += kMost) < items);
+    }
+
+    // Memory of so many bytes that all threads of the team have, until they ask again. All ask, for the same. The thread that began
+    // the region makes it: what it gives back it is given again, whichever thread comes first.
+    char* shared(int64_t bytes) {
+#pragma omp master
+        if (team_.shared_bytes_ < bytes) {
+            team_.shared_.reset();
+            team_.shared_.reset(new char[size_t(bytes)]);
+            team_.shared_bytes_ = bytes;
+        }
+#pragma omp barrier
+        return team_.shared_.get();
     }
 
 private:
@@ -82,6 +97,7 @@ private:
         }
     }
 
+    Team& team_;
     Team::Run* runs_;
     int own_, size_;
     int64_t items_ = 0;

@@ -154,6 +154,7 @@ void walk(const Job* jobs, int64_t count, int socket, bool& overtaken, tessera::
         switch (job.kind) {
             case tessera::kProduct: tessera::multiply(job, hand); break;
             case tessera::kQuantized: tessera::multiply_quantized(job, hand); break;
+            case tessera::kRounded: tessera::multiply_rounded(job, hand); break;
             case tessera::kAttention: tessera::attend(job); break;
             case tessera::kWiden: widen_rows(job); break;
             default:

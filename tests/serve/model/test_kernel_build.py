@@ -201,7 +201,7 @@ def test_the_command_builds_the_levels_that_are_named_and_says_where(
     assert len(built) == 2
     assert sorted(capsys.readouterr().out.split()) == built
     assert main(["build-kernels", "--for", "x86-64-v9"]) == 2
-    assert "'x86-64-v9', which is none of x86-64-v3, x86-64-v4, x86-64-v4-bf16" in capsys.readouterr().err
+    assert "'x86-64-v9', which is none of x86-64-v3, x86-64-v4, x86-64-v4-vnni, x86-64-v4-bf16" in capsys.readouterr().err
 
 
 def test_without_a_compiler_the_command_says_so(
@@ -227,6 +227,7 @@ def test_every_level_compiles_and_names_its_instructions_rightly(no_kernels_buil
     assert built_for(kernels) == found.level.name
     assert kernels.tessera_linear_supported(0)
     assert kernels.tessera_linear_supported(1)
-    # With AVX-512, but without its products of bf16 numbers, quantized layers of bf16 models are plain torch's.
+    # With AVX-512, but without its products of bf16 numbers or bytes, quantized layers of bf16 models are plain torch's.
     has_bf16 = "avx512f" not in found.level.needs or "avx512_bf16" in found.level.needs
     assert bool(kernels.tessera_linear_quantized_supported(1)) is has_bf16
+    assert bool(kernels.tessera_linear_rounded_supported()) is ("avx512_vnni" in found.level.needs)

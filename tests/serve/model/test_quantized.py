@@ -22,7 +22,7 @@ def test_the_kernel_computes_what_the_reference_does(
     """At every number of rows that has a loop of its own, and at those that widen the weights first."""
     torch.manual_seed(outputs * inputs)
     weight, bias = torch.randn(outputs, inputs).to(dtype), torch.randn(outputs).to(dtype)
-    _, pack = quantizing_packer(quantization, group, dtype, kernels_of(level))
+    _, pack = quantizing_packer(quantization, group, dtype, kernels_of(level), rounds_inputs=False)
     bits = 8 if quantization == "int8" else 4
     for own_bias, activation in ((bias, "gelu"), (None, "none")):
         product = pack(weight, own_bias, activation)
@@ -44,7 +44,7 @@ def test_every_whole_number_is_itself_in_the_products_type(
     if len(numbers) % 2:
         numbers = torch.cat([numbers, numbers[-1:]])
     weight = torch.stack([numbers.roll(output) for output in range(40)]).to(dtype)
-    _, pack = quantizing_packer(quantization, weight.shape[1], dtype, kernels_of(level))
+    _, pack = quantizing_packer(quantization, weight.shape[1], dtype, kernels_of(level), rounds_inputs=False)
     product = pack(weight, None)
     for rows in (weight.shape[1], 5):
         x = torch.eye(weight.shape[1], dtype=dtype)[:rows]
