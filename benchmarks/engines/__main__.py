@@ -2,8 +2,10 @@
 
 Each engine is a process of its own and gets the same weights, prompts and threads; one computes at a time, the others idle.
 They take turns, so that a slow minute of the machine falls on all of them. Decode tokens/s = sequences x 64 / (seconds for 65
-new tokens - seconds for 1), greedy, all submitted at once; prefill tokens/s = prompt tokens / seconds for 1. Ours is asked over
-gRPC, a call for each sequence, and answers when it has all tokens, as the peers do; with ``--streamed`` as soon as it has each.
+new tokens - seconds for 1), greedy, all submitted at once; prefill tokens/s = prompt tokens / seconds for 1; arrivals: of 32
+prompts of 64 tokens, one every 20 ms, new tokens / seconds until the last is answered, by engines that begin one beside others.
+Ours is asked over gRPC, a call for each sequence, and answers when it has all tokens, as the peers do; with
+``--streamed`` as soon as it has each.
 The record, with a plot beside it, is written anew after each cell; ``--continue`` takes up one that was interrupted.
 
 The first run installs the peers below ``--cache``, compiles llama.cpp, and converts the weights: about 6 GB and half an hour.
@@ -122,10 +124,12 @@ class Run:
             for name in names[first:] + names[:first]:
                 try:
                     if turn < 0:  # first calls build plans and pools
-                        engines[name].generate(prompts, WARM_TOKENS)
+                        engines[name].generate(prompts, WARM_TOKENS, every=cell.every)
                         continue
-                    one = engines[name].generate(prompts, 1).seconds
-                    whole = one if cell.kind == "prefill" else engines[name].generate(prompts, NEW_TOKENS + 1).seconds
+                    one = 0.0 if cell.kind == "arrivals" else engines[name].generate(prompts, 1).seconds
+                    whole = one
+                    if cell.kind != "prefill":
+                        whole = engines[name].generate(prompts, NEW_TOKENS + 1, every=cell.every).seconds
                     turns[name].append((one, whole))
                 except Unavailable as error:
                     self._failed(f"{name} {cell.name}", error)

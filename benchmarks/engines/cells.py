@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 NEW_TOKENS: Final = 64
+ARRIVAL_SECONDS: Final = 0.02
+"""Soon enough that prompts wait for those before them on few cores: what is measured is the engine, not the pace."""
 PRECISIONS: Final = ("fp32", "bf16", "int8")
 VOCABULARY: Final = {"160m": 50_304, "llama-350m": 32_000, "llama-1.1b": 32_000, "gpt2-medium": 50_304}
 """Of each shape."""
@@ -36,7 +38,8 @@ class Cell:
     shape: str
     precision: str
     kind: str
-    """``decode``: tokens a second after the first ones. ``prefill``: prompt tokens a second until the last first token."""
+    """``decode``: tokens a second after the first ones. ``prefill``: prompt tokens a second until the last first token.
+    ``arrivals``: tokens a second of prompts that come one by one, ``ARRIVAL_SECONDS`` apart, until the last is answered."""
     batch: int
     prompt_tokens: int
 
@@ -44,6 +47,11 @@ class Cell:
     def name(self) -> str:
         """As in ``160m/bf16/decode/8x64``."""
         return f"{self.shape}/{self.precision}/{self.kind}/{self.batch}x{self.prompt_tokens}"
+
+    @property
+    def every(self) -> float:
+        """Seconds from one prompt to the next."""
+        return ARRIVAL_SECONDS if self.kind == "arrivals" else 0.0
 
     def prompts(self) -> list[list[int]]:
         """Random ids, the same in every run; neither the end of text nor the bytes among them."""
@@ -53,6 +61,8 @@ class Cell:
 
     def rate(self, first_seconds: float, whole_seconds: float) -> float | None:
         """Tokens a second, of one new token's and of all new tokens' seconds; ``None`` where noise was longer than the work."""
+        if self.kind == "arrivals":
+            return self.batch * (NEW_TOKENS + 1) / whole_seconds
         if self.kind == "prefill":
             return self.batch * self.prompt_tokens / first_seconds
         if whole_seconds <= first_seconds:
@@ -77,6 +87,7 @@ CELLS: Final = (
         for precision in PRECISIONS
         for batch in (1, 8, 32)
     ),
+    *(Cell("160m", precision, "arrivals", 32, 64) for precision in PRECISIONS),
 )
 
 

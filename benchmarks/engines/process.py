@@ -48,14 +48,15 @@ class EngineProcess:
             self.close()
             raise
 
-    def generate(self, prompts: list[list[int]], tokens: int, exact: bool = False) -> Answer:
-        """So many greedy tokens after each prompt, all submitted at once.
+    def generate(self, prompts: list[list[int]], tokens: int, exact: bool = False, every: float = 0.0) -> Answer:
+        """So many greedy tokens after each prompt, all submitted at once, or one ``every`` so many seconds.
 
         Raises ``Unavailable`` when the engine fails, or gives another number of tokens.
         """
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps({"prompts": prompts, "tokens": tokens, "exact": exact}).encode() + b"\n")
+            request = {"prompts": prompts, "tokens": tokens, "exact": exact, "every": every}
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             raise Unavailable(f"it ended: {self._last_words()}") from None

@@ -226,6 +226,10 @@ class Recorder(Watching):
         self._recorded.append(job)
         self._held.extend(held)
 
+    def hold(self, what: object) -> None:
+        """Keep something as long as the recording."""
+        self._held.append(what)
+
     def by_python(self, call: Callable[[], object]) -> None:
         """Call something now, recording none of what it does, and have each replay call it again; see ``anew``."""
         self.unrecorded(call)
@@ -314,6 +318,14 @@ def _of_two(kind: str, recorder: Recorder, x: Any, y: Any, *, alpha: float = 1, 
     return out
 
 
+def _times(recorder: Recorder, x: Any, y: Any) -> Tensor | None:
+    """A product of two tensors, or of one and a number that is exact in its type, which then stands in a row of its own."""
+    if isinstance(y, float) and _computable(x) and x.dim() and float(torch.tensor(y, dtype=x.dtype)) == y:
+        y = torch.full(x.shape[-1:], y, dtype=x.dtype)  # in no memory of the step: what had it before writes there in a replay
+        recorder.hold(y)
+    return _of_two("multiply", recorder, x, y)
+
+
 def _add_in_place(recorder: Recorder, x: Any, y: Any, *, alpha: float = 1) -> Tensor | None:
     return _of_two("add", recorder, x, y, alpha=alpha, into=x) if isinstance(x, Tensor) else None
 
@@ -363,7 +375,7 @@ _BLANK: Final = frozenset(
 """Operations that make a tensor and set no number in it."""
 _BY_KERNEL: Final[dict[object, Callable[..., Tensor | None]]] = {
     _ATEN.add.Tensor: partial(_of_two, "add"),
-    _ATEN.mul.Tensor: partial(_of_two, "multiply"),
+    _ATEN.mul.Tensor: _times,
     _ATEN.add_.Tensor: _add_in_place,
     _ATEN.embedding.default: _look_up,
     _ATEN.to.dtype: _widen,  # in inference mode what it is made of is not seen

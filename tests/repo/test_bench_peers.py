@@ -81,6 +81,13 @@ def test_prompts_are_the_same_in_each_run_and_of_the_lengths_that_the_name_says(
     assert [len(prompt) for prompt in PREFILL.prompts()] == [512] * 8
 
 
+def test_of_prompts_that_come_one_by_one_all_new_tokens_count_and_all_the_time() -> None:
+    (cell,) = chosen(["160m/bf16/arrivals/*"], quick=False)
+    assert cell.every > 0.0
+    assert cell.rate(0.0, 2.0) == 32 * 65 / 2.0
+    assert DECODE.every == 0.0
+
+
 # -- engines
 
 
@@ -102,6 +109,15 @@ def test_what_a_library_prints_spoils_no_answer(tmp_path: Path) -> None:
 def test_an_engine_that_fails_says_why(tmp_path: Path, wrong: str, said: str) -> None:
     with pytest.raises(Unavailable, match=said), closing(EngineProcess(counting(wrong), tmp_path / "log")) as engine:
         engine.generate([[1]], 2)
+
+
+def test_prompts_come_one_by_one_to_engines_that_take_them_so(tmp_path: Path) -> None:
+    with closing(EngineProcess(counting(), tmp_path / "log")) as engine:
+        assert engine.generate([[4], [8]], 1, every=0.01).ids == [[5], [9]]
+    with closing(EngineProcess(counting("at once"), tmp_path / "log")) as engine:
+        assert engine.generate([[4]], 1).ids == [[5]]
+        with pytest.raises(Unavailable, match="it takes no prompt while it answers others"):
+            engine.generate([[4], [8]], 1, every=0.01)
 
 
 def test_a_command_that_fails_says_its_last_lines(tmp_path: Path) -> None:

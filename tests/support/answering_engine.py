@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from benchmarks.engines.systems.answering import answer
+from benchmarks.engines.systems.answering import AtOnce, answer
 
 
 class Counting:
@@ -18,13 +18,15 @@ class Counting:
             raise ValueError("no such weights")
         print("a library says something")
 
-    def generate(self, prompts: list[list[int]], tokens: int, exact: bool) -> list[list[int]]:
+    def generate(self, prompts: list[list[int]], tokens: int, exact: bool, every: float) -> list[list[int]]:
         """See ``Engine``."""
         print("and says more")
         if self._wrong == "ends":
             os._exit(3)
         if self._wrong == "fails" and tokens > 1:
             raise MemoryError("no room")
+        if every and self._wrong == "at once":
+            raise AtOnce
         return [[prompt[-1] + 1 + place for place in range(tokens - (self._wrong == "short"))] for prompt in prompts]
 
     def close(self) -> None:

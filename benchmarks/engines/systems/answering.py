@@ -16,14 +16,24 @@ class Engine(Protocol):
     versions: dict[str, str]
     """Of what computes, by name."""
 
-    def generate(self, prompts: list[list[int]], tokens: int, exact: bool) -> list[list[int]]:
-        """Exactly ``tokens`` greedy tokens after each prompt, all prompts submitted at once; their ids.
+    def generate(self, prompts: list[list[int]], tokens: int, exact: bool, every: float) -> list[list[int]]:
+        """Exactly ``tokens`` greedy tokens after each prompt; their ids.
 
-        ``exact`` asks for a cache as precise as the model, where by default the engine rounds what it keeps.
+        Args:
+            exact: asks for a cache as precise as the model, where by default the engine rounds what it keeps.
+            every: seconds from the submission of one prompt to that of the next; 0: all are submitted at once. An engine that
+                begins no prompt while it answers others raises ``AtOnce`` where it is more.
         """
         ...
 
     def close(self) -> None: ...
+
+
+class AtOnce(Exception):
+    """Prompts are wanted one by one."""
+
+    def __init__(self) -> None:
+        super().__init__("it takes no prompt while it answers others")
 
 
 def answer(open_engine: Callable[[dict[str, Any]], Engine]) -> None:
@@ -49,7 +59,9 @@ def answer(open_engine: Callable[[dict[str, Any]], Engine]) -> None:
             request = json.loads(line)
             try:
                 began = time.perf_counter()
-                ids = engine.generate(request["prompts"], request["tokens"], request.get("exact", False))
+                ids = engine.generate(
+                    request["prompts"], request["tokens"], request.get("exact", False), request.get("every", 0.0)
+                )
                 say({"seconds": time.perf_counter() - began, "ids": ids})
             except Exception as error:
                 say({"error": f"{type(error).__name__}: {error}"})

@@ -8,7 +8,7 @@ from typing import Any
 
 import ctranslate2
 
-from benchmarks.engines.systems.answering import answer
+from benchmarks.engines.systems.answering import AtOnce, answer
 
 
 class CTranslate2:
@@ -21,8 +21,10 @@ class CTranslate2:
             settings["model"], device="cpu", compute_type=settings["type"], inter_threads=1, intra_threads=settings["threads"]
         )
 
-    def generate(self, prompts: list[list[int]], tokens: int, exact: bool) -> list[list[int]]:
+    def generate(self, prompts: list[list[int]], tokens: int, exact: bool, every: float) -> list[list[int]]:
         """See ``Engine``; its cache has the type of the model, so nothing is rounded."""
+        if every:
+            raise AtOnce
         answers = self._generator.generate_batch(
             [[self._words[token] for token in prompt] for prompt in prompts],
             max_batch_size=0, beam_size=1, sampling_topk=1, max_length=tokens, min_length=tokens,

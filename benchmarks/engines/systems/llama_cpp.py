@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from importlib.metadata import version
 from typing import Any
 
@@ -49,10 +50,12 @@ class LlamaCpp:
             self._contexts[sequences, each, exact] = context
         return self._contexts[sequences, each, exact]
 
-    def generate(self, prompts: list[list[int]], tokens: int, exact: bool) -> list[list[int]]:
+    def generate(self, prompts: list[list[int]], tokens: int, exact: bool, every: float) -> list[list[int]]:
         """See ``Engine``."""
         context = self._context(len(prompts), max(map(len, prompts)) + tokens, exact)
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
+        if every:
+            return self._one_by_one(context, prompts, tokens, every)
         rows = [(sequence, place) for sequence, prompt in enumerate(prompts) for place in range(len(prompt))]
         out: list[list[int]] = [[] for _ in prompts]
         for first in range(0, len(rows), _BATCH):
@@ -72,6 +75,25 @@ class LlamaCpp:
             self._positions[: len(prompts)] = [len(prompt) + step for prompt in prompts]
             for ids, token in zip(out, self._decode(context, len(prompts), len(prompts)), strict=True):
                 ids.append(token)
+        return out
+
+    def _one_by_one(self, context: Any, prompts: list[list[int]], tokens: int, every: float) -> list[list[int]]:
+        """Each step has the prompts whose time has come, and a token more of each that was begun before."""
+        out: list[list[int]] = [[] for _ in prompts]
+        began = time.perf_counter()
+        while any(len(ids) < tokens for ids in out):
+            come = int((time.perf_counter() - began) / every) + 1
+            rows = [(each, len(prompts[each]) + len(ids) - 1, ids[-1]) for each, ids in enumerate(out) if 0 < len(ids) < tokens]
+            for each in (each for each, ids in enumerate(out[:come]) if not ids):
+                if len(rows) + len(prompts[each]) <= _BATCH:
+                    rows += [(each, place, token) for place, token in enumerate(prompts[each])]
+            for row, (each, place, token) in enumerate(rows):
+                self._batch.seq_id[row][0] = each
+                self._tokens[row], self._positions[row] = token, place
+                self._sampled[row] = place + 1 >= len(prompts[each])
+            last = [each for each, place, _ in rows if place + 1 >= len(prompts[each])]
+            for each, token in zip(last, self._decode(context, len(rows), len(last)) if rows else [], strict=True):
+                out[each].append(token)
         return out
 
     def _decode(self, context: Any, rows: int, sampled: int) -> list[int]:

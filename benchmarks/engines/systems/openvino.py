@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -31,14 +32,27 @@ class OpenVino:
         }
         return openvino_genai.ContinuousBatchingPipeline(self._settings["model"], scheduler, "CPU", given)
 
-    def generate(self, prompts: list[list[int]], tokens: int, exact: bool) -> list[list[int]]:
+    def generate(self, prompts: list[list[int]], tokens: int, exact: bool, every: float) -> list[list[int]]:
         """See ``Engine``."""
         pipeline = self._pipeline({"KV_CACHE_PRECISION": "f32"}) if exact else self._usual
         config = openvino_genai.GenerationConfig()
         config.max_new_tokens, config.ignore_eos, config.do_sample = tokens, True, False
         inputs = [openvino.Tensor(np.array([prompt], dtype=np.int64)) for prompt in prompts]
+        if every:
+            return self._one_by_one(pipeline, inputs, config, every)
         answers = pipeline.generate(inputs, [config] * len(prompts))
         return [list(map(int, answer.m_generation_ids[0])) for answer in answers]
+
+    @staticmethod
+    def _one_by_one(pipeline: Any, inputs: list[Any], config: Any, every: float) -> list[list[int]]:
+        """Each prompt is added between two steps, once its time has come."""
+        began, handles = time.perf_counter(), list[Any]()
+        while len(handles) < len(inputs) or pipeline.has_non_finished_requests():
+            while len(handles) < len(inputs) and time.perf_counter() - began >= len(handles) * every:
+                handles.append(pipeline.add_request(len(handles), inputs[len(handles)], config))
+            if pipeline.has_non_finished_requests():
+                pipeline.step()
+        return [list(map(int, handle.read_all()[0].generated_ids)) for handle in handles]
 
     def close(self) -> None:
         """Nothing to end."""

@@ -40,15 +40,16 @@ class Tessera:
         self._channel = grpc.aio.insecure_channel(address)
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)
 
-    def generate(self, prompts: list[list[int]], tokens: int, exact: bool) -> list[list[int]]:
+    def generate(self, prompts: list[list[int]], tokens: int, exact: bool, every: float = 0.0) -> list[list[int]]:
         """See ``Engine``; its cache has the type of the model unless it is told otherwise."""
-        return self._loop.run_until_complete(self._all(prompts, tokens))
+        return self._loop.run_until_complete(self._all(prompts, tokens, every))
 
-    async def _all(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
-        return await asyncio.gather(*(self._one(prompt, tokens) for prompt in prompts))
+    async def _all(self, prompts: list[list[int]], tokens: int, every: float) -> list[list[int]]:
+        return await asyncio.gather(*(self._one(prompt, tokens, place * every) for place, prompt in enumerate(prompts)))
 
-    async def _one(self, prompt: list[int], tokens: int) -> list[int]:
-        """Ids of one call. Text is left out, as the peers make none."""
+    async def _one(self, prompt: list[int], tokens: int, delay: float) -> list[int]:
+        """Ids of one call, made after some seconds. Text is left out, as the peers make none."""
+        await asyncio.sleep(delay)
         request = inference_pb2.GenerateRequest()
         request.token_ids.ids.extend(prompt)
         request.sampling.temperature = 0.0

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks.engines.systems.answering import answer
+from benchmarks.engines.systems.answering import AtOnce, answer
 from benchmarks.pretrained import read_model, without_progress_bars
 
 
@@ -21,8 +21,10 @@ class Transformers:
         self._model = read_model(settings["model"], settings["dtype"])
 
     @torch.inference_mode()
-    def generate(self, prompts: list[list[int]], tokens: int, exact: bool) -> list[list[int]]:
+    def generate(self, prompts: list[list[int]], tokens: int, exact: bool, every: float) -> list[list[int]]:
         """See ``Engine``; its cache has the type of the model. Prompts must be of one length, so that nothing is padded."""
+        if every:
+            raise AtOnce
         ids = torch.tensor(prompts)
         out = self._model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False,

@@ -31,9 +31,9 @@ pytestmark = pytest.mark.usefixtures("one_thread_of_kernels")
 
 ALONE = Ranks(0, 1)
 REPLAYED = {
-    "gpt_neox", "gpt2", "gpt_bigcode", "gpt_neo", "llama", "mistral", "qwen2", "qwen3", "gemma2", "falcon",
+    "gpt_neox", "gpt2", "gpt_bigcode", "gpt_neo", "opt", "llama", "mistral", "qwen2", "qwen3", "gemma2", "falcon",
     "gpt_neox sequential", "gpt_neox, a head of 20", "gpt2, relu", "gpt2, a scale for each layer", "llama, yarn",
-    "llama, llama3 angles", "gpt_bigcode, as many keys",
+    "llama, llama3 angles", "gpt_bigcode, as many keys", "opt, norms behind and projections",
 }  # fmt: skip
 """Between whose layers' kernels torch computes nothing; of the others Python calls the layers in every step."""
 UNRECORDED = "llama, dynamic angles"
