@@ -57,13 +57,13 @@ class Elastic:
         if jobs is None:
             raise CaptureError(f"Python has a part in them ({', '.join(sorted(recorder.torch_operations)) or 'a call'})")
         self._memory = memory  # the jobs write where tensors were that nothing refers to any more
-        self.capacity = memory.capacity
+        self.capacity, self.recorded_tokens = memory.capacity, memory.tokens
         self._inputs, self._result, self._tokens = inputs, result, memory.tokens
         self._attentions = [job for job in jobs if job.kind == _ATTENTION]
         self._by_rows = [(job, job.rows // memory.tokens) for job in jobs if job.kind != _ATTENTION]
         for job, rows in self._by_rows:
             if job.rows != rows * memory.tokens or rows == 0:
-                raise CaptureError(f"a {KINDS[job.kind]} has {job.rows} rows for {memory.tokens} tokens")
+                raise CaptureError(f"{KINDS[job.kind]} has {job.rows} rows for {memory.tokens} tokens")
         for job in self._attentions:
             if not CpuKernelBackend.lies_by_token(job):
                 raise CaptureError("heads lie before tokens")

@@ -38,8 +38,9 @@ class ReplayedLayers:
     """Stands in for all of a model's layers but the last, of which only the rows that are read are computed.
 
     The first step whose layers Python calls tells what they are given, the second one records them, the third is replayed and
-    computed beside that: from the fourth on they are replayed, if both gave the same bits. A step with more tokens than there
-    is memory for records them anew, with more. Layers that cannot be recorded go on as before, and the log says so once.
+    computed beside that: if both gave the same bits, further ones are replayed. Where the third had as many tokens as the
+    second, that is so for as many, and the first of another number is computed both ways, too. A step with more tokens than
+    there is memory for records them anew, with more. Layers that cannot be recorded go on as before, and the log says so.
     """
 
     def __init__(
@@ -58,7 +59,8 @@ class ReplayedLayers:
         self._left = 0
         """How many of the layers to come are computed already."""
         self._elastic: Elastic | None = None
-        self._proven = False
+        self._proven: int | None = None
+        """Of how many tokens a replay gave what Python gives: as many as were recorded tell of no others; ``None``: of none."""
         self._begun = False
         self._most_tokens: float = float("inf")
         self.aside = False
@@ -69,8 +71,8 @@ class ReplayedLayers:
 
     @property
     def replays(self) -> bool:
-        """Whether steps are replayed by now."""
-        return self._proven
+        """Whether steps of all numbers of tokens that there is memory for are replayed by now."""
+        return self._elastic is not None and self._proven not in (None, self._elastic.recorded_tokens)
 
     def begin(self) -> None:
         """Record from now on."""
@@ -78,8 +80,8 @@ class ReplayedLayers:
 
     def forget(self) -> None:
         """Give up what was recorded: before weights are exchanged, whose addresses it holds."""
-        self._begun = self._proven = False
-        self._elastic = None
+        self._begun = False
+        self._elastic = self._proven = None
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
@@ -92,7 +94,7 @@ class ReplayedLayers:
 
     def _first(self, hidden_1TE: Tensor, *others: object, **options: object) -> object:
         self._left, self._seen = 0, None
-        if not self._begun or self.aside or active() is not None or self._layers[0]._forward_hooks:
+        if not self._begun or self.aside or active() is not None or self._is_watched():
             return self._forwards[0](hidden_1TE, *others, **options)
         tokens = hidden_1TE.shape[1]
         given, spec = tree_flatten((others, options))
@@ -113,6 +115,9 @@ class ReplayedLayers:
         out_1TE = self._replay(inputs, tokens, compute)
         self._left = len(self._layers) - 1
         return self._as_given(out_1TE)
+
+    def _is_watched(self) -> bool:
+        return any(layer._forward_hooks or layer._forward_pre_hooks for layer in self._layers)
 
     def _other(self, place: int, hidden_1TE: Tensor, *others: object, **options: object) -> object:
         if self._left:
@@ -155,23 +160,23 @@ class ReplayedLayers:
             return self._record(inputs, tokens, compute)
         layout = self._state.layout
         assert layout is not None, "layers were called outside a step"
-        out_1TE = self._elastic.replay(
-            inputs, layout, self._backend, self._overtaking.descriptor if self._proven else NO_SOCKET
-        )
+        is_proven = self.replays or self._proven == tokens
+        socket = self._overtaking.descriptor if is_proven else NO_SOCKET
+        out_1TE = self._elastic.replay(inputs, layout, self._backend, socket)
         if out_1TE is None:
             raise Overtaken
-        if self._proven:
+        if is_proven:
             return out_1TE
         with self._overtaking.undisturbed():
             expected_1TE = compute(inputs)
         if torch.equal(out_1TE, expected_1TE) or torch.equal(out_1TE.nan_to_num(), expected_1TE.nan_to_num()):
-            self._proven = True
+            self._proven = tokens
         else:
             self._give_up("a replay gave other numbers")
         return expected_1TE
 
     def _record(self, inputs: Sequence[Tensor], tokens: int, compute: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
-        self._elastic, self._proven = None, False
+        self._elastic = self._proven = None
         memory = ElasticMemory(tokens, max(_LEAST_CAPACITY, 1 << (tokens - 1).bit_length()))
         held = [memory.like(each) for each in inputs]
         for own, each in zip(held, inputs, strict=True):

@@ -9,14 +9,22 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from checkpoint import open_checkpoint
 from serve.engine.plan import Span, Start, StepPlan
+from serve.model.attention import StepLayout, StepState
+from serve.model.cuda.graphs import CaptureError
+from serve.model.kernel_attention import CpuKernelBackend
+from serve.model.recording import Recorder, Steps
 from serve.model.stages import layers_of
 from serve.types import BlockId, SamplingParams, SequenceId
 from serve.worker import replayed_layers, wire
 from serve.worker.batch import Batch
+from serve.worker.elastic import Elastic, ElasticMemory
+from serve.worker.kv_cache import allocate
 from serve.worker.loader import RankModel, survey
+from serve.worker.overtaking import Overtaking
 from serve.worker.parallel import Ranks
 from serve.worker.recorded_steps import RecordedSteps
 from serve.worker.replayed_layers import ReplayedLayers
@@ -25,6 +33,7 @@ from tests.serve.worker.family_worker import BLOCK_TOKENS, settings
 from tests.serve.worker.recorded import load_recorded
 from tests.serve.worker.test_loader import VARIANTS
 from tests.serve.worker.test_overtaking import LATE, Overtaken, begin
+from tests.support.kernels import cpu_kernels
 from tests.support.models import save
 
 pytestmark = pytest.mark.usefixtures("one_thread_of_kernels")
@@ -188,17 +197,49 @@ def test_layers_that_give_something_else_each_time_are_told_of_once_and_called_b
     assert not replaying.layers.replays
 
 
-def test_who_watches_a_layer_sees_it_called(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("before", [False, True])
+def test_who_watches_one_layer_sees_all_of_them_called(place: int, before: bool, tmp_path: Path) -> None:
     replaying = Prompting(load_recorded(saved("llama", tmp_path / "model"), ALONE, "float32"), replays=True)
-    for lengths in ((20,), (20,), (20,)):
+    for lengths in ((20,), (20,), (30,)):
         replaying.prompts(lengths)
     assert replaying.layers.replays
-    seen: list[torch.Tensor] = []
-    handles = [layer.register_forward_hook(lambda *given: seen.append(given[-1].clone())) for layer in replaying.layers._layers]
+    called: list[int] = []
+    layers = replaying.layers
+    for number, forward in enumerate(layers._forwards):
+        layers._forwards[number] = lambda *given, number=number, forward=forward, **more: (
+            called.append(number), forward(*given, **more)
+        )[1]  # fmt: skip
+    layer = layers._layers[place]
+    register = layer.register_forward_pre_hook if before else layer.register_forward_hook
+    handle = register(lambda *_: None)
     replaying.prompts((20,))
-    for handle in handles:
-        handle.remove()
-    assert not torch.equal(seen[0], seen[1]), "not the last one's result for each of them"
+    handle.remove()
+    assert called == [0, 1, 2]
+    replaying.prompts((20,))
+    assert called == [0, 1, 2]
+    graphs = replaying.runner.graphs
+    assert isinstance(graphs, RecordedSteps)
+    graphs.aside = True
+    replaying.prompts((20,))
+    assert called == [0, 1, 2, 0, 1, 2, *[0, 1, 2] * 2], "of the prompt, and of two tokens more"
+
+
+def test_a_number_of_tokens_that_was_recorded_proves_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replaying = Prompting(load_recorded(saved("llama", tmp_path / "model"), ALONE, "float32"), replays=True)
+    computed: list[int] = []
+    compute = replaying.layers._compute
+    monkeypatch.setattr(
+        replaying.layers, "_compute", lambda hidden, *more: (computed.append(hidden.shape[1]), compute(hidden, *more))[1]
+    )
+    for lengths in ((20,), (20,), (20,), (20,)):
+        replaying.prompts(lengths)
+    assert computed == [20, 20], "recorded and proved"
+    assert not replaying.layers.replays
+    for lengths in ((31,), (31,), (20,), (7,)):
+        replaying.prompts(lengths)
+    assert computed == [20, 20, 31]
+    assert replaying.layers.replays
 
 
 def test_after_other_weights_were_taken_they_are_recorded_anew(tmp_path: Path) -> None:
@@ -225,18 +266,28 @@ def test_after_other_weights_were_taken_they_are_recorded_anew(tmp_path: Path) -
     assert replaying.layers.replays
 
 
-def test_a_replayed_prompt_gives_way_to_a_plan_that_overtakes_it(tmp_path: Path) -> None:
+def test_a_replayed_prompt_gives_way_to_a_plan_that_overtakes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = saved("llama", tmp_path / "model")
-    answers = []
+    answers, ended = [], list[bool]()
+    replay = Elastic.replay
+
+    def watched(*given: Any) -> torch.Tensor | None:
+        out = replay(*given)
+        ended.append(out is not None)
+        return out
+
+    monkeypatch.setattr(Elastic, "replay", watched)
     for overtakes in (True, False):
         each, rows = Overtaken(folder), (0, 1, 2)
-        for step in range(0, 8, 2):
-            each.execute(begin(step, rows))
-            each.execute(StepPlan(step=step + 1, dropped=tuple(map(SequenceId, rows))))
+        for step, own in zip(range(0, 8, 2), (rows, rows, rows[:2], rows), strict=True):
+            each.execute(begin(step, own))
+            each.execute(StepPlan(step=step + 1, dropped=tuple(map(SequenceId, own))))
         late, prompts = begin(100, (LATE,)), begin(50, rows)
         if overtakes:
             wire.send(each.ours, wire.encode(late), overtakes=True)
+            ended.clear()
             each.execute(prompts)
+            assert ended == [False, True, True], "it gave way itself; then the other's, then its own"
             assert [answer.step for answer in each.answers[-2:]] == [100, 50], "it did not overtake"
         else:
             each.execute(prompts)
@@ -244,3 +295,96 @@ def test_a_replayed_prompt_gives_way_to_a_plan_that_overtakes_it(tmp_path: Path)
         answers.append(sorted(each.answers, key=lambda answer: answer.step))
         each.close()
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("tokens", [3, 6])
+def test_what_does_not_lie_token_by_token_is_refused(tokens: int) -> None:
+    kernels, memory = cpu_kernels(), ElasticMemory(tokens, 64)
+    steps = Steps(kernels)
+    x_1TE = memory.empty((1, tokens, 8), torch.float32).fill_(1.0)
+    with torch.inference_mode(), Recorder(steps, memory) as recorder:
+        out_1TE = x_1TE + x_1TE
+    assert Elastic(recorder, memory, [x_1TE], out_1TE).capacity == 64
+    with torch.inference_mode(), Recorder(steps, memory) as recorder:
+        part_1TE = x_1TE[:, :-1] + x_1TE[:, 1:]
+    with pytest.raises(CaptureError, match=f"add has {tokens - 1} rows for {tokens} tokens"):
+        Elastic(recorder, memory, [x_1TE], part_1TE)
+    with torch.inference_mode(), Recorder(steps, memory) as recorder:
+        sines_1TE = x_1TE.sin()
+    with pytest.raises(CaptureError, match=r"Python has a part in them \(aten\.sin\.default\)"):
+        Elastic(recorder, memory, [x_1TE], sines_1TE)
+
+
+def layout_of(tokens: int) -> StepLayout:
+    """One sequence's first tokens, in one block."""
+    return StepLayout(
+        slots=torch.arange(tokens), positions=torch.arange(tokens, dtype=torch.int32), query_starts=(0, tokens),
+        context_lengths=(tokens,), block_tables=torch.zeros(1, 1, dtype=torch.int32), table_rows=(0,),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("heads", "head_first", "lies"), [(2, False, True), (2, True, False), (1, True, True)])
+def test_attention_whose_heads_lie_before_its_tokens_lies_not_by_token(heads: int, head_first: bool, lies: bool) -> None:
+    tokens, width = 5, 16
+    memory = ElasticMemory(tokens, 64)
+    backend = CpuKernelBackend(cpu_kernels())
+    (cache,) = allocate(
+        layers=1, num_blocks=1, kv_heads=heads, head_dim=width, block_tokens=16, dtype=torch.float32, device=torch.device("cpu")
+    )
+    layout = layout_of(tokens)
+    by_token = memory.empty((tokens, heads, width), torch.float32).fill_(0.5)
+    by_head = memory.empty((heads, tokens, width), torch.float32).fill_(0.5).transpose(0, 1)
+    key_TGD = by_head if head_first else by_token
+    with torch.inference_mode(), Recorder(Steps(cpu_kernels()), memory) as recorder:
+        out_THD = backend.attend(by_token, key_TGD, by_token, cache, layout, scale=1.0, window=0)
+    if lies:
+        assert Elastic(recorder, memory, [], out_THD).recorded_tokens == tokens
+    else:
+        with pytest.raises(CaptureError, match="heads lie before tokens"):
+            Elastic(recorder, memory, [], out_THD)
+
+
+class _Doubling(nn.Module):
+    """A layer that adds or multiplies, as it is told."""
+
+    def forward(self, hidden: torch.Tensor, *, adds: bool, more: torch.Tensor) -> torch.Tensor:
+        return hidden + more if adds else hidden * more
+
+
+class _Stack:
+    """Three such layers, the first two of which are replayed."""
+
+    def __init__(self) -> None:
+        self.layers = [_Doubling() for _ in range(3)]
+        self.state = StepState()
+        kernels = cpu_kernels()
+        self.replayed = ReplayedLayers(self.layers[:-1], self.state, CpuKernelBackend(kernels), Steps(kernels), Overtaking())
+        self.replayed.begin()
+
+    def step(self, tokens: int, *adds: bool, several: bool = False) -> bool:
+        """Whether a step gave what its layers say; ``adds`` of each, ``several`` has each given a tensor of its own."""
+        self.state.layout = layout_of(tokens)
+        hidden = expected = torch.full((1, tokens, 4), 3.0)
+        more = torch.full((1, tokens, 4), 5.0)
+        with torch.inference_mode():
+            for number, (layer, each) in enumerate(zip(self.layers, adds, strict=True)):
+                own = more + number if several else more
+                hidden = layer(hidden, adds=each, more=own)
+                expected = expected + own if each else expected * own
+        return torch.equal(hidden, expected)
+
+
+def test_layers_are_called_where_they_are_told_something_else_than_was_recorded() -> None:
+    stack = _Stack()
+    assert all(stack.step(tokens, True, True, True) for tokens in (20, 20, 31, 7))
+    assert stack.replayed.replays
+    assert stack.step(20, False, False, False)
+    assert stack.step(20, True, True, False)
+    assert stack.replayed.replays
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_layers_that_are_told_different_things_are_not_replayed(several: bool) -> None:
+    stack = _Stack()
+    assert all(stack.step(tokens, True, several, True, several=several) for tokens in (20, 20, 31, 7))
+    assert not stack.replayed.replays
