@@ -26,7 +26,10 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
         "model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 22, "num_attention_heads": 32,
         "num_key_value_heads": 4, "intermediate_size": 5632, "max_position_embeddings": 2048, "tie_word_embeddings": False,
     },
-    "gpt2-medium": {"model_type": "gpt2", "n_embd": 1024, "n_layer": 24, "n_head": 16, "n_positions": 1024},
+    "gpt2-medium": {
+        "model_type": "gpt2", "n_embd": 1024, "n_layer": 24, "n_head": 16, "n_positions": 1024,
+        "n_ctx": 1024,  # which llama.cpp's converter asks for
+    },
 }  # fmt: skip
 """Pythia-160M's, two Llamas' with grouped queries, GPT-2 medium's."""
 

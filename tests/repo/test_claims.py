@@ -316,30 +316,6 @@ def test_the_figures_of_starts_are_those_of_the_result_file() -> None:
     assert said_in("docs/operations.md", f"are read {cut['read']:.2f} times as fast as whole ones")
 
 
-def test_the_figures_beside_other_engines_are_those_of_the_result_file() -> None:
-    cells = newest("peers-cpu-*.json")["cells"]
-
-    def beside(*names: str) -> str:
-        ratios = [f"{cells[name]['tessera / best peer']:.2f}" for name in names]
-        return " and ".join([", ".join(ratios[:-1]), ratios[-1]])
-
-    def decoding(what: str, prompt_tokens: int = 64, sequences: tuple[int, ...] = (1, 8, 32)) -> str:
-        return beside(*(f"{what}/decode/{count}x{prompt_tokens}" for count in sequences))
-
-    def prompts(precision: str) -> str:
-        return beside(*(f"160m/{precision}/prefill/{size}" for size in ("1x1024", "8x512")))
-
-    precisions = ("fp32", "bf16", "int8")
-    fp32, bf16, int8 = (decoding(f"160m/{precision}") for precision in precisions)
-    best = "of the speed of the best of OpenVINO, llama.cpp, CTranslate2 and transformers in fp32 with 1, 8 and 32 sequences"
-    assert said_in("docs/operations.md", f"decodes over gRPC at {fp32} {best}, at {bf16} in bf16 and at {int8} in int8, asked")
-    fp32, bf16, int8 = map(prompts, precisions)
-    assert said_in("docs/operations.md", f"tokens at {fp32} in fp32, at {bf16} in bf16 and at {int8} in int8, decodes 1 and 8")
-    llama = decoding("llama-350m/bf16")
-    long = decoding("160m/bf16", 1024, (1, 8))
-    assert said_in("docs/operations.md", f"at {long} in bf16, and a Llama of 350M with grouped queries at {llama} (two cores")
-
-
 def test_the_figures_of_two_ranks_are_those_of_the_result_file() -> None:
     speeds = newest("tensor-parallel-cpu-*.json")["tokens_per_second"]
     shares = [[f"{of['2'][count] / of['1'][count]:.2f}" for count in ("1", "8", "32")] for of in speeds.values()]
