@@ -60,7 +60,7 @@ class ReplayedLayers:
         """How many of the layers to come are computed already."""
         self._elastic: Elastic | None = None
         self._proven: int | None = None
-        """For how many tokens a replay gave what Python gives, of which as many as were recorded tell of no others; or ``None``."""
+        """For how many tokens a replay gave what Python gives: as many as were recorded tell nothing of others; or ``None``."""
         self._begun = False
         self._most_tokens: float = float("inf")
         self.aside = False
