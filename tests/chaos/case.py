@@ -106,6 +106,8 @@ class Field:
     @contextmanager
     def server(self, *options: str) -> Iterator[Server]:
         """A server that outlives the faults of a case: the one before, if it was asked for with these options and is well."""
+        if options:  # what scripts say another server tells, which would take this one's place
+            _ = self.expected
         if self._kept is None or self._kept[0] != options:
             self.close()
             self._kept = options, self._servers.enter_context(serving(self.model, *RANKS, *options, program=self.program))

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
+from tests.chaos import case
 from tests.chaos.case import Field, Report
 
 
@@ -31,3 +36,24 @@ def test_a_case_ends_after_the_round_in_which_its_time_is_over(tmp_path: Path) -
         if number == 1:
             field.until = -math.inf
     assert taken == [0, 1]
+
+
+def test_a_case_with_options_of_its_own_may_be_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What scripts say is asked of a server without options, which must not take the place of the one that the case has."""
+    open_now: list[tuple[str, ...]] = []
+
+    @contextmanager
+    def serving(_: object, *options: str, program: object) -> Iterator[str]:
+        open_now.append(options)
+        yield "server"
+        open_now.remove(options)
+
+    monkeypatch.setattr(case, "serving", serving)
+    monkeypatch.setattr(case, "undisturbed", lambda *_: {})
+    monkeypatch.setattr(Field, "model", tmp_path)
+    field = Field(tmp_path, 0)
+    with field.server("--step-timeout", "3"):
+        assert field.expected == {}
+        assert [options[-2:] for options in open_now] == [("--step-timeout", "3")]
+    field.close()
+    assert open_now == []
