@@ -221,8 +221,8 @@ class KernelsConfig:
     where a model can be, ``on`` refuses one that cannot, and on the CPU captures and replays them in plain torch, slowly."""
 
     record_steps: bool = True
-    """Whether on the CPU steps of one token of each of few sequences are recorded as lists of kernels' calls and replayed,
-    without Python between the calls; nothing else changes by it."""
+    """Whether on the CPU steps of one token of each of few sequences, and on one rank all layers but the last of other steps,
+    are recorded as lists of kernels' calls and replayed, without Python between the calls; nothing else changes by it."""
 
     pack_later: bool = True
     """Whether on the CPU weights that lie in their files as the model wants them are mapped at the start and packed while the
