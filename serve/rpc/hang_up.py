@@ -6,6 +6,7 @@ nobody wanted the answer, and retry nothing. A connection that closes means UNAV
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import os
@@ -13,8 +14,36 @@ import socket
 from collections.abc import Iterator
 from typing import Final
 
+_LOOK_AGAIN_SECONDS: Final = 0.001
+_MOST_SECONDS_BETWEEN_LOOKS: Final = 0.02
 _DESCRIPTORS: Final = "/dev/fd"
 """This process's, on Linux and macOS."""
+
+
+async def say_goodbye(address: str, at_most_seconds: float) -> None:
+    """Write nothing more to the connections there are at ``address``, and wait until their clients have closed them.
+
+    A client reads all that was written before it learns of the end. Closed from here, a connection would be lost to a
+    client that is writing to it just then, with the answers that it had not read yet.
+
+    Args:
+        address: as bound, ``host:port`` or ``unix:/path``.
+        at_most_seconds: a client that does not read keeps nobody waiting longer.
+
+    Raises:
+        OSError: this process has all the descriptors that it may have; some connections may still be written to.
+    """
+    ended = set()
+    for end in _connections(address):
+        with contextlib.suppress(OSError):
+            end.shutdown(socket.SHUT_WR)
+            ended.add(_identity(end))
+    deadline = asyncio.get_running_loop().time() + at_most_seconds
+    pause = _LOOK_AGAIN_SECONDS
+    while ended and (left := deadline - asyncio.get_running_loop().time()) > 0:
+        await asyncio.sleep(min(pause, left))
+        pause = min(2 * pause, _MOST_SECONDS_BETWEEN_LOOKS)
+        ended.intersection_update([_identity(end) for end in _connections(address)])
 
 
 def hang_up(address: str) -> None:
@@ -28,11 +57,22 @@ def hang_up(address: str) -> None:
     Raises:
         OSError: this process has all the descriptors that it may have; some connections may be left.
     """
+    for end in _connections(address):
+        with contextlib.suppress(OSError):  # the client was quicker
+            end.shutdown(socket.SHUT_RDWR)
+
+
+def _connections(address: str) -> Iterator[socket.socket]:
+    """The server's end of each connection to the address, open until the next is asked for."""
     for end in _sockets():
         with end:
             if _is_connection_at(end, address):
-                with contextlib.suppress(OSError):  # the client was quicker
-                    end.shutdown(socket.SHUT_RDWR)
+                yield end
+
+
+def _identity(end: socket.socket) -> int:
+    """The same for every descriptor of the socket, and no other open socket's."""
+    return os.fstat(end.fileno()).st_ino
 
 
 def _sockets() -> Iterator[socket.socket]:

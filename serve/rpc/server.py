@@ -25,7 +25,7 @@ from serve.rpc.audit import Audit
 from serve.rpc.bounds import request_bounds
 from serve.rpc.certificates import Certificates
 from serve.rpc.guard import Guard
-from serve.rpc.hang_up import hang_up
+from serve.rpc.hang_up import hang_up, say_goodbye
 from serve.rpc.health import HealthService
 from serve.rpc.identity import Identities
 from serve.rpc.methods import Calls, Count, bind
@@ -41,6 +41,9 @@ from serve.tracing.seam import Tracing
 from serve.v1 import admin_pb2, inference_pb2, models_pb2, orca_pb2, tokenizer_pb2
 
 _log = logging.getLogger(__name__)
+
+_GOODBYE_SECONDS: Final = 1.0
+"""How long clients have to read what was written to them, and to close their connections."""
 
 INFERENCE: Final = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
 TOKENIZER: Final = tokenizer_pb2.DESCRIPTOR.services_by_name["Tokenizer"]
@@ -167,7 +170,8 @@ class RpcServer:
         return bound
 
     async def stop(self, grace: float) -> None:
-        """End health watches, give the calls that handlers have ``grace`` seconds, and close every connection.
+        """End health watches, give the calls that handlers have ``grace`` seconds, and close every connection, once its client
+        has read what was written to it or a second later.
 
         Calls that come meanwhile are answered; one that no handler has seen yet ends with UNAVAILABLE.
         """
@@ -179,6 +183,7 @@ class RpcServer:
         while self._servers:
             address, server = self._servers.popitem()
             try:
+                await say_goodbye(address, _GOODBYE_SECONDS)
                 hang_up(address)
             except OSError as error:
                 _log.warning("connections at %s are left to gRPC to close: %s", address, error)

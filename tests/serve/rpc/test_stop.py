@@ -16,7 +16,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from serve.rpc.hang_up import hang_up
+from serve.rpc.hang_up import hang_up, say_goodbye
 from serve.rpc.server import RpcServer
 from serve.rpc.status import PUSHBACK_KEY
 from serve.runtime.state import State
@@ -88,6 +88,51 @@ def test_only_the_connections_of_the_address_are_closed() -> None:
         assert one.recv(100) == b"", "closed behind it"
         kept.sendall(b"still here")
         assert other.recv(100) == b"still here"
+
+
+async def test_a_client_that_writes_at_the_end_reads_what_it_was_told() -> None:
+    """Were the connection closed, its writes would fail, and clients look no further at what there is to read."""
+    with contextlib.ExitStack() as open_:
+        ours = open_.enter_context(socket.create_server(("127.0.0.1", 0)))
+        client = open_.enter_context(socket.create_connection(ours.getsockname()))
+        accepted = open_.enter_context(ours.accept()[0])
+        accepted.sendall(b"the last word")
+        goodbye = asyncio.ensure_future(say_goodbye(f"127.0.0.1:{ours.getsockname()[1]}", 20))
+        await asyncio.sleep(0)
+        for _ in range(3):
+            client.sendall(b"and another thing")
+        assert client.recv(100) == b"the last word"
+        assert client.recv(100) == b""
+        assert not goodbye.done(), "the client is still there"
+        client.close()
+        accepted.close()  # as gRPC does with a connection whose client has gone
+        await asyncio.wait_for(goodbye, 10)
+
+
+async def test_a_client_that_does_not_read_is_not_waited_for() -> None:
+    with contextlib.ExitStack() as open_:
+        ours = open_.enter_context(socket.create_server(("127.0.0.1", 0)))
+        open_.enter_context(socket.create_connection(ours.getsockname()))
+        open_.enter_context(ours.accept()[0])
+        await asyncio.wait_for(say_goodbye(f"127.0.0.1:{ours.getsockname()[1]}", 0.01), 10)
+
+
+async def test_a_stop_lets_clients_read_and_write_until_they_close(tmp_path: Path) -> None:
+    settings = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
+    ping = b"\x00\x00\x08\x06\x00\x00\x00\x00\x00" + b"12345678"
+    async with serving() as running:
+        server = RpcServer(running.gateway, running.metrics, config_of(rpc={"host": f"unix:{tmp_path}/socket"}))
+        await server.start()
+        reader, writer = await asyncio.open_unix_connection(tmp_path / "socket")
+        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + settings)
+        await reader.readuntil(b"\x00\x00\x00\x04\x01")  # it has acknowledged them, and has nothing more to write
+        stopping = asyncio.ensure_future(server.stop(5))
+        await reader.read()
+        writer.write(ping)
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+        await stopping
 
 
 @contextlib.contextmanager
