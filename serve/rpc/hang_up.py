@@ -71,7 +71,7 @@ def _connections(address: str) -> Iterator[socket.socket]:
 
 
 def _identity(end: socket.socket) -> int:
-    """The same for every descriptor of the socket, and no other open socket's."""
+    """A number that every descriptor of the socket has, and no other open socket's."""
     return os.fstat(end.fileno()).st_ino
 
 
