@@ -24,6 +24,7 @@ Matmul = Callable[[Tensor], Tensor]
 
 
 _PRODUCT: Final = KINDS.index("product")
+_COMPRESSED_BITS: Final = 12
 
 
 class Product:
@@ -74,21 +75,38 @@ class Panels:
     packed: Tensor
     """What ``put`` fills."""
 
+    bits: int
+    """12 where what is packed is compressed, else 0."""
+
     def __init__(
-        self, kernels: ctypes.CDLL, memory: WeightMemory, shape: tuple[int, int], dtype: torch.dtype, *, later: bool
+        self,
+        kernels: ctypes.CDLL,
+        memory: WeightMemory,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        *,
+        later: bool,
+        compressed: bool = False,
     ) -> None:
         """
         Args:
             later: it gets its memory with ``read_from``.
+            compressed: bf16 is packed in 12 bits a number, which hold all of it (kernels/compressed.h).
         """
         self.shape = shape
         self.dtype = dtype
-        self._allocate = partial(memory.empty, (kernels.tessera_linear_packed_numbers(*shape),), dtype)
+        self.bits = _COMPRESSED_BITS if compressed else 0
+        self._kernels = kernels
+        self.beside: dict[int, Tensor] = {}
+        """Panels that could not be compressed, as they are, by the first row of the block they came in."""
+        numbers = kernels.tessera_linear_packed_numbers(*shape)
+        if compressed:
+            numbers = -(-shape[0] // self.ROWS) * kernels.tessera_linear_compressed_bytes(shape[1]) // dtype.itemsize
+        self._allocate = partial(memory.empty, (numbers,), dtype)
         if not later:
             self.packed = self._allocate()
         self.plain: PlainRows | None = None
         """What products look at for a place to read from; ``None`` where the weight is packed before there are any."""
-        self._pack = kernels.tessera_linear_pack
         self._side_by_side = int(kernels.tessera_linear_panel_outputs(int(dtype == torch.bfloat16)))
         self._rows_OI: Tensor | None = None
 
@@ -104,17 +122,37 @@ class Panels:
         assert begin % self.ROWS == 0, "a block begins inside a panel"
         assert count % self.ROWS == 0 or begin + count == self.shape[0], "a block ends inside a panel"
         assert (rows_RI.dtype, inputs) == (self.dtype, self.shape[1]), "rows of another weight"
+        several = threads or torch.get_num_threads()
+        if self.bits:
+            self._compress(several, lies, begin, count)
+            return
         place = self.packed.data_ptr() + begin * inputs * self.packed.itemsize
-        is_bf16, several = int(self.dtype == torch.bfloat16), threads or torch.get_num_threads()
-        self._pack(is_bf16, several, lies.place, lies.stride, lies.is_transposed, place, count, inputs)
+        is_bf16 = int(self.dtype == torch.bfloat16)
+        self._kernels.tessera_linear_pack(is_bf16, several, lies.place, lies.stride, lies.is_transposed, place, count, inputs)
+
+    def _compress(self, threads: int, lies: PlainRows, begin: int, count: int) -> None:
+        inputs = self.shape[1]
+        place = self.packed.data_ptr() + begin // self.ROWS * self._kernels.tessera_linear_compressed_bytes(inputs)
+        of = threads, lies.place, lies.stride, lies.is_transposed, place, count, inputs
+        if left := self._kernels.tessera_linear_compress(*of, None):
+            spare = torch.empty(left * self.ROWS * inputs, dtype=self.dtype)
+            self._kernels.tessera_linear_compress(*of, spare.data_ptr())
+            self.beside[begin] = spare
 
     def unpacked(self, begin: int, end: int) -> Tensor:
         """The rows [begin, end) of what is packed, as they came; both are multiples of ``ROWS``, or ``end`` is the last."""
         assert begin % self.ROWS == 0, "rows begin inside a panel"
         inputs, width = self.shape[1], self._side_by_side
         together = 2 if self.dtype == torch.bfloat16 else 1
-        panels = self.packed.view(-1, inputs // together, width, together)
-        return panels[begin // width : -(-end // width)].transpose(1, 2).reshape(-1, inputs)[: end - begin]
+        first, last = begin // width, -(-end // width)
+        if self.bits:
+            packed = torch.empty((last - first) * width * inputs, dtype=self.dtype)
+            place = self.packed.data_ptr() + first * self._kernels.tessera_linear_compressed_bytes(inputs)
+            self._kernels.tessera_linear_decompress(place, last - first, inputs, packed.data_ptr())
+        else:
+            packed = self.packed[first * width * inputs : last * width * inputs]
+        panels = packed.view(-1, inputs // together, width, together)
+        return panels.transpose(1, 2).reshape(-1, inputs)[: end - begin]
 
     def read_from(self, rows_OI: Tensor) -> None:
         """Have products that are made from now on read these rows, until ``settle``. It is called before ``put``.
@@ -153,11 +191,14 @@ def activation_of(module: nn.Module) -> str:
     return _BY_CLASS.get(type(module).__name__, "none")
 
 
-def choose_packer(device: torch.device, dtype: torch.dtype, kernels: ctypes.CDLL | None) -> tuple[str, Packer | None]:
+def choose_packer(
+    device: torch.device, dtype: torch.dtype, kernels: ctypes.CDLL | None, *, compressed: bool = False
+) -> tuple[str, Packer | None]:
     """The fastest way to pack weights for this device and type, and its name in ``ModelFacts.linear``.
 
     Args:
         kernels: as ``load_cpu_kernels`` gives them; ``None`` where there are none.
+        compressed: weights of bf16 are kept in 12 bits each where the kernels can, which changes no product.
 
     Returns:
         (name, packer); the packer is ``None`` where plain weights are as good.
@@ -165,7 +206,8 @@ def choose_packer(device: torch.device, dtype: torch.dtype, kernels: ctypes.CDLL
     if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         return "torch", None
     if kernels is not None and kernels.tessera_linear_supported(dtype == torch.bfloat16):
-        return "kernel", KernelPacker(kernels)
+        packer = KernelPacker(kernels, compressed=compressed and dtype == torch.bfloat16)
+        return "kernel-12bit" if packer.compresses else "kernel", packer
     return _choose_onednn(dtype)
 
 
@@ -224,8 +266,14 @@ def _pack_onednn(weight_OI: Tensor, bias_O: Tensor | None, activation: str = "no
 class KernelPacker:
     """The kernel of ``kernels/linear.cpp``. bf16 inputs come in pairs: a layer with an odd number goes another route."""
 
-    def __init__(self, kernels: ctypes.CDLL) -> None:
+    def __init__(self, kernels: ctypes.CDLL, *, compressed: bool = False) -> None:
+        """
+        Args:
+            compressed: weights of bf16 are packed in 12 bits each, on processors with AVX-512.
+        """
         self._kernels = kernels
+        self.compresses = compressed and bool(kernels.tessera_linear_compresses())
+        """Whether weights of bf16 are."""
         self._memory, self._later = WeightMemory(), WeightMemory(large=True)
         flag, whole, place = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
         kernels.tessera_linear_packed_numbers.argtypes = (whole, whole)
@@ -233,7 +281,13 @@ class KernelPacker:
         kernels.tessera_linear_panel_outputs.argtypes = (flag,)
         kernels.tessera_linear_pack.argtypes = (flag, flag, place, whole, flag, place, whole, whole)
         kernels.tessera_linear_pack.restype = None
-        kernels.tessera_linear.argtypes = (flag, flag, place, whole, whole, place, place, place, flag, place, whole, whole)
+        kernels.tessera_linear_compressed_bytes.argtypes = (whole,)
+        kernels.tessera_linear_compressed_bytes.restype = whole
+        kernels.tessera_linear_compress.argtypes = (flag, place, whole, flag, place, whole, whole, place)
+        kernels.tessera_linear_compress.restype = whole
+        kernels.tessera_linear_decompress.argtypes = (place, whole, whole, place)
+        kernels.tessera_linear_decompress.restype = None
+        kernels.tessera_linear.argtypes = (*(flag,) * 3, place, whole, whole, *(place,) * 3, flag, place, whole, whole)
         kernels.tessera_linear.restype = None
 
     def begin(self, shape: tuple[int, int], dtype: torch.dtype, *, later: bool = False) -> Panels | None:
@@ -244,7 +298,8 @@ class KernelPacker:
         """
         is_odd = dtype == torch.bfloat16 and shape[1] % 2
         memory = self._later if later else self._memory
-        return None if is_odd else Panels(self._kernels, memory, shape, dtype, later=later)
+        compressed = self.compresses and dtype == torch.bfloat16
+        return None if is_odd else Panels(self._kernels, memory, shape, dtype, later=later, compressed=compressed)
 
     def __call__(self, weight_OI: Tensor, bias_O: Tensor | None, activation: str = "none") -> Matmul:
         """Pack a weight; see ``Packer``."""
@@ -282,6 +337,7 @@ class PanelsProduct:
         out_MO = torch.empty(rows_MI.shape[0], outputs, dtype=panels.dtype)
         self._multiply(
             int(panels.dtype == torch.bfloat16),
+            panels.bits,
             torch.get_num_threads(),
             rows_MI.data_ptr(),
             rows_MI.shape[0],
@@ -307,7 +363,7 @@ class PanelsProduct:
         """
         panels = self.panels
         job = Job(_PRODUCT, int(panels.dtype == torch.bfloat16), rows_MI.data_ptr(), None, panels.packed.data_ptr())
-        job.plain, job.bias, job.out = self._plain, self._bias, out_MO.data_ptr()
+        job.plain, job.bias, job.out, job.bits = self._plain, self._bias, out_MO.data_ptr(), panels.bits
         (job.width, job.inputs), job.rows = panels.shape, rows_MI.shape[0]
         job.x_stride, job.out_stride, job.activation = rows_MI.stride(0), job.width, self._activation
         return job

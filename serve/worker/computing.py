@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from transformers import PreTrainedModel
 
-from serve.config import ModelConfig, ServerConfig
+from serve.config import ServerConfig
 from serve.errors import ConfigError
 from serve.model.attention import Backend, TorchBackend
 from serve.model.cuda.device import device_backend, device_packer
@@ -31,14 +31,16 @@ _MOST_RECORDED: Final = 32
 
 
 def choose_linear(
-    model: ModelConfig, device: torch.device, dtype: torch.dtype, kernels: ctypes.CDLL | None, *, captured: bool
+    config: ServerConfig, device: torch.device, dtype: torch.dtype, kernels: ctypes.CDLL | None, *, captured: bool
 ) -> tuple[str, Packer | None]:
     """What makes a model's linear layers, and its name in ``ModelFacts.linear``. ``captured``: see ``captures_on_cpu``."""
+    model = config.model
     if model.quantization != "none" and device.type == "cuda":
         return device_packer(device, model.quantization, model.quantization_group, dtype)
     if model.quantization != "none":
         return quantizing_packer(model.quantization, model.quantization_group, dtype, kernels)
-    return ("torch", None) if captured else choose_packer(device, dtype, kernels)
+    compressed = config.kernels.compress_weights
+    return ("torch", None) if captured else choose_packer(device, dtype, kernels, compressed=compressed)
 
 
 def choose_attention(

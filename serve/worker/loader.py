@@ -329,7 +329,7 @@ def _read_weights(
         torch.cuda.set_device(device)
     captured = captures_on_cpu(config, device)
     kernels = None if captured else load_kernels(config.kernels.cache_dir, ranks.number, device, dtype)
-    linear, packer = choose_linear(config.model, device, dtype, kernels, captured=captured)
+    linear, packer = choose_linear(config, device, dtype, kernels, captured=captured)
     later = config.kernels.pack_later and device.type == "cpu"
     maker = ProductMaker(packer, ranks, model, plan.family, whole_experts=plan.whole_experts)
     filler = Filler(model, shards, device, maker, later=later)

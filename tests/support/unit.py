@@ -16,10 +16,12 @@ import sys
 from functools import cache
 from pathlib import Path
 
+from tests.repo.documents import REPOSITORY
 from tests.support.sandbox import UNIT, restrict
 
 MODEL, CACHE = "/media", "/srv"
 """Where ``confined`` puts the folder of the model, which is only read, and an empty one that can be written."""
+_REPOSITORY = "/mnt"
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
 _MASKED_EQUAL = 7
 _NEW_NAMESPACES = 0x7E020080
@@ -77,7 +79,9 @@ def confined(model: Path) -> list[str]:
     capabilities; then the filters. Needs root, to have something to give up."""
     mounts = (
         f"mount --bind {model} {MODEL} && mount -o remount,bind,ro {MODEL} && mount -t tmpfs none {CACHE} && "
-        'mount -t tmpfs none /tmp && mount -t tmpfs none /var/tmp && mount -o remount,bind,ro / && exec "$@"'
+        f"mount --bind {REPOSITORY} {_REPOSITORY} && mount -t tmpfs none /tmp && mount -t tmpfs none /var/tmp && "
+        f"mkdir -p {REPOSITORY} && mount --bind {_REPOSITORY} {REPOSITORY} && "  # which may lie in /tmp
+        'mount -o remount,bind,ro / && exec "$@"'
     )
     dropped = ("setpriv", "--bounding-set=-all", "--inh-caps=-all", "--no-new-privs")
     return ["unshare", "--mount", "sh", "-ec", mounts, "sh", *dropped, sys.executable, "-m", "tests.support.unit"]

@@ -32,7 +32,7 @@ struct Job {
     void* out;           // rows ``out_stride`` apart
     int64_t rows, width, inputs, x_stride, y_stride, out_stride;
     int64_t activation;  // of a product; of an RMSNorm how it is rounded
-    int64_t bits, group; // of quantized weights
+    int64_t bits, group; // of quantized weights; of a product 12 bits if its weight is compressed, else 0
     double epsilon;
     const PlainRows* plain;  // of a product whose weight may not be packed yet, or none
     const int32_t* panels;   // of a product: of which 32 outputs each is computed, and no other; none: all are

@@ -28,6 +28,15 @@ struct Blocks {
     }
 };
 
+constexpr int64_t kItemsPerThread = 8;  // at least, or smaller blocks are made
+
+// Blocks for a weight whose panels are widened once for each.
+inline Blocks blocks_for(int64_t M, int64_t I, int64_t panels, int threads) {
+    int64_t most = (I <= 1024 ? 4 : 2) * kBlockRows;
+    while (most > kBlockRows && Blocks(M, most).count * panels < kItemsPerThread * threads) most /= 2;
+    return Blocks(M, most);
+}
+
 // Memory that is asked for while something else is computed, ``stride`` bytes on with every input or word of inputs; a line may be
 // asked for more than once.
 struct Ahead {
@@ -109,9 +118,9 @@ inline V activate(Activation activation, V x) {
 struct Fp32 {
     typedef float number;
     static constexpr int64_t kInputs = 1;  // inputs consumed by one multiply
-    static __m512 multiply(__m512 sum, const number* weights, const number* x) {
-        return _mm512_fmadd_ps(_mm512_loadu_ps(weights), _mm512_set1_ps(*x), sum);
-    }
+    typedef __m512 lanes;  // weights of sixteen outputs
+    static lanes weights_at(const number* weights) { return _mm512_loadu_ps(weights); }
+    static __m512 multiply(__m512 sum, lanes weights, const number* x) { return _mm512_fmadd_ps(weights, _mm512_set1_ps(*x), sum); }
     static __m512 load(const number* source, __mmask16 lanes) { return _mm512_maskz_loadu_ps(lanes, source); }
     static void save(number* target, __m512 sum, __mmask16 lanes) { _mm512_mask_storeu_ps(target, lanes, sum); }
 };
@@ -122,19 +131,20 @@ struct Fp32 {
 struct Bf16 {
     typedef uint16_t number;
     static constexpr int64_t kInputs = 2;
+    typedef __m512i lanes;
+    static lanes weights_at(const number* weights) { return _mm512_loadu_si512(weights); }
 #ifdef __AVX512BF16__
-    static __m512 multiply(__m512 sum, const number* weights, const number* x) {
+    static __m512 multiply(__m512 sum, lanes weights, const number* x) {
         int32_t pair;
         std::memcpy(&pair, x, 4);
-        return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(weights), (__m512bh)_mm512_set1_epi32(pair));
+        return _mm512_dpbf16_ps(sum, (__m512bh)weights, (__m512bh)_mm512_set1_epi32(pair));
     }
     static __m256i round(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
 #else
     // Without an instruction for it: a bf16 number is the upper half of an fp32 one, so a shift or a mask makes it one.
-    static __m512 multiply(__m512 sum, const number* weights, const number* x) {
+    static __m512 multiply(__m512 sum, lanes both, const number* x) {
         uint32_t pair;
         std::memcpy(&pair, x, 4);
-        const __m512i both = _mm512_loadu_si512(weights);
         const __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
         const __m512 odd = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(int32_t(0xffff0000u))));
         sum = _mm512_fmadd_ps(even, _mm512_castsi512_ps(_mm512_set1_epi32(int32_t(pair << 16))), sum);

@@ -82,8 +82,6 @@ struct Wide {
     }
 };
 
-constexpr int64_t kItemsPerThread = 8;  // at least, or smaller blocks are made
-
 struct Layer {
     const uint8_t* packed;
     const float* scales;
@@ -173,9 +171,7 @@ void multiply(const Layer& layer, const typename kind::number* x, int64_t M, int
               tessera::Hand& hand) {
     const int64_t panels = panels_of(layer.O), bytes = kPanel * layer.I * bits / 8;
     constexpr int64_t step = kind::kInputs;
-    int64_t most = (layer.I <= 1024 ? 4 : 2) * kBlockRows;  // a panel is widened once for each block
-    while (most > kBlockRows && Blocks(M, most).count * panels < kItemsPerThread * omp_get_num_threads()) most /= 2;
-    const Blocks blocks(M, most);
+    const Blocks blocks = blocks_for(M, layer.I, panels, omp_get_num_threads());
     std::unique_ptr<typename kind::number[]> scratch(M > kRows ? new typename kind::number[size_t(layer.I * kPanel)] : nullptr);
     hand.share_out(blocks.count * panels, [&](int64_t item) {
         const int64_t p = item % panels, first = item / panels * blocks.height;

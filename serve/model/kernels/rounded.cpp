@@ -21,7 +21,6 @@ namespace {
 
 constexpr int64_t kQuad = 4;  // inputs consumed by one multiply
 constexpr int64_t kMostRun = 64;
-constexpr int64_t kItemsPerThread = 8;   // at least, or smaller blocks are made
 constexpr int64_t kBlockBytes = 384 << 10;  // a block's inputs, which stay in a core's cache beside a panel
 constexpr int64_t kFewRows = 2;          // that each thread rounds for itself: nobody waits for the others
 constexpr float kLeastTop = 1e-30f;      // runs of smaller numbers are zeros: 127 divided by such a number would be none

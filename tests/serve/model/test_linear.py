@@ -77,7 +77,7 @@ def test_any_number_of_threads_computes_all_outputs_with_the_same_bits_beside_ot
     def product(rows: int, threads: int) -> torch.Tensor:
         out = torch.full((rows, outputs), math.nan, dtype=dtype)
         places = x.data_ptr(), rows, inputs, panels.packed.data_ptr(), None, None, 0, out.data_ptr()
-        kernels.tessera_linear(is_bf16, threads, *places, outputs, inputs)
+        kernels.tessera_linear(is_bf16, panels.bits, threads, *places, outputs, inputs)
         return out
 
     def products(threads: int) -> list[torch.Tensor]:
