@@ -120,11 +120,12 @@ def _on_all_cores(pid: int) -> None:
 
 
 @contextlib.contextmanager
-def serving(model: Path, *options: str, log: Path | None = None) -> Iterator[Server]:
+def serving(model: Path, *options: str, log: Path | None = None, apart: bool = False) -> Iterator[Server]:
     """Start a server on free ports of this machine, and stop it at the end.
 
     Args:
         log: file for what it says; nothing is kept otherwise.
+        apart: the server and its rank share one core; the calling process, and what it starts, have the others meanwhile.
     """
     words = ["--model", str(model), "--port", "0", "--metrics-port", "0", "--device", "cpu", "--kv-cache-gib", "0.5", *options]
     with contextlib.ExitStack() as stack:
@@ -139,7 +140,11 @@ def serving(model: Path, *options: str, log: Path | None = None) -> Iterator[Ser
             line = process.stdout.readline()
             if not line.startswith("tessera ready "):
                 raise RuntimeError(f"the server did not start: {line!r}")
-            _on_all_cores(process.pid)
+            if apart:
+                os.sched_setaffinity(0, _CORES - {min(_CORES)})
+                stack.callback(os.sched_setaffinity, 0, _CORES)
+            else:
+                _on_all_cores(process.pid)
             yield Server(process, dict(word.split("=", 1) for word in line.split()[2:]))
         finally:
             process.terminate()

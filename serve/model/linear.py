@@ -98,7 +98,7 @@ class Panels:
         self.bits = _COMPRESSED_BITS if compressed else 0
         self._kernels = kernels
         self.beside: dict[int, Tensor] = {}
-        """Panels that could not be compressed, as they are, by the first row of the block they came in."""
+        """What panels that could not be compressed lie in as they are, by every panel of the block of rows they came in."""
         numbers = kernels.tessera_linear_packed_numbers(*shape)
         if compressed:
             numbers = -(-shape[0] // self.ROWS) * kernels.tessera_linear_compressed_bytes(shape[1]) // dtype.itemsize
@@ -111,7 +111,7 @@ class Panels:
         self._rows_OI: Tensor | None = None
 
     def put(self, begin: int, rows_RI: Tensor, threads: int | None = None) -> None:
-        """Pack the rows from ``begin``. Any thread, and several at once for different rows.
+        """Pack the rows from ``begin``. Any thread, and several at once for different rows, which no product reads meanwhile.
 
         Args:
             threads: that this call takes; as many as torch has without it.
@@ -134,10 +134,14 @@ class Panels:
         inputs = self.shape[1]
         place = self.packed.data_ptr() + begin // self.ROWS * self._kernels.tessera_linear_compressed_bytes(inputs)
         of = threads, lies.place, lies.stride, lies.is_transposed, place, count, inputs
+        panels = range(begin // self.ROWS, -(-(begin + count) // self.ROWS))
         if left := self._kernels.tessera_linear_compress(*of, None):
             spare = torch.empty(left * self.ROWS * inputs, dtype=self.dtype)
             self._kernels.tessera_linear_compress(*of, spare.data_ptr())
-            self.beside[begin] = spare
+            self.beside.update(dict.fromkeys(panels, spare))
+        else:
+            for panel in panels:
+                self.beside.pop(panel, None)
 
     def unpacked(self, begin: int, end: int) -> Tensor:
         """The rows [begin, end) of what is packed, as they came; both are multiples of ``ROWS``, or ``end`` is the last."""

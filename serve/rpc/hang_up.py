@@ -24,15 +24,18 @@ async def say_goodbye(address: str, at_most_seconds: float) -> None:
     """Write nothing more to the connections there are at ``address``, and wait until their clients have closed them.
 
     A client reads all that was written before it learns of the end. Closed from here, a connection would be lost to a
-    client that is writing to it just then, with the answers that it had not read yet.
+    client that is writing to it just then, with the answers that it had not read yet. Who listens there goes on, and
+    connections that come meanwhile are left alone. The server's own next write to a connection, which fails, ends it.
 
     Args:
         address: as bound, ``host:port`` or ``unix:/path``.
-        at_most_seconds: a client that does not read keeps nobody waiting longer.
+        at_most_seconds: a client that does not read keeps nobody waiting longer; 0 says no goodbye.
 
     Raises:
         OSError: this process has all the descriptors that it may have; some connections may still be written to.
     """
+    if at_most_seconds <= 0:
+        return
     ended = set()
     for end in _connections(address):
         with contextlib.suppress(OSError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import time
@@ -171,23 +172,26 @@ class RpcServer:
 
     async def stop(self, grace: float) -> None:
         """End health watches, give the calls that handlers have ``grace`` seconds, and close every connection, once its client
-        has read what was written to it or a second later.
+        has read what was written to it or, at most, a second or ``grace`` later.
 
-        Calls that come meanwhile are answered; one that no handler has seen yet ends with UNAVAILABLE.
+        Calls that come while others are waited for are answered; one that comes later, or that no handler has seen yet, ends
+        with UNAVAILABLE.
         """
         if self._health is not None:
             self._health.close()
         if self._reports is not None:
             self._reports.close()
         await self._calls.until_over(grace)
-        while self._servers:
-            address, server = self._servers.popitem()
-            try:
-                await say_goodbye(address, _GOODBYE_SECONDS)
-                hang_up(address)
-            except OSError as error:
-                _log.warning("connections at %s are left to gRPC to close: %s", address, error)
-            await server.stop(0)  # begins before anything else can run here
+        try:
+            await asyncio.gather(*(_tell(address, min(grace, _GOODBYE_SECONDS)) for address in self._servers))
+        finally:
+            while self._servers:
+                address, server = self._servers.popitem()
+                try:
+                    hang_up(address)
+                except OSError as error:
+                    _log.warning("connections at %s are left to gRPC to close: %s", address, error)
+                await server.stop(0)  # begins before anything else can run here
         if self._audit is not None:
             await asyncio.to_thread(self._audit.close)
 
@@ -232,6 +236,12 @@ class RpcServer:
             reports.call_ended(code)
 
         return counted
+
+
+async def _tell(address: str, at_most_seconds: float) -> None:
+    """Say goodbye, if there are descriptors for it."""
+    with contextlib.suppress(OSError):
+        await say_goodbye(address, at_most_seconds)
 
 
 def _not_counted(refusal: QueueFull) -> None:

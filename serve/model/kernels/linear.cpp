@@ -143,6 +143,10 @@ void finish(const Group<kind>& group, const __m512* totals) {
 // One panel times R rows.
 template <typename kind, int R, int U, typename Weights>
 void panel_times_group(Weights weights, const Group<kind>& group, Ahead ahead) {
+    // What is stored at the end is a line or two of each row, which come meanwhile.
+    if constexpr (R == kRows)
+        for (int r = 0; r < R; ++r)
+            for (int64_t o = 0; o < kPanel; o += kLine / int64_t(sizeof(*group.y))) __builtin_prefetch(group.y + r * group.O + o, 1);
     __m512 totals[2 * R];
 #pragma GCC unroll 16
     for (int t = 0; t < 2 * R; ++t) totals[t] = _mm512_setzero_ps();

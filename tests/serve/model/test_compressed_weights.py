@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from serve.config import KernelsConfig, ModelConfig, ServerConfig
 from serve.model.linear import KernelPacker, Panels, choose_packer
-from serve.model.weight_memory import WeightMemory
+from serve.worker.computing import choose_linear
 from tests.serve.model.test_linear import BF16_LEVELS as ALL_LEVELS
 from tests.support.kernels import cpu_kernels, kernels_of
 
@@ -104,6 +105,12 @@ def test_a_weight_that_is_compressed_while_it_is_used_gives_the_same_bits(level:
         assert torch.equal(found(x), one)
 
 
+def patches(panels: Panels, panel: int = 0) -> int:
+    """How many numbers of a panel have no code; -1 where there was no room for them."""
+    each = panels.packed.nbytes // -(-panels.shape[0] // Panels.ROWS)
+    return int(panels.packed.view(torch.uint8)[panel * each + 12 : panel * each + 16].view(torch.int32))
+
+
 def test_they_take_three_quarters_of_the_memory_and_a_panel_that_does_not_fit_lies_beside_them() -> None:
     packer = packers("best")[1]
     torch.manual_seed(0)
@@ -112,27 +119,70 @@ def test_they_take_three_quarters_of_the_memory_and_a_panel_that_does_not_fit_li
     assert panels.packed.nbytes <= 0.76 * usual.nbytes
     assert not panels.beside
     usual[40] *= 2.0 ** (torch.arange(768) % 200 - 100.0)
-    panels = filled(packer, usual)
-    assert sum(each.nbytes for each in panels.beside.values()) == Panels.ROWS * 768 * 2
+    panels = filled(packer, usual, several=True)
+    assert {panel: each.nbytes for panel, each in panels.beside.items()} == {1: Panels.ROWS * 768 * 2}
     assert torch.equal(bits(panels.unpacked(0, 1024)), bits(usual))
 
 
-def test_rows_can_be_put_again() -> None:
+@pytest.mark.parametrize("inputs", [2, 30, 768])
+def test_a_panel_has_room_for_a_patch_in_1024_numbers_and_eight_more(inputs: int) -> None:
+    plain, packer = packers("best")
+    room = inputs // 32 + 8
+    for count in (0, 1, room, room + 1):
+        weight = torch.ones(32, inputs).bfloat16()
+        weight.view(-1)[torch.randperm(weight.numel(), generator=torch.Generator().manual_seed(0))[:count]] = 1e-20
+        panels = filled(packer, weight)
+        assert patches(panels) == (count if count <= room else -1)
+        assert bool(panels.beside) == (count > room)
+        assert torch.equal(bits(panels.unpacked(0, 32)), bits(weight))
+        for rows in (1, 9, 40):
+            x = torch.randn(rows, inputs).bfloat16()
+            assert torch.equal(packer.product(panels, None)(x), plain(weight, None)(x))
+
+
+def test_fifteen_neighbouring_exponents_and_zeros_need_no_patch() -> None:
+    packer = packers("best")[1]
+    for lowest in (-126, -100, 0, 110):
+        weight = torch.exp2((torch.arange(64 * 96) % 16 + lowest - 1.0).double())
+        weight[torch.arange(64 * 96) % 16 == 0] = 0.0
+        weight = weight[torch.randperm(len(weight), generator=torch.Generator().manual_seed(0))]
+        panels = filled(packer, weight.view(64, 96).bfloat16())
+        assert (patches(panels), patches(panels, 1)) == (0, 0), lowest
+    sparse = torch.randn(64, 96) * (torch.rand(64, 96) < 0.1)
+    assert not filled(packer, sparse.bfloat16()).beside
+
+
+def test_rows_can_be_put_again_in_blocks_of_any_size() -> None:
     plain, packer = packers("best")
     torch.manual_seed(0)
-    odd, usual = WEIGHTS["hardly any two alike in size"](64, 128).bfloat16(), torch.randn(64, 128).bfloat16()
-    panels = filled(packer, odd)
-    for weight in (usual, odd, usual):
-        panels.put(0, weight)
-        assert torch.equal(panels.unpacked(0, 64), weight)
+    odd, usual = WEIGHTS["hardly any two alike in size"](96, 128).bfloat16(), torch.randn(96, 128).bfloat16()
+    panels, weight = filled(packer, odd), odd.clone()
+    for rows, begin, end in ((odd, 0, 32), (usual, 32, 64), (odd, 32, 96), (usual, 0, 96), (odd, 64, 96)):
+        panels.put(begin, rows[begin:end].clone())
+        weight[begin:end] = rows[begin:end]
+        assert torch.equal(panels.unpacked(0, 96), weight)
         x = torch.randn(3, 128).bfloat16()
         assert torch.equal(packer.product(panels, None)(x), plain(weight, None)(x))
+        if rows is usual:
+            assert not panels.beside.keys() & set(range(begin // 32, end // 32)), "given back"
 
 
 def test_fp32_and_kernels_without_it_pack_numbers_as_they_are() -> None:
-    packer = KernelPacker(cpu_kernels(), compressed=True)
-    panels = packer.begin((64, 64), torch.float32)
-    assert panels is not None
-    assert panels.bits == 0
-    whole = Panels(cpu_kernels(), WeightMemory(), (64, 64), torch.bfloat16, later=False)
-    assert whole.bits == 0
+    for level, dtype in (("best", torch.float32), ("x86-64-v3", torch.bfloat16)):
+        if level in ALL_LEVELS:
+            name, packer = choose_packer(CPU, dtype, kernels_of(level), compressed=True)
+            assert isinstance(packer, KernelPacker)
+            panels = packer.begin((64, 64), dtype)
+            assert panels is not None
+            assert (name, panels.bits) == ("kernel", 0)
+
+
+def test_it_is_told_and_can_be_turned_off() -> None:
+    packers("best")
+    for compressed, name in ((True, "kernel-12bit"), (False, "kernel")):
+        given = {"compress_weights": compressed}
+        config = ServerConfig(model=ModelConfig(path="/models/any", name="any"), kernels=KernelsConfig(**given))
+        found, packer = choose_linear(config, CPU, torch.bfloat16, cpu_kernels(), captured=False)
+        assert isinstance(packer, KernelPacker)
+        assert (found, packer.compresses) == (name, compressed)
+    assert KernelsConfig().compress_weights

@@ -135,6 +135,39 @@ async def test_a_stop_lets_clients_read_and_write_until_they_close(tmp_path: Pat
         await stopping
 
 
+async def test_nobody_waits_for_connections_that_came_after_the_goodbye() -> None:
+    with contextlib.ExitStack() as open_:
+        ours = open_.enter_context(socket.create_server(("127.0.0.1", 0)))
+        first = open_.enter_context(socket.create_connection(ours.getsockname()))
+        accepted = open_.enter_context(ours.accept()[0])
+        goodbye = asyncio.ensure_future(say_goodbye(f"127.0.0.1:{ours.getsockname()[1]}", 1000))
+        await asyncio.sleep(0)
+        open_.enter_context(socket.create_connection(ours.getsockname()))
+        late = open_.enter_context(ours.accept()[0])
+        first.close()
+        accepted.close()
+        await asyncio.wait_for(goodbye, 10)
+        late.sendall(b"it is written to as before")
+
+
+async def test_a_client_that_stays_keeps_no_stop_waiting_and_a_stop_that_is_given_up_ends_the_server_too() -> None:
+    async with serving() as running:
+        for gives_up in (False, True):
+            server = RpcServer(running.gateway, running.metrics, config_of(rpc={"admin_address": "127.0.0.1:0"}))
+            port = int((await server.start()).rpartition(":")[2])
+            with socket.create_connection(("127.0.0.1", port)):
+                stopping = asyncio.ensure_future(server.stop(60))
+                if gives_up:
+                    await asyncio.sleep(0)
+                    await asyncio.sleep(0)
+                    stopping.cancel()
+                    await asyncio.gather(stopping, return_exceptions=True)
+                else:
+                    await asyncio.wait_for(stopping, 20)
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", port))
+
+
 @contextlib.contextmanager
 def few_descriptors_left(left: int) -> Iterator[None]:
     """So many more may be opened, whatever is open already."""
