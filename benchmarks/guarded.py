@@ -112,11 +112,11 @@ def _on_one_core() -> None:
     os.sched_setaffinity(0, {min(_CORES)})
 
 
-def _on_all_cores(pid: int) -> None:
-    for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
+def _on_cores(cores: set[int], *processes: psutil.Process) -> None:
+    for process in processes:
         for thread in process.threads():
             with contextlib.suppress(ProcessLookupError):
-                os.sched_setaffinity(thread.id, _CORES)
+                os.sched_setaffinity(thread.id, cores)
 
 
 @contextlib.contextmanager
@@ -125,7 +125,7 @@ def serving(model: Path, *options: str, log: Path | None = None, apart: bool = F
 
     Args:
         log: file for what it says; nothing is kept otherwise.
-        apart: the server and its rank share one core; the calling process, and what it starts, have the others meanwhile.
+        apart: the rank has a core of its own; the server, the calling process and what that starts share the others.
     """
     words = ["--model", str(model), "--port", "0", "--metrics-port", "0", "--device", "cpu", "--kv-cache-gib", "0.5", *options]
     with contextlib.ExitStack() as stack:
@@ -143,8 +143,9 @@ def serving(model: Path, *options: str, log: Path | None = None, apart: bool = F
             if apart:
                 os.sched_setaffinity(0, _CORES - {min(_CORES)})
                 stack.callback(os.sched_setaffinity, 0, _CORES)
+                _on_cores(os.sched_getaffinity(0), psutil.Process(process.pid))
             else:
-                _on_all_cores(process.pid)
+                _on_cores(_CORES, psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True))
             yield Server(process, dict(word.split("=", 1) for word in line.split()[2:]))
         finally:
             process.terminate()

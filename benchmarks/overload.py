@@ -4,7 +4,8 @@ What the server can do is measured first, by as many callers as keep its places 
 begin at different moments: calls that go on in step have their prompts computed together, which costs less than others do. Then
 calls come at random moments at three times that rate, whatever becomes of those before. Goodput is tokens of calls that ended
 well; the queue's length is read from the metrics all the while. On a machine of two cores callers wait for one that computes
-before they can read what they are told; ``--apart`` leaves the server one of them, and callers the other.
+before they can read what they are told; ``--apart`` leaves one to the rank, and the others to the server and its callers. Those
+are busy with tokens of the small model alone, so take a larger one with it (``--hidden 384``).
 """
 
 from __future__ import annotations
@@ -62,11 +63,13 @@ def _server_seconds(audit: Path) -> list[float]:
     return [line["seconds"] for line in lines if line["code"] == "RESOURCE_EXHAUSTED"]
 
 
-def measure(scratch: Path, seconds: float, times: float, tokens: int, *, apart: bool = False) -> dict[str, Any]:
+def measure(
+    scratch: Path, seconds: float, times: float, tokens: int, *, apart: bool = False, hidden: int = 192
+) -> dict[str, Any]:
     """Both loads on one server, one after the other, what can be done before and after. ``apart``: see ``serving``."""
     audit = scratch / "audit.log"
     options = ("--max-num-seqs", str(PLACES), "--max-queued-requests", str(QUEUE), "--no-prefix-caching")
-    with serving(make_model(scratch / "model"), *options, "--audit-log", str(audit), apart=apart) as server:
+    with serving(make_model(scratch / "model", hidden=hidden), *options, "--audit-log", str(audit), apart=apart) as server:
         base = Load(address=server.address, seconds=WARM_SECONDS + min(30.0, seconds), prompt_tokens=32, new_tokens=tokens)
         full = replace(base, streams=PLACES + 8, apart_seconds=WARM_SECONDS - 1.0)
         before = tokens_a_second(first := Running(full).outcome(), full.seconds, first.tokens_by_second)
@@ -80,7 +83,7 @@ def measure(scratch: Path, seconds: float, times: float, tokens: int, *, apart: 
     bound = (QUEUE + PLACES) * tokens / goodput
     return {
         "tokens a second that it can do": {"before": round(before, 1), "after": round(after, 1)},
-        "callers have cores of their own": apart,
+        "features of the model": hidden, "the rank has a core of its own": apart,
         "calls a second": round(flood.rate, 1), "seconds": seconds, "ends": outcome.codes,
         "goodput, tokens a second": round(goodput, 1), "goodput / what it can do": round(goodput / most, 3),
         "longest queue": watch.longest, "limit of the queue": QUEUE,
@@ -104,11 +107,13 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=300.0, help="for which too many calls come (300)")
     parser.add_argument("--times", type=float, default=3.0, help="how many times what the server can do (3)")
     parser.add_argument("--tokens", type=int, default=192, help="that each call generates (192)")
-    parser.add_argument("--apart", action="store_true", help="callers have cores of their own, and the server has one")
+    parser.add_argument("--apart", action="store_true", help="the rank has a core of its own")
+    parser.add_argument("--hidden", type=int, default=192, help="features of the model (192)")
     parser.add_argument("--out", type=Path, help="result file")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        result = measure(Path(folder), options.seconds, options.times, options.tokens, apart=options.apart)
+        load = options.seconds, options.times, options.tokens
+        result = measure(Path(folder), *load, apart=options.apart, hidden=options.hidden)
     print(json.dumps(result, indent=1), flush=True)
     if options.out is not None:
         record = {"what": (__doc__ or "").split("\n")[0], "date": str(datetime.date.today()), "machine": machine()}

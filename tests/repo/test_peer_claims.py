@@ -30,14 +30,16 @@ def test_the_figures_beside_other_engines_are_those_of_the_result_file() -> None
 
 
 def test_the_figures_of_other_shapes_and_of_arrivals_are_those_of_the_result_file() -> None:
-    cells = newest("peers-more-cpu-*.json")["cells"]
-    beside = {name: f"{cell['tessera / best peer']:.2f}" for name, cell in cells.items()}
-    gpt2, llama = (
-        [beside[f"{shape}/bf16/decode/{count}x64"] for count in (1, 8, 32)] for shape in ("gpt2-medium", "llama-1.1b")
-    )
-    said = f"at {gpt2[0]}, {gpt2[1]} and {gpt2[2]} of the best engine's speed with 1, 8 and 32 sequences and a Llama of 1.1B"
-    assert said_in(
-        "docs/operations.md", f"{said} at {llama[0]}, where every engine waits for memory, {llama[1]} and {llama[2]}"
-    )
-    fp32, bf16, int8 = (beside[f"160m/{precision}/arrivals/32x64"] for precision in ("fp32", "bf16", "int8"))
+    def beside(records: str) -> dict[str, str]:
+        return {name: f"{cell['tessera / best peer']:.2f}" for name, cell in newest(records)["cells"].items()}
+
+    def decoding(of: dict[str, str], shape: str) -> str:
+        one, eight, many = (of[f"{shape}/bf16/decode/{count}x64"] for count in (1, 8, 32))
+        return f"at {one}, {eight} and {many}"
+
+    new, old = beside("peers-12bit-cpu-*.json"), beside("peers-more-cpu-*.json")
+    llama = decoding(new, "llama-1.1b")
+    assert said_in("docs/operations.md", f"a Llama of 1.1B decodes in bf16 {llama} of the best engine's speed with 1, 8 and 32")
+    assert said_in("docs/operations.md", f"GPT-2 medium decoded {decoding(old, 'gpt2-medium')} ([")
+    fp32, bf16, int8 = (new[f"160m/{precision}/arrivals/32x64"] for precision in ("fp32", "bf16", "int8"))
     assert said_in("docs/operations.md", f"are answered at {fp32} in fp32, {bf16} in bf16 and {int8} in int8, of the engines")
