@@ -143,7 +143,7 @@ class Filler:
         self._later = later
         self._waiting = Waiting()
         self.num_bytes = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
-        """What the rank's weights take."""
+        """What the rank's weights take in the type that they are computed in; compressed ones take less."""
 
     def fill(self, checkpoint: Checkpoint, blueprint: Blueprint) -> None:
         """Give every parameter and buffer its memory and its values for the first time; no other thread may compute meanwhile.

@@ -276,7 +276,8 @@ class Recorder(Watching):
 
 
 def _place(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    # A weight in a library's own layout (oneDNN's) lies nowhere that another tensor could.
+    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else -id(tensor)
 
 
 def row_stride(tensor: Tensor, width: int) -> int | None:

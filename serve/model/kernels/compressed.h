@@ -74,10 +74,10 @@ struct Encoder {
         const __m512i sign = _mm512_and_si512(_mm512_srli_epi16(number, 8), _mm512_set1_epi16(0x80));
         rest = _mm512_or_si512(sign, _mm512_and_si512(number, _mm512_set1_epi16(0x7f)));
         const __m512i code = _mm512_sub_epi16(exponent, before);
-        const __mmask32 is_small = _mm512_test_epi16_mask(exponent, exponent);
+        const __mmask32 has_exponent = _mm512_test_epi16_mask(exponent, exponent);
         const __mmask32 has_code = _mm512_cmple_epu16_mask(_mm512_sub_epi16(code, _mm512_set1_epi16(1)), _mm512_set1_epi16(kCodes - 1));
-        codes = _mm512_maskz_mov_epi16(is_small & has_code, code);
-        for (uint32_t left = is_small & ~has_code; left; left &= left - 1) {
+        codes = _mm512_maskz_mov_epi16(has_exponent & has_code, code);
+        for (uint32_t left = has_exponent & ~has_code; left; left &= left - 1) {
             if (count == most) return false;
             const int32_t own = int32_t(place) + __builtin_ctz(left);
             patches[count++] = {own, panel[own], 0};
@@ -120,9 +120,7 @@ public:
 
     Compressed(const char* place, int64_t I) : quads_(place + quads_begin(I)), next_(patches_of(place)) {
         const int32_t before = reinterpret_cast<const PanelHead*>(place)->before;
-        const __m512i code = _mm512_and_si512(_mm512_set_epi64(0x0f0e0d0c0b0a0908, 0x0706050403020100, 0x0f0e0d0c0b0a0908, 0x0706050403020100,
-                                                               0x0f0e0d0c0b0a0908, 0x0706050403020100, 0x0f0e0d0c0b0a0908, 0x0706050403020100),
-                                              _mm512_set1_epi8(15));
+        const __m512i code = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
         const __mmask64 is_zero = _mm512_testn_epi8_mask(code, code);
         const __m512i exponent = _mm512_mask_mov_epi8(_mm512_add_epi8(code, _mm512_set1_epi8(char(before))), is_zero, code);
         const __m512i odd = _mm512_and_si512(exponent, _mm512_set1_epi8(1));

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from serve.model.cuda.graphs import CaptureError
+from serve.model.linear import choose_packer
 from serve.model.recording import Recorder, StepMemory, Steps, anew, row_stride
 from serve.worker import wire
 from tests.support.kernels import LEVELS, kernels_of
@@ -86,6 +87,18 @@ def test_rows_of_a_table_are_looked_up_by_the_ids_of_the_replay(dtype: torch.dty
     out, recorder = replayed(steps, lambda ids: nn.functional.embedding(ids, table), [first], [second])
     assert torch.equal(out, table[second])
     assert recorder.program().parts == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_layer_whose_weight_onednn_has_packed_is_replayed(dtype: torch.dtype, steps: Steps) -> None:
+    """As layers of bf16 with an odd number of inputs are."""
+    packer = choose_packer(torch.device("cpu"), dtype, None)[1]
+    if packer is None:
+        pytest.skip("oneDNN packs nothing of this type on this processor")
+    product = packer(torch.randn(24, 33).to(dtype), None)
+    first, second = (torch.randn(1, 4, 33).to(dtype) for _ in range(2))
+    out, _ = replayed(steps, lambda x: product(x) + 1.0, [first], [second])
+    assert torch.equal(out, product(second) + 1.0)
 
 
 def test_what_python_must_do_anew_is_done_in_its_place(steps: Steps) -> None:
