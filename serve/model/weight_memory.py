@@ -106,12 +106,23 @@ def gather_pages(wait: Callable[[float], None] = lambda _: None) -> None:
     areas, _small = _small, []
     pace = Pace(wait)
     for area in areas:
-        memory = area()
-        if memory is not None:
-            for number in range(memory.num_pages):
-                with pace.part():
-                    _advise(memory.first + number * HUGE_PAGE_BYTES, HUGE_PAGE_BYTES, _COLLAPSE)
-        del memory  # its last tensor may be gone
+        number, more = 0, True
+        while more:
+            with pace.part():
+                more = _gather_page(area, number)
+            number += 1
+
+
+def _gather_page(area: weakref.ref[_Mapping], number: int) -> bool:
+    """Make a large page of an area's part with this number; whether there is another one.
+
+    The area is held no longer than that: its last tensor may go meanwhile, and its memory is free for others then.
+    """
+    memory = area()
+    if memory is None or number >= memory.num_pages:
+        return False
+    _advise(memory.first + number * HUGE_PAGE_BYTES, HUGE_PAGE_BYTES, _COLLAPSE)
+    return number + 1 < memory.num_pages
 
 
 def _wanted() -> bool:

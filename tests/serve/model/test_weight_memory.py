@@ -97,6 +97,27 @@ def test_an_area_that_is_gone_is_left_alone() -> None:
     assert not weight_memory._small
 
 
+def test_an_area_can_go_while_its_next_page_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_memory, "_small", [])
+    tensors = [WeightMemory().empty((AREA_BYTES,), torch.uint8)]
+    if not weight_memory._small:
+        pytest.skip("this kernel makes no huge page of small ones")
+    [area], pages = weight_memory._small, list[int]()
+
+    def advise(address: int, num_bytes: int, advice: int) -> bool:
+        pages.append(address)
+        return True
+
+    def wait(_: float) -> None:
+        if len(pages) == 3:
+            tensors.clear()
+            assert area() is None, "memory that is free is held by whoever waits to make its pages large"
+
+    monkeypatch.setattr(weight_memory, "_advise", advise)
+    gather_pages(wait)
+    assert len(pages) == 3
+
+
 def test_where_the_kernel_cannot_pages_are_large_from_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = list[int]()
 
