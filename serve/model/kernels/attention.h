@@ -129,16 +129,18 @@ private:
 
     void begin_panel(int64_t panel) {
         const int64_t begin = first_row(panel), count = first_row(panel + 1) - begin, features = D, rotated = step.rotary_dim;
+        const int64_t words = features / Kind::kInputs, turned_words = rotated / Kind::kInputs;
         for (int64_t r = begin; r < begin + count; ++r) {
             const int64_t token = first_token + r / group, own = head * group + r % group;
             const scalar* source = query_of(r);
             if (r + count < rows) ask_for_head(query_of(r + count), features);
-            float* own_turned = turned;
-            rotate(step, source, token, own_turned);
-            word* target = queries + begin * (features / Kind::kInputs) + r - begin;
-            int64_t d = 0;
-            for (; d < rotated; d += Kind::kInputs) target[d / Kind::kInputs * count] = Kind::word_of(own_turned + d);
-            for (; d < features; d += Kind::kInputs) target[d / Kind::kInputs * count] = Kind::word_at(source + d);
+            rotate(step, source, token, turned);
+            Kind::narrow(turned, int(rotated));
+            const word* own_turned = reinterpret_cast<const word*>(turned);
+            word* target = queries + begin * words + r - begin;
+            int64_t w = 0;
+            for (; w < turned_words; ++w) target[w * count] = own_turned[w];
+            for (; w < words; ++w) target[w * count] = Kind::word_at(source + w * Kind::kInputs);
             // A sink is a score that was seen already and whose value is zero.
             peaks[r] = step.sinks ? step.sinks[own] : kLowest;
             std::fill_n(masses + r * kWidth, kWidth, 0.0f);
@@ -207,12 +209,13 @@ private:
     void look(int64_t panel, int64_t base, Seen& seen) const {
         const int64_t begin = first_row(panel);
         const int count = rows_of(panel);
-        for (int r = 0; r < count; ++r) {
-            const int64_t position = positions[(begin + r) / group], own = head * group + (begin + r) % group;
-            const int64_t low = first_seen(step, position) - base, high = position + 1 - base;
-            seen.begin[r] = low < 0 ? 0 : low > kTile ? kTile : int(low);
-            seen.end[r] = high < 0 ? 0 : high > kTile ? kTile : int(high);
-            seen.bias[r] = step.bias ? step.bias + own * step.bias_positions + base : nullptr;
+        const int64_t bias_from = head * group * step.bias_positions + base;
+        for (int64_t r = 0, token = begin / group, of_token = begin % group; r < count; ++r) {
+            const int64_t position = positions[token], low = first_seen(step, position) - base, high = position + 1 - base;
+            seen.begin[r] = int(std::min(std::max(low, int64_t(0)), int64_t(kTile)));
+            seen.end[r] = int(std::min(std::max(high, int64_t(0)), int64_t(kTile)));
+            seen.bias[r] = step.bias ? step.bias + of_token * step.bias_positions + bias_from : nullptr;
+            if (++of_token == group) ++token, of_token = 0;
         }
         const bool any = seen.begin[0] < seen.end[count - 1];
         seen.first_part = any ? seen.begin[0] / kPart : 0;
@@ -241,14 +244,12 @@ private:
     }
 
     void finish(int64_t r) const {
-        const int64_t features = D;
         scalar* target = static_cast<scalar*>(step.out);
-        target += ((first_token + r / group) * step.query_heads + head * group + r % group) * features;
-        const float* own = sums + r * width;
-        float mass = 0.0f;
-        for (int i = 0; i < kWidth; ++i) mass += masses[r * kWidth + i];
-        const float inverse = 1.0f / mass;
-        for (int64_t d = 0; d < features; ++d) from_float(own[d] * inverse, target[d]);
+        target += ((first_token + r / group) * step.query_heads + head * group + r % group) * D;
+        float* own = sums + r * width;
+        const float inverse = 1.0f / total(load_wide(masses + r * kWidth));
+        for (int64_t d = 0; d < width; d += kWidth) save_as(load_wide(own + d) * inverse, own + d);
+        round_to(own, D, target);
     }
 };
 

@@ -73,7 +73,7 @@ struct Single {
     typedef wide factors;
     static constexpr int kInputs = 1;
     static void narrow(float*, int) {}
-    static float word_of(const float* features) { return *features; }
+    static void keep(wide weights, float* row, int place) { save_as(weights, row + place); }
     template <typename scalar>
     static float word_at(const scalar* features) { return to_float(*features); }
     static factors keys(const stored* feature, int v) { return load_wide(feature + v * kWidth); }
@@ -91,29 +91,25 @@ struct Pairs {
     typedef uint32_t word;
     typedef uint16_t factors __attribute__((vector_size(64)));
     static constexpr int kInputs = 2;
-    static word word_of(const float* features) {
-        bf16 pair[2];
-        from_float(features[0], pair[0]);
-        from_float(features[1], pair[1]);
-        return word(pair[0].bits) | word(pair[1].bits) << 16;
-    }
-    static word word_at(const bf16* features) {  // the same, of what is rounded already
+    static word word_at(const bf16* features) {
         word pair;
         std::memcpy(&pair, features, sizeof(pair));
         return pair;
     }
-    // A tile's weights, to words in their place.
-    static void narrow(float* numbers, int count) {
-        for (int i = 0; i < count; i += kWidth) {
+    // Sixteen numbers from ``place`` on, among words that begin where the numbers do.
+    static void keep(wide weights, float* row, int place) {
+        uint16_t* words = reinterpret_cast<uint16_t*>(row) + place;
 #ifdef __AVX512BF16__
-            _mm256_storeu_si256(reinterpret_cast<__m256i*>(reinterpret_cast<uint16_t*>(numbers) + i),
-                                (__m256i)_mm512_cvtneps_pbh((__m512)load_wide(numbers + i)));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(words), (__m256i)_mm512_cvtneps_pbh((__m512)weights));
 #else
-            bf16 out[kWidth];
-            for (int k = 0; k < kWidth; ++k) from_float(numbers[i + k], out[k]);
-            std::memcpy(reinterpret_cast<uint16_t*>(numbers) + i, out, sizeof(out));
+        bf16 out[kWidth];
+        for (int k = 0; k < kWidth; ++k) from_float(weights[k], out[k]);
+        std::memcpy(words, out, sizeof(out));
 #endif
-        }
+    }
+    // Numbers to words in their place, sixteen at once.
+    static void narrow(float* numbers, int count) {
+        for (int i = 0; i < count; i += kWidth) keep(load_wide(numbers + i), numbers, i);
     }
     static factors side_by_side(factors rows) {  // rows: sixteen numbers of one, then sixteen of the next
         const factors order = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,

@@ -87,23 +87,39 @@ inline wide bias_of(const float* bias, int place, int positions) {
     return out;
 }
 
-// The highest of a vector's numbers, by halves.
-template <int count>
-inline float top(const float (&numbers)[count]) {
+// One number of a vector's, by halves, of which ``join`` makes one.
+template <int count, typename Join>
+inline float folded(const float (&numbers)[count], const Join& join) {
     if constexpr (count == 1) {
         return numbers[0];
     } else {
         typedef float half __attribute__((vector_size(2 * count)));
-        const half low = load_as<half>(numbers), high = load_as<half>(numbers + count / 2);
-        float higher[count / 2];
-        save_as(low > high ? low : high, higher);
-        return top(higher);
+        float joined[count / 2];
+        save_as(join(load_as<half>(numbers), load_as<half>(numbers + count / 2)), joined);
+        return folded(joined, join);
     }
 }
-inline float top(wide x) {
+template <typename Join>
+inline float folded(wide x, const Join& join) {
     float numbers[kWidth];
     save_as(x, numbers);
-    return top(numbers);
+    return folded(numbers, join);
+}
+
+// The highest of a vector's numbers, and their sum.
+inline float top(wide x) {
+#if TESSERA_WIDTH == 16 && defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)x);
+#else
+    return folded(x, [](auto low, auto high) { return low > high ? low : high; });
+#endif
+}
+inline float total(wide x) {
+#if TESSERA_WIDTH == 16 && defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)x);
+#else
+    return folded(x, [](auto low, auto high) { return low + high; });
+#endif
 }
 
 // Makes one row's scores what the rules say, less a factor that all of them share, and those of unseen keys lower than any; returns the
@@ -129,12 +145,20 @@ __attribute__((noinline)) float rule(const Tile<stored>& tile, const Seen& seen,
     return top(most);
 }
 
-template <typename stored>
+// Where the parts of a tile begin and end of which some row of a panel sees something; where those are all, it is known beforehand.
+template <bool all>
+struct Places {
+    const int first, end;
+    explicit Places(const Seen& seen) : first(all ? 0 : seen.first_part * kPart), end(all ? kTile : seen.end_part * kPart) {}
+};
+
+template <bool all, typename stored>
 inline float highest_of(const Tile<stored>& tile, const Seen& seen, int r, float* scores) {
-    const int from = seen.first_part * kPart, to = seen.end_part * kPart;
-    if (tile.has_rules || seen.begin[r] > from || seen.end[r] < to) return rule(tile, seen, r, scores);
+    const Places<all> places(seen);
+    if (tile.has_rules || seen.begin[r] > places.first || seen.end[r] < places.end) return rule(tile, seen, r, scores);
     wide most = filled<wide>(kLowest);
-    for (int i = from; i < to; i += kWidth) {
+#pragma GCC unroll 4
+    for (int i = places.first; i < places.end; i += kWidth) {
         const wide x = load_wide(scores + i);
         most = x > most ? x : most;
     }
@@ -142,13 +166,14 @@ inline float highest_of(const Tile<stored>& tile, const Seen& seen, int r, float
 }
 
 // Scores become weights.
-template <typename Kind, int R>
+template <typename Kind, int R, bool all>
 inline void weigh(const Tile<typename Kind::stored>& tile, const Seen& seen, const Panel& panel) {
-    const int from = seen.first_part * kPart, to = seen.end_part * kPart;
+    constexpr bool is_rounded = Kind::kInputs > 1;
+    const Places<all> places(seen);
     const float factor = tile.has_rules ? 1.0f : tile.scale;
     float peaks[R], falls[(R + kWidth - 1) / kWidth * kWidth] = {};
     for (int r = 0; r < R; ++r) {
-        const float most = highest_of(tile, seen, r, panel.scores + r * kTile) * factor;
+        const float most = highest_of<all>(tile, seen, r, panel.scores + r * kTile) * factor;
         peaks[r] = most > panel.peaks[r] ? most : panel.peaks[r];
         falls[r] = panel.peaks[r] - peaks[r];
         panel.peaks[r] = peaks[r];
@@ -159,27 +184,28 @@ inline void weigh(const Tile<typename Kind::stored>& tile, const Seen& seen, con
         panel.shrinks[r] = falls[r];
         wide mass = {};
         if (seen.begin[r] >= seen.end[r]) {  // then its highest may be one that it does not see
-            for (int i = from; i < to; i += kWidth) save_as(wide{}, row + i);
+            for (int i = places.first; i < places.end; i += kWidth) Kind::keep(wide{}, row, i);
         } else if (tile.value_scales) {
-            for (int i = from; i < to; i += kWidth) {
-                const wide weights = quick_exp_nonpositive(load_wide(row + i) * factor - peaks[r]);
+            for (int i = places.first; i < places.end; i += kWidth) {
+                const wide weights = quick_exp_nonpositive<is_rounded>(load_wide(row + i) * factor - peaks[r]);
                 mass += weights;
-                save_as(weights * load_wide(tile.value_scales + i), row + i);
+                Kind::keep(weights * load_wide(tile.value_scales + i), row, i);
             }
         } else {
-            for (int i = from; i < to; i += kWidth) {
-                const wide weights = quick_exp_nonpositive(load_wide(row + i) * factor - peaks[r]);
+#pragma GCC unroll 4
+            for (int i = places.first; i < places.end; i += kWidth) {
+                const wide weights = quick_exp_nonpositive<is_rounded>(load_wide(row + i) * factor - peaks[r]);
                 mass += weights;
-                save_as(weights, row + i);
+                Kind::keep(weights, row, i);
             }
         }
         save_as(load_wide(panel.masses + r * kWidth) * falls[r] + mass, panel.masses + r * kWidth);
-        Kind::narrow(row, kTile);
     }
 }
 
 template <typename Kind, int R, int C>
-inline void add_word(const typename Kind::stored* values, int64_t width, const typename Kind::word* weights, wide (&sums)[R][C]) {
+__attribute__((always_inline)) inline void add_word(const typename Kind::stored* values, int64_t width, const typename Kind::word* weights,
+                                                    wide (&sums)[R][C]) {
     typename Kind::factors rows[C];
 #pragma GCC unroll 16
     for (int c = 0; c < C; ++c) rows[c] = Kind::values(values + c * kWidth, width);
@@ -189,55 +215,87 @@ inline void add_word(const typename Kind::stored* values, int64_t width, const t
         for (int c = 0; c < C; ++c) sums[r][c] = Kind::add(sums[r][c], rows[c], weights[r * kTile]);
 }
 
-// The same where some rows do not see the keys of the word: what they do not see, which may be no number at all, is left out.
-template <typename Kind, int R, int C>
-inline void add_seen_of_word(const typename Kind::stored* values, int64_t width, const typename Kind::word* weights, const Seen& seen, int key,
-                             wide (&sums)[R][C]) {
-    for (int c = 0; c < C; ++c) {
-        const typename Kind::factors rows = Kind::values(values + c * kWidth, width);
+// A copy by registers: numbers whose address nobody else has stay in some.
+template <int R, int C>
+__attribute__((always_inline)) inline void copy_sums(const wide (&from)[R][C], wide (&to)[R][C]) {
 #pragma GCC unroll 16
-        for (int r = 0; r < R; ++r) {
-            const bool first = key >= seen.begin[r] && key < seen.end[r];
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
+        for (int c = 0; c < C; ++c) to[r][c] = from[r][c];
+}
+
+// What a panel adds to its sums of a tile, for 16 U features from ``feature`` on.
+template <typename Kind, int R, int C>
+struct Addend {
+    const Tile<typename Kind::stored>& tile;
+    const Seen& seen;
+    const typename Kind::word* weights;
+    int64_t feature;
+
+    const typename Kind::stored* values_at(int key) const { return tile.values[key / kPart] + feature + key % kPart * tile.width; }
+
+    // Keys [from, to), of which some rows do not see some: what they do not see, which may be no number at all, is left out.
+    __attribute__((noinline)) void add_seen(int from, int to, wide (&sums)[R][C]) const {
+        for (int key = from; key < to; key += Kind::kInputs) {
+            const typename Kind::stored* values = values_at(key);
             const int last_key = key + Kind::kInputs - 1;
-            const bool last = last_key >= seen.begin[r] && last_key < seen.end[r];
-            const typename Kind::word weight = weights[r * kTile];
-            if (first && last) sums[r][c] = Kind::add(sums[r][c], rows, weight);
-            else if (first || last) sums[r][c] = Kind::add(sums[r][c], Kind::only(rows, last), weight);
+            typename Kind::factors rows[C];
+            for (int c = 0; c < C; ++c) rows[c] = Kind::values(values + c * kWidth, tile.width);
+            for (int r = 0; r < R; ++r) {
+                const bool first = key >= seen.begin[r] && key < seen.end[r];
+                const bool last = last_key >= seen.begin[r] && last_key < seen.end[r];
+                if (!first && !last) continue;
+                const typename Kind::word weight = weights[r * kTile + key / Kind::kInputs];
+                for (int c = 0; c < C; ++c) sums[r][c] = Kind::add(sums[r][c], first && last ? rows[c] : Kind::only(rows[c], last), weight);
+            }
         }
     }
-}
+
+    // Keys [from, to), all of which every row sees: the sums stay in registers.
+    template <bool looks>
+    __attribute__((always_inline)) inline void add_all(int from, int to, wide (&sums)[R][C]) const {
+        constexpr int U = C / kVectors, K = Kind::kInputs;
+        for (int key = from; key < to;) {
+            const int part = key / kPart, base = part * kPart, border = base + kPart < to ? base + kPart : to;
+            const typename Kind::stored* values = tile.values[part] + feature;
+            for (; key < border; key += K) {
+                if constexpr (looks)
+#pragma GCC unroll 2
+                    for (int k = 0; k < K; ++k)
+#pragma GCC unroll 4
+                        for (int u = 0; u < U; ++u) ask_for(tile.coming[part], feature + u * kPart + key - base + k);
+                add_word<Kind, R, C>(values + (key - base) * tile.width, tile.width, weights + key / K, sums);
+            }
+        }
+    }
+};
 
 // Values of the tile times the weights, for 16 U features from ``feature`` on, added to the sums after these have shrunk.
 template <typename Kind, int R, int U, bool looks>
 inline void add_values(const Tile<typename Kind::stored>& tile, const Seen& seen, const typename Kind::word* weights, int64_t feature,
                        const float* shrinks, float* sums) {
     constexpr int C = U * kVectors, K = Kind::kInputs;
-    wide parts[R][C] = {};
-    const int least = seen.begin[0], most = seen.end[R - 1];
+    const Addend<Kind, R, C> addend{tile, seen, weights, feature};
+    const int least = seen.begin[0] / K * K, most = seen.end[R - 1];
     // Words of which every row sees every key, if there are any.
     int all_from = (seen.begin[R - 1] + K - 1) / K * K, all_to = seen.end[0] / K * K;
     if (all_from >= all_to) all_from = all_to = most;
-    for (int part = least / kPart; part * kPart < most; ++part) {
-        const typename Kind::stored* values = tile.values[part] + feature;
-        const int base = part * kPart;
-        const int from = (base > least ? base : least) / K * K, to = base + kPart < most ? base + kPart : most;
-        const auto look = [&](int row) {
-            if constexpr (looks)
-#pragma GCC unroll 4
-                for (int u = 0; u < U; ++u) ask_for(tile.coming[part], feature + u * kPart + row);
-        };
-        int key = from;
-        for (const int border = all_from < to ? all_from : to; key < border; key += K)
-            add_seen_of_word<Kind, R, C>(values + (key - base) * tile.width, tile.width, weights + key / K, seen, key, parts);
-        for (const int border = all_to < to ? all_to : to; key < border; key += K) {
-#pragma GCC unroll 2
-            for (int k = 0; k < K; ++k) look(key - base + k);
-            add_word<Kind, R, C>(values + (key - base) * tile.width, tile.width, weights + key / K, parts);
-        }
-        for (; key < to; key += K)
-            add_seen_of_word<Kind, R, C>(values + (key - base) * tile.width, tile.width, weights + key / K, seen, key, parts);
+    wide parts[R][C] = {};
+    if (least < all_from) {
+        wide early[R][C] = {};
+        addend.add_seen(least, all_from, early);
+        copy_sums(early, parts);
     }
+    addend.template add_all<looks>(all_from, all_to, parts);
+    if (all_to < most) {
+        wide late[R][C];
+        copy_sums(parts, late);
+        addend.add_seen(all_to, most, late);
+        copy_sums(late, parts);
+    }
+#pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
         for (int c = 0; c < C; ++c) {
             float* place = sums + r * tile.width + feature + c * kWidth;
             save_as(load_wide(place) * shrinks[r] + parts[r][c], place);
@@ -249,7 +307,8 @@ inline void add_values(const Tile<typename Kind::stored>& tile, const Seen& seen
 template <typename Kind, int R, bool looks>
 __attribute__((noinline)) void weigh_panel(const Tile<typename Kind::stored>& tile, const Seen& seen, const Panel& panel) {
     score<Kind, R, looks>(tile, seen, static_cast<const typename Kind::word*>(panel.queries), panel.scores);
-    weigh<Kind, R>(tile, seen, panel);
+    if (seen.first_part == 0 && seen.end_part == kParts) weigh<Kind, R, true>(tile, seen, panel);
+    else weigh<Kind, R, false>(tile, seen, panel);
 }
 
 template <typename Kind, int R, bool looks>

@@ -40,17 +40,44 @@ struct Step {
     float softcap;              // 0: none; else scores become softcap * tanh(score / softcap)
 };
 
+// Eight numbers of a head, which the smallest rotary embeddings have on each side.
+typedef float eight __attribute__((vector_size(32)));
+inline eight load_eight(const float* source) { return load_as<eight>(source); }
+inline eight load_eight(const bf16* source) {
+    typedef uint16_t narrow __attribute__((vector_size(16)));
+    typedef uint32_t whole __attribute__((vector_size(32)));
+    narrow bits;
+    std::memcpy(&bits, source, sizeof(bits));
+    return (eight)(__builtin_convertvector(bits, whole) << 16);
+}
+
 // The first R features of one head's query or key after the rotary embedding (Su et al. 2021), as GPT-NeoX and Llama turn them.
 template <typename scalar>
 inline void rotate(const Step& step, const scalar* head, int64_t token, float* out) {
     const int64_t R = step.rotary_dim, half = R / 2;
-    const scalar* cosines = static_cast<const scalar*>(step.cosines) + token * R;
-    const scalar* sines = static_cast<const scalar*>(step.sines) + token * R;
-    for (int64_t d = 0; d < half; ++d) {
-        const float low = to_float(head[d]), high = to_float(head[d + half]);
-        out[d] = low * to_float(cosines[d]) - high * to_float(sines[d]);
-        out[d + half] = high * to_float(cosines[d + half]) + low * to_float(sines[d + half]);
+    const scalar *cosines = static_cast<const scalar*>(step.cosines) + token * R, *sines = static_cast<const scalar*>(step.sines) + token * R;
+    int64_t d = 0;
+    for (; d + 8 <= half; d += 8) {
+        const eight low = load_eight(head + d), high = load_eight(head + half + d);
+        save_as(low * load_eight(cosines + d) - high * load_eight(sines + d), out + d);
+        save_as(high * load_eight(cosines + half + d) + low * load_eight(sines + half + d), out + half + d);
     }
+    for (; d < half; ++d) {
+        const float low = to_float(head[d]), high = to_float(head[half + d]);
+        out[d] = low * to_float(cosines[d]) - high * to_float(sines[d]);
+        out[half + d] = high * to_float(cosines[half + d]) + low * to_float(sines[half + d]);
+    }
+}
+
+// ``count`` numbers in a type that is stored. What is stored may not lie where the numbers do.
+inline void round_to(const float* numbers, int64_t count, float* out) { std::memcpy(out, numbers, size_t(count) * sizeof(float)); }
+inline void round_to(const float* numbers, int64_t count, bf16* out) {
+    int64_t i = 0;
+#ifdef __AVX512BF16__
+    for (; i + kPart <= count; i += kPart)
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i), (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(numbers + i)));
+#endif
+    for (; i < count; ++i) from_float(numbers[i], out[i]);
 }
 
 // Numbers of one head of a token, which are read soon. The next token's lie a whole row further on, where no processor looks ahead.
@@ -155,20 +182,19 @@ inline bool is_block(const Step& step, int64_t first, int64_t end) {
 template <typename scalar>
 void store_block(const Step& step, int64_t first, int64_t head) {
     const int64_t D = step.head_dim, base = block_of(step, step.slots[first], head) * D * 16;
-    thread_local std::vector<float> turned;
-    thread_local std::vector<scalar> rows;
-    turned.resize(size_t(step.rotary_dim));
-    rows.resize(size_t(16 * D));
+    thread_local std::vector<float> memory;
+    memory.resize(size_t(step.rotary_dim + 16 * D));
+    float* turned = memory.data();
+    scalar* rows = reinterpret_cast<scalar*>(turned + step.rotary_dim);
     for (int64_t i = 0; i < 16; ++i) {
         const scalar* key = key_of<scalar>(step, first + i, head);
-        scalar* row = rows.data() + i * D;
-        rotate(step, key, first + i, turned.data());
-        for (int64_t d = 0; d < step.rotary_dim; ++d) from_float(turned[size_t(d)], row[d]);
-        std::memcpy(row + step.rotary_dim, key + step.rotary_dim, size_t(D - step.rotary_dim) * sizeof(scalar));
+        std::memcpy(rows + i * D, key, size_t(D) * sizeof(scalar));
+        rotate(step, key, first + i, turned);
+        round_to(turned, step.rotary_dim, rows + i * D);
         std::memcpy(static_cast<scalar*>(step.value_cache) + base + i * D, value_of<scalar>(step, first + i, head),
                     size_t(D) * sizeof(scalar));
     }
-    for (int64_t d = 0; d < D; d += 16) transpose(rows.data() + d, D, static_cast<scalar*>(step.key_cache) + base + d * 16);
+    for (int64_t d = 0; d < D; d += 16) transpose(rows + d, D, static_cast<scalar*>(step.key_cache) + base + d * 16);
 }
 
 #endif

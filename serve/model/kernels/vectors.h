@@ -97,6 +97,12 @@ inline __m512 two_to(__m512 n, __m512 r) {
         p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(next));
     return _mm512_scalef_ps(p, n);
 }
+// The same in fewer instructions, relative error 3e-6.
+inline __m512 nearly_two_to(__m512 n, __m512 r) {
+    __m512 p = _mm512_set1_ps(9.5828530e-3f);
+    for (const float next : {5.5906425e-2f, 2.4024099e-1f, 6.9312419e-1f, 1.0f}) p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(next));
+    return _mm512_scalef_ps(p, n);
+}
 inline __m512 nearest_whole(__m512 x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 
 #else
@@ -107,14 +113,15 @@ constexpr bool kByScale = false;
 #endif
 
 // As ``exp_nonpositive``, in half as many instructions where the processor has them: relative error 2e-7 near 0, 1.3e-6 at -87.
-template <typename V>
+// ``is_rounded``: to be made a bf16 number, so that 3e-6 does, too.
+template <bool is_rounded = false, typename V>
 inline V quick_exp_nonpositive(V x) {
 #ifdef __AVX512F__
     if constexpr (kByScale<V>) {
         const __m512 base = _mm512_set1_ps(1.44269504088896341f);
         const __m512 kept = _mm512_max_ps(_mm512_set1_ps(-87.0f), (__m512)x);  // in this order NaN stays
-        const __m512 n = nearest_whole(_mm512_mul_ps(kept, base));
-        return (V)two_to(n, _mm512_fmsub_ps(kept, base, n));
+        const __m512 n = nearest_whole(_mm512_mul_ps(kept, base)), r = _mm512_fmsub_ps(kept, base, n);
+        return (V)(is_rounded ? nearly_two_to(n, r) : two_to(n, r));
     }
 #endif
     return exp_nonpositive(x);
