@@ -136,7 +136,8 @@ void finish(const Group<kind>& group, const __m512* totals) {
         const __mmask16 lanes = left >= 16 ? 0xffff : left <= 0 ? 0 : __mmask16((1u << left) - 1);
         const __m512 start = group.bias ? kind::load(group.bias + h * 16, lanes) : _mm512_setzero_ps();
         for (int r = 0; r < R; ++r)
-            kind::save(group.y + r * group.O + h * 16, (__m512)activate(group.activation, (vec)_mm512_add_ps(totals[2 * r + h], start)), lanes);
+            kind::save(group.y + r * group.O + h * 16,
+                       (__m512)activate<kind::kInputs == 2>(group.activation, (vec)_mm512_add_ps(totals[2 * r + h], start)), lanes);
     }
 }
 

@@ -1,9 +1,10 @@
-// What the kernels of linear layers share: panels of outputs, the two types of numbers, and the activations on the way out.
+// What the kernels of linear layers share: panels of outputs, and the two types of numbers.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
+#include "activations.h"
 #include "vectors.h"
 #ifdef __AVX512F__
 #include <immintrin.h>
@@ -49,68 +50,6 @@ struct Ahead {
 inline Ahead share_of(const void* behind, int64_t bytes, int64_t words, int64_t group, int64_t groups) {
     const int64_t stride = bytes / (words * groups);  // of narrow weights among many groups 0: they are soon read
     return {static_cast<const char*>(behind) + group * words * stride, stride};
-}
-
-// What is done to each output before it is stored: ``ACTIVATIONS`` of serve/model/linear.py.
-enum Activation { kNone, kGelu, kGeluTanh, kSilu, kRelu };
-
-// 1 / (1 + exp(-x)) without overflow on either side.
-template <typename V>
-inline V sigmoid(V x) {
-    const V shrunk = quick_exp_nonpositive(x < 0.0f ? x : -x);
-    return (x < 0.0f ? shrunk : filled<V>(1.0f)) / (shrunk + 1.0f);
-}
-
-#ifdef __AVX512F__
-
-// As ``normal_mass`` below: half of erfc(a) = 2^(-|x| R(|x|) - 1), where R is Q with its coefficients in powers of |x| and of 2.
-inline __m512 normal_mass_by_scale(__m512 x) {
-    const __m512 most = _mm512_set1_ps(7.0710678f), size = _mm512_abs_ps(x), t = _mm512_min_ps(most, size);  // NaN stays
-    __m512 q = _mm512_set1_ps(2.3288804e-08f);
-    for (const float next : {-7.4250545e-07f, 9.9807949e-06f, -7.2016257e-05f, 2.6781438e-04f, 1.9808094e-05f, -6.9677294e-03f,
-                             5.2454200e-02f, 4.5921680e-01f, 1.1511047f})
-        q = _mm512_fmadd_ps(q, t, _mm512_set1_ps(next));
-    const __m512 one = _mm512_set1_ps(1.0f), power = _mm512_fnmsub_ps(t, q, one), n = nearest_whole(power);
-    const __mmask16 is_far = _mm512_cmp_ps_mask(size, most, _CMP_GT_OQ);
-    const __m512 tail = _mm512_mask_mov_ps(two_to(n, _mm512_sub_ps(power, n)), is_far, _mm512_setzero_ps());
-    return _mm512_mask_sub_ps(tail, _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_NLT_UQ), one, tail);
-}
-
-#endif
-
-// The normal distribution's mass below x, by erfc(a) = exp(-a Q(a)), a = |x| / sqrt(2). Q is a polynomial fitted for this file
-// over [0, 5]: erfc within 5e-8; beyond, where it is below 2e-12, it is 0.
-template <typename V>
-inline V normal_mass(V x) {
-#ifdef __AVX512F__
-    if constexpr (kByScale<V>) return (V)normal_mass_by_scale((__m512)x);
-#endif
-    const V whole = (x < 0.0f ? -x : x) * 0.70710678118654752f;
-    const V a = whole > 5.0f ? filled<V>(5.0f) : whole;
-    V q = filled<V>(5.165622e-07f);
-    q = q * a - 1.1645552e-05f;
-    q = q * a + 1.1069056e-04f;
-    q = q * a - 5.6475616e-04f;
-    q = q * a + 1.4850782e-03f;
-    q = q * a + 7.7668185e-05f;
-    q = q * a - 1.9318648e-02f;
-    q = q * a + 1.0283731e-01f;
-    q = q * a + 6.3660970e-01f;
-    q = q * a + 1.1283797f;
-    const V half_tail = whole > 5.0f ? filled<V>(0.0f) : exp_nonpositive(-a * q) * 0.5f;
-    return x < 0.0f ? half_tail : 1.0f - half_tail;
-}
-
-template <typename V>
-inline V activate(Activation activation, V x) {
-    switch (activation) {
-        case kGelu: return x * normal_mass(x);
-        case kGeluTanh: return x * sigmoid(1.5957691216057308f * (x + 0.044715f * x * x * x));
-        case kSilu: return x * sigmoid(x);
-        case kRelu: return x < 0.0f ? filled<V>(0.0f) : x;
-        case kNone: break;
-    }
-    return x;
 }
 
 #ifdef __AVX512F__

@@ -137,7 +137,8 @@ void panel_times_rows(Weights weights, const Layer& layer, int64_t p, const type
         const typename kind::number* bias = static_cast<const typename kind::number*>(layer.bias);
         const __m512 start = bias && left > 0 ? kind::load(bias + place, lanes) : _mm512_setzero_ps();
         for (int r = 0; r < R; ++r)
-            kind::save(y + r * layer.O + place, (__m512)activate(layer.activation, (vec)_mm512_add_ps(totals[r][h], start)), lanes);
+            kind::save(y + r * layer.O + place,
+                       (__m512)activate<kind::kInputs == 2>(layer.activation, (vec)_mm512_add_ps(totals[r][h], start)), lanes);
     }
 }
 

@@ -171,7 +171,7 @@ void panel_times_rows(const Layer& layer, int64_t p, const Rounded& x, uint16_t*
         const __m512 scale = bits == 8 ? _mm512_loadu_ps(scales + h * 16) : _mm512_set1_ps(1.0f);
         for (int r = 0; r < R; ++r) {
             const __m512 sum = _mm512_fmadd_ps(totals[r][h], scale, start);
-            Bf16::save(y + r * layer.O + place, (__m512)activate(layer.activation, (vec)sum), lanes);
+            Bf16::save(y + r * layer.O + place, (__m512)activate<true>(layer.activation, (vec)sum), lanes);
         }
     }
 }

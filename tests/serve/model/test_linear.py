@@ -201,6 +201,27 @@ def test_the_bias_is_added_first(activation: str, dtype: torch.dtype, level: str
         torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance * 3)
 
 
+@pytest.mark.parametrize("level", BF16_LEVELS)
+@pytest.mark.parametrize("activation", linear.ACTIVATIONS)
+def test_an_activation_of_any_bf16_number_is_the_nearest_one_or_nearly(activation: str, level: str) -> None:
+    """Two hundredths of the last bit more than half of it, where it matters: below a millionth what is wrong is below 1e-7."""
+    _, packer = linear.choose_packer(CPU, torch.bfloat16, kernels_of(level))
+    if packer is None:
+        pytest.skip("this processor has no packed bf16 route")
+    numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    x = torch.stack((numbers, torch.zeros_like(numbers)), 1)
+    weight = torch.tensor([[1.0, 0.0]] * 33).bfloat16()
+    found, exact = packer(weight, None, activation)(x).double(), DEFINITIONS[activation](numbers.double())
+    assert torch.equal(found[:, :1].expand_as(found).nan_to_num(), found.nan_to_num()), "all outputs are alike"
+    is_usual = numbers.abs() < 1e30
+    wanted = exact[is_usual]
+    off, is_large = (found[is_usual, 0] - wanted).abs(), wanted.abs() > 1e-6
+    ulp = torch.exp2(torch.floor(torch.log2(wanted[is_large].abs())) - 7)
+    assert (off[is_large] / ulp).max() <= 0.52
+    assert off[wanted.abs() <= 1e-6].max() <= 1e-7
+    assert torch.isnan(found[numbers.isnan()]).all()
+
+
 @pytest.mark.parametrize("activation", linear.ACTIVATIONS)
 def test_nan_is_not_activated_away(packer: linear.Packer | None, activation: str) -> None:
     assert packer is not None
