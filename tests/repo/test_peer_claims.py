@@ -24,6 +24,9 @@ def test_the_figures_beside_other_engines_are_those_of_the_result_file() -> None
     assert said_in("docs/operations.md", f"decodes over gRPC at {fp32} {best}, at {bf16} in bf16 and at {int8} in int8, asked")
     fp32, bf16, int8 = map(prompts, precisions)
     assert said_in("docs/operations.md", f"tokens at {fp32} in fp32, at {bf16} in bf16 and at {int8} in int8, decodes 1 and 8")
+    again = newest("peers-prompts-cpu-*.json")["cells"]
+    both = " and ".join(f"{again[f'160m/bf16/prefill/{size}']['tessera / best peer']:.2f}" for size in ("1x1024", "8x512"))
+    assert said_in("docs/operations.md", f"prompts in bf16 are computed at {both} ([")
     llama = decoding("llama-350m/bf16")
     long = decoding("160m/bf16", 1024, (1, 8))
     assert said_in("docs/operations.md", f"at {long} in bf16, and a Llama of 350M with grouped queries at {llama} (two cores")
