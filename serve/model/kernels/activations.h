@@ -1,7 +1,7 @@
 // What is done to each output of a product before it is stored.
 //
-// An output that becomes a bf16 number next has eight bits left. ``is_rounded`` says so: what is an error of some thousandths of the
-// last of them is made in fewer instructions then, where the processor has them.
+// An output that becomes a bf16 number next has eight bits left. ``is_rounded`` says so: then it is made in
+// fewer instructions, where the processor has them, with an error of less than a tenth of the last of them.
 #pragma once
 
 #include <cmath>
@@ -42,7 +42,7 @@ inline __m512 normal_mass_by_scale(__m512 x) {
 }
 
 // The normal distribution's mass beyond t >= 0 as polynomials of degree 3, one for each of so many pieces around multiples of
-// ``kWidth``: each meets it in its four Chebyshev points. Relative error below 2e-5 up to 3, 6e-4 at the end; the last piece is 0.
+// ``kWidth``: each meets it in its four Chebyshev points. Relative error below 3e-5 up to 3, 6e-4 at the end; the last piece is 0.
 class NormalTail {
 public:
     static constexpr int kPieces = 32;

@@ -224,7 +224,7 @@ __attribute__((always_inline)) inline void copy_sums(const wide (&from)[R][C], w
         for (int c = 0; c < C; ++c) to[r][c] = from[r][c];
 }
 
-// What a panel adds to its sums of a tile, for 16 U features from ``feature`` on.
+// What a panel adds to its sums of a tile, for C registers of features from ``feature`` on.
 template <typename Kind, int R, int C>
 struct Addend {
     const Tile<typename Kind::stored>& tile;

@@ -133,7 +133,10 @@ void store_token(const Step& step, int64_t token, int64_t head) {
         for (int64_t d = 0; d < D; ++d) turned[size_t(d)] = to_float(value[d]);
         step.value_scales[base / D + offset] = narrow(turned.data(), D, values, 1);
     } else {
-        for (int64_t d = 0; d < step.rotary_dim; ++d) from_float(turned[size_t(d)], keys[d * S]);
+        thread_local std::vector<stored> rounded;  // as those of a whole block, to the last bit
+        rounded.resize(size_t(step.rotary_dim));
+        round_to(turned.data(), step.rotary_dim, rounded.data());
+        for (int64_t d = 0; d < step.rotary_dim; ++d) keys[d * S] = rounded[size_t(d)];
         for (int64_t d = step.rotary_dim; d < D; ++d) keys[d * S] = key[d];
         std::memcpy(values, value, size_t(D) * sizeof(scalar));
     }

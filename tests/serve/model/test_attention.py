@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
+from itertools import pairwise
 
 import pytest
 import torch
@@ -108,7 +109,7 @@ def _fill_history(sequence: _Sequence, cache: LayerCache, block_tokens: int) -> 
     ("heads", "kv_heads", "head_dim", "block_tokens"),
     [(4, 4, 16, 16), (8, 2, 64, 16), (6, 6, 64, 16), (4, 1, 20, 8), (3, 3, 96, 16), (32, 1, 32, 16)],
 )
-@pytest.mark.parametrize("window", [0, 21])
+@pytest.mark.parametrize("window", [0, 1, 3, 21])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_over_blocks_is_attention(
     backend: Backend, heads: int, kv_heads: int, head_dim: int, block_tokens: int, window: int, dtype: torch.dtype
@@ -172,7 +173,7 @@ def test_caps_sinks_and_biases_do_to_scores_what_they_say(
     torch.testing.assert_close(out.double(), expected, rtol=3e-6, atol=3e-6)
 
 
-@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (64, 16), (20, 6)])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (64, 16), (96, 24), (64, 20), (20, 6)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_kernel_turns_queries_and_keys_as_transformers_does(head_dim: int, rotary_dim: int, dtype: torch.dtype) -> None:
     kernel = CpuKernelBackend(cpu_kernels())
@@ -202,6 +203,68 @@ def test_the_kernel_turns_queries_and_keys_as_transformers_does(head_dim: int, r
     torch.testing.assert_close(turned.keys, plain.keys, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(turned.values, plain.values, rtol=0, atol=0)
     torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("level", EVERY_LEVEL)
+def test_a_key_is_stored_with_the_same_bits_alone_and_in_a_whole_block(level: str) -> None:
+    torch.manual_seed(2)
+    kernel, layouts = CpuKernelBackend(kernels_of(level)), list[StepLayout]()
+    whole = _Sequence(32, 32, 2, 2, 64, torch.bfloat16)
+    whole.key[::3, :, ::5] = 1e-39
+    whole.key[5, 0, 3] = math.nan
+    angles = torch.outer(torch.arange(32).float(), 0.7 ** torch.arange(10)).repeat(1, 2)
+    stored = list[Tensor]()
+    for borders in ((0, 32), (0, 7, 16, 17, 32)):
+        [cache] = allocate(
+            layers=1, num_blocks=2, kv_heads=2, head_dim=64, block_tokens=16, dtype=torch.bfloat16, device=torch.device("cpu")
+        )
+        for begin, end in pairwise(borders):
+            part = whole.part(begin, end)
+            random.seed(0)
+            layouts.append(_lay_out([part], 16, 2))
+            new = (part.query[begin:], part.key[begin:], part.value[begin:])
+            turning = (angles[begin:end].cos().bfloat16(), angles[begin:end].sin().bfloat16())
+            kernel.attend(*new, cache, layouts[-1], scale=0.1, window=0, rotary=turning)
+        stored.append(cache.keys[layouts[-1].block_tables[1].long()].view(torch.int16))
+    assert torch.equal(*stored)
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 20])
+@pytest.mark.parametrize("place", [0, 13, 16, 30, 64, 99])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_a_token_does_not_see_does_not_touch_it(window: int, place: int, dtype: torch.dtype, level: str) -> None:
+    torch.manual_seed(place)
+    random.seed(5)
+    kernel, outputs = CpuKernelBackend(kernels_of(level)), list[Tensor]()
+    sequence = _Sequence(100, 100, 4, 2, 64, dtype)
+    layout = _lay_out([sequence], 16, 8)
+    for fault in (None, math.nan):
+        [cache] = allocate(
+            layers=1, num_blocks=8, kv_heads=2, head_dim=64, block_tokens=16, dtype=dtype, device=torch.device("cpu")
+        )
+        if fault is not None:
+            sequence.key[place], sequence.value[place] = fault, fault
+        new = (sequence.query, sequence.key, sequence.value)
+        outputs.append(kernel.attend(*new, cache, layout, scale=0.1, window=window))
+    sees = (torch.arange(100) >= place) & (torch.arange(100) < place + window)
+    assert torch.equal(outputs[1][~sees], outputs[0][~sees])
+    assert outputs[1][sees].isnan().all()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_weights_in_bf16_are_rounded_to_the_nearest(level: str) -> None:
+    torch.manual_seed(1)
+    random.seed(6)
+    sequence = _Sequence(256, 256, 4, 4, 64, torch.bfloat16)
+    sequence.value.fill_(1.0)
+    [cache] = allocate(
+        layers=1, num_blocks=16, kv_heads=4, head_dim=64, block_tokens=16, dtype=torch.bfloat16, device=torch.device("cpu")
+    )
+    layout = _lay_out([sequence], 16, 16)
+    new = (sequence.query, sequence.key, sequence.value)
+    out = CpuKernelBackend(kernels_of(level)).attend(*new, cache, layout, scale=0.05, window=0)
+    assert (out[128:] == 1.0).all(), "their errors, as often up as down, are no more than those of one weight together"
 
 
 def test_strided_inputs_are_read_where_they_lie(backend: Backend) -> None:
