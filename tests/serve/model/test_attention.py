@@ -229,27 +229,25 @@ def test_a_key_is_stored_with_the_same_bits_alone_and_in_a_whole_block(level: st
     assert torch.equal(*stored)
 
 
-@pytest.mark.parametrize("window", [1, 2, 3, 20])
-@pytest.mark.parametrize("place", [0, 13, 16, 30, 64, 99])
+@pytest.mark.parametrize("window", [0, 1, 3, 20, 21])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("level", LEVELS)
-def test_what_a_token_does_not_see_does_not_touch_it(window: int, place: int, dtype: torch.dtype, level: str) -> None:
-    torch.manual_seed(place)
+def test_what_a_token_does_not_see_does_not_touch_it(window: int, dtype: torch.dtype, level: str) -> None:
+    torch.manual_seed(window)
     random.seed(5)
-    kernel, outputs = CpuKernelBackend(kernels_of(level)), list[Tensor]()
-    sequence = _Sequence(100, 100, 4, 2, 64, dtype)
-    layout = _lay_out([sequence], 16, 8)
-    for fault in (None, math.nan):
-        [cache] = allocate(
-            layers=1, num_blocks=8, kv_heads=2, head_dim=64, block_tokens=16, dtype=dtype, device=torch.device("cpu")
-        )
-        if fault is not None:
-            sequence.key[place], sequence.value[place] = fault, fault
-        new = (sequence.query, sequence.key, sequence.value)
-        outputs.append(kernel.attend(*new, cache, layout, scale=0.1, window=window))
-    sees = (torch.arange(100) >= place) & (torch.arange(100) < place + window)
-    assert torch.equal(outputs[1][~sees], outputs[0][~sees])
-    assert outputs[1][sees].isnan().all()
+    kernel, sequence = CpuKernelBackend(kernels_of(level)), _Sequence(100, 100, 4, 2, 64, dtype)
+    layout, at = _lay_out([sequence], 16, 8), torch.arange(100)
+    [cache] = allocate(
+        layers=1, num_blocks=8, kv_heads=2, head_dim=64, block_tokens=16, dtype=dtype, device=torch.device("cpu")
+    )
+    clean = kernel.attend(sequence.query, sequence.key, sequence.value, cache, layout, scale=0.1, window=window)
+    for place in range(100):
+        key, value = sequence.key.clone(), sequence.value.clone()
+        key[place], value[place] = math.nan, math.nan
+        out = kernel.attend(sequence.query, key, value, cache, layout, scale=0.1, window=window)
+        sees = (at >= place) & (at < place + window if window else True)
+        assert torch.equal(out[~sees], clean[~sees]), f"of position {place}"
+        assert out[sees].isnan().all()
 
 
 @pytest.mark.parametrize("level", LEVELS)
