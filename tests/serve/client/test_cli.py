@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -164,7 +165,8 @@ async def test_ctrl_c_cancels_the_request_and_ends_the_command() -> None:
 async def test_a_reader_that_leaves_is_no_traceback() -> None:
     async with serving() as server:
         process = await asyncio.create_subprocess_shell(
-            f"{sys.executable} -m serve.client 'The dog' --address {server.address} --ignore-eos --echo | head -c 1",
+            f"{shlex.quote(sys.executable)} -m serve.client 'The dog' --address {server.address} --ignore-eos --echo"
+            " | head -c 1",
             cwd=REPOSITORY, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
         out, err = await asyncio.wait_for(process.communicate(), 120)
