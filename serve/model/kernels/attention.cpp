@@ -9,7 +9,7 @@ void tessera::attend(const Job& job) {
 
 extern "C" {
 
-int tessera_kernel_version() { return 19; }
+int tessera_kernel_version() { return 20; }
 int tessera_max_rows() { return kMaxRows; }
 
 void tessera_attend(int is_bf16, int threads, const Step* step) {

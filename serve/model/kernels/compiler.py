@@ -18,7 +18,7 @@ from host.limits import memory_available, usable_cores
 
 log = logging.getLogger(__name__)
 
-VERSION = 19
+VERSION = 20
 """What a library of these sources answers when it is asked for its version."""
 SCRATCH = "building-"
 """How the folder of a build that is going on begins, beside the library that it makes."""

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <functional>
 #include <limits>
 #include <vector>
@@ -27,28 +28,6 @@ struct Rule {
     double top_p, typical_p;
     double uniform;
 };
-
-// The peak of a row; the maxima of its chunks into ``maxima``.
-float find_peak(const float* row, int64_t V, std::vector<float>& maxima) {
-    maxima.resize(size_t((V + kChunk - 1) / kChunk));
-    float peak = kNone;
-    for (int64_t begin = 0, chunk = 0; begin < V; begin += kChunk, ++chunk) {
-        float most = kNone;
-        if (begin + kChunk <= V) {
-            fvec m = load_as<fvec>(row + begin);
-            for (int64_t i = kFloats; i < kChunk; i += kFloats) {
-                const fvec x = load_as<fvec>(row + begin + i);
-                m = x > m ? x : m;
-            }
-            most = highest_of(m);
-        } else {
-            for (int64_t i = begin; i < V; ++i) most = row[i] > most ? row[i] : most;
-        }
-        maxima[size_t(chunk)] = most;
-        peak = most > peak ? most : peak;
-    }
-    return peak;
-}
 
 // The sum of exp((x - peak) / T) over what reaches the floor.
 double whole_mass(const float* row, int64_t V, float peak, const Rule& rule) {
@@ -74,9 +53,8 @@ double whole_mass(const float* row, int64_t V, float peak, const Rule& rule) {
     return total;
 }
 
-int64_t draw(const float* row, int64_t V, const Rule& rule, Scratch& s, float& peak) {
-    peak = find_peak(row, V, s.maxima);
-    if (!std::isfinite(peak)) return 0;
+// A token of a row whose ``peak`` is finite. ``s.maxima`` are those of its chunks, where top-k is wanted.
+int64_t draw(const float* row, int64_t V, float peak, const Rule& rule, Scratch& s) {
     const bool cuts_k = rule.top_k < V, cuts_p = rule.top_p < 1.0, cuts_typical = rule.typical_p < 1.0;
     float bound = rule.floor;
     double total = 0.0;
@@ -105,64 +83,131 @@ int64_t draw(const float* row, int64_t V, const Rule& rule, Scratch& s, float& p
 
 struct Penalties {
     float again, once, each;  // repetition, presence, frequency
+    bool subtracts() const { return once != 0.0f || each != 0.0f; }
 };
 
-// Every id stands once, so those of one vector do not meet. They are fetched and put back one by one, on all processors alike: AVX2
-// has no instruction that puts the numbers of a vector back where they belong. ``times`` are looked at where something is subtracted.
+// The different tokens of a sequence, ascending, and how often each was generated.
+struct Seen {
+    const int32_t* id;
+    const int32_t* time;
+    int64_t count;
+};
+
+// What became of the largest logit of a stretch: whether it was among those changed, and the largest that these are now.
+struct Changed {
+    bool most = false;
+    float now = kNone;
+};
+
+// Change the logits of tokens seen, from the ``next``-th on, as long as they stand before ``end``; ``most`` is the largest of these
+// and of their neighbours. Four at a time on all processors: it is not the arithmetic that takes long.
 template <bool subtracts>
-inline void penalise_some(float* row, const int32_t* id, const int32_t* time, int count, const Penalties& by) {
-    float value[kFloats]{};
-    for (int k = 0; k < count; ++k) value[k] = row[id[k]];
-    fvec x = load_as<fvec>(value);
-    x = x > fvec{} ? x / by.again : x * by.again;
-    if constexpr (subtracts) {
-        wvec times{};
-        std::memcpy(&times, time, size_t(count) * sizeof(int32_t));
-        x -= times > 0 ? by.once + by.each * __builtin_convertvector(times, fvec) : fvec{};
+Changed penalise(float* row, const Seen& seen, int64_t& next, int64_t end, const Penalties& by, float most) {
+    typedef float quad __attribute__((vector_size(16)));
+    typedef int32_t whole_quad __attribute__((vector_size(16)));
+    const int32_t* id = seen.id;
+    int64_t i = next;
+    quad now = filled<quad>(kNone);
+    whole_quad reached{};
+    for (; i + 4 <= seen.count && id[i + 3] < end; i += 4) {
+        __builtin_prefetch(id + i + 512);
+        quad x{row[id[i]], row[id[i + 1]], row[id[i + 2]], row[id[i + 3]]};
+        reached |= x >= most;
+        x = x > quad{} ? x / by.again : x * by.again;
+        if constexpr (subtracts) {
+            whole_quad times;
+            std::memcpy(&times, seen.time + i, sizeof(times));
+            x -= times > 0 ? by.once + by.each * __builtin_convertvector(times, quad) : quad{};
+        }
+        now = x > now ? x : now;
+        for (int k = 0; k < 4; ++k) row[id[i + k]] = x[k];
     }
-    save_as(x, value);
-    for (int k = 0; k < count; ++k) row[id[k]] = value[k];
+    Changed found;
+    for (int k = 0; k < 4; ++k) {
+        found.most |= reached[k] != 0;
+        found.now = std::max(found.now, now[k]);
+    }
+    for (; i < seen.count && id[i] < end; ++i) {
+        float x = row[id[i]];
+        found.most |= x >= most;
+        x = x > 0.0f ? x / by.again : x * by.again;
+        if (subtracts && seen.time[i] > 0) x -= by.once + by.each * float(seen.time[i]);
+        found.now = std::max(found.now, x);
+        row[id[i]] = x;
+    }
+    next = i;
+    return found;
 }
 
-template <bool subtracts>
-void penalise(float* row, const int32_t* id, const int32_t* time, int64_t count, const Penalties& by) {
-    int64_t i = 0;
-    for (; i + kFloats <= count; i += kFloats) penalise_some<subtracts>(row, id + i, time + i, kFloats, by);
-    penalise_some<subtracts>(row, id + i, time + i, int(count - i), by);
-}
-
-void peak_of(const float* row, int64_t V, float& peak, int64_t& place) {
-    constexpr int64_t kStretch = 1024;
-    peak = kNone;
-    int64_t best = 0;
-    bool nan = false;
-    for (int64_t begin = 0; begin < V; begin += kStretch) {
-        const int64_t end = std::min(V, begin + kStretch);
-        float most = kNone;
-        int64_t i = begin;
-        if (end - begin >= kFloats) {
-            fvec m = filled<fvec>(kNone);
-            wvec odd{};
-            for (; i + kFloats <= end; i += kFloats) {
-                const fvec x = load_as<fvec>(row + i);
-                m = x > m ? x : m;
-                odd |= x != x;
+// The largest of a stretch of a row. NaN is passed over; whether there is one is told where it ``checks``.
+template <bool checks>
+float highest_from(const float* row, int64_t begin, int64_t end, bool& nan) {
+    constexpr int kSide = 4;
+    float most = kNone;
+    int64_t i = begin;
+    if (end - begin >= kSide * kFloats) {
+        fvec m[kSide];
+        wvec odd{};
+        for (fvec& each : m) each = filled<fvec>(kNone);
+        for (; i + kSide * kFloats <= end; i += kSide * kFloats) {
+            for (int k = 0; k < kSide; ++k) {
+                const fvec x = load_as<fvec>(row + i + k * kFloats);
+                m[k] = x > m[k] ? x : m[k];
+                if constexpr (checks) odd |= x != x;
             }
-            most = highest_of(m);
-            for (int lane = 0; lane < kFloats; ++lane) nan |= odd[lane] != 0;
         }
-        for (; i < end; ++i) {
-            most = row[i] > most ? row[i] : most;
-            nan |= row[i] != row[i];
+        for (int k = 1; k < kSide; ++k) m[0] = m[k] > m[0] ? m[k] : m[0];
+        most = highest_of(m[0]);
+        for (int lane = 0; checks && lane < kFloats; ++lane) nan |= odd[lane] != 0;
+    }
+    for (; i < end; ++i) {
+        most = row[i] > most ? row[i] : most;
+        if (checks) nan |= row[i] != row[i];
+    }
+    return most;
+}
+
+// The peak of a row as it comes and as penalties leave it, NaN where the row holds one, and where to look for the latter.
+struct Peaks {
+    float raw = kNone, left = kNone;
+    int64_t from = 0;
+    int64_t place(const float* row, int64_t V) const {
+        int64_t at = from;
+        while (at < V - 1 && row[at] != left) ++at;
+        return at;
+    }
+};
+
+// Go through a row once for its peaks: a stretch of it is penalised, and the maxima of its chunks are found where they are wanted,
+// while the processor has it at hand.
+template <int kStretch>
+Peaks look(float* row, int64_t V, const Seen& seen, const Penalties& by, float* maxima) {
+    static_assert(kStretch % kChunk == 0, "a chunk lies in one stretch");
+    Peaks found;
+    bool nan = false;
+    for (int64_t begin = 0, next = 0; begin < V; begin += kStretch) {
+        const int64_t end = std::min(V, begin + kStretch);
+        float most = highest_from<true>(row, begin, end, nan);
+        found.raw = std::max(found.raw, most);
+        if (next < seen.count && seen.id[next] < end) {
+            const Changed now = (by.subtracts() ? penalise<true> : penalise<false>)(row, seen, next, end, by, most);
+            if (maxima == nullptr) most = now.most ? highest_from<false>(row, begin, end, nan) : std::max(most, now.now);
         }
-        if (most > peak) {
-            peak = most;
-            best = begin;
+        if (maxima != nullptr) {
+            most = kNone;
+            for (int64_t chunk = begin; chunk < end; chunk += kChunk) {
+                const float highest = highest_from<false>(row, chunk, std::min(end, chunk + kChunk), nan);
+                maxima[chunk / kChunk] = highest;
+                most = std::max(most, highest);
+            }
+        }
+        if (most > found.left) {
+            found.left = most;
+            found.from = begin;
         }
     }
-    place = best;
-    while (place < V - 1 && row[place] != peak) ++place;
-    if (nan) peak = std::numeric_limits<float>::quiet_NaN();
+    if (nan) found.raw = found.left = std::numeric_limits<float>::quiet_NaN();
+    return found;
 }
 
 }  // namespace
@@ -170,15 +215,20 @@ void peak_of(const float* row, int64_t V, float& peak, int64_t& place) {
 extern "C" {
 
 // The peak of each of R rows and the first place where it stands; NaN where a row holds one.
-void tessera_peaks(const float* logits, int64_t R, int64_t V, float* peaks, int64_t* places, int64_t threads) {
+void tessera_peaks(float* logits, int64_t R, int64_t V, float* peaks, int64_t* places, int64_t threads) {
 #pragma omp parallel for num_threads(int(threads)) schedule(dynamic)
-    for (int64_t r = 0; r < R; ++r) peak_of(logits + r * V, V, peaks[r], places[r]);
+    for (int64_t r = 0; r < R; ++r) {
+        float* row = logits + r * V;
+        const Peaks found = look<1024>(row, V, Seen{}, Penalties{}, nullptr);
+        peaks[r] = found.left;
+        places[r] = found.place(row, V);
+    }
 }
 
-// Choose a token of each of R rows, which are gone through once: the likeliest where ``temperature`` is 0, else a draw. Before that,
-// where ``counts[r]`` tokens were seen, divide or multiply by ``repetition`` those of ``ids[r]``, and subtract ``presence`` and
+// Choose a token of each of R rows: the likeliest where ``temperature`` is 0, else a draw. Before that, divide or multiply by
+// ``repetition`` the logits of the ``counts[r]`` tokens that were seen, ``ids[r]``, ascending, and subtract ``presence`` and
 // ``times * frequency`` where they were generated; such rows are changed. ``raw_peaks`` are of the rows as they came, ``peaks``
-// of what was chosen from; a token is a draw only where the latter is finite.
+// of what was chosen from; a token is a draw only where both are finite.
 void tessera_choose(
     float* logits, int64_t V, int64_t R, const float* repetition, const float* presence, const float* frequency,
     const int64_t* ids, const int64_t* times, const int64_t* counts, const float* temperature, const float* floor,
@@ -187,23 +237,21 @@ void tessera_choose(
 #pragma omp parallel num_threads(int(threads))
     {
         Scratch scratch;
+        scratch.maxima.resize(size_t((V + kChunk - 1) / kChunk));
 #pragma omp for schedule(dynamic)
         for (int64_t r = 0; r < R; ++r) {
             float* row = logits + r * V;
-            peak_of(row, V, raw_peaks[r], tokens[r]);
-            peaks[r] = raw_peaks[r];
-            if (counts[r] > 0) {
-                // In its place: having been gone through for its peak it is in the core's own cache, and a copy takes longer.
-                const Penalties by{repetition[r], presence[r], frequency[r]};
-                const bool subtracts = by.once != 0.0f || by.each != 0.0f;
-                (subtracts ? penalise<true> : penalise<false>)(
-                    row, reinterpret_cast<const int32_t*>(ids[r]), reinterpret_cast<const int32_t*>(times[r]), counts[r], by);
-            }
-            if (temperature[r] > 0.0f && std::isfinite(raw_peaks[r])) {
+            const Seen seen{reinterpret_cast<const int32_t*>(ids[r]), reinterpret_cast<const int32_t*>(times[r]), counts[r]};
+            const Penalties by{repetition[r], presence[r], frequency[r]};
+            const bool draws = temperature[r] > 0.0f, cuts_k = draws && top_k[r] < V;
+            const Peaks found = look<8192>(row, V, seen, by, cuts_k ? scratch.maxima.data() : nullptr);
+            raw_peaks[r] = found.raw;
+            peaks[r] = found.left;
+            if (draws && std::isfinite(found.raw) && std::isfinite(found.left)) {
                 const Rule rule{temperature[r], floor[r], top_k[r], top_p[r], typical_p[r], uniform[r]};
-                tokens[r] = draw(row, V, rule, scratch, peaks[r]);
-            } else if (counts[r] > 0) {
-                peak_of(row, V, peaks[r], tokens[r]);
+                tokens[r] = draw(row, V, found.left, rule, scratch);
+            } else {
+                tokens[r] = found.place(row, V);
             }
         }
     }

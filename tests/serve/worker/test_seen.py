@@ -23,23 +23,23 @@ def test_each_token_stands_once_with_how_often_it_was_generated(prompt_tokens: i
         token_ids += [random.randrange(900) for _ in range(random.choice([1, 2, 90]))]
 
 
-def test_all_but_the_latest_tokens_stand_in_order() -> None:
-    random.seed(0)
-    token_ids = random.sample(range(50_000), 4_000)
+@pytest.mark.parametrize("together", [1, 16, 17, 700])
+def test_tokens_stand_in_order_however_many_come_together(together: int) -> None:
+    random.seed(together)
+    token_ids = [random.randrange(50_000) for _ in range(4_000)]
     seen = Seen()
     seen.follow(token_ids, 4_000)
-    assert list(seen.ids) == sorted(token_ids)
-    for _ in range(1_100):
-        token_ids.append(random.randrange(50_000))
+    for _ in range(5):
+        token_ids += [random.choice((token_ids[0], random.randrange(50_000))) for _ in range(together)]
         seen.follow(token_ids, 4_000)
-        descents = sum(second < first for first, second in zip(seen.ids, seen.ids[1:], strict=False))
-        assert descents <= 1_000 + 64
-    assert list(seen.ids[:4_900]) == sorted(seen.ids[:4_900]), "they were put in order again"
+        assert list(seen.ids) == sorted(set(token_ids))
+        generated = Counter(token_ids[4_000:])
+        assert list(seen.times) == [generated[token] for token in seen.ids]
 
 
 def test_what_is_supposed_changes_nothing() -> None:
     seen = Seen()
     seen.follow([5, 3, 5, 700], 2)
     supposed = seen.supposing([3, 9])
-    assert dict(zip(supposed.ids, supposed.times, strict=True)) == {5: 1, 3: 1, 700: 1, 9: 1}
+    assert list(zip(supposed.ids, supposed.times, strict=True)) == [(3, 1), (5, 1), (9, 1), (700, 1)]
     assert dict(zip(seen.ids, seen.times, strict=True)) == {5: 1, 3: 0, 700: 1}
