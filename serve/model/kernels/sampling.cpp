@@ -167,6 +167,31 @@ float highest_from(const float* row, int64_t begin, int64_t end, bool& nan) {
     return most;
 }
 
+// The same, of a stretch of whole chunks but for a row's last one; the maxima of its chunks as well.
+template <bool checks>
+float highest_of_chunks(const float* row, int64_t begin, int64_t end, float* maxima, bool& nan) {
+    float most = kNone;
+    wvec odd{};
+    int64_t i = begin;
+    for (; i + kChunk <= end; i += kChunk) {
+        fvec m = load_as<fvec>(row + i);
+        if constexpr (checks) odd |= m != m;
+        for (int64_t k = kFloats; k < kChunk; k += kFloats) {
+            const fvec x = load_as<fvec>(row + i + k);
+            m = x > m ? x : m;
+            if constexpr (checks) odd |= x != x;
+        }
+        maxima[i / kChunk] = highest_of(m);
+        most = std::max(most, maxima[i / kChunk]);
+    }
+    for (int lane = 0; checks && lane < kFloats; ++lane) nan |= odd[lane] != 0;
+    if (i < end) {
+        maxima[i / kChunk] = highest_from<checks>(row, i, end, nan);
+        most = std::max(most, maxima[i / kChunk]);
+    }
+    return most;
+}
+
 // The peak of a row as it comes and as penalties leave it, NaN where the row holds one, and where to look for the latter.
 struct Peaks {
     float raw = kNone, left = kNone;
@@ -187,19 +212,16 @@ Peaks look(float* row, int64_t V, const Seen& seen, const Penalties& by, float* 
     bool nan = false;
     for (int64_t begin = 0, next = 0; begin < V; begin += kStretch) {
         const int64_t end = std::min(V, begin + kStretch);
-        float most = highest_from<true>(row, begin, end, nan);
+        const bool changes = next < seen.count && seen.id[next] < end;
+        float most = maxima != nullptr && !changes ? highest_of_chunks<true>(row, begin, end, maxima, nan)
+                                                   : highest_from<true>(row, begin, end, nan);
         found.raw = std::max(found.raw, most);
-        if (next < seen.count && seen.id[next] < end) {
+        if (changes) {
             const Changed now = (by.subtracts() ? penalise<true> : penalise<false>)(row, seen, next, end, by, most);
-            if (maxima == nullptr) most = now.most ? highest_from<false>(row, begin, end, nan) : std::max(most, now.now);
-        }
-        if (maxima != nullptr) {
-            most = kNone;
-            for (int64_t chunk = begin; chunk < end; chunk += kChunk) {
-                const float highest = highest_from<false>(row, chunk, std::min(end, chunk + kChunk), nan);
-                maxima[chunk / kChunk] = highest;
-                most = std::max(most, highest);
-            }
+            if (maxima != nullptr)
+                most = highest_of_chunks<false>(row, begin, end, maxima, nan);
+            else
+                most = now.most ? highest_from<false>(row, begin, end, nan) : std::max(most, now.now);
         }
         if (most > found.left) {
             found.left = most;
