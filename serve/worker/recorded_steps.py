@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -16,6 +17,10 @@ from serve.worker.decode_inputs import DecodeInputs, DecodeStep
 from serve.worker.loader import RankModel
 from serve.worker.overtaking import Overtaken, Overtaking
 from serve.worker.replayed_layers import ReplayedLayers
+
+PATIENCE: Final = 24
+"""Steps of so many rows that are computed with replayed layers before one is recorded: three steps that Python computes cost as
+much time as a replay of the whole step saves, in place of its layers, in about so many."""
 
 _log = logging.getLogger(__name__)
 
@@ -34,6 +39,8 @@ class Computed:
 class _Size:
     """What is known of the steps of so many rows, with or without logits."""
 
+    waited: int = 0
+    """How many were left to replayed layers so far."""
     computed: bool = False
     """Whether one was computed, by which all is there that is made on first use."""
     program: Program | None = None
@@ -49,6 +56,9 @@ class RecordedSteps:
     replayed and computed beside that: from the fourth on it is replayed, if both gave the same bits. None of those three gives
     way to another plan. A model whose step cannot be recorded goes on as before, and the log says so once. What ranks exchange
     they exchange in the same order each way.
+
+    Where layers are replayed for any number of rows, the first steps are left to these: numbers of sequences that come and go,
+    while calls begin and end one by one, are not worth three slow steps each.
     """
 
     def __init__(
@@ -65,6 +75,7 @@ class RecordedSteps:
         self._begun = False
         self._aside = False
         self._layers = layers
+        self._patience = PATIENCE
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -109,6 +120,9 @@ class RecordedSteps:
         if not self._begun or self.aside or step is None or step.layout is not layout:
             return None
         size = self._sizes.setdefault((rows, with_logits), _Size())
+        if not size.computed and size.waited < self._patience and self._layers is not None and self._layers.serves(rows):
+            size.waited += 1
+            return None
         if not size.computed:
             size.computed = True
             return self._compute(step, with_logits)  # to its end: what one has left is not all there when the next is recorded

@@ -74,6 +74,10 @@ class ReplayedLayers:
         """Whether steps of all numbers of tokens that there is memory for are replayed by now."""
         return self._elastic is not None and self._proven not in (None, self._elastic.recorded_tokens)
 
+    def serves(self, tokens: int) -> bool:
+        """Whether a step of so many tokens is replayed from now on."""
+        return self.replays and self._elastic is not None and _LEAST_TOKENS <= tokens <= self._elastic.capacity
+
     def begin(self) -> None:
         """Record from now on."""
         self._begun = True

@@ -39,12 +39,14 @@ def load_recorded(folder: Path, ranks: Ranks, dtype: str, **model: Any) -> RankM
 class Following:
     """A runner of whose steps of one token each is kept what they gave."""
 
-    def __init__(self, model: RankModel, ranks: Ranks, *, replays: bool) -> None:
+    def __init__(self, model: RankModel, ranks: Ranks, *, replays: bool, patience: int = 0) -> None:
+        """``patience``: how many steps of each number of rows are left to replayed layers, before one is recorded."""
         self.runner = Runner(model, ranks)
         self.digests: list[str] = []
         """Of the bits of each step's last hidden states and logits."""
         if replays:
-            assert self.runner.graphs is not None
+            assert isinstance(self.runner.graphs, RecordedSteps)
+            self.runner.graphs._patience = patience
             self.runner.graphs.capture()
         self._step = 0
         self._compute = self.runner._compute

@@ -68,7 +68,8 @@ def tokens(
 ) -> list[list[int]]:
     runner = Runner(model, ALONE, None, narrow)
     if replays:
-        assert runner.graphs is not None
+        assert isinstance(runner.graphs, RecordedSteps)
+        runner.graphs._patience = 0
         runner.graphs.capture()
     found = generate(runner, ALONE, PROMPTS, sampling)
     if replays:
@@ -152,6 +153,7 @@ def test_sizes_of_which_one_way_is_replayed_are_told_once(tmp_path: Path) -> Non
     narrow = copied(model)
     runner = Runner(model, ALONE, None, narrow)
     assert isinstance(runner.graphs, RecordedSteps)
+    runner.graphs._patience = 0
     runner.graphs.capture()
     sampled = tuple(dataclasses.replace(SamplingParams(), temperature=0.5, seed=row) for row in range(len(PROMPTS)))
     generate(runner, ALONE)

@@ -115,6 +115,29 @@ def test_after_other_weights_were_taken_steps_are_recorded_anew(tmp_path: Path) 
     assert replaying.digests[before:] == expected.digests
 
 
+def test_steps_are_left_to_replayed_layers_until_there_were_some_of_as_many_rows(tmp_path: Path) -> None:
+    model = load_recorded(saved("llama", tmp_path / "model"), ALONE, "bfloat16")
+    patience = STEPS + 2
+    eager, replaying = Following(model, ALONE, replays=False), Following(model, ALONE, replays=True, patience=patience)
+    graphs = replaying.runner.graphs
+    assert isinstance(graphs, RecordedSteps)
+    assert graphs._layers is not None
+    for each in (eager, replaying):
+        for rows in (2, 4, 6):  # prompts of several lengths, by which layers are replayed for any number of tokens
+            each.decode(rows)
+    assert graphs._layers.replays
+    recorded = set(graphs.sizes)
+    for rows, more in (
+        (5, set()),
+        (1, {1}),
+        (5, {1, 5}),
+    ):  # one row alone, which layers are not replayed for, is recorded at once
+        eager.decode(rows)
+        replaying.decode(rows)
+        assert set(graphs.sizes) - recorded == more
+    assert replaying.digests == eager.digests
+
+
 class _Head(nn.Module):
     """A head with something more behind it."""
 
