@@ -23,7 +23,9 @@ from serve.model.cuda.graphs import FROM_HOST, CaptureError, waits_for_device
 from serve.model.dispatch import Watching
 
 T = TypeVar("T")
-KINDS: Final = ("product", "quantized", "rounded", "attention", "add", "multiply", "layer_norm", "rms_norm", "look_up", "widen")
+KINDS: Final = (
+    "product", "quantized", "rounded", "attention", "add", "multiply", "layer_norm", "rms_norm", "look_up", "widen", "sum",
+)  # fmt: skip
 """``Kind`` of kernels/parts.h, in its order."""
 NO_SOCKET: Final = -1
 _ALIGNMENT_BYTES: Final = 64

@@ -83,7 +83,7 @@ class Ranks:
         shared: SharedMemory | None = None
         if kernels is not None:
             try:
-                shared = SharedMemory(kernels, self._memory, self.rank, self.size)
+                shared = SharedMemory(kernels, self._memory, self.rank, self.size, self._progress.in_kernels)
             except OSError as error:
                 _LOG.warning("rank %d exchanges activations by sockets, which is slower: %s", self.rank, error)
         if self.smallest(int(shared is not None)):
@@ -91,16 +91,15 @@ class Ranks:
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """Sum over the ranks, in place."""
-        if self.size > 1:
-            anew(self._sum, tensor)
+        if self.size > 1 and self._shared is not None and self._shared.takes(tensor):
+            self._shared.sum_(tensor)
+        elif self.size > 1:
+            anew(self._sum_by_group, tensor)
         return tensor
 
-    def _sum(self, tensor: Tensor) -> None:
+    def _sum_by_group(self, tensor: Tensor) -> None:
         self._progress.mark()
-        if self._shared is not None and self._shared.takes(tensor):
-            self._shared.sum_(tensor)
-        else:
-            dist.all_reduce(tensor, group=self.group)
+        dist.all_reduce(tensor, group=self.group)
 
     def gather_columns(self, tensor_RV: Tensor, widths: tuple[int, ...]) -> Tensor | None:
         """The stage's rank 0 gets its ranks' columns side by side, [R, sum of widths]; the others get ``None``."""

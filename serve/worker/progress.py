@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
@@ -17,18 +18,25 @@ class Progress:
     received, a collective entered, a plan done), so of ranks that wait for one another the one with the lowest number hangs.
     """
 
-    __slots__ = ("count", "device_bytes", "waiting")
+    __slots__ = ("_own", "device_bytes", "in_kernels", "waiting")
 
     def __init__(self) -> None:
-        self.count = 0
+        self._own = 0
+        self.in_kernels: Final = ctypes.c_int64()
+        """What kernels have come to, which count it themselves while no Python runs."""
         self.waiting = False
         """Whether it waits for other ranks, however long they take."""
         self.device_bytes = 0
         """What this process has taken of its device's memory, when it was last looked at."""
 
+    @property
+    def count(self) -> int:
+        """How many things the rank has come to."""
+        return self._own + self.in_kernels.value
+
     def mark(self) -> None:
         """Count one thing more that the rank has come to."""
-        self.count += 1
+        self._own += 1
 
     def reach(self, stage: int, stages: int) -> None:
         """The step's part of a stage begins, or with ``stage`` equal to ``stages`` the step ends.
@@ -37,7 +45,8 @@ class Progress:
         behind it, and one that is through with a step is not behind those that are not.
         """
         whole = stages * _MOST_IN_STAGE
-        self.count = max(self.count, self.count // whole * whole + stage * _MOST_IN_STAGE)
+        count = self.count
+        self._own += max(0, count // whole * whole + stage * _MOST_IN_STAGE - count)
 
     @contextmanager
     def with_others(self) -> Iterator[None]:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
+
+from serve.model.recording import KINDS, Job, Steps
+
+_SUM: Final = KINDS.index("sum")
 
 # Shapes.  R rows   V vocabulary columns
 
@@ -18,12 +23,15 @@ class SharedMemory:
     long they take: who watches the ranks knows which of them does not come.
     """
 
-    def __init__(self, kernels: ctypes.CDLL, descriptor: int, rank: int, size: int) -> None:
+    def __init__(
+        self, kernels: ctypes.CDLL, descriptor: int, rank: int, size: int, begun: ctypes.c_int64 | None = None
+    ) -> None:
         """Map it.
 
         Args:
             kernels: as ``load_cpu_kernels`` gives them.
             descriptor: of a memory file that was empty when the first rank came; it may be closed afterwards.
+            begun: counts the sums that this rank has begun, in replays of recorded steps too.
 
         Raises:
             OSError: it cannot be mapped.
@@ -33,16 +41,14 @@ class SharedMemory:
         kernels.tessera_group_open.restype = place
         kernels.tessera_group_close.argtypes = (place,)
         kernels.tessera_group_close.restype = None
-        kernels.tessera_group_sum.argtypes = (place, number, number, place, whole)
-        kernels.tessera_group_sum.restype = None
         kernels.tessera_group_gather.argtypes = (place, place, whole, ctypes.POINTER(whole), place)
         kernels.tessera_group_gather.restype = None
         kernels.tessera_group_tell.argtypes = (place, place, whole)
         kernels.tessera_group_tell.restype = None
         self._kernels = kernels
-        self._sum = kernels.tessera_group_sum
+        self._steps = Steps(kernels)
+        self._begun = ctypes.c_int64() if begun is None else begun
         self._rank = rank
-        self._threads = torch.get_num_threads()
         self._group = kernels.tessera_group_open(descriptor, rank, size)
         if self._group is None:
             raise OSError("the ranks' shared memory cannot be mapped")
@@ -53,10 +59,15 @@ class SharedMemory:
         return tensor.dtype in (torch.float32, torch.bfloat16) and tensor.is_contiguous() and tensor.device.type == "cpu"
 
     def sum_(self, tensor: Tensor) -> None:
-        """Sum over the ranks, in place; in bf16 added in fp32 and rounded once. Every rank gets the same bits."""
+        """Sum over the ranks, in place; in bf16 added in fp32 and rounded once. Every rank gets the same bits.
+
+        It is a job of its own: replays of a recorded step do it without Python.
+        """
         assert self.takes(tensor), "the kernel sees addresses alone"
-        is_bf16 = tensor.dtype is torch.bfloat16
-        self._sum(self._group, is_bf16, self._threads, tensor.data_ptr(), tensor.numel())
+        job = Job(kind=_SUM, is_bf16=tensor.dtype is torch.bfloat16, x=self._group, y=ctypes.addressof(self._begun))
+        job.out, job.width = tensor.data_ptr(), tensor.shape[-1] if tensor.dim() else 1
+        job.rows = tensor.numel() // max(job.width, 1)
+        self._steps.one(job)
 
     def gather_columns(self, tensor_RV: Tensor, widths: Sequence[int]) -> Tensor | None:
         """Rank 0 gets the ranks' columns side by side in fp32, [R, sum of widths]; the others get ``None``."""

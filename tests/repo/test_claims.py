@@ -317,8 +317,8 @@ def test_the_figures_of_starts_are_those_of_the_result_file() -> None:
 
 
 def test_the_figures_of_two_ranks_are_those_of_the_result_file() -> None:
-    speeds = newest("tensor-parallel-cpu-*.json")["tokens_per_second"]
-    shares = [[f"{of['2'][count] / of['1'][count]:.2f}" for count in ("1", "8", "32")] for of in speeds.values()]
+    found = newest("tensor-parallel-cpu-*.json")["share"]
+    shares = [[f"{of[count]:.2f}" for count in ("1", "8", "32")] for of in found.values()]
     fp32, bf16 = (f"{one}, {eight} and {many}" for one, eight, many in shares)
     said = f"at {fp32} of the speed of one rank of two threads in fp32 with 1, 8 and 32 sequences and at {bf16} in bf16"
     assert said_in("docs/operations.md", said)

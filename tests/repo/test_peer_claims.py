@@ -33,16 +33,14 @@ def test_the_figures_beside_other_engines_are_those_of_the_result_file() -> None
 
 
 def test_the_figures_of_other_shapes_and_of_arrivals_are_those_of_the_result_file() -> None:
-    def beside(records: str) -> dict[str, str]:
-        return {name: f"{cell['tessera / best peer']:.2f}" for name, cell in newest(records)["cells"].items()}
+    more = {name: f"{cell['tessera / best peer']:.2f}" for name, cell in newest("peers-more-cpu-*.json")["cells"].items()}
 
-    def decoding(of: dict[str, str], shape: str) -> str:
-        one, eight, many = (of[f"{shape}/bf16/decode/{count}x64"] for count in (1, 8, 32))
+    def decoding(shape: str) -> str:
+        one, eight, many = (more[f"{shape}/bf16/decode/{count}x64"] for count in (1, 8, 32))
         return f"at {one}, {eight} and {many}"
 
-    new, old = beside("peers-12bit-cpu-*.json"), beside("peers-more-cpu-*.json")
-    llama = decoding(new, "llama-1.1b")
+    llama, gpt2 = decoding("llama-1.1b"), decoding("gpt2-medium")
     assert said_in("docs/operations.md", f"a Llama of 1.1B decodes in bf16 {llama} of the best engine's speed with 1, 8 and 32")
-    assert said_in("docs/operations.md", f"GPT-2 medium decoded {decoding(old, 'gpt2-medium')} ([")
-    fp32, bf16, int8 = (new[f"160m/{precision}/arrivals/32x64"] for precision in ("fp32", "bf16", "int8"))
+    assert said_in("docs/operations.md", f"and GPT-2 medium {gpt2}; 32 prompts")
+    fp32, bf16, int8 = (more[f"160m/{precision}/arrivals/32x64"] for precision in ("fp32", "bf16", "int8"))
     assert said_in("docs/operations.md", f"are answered at {fp32} in fp32, {bf16} in bf16 and {int8} in int8, of the engines")

@@ -16,13 +16,14 @@
 #include <ctime>
 #include <new>
 
+#include "parts.h"
 #include "vectors.h"
 
 namespace {
 
 constexpr int64_t kSlotBytes = int64_t(1) << 20;
 constexpr int64_t kLineBytes = 128;  // a counter's own cache line, and its neighbour, which is fetched with it
-constexpr int64_t kManyNumbers = 1 << 16;
+constexpr int64_t kRun = 4096;  // numbers that one thread adds up
 constexpr int64_t kLeastSpin = 4'000, kMostSpin = 200'000;  // nanoseconds
 
 struct Line {
@@ -121,21 +122,20 @@ void add_up(const Group& group, bf16* out, int64_t begin, int64_t end) {
     }
 }
 
+// By all threads of a parallel region: one of them meets the other ranks.
 template <typename number>
-void sum(Group& group, number* data, int64_t count, int threads) {
+void sum(Group& group, number* data, int64_t count, int64_t* begun) {
     constexpr int64_t most = kSlotBytes / int64_t(sizeof(number));
     for (int64_t done = 0; done < count; done += most) {
         const int64_t part = std::min(most, count - done);
-        std::memcpy(group.slot(group.rank, group.round + 1), data + done, size_t(part) * sizeof(number));
-        meet(group);
-        if (part < kManyNumbers || threads < 2) {
-            add_up(group, data + done, 0, part);
-        } else {
-            const int64_t share = (part + threads - 1) / threads;
-#pragma omp parallel for num_threads(threads)
-            for (int thread = 0; thread < threads; ++thread)
-                add_up(group, data + done, std::min(part, thread * share), std::min(part, (thread + 1) * share));
+#pragma omp single
+        {
+            if (done == 0) __atomic_add_fetch(begun, 1, __ATOMIC_RELAXED);
+            std::memcpy(group.slot(group.rank, group.round + 1), data + done, size_t(part) * sizeof(number));
+            meet(group);
         }
+#pragma omp for schedule(static)
+        for (int64_t begin = 0; begin < part; begin += kRun) add_up(group, data + done, begin, std::min(part, begin + kRun));
     }
 }
 
@@ -150,6 +150,17 @@ void place(const float* part, int64_t begin, int64_t count, int64_t width, float
 }
 
 }  // namespace
+
+// The ranks' numbers added up, in place, on every rank.
+void tessera::add_ranks(const Job& job) {
+    Group& group = *static_cast<Group*>(const_cast<void*>(job.x));
+    int64_t* begun = static_cast<int64_t*>(const_cast<void*>(job.y));
+    const int64_t count = job.rows * job.width;
+    if (job.is_bf16)
+        sum(group, static_cast<bf16*>(job.out), count, begun);
+    else
+        sum(group, static_cast<float*>(job.out), count, begun);
+}
 
 extern "C" {
 
@@ -172,15 +183,6 @@ void tessera_group_close(void* opened) {
     Group* group = static_cast<Group*>(opened);
     munmap(group->memory, size_t(group->bytes));
     delete group;
-}
-
-// The ranks' numbers added up, in place, on every rank.
-void tessera_group_sum(void* opened, int is_bf16, int threads, void* data, int64_t count) {
-    Group& group = *static_cast<Group*>(opened);
-    if (is_bf16)
-        sum(group, static_cast<bf16*>(data), count, threads);
-    else
-        sum(group, static_cast<float*>(data), count, threads);
 }
 
 // Each rank has [R, widths[rank]]; rank 0 gets them side by side in ``out``, the others give NULL.

@@ -10,7 +10,7 @@
 namespace tessera {
 
 // ``KINDS`` of serve/model/recording.py.
-enum Kind : int64_t { kProduct, kQuantized, kRounded, kAttention, kAdd, kMultiply, kLayerNorm, kRmsNorm, kLookUp, kWiden };
+enum Kind : int64_t { kProduct, kQuantized, kRounded, kAttention, kAdd, kMultiply, kLayerNorm, kRmsNorm, kLookUp, kWiden, kSum };
 
 // ``PlainRows`` of serve/model/linear.py: where the rows of a weight lie until they are packed, ``stride`` numbers apart, or its
 // columns if it is stored transposed. A product reads them there as long as there is a place. Whoever packs them takes it away
@@ -24,8 +24,9 @@ struct PlainRows {
 // ``Job`` of serve/model/recording.py. What a field means beyond its name: where the kind's own function is.
 struct Job {
     int64_t kind, is_bf16;
-    const void* x;       // [rows, width or inputs], rows ``x_stride`` numbers apart
-    const void* y;       // the other summand or factor, ``y_stride`` apart; of attention its ``Step``, of a look-up int64 [rows]
+    const void* x;       // [rows, width or inputs], rows ``x_stride`` numbers apart; of a sum over ranks their group
+    const void* y;       // the other summand or factor, ``y_stride`` apart; of attention its ``Step``, of a look-up int64 [rows], of a
+                         // sum over ranks how many were begun, int64, which another thread reads
     const void* weight;  // packed for products, of a norm [width], of a look-up the table
     const void* scales;  // of quantized weights
     const void* bias;
@@ -42,6 +43,7 @@ struct Job {
 void multiply(const Job& job, Hand& hand);            // linear.cpp
 void multiply_quantized(const Job& job, Hand& hand);  // quantized.cpp
 void multiply_rounded(const Job& job, Hand& hand);    // rounded.cpp
+void add_ranks(const Job& job);                       // group.cpp
 void attend(const Job& job);                          // attention.cpp
 void attend_fp32(const Job& job);                     // attention_fp32.cpp
 void attend_bf16(const Job& job);                     // attention_bf16.cpp

@@ -100,7 +100,7 @@ void compute_row(const Job& job, int64_t row) {
     }
 }
 
-inline bool is_by_rows(const Job& job) { return job.kind >= tessera::kAdd && job.kind != tessera::kWiden; }
+inline bool is_by_rows(const Job& job) { return job.kind >= tessera::kAdd && job.kind < tessera::kWiden; }
 
 // Whether a row of a job depends on nothing but the same row of the one before, and lies where no other row of that one does: then
 // a thread goes on with its rows without waiting for the others. Memory that one job is through with the next may have, so with
@@ -157,6 +157,7 @@ void walk(const Job* jobs, int64_t count, int socket, bool& overtaken, tessera::
             case tessera::kRounded: tessera::multiply_rounded(job, hand); break;
             case tessera::kAttention: tessera::attend(job); break;
             case tessera::kWiden: widen_rows(job); break;
+            case tessera::kSum: tessera::add_ranks(job); break;
             default:
                 while (next < count && goes_on(jobs[next - 1], jobs[next])) ++next;
                 compute_rows(jobs + at, next - at);

@@ -88,13 +88,22 @@ class Following:
         self.runner.execute(StepPlan(step=self._step, **parts))
 
 
+def most_parts(graphs: RecordedSteps) -> int:
+    """How often Python has a part in a replay at the most."""
+    return max(size.program.parts for size in graphs._sizes.values() if size.program is not None)
+
+
 def digests_of_both_ways(
     model: RankModel, ranks: Ranks, sizes: tuple[int, ...] = ROWS
-) -> tuple[list[str], list[str], tuple[int, ...]]:
-    """What steps of these numbers of rows gave by Python, what they gave with replays, and which of them were replayed."""
+) -> tuple[list[str], list[str], tuple[int, ...], int]:
+    """What steps of these numbers of rows gave by Python, what they gave with replays, and which of them were replayed.
+
+    Last, how often Python has a part in these.
+    """
     eager, replayed = (Following(model, ranks, replays=replays) for replays in (False, True))
     for each in (eager, replayed):
         for rows in sizes:
             each.decode(rows)
     assert isinstance(replayed.runner.graphs, RecordedSteps)
-    return eager.digests, replayed.digests, replayed.runner.graphs.sizes
+    graphs = replayed.runner.graphs
+    return eager.digests, replayed.digests, graphs.sizes, most_parts(graphs)

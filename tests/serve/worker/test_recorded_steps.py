@@ -44,7 +44,7 @@ def saved(name: str, folder: Path, **more: Any) -> Path:
 @pytest.mark.parametrize("name", CASES)
 def test_a_replayed_step_gives_what_the_step_gives_bit_for_bit(name: str, dtype: str, tmp_path: Path) -> None:
     model = load_recorded(saved(name, tmp_path / "model"), ALONE, dtype)
-    eager, replayed, sizes = digests_of_both_ways(model, ALONE)
+    eager, replayed, sizes, _ = digests_of_both_ways(model, ALONE)
     assert len(eager) >= len(ROWS) * STEPS
     assert replayed == eager
     assert sizes == ROWS
@@ -54,7 +54,7 @@ def test_a_replayed_step_gives_what_the_step_gives_bit_for_bit(name: str, dtype:
 def test_so_do_steps_of_quantized_weights_on_two_threads(family: str, bits: str, tmp_path: Path) -> None:
     model = load_recorded(saved(family, tmp_path / "model"), ALONE, "bfloat16", quantization=bits)
     torch.set_num_threads(2)
-    eager, replayed, sizes = digests_of_both_ways(model, ALONE, FEW_ROWS)
+    eager, replayed, sizes, _ = digests_of_both_ways(model, ALONE, FEW_ROWS)
     assert replayed == eager
     assert sizes == FEW_ROWS
 
@@ -75,8 +75,10 @@ def test_between_two_layers_of_the_common_families_python_has_no_part(name: str,
 
 
 def test_two_ranks_replay_what_they_exchange(tmp_path: Path) -> None:
-    for name in ("gpt_neox", "llama", "gpt2", "olmo2"):
+    for name in ("gpt_neox", "gpt2", "olmo2"):
         saved(name, tmp_path / name)
+    for layers in (2, 3):
+        saved("llama", tmp_path / f"llama of {layers} layers", num_hidden_layers=layers)
     saved("mixtral", tmp_path / "mixtral of int8")
     ranks = [
         warm.start("tests.serve.worker.recorded_worker", [str(rank), "2", str(tmp_path)], rank_environment(rank, 2, "cpu"))
@@ -86,10 +88,14 @@ def test_two_ranks_replay_what_they_exchange(tmp_path: Path) -> None:
     assert [rank.returncode for rank in ranks] == [0, 0], said
     for rank in range(2):
         told = json.loads((tmp_path / f"recorded-{rank}.json").read_text())
-        assert len(told) == 10
-        for eager, replayed, sizes in told.values():
+        assert len(told) == 12
+        for eager, replayed, sizes, _ in told.values():
             assert replayed == eager
             assert sizes == list(ROWS)
+        for dtype in ("float32", "bfloat16"):
+            *_, of_two = told[f"llama of 2 layers {dtype}"]
+            *_, of_three = told[f"llama of 3 layers {dtype}"]
+            assert of_two == of_three, "Python has no part between layers, nor in what ranks add up"
 
 
 def test_after_other_weights_were_taken_steps_are_recorded_anew(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from serve.model.kernels.build import load_cpu_kernels
+from serve.worker.progress import Progress
 from serve.worker.shared import SharedMemory
 
 SLOT = (1 << 20) // 4
@@ -125,6 +126,29 @@ def test_ranks_that_take_turns_at_being_late_never_read_what_is_not_there_yet(ke
 
         for got in each(ranks, act):
             assert got == [float(number * 6) for number in range(rounds)]
+
+
+def test_who_waits_in_a_sum_has_counted_it_and_who_does_not_come_has_not(kernels: ctypes.CDLL) -> None:
+    """By that the one is known for whom the others wait, also where recorded steps are replayed and Python counts nothing."""
+    progresses = [Progress(), Progress()]
+    descriptor = os.memfd_create("tessera-test")
+    first, second = (SharedMemory(kernels, descriptor, rank, 2, progresses[rank].in_kernels) for rank in range(2))
+    os.close(descriptor)
+    for progress in progresses:
+        progress.mark()
+    waiting = threading.Thread(target=first.sum_, args=(torch.ones(3 * SLOT),))
+    waiting.start()
+    while progresses[0].count < 2:
+        waiting.join(0.01)
+    assert progresses[1].count == 1
+    second.sum_(torch.ones(3 * SLOT))
+    waiting.join(400)
+    assert [progress.count for progress in progresses] == [2, 2], "one sum, in however many rounds"
+    for stage in (1, 1, 0, 2):
+        progresses[0].reach(stage, 2)
+    assert progresses[0].count == 2 * (1 << 20)
+    for shared in (first, second):
+        shared.close()
 
 
 def test_a_call_waits_for_the_last_rank_however_late_it_is(kernels: ctypes.CDLL) -> None:
