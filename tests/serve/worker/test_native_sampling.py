@@ -73,11 +73,12 @@ def test_long_rows_are_penalised_and_chosen_from_as_torch_does(level: str) -> No
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("place", [0, STRETCH - 1, STRETCH, VOCABULARY - 1])
+@pytest.mark.parametrize("place", [0, 20, 40, STRETCH - 1, STRETCH, 3 * STRETCH + 70, VOCABULARY - 1])
+@pytest.mark.parametrize("top_k", [0, 5])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_row_that_is_not_finite_is_told_of_wherever_the_number_stands(level: str, place: int, bad: float) -> None:
+def test_a_row_that_is_not_finite_is_told_of_wherever_the_number_stands(level: str, place: int, bad: float, top_k: int) -> None:
     """Penalised or not, and among what was seen or not."""
-    params = [SamplingParams(repetition_penalty=2.0, temperature=temperature) for temperature in (0.0, 1.0)] * 2
+    params = [SamplingParams(repetition_penalty=2.0, temperature=warm, top_k=top_k) for warm in (0.0, 1.0)] * 2
     logits_RV = torch.zeros(4, VOCABULARY)
     logits_RV[:, place] = bad
     choice = NativeSampling(kernels_of(level)).choose(
@@ -85,6 +86,7 @@ def test_a_row_that_is_not_finite_is_told_of_wherever_the_number_stands(level: s
     )
     assert not choice.raw_peaks_R.isfinite().any()
     assert not choice.peaks_R.isfinite().any()
+    assert all(0 <= token < VOCABULARY for token in choice.tokens_R.tolist())
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -128,6 +128,16 @@ def test_ranks_that_take_turns_at_being_late_never_read_what_is_not_there_yet(ke
             assert got == [float(number * 6) for number in range(rounds)]
 
 
+def test_tensors_of_any_shape_are_added_up_whole(kernels: ctypes.CDLL) -> None:
+    shapes: list[tuple[int, ...]] = [(), (3, 5), (1, 7, 768), (2, 0), (4, 1)]
+    with group(kernels, 2) as ranks:
+        for shape in shapes:
+            parts = [torch.randn(shape, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+            wanted = parts[0] + parts[1]
+            each(ranks, lambda rank, shared, parts=parts: shared.sum_(parts[rank]))
+            assert all(torch.equal(part, wanted) for part in parts)
+
+
 def test_who_waits_in_a_sum_has_counted_it_and_who_does_not_come_has_not(kernels: ctypes.CDLL) -> None:
     """By that the one is known for whom the others wait, also where recorded steps are replayed and Python counts nothing."""
     progresses = [Progress(), Progress()]
