@@ -53,6 +53,8 @@ def _positions(family: Family) -> str:
         return "ALiBi"
     if family.replaces_forward:
         return "rotary, whole heads"
+    if family.turns_pairs:
+        return "rotary, pairs of a part of each head"
     if not family.rotary_function:
         return "–"
     return "rotary, whole heads or a part" if family.partial_rotary else "rotary, whole heads"

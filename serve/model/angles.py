@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
-from serve.model.attention import Rotary, StepState
+from serve.model.attention import StepState
 from serve.model.pretrained import frequencies
 from serve.types import LengthRule
 
@@ -29,12 +29,12 @@ def turn_by_own_lengths(model: nn.Module, rule: LengthRule, state: StepState) ->
         module.forward = _forward(module, rule, state)
 
 
-def _forward(module: nn.Module, rule: LengthRule, state: StepState) -> Callable[[Tensor, Tensor], Rotary]:
+def _forward(module: nn.Module, rule: LengthRule, state: StepState) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
     # Beneath transformers' decorator, which chooses by the batch.
-    plain: Callable[[SimpleNamespace, Tensor, Tensor], Rotary] = inspect.unwrap(type(module).forward)
+    plain: Callable[[SimpleNamespace, Tensor, Tensor], tuple[Tensor, Tensor]] = inspect.unwrap(type(module).forward)
     beyond, within_F = _beyond(module, rule), module.get_buffer("original_inv_freq")
 
-    def forward(x: Tensor, position_ids: Tensor) -> Rotary:
+    def forward(x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         assert state.layout is not None, "angles were asked for outside a step"
         lengths_T, frequencies_TF = state.layout.lengths, within_F
         if lengths_T is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Final
 
@@ -71,17 +72,19 @@ def attach(module: nn.Module, attention: PagedAttention, family: Family, scale: 
 
     Families outside transformers' interface get another ``_attn`` or ``forward`` on the instance, and ``scale`` multiplies
     their scores; otherwise the module finds it through the interface, which brings its own scale. Where the back end can, it
-    takes over what the module's forward does by the family's ``rotary_function``.
+    turns queries and keys in place of the module's forward.
     """
-    if family.replaces_forward:
+    backend = attention.backend
+    if family.replaces_forward or (family.turns_pairs and backend.rotates_by_any):
         module.forward = forward_of(family.name, module, attention, scale)
         return
     if family.replaces_attn:
         module._attn = _as_attn(attention, scale)  # type: ignore[assignment]  # a function where a module stood
     else:
         object.__setattr__(module, "tessera_attention", attention)
-    if family.rotary_function and attention.backend.rotates:
-        module.forward = _with_global(module, family.rotary_function, attention.state.postpone_rotary)
+    if family.rotary_function and (backend.rotates_by_any if family.other_angles else backend.rotates):
+        postpone = partial(attention.state.postpone_rotary, told_once=family.angles_told_once)
+        module.forward = _with_global(module, family.rotary_function, postpone)
 
 
 def _with_global(module: nn.Module, name: str, value: object) -> MethodType:

@@ -38,8 +38,23 @@ class StepLayout:
     """What a back end makes of the layout once for all layers; as long-lived as it, and not handed on to a changed copy."""
 
 
-Rotary = tuple[Tensor, Tensor]
-"""Cosines and sines of a step's positions, [T, R] each, contiguous: transformers' ``position_embeddings``."""
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """What turns the first R features of a step's queries and keys, two by two."""
+
+    cosines: Tensor
+    """[T, R], as transformers' ``position_embeddings``; [T, R / 2] where each is told once for the two that it turns."""
+    sines: Tensor
+    """As the cosines. Their last dimensions are contiguous, and their rows as far from one another."""
+    turned: int
+    """R"""
+    pairs: bool = False
+    """Whether neighbours are turned together, as in GPT-J; else the two halves of the R features, as in GPT-NeoX and Llama."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether halves are turned, by contiguous angles that are told for each feature."""
+        return not self.pairs and self.cosines.shape[1] == self.turned and self.cosines.is_contiguous()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +77,13 @@ class Backend(Protocol):
     """One way to compute attention over blocks."""
 
     rotates: bool
-    """Whether ``attend`` can turn queries and keys itself."""
+    """Whether ``attend`` can turn queries and keys itself, by plain angles of their own type."""
+    rotates_by_any: bool
+    """Whether by all others, too: see ``Rotary``."""
     writes_alone: bool
     """Whether ``attend`` takes a layout of tokens without sequences, whose keys and values it writes, and no more."""
+    keys_by_position: bool
+    """Whether keys shall lie in memory as values do, [B, G, S, D]: a position's features side by side."""
 
     def attend(
         self,
@@ -82,7 +101,7 @@ class Backend(Protocol):
         """Write the step's keys and values into their slots, then attend.
 
         Causal attention of each token over its own sequence's cached positions; [T, H, D] in the query's type. With ``rotary``
-        the first R features of queries and keys are turned first, in the convention of GPT-NeoX and Llama.
+        queries and keys are turned first.
         """
         ...
 
@@ -91,8 +110,9 @@ class Backend(Protocol):
 class LayerCache:
     """One layer's keys and values.
 
-    ``keys`` is [B, G, D, S], transposed inside a block so that a vector holds neighbouring positions; ``values`` [B, G, S, D].
-    Both are in the model's type, in int8 with scales, or in fp8 (e4m3) without.
+    ``keys`` is [B, G, D, S], ``values`` [B, G, S, D]; both are in the model's type, in int8 with scales, or in fp8 (e4m3)
+    without. In memory keys lie as their shape says, so that a vector holds neighbouring positions, or as values do: the back
+    end that reads them says which, see ``Backend.keys_by_position``.
     """
 
     keys: Tensor
@@ -100,6 +120,11 @@ class LayerCache:
     key_scales: Tensor | None = None
     """bf16 [B, G, S] where ``keys`` and ``values`` are int8: what a position's whole numbers are multiplied by."""
     value_scales: Tensor | None = None
+
+    @property
+    def keys_by_position(self) -> bool:
+        """Whether keys lie in memory as values do."""
+        return self.keys.stride(3) != 1
 
     def write(self, block_T: Tensor, offset_T: Tensor, key_TGD: Tensor, value_TGD: Tensor) -> None:
         """Keep the keys and values of some tokens, each at its own offset of its own block."""
@@ -169,11 +194,23 @@ class StepState:
         """What the layer being computed has left to the back end to turn its queries and keys with."""
 
     def postpone_rotary(
-        self, query: Tensor, key: Tensor, cosines_1TR: Tensor, sines_1TR: Tensor, *_: object, **__: object
+        self,
+        query: Tensor,
+        key: Tensor,
+        cosines_1TR: Tensor,
+        sines_1TR: Tensor,
+        *_: object,
+        told_once: bool = False,
+        **__: object,
     ) -> tuple[Tensor, Tensor]:
-        """Stands in for transformers' ``apply_rotary_pos_emb``: the attention that follows turns queries and keys itself."""
-        assert cosines_1TR.shape[-1] <= query.shape[-1], "check_rope refuses to turn more features than a head has"
-        self.rotary = (cosines_1TR[0].contiguous(), sines_1TR[0].contiguous())
+        """Stands in for transformers' ``apply_rotary_pos_emb``: the attention that follows turns queries and keys itself.
+
+        Args:
+            told_once: an angle is told once for the two features that it turns.
+        """
+        turned = cosines_1TR.shape[-1] * (2 if told_once else 1)
+        assert turned <= query.shape[-1], "check_rope refuses to turn more features than a head has"
+        self.rotary = Rotary(cosines_1TR[0].contiguous(), sines_1TR[0].contiguous(), turned)
         return query, key
 
 
@@ -215,7 +252,9 @@ class TorchBackend:
     """Attention in plain torch operations: every device, every type; gathers each sequence's blocks."""
 
     rotates = False
+    rotates_by_any = False
     writes_alone = True
+    keys_by_position = False
 
     def attend(
         self,

@@ -49,6 +49,13 @@ class Family:
     """What the attention's forward calls to turn queries and keys: (q, k, cosines, sines), halves of the features paired."""
     partial_rotary: bool = False
     """With ``rotary_function``: it may turn a part of each head."""
+    other_angles: bool = False
+    """With ``rotary_function``: its angles are in fp32, or told once for two features: the CPU kernels do not take them."""
+    angles_told_once: bool = False
+    """With ``other_angles``: they are told once."""
+    turns_pairs: bool = False
+    """With ``replaces_attn``: the module turns neighbouring features, by rows of its ``embed_positions``; for a back end that
+    does so, ``serve.model.forwards`` has another forward."""
     attention: str = "self_attn"
     """End of the path of each layer's attention module."""
     replaces_attn: bool = False
@@ -145,6 +152,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
             activated=("mlp.fc_in", "act"),
             attention="attn",
             replaces_attn=True,
+            turns_pairs=True,
         ),
         Family(
             name="codegen",
@@ -156,6 +164,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
             activated=("mlp.fc_in", "act"),
             attention="attn",
             replaces_attn=True,
+            turns_pairs=True,
         ),
         Family(
             name="gpt_neo",
@@ -171,10 +180,10 @@ FAMILIES: Final[Mapping[str, Family]] = {
             name="opt", column=(*_SEPARATE, "fc1"), row=("out_proj", "fc2"), rows=_SEPARATE, activated=("fc1", "activation_fn")
         ),
         *(_like_llama(name) for name in ("llama", "mistral", "qwen2", "qwen3")),
-        # The angles' cosines stay fp32 in a bf16 model, which the kernel does not take: the module turns by itself.
+        # The angles' cosines stay fp32 in a bf16 model.
         _like_llama(
             "olmo2",
-            rotary_function="",
+            other_angles=True,
             rows={**_SEPARATE, "q_norm": (QUERY,), "k_norm": (KEY,)},
             norms_over_heads=("q_norm", "k_norm"),
         ),
@@ -190,14 +199,14 @@ FAMILIES: Final[Mapping[str, Family]] = {
             expert_tensors={"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)},
             stored_as=(".mlp.", ".block_sparse_moe."),
         ),
-        # Its cosines have half the width that the kernel takes: the module turns by itself.
         _like_llama(
             "gpt_oss",
+            other_angles=True,
+            angles_told_once=True,
             column=tuple(_SEPARATE),
             row=("o_proj",),
             rows={**_SEPARATE, "sinks": (QUERY,)},
             activated=("", ""),
-            rotary_function="",
             sinks=True,
             experts="mlp.experts",
             expert_cuts={
@@ -233,6 +242,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
             column=("query_key_value", "dense_h_to_4h"),
             row=("self_attention.dense", "dense_4h_to_h"),
             attention="self_attention",
+            activated=("mlp.dense_h_to_4h", "gelu_impl"),
             replaces_forward=True,
             alibi=True,
         ),

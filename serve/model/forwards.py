@@ -1,5 +1,7 @@
 """Forwards of attention modules that compute attention in the middle of their own ``forward``, and their tables of biases.
 
+Those of GPT-J and CodeGen are for back ends that turn queries and keys.
+
 Shapes: see ``serve.model.attention``.
 """
 
@@ -14,7 +16,7 @@ from transformers import PretrainedConfig
 from transformers.models.bloom import modeling_bloom
 from transformers.models.falcon import modeling_falcon
 
-from serve.model.attention import PagedAttention
+from serve.model.attention import PagedAttention, Rotary
 from serve.model.heads import Piece
 
 Forward = Callable[..., tuple[Tensor, None]]
@@ -56,11 +58,56 @@ def _falcon(module: nn.Module, attention: PagedAttention, scale: float) -> Forwa
     return forward
 
 
-_FORWARDS: Final[dict[str, Callable[[nn.Module, PagedAttention, float], Forward]]] = {"bloom": _bloom, "falcon": _falcon}
+def _gptj(module: nn.Module, attention: PagedAttention, scale: float) -> Forward:
+    """GPT-J, which turns pairs by angles in the model's type, where the back end does that."""
+
+    def forward(hidden_states: Tensor, position_ids: Tensor | None = None, **_: object) -> tuple[Tensor, None]:
+        parts = [project(hidden_states) for project in (module.q_proj, module.k_proj, module.v_proj)]  # type: ignore[operator]  # layers of this family
+        query_1HTD, key_1HTD, value_1HTD = (part.unflatten(2, (-1, module.head_dim)).transpose(1, 2) for part in parts)
+        attention.state.rotary = _pairs(module, position_ids, hidden_states.dtype)
+        out_1THD = attention(query_1HTD, key_1HTD, value_1HTD, scale, 0)
+        return module.out_proj(out_1THD.flatten(2)), None  # type: ignore[operator]  # a layer of this family
+
+    return forward
+
+
+_CODEGEN_BLOCKS: Final = 4
+"""Blocks of heads that CodeGen's projection has, each with its queries, values and keys one behind the other."""
+
+
+def _codegen(module: nn.Module, attention: PagedAttention, scale: float) -> Forward:
+    """CodeGen, which turns pairs by angles in fp32, where the back end does that."""
+
+    def forward(hidden_states: Tensor, position_ids: Tensor | None = None, **_: object) -> tuple[Tensor, None]:
+        fused_1TNX = module.qkv_proj(hidden_states).unflatten(2, (_CODEGEN_BLOCKS, -1))  # type: ignore[operator]  # a layer of this family
+        query_1HTD, value_1HTD, key_1HTD = (
+            part.flatten(2).unflatten(2, (-1, module.head_dim)).transpose(1, 2) for part in fused_1TNX.chunk(3, dim=3)
+        )
+        attention.state.rotary = _pairs(module, position_ids, torch.float32)
+        out_1THD = attention(query_1HTD, key_1HTD, value_1HTD, scale, 0)
+        return module.out_proj(out_1THD.flatten(2)), None  # type: ignore[operator]  # a layer of this family
+
+    return forward
+
+
+def _pairs(module: nn.Module, position_ids: Tensor | None, dtype: torch.dtype) -> Rotary:
+    """What turns neighbours: a row of ``embed_positions`` has each pair's sine, then each pair's cosine."""
+    assert position_ids is not None, "the model hands its positions on"
+    sines_TR = nn.functional.embedding(position_ids[0], module.get_buffer("embed_positions")).to(dtype)
+    sines, cosines = sines_TR.chunk(2, dim=1)
+    return Rotary(cosines, sines, sines_TR.shape[1], pairs=True)
+
+
+_FORWARDS: Final[dict[str, Callable[[nn.Module, PagedAttention, float], Forward]]] = {
+    "bloom": _bloom,
+    "codegen": _codegen,
+    "falcon": _falcon,
+    "gptj": _gptj,
+}
 
 
 def forward_of(family: str, module: nn.Module, attention: PagedAttention, scale: float) -> Forward:
-    """Another forward for one attention module of a family that ``replaces_forward``."""
+    """Another forward for one attention module of a family that ``replaces_forward``, or that ``turns_pairs``."""
     return _FORWARDS[family](module, attention, scale)
 
 

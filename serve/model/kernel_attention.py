@@ -64,7 +64,9 @@ class CpuKernelBackend:
     """Attention by the C++ kernel: fp32 and bf16 on the CPU, nothing gathered."""
 
     rotates = True
+    rotates_by_any = False
     writes_alone = True
+    keys_by_position = False
 
     def __init__(self, kernels: ctypes.CDLL) -> None:
         """``kernels`` as ``load_cpu_kernels`` gives them."""
@@ -91,13 +93,13 @@ class CpuKernelBackend:
         Each token attends to its own sequence's positions up to its own. With ``rotary`` queries and keys are turned first.
         """
         query_THD, key_TGD, value_TGD = _rows(query_THD), _rows(key_TGD), _rows(value_TGD)
-        _check_types(query_THD.dtype, (key_TGD, value_TGD, *(rotary or ())), layer)
+        _check_types(query_THD.dtype, (key_TGD, value_TGD), layer)
         tokens, heads, width = query_THD.shape
         kv_heads, block_tokens = layer.values.shape[1:3]
         _check_rules(rules, heads, max(layout.context_lengths, default=0), block_tokens)
         out_THD = torch.empty(tokens, heads, width, dtype=query_THD.dtype)
         tiles = self._tiles_of(layout, self._tile_tokens(tokens, heads, kv_heads))
-        cosines, sines, turned = (rotary[0].data_ptr(), rotary[1].data_ptr(), rotary[0].shape[1]) if rotary else (None, None, 0)
+        cosines, sines, turned = _angles(rotary, query_THD.dtype)
         step = _Step(
             query_THD.data_ptr(),
             key_TGD.data_ptr(),
@@ -186,6 +188,15 @@ class CpuKernelBackend:
 
 def _place(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
+
+
+def _angles(rotary: Rotary | None, dtype: torch.dtype) -> tuple[int | None, int | None, int]:
+    """Where cosines and sines are, and how many features they turn."""
+    if rotary is None:
+        return None, None, 0
+    assert rotary.is_plain, "other angles are the module's to turn by"
+    assert rotary.cosines.dtype == rotary.sines.dtype == dtype, "angles come in the type of what they turn"
+    return rotary.cosines.data_ptr(), rotary.sines.data_ptr(), rotary.turned
 
 
 def _check_types(dtype: torch.dtype, others: Sequence[Tensor], layer: LayerCache) -> None:

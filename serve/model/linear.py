@@ -184,6 +184,7 @@ _BY_CLASS: Final = {
     "NewGELUActivation": "gelu_tanh",
     "FastGELUActivation": "gelu_tanh",
     "GELUTanh": "gelu_tanh",
+    "BloomGelu": "gelu_tanh",
     "SiLUActivation": "silu",
     "SiLU": "silu",
     "ReLU": "relu",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -147,3 +148,19 @@ def _linear_from_conv1d(model: nn.Module) -> frozenset[str]:
                 setattr(parent, name, linear)
                 transposed.add(f"{path}.{name}.weight")
     return frozenset(transposed)
+
+
+def eos_ids(rows: int, *sources: Mapping[str, Any]) -> tuple[int, ...]:
+    """EOS ids of generation_config.json, else of config.json.
+
+    Raises:
+        ConfigError: the embedding has no such row, which a family's own vocab_size shows where config.json gives none.
+    """
+    for source in sources:
+        found = source.get("eos_token_id")
+        if found is not None:
+            ids = tuple(found) if isinstance(found, list) else (int(found),)
+            if any(item >= rows for item in ids):
+                raise ConfigError(f"eos_token_id is {found}; the embedding has {rows} rows, for ids up to {rows - 1}")
+            return ids
+    return ()

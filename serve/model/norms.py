@@ -15,11 +15,12 @@ from serve.model.recording import KINDS, Job, Steps, row_stride
 ROUNDINGS: Final = ("before weight", "once", "one plus weight")
 """How an RMSNorm is rounded and weighed, in the order of ``Rounding`` in kernels/steps.cpp: normed, rounded and then multiplied
 by the weight; rounded once after that; or once after a factor of 1 + weight."""
-_BY_CLASS: Final = {
+RMS_ROUNDINGS: Final = {
     **{f"{family}RMSNorm": "before weight" for family in ("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3", "Mixtral")},
     **{f"{family}RMSNorm": "once" for family in ("Olmo2", "GptOss")},
     "Gemma2RMSNorm": "one plus weight",
 }
+"""By class of transformers', how an RMSNorm is rounded and weighed."""
 
 
 class KernelNorm:
@@ -63,7 +64,7 @@ def compute_norms(model: nn.Module, steps: Steps) -> None:
         weight = module._parameters.get("weight")
         if weight is None or weight.dtype not in (torch.float32, torch.bfloat16) or weight.dim() != 1:
             continue
-        rounding = _BY_CLASS.get(type(module).__name__)
+        rounding = RMS_ROUNDINGS.get(type(module).__name__)
         if type(module) is nn.LayerNorm or rounding is not None:
             epsilon = getattr(module, "variance_epsilon", None) or module.eps
             module.__dict__["forward"] = KernelNorm(module, steps, float(epsilon), rounding)  # type: ignore[arg-type]  # a number in each

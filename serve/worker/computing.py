@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from serve.config import ServerConfig
 from serve.errors import ConfigError
 from serve.model.attention import Backend, TorchBackend
-from serve.model.cuda.device import device_backend, device_packer
+from serve.model.cuda.device import device_backend, device_packer, has_kernels, launch_less
 from serve.model.cuda.graphs import graph_sizes
 from serve.model.cuda.static import StaticTorchBackend
 from serve.model.experts import stacked_experts
@@ -21,7 +21,9 @@ from serve.model.kernel_attention import CpuKernelBackend
 from serve.model.kernels.build import load_cpu_kernels
 from serve.model.kernels.compiler import KernelUnavailable
 from serve.model.linear import Packer, choose_packer
+from serve.model.norms import compute_norms
 from serve.model.quantized import quantizing_packer
+from serve.model.recording import Steps
 from serve.types import LengthRule
 
 _LOG = logging.getLogger(__name__)
@@ -54,6 +56,14 @@ def choose_attention(
     if device.type == "cuda":
         return device_backend(device, kept_in)
     return "torch", TorchBackend()
+
+
+def compute_between_products(model: PreTrainedModel, device: torch.device, kernels: ctypes.CDLL | None) -> None:
+    """Let kernels compute a model's norms, and on a GPU its activations by one launch each."""
+    if kernels is not None:
+        compute_norms(model, Steps(kernels))
+    elif device.type == "cuda":
+        launch_less(model, by_triton=has_kernels(device))
 
 
 def captures_on_cpu(config: ServerConfig, device: torch.device) -> bool:

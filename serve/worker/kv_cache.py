@@ -110,9 +110,21 @@ def _gib(num_bytes: int) -> str:
 
 
 def allocate(
-    *, layers: int, num_blocks: int, kv_heads: int, head_dim: int, block_tokens: int, dtype: torch.dtype, device: torch.device
+    *,
+    layers: int,
+    num_blocks: int,
+    kv_heads: int,
+    head_dim: int,
+    block_tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    keys_by_position: bool = False,
 ) -> list[LayerCache]:
-    """Each layer's cache, all zeros; on the CPU pages are taken from the system only as blocks are first used."""
+    """Each layer's cache, all zeros; on the CPU pages are taken from the system only as blocks are first used.
+
+    Args:
+        keys_by_position: see ``Backend``.
+    """
 
     def zeros(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         if device.type == "cpu":
@@ -123,9 +135,14 @@ def allocate(
     def scales() -> torch.Tensor | None:
         return zeros(num_blocks, kv_heads, block_tokens, dtype=_SCALES) if dtype == torch.int8 else None
 
+    def keys() -> torch.Tensor:
+        if keys_by_position:
+            return zeros(num_blocks, kv_heads, block_tokens, head_dim).transpose(2, 3)
+        return zeros(num_blocks, kv_heads, head_dim, block_tokens)
+
     return [
         LayerCache(
-            keys=zeros(num_blocks, kv_heads, head_dim, block_tokens),
+            keys=keys(),
             values=zeros(num_blocks, kv_heads, block_tokens, head_dim),
             key_scales=scales(),
             value_scales=scales(),

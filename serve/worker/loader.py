@@ -5,10 +5,9 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -30,17 +29,22 @@ from serve.model.heads import KEY, HeadCut, check_pipeline_parallel, check_tenso
 from serve.model.kernels.build import built_for
 from serve.model.last_layer import compute_what_is_read
 from serve.model.lean import call_leaves_directly
-from serve.model.load import Blueprint, build_on_meta, choose_dtype, read_config
+from serve.model.load import Blueprint, build_on_meta, choose_dtype, eos_ids, read_config
 from serve.model.narrow_head import NarrowHead
-from serve.model.norms import compute_norms
 from serve.model.pretrained import vocabulary_rows
-from serve.model.recording import Steps
 from serve.model.shards import ShardOf
 from serve.model.stages import keep_stage, layers_of
 from serve.types import LengthRule
 from serve.worker import complete, gpus
 from serve.worker.autotp import shard, vocabulary_widths
-from serve.worker.computing import captures_on_cpu, choose_attention, choose_linear, load_kernels, sizes_to_capture
+from serve.worker.computing import (
+    captures_on_cpu,
+    choose_attention,
+    choose_linear,
+    compute_between_products,
+    load_kernels,
+    sizes_to_capture,
+)
 from serve.worker.device_faults import weights_that_do_not_fit
 from serve.worker.finite import check_weights
 from serve.worker.kv_cache import allocate, cache_dtype, enlarge
@@ -136,7 +140,7 @@ def load_rank(
     blocks = few_blocks(plan, config, ranks) if tried else count(num_blocks)
     ranks.share(kernels)
     attention, backend = choose_attention(device, kernels, plan.cache_dtype, captured=captures_on_cpu(config, device))
-    caches = _blank(plan, blocks, config, ranks, device)
+    caches = _blank(plan, blocks, config, ranks, device, keys_by_position=backend.keys_by_position)
     state = _with_cache(plan, caches, ranks, backend)
     watch.lap("cache")
     facts = _facts(plan, blocks, config.cache.block_tokens, device, (attention, linear, built_for(kernels)))
@@ -181,13 +185,16 @@ def with_blocks(model: RankModel, config: ServerConfig, ranks: Ranks, blocks: Bl
     Args:
         config: what it was loaded by, as are ``ranks``.
     """
-    enlarge(model.caches, _blank(model.survey, blocks, config, ranks, model.device))
+    by_position = model.caches[0].keys_by_position
+    enlarge(model.caches, _blank(model.survey, blocks, config, ranks, model.device, keys_by_position=by_position))
     most = min(model.survey.max_model_len, blocks.count * model.facts.block_tokens)
     facts = dataclasses.replace(model.facts, num_blocks=blocks.count, max_model_len=most, cache_memory=blocks.memory)
     return dataclasses.replace(model, facts=facts)
 
 
-def _blank(plan: Survey, blocks: Blocks, config: ServerConfig, ranks: Ranks, device: torch.device) -> list[LayerCache]:
+def _blank(
+    plan: Survey, blocks: Blocks, config: ServerConfig, ranks: Ranks, device: torch.device, *, keys_by_position: bool
+) -> list[LayerCache]:
     """The blocks of every layer of this rank, all zeros."""
     return allocate(
         layers=ranks.stage.layers(plan.layers).width,
@@ -197,6 +204,7 @@ def _blank(plan: Survey, blocks: Blocks, config: ServerConfig, ranks: Ranks, dev
         block_tokens=config.cache.block_tokens,
         dtype=plan.cache_dtype,
         device=device,
+        keys_by_position=keys_by_position,
     )
 
 
@@ -304,7 +312,7 @@ def survey(checkpoint: Checkpoint, config: ServerConfig, device: torch.device) -
         max_model_len=max_model_len,
         length_rule=length_rule(model_config),
         vocab_size=rows,
-        eos_ids=_eos_ids(rows, checkpoint.generation_config, checkpoint.config),
+        eos_ids=eos_ids(rows, checkpoint.generation_config, checkpoint.config),
         whole_experts=deals_out_experts(config.model.experts, family, blueprint.model, config.model.tensor_parallel_size),
     )
 
@@ -341,8 +349,7 @@ def _read_weights(
         raise ConfigError(
             weights_that_do_not_fit(config, gpus.name_of(device), weight_bytes=needed, free_bytes=free, itemsize=dtype.itemsize)
         ) from error
-    if kernels is not None:
-        compute_norms(model, Steps(kernels))
+    compute_between_products(model, device, kernels)
     watch.lap("weights")
     return kernels, linear, filler
 
@@ -379,19 +386,3 @@ def opened(config: ServerConfig, *, everything: bool) -> Checkpoint:
 def _asks_for_hashes(verify: str, checkpoint: Checkpoint) -> bool:
     """Whether ``model.verify`` has every byte compared with the manifest: ``auto`` does where there is one."""
     return verify == "sha256" or (verify == "auto" and checkpoint.manifest is not None)
-
-
-def _eos_ids(rows: int, *sources: Mapping[str, Any]) -> tuple[int, ...]:
-    """EOS ids of generation_config.json, else of config.json.
-
-    Raises:
-        ConfigError: the embedding has no such row, which a family's own vocab_size shows where config.json gives none.
-    """
-    for source in sources:
-        found = source.get("eos_token_id")
-        if found is not None:
-            ids = tuple(found) if isinstance(found, list) else (int(found),)
-            if any(item >= rows for item in ids):
-                raise ConfigError(f"eos_token_id is {found}; the embedding has {rows} rows, for ids up to {rows - 1}")
-            return ids
-    return ()

@@ -7,7 +7,7 @@ import torch
 
 from serve.model.cuda.fp8 import pack_fp8
 from tests.gpu.device import DEVICE, ON_DEVICE, has_fp8, processors, some
-from tests.serve.model.cuda import cases, interpreted_linear
+from tests.serve.model.cuda import cases, interpreted_linear, interpreted_norms
 from tests.serve.model.cuda.interpreted import compare
 
 pytestmark = ON_DEVICE
@@ -18,7 +18,7 @@ def _requires_fp8() -> None:
         pytest.skip("this device has no fp8: it takes compute capability 8.9")
 
 
-@pytest.mark.parametrize("name", some(cases.CASES, "head size 8", "fp8 cache in splits, head size 80"))
+@pytest.mark.parametrize("name", some(cases.CASES, "head size 8", "fp8 cache in splits, head size 80", "pairs turned by fp32, in bf16"))
 def test_attention_on_the_device_is_what_plain_torch_computes(name: str) -> None:
     case = cases.CASES[name]
     if case.fp8:
@@ -26,6 +26,12 @@ def test_attention_on_the_device_is_what_plain_torch_computes(name: str) -> None
     found = compare(case, DEVICE, processors())
     assert found["difference"] <= cases.TOLERANCE[case.dtype]
     assert found["caches are equal"]
+
+
+@pytest.mark.parametrize("name", some(interpreted_norms.CASES, next(iter(interpreted_norms.CASES))))
+def test_norms_on_the_device_are_those_of_transformers(name: str) -> None:
+    with torch.no_grad():
+        assert interpreted_norms.compare(name, DEVICE) <= 1.0
 
 
 @pytest.mark.parametrize("name", some(interpreted_linear.CASES, next(iter(interpreted_linear.CASES))))

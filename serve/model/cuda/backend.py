@@ -22,6 +22,8 @@ class _Tiles:
     long: Tensor
     short_tokens: int
     """How many tokens all short tiles have together."""
+    most_tokens: int
+    """How many one of them has at most."""
 
 
 class TritonBackend:
@@ -30,8 +32,10 @@ class TritonBackend:
     Needs Triton, which torch for CUDA brings. Under its interpreter (``TRITON_INTERPRET=1``) it computes on the CPU, slowly.
     """
 
-    rotates = False
+    rotates = True
+    rotates_by_any = True
     writes_alone = False
+    keys_by_position = True
 
     def __init__(self, processors: int, *, splits: int | None = None, share: int = SHARE_POSITIONS) -> None:
         """
@@ -60,44 +64,47 @@ class TritonBackend:
     ) -> Tensor:
         """Write the step's keys and values into their slots, then attend: a launch for short pieces, and one for long ones.
 
-        Causal, each token over its own sequence's cached positions; [T, H, D] in the query's type. Queries and keys come turned
-        already: ``rotary`` must be ``None``.
+        Causal, each token over its own sequence's cached positions; [T, H, D] in the query's type.
         """
-        assert rotary is None, "queries and keys come turned already"
+        assert layer.keys.transpose(2, 3).is_contiguous(), "keys lie position by position"
         query_THD, key_TGD, value_TGD = (
             part if part.stride(-1) == 1 else part.contiguous() for part in (query_THD, key_TGD, value_TGD)
         )
-        self._write(key_TGD, value_TGD, layer, layout.slots)
+        self._write(key_TGD, value_TGD, layer, layout.slots, rotary)
         out_THD = torch.empty(query_THD.shape, dtype=query_THD.dtype, device=query_THD.device)
         heads, kv_heads, head_dim = query_THD.shape[1], key_TGD.shape[1], query_THD.shape[2]
         group = heads // kv_heads
         ruled = rules.softcap != 0.0 or rules.bias_HL is not None
-        fp8 = layer.keys.dtype == torch.float8_e4m3fn
-        short, long = (shape_of(query_THD.dtype, head_dim, group, long=phase, rules=ruled, fp8=fp8) for phase in (False, True))
+        short, long = (shape_of(query_THD.dtype, head_dim, group, long=phase, rules=ruled) for phase in (False, True))
         tiles = self._tiles_of(layout, (short.tokens, long.tokens))
-        launch = _Launch(query_THD, layer, layout, out_THD, scale, window, rules, widen=self._widens(query_THD.dtype))
+        launch = _Launch(query_THD, layer, layout, out_THD, scale, window, rotary, rules, widen=self._widens(query_THD.dtype))
         if len(tiles.short):
             is_split = max(layout.context_lengths) > self._share
             splits = (self._splits or splits_for(kv_heads * -(-group // short.heads), self._processors)) if is_split else 1
-            launch(tiles.short, short, splits, max(self._share, short.positions), tiles.short_tokens)
+            launch(tiles.short, short, splits, max(self._share, short.positions), (tiles.short_tokens, tiles.most_tokens))
         if len(tiles.long):
-            launch(tiles.long, long, 1, long.positions, 0)
+            launch(tiles.long, long, 1, long.positions, (0, 0))
         return out_THD
 
-    def _write(self, key_TGD: Tensor, value_TGD: Tensor, layer: LayerCache, slots_T: Tensor) -> None:
+    def _write(self, key_TGD: Tensor, value_TGD: Tensor, layer: LayerCache, slots_T: Tensor, rotary: Rotary | None) -> None:
         tokens, kv_heads, head_dim = key_TGD.shape
+        turns = _Turns.of(rotary, key_TGD)
         kernels.write_kv[(tokens, kv_heads)](
             key_TGD,
             value_TGD,
             layer.keys,
             layer.values,
             slots_T,
+            *turns.tensors,
             *key_TGD.stride()[:2],
             *value_TGD.stride()[:2],
+            turns.stride,
             G=kv_heads,
             D=head_dim,
             D2=padded_head(head_dim),
             S=layer.values.shape[2],
+            **turns.constants,
+            num_warps=1,
         )
 
     def _tiles_of(self, layout: StepLayout, most: tuple[int, int]) -> _Tiles:
@@ -106,13 +113,35 @@ class TritonBackend:
         if not isinstance(made, _Tiles):
             short, long = cut(layout.query_starts, layout.table_rows, *most)
             tiles = send(torch.tensor(short + long, dtype=torch.int32), layout.slots.device)
-            tokens = sum(tile[2] for tile in short)
-            layout.made[_Tiles, most] = made = _Tiles(tiles[: len(short)], tiles[len(short) :], tokens)
+            counts = [tile[2] for tile in short]
+            made = _Tiles(tiles[: len(short)], tiles[len(short) :], sum(counts), max(counts, default=0))
+            layout.made[_Tiles, most] = made
         return made
 
     def _widens(self, dtype: torch.dtype) -> bool:
         """Triton's interpreter multiplies the bits of bf16 as if they were integers."""
         return self._interpreted and dtype == torch.bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class _Turns:
+    """What kernels are given of rotary angles."""
+
+    tensors: tuple[Tensor, Tensor]
+    stride: int
+    """From a token's angles to the next one's."""
+    constants: dict[str, int]
+
+    @classmethod
+    def of(cls, rotary: Rotary | None, nothing: Tensor) -> _Turns:
+        """``nothing``: a tensor to name where nothing is turned, and its address is not looked at."""
+        if rotary is None:
+            return cls((nothing, nothing), 0, {"TURNED": 0, "PAIRS": False, "TOLD_ONCE": False})
+        cosines, sines, turned = rotary.cosines, rotary.sines, rotary.turned
+        assert cosines.stride() == sines.stride(), "rows of cosines are as far from one another as those of sines"
+        told_once = cosines.shape[1] < turned
+        constants = {"TURNED": turned, "PAIRS": rotary.pairs, "TOLD_ONCE": told_once}
+        return cls((cosines, sines), cosines.stride(0), constants)
 
 
 class _Launch:
@@ -126,23 +155,26 @@ class _Launch:
         out_THD: Tensor,
         scale: float,
         window: int,
+        rotary: Rotary | None,
         rules: ScoreRules,
         *,
         widen: bool,
     ) -> None:
         self._query_THD, self._layer, self._layout, self._out_THD = query_THD, layer, layout, out_THD
-        self._scale, self._window, self._rules, self._widen = scale, window, rules, widen
+        self._scale, self._window, self._rotary, self._rules, self._widen = scale, window, rotary, rules, widen
 
-    def __call__(self, tiles: Tensor, shape: Shape, splits: int, share: int, tile_tokens: int) -> None:
+    def __call__(self, tiles: Tensor, shape: Shape, splits: int, share: int, tokens: tuple[int, int]) -> None:
+        """``tokens``: those of all tiles, and the most of one, where positions are split."""
         query_THD, layer, layout, rules = self._query_THD, self._layer, self._layout, self._rules
         heads, head_dim = query_THD.shape[1:]
         kv_heads, block_tokens = layer.values.shape[1:3]
         parts, padded = -(-(heads // kv_heads) // shape.heads), padded_head(head_dim)
         partial = stats = nothing = self._out_THD  # where a kernel reads no table, any address will do
         bias, sinks = (nothing if table is None else table for table in (rules.bias_HL, rules.sinks_H))
+        turns = _Turns.of(self._rotary, nothing)
         if splits > 1:
-            partial = torch.empty(tile_tokens, heads, splits, padded, dtype=torch.float32, device=query_THD.device)
-            stats = torch.empty(tile_tokens, heads, splits, 2, dtype=torch.float32, device=query_THD.device)
+            partial = torch.empty(tokens[0], heads, splits, padded, dtype=torch.float32, device=query_THD.device)
+            stats = torch.empty(tokens[0], heads, splits, 2, dtype=torch.float32, device=query_THD.device)
         kernels.attend[(len(tiles), kv_heads * parts, splits)](
             query_THD,
             layer.keys,
@@ -153,11 +185,13 @@ class _Launch:
             tiles,
             layout.positions,
             layout.block_tables,
+            *turns.tensors,
             bias,
             sinks,
             self._scale,
             rules.softcap,
             *query_THD.stride()[:2],
+            turns.stride,
             layout.block_tables.shape[1],
             bias.shape[1],
             H=heads,
@@ -174,22 +208,28 @@ class _Launch:
             CAPPED=rules.softcap != 0.0,
             BIASED=rules.bias_HL is not None,
             SINKS=rules.sinks_H is not None,
+            **turns.constants,
             PRECISION="ieee" if query_THD.dtype == torch.float32 else "tf32",
             WIDEN=self._widen,
             num_warps=shape.num_warps,
             num_stages=shape.num_stages,
         )
         if splits > 1:
-            kernels.combine[(len(tiles) * shape.tokens, heads)](
-                partial,
-                stats,
-                self._out_THD,
-                tiles,
-                sinks,
-                H=heads,
-                D=head_dim,
-                D2=padded,
-                SPLITS=splits,
-                TOKENS=shape.tokens,
-                SINKS=rules.sinks_H is not None,
-            )
+            self._combine(partial, stats, tiles, sinks, tokens[1])
+
+    def _combine(self, partial: Tensor, stats: Tensor, tiles: Tensor, sinks: Tensor, tokens: int) -> None:
+        """``tokens``: the most of a tile."""
+        heads, head_dim = self._out_THD.shape[1:]
+        kernels.combine[(len(tiles) * tokens, heads)](
+            partial,
+            stats,
+            self._out_THD,
+            tiles,
+            sinks,
+            tokens,
+            H=heads,
+            D=head_dim,
+            D2=partial.shape[3],
+            SPLITS=partial.shape[2],
+            SINKS=self._rules.sinks_H is not None,
+        )

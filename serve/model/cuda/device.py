@@ -1,4 +1,4 @@
-"""What computes attention and smaller weights on a CUDA device. Needs no Triton to be asked."""
+"""What computes attention, smaller weights and what stands between products on a CUDA device. Needs no Triton to be asked."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import logging
 from typing import Final
 
 import torch
+from torch import nn
 
 from serve.errors import ConfigError
 from serve.model.attention import Backend, TorchBackend
 from serve.model.cuda.fp8 import pack_fp8
-from serve.model.linear import Packer
+from serve.model.linear import FUNCTIONS, Packer, activation_of
 from serve.model.quantized import quantizing_packer
 
 _KERNELS_NEED: Final = (8, 0)
@@ -65,6 +66,27 @@ def device_packer(device: torch.device, quantization: str, group: int, dtype: to
     from serve.model.cuda.linear import whole_number_packer  # not on the CPU, as above
 
     return f"{quantization}-triton", whole_number_packer(quantization, group)
+
+
+def launch_less(model: nn.Module, *, by_triton: bool) -> None:
+    """Let activations, and norms if kernels may, take one launch each on a CUDA device, where transformers' take several.
+
+    Args:
+        by_triton: whether Triton's kernels compute on that device.
+    """
+    for module in model.modules():
+        activation = activation_of(module)
+        if activation != "none":
+            module.__dict__["forward"] = FUNCTIONS[activation]
+    if by_triton:
+        from serve.model.cuda.layers import norm_by_one_launch  # not on the CPU, as above
+
+        norm_by_one_launch(model)
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether Triton's kernels compute on a CUDA device."""
+    return not _lack(device)
 
 
 def _require_fp8(field: str, instead: str, device: torch.device) -> None:

@@ -1,5 +1,7 @@
 """Triton kernels: a step's keys and values into their slots, attention of its tokens, and the sum over splits.
 
+Both turn what they are given by the rotary angles first, where a layer leaves that to them.
+
 One kernel attends for every phase. A program has a tile: some tokens of one sequence, and of each up to R of the query heads
 that share one key/value head, which are the rows of its products. In decoding a sequence's positions are split among programs
 by its own length alone, so that its neighbours change no bit of its result; ``combine`` then weighs their parts.
@@ -29,32 +31,86 @@ def _kept_as(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def write_kv(
-    key,
-    value,
-    keys,
-    values,
-    slots,
-    key_token,
-    key_head,
-    value_token,
-    value_head,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    D2: tl.constexpr,
-    S: tl.constexpr,
+def _partner(d, TURNED: tl.constexpr, PAIRS: tl.constexpr):
+    """Which feature each of the first TURNED ones is turned with: the one beside it, or its place in the other half."""
+    if PAIRS:
+        return d ^ 1
+    else:
+        HALF: tl.constexpr = TURNED // 2
+        # The largest power of two that divides a half: so many partners lie side by side, and are read at once.
+        TOGETHER: tl.constexpr = HALF & -HALF
+        return tl.max_contiguous(tl.multiple_of(tl.where(d < HALF, d + HALF, d - HALF), TOGETHER), TOGETHER)
+
+
+@triton.jit
+def _angle(d, TURNED: tl.constexpr, PAIRS: tl.constexpr, TOLD_ONCE: tl.constexpr):
+    """The place of each feature's angle in a row of angles."""
+    if not TOLD_ONCE:
+        return d
+    elif PAIRS:
+        return d // 2
+    else:
+        return d % (TURNED // 2)
+
+
+@triton.jit
+def _turned(x, row, cosines, sines, angle, kept, d, partner, TURNED: tl.constexpr, PAIRS: tl.constexpr):
+    """The features ``d`` of ``x``, loaded from ``row``, with the first TURNED turned by the rotary angles.
+
+    By angles of the type of ``x`` it is rounded where torch's operations round: both products, then their sum.
+
+    Args:
+        cosines, sines: of all tokens; ``angle``: the place of each element's.
+        kept: which elements are there.
+        partner: see ``_partner``.
+    """
+    turns = kept & (d < TURNED)
+    other = tl.load(row + partner, mask=turns, other=0.0).to(tl.float32)
+    cosine = tl.load(cosines + angle, mask=turns, other=1.0).to(tl.float32)
+    sine = tl.load(sines + angle, mask=turns, other=0.0).to(tl.float32)
+    is_first = d % 2 == 0 if PAIRS else d < TURNED // 2
+    own = x.to(tl.float32) * cosine
+    others = tl.where(is_first, -other, other) * sine
+    if cosines.dtype == row.dtype:
+        own = own.to(x.dtype).to(tl.float32)
+        others = others.to(x.dtype).to(tl.float32)
+    return (own + others).to(x.dtype)
+
+
+@triton.jit
+def _queries(
+    rows, token, cosines, sines, angle_token, kept, d, TURNED: tl.constexpr, PAIRS: tl.constexpr, TOLD_ONCE: tl.constexpr
 ):
+    """A tile's queries [M, D2], turned; ``rows`` [M, 1]: where each begins."""
+    q = tl.load(rows + d[None, :], mask=kept, other=0.0)
+    if TURNED > 0:
+        angle = token[:, None] * angle_token + _angle(d, TURNED, PAIRS, TOLD_ONCE)[None, :]
+        partner = _partner(d, TURNED, PAIRS)[None, :]
+        q = _turned(q, rows, cosines, sines, angle, kept, d[None, :], partner, TURNED, PAIRS)
+    return q
+
+
+@triton.jit
+def write_kv(
+    key, value, keys, values, slots, cosines, sines, key_token, key_head, value_token, value_head, angle_token,
+    G: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, S: tl.constexpr, TURNED: tl.constexpr, PAIRS: tl.constexpr,
+    TOLD_ONCE: tl.constexpr,
+):  # fmt: skip
     """Grid (T, G): one head's key and value of one token. ``*_token`` and ``*_head`` are strides in elements."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     slot = tl.load(slots + token)
     d = tl.arange(0, D2)
     kept = (d < D) & (slot >= 0)
-    base = (slot // S * G + head) * D * S
-    k = tl.load(key + token * key_token + head * key_head + d, mask=kept)
+    base = (slot // S * G + head) * D * S + slot % S * D
+    row = key + token * key_token + head * key_head
+    k = tl.load(row + d, mask=kept)
+    if TURNED > 0:
+        angle = token * angle_token + _angle(d, TURNED, PAIRS, TOLD_ONCE)
+        k = _turned(k, row, cosines, sines, angle, kept, d, _partner(d, TURNED, PAIRS), TURNED, PAIRS)
     v = tl.load(value + token * value_token + head * value_head + d, mask=kept)
-    tl.store(keys + base + d * S + slot % S, _kept_as(k, keys.dtype.element_ty), mask=kept)
-    tl.store(values + base + slot % S * D + d, _kept_as(v, values.dtype.element_ty), mask=kept)
+    tl.store(keys + base + d, _kept_as(k, keys.dtype.element_ty), mask=kept)
+    tl.store(values + base + d, _kept_as(v, values.dtype.element_ty), mask=kept)
 
 
 @triton.jit
@@ -128,26 +184,33 @@ def _with_sink(top, mass, total, sinks, head, real):
 
 @triton.jit(do_not_specialize=["table_width", "bias_width"])
 def attend(
-    query, keys, values, out, partial, stats, tiles, positions, tables, bias, sinks, scale, softcap,
-    query_token, query_head, table_width, bias_width,
+    query, keys, values, out, partial, stats, tiles, positions, tables, cosines, sines, bias, sinks, scale, softcap,
+    query_token, query_head, angle_token, table_width, bias_width,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, S: tl.constexpr, R: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, SHARE: tl.constexpr, CAPPED: tl.constexpr,
-    BIASED: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+    BIASED: tl.constexpr, SINKS: tl.constexpr, TURNED: tl.constexpr, PAIRS: tl.constexpr, TOLD_ONCE: tl.constexpr,
+    PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, G x parts of R heads, SPLITS): the tile's tokens over this split's share of their positions.
 
     A share is no less than SHARE positions, a multiple of N: a short sequence is one share, the other splits find nothing.
 
     With one split the result goes to ``out`` [T, H, D]; else the unscaled sums to ``partial`` [tokens of all tiles, H, SPLITS,
-    D2] (nothing where a split has no share) and the greatest score (to base 2) and the mass of the softmax to ``stats`` [tokens
-    of all tiles, H, SPLITS, 2], both fp32.
+    D2] and the greatest score (to base 2) and the mass of the softmax to ``stats`` [tokens of all tiles, H, SPLITS, 2], both
+    fp32; where a split has no share, a score of -inf and nothing else.
     """
     row, kv_head, token, head, real, position, number, begin, end = _find_tile(
         tiles, positions, H // G, R, M, N, WINDOW, SPLITS, SHARE
     )
+    place = (number * H + head) * SPLITS + tl.program_id(2)
+    if SPLITS > 1:  # noqa: SIM102  # the compiler decides this, and the device the next
+        if begin >= end:  # in a step of many short sequences most programs find no share
+            tl.store(stats + place * 2, float("-inf"), mask=real)
+            return
     d = tl.arange(0, D2)
     kept = real[:, None] & (d < D)[None, :]
-    q = tl.load(query + token[:, None] * query_token + head[:, None] * query_head + d[None, :], mask=kept, other=0.0)
+    rows = query + token[:, None] * query_token + head[:, None] * query_head
+    q = _queries(rows, token, cosines, sines, angle_token, kept, d, TURNED, PAIRS, TOLD_ONCE)
     if WIDEN:
         q = q.to(tl.float32)
     top = tl.full([M], float("-inf"), tl.float32)
@@ -157,12 +220,11 @@ def attend(
         column = n + tl.arange(0, N)
         there = column < end
         block = tl.load(tables + row * table_width + column // S, mask=there, other=0).to(tl.int64)
-        base = (block * G + kv_head) * (D * S)
-        inside = (d < D)[:, None] & there[None, :]
-        k = tl.load(keys + base[None, :] + d[:, None] * S + (column % S)[None, :], mask=inside, other=0.0)
+        places = ((block * G + kv_head) * (D * S) + column % S * D)[:, None] + d[None, :]
         inside = there[:, None] & (d < D)[None, :]
-        v = tl.load(values + base[:, None] + (column % S)[:, None] * D + d[None, :], mask=inside, other=0.0)
-        score = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * scale
+        k = tl.load(keys + places, mask=inside, other=0.0)
+        v = tl.load(values + places, mask=inside, other=0.0)
+        score = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * scale
         score = _obey(score, softcap, bias, bias_width, head, column, position, there, real, WINDOW, CAPPED, BIASED)
         new = tl.maximum(top, tl.max(score, 1))
         safe = tl.where(new == float("-inf"), 0.0, new)  # rows that have seen nothing yet
@@ -177,30 +239,20 @@ def attend(
         total = total / tl.where(mass == 0.0, 1.0, mass)[:, None]
         tl.store(out + token[:, None] * (H * D) + head[:, None] * D + d[None, :], total.to(out.dtype.element_ty), mask=kept)
     else:
-        place = (number * H + head) * SPLITS + tl.program_id(2)
-        tl.store(partial + place[:, None] * D2 + d[None, :], total, mask=real[:, None] & (begin < end))
+        tl.store(partial + place[:, None] * D2 + d[None, :], total, mask=real[:, None])
         tl.store(stats + place * 2, top, mask=real)
         tl.store(stats + place * 2 + 1, mass, mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def combine(
-    partial,
-    stats,
-    out,
-    tiles,
-    sinks,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    D2: tl.constexpr,
-    SPLITS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    SINKS: tl.constexpr,
-):
-    """Grid (tiles x TOKENS, H): weighs the splits of one head of one token. TOKENS: how many a tile may have."""
+    partial, stats, out, tiles, sinks, tokens,
+    H: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, SPLITS: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles x tokens, H): weighs the splits of one head of one token. ``tokens``: the most that one of the tiles has."""
     LOG2E: tl.constexpr = 1.4426950408889634
-    tile = tl.program_id(0) // TOKENS
-    number = tl.program_id(0) % TOKENS
+    tile = tl.program_id(0) // tokens
+    number = tl.program_id(0) % tokens
     head = tl.program_id(1)
     if number < tl.load(tiles + 4 * tile + 2):
         token = (tl.load(tiles + 4 * tile + 1) + number).to(tl.int64)
@@ -208,7 +260,7 @@ def combine(
         d = tl.arange(0, D2)
         place = ((tl.load(tiles + 4 * tile + 3) + number).to(tl.int64) * H + head) * SPLITS + s
         top = tl.load(stats + place * 2)
-        mass = tl.load(stats + place * 2 + 1)
+        mass = tl.load(stats + place * 2 + 1, mask=top > float("-inf"), other=0.0)
         best = tl.max(top, 0)
         if SINKS:
             sink = tl.load(sinks + head) * LOG2E

@@ -15,8 +15,8 @@ from serve.model.quantized import BITS, Quantized, quantize
 
 # Shapes.  M rows   O output features   I input features   G groups of inputs
 
-AT_ONCE: Final = {8: 64, 4: 32}
-"""The most inputs, by bits, that the kernel looks at at once; of 4 bits no more than the smallest group."""
+PADDED_TO: Final = {8: 64, 4: 64}
+"""Inputs, by bits, that a row is padded to a multiple of: of 4 bits a span, a half of which is in the smallest group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +31,22 @@ class LinearShape:
     """K."""
     num_warps: int
     num_stages: int
+    spans: int = 1
+    """SPANS."""
 
 
 def linear_shape(dtype: torch.dtype, bits: int, rows: int) -> LinearShape:
-    """The shape for so many rows: two in all, so that what is compiled does not depend on the load."""
+    """The shape for so many rows: two in all, so that what is compiled does not depend on the load.
+
+    A product of few rows takes as long as its weight is read. Few outputs of a program make enough programs for all of a GPU,
+    and many inputs at once enough bytes under way.
+    """
+    half = PADDED_TO[4] // 2
     if dtype == torch.float32:
-        return LinearShape(16, 32, 32, 4, 2)
-    return LinearShape(16, 64, AT_ONCE[bits], 4, 3) if rows <= 16 else LinearShape(64, 64, AT_ONCE[bits], 8, 3)
+        return LinearShape(16, 32, half, 4, 2)
+    if rows <= 16:
+        return LinearShape(16, 16, 256, 2, 4) if bits == 8 else LinearShape(16, 16, half, 2, 4, spans=4)
+    return LinearShape(64, 64, 64 if bits == 8 else half, 8, 3)
 
 
 def whole_number_packer(quantization: str, group: int) -> Packer:
@@ -52,12 +61,10 @@ def whole_number_packer(quantization: str, group: int) -> Packer:
 
 def packed(values_OI: Tensor, bits: int) -> Tensor:
     """A weight's whole numbers as the kernel reads them, rows padded; see ``linear_kernels``."""
-    at_once = AT_ONCE[bits]
-    span = at_once if bits == 8 else 2 * at_once
-    padded = torch.nn.functional.pad(values_OI, (0, -values_OI.shape[1] % span))
+    padded = torch.nn.functional.pad(values_OI, (0, -values_OI.shape[1] % PADDED_TO[bits]))
     if bits == 8:
         return padded
-    low, high = (padded + 8).to(torch.uint8).view(len(padded), -1, 2, at_once).unbind(2)
+    low, high = (padded + 8).to(torch.uint8).view(len(padded), -1, 2, PADDED_TO[bits] // 2).unbind(2)
     return (low | high << 4).flatten(1)
 
 
@@ -90,6 +97,7 @@ def _whole_numbers(weight: Quantized, bits: int, bias_O: Tensor | None, activati
             BM=shape.rows,
             BO=shape.outputs,
             K=shape.inputs,
+            SPANS=shape.spans,
             BIASED=bias_O is not None,
             KIND=activation,
             PRECISION="ieee" if x.dtype == torch.float32 else "tf32",

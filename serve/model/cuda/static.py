@@ -30,7 +30,9 @@ class StaticTorchBackend:
     """
 
     rotates = False
+    rotates_by_any = False
     writes_alone = False
+    keys_by_position = False
 
     def __init__(self) -> None:
         self._plain = TorchBackend()

@@ -46,7 +46,7 @@ def padded_head(head_dim: int) -> int:
     return max(LEAST_HEAD, power_of_two(head_dim))
 
 
-def shape_of(dtype: torch.dtype, head_dim: int, group: int, *, long: bool, rules: bool, fp8: bool = False) -> Shape:
+def shape_of(dtype: torch.dtype, head_dim: int, group: int, *, long: bool, rules: bool) -> Shape:
     """The shape for a phase: one that spills no register on any architecture, which ``tests/serve/model/cuda`` holds.
 
     Args:
@@ -55,17 +55,16 @@ def shape_of(dtype: torch.dtype, head_dim: int, group: int, *, long: bool, rules
         group: query heads of one key/value head.
         long: spans of many tokens (prefill) rather than one or a few each (decoding).
         rules: scores have a soft-cap or a table of biases, which take registers, too.
-        fp8: keys and values are kept in it; so does widening them.
     """
-    narrow, wide = head_dim <= 64, head_dim > 128
+    wide = head_dim > 128
     if dtype == torch.float32:
         rows, positions, num_warps, num_stages = 16, 16, 4, 3
     elif not long:
-        rows, positions, num_warps, num_stages = 16, 32, 8 if wide else 4, 1 if wide and fp8 else 2
+        rows, positions, num_warps, num_stages = 16, 32, 8 if wide else 4, 3
     elif wide:
-        rows, positions, num_warps, num_stages = 64, 32, 8, 2
+        rows, positions, num_warps, num_stages = 64, 32, 8, 3
     else:
-        rows, positions, num_warps, num_stages = 128 if narrow and not rules else 64, 64, 8, 2
+        rows, positions, num_warps, num_stages = 128 if 32 < head_dim <= 64 and not rules else 64, 64, 8, 3
     return Shape(rows, _heads_of_a_program(group, rows, long=long), positions, num_warps, num_stages)
 
 

@@ -15,7 +15,7 @@ from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb
 
 from serve.errors import ConfigError
 from serve.model.attach import INTERFACE_NAME, register_interface
-from serve.model.attention import Backend, LayerCache, ScoreRules, StepLayout, TorchBackend
+from serve.model.attention import Backend, LayerCache, Rotary, ScoreRules, StepLayout, TorchBackend
 from serve.model.kernel_attention import CpuKernelBackend
 from serve.worker.kv_cache import allocate
 from tests.support.kernels import LEVELS, WIDE, cpu_kernels, kernels_of
@@ -197,7 +197,7 @@ def test_the_kernel_turns_queries_and_keys_as_transformers_does(head_dim: int, r
     )
 
     expected = TorchBackend().attend(query_turned.to(dtype), key_turned.to(dtype), value, plain, layout, scale=0.3, window=0)
-    out = kernel.attend(query, key, value, turned, layout, scale=0.3, window=0, rotary=(cosines, sines))
+    out = kernel.attend(query, key, value, turned, layout, scale=0.3, window=0, rotary=Rotary(cosines, sines, rotary_dim))
 
     tolerance = 3e-6 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(turned.keys, plain.keys, rtol=tolerance, atol=tolerance)
@@ -223,7 +223,7 @@ def test_a_key_is_stored_with_the_same_bits_alone_and_in_a_whole_block(level: st
             random.seed(0)
             layouts.append(_lay_out([part], 16, 2))
             new = (part.query[begin:], part.key[begin:], part.value[begin:])
-            turning = (angles[begin:end].cos().bfloat16(), angles[begin:end].sin().bfloat16())
+            turning = Rotary(angles[begin:end].cos().bfloat16(), angles[begin:end].sin().bfloat16(), 20)
             kernel.attend(*new, cache, layouts[-1], scale=0.1, window=0, rotary=turning)
         stored.append(cache.keys[layouts[-1].block_tables[1].long()].view(torch.int16))
     assert torch.equal(*stored)

@@ -47,7 +47,9 @@ def copied(model: RankModel) -> Counted:
     narrow = NarrowHead.of(model.head, model.kernels, model.filler.num_bytes)
     assert narrow is not None, "the head is most of a small model"
     assert model.kernels is not None
-    counted = Counted(model.head, model.kernels, narrow.kind)
+    # For how many rows it pays depends on the processor; here it is asked for all of a step.
+    kind = narrow.kind._replace(most_rows=max(len(PROMPTS), narrow.kind.most_rows))
+    counted = Counted(model.head, model.kernels, kind)
     counted.build(Pace(lambda _: None))
     return counted
 

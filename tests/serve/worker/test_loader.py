@@ -135,6 +135,5 @@ def test_the_kernels_take_over_what_lies_next_to_them(tmp_path: Path, family: st
     assert len(parents) >= 3 or not facts.activated[0], "one in every layer"
     assert all(isinstance(parent._modules[facts.activated[1]], nn.Identity) for parent in parents)
     attentions = [module for name, module in model.body.named_modules() if name.endswith("." + facts.attention)]
-    assert all(
-        ("forward" in module.__dict__) == (bool(facts.rotary_function) or facts.replaces_forward) for module in attentions
-    )
+    turned_by_kernels = bool(facts.rotary_function) and not facts.other_angles
+    assert all(("forward" in module.__dict__) == (turned_by_kernels or facts.replaces_forward) for module in attentions)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from serve.engine.plan import DRAFTED, Span, Start, StepPlan
-from serve.model.cuda import backend as cuda
 from serve.model.cuda.backend import TritonBackend
 from serve.model.sending import send
 from serve.types import BlockId, SamplingParams, SequenceId
 from serve.worker.drafting import Drafting
 from serve.worker.parallel import Ranks
 from serve.worker.runner import Runner
+from tests.serve.worker.launches import without_kernels
 from tests.serve.worker.test_decode_graphs import CASES, saved
 from tests.serve.worker.waits import META, WholeStep, on_meta
 
@@ -29,19 +29,10 @@ SAMPLING = (
 )
 
 
-class _Launches:
-    """In the place of a kernel."""
-
-    def __getitem__(self, grid: tuple[int, ...]) -> _Launches:
-        return self
-
-    def __call__(self, *_: object, **__: object) -> None:
-        pass
-
-
 @pytest.fixture(autouse=True)
-def _no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "kernels", SimpleNamespace(write_kv=_Launches(), attend=_Launches(), combine=_Launches()))
+def _no_kernels() -> Iterator[None]:
+    with without_kernels([]):
+        yield
 
 
 def start(place: int, **told: int) -> Start:

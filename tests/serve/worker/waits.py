@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from serve.model.attention import Backend
+from serve.model.cuda.device import launch_less
 from serve.model.cuda.graphs import waits_for_device
 from serve.model.lean import call_leaves_directly
 from serve.model.sending import send
@@ -121,13 +122,15 @@ def _is_sent() -> bool:
 
 
 def on_meta(folder: Path, backend: Backend) -> RankModel:
-    """A checkpoint's model in bfloat16, whole and ready to run steps on ``meta``."""
+    """A checkpoint's model in bfloat16, whole and ready to run steps on ``meta``; with CUDA's back end all as it is there."""
     config, alone = settings(folder, 1, "bfloat16"), Ranks(0, 1)
     with loader.opened(config, everything=False) as checkpoint:
         plan = loader.survey(checkpoint, config, META)
     model = plan.blueprint.model.to(META)
+    if backend.rotates_by_any:
+        launch_less(model, by_triton=True)
     blocks = Blocks(count=99, kv_heads=plan.heads.shared_heads(0).width, memory="")
-    caches = loader._blank(plan, blocks, config, alone, META)
+    caches = loader._blank(plan, blocks, config, alone, META, keys_by_position=backend.keys_by_position)
     state = loader._with_cache(plan, caches, alone, backend)
     call_leaves_directly(model)
     return RankModel(

@@ -12,6 +12,9 @@ SPANS: Final = ((1, 1), (70, 1), (37, 20), (33, 3))
 TOLERANCE: Final = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 """The interpreter cuts bf16 off where a GPU rounds: two units in the last place of numbers below 2."""
 
+TURNED_TOLERANCE: Final = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+"""How far keys that the kernels turned may be from those that torch turned."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -32,6 +35,12 @@ class Case:
     block_tokens: int = 16
     fp8: bool = False
     """Whether keys and values are kept in fp8."""
+    turned: int = 0
+    """How many features of queries and keys the kernels turn by rotary angles."""
+    pairs: bool = False
+    """Whether neighbours are turned together, by angles that are told once."""
+    wide_angles: bool = False
+    """Whether angles are in fp32, whatever is turned."""
 
 
 CASES: Final = {
@@ -70,5 +79,14 @@ CASES: Final = {
     "blocks of 8": Case(block_tokens=8),
     "blocks of 32": Case(block_tokens=32),
     "prefill longer than a tile": Case(spans=((150, 150), (40, 40)), dtype=torch.float16, heads=2, kv_heads=1),
+    "turned": Case(turned=64),
+    "turned in part, in splits": Case(head_dim=80, heads=2, turned=32, splits=2),
+    "ten pairs turned": Case(turned=20, dtype=torch.float16),
+    "turned, a fused projection": Case(turned=64, dtype=torch.bfloat16, strided=True),
+    "pairs turned": Case(head_dim=64, heads=2, turned=32, pairs=True),
+    "pairs turned by fp32, in bf16": Case(turned=16, pairs=True, dtype=torch.bfloat16, wide_angles=True),
+    "turned by fp32, in fp16": Case(turned=64, dtype=torch.float16, wide_angles=True),
+    "turned, padded rows": Case(turned=16, padded=3, splits=2),
+    "turned, prefill longer than a tile": Case(turned=64, spans=((150, 150),), dtype=torch.float16, heads=2, kv_heads=1),
     "prefill behind a cached prefix": Case(spans=((90, 50),), dtype=torch.float16, window=30),
 }

@@ -1,7 +1,8 @@
 """The Triton kernels compiled for GPUs that are not there.
 
 ``python -m tests.serve.model.cuda.compiled`` compiles all variants for all architectures, in minutes, and keeps what a program
-of each takes in ``resources.json``: registers, bytes of stack (spilled registers) and of shared memory. With the words
+of each takes in ``resources.json``: registers, bytes of stack (spilled registers) and of shared memory, and how many of its
+instructions have a thread load fewer than four bytes. With the words
 ``NAME ...`` it prints those variants alone, as a JSON object by architecture. A process of its own, since Triton decides when
 the kernels are imported whether they are compiled.
 """
@@ -25,12 +26,18 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from serve.model.cuda import kernels, linear_kernels
+from serve.model.cuda import kernels, linear_kernels, norm_kernels
+from serve.model.cuda.layers import warps_for
 from serve.model.cuda.linear import linear_shape
-from serve.model.cuda.tiling import MOST_SPLITS, SHARE_POSITIONS, padded_head, shape_of
+from serve.model.cuda.tiling import MOST_SPLITS, SHARE_POSITIONS, padded_head, power_of_two, shape_of
 from tests.serve.model.cuda.resources import HEAD_SIZES, RECORD, SHARED_BYTES, decided_by
 
 FP8: Final = "*fp8e4nv"
+ALIGNED: Final = {
+    *("query_token", "query_head", "key_token", "key_head", "value_token", "value_head", "angle_token"),
+    *("inputs", "outputs", "x_row", "weight_row"),
+}
+"""Numbers that are multiples of 16 in what is compiled, as they are where a model's sizes are."""
 Variants = Mapping[str, Callable[[], dict[str, int]]]
 """What compiles each, by its name."""
 NAMES: Final = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -38,22 +45,25 @@ _DUMP: Final = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "c
 
 
 def attend(
-    architecture: int, dtype: torch.dtype, head_dim: int, group: int, *, long: bool, rules: bool, fp8: bool = False
-) -> dict[str, int]:
+    architecture: int, dtype: torch.dtype, head_dim: int, group: int, *, long: bool, rules: bool, fp8: bool = False,
+    pairs: bool = False, told_once: bool = False,
+) -> dict[str, int]:  # fmt: skip
     """What one variant of ``attend`` takes; ``rules``: with a window, a soft-cap, a table of biases and sinks."""
-    shape = shape_of(dtype, head_dim, group, long=long, rules=rules, fp8=fp8)
+    shape = shape_of(dtype, head_dim, group, long=long, rules=rules)
     number = f"*{NAMES[dtype]}"
     kept = FP8 if fp8 else number
     constants: dict[str, Any] = {
         "H": 4 * group, "G": 4, "D": head_dim, "D2": padded_head(head_dim), "S": 16, "R": shape.heads, "M": shape.rows,
         "N": shape.positions, "WINDOW": 256 if rules else 0, "SPLITS": 1 if long else 8, "SHARE": SHARE_POSITIONS,
-        "CAPPED": rules, "BIASED": rules, "SINKS": rules, "WIDEN": False,
+        "CAPPED": rules, "BIASED": rules, "SINKS": rules, "TURNED": head_dim,
+        "PAIRS": pairs, "TOLD_ONCE": told_once, "WIDEN": False,
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
     }  # fmt: skip
     types = {
         "query": number, "keys": kept, "values": kept, "out": number, "partial": "*fp32", "stats": "*fp32",
-        "tiles": "*i32", "positions": "*i32", "tables": "*i32", "bias": "*fp32", "sinks": "*fp32", "scale": "fp32",
-        "softcap": "fp32", "query_token": "i32", "query_head": "i32", "table_width": "i32", "bias_width": "i32",
+        "tiles": "*i32", "positions": "*i32", "tables": "*i32", "cosines": number, "sines": number, "bias": "*fp32",
+        "sinks": "*fp32", "scale": "fp32", "softcap": "fp32", "query_token": "i32", "query_head": "i32", "angle_token": "i32",
+        "table_width": "i32", "bias_width": "i32",
     }  # fmt: skip
     return _resources(kernels.attend, types, constants, architecture, shape.num_warps, shape.num_stages)
 
@@ -66,6 +76,7 @@ def quantized_linear(architecture: int, dtype: torch.dtype, bits: int, rows: int
     types |= dict.fromkeys(("rows", "inputs", "outputs", "x_row", "weight_row", "groups"), "i32")
     constants = {
         "BITS": bits, "GROUP": 32, "BM": shape.rows, "BO": shape.outputs, "K": shape.inputs, "BIASED": True, "KIND": "gelu",
+        "SPANS": shape.spans,
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32", "WIDEN": False,
     }  # fmt: skip
     return _resources(linear_kernels.quantized_linear, types, constants, architecture, shape.num_warps, shape.num_stages)
@@ -74,27 +85,36 @@ def quantized_linear(architecture: int, dtype: torch.dtype, bits: int, rows: int
 def write_kv(architecture: int, dtype: torch.dtype, head_dim: int, *, fp8: bool = False) -> dict[str, int]:
     """What writing keys and values takes."""
     number = f"*{NAMES[dtype]}"
-    strides = dict.fromkeys(("key_token", "key_head", "value_token", "value_head"), "i32")
+    strides = dict.fromkeys(("key_token", "key_head", "value_token", "value_head", "angle_token"), "i32")
     types = dict.fromkeys(("key", "value"), number) | dict.fromkeys(("keys", "values"), FP8 if fp8 else number)
-    types |= {"slots": "*i64"} | strides
-    constants = {"G": 4, "D": head_dim, "D2": padded_head(head_dim), "S": 16}
-    return _resources(kernels.write_kv, types, constants, architecture, 4, 2)
+    types |= {"slots": "*i64", "cosines": number, "sines": number} | strides
+    constants = {"G": 4, "D": head_dim, "D2": padded_head(head_dim), "S": 16, "TURNED": head_dim}
+    constants |= {"PAIRS": False, "TOLD_ONCE": False}
+    return _resources(kernels.write_kv, types, constants, architecture, 1, 2)
 
 
 def combine(architecture: int, dtype: torch.dtype, head_dim: int) -> dict[str, int]:
     """What weighing the splits takes."""
     types = {"partial": "*fp32", "stats": "*fp32", "out": f"*{NAMES[dtype]}", "tiles": "*i32", "sinks": "*fp32"}
-    constants = {"H": 8, "D": head_dim, "D2": padded_head(head_dim), "SPLITS": MOST_SPLITS, "TOKENS": 8, "SINKS": True}
+    types |= {"tokens": "i32"}
+    constants = {"H": 8, "D": head_dim, "D2": padded_head(head_dim), "SPLITS": MOST_SPLITS, "SINKS": True}
     return _resources(kernels.combine, types, constants, architecture, 4, 2)
+
+
+def rms_norm(architecture: int, dtype: torch.dtype, width: int, rounding: str) -> dict[str, int]:
+    """What a norm takes."""
+    types = dict.fromkeys(("x", "weight", "out"), f"*{NAMES[dtype]}") | {"x_row": "i32", "epsilon": "fp32"}
+    padded = power_of_two(width)
+    constants = {"W": width, "W2": padded, "ROUNDING": rounding}
+    return _resources(norm_kernels.rms_norm, types, constants, architecture, warps_for(padded), 2)
 
 
 def _resources(
     kernel: Any, types: dict[str, str], constants: dict[str, Any], architecture: int, num_warps: int, num_stages: int
 ) -> dict[str, int]:
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
-    # As launched: addresses are multiples of 16, and so are strides and widths but that of the table of blocks.
-    names = enumerate(kernel.arg_names)
-    aligned = [place for place, name in names if signature[name][0] == "*" or name.endswith(("token", "head"))]
+    # As launched: addresses are multiples of 16, and so are strides and widths but those that a kernel does not ask for.
+    aligned = [place for place, name in enumerate(kernel.arg_names) if signature[name][0] == "*" or name in ALIGNED]
     source = ASTSource(
         fn=kernel, signature=signature, constexprs=constants, attrs={(place,): [["tt.divisibility", 16]] for place in aligned}
     )
@@ -105,7 +125,8 @@ def _resources(
         file.flush()
         told = subprocess.run([_DUMP, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
     registers, stack = (int(re.findall(rf"{word}:(\d+)", told)[-1]) for word in ("REG", "STACK"))
-    return {"registers": registers, "stack": stack, "shared": made.metadata.shared}
+    narrow = len(re.findall(r"ld\.global[.\w]*\.[a-z](?:8|16)\b", made.asm["ptx"]))
+    return {"registers": registers, "stack": stack, "shared": made.metadata.shared, "narrow_loads": narrow}
 
 
 def attention_variants(architecture: int) -> Variants:
@@ -118,6 +139,9 @@ def attention_variants(architecture: int) -> Variants:
             found[f"bf16, {phase}"] = functools.partial(of, dtype=torch.bfloat16, group=4)
             if not long:  # the tiles of fp32 are the same in both phases
                 found[f"fp32, {phase}"] = functools.partial(of, dtype=torch.float32, group=4)
+            if head_dim in (64, 256):  # as GPT-OSS and GPT-J turn them
+                turned = functools.partial(of, dtype=torch.bfloat16, group=4, pairs=head_dim == 256, told_once=True)
+                found[f"bf16, {phase}, other angles"] = turned
             if not rules and head_dim == 128:
                 found[f"fp16, {phase}"] = functools.partial(of, dtype=torch.float16, group=4)
                 found[f"bf16, {phase}, groups of 71"] = functools.partial(of, dtype=torch.bfloat16, group=71)
@@ -141,12 +165,21 @@ def linear_variants(architecture: int) -> Variants:
     }
 
 
+def norm_variants(architecture: int) -> Variants:
+    """Of norms over a head, and over all features of models from small to large."""
+    return {
+        f"rms_norm, {NAMES[dtype]}, {width} features": functools.partial(rms_norm, architecture, dtype, width, rounding)
+        for dtype in (torch.float32, torch.bfloat16)
+        for width, rounding in ((128, "before weight"), (4096, "once"), (12288, "one plus weight"))
+    }
+
+
 def main(names: list[str]) -> None:
     """Compile what is named and print it, or all, and keep it."""
     with tempfile.TemporaryDirectory() as cache:  # whatever an earlier run has left
         os.environ["TRITON_CACHE_DIR"] = cache
         found: dict[str, dict[str, dict[str, dict[str, int]]]] = {}
-        for kind, variants_of in (("attention", attention_variants), ("linear", linear_variants)):
+        for kind, variants_of in (("attention", attention_variants), ("linear", linear_variants), ("norms", norm_variants)):
             for architecture in SHARED_BYTES:
                 variants = variants_of(architecture)
                 chosen = variants.keys() & set(names) if names else variants

@@ -12,12 +12,12 @@ from typing import Any, Final
 _HERE: Final = Path(__file__).resolve().parent
 _CUDA: Final = _HERE.parents[3] / "serve" / "model" / "cuda"
 RECORD: Final = _HERE / "resources.json"
-"""By kind of kernel, architecture and variant: registers, bytes of stack and of shared memory; and what it is ``of``."""
+"""By kind of kernel, architecture and variant: registers, bytes of stack and of shared memory, narrow loads; ``of`` what."""
 HEAD_SIZES: Final = (8, 64, 80, 96, 128, 256)
 SHARED_BYTES: Final = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 """What a program may have at most, by compute capability: the architectures that are compiled for."""
 _SOURCES: Final = (
-    *(_CUDA / name for name in ("kernels.py", "linear.py", "linear_kernels.py", "tiling.py")),
+    *(_CUDA / name for name in ("kernels.py", "layers.py", "linear.py", "linear_kernels.py", "norm_kernels.py", "tiling.py")),
     _HERE / "compiled.py",
 )
 

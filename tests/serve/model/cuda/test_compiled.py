@@ -27,11 +27,29 @@ def test_what_is_compiled_now_takes_what_the_record_says() -> None:
 
 @pytest.mark.parametrize("architecture", SHARED_BYTES)
 def test_no_kernel_spills_a_register_and_each_fits_into_shared_memory(architecture: int) -> None:
-    attention, linear = (recorded()[kind][str(architecture)] for kind in ("attention", "linear"))
-    with_fp8 = len(HEAD_SIZES) * 2 + 2 if architecture >= 90 else 0
-    assert len(attention) == len(HEAD_SIZES) * (4 + 2) + 2 * 2 + 2 * 2 + with_fp8
-    assert len(linear) == 2 * (2 * 2 + 1)
-    found = {**attention, **linear}
+    found = _recorded_for(architecture)
     assert {name: told for name, told in found.items() if told["stack"]} == {}
     assert {name: told for name, told in found.items() if told["shared"] > SHARED_BYTES[architecture]} == {}
     assert all(0 < told["registers"] <= 255 for told in found.values())
+
+
+@pytest.mark.parametrize("architecture", SHARED_BYTES)
+def test_every_thread_loads_at_least_four_bytes_at_once(architecture: int) -> None:
+    """Keys, values, weights and activations are read as vectors, and none of them number by number."""
+    narrow = {name for name, told in _recorded_for(architecture).items() if told["narrow_loads"]}
+    assert {name for name in narrow if "other angles" not in name} == {
+        name for name in _recorded_for(architecture) if name.startswith("write_kv, head size 8")
+    }, "a head of eight has less than a vector for each thread"
+    for name in narrow:
+        if "other angles" in name:
+            plain = _recorded_for(architecture)[name.removesuffix(", other angles")]
+            assert plain["narrow_loads"] == 0, "it is queries and angles alone, once for a program"
+
+
+def _recorded_for(architecture: int) -> dict[str, dict[str, int]]:
+    attention, linear, norms = (recorded()[kind][str(architecture)] for kind in ("attention", "linear", "norms"))
+    with_fp8 = len(HEAD_SIZES) * 2 + 2 if architecture >= 90 else 0
+    assert len(attention) == len(HEAD_SIZES) * (4 + 2) + 2 * 2 + 2 * 2 + 2 * 4 + with_fp8
+    assert len(linear) == 2 * (2 * 2 + 1)
+    assert len(norms) == 2 * 3
+    return {**attention, **linear, **norms}

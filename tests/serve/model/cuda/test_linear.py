@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from serve.model.cuda.fp8 import pack_fp8
-from serve.model.cuda.linear import AT_ONCE, packed
+from serve.model.cuda.linear import PADDED_TO, packed
 from tests.serve.model.cuda.interpreted_linear import CASES
 from tests.serve.model.cuda.processes import told_by
 
@@ -28,11 +28,11 @@ def test_numbers_of_four_bits_lie_two_in_a_byte_and_rows_are_padded() -> None:
     values = torch.arange(-8, 8, dtype=torch.int8).repeat(5)[:70].repeat(3, 1)
     both = packed(values, 4)
     assert both.shape == (3, 64)
-    assert AT_ONCE[4] == 32
+    assert PADDED_TO[4] == 64
     low, high = (both & 15).to(torch.int8) - 8, (both >> 4).to(torch.int8) - 8
     inputs = torch.stack([low.view(3, 2, 32), high.view(3, 2, 32)], dim=2).flatten(1)
     assert torch.equal(inputs[:, :70], values)
-    assert packed(values, 8).shape == (3, 2 * AT_ONCE[8])
+    assert packed(values, 8).shape == (3, 2 * PADDED_TO[8])
 
 
 @pytest.mark.parametrize("activation", ["none", "gelu"])

@@ -1,0 +1,61 @@
+"""The Triton kernel of norms under Triton's interpreter beside transformers' modules, on the CPU.
+
+``TRITON_INTERPRET=1 python -m tests.serve.model.cuda.interpreted_norms`` prints a JSON object: by case, the largest difference
+as a share of what the type's own rounding allows. A process of its own, see ``interpreted``.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Final
+
+import torch
+from torch import nn
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+
+from serve.model.cuda.layers import norm_by_one_launch
+
+ROUNDING: Final = {torch.float32: 1e-6, torch.float16: 2**-9, torch.bfloat16: 2**-6}
+"""Of numbers below 2. The interpreter cuts bf16 off where a GPU rounds."""
+KINDS: Final = (LlamaRMSNorm, Olmo2RMSNorm, Gemma2RMSNorm)
+CASES: Final = {
+    f"{kind.__name__} of {width}, {str(dtype)[6:]}": (kind, width, dtype)
+    for kind in KINDS
+    for width in (7, 64, 1100)
+    for dtype in ROUNDING
+}
+
+
+def compare(name: str, device: str = "cpu") -> float:
+    """One case by the kernel and by the module: rows that lie apart from one another, heads, and rows of other strides."""
+    kind, width, dtype = CASES[name]
+    torch.manual_seed(width)
+    module = kind(width).to(device, dtype)
+    nn.init.normal_(module.weight, 0.5, 0.5)
+    twin = copy.deepcopy(module)
+    norm_by_one_launch(twin)
+    assert "forward" in twin.__dict__
+    worst = 0.0
+    wide = (torch.randn(1, 5, 3, 2 * width) * 2 + 1).to(device, dtype)
+    for x in (wide[:, :, 0, :width], wide[..., :width].contiguous(), wide[..., :width], wide[:, 1:2, 1, width:]):
+        found, expected = twin(x), module(x)
+        assert found.shape == expected.shape
+        assert found.dtype == expected.dtype
+        worst = max(worst, float(((found - expected).abs() / expected.abs().clamp(min=1.0)).max()))
+    return worst / ROUNDING[dtype]
+
+
+def beside() -> bool:
+    """Whether numbers of another type than the weight's are left to the module."""
+    module = LlamaRMSNorm(16)
+    twin = copy.deepcopy(module)
+    norm_by_one_launch(twin)
+    x = torch.randn(2, 16).bfloat16()
+    return torch.equal(twin(x), module(x))
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: compare(name) for name in CASES} | {"another type": beside()}))
