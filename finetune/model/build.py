@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -22,7 +22,6 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers import initialization as hf_init
-from transformers.integrations.deepspeed import prevent_arange_dtype_change
 
 from checkpoint import Checkpoint, CheckpointError
 from checkpoint.dtypes import dtype_name
@@ -154,6 +153,25 @@ def _made(config: PretrainedConfig, dtype: torch.dtype | None = None) -> PreTrai
         raise ConfigError(f"{rule}: {type(error).__name__}: {' '.join(str(error).split())}"[:400]) from error
 
 
+@contextmanager
+def _arange_keeps_its_type(plain: Callable[..., Tensor]) -> Iterator[None]:
+    """Let ``torch.arange`` be ``plain`` on the device where tensors are made.
+
+    DeepSpeed's ``zero.Init`` has it give numbers of the model's type, which rounds the positions that rotary tables are of.
+    Later versions of transformers have a remedy of their own, which earlier ones lack.
+    """
+    changed = torch.arange
+
+    def arange(*args: Any, device: torch.device | str | None = None, **options: Any) -> Tensor:
+        return plain(*args, device=torch.empty(0).device if device is None else device, **options)
+
+    torch.arange = arange  # type: ignore[assignment]  # one signature for all
+    try:
+        yield
+    finally:
+        torch.arange = changed
+
+
 def build_empty(config: PretrainedConfig, dtype: torch.dtype, context: AbstractContextManager[object]) -> PreTrainedModel:
     """Build the model with unset weights, every parameter made inside ``context`` (DeepSpeed's, under ZeRO-3).
 
@@ -161,8 +179,9 @@ def build_empty(config: PretrainedConfig, dtype: torch.dtype, context: AbstractC
     """
     with ExitStack() as stack:
         stack.enter_context(hf_init.no_init_weights())
-        stack.enter_context(prevent_arange_dtype_change())  # else zero.Init rounds rotary positions to bf16
+        plain = torch.arange
         stack.enter_context(context)
+        stack.enter_context(_arange_keeps_its_type(plain))
         model = _made(config, dtype)
     model.tie_weights()
     model.config.use_cache = False  # for training only; what is saved is the configuration from before

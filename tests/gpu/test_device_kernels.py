@@ -18,7 +18,9 @@ def _requires_fp8() -> None:
         pytest.skip("this device has no fp8: it takes compute capability 8.9")
 
 
-@pytest.mark.parametrize("name", some(cases.CASES, "head size 8", "fp8 cache in splits, head size 80", "pairs turned by fp32, in bf16"))
+@pytest.mark.parametrize(
+    "name", some(cases.CASES, "head size 8", "fp8 cache in splits, head size 80", "pairs turned by fp32, in bf16")
+)
 def test_attention_on_the_device_is_what_plain_torch_computes(name: str) -> None:
     case = cases.CASES[name]
     if case.fp8:

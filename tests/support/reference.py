@@ -8,7 +8,7 @@ from typing import Protocol, cast
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 
 class _Generates(Protocol):
@@ -17,9 +17,12 @@ class _Generates(Protocol):
     def generate(self, ids: torch.Tensor, **options: object) -> torch.Tensor: ...
 
 
-def load(path: Path) -> PreTrainedModel:
-    """The model as transformers loads it, fp32."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+def load(path: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The model as transformers loads it."""
+    capped = getattr(AutoConfig.from_pretrained(path), "attn_logit_softcapping", None) is not None
+    # Earlier versions choose an attention that knows of no soft-cap.
+    attention = {"attn_implementation": "eager"} if capped else {}
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **attention)
     nn.Module.eval(model)
     return model
 
@@ -50,8 +53,7 @@ def chosen(model: PreTrainedModel, prompt: Sequence[int], answer: Sequence[int])
 @torch.inference_mode()
 def in_bf16(path: Path, ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits after each position with weights in bf16, [len(ids), vocabulary] in fp32: computed in fp32, and in bf16."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
-    nn.Module.eval(model)
+    model = load(path, torch.bfloat16)
     row = torch.tensor([list(ids)])
     rounded = model(row).logits[0].float()
     nn.Module.float(model)
