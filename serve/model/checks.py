@@ -103,6 +103,10 @@ def check_rope(config: PretrainedConfig) -> None:
     """
     rope = getattr(config, "rope_parameters", None) or {}
     width, factor = head_dim(config), float(rope.get("partial_rotary_factor", 1.0))
+    if FAMILIES[config.model_type].turns_pairs and config.rotary_dim not in range(2, width + 1, 2):
+        raise ConfigError(
+            f"config.json: rotary_dim is {config.rotary_dim}; it must be an even number of a head's {width} features"
+        )
     if FAMILIES[config.model_type].rotary_function:
         turned = int(width * factor)
         if not 0.0 <= factor <= 1.0 or (turned % 2 and turned == width):

@@ -197,7 +197,7 @@ def attend(
 
     With one split the result goes to ``out`` [T, H, D]; else the unscaled sums to ``partial`` [tokens of all tiles, H, SPLITS,
     D2] and the greatest score (to base 2) and the mass of the softmax to ``stats`` [tokens of all tiles, H, SPLITS, 2], both
-    fp32; where a split has no share, a score of -inf and nothing else.
+    fp32; where a split has no share, a score of -inf, a mass of 0 and nothing else.
     """
     row, kv_head, token, head, real, position, number, begin, end = _find_tile(
         tiles, positions, H // G, R, M, N, WINDOW, SPLITS, SHARE
@@ -206,6 +206,7 @@ def attend(
     if SPLITS > 1:  # noqa: SIM102  # the compiler decides this, and the device the next
         if begin >= end:  # in a step of many short sequences most programs find no share
             tl.store(stats + place * 2, float("-inf"), mask=real)
+            tl.store(stats + place * 2 + 1, 0.0, mask=real)
             return
     d = tl.arange(0, D2)
     kept = real[:, None] & (d < D)[None, :]
@@ -260,7 +261,7 @@ def combine(
         d = tl.arange(0, D2)
         place = ((tl.load(tiles + 4 * tile + 3) + number).to(tl.int64) * H + head) * SPLITS + s
         top = tl.load(stats + place * 2)
-        mass = tl.load(stats + place * 2 + 1, mask=top > float("-inf"), other=0.0)
+        mass = tl.load(stats + place * 2 + 1)  # NaN beside a score of -inf, where all that was seen is NaN
         best = tl.max(top, 0)
         if SINKS:
             sink = tl.load(sinks + head) * LOG2E

@@ -74,6 +74,14 @@ def test_a_rotary_width_that_fits_no_head_is_refused(family: str, heads: int, fa
         check_rope(config(family, {"partial_rotary_factor": factor}, num_attention_heads=heads))
 
 
+@pytest.mark.parametrize("turned", [0, 7, 66, -2])
+@pytest.mark.parametrize("family", ["gptj", "codegen"])
+def test_pairs_that_fit_no_head_are_refused(family: str, turned: int) -> None:
+    with pytest.raises(ConfigError, match=f"rotary_dim is {turned}; it must be an even number of a head's"):
+        check_rope(config(family, rotary_dim=turned))
+    check_rope(config(family, rotary_dim=8))
+
+
 def test_an_odd_head_that_is_turned_whole_is_refused() -> None:
     with pytest.raises(ConfigError, match="partial_rotary_factor 1 of a head of 15 features"):
         check_rope(config("gpt_neox", {"partial_rotary_factor": 1.0}, hidden_size=60))

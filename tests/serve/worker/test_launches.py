@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 import torch
+from torch import Tensor
 
-from serve.model.attention import Backend
+from serve.model.attention import Backend, Rotary, TorchBackend
 from serve.model.cuda.backend import TritonBackend
 from serve.model.families import FAMILIES
 from serve.worker.decode_graphs import DecodeGraphs
 from serve.worker.decode_inputs import DecodeInputs
+from serve.worker.loader import with_blocks
 from serve.worker.parallel import Ranks
-from tests.serve.worker.family_worker import BLOCK_TOKENS
+from serve.worker.sizing import Blocks
+from tests.serve.worker.family_worker import BLOCK_TOKENS, settings
 from tests.serve.worker.launches import launches
 from tests.serve.worker.waits import META, on_meta
 from tests.support.models import save
@@ -76,3 +79,45 @@ def test_the_documents_say_how_many_they_are() -> None:
     rows = [line.strip("| ").split(" | ") for line in table.partition("<!-- end")[0].splitlines() if line.startswith("| ")][2:]
     said = [(int(few), int(plain)) for names, few, plain in rows for _ in names.split(", ")]
     assert said == [LAUNCHES[family] for family in _AS_TOLD]
+
+
+class _Noting(TritonBackend):
+    """Notes what it is to turn queries and keys by."""
+
+    rotary: Rotary | None = None
+
+    def attend(self, *args: Any, **options: Any) -> Tensor:
+        self.rotary = options["rotary"]
+        return super().attend(*args, **options)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "pairs", "told"),
+    [
+        ("llama", torch.bfloat16, False, 1),
+        ("gptj", torch.bfloat16, True, 2),
+        ("codegen", torch.float32, True, 2),
+        ("olmo2", torch.float32, False, 1),
+        ("gpt_oss", torch.bfloat16, False, 2),
+    ],
+)
+def test_angles_are_of_the_type_that_transformers_turns_by(
+    family: str, dtype: torch.dtype, pairs: bool, told: int, tmp_path: Path
+) -> None:
+    """Of a model in bf16; those of CodeGen and OLMo 2 stay fp32."""
+    noting = _Noting(132)
+    _of_a_step(family, 2, tmp_path / family, noting)
+    assert noting.rotary is not None
+    assert (noting.rotary.cosines.dtype, noting.rotary.sines.dtype, noting.rotary.pairs) == (dtype, dtype, pairs)
+    assert noting.rotary.cosines.shape == (4, noting.rotary.turned // told)
+
+
+def test_a_cache_with_other_blocks_lies_as_the_one_before(tmp_path: Path) -> None:
+    folder = save("llama", tmp_path / "llama", with_tokenizer=False)
+    for backend in (TritonBackend(132), TorchBackend()):
+        model = on_meta(folder, backend)
+        more = Blocks(count=7, kv_heads=model.caches[0].values.shape[1], memory="")
+        with_blocks(model, settings(folder, 1, "bfloat16"), Ranks(0, 1), more)
+        assert [len(cache.keys) for cache in model.caches] == [7] * len(model.caches)
+        assert {cache.keys_by_position for cache in model.caches} == {backend.keys_by_position}
+        assert {cache.values.is_contiguous() for cache in model.caches} == {True}

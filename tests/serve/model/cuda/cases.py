@@ -41,6 +41,10 @@ class Case:
     """Whether neighbours are turned together, by angles that are told once."""
     wide_angles: bool = False
     """Whether angles are in fp32, whatever is turned."""
+    told_once: bool = False
+    """Whether angles of halves are told once for two features, as those of pairs always are."""
+    spoiled: str = ""
+    """What of the first sequence's newest token is NaN, a ``key`` or a ``query``: so must be what comes of it."""
 
 
 CASES: Final = {
@@ -86,6 +90,10 @@ CASES: Final = {
     "pairs turned": Case(head_dim=64, heads=2, turned=32, pairs=True),
     "pairs turned by fp32, in bf16": Case(turned=16, pairs=True, dtype=torch.bfloat16, wide_angles=True),
     "turned by fp32, in fp16": Case(turned=64, dtype=torch.float16, wide_angles=True),
+    "turned by angles told once": Case(turned=64, told_once=True, splits=2),
+    "a key that is no number, alone in its share": Case(splits=4, spans=((33, 1), (20, 1)), spoiled="key"),
+    "such a key, which is all that is seen": Case(splits=4, spans=((33, 1), (20, 1)), window=1, spoiled="key"),
+    "a query that is no number": Case(splits=4, spans=((40, 1), (20, 1)), spoiled="query"),
     "turned, padded rows": Case(turned=16, padded=3, splits=2),
     "turned, prefill longer than a tile": Case(turned=64, spans=((150, 150),), dtype=torch.float16, heads=2, kv_heads=1),
     "prefill behind a cached prefix": Case(spans=((90, 50),), dtype=torch.float16, window=30),

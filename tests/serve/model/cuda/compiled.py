@@ -46,12 +46,12 @@ _DUMP: Final = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "c
 
 def attend(
     architecture: int, dtype: torch.dtype, head_dim: int, group: int, *, long: bool, rules: bool, fp8: bool = False,
-    pairs: bool = False, told_once: bool = False,
+    pairs: bool = False, told_once: bool = False, wide_angles: bool = False,
 ) -> dict[str, int]:  # fmt: skip
     """What one variant of ``attend`` takes; ``rules``: with a window, a soft-cap, a table of biases and sinks."""
     shape = shape_of(dtype, head_dim, group, long=long, rules=rules)
     number = f"*{NAMES[dtype]}"
-    kept = FP8 if fp8 else number
+    kept, angles = FP8 if fp8 else number, "*fp32" if wide_angles else number
     constants: dict[str, Any] = {
         "H": 4 * group, "G": 4, "D": head_dim, "D2": padded_head(head_dim), "S": 16, "R": shape.heads, "M": shape.rows,
         "N": shape.positions, "WINDOW": 256 if rules else 0, "SPLITS": 1 if long else 8, "SHARE": SHARE_POSITIONS,
@@ -61,7 +61,7 @@ def attend(
     }  # fmt: skip
     types = {
         "query": number, "keys": kept, "values": kept, "out": number, "partial": "*fp32", "stats": "*fp32",
-        "tiles": "*i32", "positions": "*i32", "tables": "*i32", "cosines": number, "sines": number, "bias": "*fp32",
+        "tiles": "*i32", "positions": "*i32", "tables": "*i32", "cosines": angles, "sines": angles, "bias": "*fp32",
         "sinks": "*fp32", "scale": "fp32", "softcap": "fp32", "query_token": "i32", "query_head": "i32", "angle_token": "i32",
         "table_width": "i32", "bias_width": "i32",
     }  # fmt: skip
@@ -82,14 +82,14 @@ def quantized_linear(architecture: int, dtype: torch.dtype, bits: int, rows: int
     return _resources(linear_kernels.quantized_linear, types, constants, architecture, shape.num_warps, shape.num_stages)
 
 
-def write_kv(architecture: int, dtype: torch.dtype, head_dim: int, *, fp8: bool = False) -> dict[str, int]:
-    """What writing keys and values takes."""
+def write_kv(architecture: int, dtype: torch.dtype, head_dim: int, *, fp8: bool = False, pairs: bool = False) -> dict[str, int]:
+    """What writing keys and values takes; ``pairs``: turned by angles in fp32 that are told once."""
     number = f"*{NAMES[dtype]}"
     strides = dict.fromkeys(("key_token", "key_head", "value_token", "value_head", "angle_token"), "i32")
     types = dict.fromkeys(("key", "value"), number) | dict.fromkeys(("keys", "values"), FP8 if fp8 else number)
-    types |= {"slots": "*i64", "cosines": number, "sines": number} | strides
+    types |= {"slots": "*i64"} | dict.fromkeys(("cosines", "sines"), "*fp32" if pairs else number) | strides
     constants = {"G": 4, "D": head_dim, "D2": padded_head(head_dim), "S": 16, "TURNED": head_dim}
-    constants |= {"PAIRS": False, "TOLD_ONCE": False}
+    constants |= {"PAIRS": pairs, "TOLD_ONCE": pairs}
     return _resources(kernels.write_kv, types, constants, architecture, 1, 2)
 
 
@@ -139,9 +139,9 @@ def attention_variants(architecture: int) -> Variants:
             found[f"bf16, {phase}"] = functools.partial(of, dtype=torch.bfloat16, group=4)
             if not long:  # the tiles of fp32 are the same in both phases
                 found[f"fp32, {phase}"] = functools.partial(of, dtype=torch.float32, group=4)
-            if head_dim in (64, 256):  # as GPT-OSS and GPT-J turn them
-                turned = functools.partial(of, dtype=torch.bfloat16, group=4, pairs=head_dim == 256, told_once=True)
-                found[f"bf16, {phase}, other angles"] = turned
+            if head_dim in (64, 256):  # as GPT-OSS turns them, and CodeGen, whose angles take more than GPT-J's
+                told = {"pairs": head_dim == 256, "told_once": True, "wide_angles": head_dim == 256}
+                found[f"bf16, {phase}, other angles"] = functools.partial(of, dtype=torch.bfloat16, group=4, **told)
             if not rules and head_dim == 128:
                 found[f"fp16, {phase}"] = functools.partial(of, dtype=torch.float16, group=4)
                 found[f"bf16, {phase}, groups of 71"] = functools.partial(of, dtype=torch.bfloat16, group=71)
@@ -150,6 +150,7 @@ def attention_variants(architecture: int) -> Variants:
     for head_dim in (min(HEAD_SIZES), max(HEAD_SIZES)):
         write = functools.partial(write_kv, architecture, torch.bfloat16, head_dim)
         found[f"write_kv, head size {head_dim}"] = write
+        found[f"write_kv, head size {head_dim}, other angles"] = functools.partial(write, pairs=True)
         found[f"combine, head size {head_dim}"] = functools.partial(combine, architecture, torch.bfloat16, head_dim)
         if architecture >= 90:
             found[f"write_kv, head size {head_dim}, fp8"] = functools.partial(write, fp8=True)

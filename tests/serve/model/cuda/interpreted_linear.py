@@ -48,11 +48,15 @@ def compare(name: str, device: str = "cpu") -> float:
 
 
 def spoiled() -> list[bool]:
-    """Which outputs are numbers where one weight is none, of 8 and of 4 bits."""
-    weight = torch.ones(40, 64)
-    weight[3, 5] = math.nan
-    made = [whole_number_packer(quantization, 32)(weight, None)(torch.ones(2, 64)) for quantization in BITS]
-    return [bool(out[:, 3].isnan().all() and out[:, [0, 39]].isfinite().all()) for out in made]
+    """Whether the outputs of one weight that is no number, and no others, are none: of 8 and of 4 bits, in two types."""
+    found = []
+    for dtype in (torch.float32, torch.float16):
+        weight = torch.ones(40, 64, dtype=dtype)
+        weight[3, 5] = math.nan
+        expected = torch.arange(40).eq(3).expand(2, 40)
+        made = [whole_number_packer(name, 32)(weight, None)(torch.ones(2, 64, dtype=dtype)) for name in BITS]
+        found += [torch.equal(out.isnan(), expected) for out in made]
+    return found
 
 
 if __name__ == "__main__":
