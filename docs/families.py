@@ -54,10 +54,11 @@ def _positions(family: Family) -> str:
     if family.replaces_forward:
         return "rotary, whole heads"
     if family.turns_pairs:
-        return "rotary, pairs of a part of each head"
+        return "rotary, pairs of a part of each head, on GPUs"
     if not family.rotary_function:
         return "–"
-    return "rotary, whole heads or a part" if family.partial_rotary else "rotary, whole heads"
+    turned = "rotary, whole heads or a part" if family.partial_rotary else "rotary, whole heads"
+    return f"{turned}, on GPUs" if family.other_angles else turned
 
 
 def _cut(family: Family) -> str:

@@ -70,14 +70,15 @@ class TritonBackend:
         query_THD, key_TGD, value_TGD = (
             part if part.stride(-1) == 1 else part.contiguous() for part in (query_THD, key_TGD, value_TGD)
         )
-        self._write(key_TGD, value_TGD, layer, layout.slots, rotary)
+        turns = _Turns.of(rotary, query_THD)
+        self._write(key_TGD, value_TGD, layer, layout.slots, turns)
         out_THD = torch.empty(query_THD.shape, dtype=query_THD.dtype, device=query_THD.device)
         heads, kv_heads, head_dim = query_THD.shape[1], key_TGD.shape[1], query_THD.shape[2]
         group = heads // kv_heads
         ruled = rules.softcap != 0.0 or rules.bias_HL is not None
         short, long = (shape_of(query_THD.dtype, head_dim, group, long=phase, rules=ruled) for phase in (False, True))
         tiles = self._tiles_of(layout, (short.tokens, long.tokens))
-        launch = _Launch(query_THD, layer, layout, out_THD, scale, window, rotary, rules, widen=self._widens(query_THD.dtype))
+        launch = _Launch(query_THD, layer, layout, out_THD, scale, window, turns, rules, widen=self._widens(query_THD.dtype))
         if len(tiles.short):
             is_split = max(layout.context_lengths) > self._share
             splits = (self._splits or splits_for(kv_heads * -(-group // short.heads), self._processors)) if is_split else 1
@@ -86,9 +87,8 @@ class TritonBackend:
             launch(tiles.long, long, 1, long.positions, (0, 0))
         return out_THD
 
-    def _write(self, key_TGD: Tensor, value_TGD: Tensor, layer: LayerCache, slots_T: Tensor, rotary: Rotary | None) -> None:
+    def _write(self, key_TGD: Tensor, value_TGD: Tensor, layer: LayerCache, slots_T: Tensor, turns: _Turns) -> None:
         tokens, kv_heads, head_dim = key_TGD.shape
-        turns = _Turns.of(rotary, key_TGD)
         kernels.write_kv[(tokens, kv_heads)](
             key_TGD,
             value_TGD,
@@ -134,7 +134,7 @@ class _Turns:
 
     @classmethod
     def of(cls, rotary: Rotary | None, nothing: Tensor) -> _Turns:
-        """``nothing``: a tensor to name where nothing is turned, and its address is not looked at."""
+        """``nothing``: what is named where nothing is turned; it is not read."""
         if rotary is None:
             return cls((nothing, nothing), 0, {"TURNED": 0, "PAIRS": False, "TOLD_ONCE": False})
         cosines, sines, turned = rotary.cosines, rotary.sines, rotary.turned
@@ -155,13 +155,13 @@ class _Launch:
         out_THD: Tensor,
         scale: float,
         window: int,
-        rotary: Rotary | None,
+        turns: _Turns,
         rules: ScoreRules,
         *,
         widen: bool,
     ) -> None:
         self._query_THD, self._layer, self._layout, self._out_THD = query_THD, layer, layout, out_THD
-        self._scale, self._window, self._rotary, self._rules, self._widen = scale, window, rotary, rules, widen
+        self._scale, self._window, self._turns, self._rules, self._widen = scale, window, turns, rules, widen
 
     def __call__(self, tiles: Tensor, shape: Shape, splits: int, share: int, tokens: tuple[int, int]) -> None:
         """``tokens``: those of all tiles, and the most of one, where positions are split."""
@@ -171,7 +171,7 @@ class _Launch:
         parts, padded = -(-(heads // kv_heads) // shape.heads), padded_head(head_dim)
         partial = stats = nothing = self._out_THD  # where a kernel reads no table, any address will do
         bias, sinks = (nothing if table is None else table for table in (rules.bias_HL, rules.sinks_H))
-        turns = _Turns.of(self._rotary, nothing)
+        turns = self._turns
         if splits > 1:
             partial = torch.empty(tokens[0], heads, splits, padded, dtype=torch.float32, device=query_THD.device)
             stats = torch.empty(tokens[0], heads, splits, 2, dtype=torch.float32, device=query_THD.device)
