@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.zero import partition_parameters
 
 from checkpoint import open_checkpoint
 from finetune.errors import ConfigError
+from finetune.model import build
 from finetune.model.build import (
     _always,
     build_empty,
@@ -68,6 +71,29 @@ def test_new_weights_are_those_transformers_would_draw(model_type: str) -> None:
         a, b = mine.detach(), yours.detach()
         assert float(a.std(correction=0)) == pytest.approx(float(b.std(correction=0)), rel=0.4, abs=1e-6), name
         assert float(a.mean()) == pytest.approx(float(b.mean()), abs=0.02), name
+
+
+def test_positions_keep_their_type_where_deepspeed_changes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``zero.Init`` has ``torch.arange`` give numbers of the model's type: 257 is none in bf16."""
+    plain, make, noted = torch.arange, build._made, list[torch.Tensor]()
+
+    @contextmanager
+    def changed() -> Iterator[None]:
+        with monkeypatch.context() as patch:
+            wrap = partition_parameters.zero_wrapper_for_fp_tensor_constructor
+            patch.setattr(torch, "arange", wrap(plain, torch.bfloat16, torch.device("cpu")))
+            noted.append(torch.arange(258.0))
+            yield
+
+    def noting(*of: Any) -> Any:
+        noted.append(torch.arange(258.0))
+        return make(*of)
+
+    monkeypatch.setattr(build, "_made", noting)
+    build_empty(made("llama"), torch.bfloat16, changed())
+    assert [part.dtype for part in noted] == [torch.bfloat16, torch.float32]
+    assert noted[1][257] == 257.0
+    assert torch.arange is plain
 
 
 def test_equal_seeds_give_equal_weights() -> None:
