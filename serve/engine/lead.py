@@ -16,10 +16,10 @@ takes to plan a step; one in time lets whatever comes after it wait for a step m
 
 
 class Lead:
-    """Learns from whether the ranks had ended a step before they were given the next one.
+    """Learns from whether the ranks had ended a step before they were given the next one, or before they had launched it.
 
-    How long a plan takes to reach them, and how much longer or shorter than usual a step takes, depends on the machine and on
-    what else it does.
+    How long a plan takes to reach them, how long they take to launch it on a device, and how much longer or shorter than usual
+    a step takes, depends on the machine and on what else it does.
     """
 
     def __init__(self) -> None:
@@ -36,5 +36,5 @@ class Lead:
         return max(_LEAST_SECONDS, self._share * (_FIRST_SECONDS + times * between + share * step))
 
     def learn(self, *, was_late: bool) -> None:
-        """A step was given to the ranks, before they had ended the one before it or after."""
+        """A step was launched, before the ranks had ended the one before it or after."""
         self._share = min(1.0, self._share * (_SOONER if was_late else _LATER))

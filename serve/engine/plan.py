@@ -126,5 +126,8 @@ class StepResult:
     sampled: tuple[Sampled, ...] = ()
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     faults: tuple[SequenceFault, ...] = ()
+    was_late: bool | None = None
+    """Whether the device had nothing left to do when the step was launched there; ``None`` where the ranks launch none before
+    the one before it was answered."""
     refused: str = ""
     """Why the ranks keep the weights that they had, of a plan with ``swap``; empty where they have exchanged them."""

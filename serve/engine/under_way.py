@@ -32,6 +32,8 @@ class _Step:
     """On the engine's clock: when it began to be planned."""
     size: int
     """How many positions it has, by powers of two: steps of one size take about as long."""
+    in_time: bool = False
+    """Whether the ranks had it before they answered the one before it."""
 
 
 class UnderWay:
@@ -121,11 +123,14 @@ class UnderWay:
             ExecutorDied: the ranks are lost.
         """
         self._executor.launch(plan, overtakes=overtakes)
+        step = _Step(plan, began, sum(span.count for span in plan.spans).bit_length())
         if not self._steps:
             self._computing = self._clock()
         elif not overtakes:
-            self._lead.learn(was_late=self._executor.wait(0.0))
-        self._steps.append(_Step(plan, began, sum(span.count for span in plan.spans).bit_length()))
+            step.in_time = not self._executor.wait(0.0)
+            if not step.in_time:
+                self._lead.learn(was_late=True)
+        self._steps.append(step)
         if self._collected is not None:
             self._between += _WEIGHT * (self._clock() - self._collected - self._between)
             self._collected = None
@@ -146,6 +151,8 @@ class UnderWay:
         else:  # it was begun while the oldest was computed, which says nothing of how long either takes
             self.totals.overtaken += 1
         self._computing = self._collected
+        if step.in_time:  # unless the ranks needed longer to launch it than the one before it took to end
+            self._lead.learn(was_late=bool(result.was_late))
         self._answered = step
         return step.plan, result, check_result(step.plan, result, vocab_size)
 

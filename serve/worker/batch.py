@@ -6,6 +6,7 @@ import itertools
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ from serve.worker.block_tables import BlockTables
 from serve.worker.decode_inputs import DecodeInputs
 from serve.worker.sampling.seen import Seen
 
+UNKNOWN: Final = -1
+"""A token that was drawn on the device and not read yet; on ranks that do not answer it never is."""
+
 
 @dataclass(slots=True)
 class SequenceState:
@@ -25,11 +29,12 @@ class SequenceState:
 
     start: Start
     token_ids: list[int]
+    """The last one may be ``UNKNOWN``; on ranks that do not answer, any that was generated."""
     blocks: list[int] = field(default_factory=list)
     table_row: int = 0
     """Where its blocks stand in the rank's ``BlockTables``."""
     drawn: int = 0
-    """The token that its last span sampled, on the rank that answers; on the others, what it told them."""
+    """The token that its last span sampled, on the rank that answers; on the others, what it told them. Or ``UNKNOWN``."""
     drafted: tuple[int, tuple[int, ...]] = (0, ())
     """Positions that the draft model has computed of known tokens, and what it was given after them as if it were known."""
     _seen: Seen | None = None
@@ -129,9 +134,17 @@ class SequenceTable:
         return [self._sequences[sequence].drawn for sequence in sequences]
 
     def keep_drawn(self, drawn: Iterable[tuple[SequenceId, int]]) -> None:
-        """Remember what spans sampled, for those that continue with it."""
+        """Remember what spans sampled, for those that continue with it, or have done so while it was ``UNKNOWN``.
+
+        Sequences that are not there any more are passed over.
+        """
         for sequence, token_id in drawn:
-            self._sequences[sequence].drawn = token_id
+            if (state := self._sequences.get(sequence)) is None:
+                continue
+            if state.token_ids[-1] == UNKNOWN:
+                state.token_ids[-1] = token_id  # and what it draws by it is on its way
+            else:
+                state.drawn = token_id
 
     def apply(self, plan: StepPlan) -> Batch | None:
         """Forget, learn and extend what the plan says; the step's tensors, or ``None`` when it computes nothing."""
@@ -157,8 +170,12 @@ class SequenceTable:
                 self._tables.extend(state.table_row, len(state.blocks), span.new_blocks)
                 state.blocks.extend(span.new_blocks)
 
-    def batch(self, spans: tuple[Span, ...]) -> Batch:
-        """The tensors of a step that computes these spans, of a plan that was learnt."""
+    def batch(self, spans: tuple[Span, ...], drawn_K: Tensor | None = None) -> Batch:
+        """The tensors of a step that computes these spans, of a plan that was learnt.
+
+        Args:
+            drawn_K: the tokens of those that continue, int64 on the device; without it, the host knows them.
+        """
         states = [self._sequences[span.sequence] for span in spans]
         parts = [
             (state, span.start, [state.token_ids[span.start]])
@@ -173,6 +190,8 @@ class SequenceTable:
             staged_3T, layout = self.staged(parts, self._lengths(spans, states))
             input_ids, position_ids = staged_3T[:1], staged_3T[1:2]
         starts = layout.query_starts[: len(spans) + 1]
+        if drawn_K is not None:
+            _put(input_ids[0], [end - 1 for span, end in zip(spans, starts[1:], strict=True) if span.continues], drawn_K)
         sampling: list[tuple[int, SequenceState | Supposed]] = []
         for span, state, end in zip(spans, states, starts[1:], strict=True):
             if span.proposed:
@@ -243,6 +262,14 @@ class SequenceTable:
         for span, state in zip(spans, states, strict=True):
             lengths.extend(self._length(state, position) for position in range(span.start, span.start + span.count))
         return send(torch.tensor(lengths, dtype=torch.int64), self._device) if max(lengths) > rule.plain_tokens else None
+
+
+def _put(ids_T: Tensor, rows: list[int], tokens_K: Tensor) -> None:
+    """Write tokens to some rows of a step's ids; the host waits for nothing."""
+    if rows == list(range(len(rows))):
+        ids_T[: len(rows)].copy_(tokens_K)
+    else:
+        ids_T.index_copy_(0, send(torch.tensor(rows), ids_T.device), tokens_K)
 
 
 def _sample_rows(span: Span, state: SequenceState, end: int) -> list[tuple[int, SequenceState | Supposed]]:

@@ -126,6 +126,16 @@ class Ranks:
         dist.broadcast(tensor, src=self.count - self.size)
         return [int(number) for number in tensor.tolist()]
 
+    def tokens_of_first(self, tokens_K: Tensor) -> Tensor:
+        """The tokens that the rank that answers has, int64, on every rank; the host waits for nothing on a GPU.
+
+        Part of a step. What the others bring is written over.
+        """
+        if self.count > 1:
+            self._progress.mark()
+            dist.broadcast(tokens_K, src=self.count - self.size)
+        return tokens_K
+
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """What the same rank of the stage before has handed on: the beginning of this stage's part of a step."""
         self._progress.reach(self.stage.number, self.stage.count)

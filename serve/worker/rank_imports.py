@@ -7,4 +7,5 @@ import serve.worker.exchange
 import serve.worker.loader
 import serve.worker.parallel
 import serve.worker.runner
+import serve.worker.step_loop
 import serve.worker.verify  # noqa: F401

@@ -35,11 +35,12 @@ from serve.worker.vitals import PULSE, LastWords
 if TYPE_CHECKING:
     import torch
 
-    from serve.engine.plan import StepPlan, StepResult
+    from serve.engine.plan import StepPlan
     from serve.worker.loader import RankModel
     from serve.worker.order_loop import OrderLoop
     from serve.worker.parallel import Ranks
     from serve.worker.runner import Runner
+    from serve.worker.step_loop import FaultOf
 
 RANK_NAME: Final = "tessera-rank-"
 """What the system calls a rank's process, before its number."""
@@ -51,9 +52,6 @@ PULSE_SECONDS: Final = 0.25
 _BEATS_PER_LOOK: Final = 8
 """Heartbeats from one look at the device's memory to the next."""
 _PR_SET_PDEATHSIG: Final = 1
-
-FaultOf = Callable[[Exception, "StepPlan"], LastWords | None]
-"""What is to be said of a step that failed, where the device is to blame."""
 
 _log = logging.getLogger(__name__)
 
@@ -84,7 +82,9 @@ def main(arguments: list[str]) -> int:
             if loaded is not None:
                 runner, order_loop, fault_of = loaded
                 order_loop.start(orders)
-                _serve(runner, order_loop, steps, progress, pulse, fault_of)
+                from serve.worker.step_loop import StepLoop
+
+                StepLoop(runner, order_loop, steps, progress, pulse, fault_of).run()
     except wire.ConnectionLost:
         pass  # the server is gone; so is the work
     # Threads of communication libraries may hold on to a peer that is dead already: leave without asking them.
@@ -197,39 +197,6 @@ def _faults(config: ServerConfig, model: RankModel, ranks: Ranks, device: str, b
         return step_fault(error, device, plan, config, num_blocks=model.facts.num_blocks, block_bytes=block_bytes)
 
     return fault_of
-
-
-def _serve(
-    runner: Runner, order_loop: OrderLoop, steps: socket.socket, progress: Progress, pulse: socket.socket, fault_of: FaultOf
-) -> None:
-    profiler = order_loop.profiler
-
-    def execute(plan: StepPlan) -> StepResult | None:
-        this = runner.execute if plan.swap is None else order_loop.exchange.take
-        return profiler.record(plan, this) if profiler.is_on else this(plan)
-
-    def compute_next(execute: Callable[[StepPlan], StepResult | None]) -> None:
-        plan = wire.decode_plan(wire.receive(steps))
-        progress.mark()
-        try:
-            result = execute(plan)
-        except Exception as error:
-            if (words := fault_of(error, plan)) is None:
-                raise
-            _log.error("%s", words.sentence, exc_info=True)
-            pulse.send(words.encode())
-            logging.shutdown()
-            os._exit(1)  # a device that failed may keep a process from ending in any other way
-        progress.mark()
-        if result is not None:
-            wire.send(steps, wire.encode(result))
-
-    if runner.may_be_overtaken:
-        runner.overtaking.begin(steps, partial(compute_next, runner.execute))
-    while True:
-        if profiler.is_on:
-            profiler.attend(steps)
-        compute_next(execute)
 
 
 def choose_device(wanted: str, rank: int) -> torch.device:

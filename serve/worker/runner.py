@@ -1,4 +1,8 @@
-"""Carries out step plans on one rank: tensors in, forward, sampled tokens out."""
+"""Carries out step plans on one rank: tensors in, forward, sampled tokens out.
+
+A step is launched, and settled when the device has computed it. On a CUDA device the next one may be launched between the two:
+it begins with tokens that are there, and that the host has not seen.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +12,27 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from serve.engine.plan import PromptLogprobs, Sampled, SequenceFault, Span, StepPlan, StepResult
+from serve.engine.plan import Sampled, SequenceFault, Span, StepPlan, StepResult
 from serve.model.narrow_head import NarrowHead
 from serve.model.sending import send
-from serve.types import SequenceId
-from serve.worker.batch import Batch, SequenceTable
+from serve.worker.batch import UNKNOWN, Batch, SequenceState, SequenceTable
 from serve.worker.decode_graphs import Captured, DecodeGraphs
 from serve.worker.decode_inputs import DecodeInputs
 from serve.worker.drafting import Drafting
+from serve.worker.launched import LaunchedStep
 from serve.worker.loader import RankModel
 from serve.worker.overtaking import Overtaken, Overtaking
 from serve.worker.parallel import Ranks
 from serve.worker.recorded_steps import Computed, RecordedSteps
 from serve.worker.replayed_layers import replayed_layers
 from serve.worker.rest import Rest
+from serve.worker.sampling.answers import LaunchedPrompt, LaunchedTokens
 from serve.worker.sampling.sampler import (
-    LaunchedPrompt,
     first_columns,
+    launch_sampling,
     likeliest,
-    likeliest_answers,
+    penalises,
     prompt_logprobs,
-    sample,
     wants_likeliest,
 )
 
@@ -65,6 +69,12 @@ class Runner:
                 self.graphs = DecodeGraphs(model, inputs, ranks)
             else:
                 self.graphs = RecordedSteps(model, inputs, self.overtaking, replayed_layers(model, ranks, self.overtaking))
+        self.goes_ahead = ranks.stage.count == 1 and (model.device.type == "cuda" or isinstance(self.graphs, DecodeGraphs))
+        """Whether a step may be launched before the one before it is settled, where ``follows`` says so."""
+        self._last: LaunchedStep | None = None
+        """What was launched last and computes something."""
+        self._has_guesses = False
+        """Whether that has proposed tokens."""
         self._begins_S = first_columns(model.head_widths, model.device)
         self._table = SequenceTable(facts.block_tokens, model.device, facts.length_rule, inputs)
         self._drafting = Drafting(draft, self._table, model, ranks)
@@ -81,58 +91,116 @@ class Runner:
         """The steps that are replayed on a CPU, where some are."""
         return self.graphs if isinstance(self.graphs, RecordedSteps) else None
 
-    def execute(self, plan: StepPlan) -> StepResult | None:
-        """Compute one step; ``None`` on every rank but the one that answers."""
-        with self.rest.interrupted(), torch.inference_mode():
-            return self._execute(plan)
+    def follows(self, plan: StepPlan) -> bool:
+        """Whether a plan may be launched before what was launched last is settled: the host computes nothing by its tokens.
 
-    def _execute(self, plan: StepPlan) -> StepResult | None:
-        self._share_drawn(plan)
+        It does where sequences guess, and for penalties of what a sequence has said.
+        """
+        if not self.goes_ahead or self._has_guesses or plan.swap is not None:
+            return False
+        return not any(
+            span.proposed or (span.continues and penalises(self._table.state(span.sequence).start.sampling))
+            for span in plan.spans
+        )
+
+    def execute(self, plan: StepPlan) -> StepResult | None:
+        """Compute one step while none is launched; ``None`` on every rank but the one that answers."""
+        with self.rest.interrupted(), torch.inference_mode():
+            return self._settle(self._launch(plan))
+
+    def launch(self, plan: StepPlan, *, follows: bool = False) -> LaunchedStep:
+        """Launch one step; a CUDA device computes it while the host goes on.
+
+        Args:
+            follows: whether the one before it may not be settled yet, as ``follows`` allows for this plan.
+        """
+        with self.rest.interrupted(), torch.inference_mode():
+            return self._launch(plan, follows=follows)
+
+    def settle(self, launched: LaunchedStep) -> StepResult | None:
+        """Wait for a step, the oldest that was launched; ``None`` on every rank but the one that answers."""
+        with self.rest.interrupted(), torch.inference_mode():
+            return self._settle(launched)
+
+    def _launch(self, plan: StepPlan, *, follows: bool = False) -> LaunchedStep:
+        drawn_K: Tensor | None = None
+        if self.goes_ahead:
+            drawn_K = self._drawn(plan)
+        else:
+            self._share_drawn(plan)
         self._table.learn(plan)
         if not plan.spans:
-            return StepResult(step=plan.step) if self._ranks.answers else None
+            return LaunchedStep(plan.step)
         spans = self._drafting.guess(plan.spans)
-        batch, (hidden_TE, replayed) = self._compute_spans(spans)
+        self._has_guesses = any(span.proposed for span in spans)
+        batch, (hidden_TE, replayed) = self._compute_spans(spans, drawn_K)
+        tokens: LaunchedTokens | None = None
+        prompts: list[LaunchedPrompt] = []
         if self._ranks.stage.is_last:
-            result = self._result(plan, batch, hidden_TE, replayed)
+            prompts = self._prompt_logprobs(hidden_TE, batch)
+            tokens = self._tokens(batch, hidden_TE, replayed)
         else:
             self._ranks.hand_on(hidden_TE)
-            result = None
-        self._ranks.end_step()
-        return result
+        was_late = None
+        if follows:
+            was_late = self._last is None or self._last.is_settled or self._last.is_done()
+        on_device = self.goes_ahead and self._model.device.type == "cuda"
+        self._last = LaunchedStep(plan.step, tokens, prompts, on_device=on_device, was_late=was_late)
+        return self._last
 
-    def _result(
-        self, plan: StepPlan, batch: Batch, hidden_TE: Tensor, replayed: Captured | Computed | None
-    ) -> StepResult | None:
-        """What a step says, by the last hidden states; ``None`` on every rank of the last stage but the first.
+    def _settle(self, launched: LaunchedStep) -> StepResult | None:
+        launched.is_settled = True
+        sampled: list[Sampled] = []
+        unsampled: list[SequenceFault] = []
+        if launched.tokens is not None:
+            sampled, unsampled = launched.tokens.read()
+            self._table.keep_drawn((answer.sequence, answer.token_id) for answer in sampled)
+            self._table.keep_drawn((fault.sequence, 0) for fault in unsampled)  # where one goes on already, by any token
+        else:
+            launched.wait()
+        self._ranks.end_step()
+        if not self._ranks.answers:
+            return None
+        told, faults = launched.read_prompts()
+        faults.update((fault.sequence, fault) for fault in unsampled)
+        return StepResult(
+            step=launched.step,
+            sampled=tuple(answer for answer in sampled if answer.sequence not in faults),
+            prompt_logprobs=tuple(told),
+            faults=tuple(faults.values()),
+            was_late=launched.was_late,
+        )
+
+    def _tokens(self, batch: Batch, hidden_TE: Tensor, replayed: Captured | Computed | None) -> LaunchedTokens | None:
+        """What is sampled by the last hidden states; ``None`` where nothing is, and on ranks that do not answer.
 
         Args:
             replayed: what was computed besides, where the step was captured or recorded.
         """
-        prompts = self._prompt_logprobs(hidden_TE, batch)
-        sampled: list[Sampled] = []
-        unsampled: list[SequenceFault] = []
-        if batch.sample_rows:
-            if isinstance(replayed, Captured):
-                sampled, unsampled = self._sample_captured(replayed, batch)
-            else:
-                sampled, unsampled = self._sample_computed(hidden_TE, None if replayed is None else replayed.logits_TV, batch)
-            self._table.keep_drawn((answer.sequence, answer.token_id) for answer in sampled)
-        if not self._ranks.answers:
+        if not batch.sample_rows:
             return None
-        told, faults = _read(prompts)
-        faults.update((fault.sequence, fault) for fault in unsampled)
-        return StepResult(
-            step=plan.step,
-            sampled=tuple(answer for answer in sampled if answer.sequence not in faults),
-            prompt_logprobs=tuple(told),
-            faults=tuple(faults.values()),
-        )
+        if isinstance(replayed, Captured):
+            tokens = self._sample_captured(replayed, batch)
+        else:
+            tokens = self._sample_computed(hidden_TE, None if replayed is None else replayed.logits_TV, batch)
+        if self.goes_ahead:
+            for state in batch.sampled:
+                if isinstance(state, SequenceState):
+                    state.drawn = UNKNOWN
+        return tokens
 
-    def _compute_spans(self, spans: tuple[Span, ...]) -> tuple[Batch, tuple[Tensor, Captured | Computed | None]]:
-        """Their rows and what is computed of them, from the beginning after each plan that overtakes."""
+    def _compute_spans(
+        self, spans: tuple[Span, ...], drawn_K: Tensor | None
+    ) -> tuple[Batch, tuple[Tensor, Captured | Computed | None]]:
+        """Their rows and what is computed of them, from the beginning after each plan that overtakes.
+
+        Args:
+            drawn_K: see ``SequenceTable.batch``.
+        """
         while True:
-            batch = self._table.batch(spans)  # inputs of steps of one size have one place, where the other may have had its own
+            batch = self._table.batch(
+                spans, drawn_K
+            )  # inputs of steps of one size have one place, where the other may have had its own
             try:
                 return batch, self._compute(batch)
             except Overtaken:
@@ -163,9 +231,7 @@ class Runner:
         """Whether the likeliest tokens are all that is wanted, and are looked for without the logits of all."""
         return self.narrow is not None and self.narrow.serves(len(batch.sample_rows)) and wants_likeliest(batch.sampled)
 
-    def _sample_computed(
-        self, hidden_TE: Tensor, logits_TV: Tensor | None, batch: Batch
-    ) -> tuple[list[Sampled], list[SequenceFault]]:
+    def _sample_computed(self, hidden_TE: Tensor, logits_TV: Tensor | None, batch: Batch) -> LaunchedTokens | None:
         """The next token of each row, on the stage's rank 0.
 
         Args:
@@ -179,7 +245,7 @@ class Runner:
             return self._sample_likeliest(found.peaks_R, found.places_R, batch)
         return self._sample(self._model.head(hidden_RE[None])[0], batch)
 
-    def _sample(self, own_RV: Tensor, batch: Batch) -> tuple[list[Sampled], list[SequenceFault]]:
+    def _sample(self, own_RV: Tensor, batch: Batch) -> LaunchedTokens | None:
         """The next token of each row, on the stage's rank 0.
 
         Of rows that want the likeliest one ranks exchange two numbers, not logits.
@@ -191,9 +257,9 @@ class Runner:
         if self._ranks.size > 1 and wants_likeliest(states):
             return self._sample_likeliest(*self._model.sampling.peaks(own_RV.contiguous()), batch)
         logits_RV = self._ranks.gather_columns(own_RV, self._model.head_widths)
-        return ([], []) if logits_RV is None else sample(logits_RV, states, self._model.sampling)
+        return None if logits_RV is None else launch_sampling(logits_RV, states, self._model.sampling)
 
-    def _sample_likeliest(self, peaks_R: Tensor, places_R: Tensor, batch: Batch) -> tuple[list[Sampled], list[SequenceFault]]:
+    def _sample_likeliest(self, peaks_R: Tensor, places_R: Tensor, batch: Batch) -> LaunchedTokens | None:
         """The likeliest token of each row, on the stage's rank 0, of each rank's largest logit and its column there."""
         states, ranks = batch.sampled, self._ranks.size
         if ranks == 1:
@@ -201,19 +267,42 @@ class Runner:
         else:
             parts_RX = self._ranks.gather_columns(torch.stack((peaks_R, places_R.float()), dim=1), (2,) * ranks)
             if parts_RX is None:
-                return [], []
+                return None
             found_2R = likeliest(parts_RX, self._begins_S)
-        return likeliest_answers(found_2R, range(len(states)), states)
+        return LaunchedTokens(found_2R, states, range(len(states)))
 
-    def _sample_captured(self, captured: Captured, batch: Batch) -> tuple[list[Sampled], list[SequenceFault]]:
+    def _sample_captured(self, captured: Captured, batch: Batch) -> LaunchedTokens | None:
         """What ``_sample`` gives, of a captured step: it has found the likeliest tokens, and its draws are captured, too."""
         rows, states = batch.sample_rows, batch.sampled
         if wants_likeliest(states):
-            return ([], []) if captured.likeliest_2T is None else likeliest_answers(captured.likeliest_2T, rows, states)
+            if (found_2T := captured.likeliest_2T) is None:
+                return None
+            # The next replay writes over it; a device brings it to the host before that, by itself.
+            return LaunchedTokens(found_2T if found_2T.is_cuda else found_2T.clone(), states, rows)
         if rows != tuple(range(len(rows))):  # between them is one of a prompt that ends later
             return self._sample(_rows(captured.logits_TV, rows), batch)
         captured.gathering.replay()
-        return ([], []) if captured.whole_TV is None else sample(captured.whole_TV[: len(rows)], states, captured.sampling)
+        if captured.whole_TV is None:
+            return None
+        return launch_sampling(captured.whole_TV[: len(rows)], states, captured.sampling)
+
+    def _drawn(self, plan: StepPlan) -> Tensor | None:
+        """What spans continue with, int64 [K] on the device; ``None`` where the host knows it.
+
+        The rank that answers knows it once the step before is settled; the others never do. Neither waits for it.
+        """
+        continued = [self._table.state(span.sequence) for span in plan.spans if span.continues]
+        last = self._last if self._last is not None and not self._last.is_settled else None
+        if not continued or (last is None and self._ranks.count == 1):
+            return None
+        device = self._model.device
+        if not self._ranks.answers:
+            return self._ranks.tokens_of_first(torch.empty(len(continued), dtype=torch.int64, device=device))
+        places, tokens_X = ([], None) if last is None or last.tokens is None else last.tokens.of(continued)
+        if tokens_X is None or len(places) < len(continued):
+            drawn_K = send(torch.tensor([state.drawn for state in continued]), device)
+            tokens_X = drawn_K if tokens_X is None else drawn_K.index_copy_(0, send(torch.tensor(places), device), tokens_X)
+        return self._ranks.tokens_of_first(tokens_X)
 
     def _share_drawn(self, plan: StepPlan) -> None:
         """Let every rank know the tokens that spans continue with, which the rank that answers drew."""
@@ -247,16 +336,3 @@ def _rows(tensor_TX: Tensor, rows: Sequence[int]) -> Tensor:
     if rows == tuple(range(len(rows))):
         return tensor_TX[: len(rows)]
     return tensor_TX[send(torch.tensor(rows), tensor_TX.device)]
-
-
-def _read(launched: Sequence[LaunchedPrompt]) -> tuple[list[PromptLogprobs], dict[SequenceId, SequenceFault]]:
-    """What can be told of the step's prompt positions, and the sequences of which nothing can be."""
-    results: list[PromptLogprobs] = []
-    faults: dict[SequenceId, SequenceFault] = {}
-    for part in launched:
-        told = part.read()
-        if isinstance(told, SequenceFault):
-            faults.setdefault(told.sequence, told)
-        else:
-            results.append(told)
-    return results, faults

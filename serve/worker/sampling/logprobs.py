@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from serve.model.sending import Fetched
 from serve.types import TokenLogprob
 
 _ROWS = 64
@@ -21,8 +22,8 @@ _ROWS = 64
 class LaunchedLogprobs:
     """What some rows say of their tokens, while the device may still be computing it."""
 
-    packed: tuple[Tensor, ...]
-    """fp64 [rows, 3 + 2 K], on the device: own logprob, rank and id, the likeliest logprobs and their ids."""
+    packed: tuple[Fetched, ...]
+    """fp64 [rows, 3 + 2 K]: own logprob, rank and id, the likeliest logprobs and their ids."""
     num_top: tuple[int, ...]
     """What each row wants of its likeliest."""
 
@@ -41,7 +42,7 @@ def logprobs_of(logits_RV: Tensor, tokens_R: Tensor, num_top: Sequence[int]) -> 
         num_top: one for each row; 0 for none.
     """
     parts = (slice(first, first + _ROWS) for first in range(0, logits_RV.shape[0], _ROWS))
-    packed = tuple(_packed(logits_RV[rows], tokens_R[rows], max(num_top[rows])) for rows in parts)
+    packed = tuple(Fetched(_packed(logits_RV[rows], tokens_R[rows], max(num_top[rows]))) for rows in parts)
     return LaunchedLogprobs(packed, tuple(num_top))
 
 

@@ -11,40 +11,18 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from serve.engine.plan import PromptLogprobs, Sampled, SequenceFault, Start
+from serve.engine.plan import Sampled, SequenceFault
 from serve.model.sending import send
-from serve.types import SamplingParams, SequenceId, TokenLogprob
+from serve.types import SamplingParams, SequenceId
+from serve.worker.sampling.answers import LaunchedPrompt, LaunchedTokens, SampledSequence
 from serve.worker.sampling.backend import SamplingBackend, TorchSampling
 from serve.worker.sampling.logprobs import LaunchedLogprobs, logprobs_of
 from serve.worker.sampling.native import NativeSampling
-from serve.worker.sampling.seen import Seen
-
-
-class SampledSequence(Protocol):
-    """What a row of logits is about: a sequence, or one as it will be if proposed tokens come next."""
-
-    @property
-    def start(self) -> Start: ...
-
-    @property
-    def num_tokens(self) -> int: ...
-
-    @property
-    def num_output_tokens(self) -> int: ...
-
-    @property
-    def supposed(self) -> int | None:
-        """What the row before must give for this one to count; ``None`` where it counts in any case."""
-        ...
-
-    def seen(self) -> Seen: ...
 
 
 def choose_sampling(device: torch.device, kernels: ctypes.CDLL | None) -> SamplingBackend:
@@ -55,7 +33,12 @@ def choose_sampling(device: torch.device, kernels: ctypes.CDLL | None) -> Sampli
 def sample(
     logits_RV: Tensor, states: Sequence[SampledSequence], backend: SamplingBackend
 ) -> tuple[list[Sampled], list[SequenceFault]]:
-    """Choose the next token of each row; rows whose logits are not finite, or where nothing is allowed, become faults.
+    """Choose the next token of each row, and wait for it: see ``launch_sampling``."""
+    return launch_sampling(logits_RV, states, backend).read()
+
+
+def launch_sampling(logits_RV: Tensor, states: Sequence[SampledSequence], backend: SamplingBackend) -> LaunchedTokens:
+    """Choose the next token of each row; the host waits for nothing.
 
     Rows that suppose a token count up to the first that was not chosen, or has a fault: what is chosen is what would be if
     each of them came in a step of its own. Such a row's fault comes in the next step, when it supposes nothing.
@@ -68,7 +51,7 @@ def sample(
     wanted_W = send(torch.tensor(wanted), logits_RV.device) if wanted else None
     raw_WV = None if wanted_W is None else logits_RV[wanted_W]
     adjusted_from_R = adjust(logits_RV, states, backend)
-    seen = [state.seen() if _penalises(p) else None for state, p in zip(states, params, strict=True)]
+    seen = [state.seen() if penalises(p) else None for state, p in zip(states, params, strict=True)]
     if any(seen) or any(p.temperature > 0 for p in params):
         uniform = [uniform_of(p.seed, state) if p.temperature > 0 else 0.0 for p, state in zip(params, states, strict=True)]
         raw_peaks_R, peaks_R, tokens_R = backend.choose(logits_RV, params, uniform, seen)
@@ -81,8 +64,7 @@ def sample(
         num_top = [states[row].start.logprobs or 0 for row in wanted]
         launched = logprobs_of(raw_WV, tokens_R[wanted_W], num_top)
     chosen_3R = torch.stack((tokens_R, raw_peaks_R.isfinite(), peaks_R.isfinite()))
-    logprobs = {} if launched is None else dict(zip(wanted, launched.read(), strict=True))
-    return _answers(states, chosen_3R.tolist(), logprobs)
+    return LaunchedTokens(chosen_3R, states, range(len(states)), launched)
 
 
 def wants_likeliest(states: Sequence[SampledSequence]) -> bool:
@@ -90,7 +72,7 @@ def wants_likeliest(states: Sequence[SampledSequence]) -> bool:
     return not any(
         state.start.logprobs is not None
         or state.start.sampling.temperature > 0
-        or _penalises(state.start.sampling)
+        or penalises(state.start.sampling)
         or _prefers(state)
         for state in states
     )
@@ -110,78 +92,13 @@ def likeliest(parts_RX: Tensor, begins_S: Tensor) -> Tensor:
         begins_S: int64, each rank's first column, on the same device.
 
     Returns:
-        As ``likeliest_answers`` takes it.
+        int64 [2, R] as ``LaunchedTokens`` takes it: of each row the token, and whether its logit is finite.
     """
     peaks_RS, places_RS = parts_RX.view(-1, len(begins_S), 2).unbind(dim=2)
     peaks_R = peaks_RS.amax(dim=1)  # NaN where one is NaN
     first_R = (peaks_RS == peaks_R[:, None]).int().argmax(dim=1)
     tokens_R = places_RS.gather(1, first_R[:, None])[:, 0].long() + begins_S[first_R]
     return torch.stack((tokens_R, peaks_R.isfinite()))
-
-
-def likeliest_answers(
-    likeliest_2T: Tensor, rows: Sequence[int], states: Sequence[SampledSequence]
-) -> tuple[list[Sampled], list[SequenceFault]]:
-    """The likeliest token of each row, where ``wants_likeliest`` says that nothing else is asked for; as ``sample`` gives it.
-
-    Args:
-        likeliest_2T: int64, of some rows of logits the likeliest token, and whether its logit is finite.
-        rows: which of them ``states`` are of.
-    """
-    tokens, finite = ([line[row] for row in rows] for line in likeliest_2T.tolist())
-    return _answers(states, (tokens, finite, finite), {})
-
-
-def _answers(
-    states: Sequence[SampledSequence], chosen_3R: Sequence[Sequence[int]], logprobs: Mapping[int, TokenLogprob]
-) -> tuple[list[Sampled], list[SequenceFault]]:
-    """What is told of each row.
-
-    Args:
-        chosen_3R: each row's token, and whether its largest logit was finite as it came, and after all that was changed.
-        logprobs: by row, where they are wanted.
-    """
-    tokens, finite, possible = chosen_3R
-    sampled: list[Sampled] = []
-    faults: list[SequenceFault] = []
-    counts = False
-    for row, state in enumerate(states):
-        sequence, good = state.start.sequence, bool(finite[row] and possible[row])
-        if state.supposed is not None:
-            counts = counts and good and tokens[row - 1] == state.supposed
-            if not counts:
-                continue
-        counts = good
-        if not finite[row]:
-            faults.append(_not_finite(sequence, state.num_tokens))
-        elif not possible[row]:
-            faults.append(
-                SequenceFault(sequence=sequence, message="allowed_ids, banned_ids and min_new_tokens leave no token to sample")
-            )
-        else:
-            sampled.append(Sampled(sequence=sequence, token_id=tokens[row], logprob=logprobs.get(row)))
-    return sampled, faults
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchedPrompt:
-    """Logprobs of neighbouring prompt positions, while the device may still be computing them."""
-
-    sequence: SequenceId
-    first: int
-    """The position of the first one's token."""
-    logprobs: LaunchedLogprobs
-
-    def read(self) -> PromptLogprobs | SequenceFault:
-        """Wait for the device and tell them; a fault where any of them is not finite.
-
-        With NaN or infinity among a position's logits it is not: NaN compares with nothing, so it would pass for the likeliest.
-        """
-        told = self.logprobs.read()
-        for place, each in enumerate(told):
-            if not math.isfinite(each.logprob):
-                return _not_finite(self.sequence, self.first + place)
-        return PromptLogprobs(sequence=self.sequence, first=self.first, logprobs=tuple(told))
 
 
 def prompt_logprobs(
@@ -197,12 +114,8 @@ def prompt_logprobs(
     return LaunchedPrompt(sequence, first, logprobs_of(logits_RV.float(), targets_R, [num_top] * len(targets)))
 
 
-def _not_finite(sequence: SequenceId, position: int) -> SequenceFault:
-    message = f"the model's logits for position {position} are not finite; its weights or its data type are at fault"
-    return SequenceFault(sequence=sequence, message=message, not_finite=True)
-
-
-def _penalises(params: SamplingParams) -> bool:
+def penalises(params: SamplingParams) -> bool:
+    """Whether a token's chance depends on which tokens came before."""
     return bool(params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import statistics
 from collections.abc import Callable
 
 import pytest
@@ -28,12 +30,17 @@ class Taking(FakeExecutor):
         self.waited: list[float] = []
         self.planning = 0.0
         """Seconds until the ranks have a plan."""
+        self.launching: float | None = None
+        """Seconds from then on until a device has it, where ranks launch steps ahead."""
+        self._was_late: dict[int, bool] = {}
         self.most_under_way = 0
 
     def launch(self, plan: StepPlan, *, overtakes: bool = False) -> None:
         super().launch(plan, overtakes=overtakes)
         self._clock.now += self.planning
         self._computed += self.planning
+        if self.launching is not None:
+            self._was_late[plan.step] = self._computed + self.launching > self._seconds
         self.most_under_way = max(self.most_under_way, len(vars(self)["launched"]))
 
     def wait(self, seconds: float, bell: int | None = None) -> bool:
@@ -46,7 +53,8 @@ class Taking(FakeExecutor):
     def collect(self) -> StepResult:
         self._clock.now += self._seconds - self._computed
         self._computed = 0.0
-        return super().collect()
+        result = super().collect()
+        return dataclasses.replace(result, was_late=self._was_late.get(result.step))
 
 
 def go_on(engine: Engine, clock: Clock, steps: int, between: float) -> None:
@@ -119,6 +127,20 @@ def test_the_longer_plans_come_in_time_the_later_they_are_made() -> None:
     executor.planning = 0.05
     late(engine, clock, 3, 0.002)
     assert executor.waited[0] > executor.waited[2], "its plans take the ranks half a step to get"
+
+
+def test_a_plan_comes_as_much_sooner_as_the_ranks_need_to_launch_it() -> None:
+    """They say whether the device had nothing left to do by then."""
+    leads = []
+    for launching in (None, 0.0, 0.004):
+        engine, executor, clock = running()
+        executor.launching = launching
+        late(engine, clock, 500, 0.002)
+        leads.append(0.1 - statistics.median(executor.waited[-200:]) - 0.002)
+        told = list(executor._was_late.values())[-200:]
+        assert sum(told) <= 40, "one of ten, or somewhat more: it is learnt one step later"
+    assert leads[0] == pytest.approx(leads[1], abs=0.0005)
+    assert 0.004 < leads[2] - min(leads[:2]) < 0.0055
 
 
 def test_a_step_is_not_waited_for_where_none_of_its_size_was_seen() -> None:

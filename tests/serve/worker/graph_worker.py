@@ -1,7 +1,8 @@
 """One rank that generates with captured decoding steps, and without: ``python -m … RANK SIZE FOLDER``.
 
 FOLDER has a checkpoint in each of its folders. Every rank writes, by folder, the sizes it captured in their order, what it
-exchanges in the graphs of each size, and what was generated both ways, greedily and by draws, to its graphs-RANK.json.
+exchanges in the graphs of each size, and what was generated both ways, greedily and by draws, to its graphs-RANK.json; and what
+is generated with steps one ahead.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from torch.utils._pytree import tree_leaves
 from serve.model.cuda.graphs import CpuGraph
 from serve.types import SamplingParams
 from serve.worker.decode_graphs import DecodeGraphs
-from serve.worker.parallel import join_ranks
+from serve.worker.parallel import Ranks, join_ranks
 from serve.worker.progress import Progress
 from serve.worker.runner import Runner
 from tests.serve.worker.captured import load_captured
-from tests.serve.worker.family_worker import generate
+from tests.serve.worker.family_worker import PROMPTS, generate
+from tests.serve.worker.steps_ahead import one_ahead, plans
 
 DRAWN = (
     SamplingParams(temperature=1.0, top_k=50, seed=1),
@@ -46,19 +48,33 @@ def exchanged(graphs: DecodeGraphs) -> list[list[list[tuple[str, tuple[int, ...]
     return [[of(cast(CpuGraph, each.graph)), of(cast(CpuGraph, each.gathering))] for each in sizes]
 
 
+def generated_ahead(runner: Runner, ranks: Ranks, sampling: tuple[SamplingParams, ...]) -> tuple[list[list[int]], int]:
+    """Continuations as ``generate`` gives them, and how many plans were launched with another one under way."""
+    results, followed = one_ahead(runner, plans(sampling))
+    said = [(each.sequence, each.token_id) for result in results if result is not None for each in result.sampled]
+    got: list[list[int]] = [[] for _ in PROMPTS]
+    for sequence, token in json.loads(ranks.told_by_first(json.dumps(said))):
+        got[sequence].append(token)
+    return got, followed
+
+
 def main(rank: int, size: int, root: Path) -> None:
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     warnings.simplefilter("error")
     memory = os.open(root / f"memory-{size}", os.O_RDWR | os.O_CREAT)
     ranks = join_ranks(rank, size, torch.device("cpu"), root / f"meeting-{size}", memory, 120.0, Progress())
-    told = {}
+    told = dict[str, dict[str, object]]()
     for folder in sorted(path for path in root.iterdir() if path.is_dir()):
         runner = Runner(load_captured(folder, ranks), ranks)
         assert runner.graphs is not None
-        told[folder.name] = mine = {"eager": generate(runner, ranks), "drawn eager": generate(runner, ranks, sampling=DRAWN)}
+        mine: dict[str, object] = {"eager": generate(runner, ranks), "drawn eager": generate(runner, ranks, sampling=DRAWN)}
+        told[folder.name] = mine
         runner.graphs.capture()
         mine |= {"replayed": generate(runner, ranks), "drawn": generate(runner, ranks, sampling=DRAWN)}
+        for name, sampling in (("ahead", ()), ("drawn ahead", DRAWN), ("drawn without penalties ahead", (DRAWN[0],) * 3)):
+            mine[name] = generated_ahead(runner, ranks, sampling)
+        mine["drawn without penalties"] = generate(runner, ranks, sampling=(DRAWN[0],) * 3)
         mine |= {"sizes": runner.graphs.sizes, "exchanged": exchanged(runner.graphs)}
     (root / f"graphs-{rank}.json").write_text(json.dumps(told))
     ranks.close()

@@ -16,13 +16,14 @@ from serve.engine.plan import Span, StepPlan
 from serve.errors import ConfigError
 from serve.model.filling import Filler
 from serve.types import SequenceId
-from serve.worker import rank_loop, wire
+from serve.worker import wire
 from serve.worker.device_faults import fault, step_fault, weights_that_do_not_fit
 from serve.worker.executor import RankExecutor
 from serve.worker.overtaking import Overtaking
 from serve.worker.parallel import Ranks
 from serve.worker.progress import Progress
 from serve.worker.rank import Rank
+from serve.worker.step_loop import StepLoop
 from serve.worker.vitals import PULSE, LastWords, Vitals
 from tests.serve.worker.family_worker import load
 from tests.support.models import save
@@ -137,7 +138,7 @@ def test_weights_without_memory_are_refused_as_they_are_read(tmp_path: Path, mon
 class _Failing:
     """A runner whose device fails in its first step."""
 
-    may_be_overtaken = False
+    may_be_overtaken = goes_ahead = False
 
     def execute(self, plan: StepPlan) -> None:
         raise torch.AcceleratorError("CUDA error: unspecified launch failure")
@@ -146,7 +147,7 @@ class _Failing:
 class _FailingInAnother:
     """A runner whose device fails in the plan that overtakes its first step."""
 
-    may_be_overtaken = True
+    may_be_overtaken, goes_ahead = True, False
 
     def __init__(self) -> None:
         self.overtaking = Overtaking()
@@ -174,9 +175,9 @@ def test_a_rank_whose_device_fails_in_a_step_says_so_and_ends(
         heard.setblocking(False)
         for number in range(2):
             wire.send(told, wire.encode(dataclasses.replace(_plan(1), step=number)))
-        told_nothing = SimpleNamespace(profiler=SimpleNamespace(is_on=False))
+        told_nothing = SimpleNamespace(profiler=SimpleNamespace(is_on=False), exchange=None)
         with pytest.raises(SystemExit) as ended:
-            rank_loop._serve(runner(), told_nothing, steps, Progress(), pulse, _in_a_step)
+            StepLoop(runner(), told_nothing, steps, Progress(), pulse, _in_a_step).run()
         vitals = Vitals(1, 0, heard, 0.0)
         vitals.listen(1.0)
     assert ended.value.code == 1

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from serve.worker.batch import SequenceState, Supposed
+from serve.worker.sampling.answers import LaunchedTokens
 from serve.worker.sampling.backend import SamplingBackend, TorchSampling
 from serve.worker.sampling.native import NativeSampling
-from serve.worker.sampling.sampler import first_columns, likeliest, likeliest_answers, sample, wants_likeliest
+from serve.worker.sampling.sampler import first_columns, likeliest, sample, wants_likeliest
 from tests.serve.worker.test_sampler import _state as state
 from tests.support.kernels import cpu_kernels
 
@@ -35,7 +36,7 @@ def test_the_likeliest_of_all_ranks_is_the_likeliest_of_all_columns(backend: Sam
         assert wants_likeliest(states)
         parts = [torch.stack([*backend.peaks(part.contiguous())], dim=1).float() for part in logits.split(widths, dim=1)]
         found = likeliest(torch.cat(parts, dim=1), first_columns(widths, torch.device("cpu")))
-        assert likeliest_answers(found, range(len(states)), states) == sample(logits, states, backend)
+        assert LaunchedTokens(found, states, range(len(states))).read() == sample(logits, states, backend)
 
 
 @pytest.mark.parametrize(

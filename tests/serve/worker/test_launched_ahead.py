@@ -1,0 +1,239 @@
+"""A step that is launched before the one before it is settled gives what it gives behind it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from serve.engine.plan import DRAFTED, Span, Start, StepPlan, StepResult
+from serve.model.cuda.backend import TritonBackend
+from serve.model.heads import Stage
+from serve.types import BlockId, SamplingParams, SequenceId, TokensOut
+from serve.worker.batch import UNKNOWN
+from serve.worker.loader import RankModel
+from serve.worker.parallel import Ranks
+from serve.worker.runner import Runner
+from tests.serve.engine.engines import make_engine
+from tests.serve.fake_executor import Deferred, OnlyRank
+from tests.serve.worker.captured import load_captured
+from tests.serve.worker.launches import without_kernels
+from tests.serve.worker.steps_ahead import OneAhead, one_ahead, plans
+from tests.serve.worker.test_ahead import random_requests
+from tests.serve.worker.test_decode_graphs import CASES, saved
+from tests.serve.worker.waits import WholeStep, on_meta
+
+ALONE = Ranks(0, 1)
+GREEDY = SamplingParams()
+DRAWN = (
+    SamplingParams(temperature=1.0, top_k=50, seed=1),
+    SamplingParams(temperature=1.3, typical_p=0.9, min_p=0.01, banned_ids=(3, 4), seed=2),
+    SamplingParams(allowed_ids=tuple(range(9, 200)), logit_bias=((10, 1.0),)),
+)
+PENALISED = (GREEDY, SamplingParams(temperature=1.0, repetition_penalty=1.3, seed=5), GREEDY)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_without_gradients() -> Iterator[None]:
+    torch.set_num_threads(1)
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> RankModel:
+    return load_captured(saved("llama", tmp_path_factory.mktemp("ahead")), ALONE, most=2)
+
+
+def told(results: list[StepResult | None]) -> list[StepResult]:
+    """Without what says when it was launched."""
+    return [dataclasses.replace(result, was_late=None) for result in results if result is not None]
+
+
+@pytest.mark.parametrize("captured", [True, False], ids=["captured", "piece by piece"])
+@pytest.mark.parametrize("sampling", [(), DRAWN, PENALISED], ids=["greedy", "drawn", "penalised"])
+def test_steps_give_what_they_give_one_after_the_other(
+    model: RankModel, sampling: tuple[SamplingParams, ...], captured: bool
+) -> None:
+    """Steps of prompts in chunks beside tokens, of one, two (captured) and three rows, with log probabilities."""
+    runner = Runner(model, ALONE)
+    assert runner.graphs is not None
+    if captured:
+        runner.graphs.capture()
+    wanted = list(plans(sampling, logprobs=2))
+    expected = told([runner.execute(plan) for plan in wanted])
+    *all_but_last, last = wanted
+    found, followed = one_ahead(runner, all_but_last)
+    said = [[each.token_id for result in expected for each in result.sampled if each.sequence == i] for i in range(3)]
+    for sequence, state in runner._table._sequences.items():
+        assert state.token_ids == [*state.start.token_ids, *said[sequence][:-1]], "as the host knows it in the end"
+        assert state.drawn == said[sequence][-1]
+    assert told([*found, runner.execute(last)]) == expected
+    assert sum(len(result.sampled) for result in expected) == 3 * 16
+    assert any(result.prompt_logprobs for result in expected)
+    assert not any(result.faults for result in expected)
+    assert followed == len(wanted) - 2 if sampling is not PENALISED else 0 < followed < len(wanted) / 2
+    assert len(runner._table) == 0
+
+
+class _OneAheadRank(Deferred):
+    """An executor of one rank, in this process, that launches a plan as soon as it comes."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.ahead = OneAhead(runner)
+
+    def launch(self, plan: StepPlan, *, overtakes: bool = False) -> None:
+        self.ahead.launch(plan)
+
+    def collect(self) -> StepResult:
+        if not self.ahead.results:
+            self.ahead.settle_oldest()
+        result = self.ahead.results.popleft()
+        assert result is not None
+        return result
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.launch(plan)
+        return self.collect()
+
+
+def test_an_engine_says_the_same(model: RankModel) -> None:
+    """Of requests that end by tokens and give way, some of which draw, tell log probabilities, or one has penalties."""
+    said = []
+    executor = _OneAheadRank(Runner(model, ALONE))
+    for runs_ahead in (False, True):
+        facts = dataclasses.replace(model.facts, num_blocks=160 // model.facts.block_tokens)
+        limits = {"max_num_seqs": 6, "max_step_tokens": 48, "async_scheduling": runs_ahead}
+        engine = make_engine(facts, executor=executor if runs_ahead else OnlyRank(Runner(model, ALONE)), **limits)
+        for generation in random_requests(24):
+            few = {} if generation.request_id == "7" else {"presence_penalty": 0.0, "repetition_penalty": 1.0}
+            engine.add(dataclasses.replace(generation, sampling=dataclasses.replace(generation.sampling, **few)))
+        got: dict[Any, list[int]] = {}
+        while engine.has_work:
+            for event in engine.step():
+                if isinstance(event, TokensOut):
+                    ids = [each.token_id for each in event.logprobs]
+                    got.setdefault((event.request_id, event.index), []).extend((*event.token_ids, *ids))
+            engine.check()
+        said.append(got)
+        assert engine.stats().preemptions > 0
+    assert said[0] == said[1]
+    assert executor.ahead.followed > 20
+
+
+def test_a_sequence_that_has_a_fault_costs_nobody_else_anything(model: RankModel) -> None:
+    """Its next step is launched by then; the one after that goes on with any token, and it is dropped."""
+    [embedding] = [layer for layer in model.body.modules() if isinstance(layer, torch.nn.Embedding)]
+    bad = 7
+    sampling = SamplingParams(banned_ids=(bad,))
+    prompts = ((5, 8, 9), (4, bad, 6))
+    kept = embedding.weight[bad].clone()
+    runner = Runner(model, ALONE)
+    alone = told([runner.execute(plan) for plan in plans((sampling,), prompts[:1], new_tokens=6)])
+    try:
+        embedding.weight[bad] = float("nan")
+        found, followed = one_ahead(runner, plans((sampling, sampling), prompts, new_tokens=6))
+    finally:
+        embedding.weight[bad] = kept
+    assert followed > 4
+    assert [[s.token_id for s in result.sampled] for result in told(found)] == [
+        [s.token_id for s in result.sampled] for result in alone
+    ]
+    faults = [[(fault.sequence, fault.not_finite) for fault in result.faults] for result in told(found)]
+    assert faults == [[(SequenceId(1), True)]] * 6 + [[]]
+    first = told(found)[0].faults[0].message
+    assert "position 3 are" in first, "that of the step which it was computed in"
+
+
+def test_one_may_be_gone_or_begin_again_before_its_token_was_read(model: RankModel) -> None:
+    runner, first = Runner(model, ALONE), next(plans((), ((5, 8, 9), (4, 3, 6)), new_tokens=6))
+    expected = runner.execute(first)
+    assert expected is not None
+    runner.execute(StepPlan(step=1, dropped=(SequenceId(0), SequenceId(1))))
+    launched = runner.launch(first)
+    again = dataclasses.replace(first.starts[1], token_ids=(4, 3))
+    span = Span(sequence=SequenceId(1), start=0, count=2, new_blocks=(BlockId(3),))
+    plan = StepPlan(step=1, dropped=(SequenceId(0), SequenceId(1)), starts=(again,), spans=(span,))
+    assert runner.follows(plan)
+    after = runner.launch(plan, follows=True)
+    assert told([runner.settle(launched)]) == told([expected])
+    assert runner.settle(after) == StepResult(step=1, was_late=True), "on a CPU what was launched is done"
+    assert runner._table.state(SequenceId(1)).token_ids == [4, 3]
+    runner.execute(StepPlan(step=2, dropped=(SequenceId(1),)))
+
+
+def _start(sampling: SamplingParams) -> Start:
+    return Start(sequence=SequenceId(0), index=0, token_ids=(5, 8, 9), num_prompt_tokens=3, sampling=sampling)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "span", "follows"),
+    [
+        (GREEDY, {"continues": True}, True),
+        (SamplingParams(temperature=0.7, top_p=0.8, banned_ids=(3,)), {"continues": True}, True),
+        (SamplingParams(presence_penalty=0.1), {"continues": True}, False),
+        (SamplingParams(frequency_penalty=0.1), {"continues": True}, False),
+        (SamplingParams(repetition_penalty=0.9), {"continues": True}, False),
+        (SamplingParams(presence_penalty=0.1), {"new_tokens": (3,)}, True),
+        (GREEDY, {"new_tokens": (3,), "count": 2, "proposed": (4,)}, False),
+        (GREEDY, {"new_tokens": (3,), "count": 2, "proposed": (DRAFTED,)}, False),
+    ],
+)
+def test_a_plan_waits_where_the_host_computes_by_the_token(
+    model: RankModel, sampling: SamplingParams, span: dict[str, Any], follows: bool
+) -> None:
+    runner = Runner(model, ALONE)
+    prompt = Span(sequence=SequenceId(0), start=0, count=3, new_blocks=(BlockId(1),), sample=True)
+    runner.settle(runner.launch(StepPlan(step=0, starts=(_start(sampling),), spans=(prompt,))))
+    plan = StepPlan(step=1, spans=(Span(**{"sequence": SequenceId(0), "start": 3, "count": 1, "sample": True} | span),))
+    assert runner.follows(plan) is follows
+    assert not runner.follows(dataclasses.replace(plan, swap=1))
+    runner.goes_ahead = False
+    assert not runner.follows(plan)
+
+
+def test_a_plan_waits_for_guesses_to_be_told(model: RankModel) -> None:
+    runner = Runner(model, ALONE)
+    prompt = Span(sequence=SequenceId(0), start=0, count=4, new_blocks=(BlockId(1),), sample=True, proposed=(4,))
+    guessed = StepPlan(step=0, starts=(_start(GREEDY),), spans=(prompt,))
+    plan = StepPlan(step=1, spans=(Span(sequence=SequenceId(0), start=3, count=1, continues=True, sample=True),))
+    runner.launch(guessed)
+    assert not runner.follows(plan)
+
+
+def test_only_what_is_captured_or_on_a_device_is_launched_ahead(model: RankModel) -> None:
+    assert Runner(model, ALONE).goes_ahead
+    assert not Runner(dataclasses.replace(model, graph_sizes=()), ALONE).goes_ahead, "a CPU computes what it launches"
+    assert not Runner(model, Ranks(0, 1, stage=Stage(0, 2))).goes_ahead
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_host_waits_for_nothing_between_two_steps(name: str, tmp_path: Path) -> None:
+    """On ``meta``, with the back end of CUDA, piece by piece: steps with prompts and of tokens alone, drawn ones too."""
+    runner = Runner(on_meta(saved(name, tmp_path), TritonBackend(132)), ALONE)
+    runner.goes_ahead = True
+    before: list[StepPlan] = []
+    with without_kernels([]):
+        for plan in list(plans(DRAWN, ((5, 8, 9, 3), (4, 3, 6, 9, 1), tuple(range(5, 45))), new_tokens=4, logprobs=1))[:-1]:
+            assert runner.follows(plan)
+            before.append(plan)
+            if len(before) < 2:
+                launched = runner.launch(plan)
+                continue
+            with WholeStep() as looked:
+                following = runner.launch(plan, follows=True)
+                assert looked.reads == 0
+                result = runner.settle(launched)
+            assert looked.found == []
+            assert result is not None
+            assert looked.reads > 0
+            assert len(result.sampled) > 1
+            assert any(span.continues for span in plan.spans)
+            launched = following
+    assert len(before) > 4
+    state = runner._table.state(SequenceId(2))
+    assert (state.token_ids[-1], state.drawn) == (1, UNKNOWN), "what meta's numbers were read as, and what nobody has read"
