@@ -2,10 +2,12 @@
 
 Models are GPT-NeoX's of Pythia-160M's and Pythia-6.9B's shape with random weights, made in ``--work`` and loaded as any
 checkpoint is. A cell is one batch size and one context: all sequences are computed up to that context, then ``--steps`` steps
-decode one token of each, planned as the engine plans them: launched piece by piece (``eager``), then replayed as CUDA graphs
-(``graphs``). Of a cell are recorded, of both
+decode one token of each, planned as the engine plans them: launched piece by piece (``eager``), replayed as CUDA graphs
+(``graphs``), and replayed as the server does it, each step launched before the tokens of the one before it are read (``ahead``).
+Of a cell are recorded, of each
 
-* the median of a step's seconds, and the tokens of all sequences a second;
+* the median of a step's seconds, from its launch to its tokens, or from one's tokens to the next one's where they are launched
+  ahead; and the tokens of all sequences a second;
 * the share of the memory's limit: the bytes that a step must read (all weights but the embedding, and the keys and values of
   all sequences) by the device's nominal bandwidth, over the step's seconds;
 * the share of a step in which the device waits for the host: what is left of the step's seconds without those in which the
@@ -44,9 +46,10 @@ from transformers import AutoConfig, ContinuousBatchingConfig
 
 from benchmarks.pretrained import Generates, greedy, read_model
 from finetune.model.pretrained import new_model
-from serve.engine.plan import Span, Start, StepPlan
+from serve.engine.plan import Span, Start, StepPlan, StepResult
 from serve.options import build_config
 from serve.types import BlockId, SamplingParams, SequenceId
+from serve.worker.launched import LaunchedStep
 from serve.worker.loader import RankModel, Stopwatch, load_rank
 from serve.worker.parallel import Ranks
 from serve.worker.runner import Runner
@@ -109,6 +112,7 @@ class Decoding:
 
     def __init__(self, runner: Runner, batch: int, context: int, vocabulary: int) -> None:
         self._runner, self._batch, self._length, self._step = runner, batch, context, 0
+        self._launched: LaunchedStep | None = None
         self._prompts = prompts(batch, context, vocabulary)
         self._blocks = iter(range(1 << 30))
         self._held = [0] * batch
@@ -127,9 +131,21 @@ class Decoding:
 
     def step(self) -> None:
         """One more token of each."""
-        spans = tuple(self._span(number, self._length, 1, sample=True, continues=True) for number in range(self._batch))
-        self._length += 1
-        self._execute((), spans)
+        self._check(self._runner.execute(self._next()))
+
+    def step_ahead(self) -> None:
+        """The tokens of the step that was launched last time, once the next one is launched."""
+        before, plan = self._launched, self._next()
+        assert self._runner.follows(plan)
+        self._launched = self._runner.launch(plan, follows=True)
+        if before is not None:
+            self._check(self._runner.settle(before))
+
+    def settle(self) -> None:
+        """Read what was launched last."""
+        if self._launched is not None:
+            self._check(self._runner.settle(self._launched))
+            self._launched = None
 
     def end(self) -> None:
         """Forget the sequences."""
@@ -143,9 +159,18 @@ class Decoding:
             sequence=SequenceId(number), start=start, count=count, sample=sample, continues=continues, new_blocks=blocks
         )
 
+    def _next(self) -> StepPlan:
+        spans = tuple(self._span(number, self._length, 1, sample=True, continues=True) for number in range(self._batch))
+        self._length += 1
+        self._step += 1
+        return StepPlan(step=self._step, spans=spans)
+
     def _execute(self, starts: tuple[Start, ...], spans: tuple[Span, ...]) -> None:
         self._step += 1
-        result = self._runner.execute(StepPlan(step=self._step, starts=starts, spans=spans))
+        self._check(self._runner.execute(StepPlan(step=self._step, starts=starts, spans=spans)))
+
+    @staticmethod
+    def _check(result: StepResult | None) -> None:
         assert result is not None
         assert not result.faults, result.faults[0].message
 
@@ -167,6 +192,8 @@ def busy_seconds(events: Iterable[FunctionEvent], device: str) -> float:
 def device_seconds(step: Callable[[], None], device: str) -> float:
     """What a step takes the device itself, however long the host takes to launch it."""
     activity = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
+    if device == "cuda":
+        torch.cuda.synchronize()  # what was launched before is none of it
     with profile(activities=[activity]) as seen:
         for _ in range(PROFILED):
             step()
@@ -176,15 +203,13 @@ def device_seconds(step: Callable[[], None], device: str) -> float:
 
 
 def timed_steps(step: Callable[[], None], steps: int, device: str) -> dict[str, Any]:
-    """Seconds of a step, and the share of it in which the device waits."""
+    """Seconds of a step, which ends with its tokens on the host, and the share of it in which the device waits."""
     walls = []
     for _ in range(WARMING):
         step()
     for _ in range(steps):
         began = time.perf_counter()
         step()
-        if device == "cuda":
-            torch.cuda.synchronize()
         walls.append(time.perf_counter() - began)
     wall, busy = statistics.median(walls), device_seconds(step, device)
     waits = max(0.0, 1 - busy / wall) if busy else "not told: the profiler saw nothing on the device"
@@ -252,12 +277,14 @@ def loaded(folder: Path, programme: Programme, most_tokens: int) -> tuple[RankMo
     return model, runner, taken
 
 
-def both_ways(runner: Runner, decoding: Decoding, steps: int, device: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What steps take that are launched piece by piece, and what replayed ones do."""
+def ways(runner: Runner, decoding: Decoding, steps: int, device: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What steps take that are launched piece by piece, replayed ones, and those that are launched ahead."""
     graphs, runner.graphs = runner.graphs, None
     yield "eager", timed_steps(decoding.step, steps, device)
     runner.graphs = graphs
     yield "graphs", timed_steps(decoding.step, steps, device)
+    yield "ahead", timed_steps(decoding.step_ahead, steps, device)
+    decoding.settle()
 
 
 def cells(programme: Programme, folder: Path, sizes: dict[str, int], steps: int, ends: float) -> Iterator[dict[str, Any]]:
@@ -273,12 +300,12 @@ def cells(programme: Programme, folder: Path, sizes: dict[str, int], steps: int,
         if time.monotonic() > ends:
             yield cell | {"not_run": "the time was over"}
             continue
-        if batch * (-(-(context + 2 * (WARMING + steps + PROFILED)) // BLOCK_TOKENS)) > model.facts.num_blocks:
+        if batch * (-(-(context + 3 * (WARMING + steps + PROFILED)) // BLOCK_TOKENS)) > model.facts.num_blocks:
             yield cell | {"not_run": f"the cache holds {model.facts.num_blocks} blocks"}
             continue
         decoding = Decoding(runner, batch, context, sizes["vocab_size"])
         decoding.start()
-        for way, told in both_ways(runner, decoding, steps, programme.device):
+        for way, told in ways(runner, decoding, steps, programme.device):
             cell[way] = told | {"tokens_per_second": batch / told["seconds"]}
             if bandwidth is not None:
                 needed = bytes_of_step(model, sizes, batch, context, itemsize) / bandwidth

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -77,7 +78,8 @@ def waits_of_host() -> Iterator[list[str]]:
         return
     torch.cuda.set_sync_debug_mode("warn")
     try:
-        with pytest.warns() as warned:
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
             yield found
     finally:
         torch.cuda.set_sync_debug_mode("default")

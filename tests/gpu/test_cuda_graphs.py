@@ -10,12 +10,15 @@ import pytest
 import torch
 
 from serve.engine.plan import StepResult
+from serve.types import SamplingParams
 from serve.worker.runner import Runner
 from serve.worker.sampling.backend import TorchSampling
-from tests.gpu.device import ALONE, DEVICE, ON_DEVICE, REHEARSED, reserved_bytes, some, waits_of_host
+from tests.gpu.device import ALONE, DEVICE, ON_DEVICE, reserved_bytes, some, waits_of_host
 from tests.serve.worker.captured import load_captured, tokens_of_both_ways
 from tests.serve.worker.family_worker import generate
+from tests.serve.worker.steps_ahead import one_ahead, plans
 from tests.serve.worker.test_decode_graphs import SAMPLING, decode_plan
+from tests.serve.worker.test_launched_ahead import DRAWN, PENALISED, told
 from tests.support.models import FAMILIES, MORE_FAMILIES, save
 
 pytestmark = ON_DEVICE
@@ -42,7 +45,6 @@ def test_a_cuda_graph_gives_what_the_step_gives_bit_for_bit(
 
 
 def test_a_step_is_launched_and_sampled_without_waiting_for_the_device(tmp_path: Path) -> None:
-    """But for the one copy of what was sampled, which is none where the device is the CPU."""
     model = load_captured(save("llama", tmp_path / "llama", with_tokenizer=False), ALONE, device=DEVICE)
     runner = Runner(dataclasses.replace(model, sampling=TorchSampling()), ALONE)
     assert runner.graphs is not None
@@ -50,10 +52,29 @@ def test_a_step_is_launched_and_sampled_without_waiting_for_the_device(tmp_path:
     first, second = decode_plan(1, (5, 20, 33, 12), SAMPLING)
     runner.execute(first)
     with waits_of_host() as waits:
-        result = runner.execute(second)
+        launched = runner.launch(second)
+    result = runner.settle(launched)
     assert result is not None
     assert len(result.sampled) == 4
-    assert len(waits) == (0 if REHEARSED else 1), "the copy of the tokens"
+    assert waits == []
+
+
+@pytest.mark.parametrize("captured", [True, False], ids=["captured", "piece by piece"])
+@pytest.mark.parametrize("sampling", [(), DRAWN, PENALISED], ids=["greedy", "drawn", "penalised"])
+def test_steps_that_are_launched_ahead_give_what_they_give_one_after_the_other(
+    sampling: tuple[SamplingParams, ...], captured: bool, tmp_path: Path
+) -> None:
+    """Prompts in chunks beside tokens, of one, two (captured) and three rows, with log probabilities."""
+    folder = save("llama", tmp_path / "llama", with_tokenizer=False)
+    runner = Runner(load_captured(folder, ALONE, "bfloat16", most=2, device=DEVICE), ALONE)
+    assert runner.graphs is not None
+    if captured:
+        runner.graphs.capture()
+    wanted = list(plans(sampling, logprobs=2))
+    expected = told([runner.execute(plan) for plan in wanted])
+    found, followed = one_ahead(runner, wanted)
+    assert told(found) == expected
+    assert followed > 0
 
 
 def test_what_is_drawn_by_replays_is_what_is_drawn_after_the_step(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def test_the_benchmark_of_decoding_measures_every_cell(tmp_path: Path) -> None:
     assert captured["captured"]["sizes"] == 3
     assert [(cell["batch"], cell["context"]) for cell in cells] == [(1, 8), (3, 8), (1, 40), (3, 40)]
     for cell in cells:
-        for way in ("eager", "graphs"):
+        for way in ("eager", "graphs", "ahead"):
             assert cell[way]["tokens_per_second"] == pytest.approx(cell["batch"] / cell[way]["seconds"])
             assert 0 <= cell[way]["device_waits"] < 1
         assert set(cell["transformers"]) == {"generate", "continuous_batching"}
