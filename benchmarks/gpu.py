@@ -3,7 +3,7 @@
 Models are GPT-NeoX's of Pythia-160M's and Pythia-6.9B's shape with random weights, made in ``--work`` and loaded as any
 checkpoint is. A cell is one batch size and one context: all sequences are computed up to that context, then ``--steps`` steps
 decode one token of each, planned as the engine plans them: launched piece by piece (``eager``), replayed as CUDA graphs
-(``graphs``), and replayed as the server does it, each step launched before the tokens of the one before it are read (``ahead``).
+(``graphs``), and replayed as the server does it, each step launched before the one before it has told its tokens (``ahead``).
 Of a cell are recorded, of each
 
 * the median of a step's seconds, from its launch to its tokens, or from one's tokens to the next one's where they are launched
