@@ -51,11 +51,16 @@ class SequenceState:
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.start.num_prompt_tokens
 
+    @property
+    def is_read(self) -> bool:
+        """Whether the last token is known to the host."""
+        return self.token_ids[-1] != UNKNOWN
+
     def seen(self) -> Seen:
-        """What prompt and output hold so far, counted from the first call on."""
+        """What prompt and output hold so far, counted from the first call on; without a last token that is not read."""
         if self._seen is None:
             self._seen = Seen()
-        self._seen.follow(self.token_ids, self.start.num_prompt_tokens)
+        self._seen.follow(self.token_ids, self.start.num_prompt_tokens, len(self.token_ids) - (not self.is_read))
         return self._seen
 
 
@@ -70,6 +75,11 @@ class Supposed:
     @property
     def start(self) -> Start:
         return self.state.start
+
+    @property
+    def is_read(self) -> bool:
+        """The tokens are known: they are proposed."""
+        return True
 
     @property
     def supposed(self) -> int:
@@ -141,7 +151,7 @@ class SequenceTable:
         for sequence, token_id in drawn:
             if (state := self._sequences.get(sequence)) is None:
                 continue
-            if state.token_ids[-1] == UNKNOWN:
+            if not state.is_read:
                 state.token_ids[-1] = token_id  # and what it draws by it is on its way
             else:
                 state.drawn = token_id

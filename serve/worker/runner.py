@@ -31,7 +31,6 @@ from serve.worker.sampling.sampler import (
     first_columns,
     launch_sampling,
     likeliest,
-    penalises,
     prompt_logprobs,
     wants_likeliest,
 )
@@ -94,14 +93,11 @@ class Runner:
     def follows(self, plan: StepPlan) -> bool:
         """Whether a plan may be launched before what was launched last is settled: the host computes nothing by its tokens.
 
-        It does where sequences guess, and for penalties of what a sequence has said.
+        It does where sequences guess.
         """
         if not self.goes_ahead or self._has_guesses or plan.swap is not None:
             return False
-        return not any(
-            span.proposed or (span.continues and penalises(self._table.state(span.sequence).start.sampling))
-            for span in plan.spans
-        )
+        return not any(span.proposed for span in plan.spans)
 
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Compute one step while none is launched; ``None`` on every rank but the one that answers."""
@@ -257,7 +253,9 @@ class Runner:
         if self._ranks.size > 1 and wants_likeliest(states):
             return self._sample_likeliest(*self._model.sampling.peaks(own_RV.contiguous()), batch)
         logits_RV = self._ranks.gather_columns(own_RV, self._model.head_widths)
-        return None if logits_RV is None else launch_sampling(logits_RV, states, self._model.sampling)
+        if logits_RV is None:
+            return None
+        return launch_sampling(logits_RV, states, self._model.sampling, _last_tokens(batch))
 
     def _sample_likeliest(self, peaks_R: Tensor, places_R: Tensor, batch: Batch) -> LaunchedTokens | None:
         """The likeliest token of each row, on the stage's rank 0, of each rank's largest logit and its column there."""
@@ -284,7 +282,7 @@ class Runner:
         captured.gathering.replay()
         if captured.whole_TV is None:
             return None
-        return launch_sampling(captured.whole_TV[: len(rows)], states, captured.sampling)
+        return launch_sampling(captured.whole_TV[: len(rows)], states, captured.sampling, _last_tokens(batch))
 
     def _drawn(self, plan: StepPlan) -> Tensor | None:
         """What spans continue with, int64 [K] on the device; ``None`` where the host knows it.
@@ -329,6 +327,16 @@ class Runner:
                     targets = state.token_ids[first : first + rows]
                     launched.append(prompt_logprobs(logits_RV, state.start.sequence, first, targets, wanted))
         return launched
+
+
+def _last_tokens(batch: Batch) -> Tensor | None:
+    """The last token of what each sampled row is of, int64 on the device: what the row was computed of.
+
+    ``None`` where the host knows them all.
+    """
+    if all(state.is_read for state in batch.sampled):
+        return None
+    return _rows(batch.input_ids[0], batch.sample_rows)
 
 
 def _rows(tensor_TX: Tensor, rows: Sequence[int]) -> Tensor:

@@ -39,6 +39,11 @@ class SampledSequence(Protocol):
         """What the row before must give for this one to count; ``None`` where it counts in any case."""
         ...
 
+    @property
+    def is_read(self) -> bool:
+        """Whether its last token is known to the host; otherwise ``seen`` is without it."""
+        ...
+
     def seen(self) -> Seen: ...
 
 

@@ -35,6 +35,7 @@ class SamplingBackend(Protocol):
         params: Sequence[SamplingParams],
         uniform: Sequence[float],
         seen: Sequence[Seen | None],
+        unread_R: Tensor | None = None,
     ) -> Choice:
         """A token for each row.
 
@@ -43,6 +44,9 @@ class SamplingBackend(Protocol):
         which the mass of those that are left, by their ids, passes ``uniform`` of it.
 
         ``logits_RV`` may be changed in place. Rows whose peak is not finite get some token or other.
+
+        Args:
+            unread_R: a token of each row that is not in ``seen`` yet, int64 on the device; -1 where there is none.
         """
         ...
 
@@ -99,6 +103,7 @@ class TorchSampling:
         params: Sequence[SamplingParams],
         uniform: Sequence[float],
         seen: Sequence[Seen | None],
+        unread_R: Tensor | None = None,
     ) -> Choice:
         """A token for each row: the likeliest at temperature 0, else one that is drawn at the row's ``uniform``.
 
@@ -106,7 +111,7 @@ class TorchSampling:
         drawn together.
         """
         raw_peaks_R, tokens_R = peaks_R, _ = self.peaks(logits_RV)
-        if penalise(logits_RV, params, seen):
+        if penalise(logits_RV, params, seen, unread_R):
             peaks_R, tokens_R = self.peaks(logits_RV)
         drawn = [(row, manner_of(p)) for row, p in enumerate(params) if p.temperature > 0]
         for manner in sorted({manner for _, manner in drawn}):
@@ -117,28 +122,46 @@ class TorchSampling:
         return Choice(raw_peaks_R, peaks_R, tokens_R)
 
 
-def penalise(logits_RV: Tensor, params: Sequence[SamplingParams], seen: Sequence[Seen | None]) -> bool:
-    """Change what rows have seen by their penalties, in place; whether any has seen something."""
+def penalise(
+    logits_RV: Tensor, params: Sequence[SamplingParams], seen: Sequence[Seen | None], unread_R: Tensor | None = None
+) -> bool:
+    """Change what rows have seen by their penalties, in place; whether any has seen something. ``unread_R``: see ``choose``."""
     rows = [row for row, each in enumerate(seen) if each is not None]
     if not rows:
         return False
     device, known = logits_RV.device, [each for each in seen if each is not None]
     lengths = [len(each.ids) for each in known]
-
-    def spread(values: Sequence[float]) -> Tensor:
-        return send(torch.from_numpy(np.repeat(values, lengths)), device)
-
-    row_M = spread(rows)
+    rules = [(params[row].repetition_penalty, params[row].presence_penalty, params[row].frequency_penalty) for row in rows]
+    rules_3N = send(torch.tensor(rules, dtype=torch.float64), device).float().T
+    row_N = send(torch.tensor(rows), device)
+    place_M = send(torch.from_numpy(np.repeat(np.arange(len(rows)), lengths)), device)
     id_M = send(torch.cat([torch.frombuffer(each.ids, dtype=torch.int32) for each in known]).long(), device)
     times_M = send(torch.cat([torch.frombuffer(each.times, dtype=torch.int32) for each in known]).float(), device)
-    again_M = spread([params[row].repetition_penalty for row in rows]).float()
-    value_M = logits_RV[row_M, id_M]
-    value_M = torch.where(value_M > 0, value_M / again_M, value_M * again_M)
-    presence_M = spread([params[row].presence_penalty for row in rows])
-    frequency_M = spread([params[row].frequency_penalty for row in rows])
-    minus_M = presence_M.float() + frequency_M.float() * times_M
-    logits_RV[row_M, id_M] = value_M - torch.where(times_M > 0, minus_M, 0.0)
+    row_M = row_N[place_M]
+    changed_M = penalised(logits_RV[row_M, id_M], rules_3N[:, place_M], times_M)
+    if unread_R is None:
+        logits_RV[row_M, id_M] = changed_M
+        return True
+    unread_N = unread_R[row_N]
+    last_N, is_known_M = unread_N.clamp(min=0), id_M == unread_N[place_M]
+    before_N = torch.zeros(len(rows), device=device).index_add_(0, place_M, times_M * is_known_M)
+    own_N = penalised(logits_RV[row_N, last_N], rules_3N, before_N + 1.0)
+    logits_RV[row_M, id_M] = changed_M
+    logits_RV[row_N, last_N] = torch.where(unread_N < 0, logits_RV[row_N, last_N], own_N)
     return True
+
+
+def penalised(values_X: Tensor, rules_3X: Tensor, times_X: Tensor) -> Tensor:
+    """Logits of what was seen, as penalties change them, fp32.
+
+    Args:
+        values_X: fp32, any shape.
+        rules_3X: repetition, presence and frequency penalty of each, fp32.
+        times_X: how often each was generated, fp32.
+    """
+    again_X, presence_X, frequency_X = rules_3X
+    values_X = torch.where(values_X > 0, values_X / again_X, values_X * again_X)
+    return values_X - torch.where(times_X > 0, presence_X + frequency_X * times_X, 0.0)
 
 
 def draw(logits_NV: Tensor, numbers_6N: Tensor, manner: Manner) -> Tensor:

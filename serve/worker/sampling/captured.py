@@ -15,7 +15,7 @@ from torch import Tensor
 
 from serve.model.cuda.graphs import Graph
 from serve.types import SamplingParams
-from serve.worker.sampling.backend import Choice, Manner, TorchSampling, draw, draw_numbers, manner_of, penalise
+from serve.worker.sampling.backend import Choice, Manner, TorchSampling, draw, draw_numbers, manner_of, penalise, penalised
 from serve.worker.sampling.seen import Seen
 
 _FILLER: Final = SamplingParams()
@@ -38,6 +38,8 @@ class CapturedSampling(TorchSampling):
         """Repetition, presence, frequency."""
         self._seen_2TL = torch.zeros(2, size, MOST_SEEN, dtype=torch.int32, device=device)
         """Ids, and how often each was generated."""
+        self._unread_T = torch.full((size,), -1, dtype=torch.int64, device=device)
+        """See ``choose``."""
         self._draws: dict[Manner, tuple[Graph, Choice]] = {}
         self._penalising: tuple[Graph, Choice] | None = None
 
@@ -67,13 +69,15 @@ class CapturedSampling(TorchSampling):
     def penalise(self) -> Choice:
         """What is captured: the logits of what rows have seen are changed in place; peaks before, and the likeliest after."""
         raw_peaks_T, _ = self.peaks(self.logits_TV)
-        again_T1, presence_T1, frequency_T1 = self._penalties_3T.float()[:, :, None].unbind()
+        rules_3T1 = self._penalties_3T.float()[:, :, None]
         id_TL, times_TL = self._seen_2TL[0].long(), self._seen_2TL[1].float()
-        value_TL = self.logits_TV.gather(1, id_TL)
-        value_TL = torch.where(value_TL > 0, value_TL / again_T1, value_TL * again_T1)
-        minus_TL = presence_T1 + frequency_T1 * times_TL
+        unread_T1 = self._unread_T[:, None]
+        last_T1, is_known_TL = unread_T1.clamp(min=0), id_TL == unread_T1
+        before_T1 = (times_TL * is_known_TL).amax(dim=1, keepdim=True)
+        own_T1 = penalised(self.logits_TV.gather(1, last_T1), rules_3T1, before_T1 + 1.0)
         # An id that fills a row up is one that it has: written again, it is the same number.
-        self.logits_TV.scatter_(1, id_TL, value_TL - torch.where(times_TL > 0, minus_TL, 0.0))
+        self.logits_TV.scatter_(1, id_TL, penalised(self.logits_TV.gather(1, id_TL), rules_3T1, times_TL))
+        self.logits_TV.scatter_(1, last_T1, torch.where(unread_T1 < 0, self.logits_TV.gather(1, last_T1), own_T1))
         return Choice(raw_peaks_T, *self.peaks(self.logits_TV))
 
     def choose(
@@ -82,6 +86,7 @@ class CapturedSampling(TorchSampling):
         params: Sequence[SamplingParams],
         uniform: Sequence[float],
         seen: Sequence[Seen | None],
+        unread_R: Tensor | None = None,
     ) -> Choice:
         """A token for each row: the likeliest at temperature 0, else one that is drawn at the row's ``uniform``.
 
@@ -89,21 +94,23 @@ class CapturedSampling(TorchSampling):
         launch each.
         """
         assert logits_RV.data_ptr() == self.logits_TV.data_ptr(), "draws are captured of logits in one place"
-        penalised = self._penalised(logits_RV, params, seen) if any(seen) else None
+        changed = self._penalised(logits_RV, params, seen, unread_R) if any(seen) else None
         drawn = [manner_of(p) for p in params if p.temperature > 0]
         if not drawn:
-            return super().choose(logits_RV, params, uniform, seen) if penalised is None else penalised
+            return super().choose(logits_RV, params, uniform, seen) if changed is None else changed
         size, vocabulary = self.logits_TV.shape
         rest = size - len(params)
         self._send(self._numbers_6T, draw_numbers([*params, *[_FILLER] * rest], [*uniform, *[0.0] * rest], vocabulary))
         found = _replayed(self._draws[max(drawn)], len(params))
-        return found if penalised is None else Choice(penalised.raw_peaks_R, found.peaks_R, found.tokens_R)
+        return found if changed is None else Choice(changed.raw_peaks_R, found.peaks_R, found.tokens_R)
 
-    def _penalised(self, logits_RV: Tensor, params: Sequence[SamplingParams], seen: Sequence[Seen | None]) -> Choice:
+    def _penalised(
+        self, logits_RV: Tensor, params: Sequence[SamplingParams], seen: Sequence[Seen | None], unread_R: Tensor | None
+    ) -> Choice:
         """Apply the penalties of some rows; what ``choose`` gives where nothing is drawn."""
         if max(len(each.ids) for each in seen if each is not None) > MOST_SEEN:
             raw_peaks_R, _ = self.peaks(logits_RV)
-            penalise(logits_RV, params, seen)
+            penalise(logits_RV, params, seen, unread_R)
             return Choice(raw_peaks_R, *self.peaks(logits_RV))
         size = len(self.logits_TV)
         penalties = np.zeros((3, size))
@@ -117,6 +124,9 @@ class CapturedSampling(TorchSampling):
                     seen_2TL[place, row, : len(values)] = values
         self._send(self._penalties_3T, torch.from_numpy(penalties))
         self._send(self._seen_2TL, torch.from_numpy(seen_2TL))
+        self._unread_T.fill_(-1)
+        if unread_R is not None:
+            self._unread_T[: len(params)].copy_(unread_R)
         assert self._penalising is not None, "penalties were captured"
         return _replayed(self._penalising, len(params))
 

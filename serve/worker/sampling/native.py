@@ -41,11 +41,13 @@ class NativeSampling:
         params: Sequence[SamplingParams],
         uniform: Sequence[float],
         seen: Sequence[Seen | None],
+        unread_R: Tensor | None = None,
     ) -> Choice:
         """A token for each row: the likeliest at temperature 0, else one that is drawn at the row's ``uniform``.
 
         Logits of what a row has ``seen`` are changed in place by its penalties first. All of it is one call of the kernel.
         """
+        assert unread_R is None, "a CPU has read what it drew"
         rows, vocabulary = _shape(logits_RV)
         given: tuple[array[int] | array[float], ...] = (
             array("f", [p.repetition_penalty for p in params]),

@@ -37,13 +37,18 @@ def sample(
     return launch_sampling(logits_RV, states, backend).read()
 
 
-def launch_sampling(logits_RV: Tensor, states: Sequence[SampledSequence], backend: SamplingBackend) -> LaunchedTokens:
+def launch_sampling(
+    logits_RV: Tensor, states: Sequence[SampledSequence], backend: SamplingBackend, last_R: Tensor | None = None
+) -> LaunchedTokens:
     """Choose the next token of each row; the host waits for nothing.
 
     Rows that suppose a token count up to the first that was not chosen, or has a fault: what is chosen is what would be if
     each of them came in a step of its own. Such a row's fault comes in the next step, when it supposes nothing.
 
     ``logits_RV`` may be changed in place.
+
+    Args:
+        last_R: each row's last token, int64 on the device, where there are some that the host has not read.
     """
     logits_RV = logits_RV.float().contiguous()
     params = [state.start.sampling for state in states]
@@ -51,10 +56,15 @@ def launch_sampling(logits_RV: Tensor, states: Sequence[SampledSequence], backen
     wanted_W = send(torch.tensor(wanted), logits_RV.device) if wanted else None
     raw_WV = None if wanted_W is None else logits_RV[wanted_W]
     adjusted_from_R = adjust(logits_RV, states, backend)
-    seen = [state.seen() if penalises(p) else None for state, p in zip(states, params, strict=True)]
+    seen = [state.seen() if _penalises(p) else None for state, p in zip(states, params, strict=True)]
     if any(seen) or any(p.temperature > 0 for p in params):
         uniform = [uniform_of(p.seed, state) if p.temperature > 0 else 0.0 for p, state in zip(params, states, strict=True)]
-        raw_peaks_R, peaks_R, tokens_R = backend.choose(logits_RV, params, uniform, seen)
+        unread = [one is not None and not state.is_read for one, state in zip(seen, states, strict=True)]
+        unread_R: Tensor | None = None
+        if any(unread):
+            assert last_R is not None, "somebody knows the last tokens"
+            unread_R = torch.where(send(torch.tensor(unread), logits_RV.device), last_R, -1)
+        raw_peaks_R, peaks_R, tokens_R = backend.choose(logits_RV, params, uniform, seen, unread_R)
     else:
         raw_peaks_R, tokens_R = peaks_R, _ = backend.peaks(logits_RV)
     if adjusted_from_R is not None:
@@ -72,7 +82,7 @@ def wants_likeliest(states: Sequence[SampledSequence]) -> bool:
     return not any(
         state.start.logprobs is not None
         or state.start.sampling.temperature > 0
-        or penalises(state.start.sampling)
+        or _penalises(state.start.sampling)
         or _prefers(state)
         for state in states
     )
@@ -114,7 +124,7 @@ def prompt_logprobs(
     return LaunchedPrompt(sequence, first, logprobs_of(logits_RV.float(), targets_R, [num_top] * len(targets)))
 
 
-def penalises(params: SamplingParams) -> bool:
+def _penalises(params: SamplingParams) -> bool:
     """Whether a token's chance depends on which tokens came before."""
     return bool(params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty)
 

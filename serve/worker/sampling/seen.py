@@ -27,12 +27,12 @@ class Seen:
         """int32, how often each of ``ids`` stands in the output; 0 for those of the prompt alone."""
         self._followed = 0
 
-    def follow(self, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
-        """Count what was added since the last call."""
-        first = self._followed
-        if first == len(token_ids):
+    def follow(self, token_ids: Sequence[int], num_prompt_tokens: int, count: int | None = None) -> None:
+        """Count what was added since the last call, of the first ``count`` ids where that is given."""
+        first, count = self._followed, len(token_ids) if count is None else count
+        if first == count:
             return
-        self._followed = len(token_ids)
+        self._followed = count
         if self._followed - first <= _FEW:
             for position in range(first, self._followed):
                 self._count(token_ids[position], position >= num_prompt_tokens)

@@ -301,7 +301,7 @@ def test_two_ranks_capture_the_same_sizes_in_the_same_order_and_replay_what_they
         for how in ("replayed", "drawn", "drawn without penalties"):
             tokens, followed = first[name][f"{how} ahead".removeprefix("replayed ")]
             assert tokens == first[name][how]
-            assert (followed > 10) == (how != "drawn"), "penalties are computed by the host, of tokens that it knows"
+            assert followed > 10
     layers = SMALL["gpt_neox"]["num_hidden_layers"]
     for size, (step, gathering) in zip((4, 2, 1), first["gpt_neox"]["exchanged"], strict=True):
         *sums, likeliest = step
