@@ -25,7 +25,7 @@ class Fetched:
         self._event: torch.cuda.Event | None = None
         if values.is_cuda:
             self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
             self._event.record()
         else:
             self._values = values

@@ -56,6 +56,13 @@ class SequenceState:
         """Whether the last token is known to the host."""
         return self.token_ids[-1] != UNKNOWN
 
+    def keep(self, token_id: int) -> None:
+        """Remember what its last span sampled; or the one before, where it continued with that while it was ``UNKNOWN``."""
+        if self.is_read:
+            self.drawn = token_id
+        else:
+            self.token_ids[-1] = token_id  # and what it draws by it is on its way
+
     def seen(self) -> Seen:
         """What prompt and output hold so far, counted from the first call on; without a last token that is not read."""
         if self._seen is None:
@@ -144,17 +151,9 @@ class SequenceTable:
         return [self._sequences[sequence].drawn for sequence in sequences]
 
     def keep_drawn(self, drawn: Iterable[tuple[SequenceId, int]]) -> None:
-        """Remember what spans sampled, for those that continue with it, or have done so while it was ``UNKNOWN``.
-
-        Sequences that are not there any more are passed over.
-        """
+        """Remember what spans sampled, for those that continue with it."""
         for sequence, token_id in drawn:
-            if (state := self._sequences.get(sequence)) is None:
-                continue
-            if not state.is_read:
-                state.token_ids[-1] = token_id  # and what it draws by it is on its way
-            else:
-                state.drawn = token_id
+            self._sequences[sequence].keep(token_id)
 
     def apply(self, plan: StepPlan) -> Batch | None:
         """Forget, learn and extend what the plan says; the step's tensors, or ``None`` when it computes nothing."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from serve.errors import StartError
 from serve.model.attention import StepLayout
-from serve.model.cuda.graphs import CaptureError, CpuGraph, CudaGraph, Graph
+from serve.model.cuda.graphs import CaptureError, CpuGraph, CudaGraph, Graph, size_for
 from serve.worker.decode_inputs import DecodeInputs, DecodeStep
 from serve.worker.loader import RankModel
 from serve.worker.parallel import Ranks
@@ -56,6 +56,10 @@ class DecodeGraphs:
     def sizes(self) -> tuple[int, ...]:
         """Sizes that were captured, in that order."""
         return tuple(self._captured)
+
+    def holds(self, rows: int) -> bool:
+        """Whether steps of so many rows are replayed."""
+        return rows > 0 and size_for(tuple(self._inputs.steps), rows) in self._captured
 
     @torch.inference_mode()
     def capture(self) -> None:

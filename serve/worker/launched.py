@@ -41,12 +41,12 @@ class LaunchedStep:
         """Whether what is to be read of it was read."""
         self._end: torch.cuda.Event | None = None
         if on_device:
-            self._end = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._end = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
             self._end.record()
 
     def is_done(self) -> bool:
         """Whether the device has computed it."""
-        return self._end is None or bool(self._end.query())  # type: ignore[no-untyped-call]
+        return self._end is None or bool(self._end.query())  # type: ignore[no-untyped-call]  # torch leaves it unannotated
 
     def wait(self) -> None:
         """Wait until the device has computed it."""

@@ -1,7 +1,7 @@
 """Carries out step plans on one rank: tensors in, forward, sampled tokens out.
 
-A step is launched, and settled when the device has computed it. On a CUDA device the next one may be launched between the two:
-it begins with tokens that are there, and that the host has not seen.
+A step is launched, and settled when the device has computed it. Where a device replays captured steps, one of them may be
+launched between the two: it begins with tokens that are there, and that the host has not seen.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Runner:
                 self.graphs = DecodeGraphs(model, inputs, ranks)
             else:
                 self.graphs = RecordedSteps(model, inputs, self.overtaking, replayed_layers(model, ranks, self.overtaking))
-        self.goes_ahead = ranks.stage.count == 1 and (model.device.type == "cuda" or isinstance(self.graphs, DecodeGraphs))
+        self.goes_ahead = ranks.stage.count == 1 and isinstance(self.graphs, DecodeGraphs)
         """Whether a step may be launched before the one before it is settled, where ``follows`` says so."""
         self._last: LaunchedStep | None = None
         """What was launched last and computes something."""
@@ -91,13 +91,15 @@ class Runner:
         return self.graphs if isinstance(self.graphs, RecordedSteps) else None
 
     def follows(self, plan: StepPlan) -> bool:
-        """Whether a plan may be launched before what was launched last is settled: the host computes nothing by its tokens.
+        """Whether a plan may be launched before what was launched last is settled.
 
-        It does where sequences guess.
+        It is a step that is replayed: others take the host long to launch, during which the tokens of the one before would be
+        told to nobody, and the device begins with them while they are launched. And the host computes nothing by those tokens,
+        as it does where sequences guess.
         """
-        if not self.goes_ahead or self._has_guesses or plan.swap is not None:
+        if not (self.goes_ahead and isinstance(self.graphs, DecodeGraphs)) or self._has_guesses or plan.swap is not None:
             return False
-        return not any(span.proposed for span in plan.spans)
+        return self.graphs.holds(len(plan.spans)) and all(span.count == 1 and not span.proposed for span in plan.spans)
 
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Compute one step while none is launched; ``None`` on every rank but the one that answers."""
@@ -150,8 +152,12 @@ class Runner:
         unsampled: list[SequenceFault] = []
         if launched.tokens is not None:
             sampled, unsampled = launched.tokens.read()
-            self._table.keep_drawn((answer.sequence, answer.token_id) for answer in sampled)
-            self._table.keep_drawn((fault.sequence, 0) for fault in unsampled)  # where one goes on already, by any token
+            # Those of that time: a sequence may have been dropped since, and one have begun under its number.
+            states = {each.start.sequence: each for each in launched.tokens.states if isinstance(each, SequenceState)}
+            for answer in sampled:
+                states[answer.sequence].keep(answer.token_id)
+            for fault in unsampled:  # it may go on already, by any token
+                states[fault.sequence].keep(0)
         else:
             launched.wait()
         self._ranks.end_step()

@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 class StepLoop:
     """Computes plans in the order in which they come, and sends what they gave.
 
-    On a device the host is ahead of, the next plan is launched while one is computed, where it is there by then and may be.
+    Where a device replays steps, the next plan is launched while one is computed, if it is there by then and may be.
     """
 
     def __init__(
@@ -88,18 +88,19 @@ class StepLoop:
 
         It looks without a pause, as whoever waits for a device does: a pause is a good part of a short step.
         """
-        _, launched = self._under_way[0]
+        plan, launched = self._under_way[0]
         while not self._looks.poll(0):
-            if launched.is_done():
+            if self._carefully(plan, launched.is_done):
                 return False
         return True
 
     def _launch_next(self) -> None:
         plan = self._receive()
+        is_recorded = self._profiler.is_on  # which another thread may change
         follows = self._runner.follows(plan)
-        if not follows or self._profiler.is_on:
+        if is_recorded or not follows:
             self._answer_all()
-        if plan.swap is not None or self._profiler.is_on:
+        if is_recorded or plan.swap is not None:
             self._answer(plan, self._execute)
             return
         self._under_way.append((plan, self._carefully(plan, partial(self._runner.launch, plan, follows=follows))))

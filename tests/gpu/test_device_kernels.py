@@ -36,6 +36,12 @@ def test_norms_on_the_device_are_those_of_transformers(name: str) -> None:
         assert interpreted_norms.compare(name, DEVICE) <= 1.0
 
 
+@pytest.mark.parametrize("name", some(interpreted_norms.SUMS, next(iter(interpreted_norms.SUMS))))
+def test_sums_and_their_norms_on_the_device_are_those_of_torch_and_transformers(name: str) -> None:
+    with torch.no_grad():
+        assert interpreted_norms.compare_sum(name, DEVICE) <= 1.0
+
+
 @pytest.mark.parametrize("name", some(interpreted_linear.CASES, next(iter(interpreted_linear.CASES))))
 def test_layers_of_whole_numbers_on_the_device_are_what_plain_torch_computes(name: str) -> None:
     assert interpreted_linear.compare(name, DEVICE) <= 1.0

@@ -260,8 +260,8 @@ def source_of(file: str, function: str) -> str:
             "self._engine.step()",
         ),
         (
-            [("serve/worker/runner.py", ""), ("serve/worker/sampling/sampler.py", "sample")],
-            "backend.choose(logits_RV, params, uniform, seen)",
+            [("serve/worker/runner.py", ""), ("serve/worker/sampling/sampler.py", "launch_sampling")],
+            "backend.choose(logits_RV, params, uniform, seen, unread_R)",
         ),
     ],
     ids=["an optimizer step", "a token"],

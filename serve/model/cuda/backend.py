@@ -10,7 +10,7 @@ from torch import Tensor
 
 from serve.model.attention import PLAIN, LayerCache, Rotary, ScoreRules, StepLayout
 from serve.model.cuda import kernels
-from serve.model.cuda.tiling import SHARE_POSITIONS, Shape, cut, padded_head, shape_of, splits_for
+from serve.model.cuda.tiling import SHARE_POSITIONS, Shape, cut, padded_head, programs_for, shape_of, splits_for
 from serve.model.sending import send
 
 
@@ -37,16 +37,20 @@ class TritonBackend:
     writes_alone = False
     keys_by_position = True
 
-    def __init__(self, processors: int, *, splits: int | None = None, share: int = SHARE_POSITIONS) -> None:
+    def __init__(
+        self, processors: int, *, splits: int | None = None, share: int = SHARE_POSITIONS, programs: int | None = None
+    ) -> None:
         """
         Args:
             processors: multiprocessors of the device.
             splits: among how many programs positions are split in decoding, a power of two; ``None`` chooses by heads.
             share: sequences of no more positions than this are not split.
+            programs: how many compute these splits, no more than there are; ``None`` chooses by the size of the step.
         """
         self._processors = processors
         self._splits = splits
         self._share = share
+        self._programs = programs
         self._interpreted = bool(triton.knobs.runtime.interpret)
 
     def attend(
@@ -80,11 +84,13 @@ class TritonBackend:
         tiles = self._tiles_of(layout, (short.tokens, long.tokens))
         launch = _Launch(query_THD, layer, layout, out_THD, scale, window, turns, rules, widen=self._widens(query_THD.dtype))
         if len(tiles.short):
-            is_split = max(layout.context_lengths) > self._share
-            splits = (self._splits or splits_for(kv_heads * -(-group // short.heads), self._processors)) if is_split else 1
-            launch(tiles.short, short, splits, max(self._share, short.positions), (tiles.short_tokens, tiles.most_tokens))
+            each, longest = kv_heads * -(-group // short.heads), max(layout.context_lengths)
+            splits = (self._splits or splits_for(each, self._processors)) if longest > self._share else 1
+            programs = self._programs or programs_for(splits, len(tiles.short) * each, self._processors, longest)
+            cut_up = _Splits(splits, min(programs, splits), max(self._share, short.positions))
+            launch(tiles.short, short, cut_up, (tiles.short_tokens, tiles.most_tokens))
         if len(tiles.long):
-            launch(tiles.long, long, 1, long.positions, (0, 0))
+            launch(tiles.long, long, _Splits(1, 1, long.positions), (0, 0))
         return out_THD
 
     def _write(self, key_TGD: Tensor, value_TGD: Tensor, layer: LayerCache, slots_T: Tensor, turns: _Turns) -> None:
@@ -121,6 +127,17 @@ class TritonBackend:
     def _widens(self, dtype: torch.dtype) -> bool:
         """Triton's interpreter multiplies the bits of bf16 as if they were integers."""
         return self._interpreted and dtype == torch.bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class _Splits:
+    """How the positions of a tile's sequence are shared out."""
+
+    count: int
+    programs: int
+    """That compute them."""
+    share: int
+    """The least positions of one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +180,7 @@ class _Launch:
         self._query_THD, self._layer, self._layout, self._out_THD = query_THD, layer, layout, out_THD
         self._scale, self._window, self._turns, self._rules, self._widen = scale, window, turns, rules, widen
 
-    def __call__(self, tiles: Tensor, shape: Shape, splits: int, share: int, tokens: tuple[int, int]) -> None:
+    def __call__(self, tiles: Tensor, shape: Shape, cut_up: _Splits, tokens: tuple[int, int]) -> None:
         """``tokens``: those of all tiles, and the most of one, where positions are split."""
         query_THD, layer, layout, rules = self._query_THD, self._layer, self._layout, self._rules
         heads, head_dim = query_THD.shape[1:]
@@ -171,11 +188,11 @@ class _Launch:
         parts, padded = -(-(heads // kv_heads) // shape.heads), padded_head(head_dim)
         partial = stats = nothing = self._out_THD  # where a kernel reads no table, any address will do
         bias, sinks = (nothing if table is None else table for table in (rules.bias_HL, rules.sinks_H))
-        turns = self._turns
+        turns, splits = self._turns, cut_up.count
         if splits > 1:
             partial = torch.empty(tokens[0], heads, splits, padded, dtype=torch.float32, device=query_THD.device)
             stats = torch.empty(tokens[0], heads, splits, 2, dtype=torch.float32, device=query_THD.device)
-        kernels.attend[(len(tiles), kv_heads * parts, splits)](
+        kernels.attend[(len(tiles), kv_heads * parts, cut_up.programs)](
             query_THD,
             layer.keys,
             layer.values,
@@ -204,7 +221,7 @@ class _Launch:
             N=shape.positions,
             WINDOW=self._window,
             SPLITS=splits,
-            SHARE=share,
+            SHARE=cut_up.share,
             CAPPED=rules.softcap != 0.0,
             BIASED=rules.bias_HL is not None,
             SINKS=rules.sinks_H is not None,

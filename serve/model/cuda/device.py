@@ -69,7 +69,8 @@ def device_packer(device: torch.device, quantization: str, group: int, dtype: to
 
 
 def launch_less(model: nn.Module, *, by_triton: bool) -> None:
-    """Let activations, and norms if kernels may, take one launch each on a CUDA device, where transformers' take several.
+    """Let activations take one launch each on a CUDA device, where transformers' take several; and norms, if kernels may, with
+    the sums that they are of.
 
     Args:
         by_triton: whether Triton's kernels compute on that device.
@@ -80,8 +81,10 @@ def launch_less(model: nn.Module, *, by_triton: bool) -> None:
             module.__dict__["forward"] = FUNCTIONS[activation]
     if by_triton:
         from serve.model.cuda.layers import norm_by_one_launch  # not on the CPU, as above
+        from serve.model.cuda.residuals import sum_by_one_launch
 
         norm_by_one_launch(model)
+        sum_by_one_launch(model)
 
 
 def has_kernels(device: torch.device) -> bool:

@@ -118,11 +118,11 @@ def _find_tile(
     tiles, positions, GROUP: tl.constexpr, R: tl.constexpr, M: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr,
     SPLITS: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
-    """A program's rows of products, and the share of positions that it looks at.
+    """A program's rows of products, and the positions that they see.
 
     Returns:
         (row of the block table, key/value head, tokens [M], heads [M], which of them are real [M], their positions [M], their
-        numbers among the tokens of all tiles [M], first position, the position behind the last).
+        numbers among the tokens of all tiles [M], first position, the position behind the last, positions of a share).
     """
     PARTS: tl.constexpr = (GROUP + R - 1) // R
     tile = tiles + 4 * tl.program_id(0)
@@ -141,7 +141,6 @@ def _find_tile(
     if WINDOW > 0:
         low = tl.maximum(tl.load(positions + first) - WINDOW + 1, 0) // N * N
     share = tl.maximum(tl.cdiv(tl.cdiv(tl.maximum(high - low, 0), N), SPLITS) * N, SHARE)
-    begin = low + tl.program_id(2) * share
     return (
         row,
         kv_head,
@@ -150,8 +149,9 @@ def _find_tile(
         real,
         position,
         before + m // R,
-        begin,
-        tl.minimum(begin + share, high),
+        low,
+        high,
+        share,
     )
 
 
@@ -182,38 +182,18 @@ def _with_sink(top, mass, total, sinks, head, real):
     return mass * shrink + tl.exp2(sink - new), total * shrink[:, None]
 
 
-@triton.jit(do_not_specialize=["table_width", "bias_width"])
-def attend(
-    query, keys, values, out, partial, stats, tiles, positions, tables, cosines, sines, bias, sinks, scale, softcap,
-    query_token, query_head, angle_token, table_width, bias_width,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, S: tl.constexpr, R: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, SHARE: tl.constexpr, CAPPED: tl.constexpr,
-    BIASED: tl.constexpr, SINKS: tl.constexpr, TURNED: tl.constexpr, PAIRS: tl.constexpr, TOLD_ONCE: tl.constexpr,
-    PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+@triton.jit
+def _look(
+    q, keys, values, tables, bias, scale, softcap, row, kv_head, head, position, real, begin, end, table_width, bias_width,
+    G: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, S: tl.constexpr, M: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, G x parts of R heads, SPLITS): the tile's tokens over this split's share of their positions.
+    """What the queries [M, D2] make of the positions from ``begin`` to ``end``.
 
-    A share is no less than SHARE positions, a multiple of N: a short sequence is one share, the other splits find nothing.
-
-    With one split the result goes to ``out`` [T, H, D]; else the unscaled sums to ``partial`` [tokens of all tiles, H, SPLITS,
-    D2] and the greatest score (to base 2) and the mass of the softmax to ``stats`` [tokens of all tiles, H, SPLITS, 2], both
-    fp32; where a split has no share, a score of -inf, a mass of 0 and nothing else.
+    Returns:
+        (greatest scores to base 2 [M], masses of the softmax [M], unscaled sums [M, D2]).
     """
-    row, kv_head, token, head, real, position, number, begin, end = _find_tile(
-        tiles, positions, H // G, R, M, N, WINDOW, SPLITS, SHARE
-    )
-    place = (number * H + head) * SPLITS + tl.program_id(2)
-    if SPLITS > 1:  # noqa: SIM102  # the compiler decides this, and the device the next
-        if begin >= end:  # in a step of many short sequences most programs find no share
-            tl.store(stats + place * 2, float("-inf"), mask=real)
-            tl.store(stats + place * 2 + 1, 0.0, mask=real)
-            return
     d = tl.arange(0, D2)
-    kept = real[:, None] & (d < D)[None, :]
-    rows = query + token[:, None] * query_token + head[:, None] * query_head
-    q = _queries(rows, token, cosines, sines, angle_token, kept, d, TURNED, PAIRS, TOLD_ONCE)
-    if WIDEN:
-        q = q.to(tl.float32)
     top = tl.full([M], float("-inf"), tl.float32)
     mass = tl.zeros([M], tl.float32)
     total = tl.zeros([M, D2], tl.float32)
@@ -234,15 +214,66 @@ def attend(
         mass = mass * shrink + tl.sum(weight, 1)
         total = total * shrink[:, None] + tl.dot(weight.to(q.dtype), v.to(q.dtype), input_precision=PRECISION)
         top = new
+    return top, mass, total
+
+
+@triton.jit(do_not_specialize=["table_width", "bias_width"])
+def attend(
+    query, keys, values, out, partial, stats, tiles, positions, tables, cosines, sines, bias, sinks, scale, softcap,
+    query_token, query_head, angle_token, table_width, bias_width,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, S: tl.constexpr, R: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, SHARE: tl.constexpr, CAPPED: tl.constexpr,
+    BIASED: tl.constexpr, SINKS: tl.constexpr, TURNED: tl.constexpr, PAIRS: tl.constexpr, TOLD_ONCE: tl.constexpr,
+    PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles, G x parts of R heads, any number up to SPLITS): the tile's tokens over shares of their positions.
+
+    A share is no less than SHARE positions, a multiple of N: a short sequence is one share, the other splits find nothing.
+    A program computes every so manieth share, one after the other: each as if it were the only one.
+
+    With one split the result goes to ``out`` [T, H, D]; else the unscaled sums to ``partial`` [tokens of all tiles, H, SPLITS,
+    D2] and the greatest score (to base 2) and the mass of the softmax to ``stats`` [tokens of all tiles, H, SPLITS, 2], both
+    fp32; where a split has no share, a score of -inf, a mass of 0 and nothing else.
+    """
+    row, kv_head, token, head, real, position, number, low, high, share = _find_tile(
+        tiles, positions, H // G, R, M, N, WINDOW, SPLITS, SHARE
+    )
+    split = tl.program_id(2)
+    place = (number * H + head) * SPLITS
+    if SPLITS > 1:  # noqa: SIM102  # the compiler decides this, and the device the next
+        if low + split * share >= high:  # in a step of few short sequences most programs find no share
+            while split < SPLITS:
+                tl.store(stats + (place + split) * 2, float("-inf"), mask=real)
+                tl.store(stats + (place + split) * 2 + 1, 0.0, mask=real)
+                split += tl.num_programs(2)
+            return
+    d = tl.arange(0, D2)
+    kept = real[:, None] & (d < D)[None, :]
+    rows = query + token[:, None] * query_token + head[:, None] * query_head
+    q = _queries(rows, token, cosines, sines, angle_token, kept, d, TURNED, PAIRS, TOLD_ONCE)
+    if WIDEN:
+        q = q.to(tl.float32)
     if SPLITS == 1:
+        top, mass, total = _look(
+            q, keys, values, tables, bias, scale, softcap, row, kv_head, head, position, real, low, high, table_width,
+            bias_width, G, D, D2, S, M, N, WINDOW, CAPPED, BIASED, PRECISION,
+        )  # fmt: skip
         if SINKS:
             mass, total = _with_sink(top, mass, total, sinks, head, real)
         total = total / tl.where(mass == 0.0, 1.0, mass)[:, None]
         tl.store(out + token[:, None] * (H * D) + head[:, None] * D + d[None, :], total.to(out.dtype.element_ty), mask=kept)
     else:
-        tl.store(partial + place[:, None] * D2 + d[None, :], total, mask=real[:, None])
-        tl.store(stats + place * 2, top, mask=real)
-        tl.store(stats + place * 2 + 1, mass, mask=real)
+        while split < SPLITS:
+            begin = low + split * share
+            end = tl.minimum(begin + share, high)
+            top, mass, total = _look(
+                q, keys, values, tables, bias, scale, softcap, row, kv_head, head, position, real, begin, end, table_width,
+                bias_width, G, D, D2, S, M, N, WINDOW, CAPPED, BIASED, PRECISION,
+            )  # fmt: skip
+            tl.store(partial + (place + split)[:, None] * D2 + d[None, :], total, mask=real[:, None] & (begin < end))
+            tl.store(stats + (place + split) * 2, top, mask=real)
+            tl.store(stats + (place + split) * 2 + 1, mass, mask=real)
+            split += tl.num_programs(2)
 
 
 @triton.jit(do_not_specialize=["tokens"])

@@ -16,6 +16,11 @@ LEAST_HEAD: Final = 16
 _PROGRAMS_PER_PROCESSOR: Final = 2
 """What a split of positions aims at: fewer leave multiprocessors idle, more cost a longer sum over the splits."""
 
+_PROGRAMS_TO_CHOOSE_FROM: Final = 32
+"""For each multiprocessor, which has a few at once: with more, the time in which the last ones run out is short enough."""
+_POSITIONS_OF_A_PROGRAM: Final = 4096
+"""About as many at most: reading them takes one program tens of microseconds, as long as a layer of a large step."""
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -58,13 +63,14 @@ def shape_of(dtype: torch.dtype, head_dim: int, group: int, *, long: bool, rules
     """
     wide = head_dim > 128
     if dtype == torch.float32:
-        rows, positions, num_warps, num_stages = 16, 16, 4, 3
+        rows, positions, num_warps, num_stages = 16, 16, 8 if 64 < head_dim < 128 else 4, 3
     elif not long:
-        rows, positions, num_warps, num_stages = 16, 32, 8 if wide else 4, 3
+        rows, positions, num_warps, num_stages = 16, 32, 8 if wide and not rules else 4, 3
     elif wide:
         rows, positions, num_warps, num_stages = 64, 32, 8, 3
     else:
-        rows, positions, num_warps, num_stages = 128 if 32 < head_dim <= 64 and not rules else 64, 64, 8, 3
+        rows, positions = 128 if 32 < head_dim <= 64 and not rules else 64, 64
+        num_warps, num_stages = 8, 2 if rules and head_dim < LEAST_HEAD else 3
     return Shape(rows, _heads_of_a_program(group, rows, long=long), positions, num_warps, num_stages)
 
 
@@ -87,6 +93,21 @@ def splits_for(programs: int, processors: int) -> int:
     """
     wanted = _PROGRAMS_PER_PROCESSOR * processors // programs
     return max(1, min(MOST_SPLITS, power_of_two(wanted + 1) // 2))
+
+
+def programs_for(splits: int, others: int, processors: int, longest: int) -> int:
+    """How many programs compute the splits of a tile and a key/value head, some of them one after the other: a power of two.
+
+    All in a small step. In a large one there are programs enough without, and of short sequences most would find nothing to
+    do: but none shall take a sequence's whole length where that is long. What is computed is the same, whatever the number.
+
+    Args:
+        others: programs of the step, if each computed all splits.
+        processors: multiprocessors of the device.
+        longest: positions that a sequence of the step may have.
+    """
+    wanted = max(_PROGRAMS_TO_CHOOSE_FROM * processors // others, -(-longest // _POSITIONS_OF_A_PROGRAM))
+    return max(1, min(splits, power_of_two(wanted + 1) // 2))
 
 
 Tile = tuple[int, int, int, int]

@@ -39,7 +39,7 @@ class CapturedSampling(TorchSampling):
         self._seen_2TL = torch.zeros(2, size, MOST_SEEN, dtype=torch.int32, device=device)
         """Ids, and how often each was generated."""
         self._unread_T = torch.full((size,), -1, dtype=torch.int64, device=device)
-        """See ``choose``."""
+        """A token that each row has generated besides, -1 where there is none."""
         self._draws: dict[Manner, tuple[Graph, Choice]] = {}
         self._penalising: tuple[Graph, Choice] | None = None
 

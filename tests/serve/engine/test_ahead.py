@@ -127,6 +127,8 @@ def test_the_longer_plans_come_in_time_the_later_they_are_made() -> None:
     executor.planning = 0.05
     late(engine, clock, 3, 0.002)
     assert executor.waited[0] > executor.waited[2], "its plans take the ranks half a step to get"
+    late(engine, clock, 200, 0.002)
+    assert executor.waited[-1] < 0.09, "as soon as ever, since all are late"
 
 
 def test_a_plan_comes_as_much_sooner_as_the_ranks_need_to_launch_it() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import sys
 import warnings
 from pathlib import Path
@@ -49,8 +50,8 @@ def exchanged(graphs: DecodeGraphs) -> list[list[list[tuple[str, tuple[int, ...]
 
 
 def generated_ahead(runner: Runner, ranks: Ranks, sampling: tuple[SamplingParams, ...]) -> tuple[list[list[int]], int]:
-    """Continuations as ``generate`` gives them, and how many plans were launched with another one under way."""
-    results, followed = one_ahead(runner, plans(sampling))
+    """Continuations as ``generate`` gives them, and how many plans were launched here with another one under way."""
+    results, followed = one_ahead(runner, plans(sampling), random.Random(ranks.rank))  # each rank settles when it pleases
     said = [(each.sequence, each.token_id) for result in results if result is not None for each in result.sampled]
     got: list[list[int]] = [[] for _ in PROMPTS]
     for sequence, token in json.loads(ranks.told_by_first(json.dumps(said))):
@@ -73,7 +74,8 @@ def main(rank: int, size: int, root: Path) -> None:
         runner.graphs.capture()
         mine |= {"replayed": generate(runner, ranks), "drawn": generate(runner, ranks, sampling=DRAWN)}
         for name, sampling in (("ahead", ()), ("drawn ahead", DRAWN), ("drawn without penalties ahead", (DRAWN[0],) * 3)):
-            mine[name] = generated_ahead(runner, ranks, sampling)
+            mine[name], followed = generated_ahead(runner, ranks, sampling)
+            assert followed > 0
         mine["drawn without penalties"] = generate(runner, ranks, sampling=(DRAWN[0],) * 3)
         mine |= {"sizes": runner.graphs.sizes, "exchanged": exchanged(runner.graphs)}
     (root / f"graphs-{rank}.json").write_text(json.dumps(told))

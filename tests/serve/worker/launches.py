@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from serve.model.cuda import backend, layers
+from serve.model.cuda import backend, layers, residuals
 
 _NOTHING = ("empty", "empty_strided", "empty_like", "new_empty", "detach")
 """Operations that launch nothing."""
@@ -55,7 +55,11 @@ def _storage(tensor: Tensor) -> int:
 def without_kernels(found: list[str]) -> Iterator[None]:
     """Triton's kernels are named when they are launched, and do nothing."""
     kernels = SimpleNamespace(**{name: _Kernel(name, found) for name in ("write_kv", "attend", "combine")})
-    with mock.patch.object(backend, "kernels", kernels), mock.patch.object(layers, "rms_norm", _Kernel("rms_norm", found)):
+    with (
+        mock.patch.object(backend, "kernels", kernels),
+        mock.patch.object(layers, "rms_norm", _Kernel("rms_norm", found)),
+        mock.patch.object(residuals, "sum_and_norm", _Kernel("sum_and_norm", found)),
+    ):
         yield
 
 

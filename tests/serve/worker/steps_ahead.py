@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -90,10 +91,18 @@ class OneAhead:
             self.settle_oldest()
 
 
-def one_ahead(runner: Runner, wanted: Iterable[StepPlan]) -> tuple[list[StepResult | None], int]:
-    """What plans give one ahead, and how many were launched with another one under way."""
+def one_ahead(
+    runner: Runner, wanted: Iterable[StepPlan], settles: random.Random | None = None
+) -> tuple[list[StepResult | None], int]:
+    """What plans give one ahead, and how many were launched with another one under way.
+
+    Args:
+        settles: draws whether a step is settled before the next one comes, as it is where that comes late.
+    """
     ahead = OneAhead(runner)
     for plan in wanted:
+        if settles is not None and settles.random() < 0.4:
+            ahead.settle_all()
         ahead.launch(plan)
     ahead.settle_all()
     return list(ahead.results), ahead.followed

@@ -299,9 +299,7 @@ def test_two_ranks_capture_the_same_sizes_in_the_same_order_and_replay_what_they
         assert first[name]["eager"] == generate(Runner(load(tmp_path / name, 1, ALONE), ALONE), ALONE)
         assert first[name]["drawn"] == first[name]["drawn eager"] != first[name]["eager"]
         for how in ("replayed", "drawn", "drawn without penalties"):
-            tokens, followed = first[name][f"{how} ahead".removeprefix("replayed ")]
-            assert tokens == first[name][how]
-            assert followed > 10
+            assert first[name][f"{how} ahead".removeprefix("replayed ")] == first[name][how]
     layers = SMALL["gpt_neox"]["num_hidden_layers"]
     for size, (step, gathering) in zip((4, 2, 1), first["gpt_neox"]["exchanged"], strict=True):
         *sums, likeliest = step

@@ -17,6 +17,7 @@ from serve.model.cuda.graphs import CpuGraph
 from serve.model.heads import Stage
 from serve.types import BlockId, SamplingParams, SequenceId, TokensOut
 from serve.worker.batch import UNKNOWN, SequenceState
+from serve.worker.decode_graphs import DecodeGraphs
 from serve.worker.loader import RankModel
 from serve.worker.parallel import Ranks
 from serve.worker.runner import Runner
@@ -55,7 +56,15 @@ def _one_thread_without_gradients() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> RankModel:
-    return load_captured(saved("llama", tmp_path_factory.mktemp("ahead")), ALONE, most=2)
+    return load_captured(saved("llama", tmp_path_factory.mktemp("ahead")), ALONE, most=8)
+
+
+@pytest.fixture
+def runner(model: RankModel) -> Runner:
+    made = Runner(model, ALONE)
+    assert made.graphs is not None
+    made.graphs.capture()
+    return made
 
 
 def told(results: list[StepResult | None]) -> list[StepResult]:
@@ -63,17 +72,13 @@ def told(results: list[StepResult | None]) -> list[StepResult]:
     return [dataclasses.replace(result, was_late=None) for result in results if result is not None]
 
 
-@pytest.mark.parametrize("captured", [True, False], ids=["captured", "piece by piece"])
+@pytest.mark.parametrize("logprobs", [None, 2])
 @pytest.mark.parametrize("sampling", [(), DRAWN, PENALISED], ids=["greedy", "drawn", "penalised"])
 def test_steps_give_what_they_give_one_after_the_other(
-    model: RankModel, sampling: tuple[SamplingParams, ...], captured: bool
+    runner: Runner, sampling: tuple[SamplingParams, ...], logprobs: int | None
 ) -> None:
-    """Steps of prompts in chunks beside tokens, of one, two (captured) and three rows, with log probabilities."""
-    runner = Runner(model, ALONE)
-    assert runner.graphs is not None
-    if captured:
-        runner.graphs.capture()
-    wanted = list(plans(sampling, logprobs=2))
+    """Prompts in chunks beside tokens, then replayed steps of one to three rows, behind both."""
+    wanted = list(plans(sampling, logprobs=logprobs))
     expected = told([runner.execute(plan) for plan in wanted])
     *all_but_last, last = wanted
     found, followed = one_ahead(runner, all_but_last)
@@ -83,9 +88,9 @@ def test_steps_give_what_they_give_one_after_the_other(
         assert state.drawn == said[sequence][-1]
     assert told([*found, runner.execute(last)]) == expected
     assert sum(len(result.sampled) for result in expected) == 3 * 16
-    assert any(result.prompt_logprobs for result in expected)
+    assert any(result.prompt_logprobs for result in expected) == (logprobs is not None)
     assert not any(result.faults for result in expected)
-    assert followed == len(wanted) - 2
+    assert followed == sum(all(span.count == 1 for span in plan.spans) for plan in all_but_last) > 12
     assert len(runner._table) == 0
 
 
@@ -110,14 +115,14 @@ class _OneAheadRank(Deferred):
         return self.collect()
 
 
-def test_an_engine_says_the_same(model: RankModel) -> None:
+def test_an_engine_says_the_same(model: RankModel, runner: Runner) -> None:
     """Of requests that end by tokens and give way, some of which draw, tell log probabilities, or have penalties."""
     said = []
-    executor = _OneAheadRank(Runner(model, ALONE))
+    executor = _OneAheadRank(runner)
     for runs_ahead in (False, True):
         facts = dataclasses.replace(model.facts, num_blocks=160 // model.facts.block_tokens)
         limits = {"max_num_seqs": 6, "max_step_tokens": 48, "async_scheduling": runs_ahead}
-        engine = make_engine(facts, executor=executor if runs_ahead else OnlyRank(Runner(model, ALONE)), **limits)
+        engine = make_engine(facts, executor=executor if runs_ahead else OnlyRank(runner), **limits)
         for generation in random_requests(24):
             engine.add(generation)
         got: dict[Any, list[int]] = {}
@@ -139,6 +144,9 @@ def test_a_token_that_nobody_has_read_counts_for_penalties(most: int, monkeypatc
     draw, vocabulary = random.Random(3), 40
     monkeypatch.setattr("serve.worker.sampling.captured.MOST_SEEN", most)
     logits = torch.randn(8, vocabulary, generator=torch.Generator().manual_seed(1))
+    place = torch.empty(8, vocabulary)
+    captured = CapturedSampling(place)
+    captured.capture(CpuGraph)
     for _ in range(20):
         known, unread = list[SequenceState](), list[SequenceState]()
         for row in range(6):
@@ -151,11 +159,8 @@ def test_a_token_that_nobody_has_read_counts_for_penalties(most: int, monkeypatc
             known.append(SequenceState(start, list(ids)))
             unread.append(SequenceState(start, [*ids[:-1], UNKNOWN if row != 4 else ids[-1]]))
         last = torch.tensor([state.token_ids[-1] for state in known])
-        place = torch.empty(8, vocabulary)
-        captured = CapturedSampling(place)
-        captured.capture(CpuGraph)
         changed = []
-        for states in (known, unread):
+        for states in draw.sample((known, unread), 2):
             for backend in (TorchSampling(), captured):
                 place.copy_(logits)
                 told = launch_sampling(place[:6], states, backend, last).read()
@@ -165,14 +170,13 @@ def test_a_token_that_nobody_has_read_counts_for_penalties(most: int, monkeypatc
             assert torch.equal(place_RV, changed[0][1])
 
 
-def test_a_sequence_that_has_a_fault_costs_nobody_else_anything(model: RankModel) -> None:
+def test_a_sequence_that_has_a_fault_costs_nobody_else_anything(model: RankModel, runner: Runner) -> None:
     """Its next step is launched by then; the one after that goes on with any token, and it is dropped."""
     [embedding] = [layer for layer in model.body.modules() if isinstance(layer, torch.nn.Embedding)]
     bad = 7
     sampling = SamplingParams(banned_ids=(bad,))
     prompts = ((5, 8, 9), (4, bad, 6))
     kept = embedding.weight[bad].clone()
-    runner = Runner(model, ALONE)
     alone = told([runner.execute(plan) for plan in plans((sampling,), prompts[:1], new_tokens=6)])
     try:
         embedding.weight[bad] = float("nan")
@@ -185,29 +189,37 @@ def test_a_sequence_that_has_a_fault_costs_nobody_else_anything(model: RankModel
     ]
     faults = [[(fault.sequence, fault.not_finite) for fault in result.faults] for result in told(found)]
     assert faults == [[(SequenceId(1), True)]] * 6 + [[]]
-    first = told(found)[0].faults[0].message
-    assert "position 3 are" in first, "that of the step which it was computed in"
+    messages = [result.faults[0].message for result in told(found)[:2]]
+    assert "position 3 are" in messages[0], "that of the step which it was computed in"
+    assert "position 4 are" in messages[1]
 
 
-def test_one_may_be_gone_or_begin_again_before_its_token_was_read(model: RankModel) -> None:
-    runner, first = Runner(model, ALONE), next(plans((), ((5, 8, 9), (4, 3, 6)), new_tokens=6))
-    expected = runner.execute(first)
-    assert expected is not None
-    runner.execute(StepPlan(step=1, dropped=(SequenceId(0), SequenceId(1))))
-    launched = runner.launch(first)
-    again = dataclasses.replace(first.starts[1], token_ids=(4, 3))
-    span = Span(sequence=SequenceId(1), start=0, count=2, new_blocks=(BlockId(3),))
-    plan = StepPlan(step=1, dropped=(SequenceId(0), SequenceId(1)), starts=(again,), spans=(span,))
-    assert runner.follows(plan)
-    after = runner.launch(plan, follows=True)
-    assert told([runner.settle(launched)]) == told([expected])
-    assert runner.settle(after) == StepResult(step=1, was_late=True), "on a CPU what was launched is done"
-    assert runner._table.state(SequenceId(1)).token_ids == [4, 3]
-    runner.execute(StepPlan(step=2, dropped=(SequenceId(1),)))
+def test_one_may_end_and_another_begin_under_its_number_before_its_token_was_read(runner: Runner) -> None:
+    rules = SamplingParams(repetition_penalty=1.3, frequency_penalty=0.5)
+    first = Span(sequence=SequenceId(1), start=0, count=3, new_blocks=(BlockId(1),), sample=True)
+    again = StepPlan(
+        step=1,
+        dropped=(SequenceId(1),),
+        starts=(Start(sequence=SequenceId(1), index=0, token_ids=(4,), num_prompt_tokens=1, sampling=rules),),
+        spans=(Span(sequence=SequenceId(1), start=0, count=1, new_blocks=(BlockId(3),), sample=True),),
+    )
+    going_on = [
+        StepPlan(step=2 + n, spans=(Span(sequence=SequenceId(1), start=1 + n, count=1, continues=True, sample=True),))
+        for n in range(4)
+    ]
+    wanted = [StepPlan(step=0, starts=(_start(rules, SequenceId(1)),), spans=(first,)), again, *going_on]
+    expected = told([runner.execute(plan) for plan in wanted])
+    runner.execute(StepPlan(step=9, dropped=(SequenceId(1),)))
+    found, followed = one_ahead(runner, wanted)
+    assert followed == 5
+    assert told(found) == expected
+    said = [result.sampled[0].token_id for result in expected]
+    assert runner._table.state(SequenceId(1)).token_ids == [4, *said[1:-1]]
+    runner.execute(StepPlan(step=9, dropped=(SequenceId(1),)))
 
 
-def _start(sampling: SamplingParams) -> Start:
-    return Start(sequence=SequenceId(0), index=0, token_ids=(5, 8, 9), num_prompt_tokens=3, sampling=sampling)
+def _start(sampling: SamplingParams, sequence: SequenceId = SequenceId(0)) -> Start:
+    return Start(sequence=sequence, index=0, token_ids=(5, 8, 9), num_prompt_tokens=3, sampling=sampling)
 
 
 @pytest.mark.parametrize(
@@ -216,25 +228,30 @@ def _start(sampling: SamplingParams) -> Start:
         (GREEDY, {"continues": True}, True),
         (SamplingParams(temperature=0.7, top_p=0.8, banned_ids=(3,)), {"continues": True}, True),
         (SamplingParams(repetition_penalty=0.9), {"continues": True}, True),
+        (GREEDY, {"new_tokens": (3, 4), "count": 2}, False),
         (GREEDY, {"new_tokens": (3,), "count": 2, "proposed": (4,)}, False),
         (GREEDY, {"new_tokens": (3,), "count": 2, "proposed": (DRAFTED,)}, False),
     ],
 )
-def test_a_plan_waits_where_the_host_computes_by_the_token(
-    model: RankModel, sampling: SamplingParams, span: dict[str, Any], follows: bool
+def test_a_plan_waits_where_it_is_not_replayed_or_the_host_computes_by_the_token(
+    runner: Runner, sampling: SamplingParams, span: dict[str, Any], follows: bool
 ) -> None:
-    runner = Runner(model, ALONE)
     prompt = Span(sequence=SequenceId(0), start=0, count=3, new_blocks=(BlockId(1),), sample=True)
     runner.settle(runner.launch(StepPlan(step=0, starts=(_start(sampling),), spans=(prompt,))))
     plan = StepPlan(step=1, spans=(Span(**{"sequence": SequenceId(0), "start": 3, "count": 1, "sample": True} | span),))
     assert runner.follows(plan) is follows
     assert not runner.follows(dataclasses.replace(plan, swap=1))
+    assert not runner.follows(StepPlan(step=1)), "there is nothing to compute"
+    assert not runner.follows(dataclasses.replace(plan, spans=plan.spans * 9)), "steps of eight rows at most are replayed"
+    assert isinstance(runner.graphs, DecodeGraphs)
+    runner.graphs.forget()
+    assert not runner.follows(plan)
+    runner.graphs.capture()
     runner.goes_ahead = False
     assert not runner.follows(plan)
 
 
-def test_a_plan_waits_for_guesses_to_be_told(model: RankModel) -> None:
-    runner = Runner(model, ALONE)
+def test_a_plan_waits_for_guesses_to_be_told(runner: Runner) -> None:
     prompt = Span(sequence=SequenceId(0), start=0, count=4, new_blocks=(BlockId(1),), sample=True, proposed=(4,))
     guessed = StepPlan(step=0, starts=(_start(GREEDY),), spans=(prompt,))
     plan = StepPlan(step=1, spans=(Span(sequence=SequenceId(0), start=3, count=1, continues=True, sample=True),))
@@ -242,7 +259,7 @@ def test_a_plan_waits_for_guesses_to_be_told(model: RankModel) -> None:
     assert not runner.follows(plan)
 
 
-def test_only_what_is_captured_or_on_a_device_is_launched_ahead(model: RankModel) -> None:
+def test_only_where_steps_are_captured_they_are_launched_ahead(model: RankModel) -> None:
     assert Runner(model, ALONE).goes_ahead
     assert not Runner(dataclasses.replace(model, graph_sizes=()), ALONE).goes_ahead, "a CPU computes what it launches"
     assert not Runner(model, Ranks(0, 1, stage=Stage(0, 2))).goes_ahead
@@ -256,7 +273,6 @@ def test_the_host_waits_for_nothing_between_two_steps(name: str, tmp_path: Path)
     before: list[StepPlan] = []
     with without_kernels([]):
         for plan in list(plans(DRAWN, ((5, 8, 9, 3), (4, 3, 6, 9, 1), tuple(range(5, 45))), new_tokens=4, logprobs=1))[:-1]:
-            assert runner.follows(plan)
             before.append(plan)
             if len(before) < 2:
                 launched = runner.launch(plan)

@@ -24,9 +24,9 @@ from tests.serve.worker.waits import META, on_meta
 from tests.support.models import save
 
 LAUNCHES: Final = {
-    "gpt_neox": (12, 24), "gpt2": (12, 19), "gpt_bigcode": (12, 12), "gptj": (15, 40), "codegen": (15, 40), "gpt_neo": (14, 21),
-    "opt": (15, 15), "llama": (16, 40), "mistral": (16, 40), "qwen2": (16, 40), "qwen3": (18, 56), "olmo2": (18, 58),
-    "stablelm": (18, 28), "gemma2": (18, 64), "mixtral": (34, 58), "gpt_oss": (39, 67), "phi": (15, 32), "phi3": (13, 39),
+    "gpt_neox": (9, 24), "gpt2": (10, 19), "gpt_bigcode": (10, 12), "gptj": (13, 40), "codegen": (13, 40), "gpt_neo": (12, 21),
+    "opt": (15, 15), "llama": (14, 40), "mistral": (14, 40), "qwen2": (14, 40), "qwen3": (16, 56), "olmo2": (18, 58),
+    "stablelm": (16, 28), "gemma2": (18, 64), "mixtral": (32, 58), "gpt_oss": (37, 67), "phi": (13, 32), "phi3": (11, 39),
     "bloom": (12, 20), "falcon": (11, 21),
 }  # fmt: skip
 """Of one layer in a decoding step, by family: products, attention, norms, activations and sums; and by transformers' own norms,

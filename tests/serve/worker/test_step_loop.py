@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -44,10 +45,13 @@ class _Runner:
         return plan.step < ALONE and plan.swap is None
 
     def launch(self, plan: StepPlan, *, follows: bool) -> Any:
+        assert follows == self.follows(plan)
         self._do(f"launch {plan.step}")
 
         def is_done() -> bool:
             self.looked()
+            if self.fails == f"look {plan.step}":
+                raise torch.AcceleratorError("CUDA error: unspecified launch failure")
             return plan.step in self.done
 
         return SimpleNamespace(step=plan.step, is_done=is_done)
@@ -66,10 +70,14 @@ class _Runner:
 
 
 class _Profiler:
-    is_on = False
-
     def __init__(self, did: list[str]) -> None:
         self._did = did
+        self.turns_on: Iterator[bool] = itertools.repeat(False)
+        """What whoever looks finds, look by look."""
+
+    @property
+    def is_on(self) -> bool:
+        return next(self.turns_on)
 
     def attend(self, steps: socket.socket) -> None:
         self._did.append("attend")
@@ -109,7 +117,8 @@ class _Rank:
 def ends() -> Iterator[tuple[socket.socket, ...]]:
     (server, steps), (heard, pulse) = socket.socketpair(), socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with server, steps, heard, pulse:
-        server.settimeout(60.0)
+        for end in (server, steps):
+            end.settimeout(60.0)
         yield server, steps, heard, pulse
 
 
@@ -168,9 +177,9 @@ def test_weights_are_exchanged_with_nothing_under_way(rank: _Rank) -> None:
 def test_steps_are_recorded_one_by_one(rank: _Rank) -> None:
     rank.send(1, 2)
     rank.turns(1)
-    rank.profiler.is_on = True
+    rank.profiler.turns_on = itertools.repeat(True)
     assert rank.turns(1) == ["settle 1", "attend", "record", "execute 2"]
-    rank.profiler.is_on = False
+    rank.profiler.turns_on = itertools.repeat(False)
     rank.send(3)
     assert rank.turns(1) == ["launch 3"]
     assert [rank.answered(), rank.answered()] == [1, 2]
@@ -178,12 +187,31 @@ def test_steps_are_recorded_one_by_one(rank: _Rank) -> None:
 
 def test_a_recording_that_begins_while_a_plan_is_waited_for_has_it(rank: _Rank) -> None:
     def looked() -> None:
-        rank.profiler.is_on = True
+        rank.profiler.turns_on = itertools.repeat(True)
         rank.send(2)
 
     rank.runner.looked = looked
     rank.send(1)
     assert rank.turns(2) == ["launch 1", "settle 1", "record", "execute 2"]
+
+
+@pytest.mark.parametrize("looks", range(5))
+def test_a_recording_may_begin_at_any_moment(looks: int, rank: _Rank) -> None:
+    """Another thread begins it: steps are answered in their order."""
+    rank.send(1, 2, 3)
+    rank.turns(1)
+    rank.profiler.turns_on = itertools.chain(itertools.repeat(False, looks), itertools.repeat(True))
+    rank.runner.done |= {1, 2, 3}
+    while not {"settle 2", "execute 2"} & set(rank.did):
+        rank.turns(1)
+    assert [rank.answered(), rank.answered()] == [1, 2]
+
+
+def test_a_plan_goes_before_an_answer_where_both_are_there(rank: _Rank) -> None:
+    """The device has nothing to do meanwhile."""
+    rank.send(1, 2)
+    rank.runner.done |= {1}
+    assert rank.turns(2) == ["launch 1", "launch 2", "settle 1"]
 
 
 def test_who_is_not_ahead_of_what_it_computes_takes_a_plan_when_it_has_answered(rank: _Rank) -> None:
@@ -192,7 +220,7 @@ def test_who_is_not_ahead_of_what_it_computes_takes_a_plan_when_it_has_answered(
     assert rank.turns(2) == ["execute 1", "execute 2"]
 
 
-@pytest.mark.parametrize(("fails", "step"), [("launch 2", 2), ("settle 1", 1)])
+@pytest.mark.parametrize(("fails", "step"), [("launch 2", 2), ("settle 1", 1), ("look 1", 1)])
 def test_a_device_that_fails_is_told_with_the_step_that_met_it(
     fails: str, step: int, rank: _Rank, ends: tuple[socket.socket, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,7 +229,7 @@ def test_a_device_that_fails_is_told_with_the_step_that_met_it(
 
     monkeypatch.setattr("os._exit", end)
     rank.runner.fails = fails
-    rank.send(1, 2)
+    rank.send(*((1,) if fails.startswith("look") else (1, 2)))
     with pytest.raises(SystemExit):
         rank.turns(2)
     ends[2].setblocking(False)

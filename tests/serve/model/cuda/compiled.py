@@ -35,7 +35,7 @@ from tests.serve.model.cuda.resources import HEAD_SIZES, RECORD, SHARED_BYTES, d
 FP8: Final = "*fp8e4nv"
 ALIGNED: Final = {
     *("query_token", "query_head", "key_token", "key_head", "value_token", "value_head", "angle_token"),
-    *("inputs", "outputs", "x_row", "weight_row"),
+    *("inputs", "outputs", "x_row", "y_row", "z_row", "weight_row"),
 }
 """Numbers that are multiples of 16 in what is compiled, as they are where a model's sizes are."""
 Variants = Mapping[str, Callable[[], dict[str, int]]]
@@ -109,6 +109,15 @@ def rms_norm(architecture: int, dtype: torch.dtype, width: int, rounding: str) -
     return _resources(norm_kernels.rms_norm, types, constants, architecture, warps_for(padded), 2)
 
 
+def sum_and_norm(architecture: int, dtype: torch.dtype, width: int, rounding: str) -> dict[str, int]:
+    """What a sum of three and two norms of it take."""
+    names = ("x", "y", "z", "out", "weight", "bias", "normed", "other_weight", "other_bias", "other_normed")
+    types = dict.fromkeys(names, f"*{NAMES[dtype]}") | dict.fromkeys(("x_row", "y_row", "z_row"), "i32") | {"epsilon": "fp32"}
+    padded = power_of_two(width)
+    constants = {"W": width, "W2": padded, "THREE": True, "NORMS": 2, "ROUNDING": rounding}
+    return _resources(norm_kernels.sum_and_norm, types, constants, architecture, warps_for(padded), 2)
+
+
 def _resources(
     kernel: Any, types: dict[str, str], constants: dict[str, Any], architecture: int, num_warps: int, num_stages: int
 ) -> dict[str, int]:
@@ -172,6 +181,10 @@ def norm_variants(architecture: int) -> Variants:
         f"rms_norm, {NAMES[dtype]}, {width} features": functools.partial(rms_norm, architecture, dtype, width, rounding)
         for dtype in (torch.float32, torch.bfloat16)
         for width, rounding in ((128, "before weight"), (4096, "once"), (12288, "one plus weight"))
+    } | {
+        f"sum_and_norm, {NAMES[dtype]}, {width} features": functools.partial(sum_and_norm, architecture, dtype, width, rounding)
+        for dtype in (torch.float32, torch.bfloat16)
+        for width, rounding in ((768, "layer"), (6144, "layer"), (12288, "before weight"))
     }
 
 

@@ -57,9 +57,13 @@ def compare(case: Case, device: str = "cpu", processors: int = 8) -> dict[str, f
     if case.turned:
         rotary = _angles(case, layout.positions, query)
         turned_query, turned_key = _turned(query, rotary), _turned(key, rotary)
-    out = TritonBackend(processors, splits=case.splits, share=0).attend(
-        query, key, value, cache, layout, scale=0.2, window=case.window, rotary=rotary, rules=rules
-    )
+    given = (query, key, value, cache, layout)
+    as_told = {"scale": 0.2, "window": case.window, "rotary": rotary, "rules": rules}
+    out = TritonBackend(processors, splits=case.splits, share=0, programs=case.splits).attend(*given, **as_told)
+    if case.splits > 1:  # by fewer programs, each of which has more shares than another, or all
+        fewer = TritonBackend(processors, splits=case.splits, share=0, programs=1 if case.splits == 2 else 3)
+        again = fewer.attend(*given, **as_told)
+        assert torch.equal(out[:real].nan_to_num(7.0), again[:real].nan_to_num(7.0)), "programs change no bit"
     expected = TorchBackend().attend(
         turned_query[:real],
         turned_key[:real],

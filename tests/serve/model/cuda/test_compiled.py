@@ -51,5 +51,5 @@ def _recorded_for(architecture: int) -> dict[str, dict[str, int]]:
     with_fp8 = len(HEAD_SIZES) * 2 + 2 if architecture >= 90 else 0
     assert len(attention) == len(HEAD_SIZES) * (4 + 2) + 2 * 2 + 2 * 3 + 2 * 4 + with_fp8
     assert len(linear) == 2 * (2 * 2 + 1)
-    assert len(norms) == 2 * 3
+    assert len(norms) == 2 * (3 + 3)
     return {**attention, **linear, **norms}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from serve.model.cuda.tiling import MOST_SPLITS, cut, shape_of, splits_for
+from serve.model.cuda.tiling import MOST_SPLITS, cut, programs_for, shape_of, splits_for
 from tests.serve.model.cuda.cases import CASES, TOLERANCE
 from tests.serve.model.cuda.processes import told_by
 
@@ -34,6 +34,15 @@ def test_the_heads_of_a_group_are_shared_out_over_programs_of_full_tiles(group: 
 def test_positions_are_split_among_more_programs_where_a_model_has_fewer_heads() -> None:
     assert [splits_for(programs, 132) for programs in (1, 4, 8, 16, 32, 40, 64, 128, 512)] == [32, 32, 32, 16, 8, 4, 4, 2, 1]
     assert splits_for(1, 1000) == MOST_SPLITS
+
+
+def test_splits_are_computed_by_fewer_programs_where_a_step_has_enough() -> None:
+    """A GPT-NeoX of 6.9B on an H200 at 1, 8, 64 and 256 sequences of up to 4,096 positions, and of up to 32,768."""
+    splits = splits_for(32, 132)
+    assert [programs_for(splits, 32 * rows, 132, 4096) for rows in (1, 8, 32, 64, 256)] == [8, 8, 4, 2, 1]
+    assert [programs_for(splits, 32 * rows, 132, 32768) for rows in (1, 8, 64, 256)] == [8, 8, 8, 8]
+    assert programs_for(1, 4, 132, 100) == 1
+    assert programs_for(32, 10**6, 132, 100) == 1
 
 
 def test_every_token_is_in_one_tile() -> None:

@@ -18,8 +18,9 @@ def test_a_model_of_interpreted_kernels_computes_what_plain_torch_does(name: str
     assert told_by("interpreted_models", *names, TRITON_INTERPRET="1")[name] < 3e-6
 
 
-def test_interpreted_norms_are_those_of_transformers() -> None:
+def test_interpreted_norms_and_sums_are_those_of_transformers_and_torch() -> None:
     found = told_by("interpreted_norms", TRITON_INTERPRET="1")
     assert found.pop("another type")
-    assert len(found) == 27
+    assert found.pop("kept for another")
+    assert len(found) == 27 + 36
     assert {name: share for name, share in found.items() if share > 1.0} == {}
