@@ -200,9 +200,8 @@ class Runner:
             drawn_K: see ``SequenceTable.batch``.
         """
         while True:
-            batch = self._table.batch(
-                spans, drawn_K
-            )  # inputs of steps of one size have one place, where the other may have had its own
+            # Inputs of steps of one size have one place, where the other may have had its own.
+            batch = self._table.batch(spans, drawn_K)
             try:
                 return batch, self._compute(batch)
             except Overtaken:
@@ -302,11 +301,10 @@ class Runner:
         device = self._model.device
         if not self._ranks.answers:
             return self._ranks.tokens_of_first(torch.empty(len(continued), dtype=torch.int64, device=device))
-        places, tokens_X = ([], None) if last is None or last.tokens is None else last.tokens.of(continued)
-        if tokens_X is None or len(places) < len(continued):
-            drawn_K = send(torch.tensor([state.drawn for state in continued]), device)
-            tokens_X = drawn_K if tokens_X is None else drawn_K.index_copy_(0, send(torch.tensor(places), device), tokens_X)
-        return self._ranks.tokens_of_first(tokens_X)
+        if last is None:
+            return self._ranks.tokens_of_first(send(torch.tensor([state.drawn for state in continued]), device))
+        assert last.tokens is not None, "what continues was sampled in the step before"
+        return self._ranks.tokens_of_first(last.tokens.of(continued))
 
     def _share_drawn(self, plan: StepPlan) -> None:
         """Let every rank know the tokens that spans continue with, which the rank that answers drew."""

@@ -74,14 +74,13 @@ class LaunchedTokens:
         self._num_tokens = [state.num_tokens for state in states]
         self._logprobs = logprobs
 
-    def of(self, states: Sequence[SampledSequence]) -> tuple[list[int], Tensor]:
-        """Which of these sequences have a row, by their places, and the tokens of those, int64 on the device."""
+    def of(self, states: Sequence[SampledSequence]) -> Tensor:
+        """The tokens of some of the sequences, int64 on the device; the host waits for nothing."""
         column_of = {id(state): column for state, column in zip(self.states, self._columns, strict=True)}
-        places = [place for place, state in enumerate(states) if id(state) in column_of]
-        columns = [column_of[id(states[place])] for place in places]
+        columns = [column_of[id(state)] for state in states]
         if columns == list(range(len(columns))):
-            return places, self._chosen_XT[0, : len(columns)]
-        return places, self._chosen_XT[0].index_select(0, send(torch.tensor(columns), self._chosen_XT.device))
+            return self._chosen_XT[0, : len(columns)]
+        return self._chosen_XT[0].index_select(0, send(torch.tensor(columns), self._chosen_XT.device))
 
     def read(self) -> tuple[list[Sampled], list[SequenceFault]]:
         """Wait for the device and tell them; rows whose logits are not finite, or where nothing is allowed, become faults.
