@@ -12,7 +12,7 @@ from torch import Tensor
 
 from serve.errors import StartError
 from serve.model.attention import StepLayout
-from serve.model.cuda.graphs import CaptureError, CpuGraph, CudaGraph, Graph, size_for
+from serve.model.cuda.graphs import CaptureError, Graph, graphs_of, size_for
 from serve.worker.decode_inputs import DecodeInputs, DecodeStep
 from serve.worker.loader import RankModel
 from serve.worker.parallel import Ranks
@@ -69,7 +69,7 @@ class DecodeGraphs:
             StartError: the model cannot be captured.
         """
         self.forget()
-        began, make = time.monotonic(), _maker(self._model.device)
+        began, make = time.monotonic(), graphs_of(self._model.device)
         whole_TV = self.place_for_logits()
         for size in sorted(self._inputs.steps, reverse=True):
             try:
@@ -154,11 +154,3 @@ class DecodeGraphs:
         """Where steps of all sizes have their whole logits, one after the other; of no size on other ranks than the first."""
         columns = 0 if self._ranks.rank else sum(self._model.head_widths)
         return torch.empty(max(self._inputs.steps), columns, dtype=torch.float32, device=self._model.device)
-
-
-def _maker(device: torch.device) -> Callable[[], Graph]:
-    if device.type != "cuda":
-        return CpuGraph
-    torch.cuda.synchronize(device)
-    pool = torch.cuda.graph_pool_handle()
-    return lambda: CudaGraph(pool)

@@ -76,11 +76,11 @@ def waits_of_host() -> Iterator[list[str]]:
             yield found
         found += waits.found
         return
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")  # warns of itself, too
+        try:
             yield found
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    found += [str(warning.message) for warning in warned if "synchroniz" in str(warning.message)]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    found += [str(warning.message) for warning in warned if "called a synchronizing" in str(warning.message)]

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from benchmarks import gpu, gpu_training
+from tests.gpu import device
 from tests.finetune.support import run_command
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -94,6 +96,21 @@ def test_a_step_is_profiled_without_what_the_host_does_beside() -> None:
     numbers = torch.ones(8)
     assert gpu.device_seconds(lambda: None, "cpu") == 0
     assert gpu.device_seconds(lambda: numbers.add_(1), "cpu") > 0
+
+
+def test_the_watch_for_waits_is_no_wait_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch warns of the mode that has it warn."""
+
+    def set_mode(mode: str) -> None:
+        if mode == "warn":
+            warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=2)
+
+    monkeypatch.setattr(device, "REHEARSED", False)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
+    with device.waits_of_host() as found:
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
+        warnings.warn("of something else", stacklevel=2)
+    assert found == ["called a synchronizing CUDA operation"]
 
 
 @pytest.mark.slow

@@ -6,9 +6,11 @@ the device computes, make no tensor of numbers that the host has, and have no sh
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
@@ -70,7 +72,11 @@ class Graph(Protocol):
 
 
 class CudaGraph:
-    """A CUDA graph; those that are made with one pool share their memory, so that one's results last until another's replay."""
+    """A CUDA graph; those that are made with one pool share their memory.
+
+    While its results are held, only the replay of one that was captured before overwrites them: they may lie in what that had
+    let go of.
+    """
 
     def __init__(self, pool: Any) -> None:
         """``pool``: of ``torch.cuda.graph_pool_handle``."""
@@ -105,10 +111,17 @@ class CpuGraph:
     """The operations of a step on the CPU, done again in their order: what Python computed stays as it was, as in a CUDA graph.
 
     Kernels that are called past torch's dispatcher are not seen, so a step must have none. It is as slow as the step itself.
+
+    Graphs of one pool share no memory, but spoil one another's results as those of CUDA may: who reads what is not there any
+    more gets no number.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pool: list[ReferenceType[CpuGraph]] | None = None) -> None:
+        """``pool``: the graphs that stand for those of one CUDA pool, in the order of their capture; one of its own without."""
         self._operations: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor]]] = []
+        self._pool = [] if pool is None else pool
+        self._results: list[Tensor] = []
+        """Those that are in no memory of others."""
 
     @torch.inference_mode()
     def capture(self, step: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
@@ -121,11 +134,16 @@ class CpuGraph:
             CaptureError: the step does what a CUDA graph cannot hold.
         """
         with _Recorder(self._operations):
-            return step()
+            results = step()
+        own = {_place(tensor) for *_, kept in self._operations for tensor in kept}
+        self._results = [result for result in results if _place(result) in own]
+        self._pool.append(ref(self))
+        return results
 
     @torch.inference_mode()
     def replay(self) -> None:
         """Do the operations again, in their order, with what the step's inputs hold now; results are written in place."""
+        self._spoil_later()
         for operation, arguments, options, kept in self._operations:
             results = tree_leaves(operation(*arguments, **options))
             for result in results:
@@ -133,6 +151,32 @@ class CpuGraph:
                     result.wait()  # type: ignore[attr-defined]  # bound by torch.distributed
             for old, new in zip(kept, (leaf for leaf in results if isinstance(leaf, Tensor)), strict=False):
                 old.copy_(new)
+
+    def _spoil_later(self) -> None:
+        """Overwrite the results of the graphs that were captured after this one.
+
+        On CUDA they may lie where this one has what it needs on the way, which was free again by then; and this one's results
+        lie where nobody else's are, as they were held while the others were captured.
+        """
+        graphs = [graph for each in self._pool if (graph := each()) is not None]
+        for graph in graphs[graphs.index(self) + 1 :]:
+            for result in graph._results:
+                if result.is_floating_point():
+                    result.fill_(math.nan)
+                elif result.dtype == torch.bool:
+                    result.logical_not_()
+                else:
+                    result.fill_(-1)
+
+
+def graphs_of(device: torch.device) -> Callable[[], Graph]:
+    """What makes graphs that share their memory, on this device."""
+    if device.type != "cuda":
+        spoiled: list[ReferenceType[CpuGraph]] = []
+        return lambda: CpuGraph(spoiled)
+    torch.cuda.synchronize(device)
+    pool = torch.cuda.graph_pool_handle()
+    return lambda: CudaGraph(pool)
 
 
 class _Recorder(Watching):

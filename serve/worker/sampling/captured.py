@@ -44,7 +44,10 @@ class CapturedSampling(TorchSampling):
         self._penalising: tuple[Graph, Choice] | None = None
 
     def capture(self, make: Callable[[], Graph]) -> None:
-        """Capture a draw of each manner, the one that takes most memory first, and penalties.
+        """Capture penalties, and a draw of each manner, the one that takes most memory first.
+
+        Penalties come before draws, as they do in a step: what they give is still to be read when a draw is replayed, which
+        may overwrite what was captured after it.
 
         Raises:
             CaptureError: one does what a graph cannot hold.
@@ -56,9 +59,9 @@ class CapturedSampling(TorchSampling):
             graph = make()
             return graph, Choice(*graph.capture(step))
 
+        self._penalising = captured(self.penalise)
         for manner in reversed(Manner):
             self._draws[manner] = captured(partial(self.draw, manner))
-        self._penalising = captured(self.penalise)
 
     def draw(self, manner: Manner) -> Choice:
         """What is captured: of every row the token, drawn where the temperature is not 0, else the likeliest."""

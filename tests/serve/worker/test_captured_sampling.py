@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from serve.engine.plan import StepPlan, StepResult
-from serve.model.cuda.graphs import CaptureError, CpuGraph
+from serve.model.cuda.graphs import CaptureError, CpuGraph, graphs_of
 from serve.types import SamplingParams, SequenceId
 from serve.worker.batch import SequenceState
 from serve.worker.runner import Runner
@@ -41,7 +41,7 @@ def _one_thread_without_gradients() -> Iterator[None]:
 
 def captured(rows: int, vocabulary: int) -> CapturedSampling:
     sampling = CapturedSampling(torch.zeros(rows, vocabulary))
-    sampling.capture(CpuGraph)
+    sampling.capture(graphs_of(torch.device("cpu")))
     return sampling
 
 
@@ -160,7 +160,7 @@ GREEDY, PENALISED = SamplingParams(), SamplingParams(repetition_penalty=1.3, fre
 def test_what_is_asked_is_sampled_by_replays_alone(
     wishes: tuple[SamplingParams, ...], launches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("serve.worker.decode_graphs.CpuGraph", _Launched)
+    monkeypatch.setattr("serve.model.cuda.graphs.CpuGraph", _Launched)
     first, second = decode_plan(1, (5, 20, 33, 12)[: len(wishes)], wishes)
     results: list[StepResult | None] = []
     for replayed in (False, True):

@@ -13,7 +13,7 @@ import torch
 
 from serve.engine.plan import DRAFTED, Span, Start, StepPlan, StepResult
 from serve.model.cuda.backend import TritonBackend
-from serve.model.cuda.graphs import CpuGraph
+from serve.model.cuda.graphs import graphs_of
 from serve.model.heads import Stage
 from serve.types import BlockId, SamplingParams, SequenceId, TokensOut
 from serve.worker.batch import UNKNOWN, SequenceState
@@ -146,7 +146,7 @@ def test_a_token_that_nobody_has_read_counts_for_penalties(most: int, monkeypatc
     logits = torch.randn(8, vocabulary, generator=torch.Generator().manual_seed(1))
     place = torch.empty(8, vocabulary)
     captured = CapturedSampling(place)
-    captured.capture(CpuGraph)
+    captured.capture(graphs_of(torch.device("cpu")))
     for _ in range(20):
         known, unread = list[SequenceState](), list[SequenceState]()
         for row in range(6):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from serve.model.attention import LayerCache, ScoreRules, StepLayout, TorchBackend
-from serve.model.cuda.graphs import CaptureError, CpuGraph, graph_sizes, size_for
+from serve.model.cuda.graphs import CaptureError, CpuGraph, graph_sizes, graphs_of, size_for
 from serve.model.cuda.static import StaticTorchBackend
 from tests.serve.model.cuda.cases import CASES, Case
 
@@ -86,6 +86,27 @@ def test_what_python_computed_stays_as_it_was_as_in_a_cuda_graph() -> None:
     factor[0] = 5.0
     graph.replay()
     assert result.tolist() == [2.0, 2.0]
+
+
+def test_a_replay_spoils_what_graphs_that_were_captured_later_gave_and_nothing_else() -> None:
+    """As it may on CUDA, where graphs share memory: so a test sees who reads what another replay may have overwritten."""
+    x, make = torch.ones(2), graphs_of(torch.device("cpu"))
+    first, second, third = make(), make(), make()
+    (before,) = first.capture(lambda: (x + 1,))
+    numbers, places, truth, same = second.capture(lambda: (before * 2, before.argmax(), before > 1, x.view(1, 2)))
+    (last,) = third.capture(lambda: (numbers + 1,))
+    second.replay()
+    assert (before.tolist(), numbers.tolist(), last.isnan().all()) == ([2.0, 2.0], [4.0, 4.0], True)
+    third.replay()
+    assert last.tolist() == [5.0, 5.0]
+    first.replay()
+    assert before.tolist() == [2.0, 2.0]
+    assert (numbers.isnan().all(), places.item(), truth.any(), last.isnan().all()) == (True, -1, False, True)
+    assert same.tolist() == [[1.0, 1.0]], "an input is nobody's result"
+    other = graphs_of(torch.device("cpu"))()
+    (apart,) = other.capture(lambda: (x * 3,))
+    first.replay()
+    assert apart.tolist() == [3.0, 3.0], "of another pool"
 
 
 DECODING = {name: case for name, case in CASES.items() if "prefill" not in name and case.splits == 1 and not case.padded}
